@@ -1,0 +1,83 @@
+# The project's commands. They need Python 3.11 to 3.13, pip, make and a network; the rest they fetch
+# into .venv, once.
+#
+#   make demo    run examples/essay_judge.py on the default model
+#   make test    run the whole test suite (ARGS="-k radix" passes options to pytest)
+#   make lint    ruff, mypy and the directions of import
+#   make clean   remove what building and testing left behind; `make distclean` removes .venv too
+#
+# Variables, given as `make NAME=value demo`:
+#
+#   PYTHON       the interpreter that .venv is made of (python3)
+#   TORCH        the torch to install (torch==2.13.0); one that is in .venv already and fits is kept
+#   TORCH_INDEX  the address of one more package index to look for torch in, such as PyTorch's own for
+#                the CPU or for a version of CUDA; its install page names them
+#   CUDA         1 allows a CUDA build of torch where no NVIDIA GPU is found; 0 forbids it where one is
+
+PYTHON      ?= python3
+TORCH       ?= torch==2.13.0
+TORCH_INDEX ?=
+CUDA        ?=
+ARGS        ?=
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+PIP   := $(BIN)/python -m pip --disable-pip-version-check --no-input install -c constraints.txt
+MODEL := smollm2-135m
+
+.PHONY: demo test lint clean distclean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.installed
+	@$(BIN)/agentflow pull $(MODEL)
+	@$(BIN)/python examples/essay_judge.py
+
+test: $(VENV)/.installed-dev
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_import_directions.py
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
+	  echo "make: this needs Python 3.11, 3.12 or 3.13, and '$(PYTHON)' is: $$($(PYTHON) --version 2>&1)."; \
+	  echo "      Name another interpreter, as in: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@test ! -e $(VENV) || { echo "make: $(VENV) is no virtual environment: remove it first"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "make: '$(PYTHON) -m venv' failed; what it needs is named above"; exit 1; }
+
+# torch comes first and alone: which build of it is right depends on the machine. The default index has
+# CUDA builds for Linux, several GB with what they need; constraints-cpu.txt refuses those, before any
+# of it is downloaded, unless there is a GPU to use them.
+$(VENV)/.torch: constraints.txt constraints-cpu.txt | $(BIN)/python
+	@case '$(CUDA)' in \
+	  1) no_cuda= ;; \
+	  0) no_cuda='-c constraints-cpu.txt' ;; \
+	  *) if nvidia-smi -L >/dev/null 2>&1; then no_cuda=; else no_cuda='-c constraints-cpu.txt'; fi ;; \
+	esac; \
+	$(PIP) $$no_cuda $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') setuptools '$(TORCH)' || { \
+	  echo "make: torch could not be installed. If pip names a conflict with triton above, then this index"; \
+	  echo "      has only the CUDA build of torch (several GB), and there is no NVIDIA GPU here. Say where"; \
+	  echo "      to find the CPU build: make TORCH_INDEX=ADDRESS $(MAKECMDGOALS), with the address that"; \
+	  echo "      PyTorch's install page gives for the CPU; or take the CUDA build: make CUDA=1 $(MAKECMDGOALS)"; \
+	  exit 1; }
+	@touch $@
+
+# Without build isolation, the build uses the pinned setuptools too.
+$(VENV)/.installed: pyproject.toml $(VENV)/.torch
+	@$(PIP) --no-build-isolation -e '.[engine,server]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@$(PIP) --no-build-isolation -e '.[engine,server,dev]'
+	@touch $@

@@ -1,0 +1,64 @@
+"""The embedded engine: the model runs in this process, in a thread of its own.
+
+The one place of the frontend that reaches for the server's code, and only when a session opens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+from agentflow.backend import Connection, Deliver, Lost
+from agentflow.backends.interpreted import interpreted
+from agentflow.errors import ModelError
+
+
+class Embedded:
+    """``af.session(backend=af.Embedded("smollm2-135m", dtype="float32"))``.
+
+    ``model``: a name that ``agentflow pull`` knows, or a Hugging Face folder. ``dtype``:
+    ``bfloat16`` or ``float32``. ``device``: ``cpu``, ``cuda``, or None to choose. ``kv_tokens``: how
+    many tokens of keys and values fit (cache and running requests together); None to choose.
+    ``token_budget``: prompt tokens computed in one step. ``max_running``: requests in one batch.
+    ``num_threads``: CPU threads. ``use_cache=False`` turns the prefix cache off.
+    """
+
+    def __init__(
+        self,
+        model: str = "smollm2-135m",
+        *,
+        dtype: str = "bfloat16",
+        device: str | None = None,
+        kv_tokens: int | None = None,
+        token_budget: int | None = None,
+        max_running: int = 64,
+        num_threads: int | None = None,
+        use_cache: bool = True,
+    ) -> None:
+        self._options = {
+            "model": str(model),
+            "dtype": dtype,
+            "device": device,
+            "kv_tokens": kv_tokens,
+            "token_budget": token_budget,
+            "max_running": max_running,
+            "num_threads": num_threads,
+            "use_cache": use_cache,
+        }
+
+    def connect(self, deliver: Deliver, lost: Lost) -> AbstractAsyncContextManager[Connection]:
+        """Loads the model and starts the engine."""
+        return self._connect(deliver)
+
+    @asynccontextmanager
+    async def _connect(self, deliver: Deliver) -> AsyncIterator[Connection]:
+        try:
+            from agentflow.server.local_engine import EngineOptions, open_generator
+        except ImportError as error:
+            raise ModelError(
+                f"the embedded engine needs the package {error.name!r}: pip install 'agentflow-lm[engine]', "
+                "or give the url of a server"
+            ) from error
+        options = EngineOptions(**self._options)  # type: ignore[arg-type]
+        async with open_generator(options) as generator, interpreted(generator, deliver) as connection:
+            yield connection

@@ -1,0 +1,151 @@
+"""A backend that answers from a script: for tests of programs, without a model.
+
+The whole frontend and the interpreter run as they do elsewhere; only the generator is a fake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+
+import anyio.lowlevel
+
+from agentflow.backend import Connection, Deliver, Lost
+from agentflow.backends.interpreted import interpreted
+from agentflow.errors import BadArgument, RunFailed
+from agentflow.generator import Capabilities, Generated, OnText, Scored, Stats, Usage
+from agentflow.sampling import SamplingParams
+
+Answer = str | Exception
+Script = Callable[[str], Answer] | Mapping[str, Answer] | Sequence[Answer]
+"""What answers a gen: a function of the prompt's text; a mapping from the end of the prompt to the
+answer; or answers in the order in which gens are reached. An exception as an answer is raised."""
+
+
+@dataclass
+class ScriptedContext:
+    """A state as text. Turns are written ``<role>…</role>``."""
+
+    text: str = ""
+    open_roles: list[str] = field(default_factory=list)
+
+
+class ScriptedGenerator:
+    """Answers from a script, one word at a time, with a checkpoint between words. Tokens are words."""
+
+    def __init__(self, script: Script) -> None:
+        self.capabilities = Capabilities(model="scripted", logprobs=False)
+        self.num_open = 0
+        self.num_running = 0
+        self._script = script
+        self._next_answer = 0
+        self._stats = {"steps": 0, "prompt_tokens": 0, "generated_tokens": 0}
+
+    def open(self, cache_salt: str) -> ScriptedContext:
+        """An empty text."""
+        self.num_open += 1
+        return ScriptedContext()
+
+    def fill(self, context: ScriptedContext, text: str) -> None:
+        """Appends text."""
+        context.text += text
+
+    def begin_role(self, context: ScriptedContext, role: str) -> None:
+        """Writes ``<role>``."""
+        context.open_roles.append(role)
+        context.text += f"<{role}>"
+
+    def end_role(self, context: ScriptedContext) -> None:
+        """Writes ``</role>``."""
+        if not context.open_roles:
+            raise BadArgument("a turn ends that never began")
+        context.text += f"</{context.open_roles.pop()}>"
+
+    async def generate(self, context: ScriptedContext, params: SamplingParams, on_text: OnText) -> Generated:
+        """The script's answer, cut at ``stop`` and ``max_tokens``."""
+        prompt = context.text
+        answer, reason = _ended(self._answer(prompt), params)
+        self.num_running += 1
+        try:
+            for piece in answer.split(" "):
+                await anyio.lowlevel.checkpoint()
+                delta = piece if context.text == prompt else f" {piece}"
+                context.text += delta
+                on_text(delta)
+        finally:
+            self.num_running -= 1
+        usage = Usage(len(prompt.split()), 0, len(answer.split()))
+        self._count(usage)
+        return Generated(answer, reason, usage)
+
+    async def score(self, context: ScriptedContext, choices: Sequence[str], method: str) -> Scored:
+        """The choice that the script's answer names; one of them, or ``RunFailed``."""
+        await anyio.lowlevel.checkpoint()
+        answer = self._answer(context.text)
+        if answer not in choices:
+            raise RunFailed(f"the script answers {answer!r}, which is none of the choices {list(choices)}")
+        usage = Usage(len(context.text.split()), 0, 0)
+        self._count(usage)
+        context.text += answer
+        scores = tuple(0.0 if choice == answer else -10.0 for choice in choices)
+        return Scored(choices.index(answer), scores, scores, usage)
+
+    async def fork(self, context: ScriptedContext, count: int) -> list[ScriptedContext]:
+        """Copies of the text."""
+        self.num_open += count
+        return [ScriptedContext(context.text, list(context.open_roles)) for _ in range(count)]
+
+    def free(self, context: ScriptedContext) -> None:
+        """Counts the context as closed."""
+        self.num_open -= 1
+
+    async def stats(self) -> Stats:
+        """Counts in words."""
+        return Stats(model="scripted", **self._stats)
+
+    def _answer(self, prompt: str) -> str:
+        script = self._script
+        answer: Answer
+        if callable(script):
+            answer = script(prompt)
+        elif isinstance(script, Mapping):
+            ends = [end for end in script if prompt.endswith(end)]
+            if not ends:
+                raise RunFailed(f"the script has no answer for a prompt that ends in {prompt[-60:]!r}")
+            answer = script[max(ends, key=len)]
+        else:
+            if self._next_answer >= len(script):
+                raise RunFailed(f"the script has only {len(script)} answers")
+            answer = script[self._next_answer]
+            self._next_answer += 1
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _count(self, usage: Usage) -> None:
+        self._stats["steps"] += 1
+        self._stats["prompt_tokens"] += usage.prompt_tokens
+        self._stats["generated_tokens"] += usage.output_tokens
+
+
+def _ended(answer: str, params: SamplingParams) -> tuple[str, str]:
+    reason = "eos"
+    found = [answer.index(stop) for stop in params.stop if stop in answer]
+    if found:
+        answer, reason = answer[: min(found)], "stop"
+    words = answer.split(" ")
+    if len(words) > params.max_tokens:
+        answer, reason = " ".join(words[: params.max_tokens]), "length"
+    return answer, reason
+
+
+class Scripted:
+    """A backend for tests: ``af.session(backend=af.Scripted(["yes", "a short answer"]))``."""
+
+    def __init__(self, script: Script) -> None:
+        self.generator = ScriptedGenerator(script)
+
+    def connect(self, deliver: Deliver, lost: Lost) -> AbstractAsyncContextManager[Connection]:
+        """Opens it; it can't be lost."""
+        return interpreted(self.generator, deliver)

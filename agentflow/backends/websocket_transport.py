@@ -1,0 +1,228 @@
+"""A client's websocket over anyio streams.
+
+The protocol comes from the ``websockets`` library, without its I/O; the streams come from anyio. So
+one implementation runs on asyncio and on trio.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+from collections import deque
+from collections.abc import Callable, Mapping
+
+import anyio
+from anyio.abc import ByteStream, SocketAttribute
+from websockets.client import ClientProtocol
+from websockets.exceptions import InvalidStatus
+from websockets.frames import Frame, Opcode
+from websockets.protocol import State
+from websockets.uri import WebSocketURI
+
+from agentflow.errors import ServerUnreachable
+
+CLOSE_TIMEOUT_S = 1.0
+
+
+class WebSocketEnded(Exception):
+    """The connection is over. ``code``: from the other side's close frame; None if none came."""
+
+    def __init__(self, reason: str, code: int | None = None) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+class WebSocket:
+    """An open connection. One task reads (``receive``), one writes (``run_writer``); whatever else is
+    to be sent (pongs, a close frame) waits in ``_output`` for the writer."""
+
+    def __init__(
+        self, stream: ByteStream, protocol: ClientProtocol, *, binary: bool, keepalive_s: float
+    ) -> None:
+        self.binary = binary
+        self._stream = stream
+        self._protocol = protocol
+        self._keepalive_s = keepalive_s
+        self._messages: deque[bytes | str] = deque()
+        self._fragments: list[bytes] = []
+        self._is_text = False
+        self._output: deque[bytes] = deque()
+        self._wake = anyio.Event()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether messages can be sent."""
+        return self._protocol.state is State.OPEN
+
+    async def shake_hands(self, headers: Mapping[str, str]) -> None:
+        """The HTTP upgrade. Raises the library's ``InvalidHandshake`` errors, and ``WebSocketEnded``."""
+        request = self._protocol.connect()
+        request.headers.update(headers)
+        self._protocol.send_request(request)
+        self._collect()
+        await self._flush()
+        while self._protocol.state is State.CONNECTING:
+            self._feed(await self._chunk())
+            if self._protocol.handshake_exc is not None:
+                raise self._protocol.handshake_exc
+
+    async def receive(self) -> bytes | str:
+        """The next message: bytes from a binary one, str from a text one. ``WebSocketEnded`` at the end."""
+        while not self._messages:
+            if self._protocol.close_rcvd is not None:
+                close = self._protocol.close_rcvd
+                raise WebSocketEnded(f"closed with code {close.code} {close.reason}".rstrip(), close.code)
+            if self._protocol.parser_exc is not None:
+                raise WebSocketEnded(f"the websocket broke: {self._protocol.parser_exc}")
+            self._feed(await self._chunk_or_ping())
+        return self._messages.popleft()
+
+    def send(self, message: bytes) -> None:
+        """Puts a message in line for the writer."""
+        if self.binary:
+            self._protocol.send_binary(message)
+        else:
+            self._protocol.send_text(message)
+        self._collect()
+
+    async def send_now(self, message: bytes) -> None:
+        """Sends a message; only while no writer runs."""
+        self.send(message)
+        await self._flush()
+
+    def close(self) -> None:
+        """Puts a close frame in line for the writer; it is the last thing that is sent."""
+        if self.is_open:
+            self._protocol.send_close(1000)
+            self._collect()
+
+    def wake(self) -> None:
+        """Has the writer ask for the next message."""
+        self._wake.set()
+
+    async def run_writer(self, next_message: Callable[[], bytes | None]) -> None:
+        """Sends what ``next_message`` gives, asked anew after each message, until the close frame has
+        been sent. ``WebSocketEnded`` when the connection breaks."""
+        while self.is_open or self._output:
+            self._wake = anyio.Event()
+            message = next_message()
+            if message is not None and self.is_open:
+                self.send(message)
+            if self._output:
+                await self._flush()
+            else:
+                await self._wake.wait()
+
+    async def aclose(self) -> None:
+        """Closes the stream, whatever was in line."""
+        with anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
+            with contextlib.suppress(anyio.BrokenResourceError, OSError):  # it is gone already
+                await self._stream.aclose()
+
+    def _collect(self) -> None:
+        # An empty chunk asks for a half-close, which TLS does not have; the whole close follows anyway.
+        self._output += [chunk for chunk in self._protocol.data_to_send() if chunk]
+        self._wake.set()
+
+    async def _flush(self) -> None:
+        try:
+            while self._output:
+                await self._stream.send(self._output.popleft())
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError, OSError) as error:
+            raise WebSocketEnded(f"the connection broke while sending: {error!r}") from error
+
+    async def _chunk_or_ping(self) -> bytes:
+        """The next bytes. After ``keepalive_s`` of silence a ping asks for some; after as much again
+        the connection counts as broken."""
+        with anyio.move_on_after(self._keepalive_s):
+            return await self._chunk()
+        self._protocol.send_ping(b"")
+        self._collect()
+        with anyio.move_on_after(self._keepalive_s):
+            return await self._chunk()
+        raise WebSocketEnded(f"no answer to a ping within {self._keepalive_s} s")
+
+    async def _chunk(self) -> bytes:
+        try:
+            return await self._stream.receive()
+        except anyio.EndOfStream:
+            return b""
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError, OSError) as error:
+            raise WebSocketEnded(f"the connection broke: {error!r}") from error
+
+    def _feed(self, chunk: bytes) -> None:
+        if chunk:
+            self._protocol.receive_data(chunk)
+        else:
+            self._protocol.receive_eof()
+        for event in self._protocol.events_received():
+            if isinstance(event, Frame):
+                self._take(event)
+        self._collect()
+
+    def _take(self, frame: Frame) -> None:
+        if frame.opcode not in (Opcode.TEXT, Opcode.BINARY, Opcode.CONT):
+            return
+        if frame.opcode is not Opcode.CONT:
+            self._is_text = frame.opcode is Opcode.TEXT
+        self._fragments.append(bytes(frame.data))
+        if frame.fin:
+            message, self._fragments = b"".join(self._fragments), []
+            try:
+                self._messages.append(message.decode() if self._is_text else message)
+            except UnicodeDecodeError as error:
+                raise WebSocketEnded(f"the server sent text that is not UTF-8: {error}") from None
+
+
+async def open_websocket(
+    uri: WebSocketURI,
+    *,
+    headers: Mapping[str, str],
+    ssl_context: ssl.SSLContext | None,
+    binary: bool,
+    keepalive_s: float,
+) -> WebSocket:
+    """Connects and shakes hands; ``ServerUnreachable`` when nobody answers, or not with a websocket."""
+    try:
+        stream = await _connect(uri, ssl_context)
+    except OSError as error:
+        raise ServerUnreachable(
+            f"nobody answers at {shown_url(uri)} ({error}): start a server with `agentflow serve`, "
+            "or check the address"
+        ) from error
+    # No limit on what comes in: the server keeps to the frame limit that it tells.
+    protocol = ClientProtocol(uri, max_size=None)
+    websocket = WebSocket(stream, protocol, binary=binary, keepalive_s=keepalive_s)
+    try:
+        await websocket.shake_hands(headers)
+    except BaseException as error:
+        await websocket.aclose()
+        if not isinstance(error, Exception):
+            raise
+        status = f"HTTP {error.response.status_code}" if isinstance(error, InvalidStatus) else str(error)
+        raise ServerUnreachable(
+            f"{shown_url(uri)} answers, but not as an agentflow server ({status}): check the address"
+        ) from error
+    return websocket
+
+
+async def _connect(uri: WebSocketURI, ssl_context: ssl.SSLContext | None) -> ByteStream:
+    stream: ByteStream
+    if not uri.secure:
+        stream = await anyio.connect_tcp(uri.host, uri.port)
+    else:
+        # Websockets say themselves where they end, so a missing TLS end is no error.
+        stream = await anyio.connect_tcp(
+            uri.host, uri.port, ssl_context=ssl_context, tls=True, tls_standard_compatible=False
+        )
+    # Frames are small and each is wanted at once.
+    raw_socket = stream.extra(SocketAttribute.raw_socket)
+    raw_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return stream
+
+
+def shown_url(uri: WebSocketURI) -> str:
+    """The address for messages: with its port, without a password."""
+    host = f"[{uri.host}]" if ":" in uri.host else uri.host
+    return f"{'wss' if uri.secure else 'ws'}://{host}:{uri.port}{uri.path}"

@@ -1,0 +1,127 @@
+"""What an interpreter knows of each variable and state, and how much of it the listener has heard."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Generic
+
+import anyio
+
+from agentflow import ops
+from agentflow.errors import AgentflowError
+from agentflow.events import Delta, ErrorInfo, Event, Reached, StateFailed, StatsReply, Value, VarFailed
+from agentflow.generator import ContextT
+from agentflow.outbox import Outbox
+
+
+class VariableCell:
+    """One variable: its text so far, its end, and how far the listener has heard."""
+
+    def __init__(self, var_id: int, name: str, outbox: Outbox) -> None:
+        self.id = var_id
+        self.name = name
+        self.text = ""
+        self.value: Value | None = None
+        self.error: AgentflowError | None = None
+        self.done = anyio.Event()
+        self._outbox = outbox
+        self._heard = 0
+        self._heard_end = False
+
+    def extend(self, delta: str) -> None:
+        """More text."""
+        self.text += delta
+        self._outbox.mark(self)
+
+    def complete(self, text: str, value: Value) -> None:
+        """The end: ``text`` is all of it; ``value`` says the rest."""
+        self.text, self.value = text, value
+        self.done.set()
+        self._outbox.mark(self)
+
+    def fail(self, error: AgentflowError) -> None:
+        """No value will come. Has no effect after the end."""
+        if not self.done.is_set():
+            self.error = error
+            self.done.set()
+            self._outbox.mark(self)
+
+    def rewind(self, num_chars: int) -> None:
+        """The listener has heard ``num_chars`` characters and not the end."""
+        self._heard, self._heard_end = min(num_chars, len(self.text)), False
+        self._outbox.mark(self)
+
+    def news(self) -> list[Event]:
+        if self._heard_end:
+            return []
+        at, self._heard = self._heard, len(self.text)
+        rest = self.text[at:]
+        if self.error is not None:
+            self._heard_end = True
+            events: list[Event] = [Delta(self.id, at, rest)] if rest else []
+            return [*events, VarFailed(self.id, ErrorInfo.of(self.error))]
+        if self.value is not None:
+            self._heard_end = True
+            end = self.value
+            return [Value(self.id, at, rest, end.finish_reason, end.usage, end.logprobs, end.choices)]
+        return [Delta(self.id, at, rest)] if rest else []
+
+
+class StateCell(Generic[ContextT]):
+    """One state: its context, the ops that wait, and how it ended."""
+
+    def __init__(self, state_id: int, parent: StateCell[ContextT] | None, outbox: Outbox) -> None:
+        self.id = state_id
+        self.parent = parent
+        self.context: ContextT | None = None
+        self.has_begun = False
+        self.pending: deque[ops.Op] = deque()
+        self.variables: list[VariableCell] = []
+        self.children: list[StateCell[ContextT]] = []
+        self.siblings: list[StateCell[ContextT]] = []
+        self.is_coupled = False
+        self.is_running = False
+        self.scope: anyio.CancelScope | None = None
+        self.error: AgentflowError | None = None
+        self.reached = 0
+        self._outbox = outbox
+        self._heard_reached = 0
+        self._heard_error = False
+
+    def begin(self, context: ContextT) -> None:
+        """The state has a context: its ops can run."""
+        self.context = context
+        self.has_begun = True
+
+    def reach(self, ticket: int) -> None:
+        """The op stream got as far as the ``Await`` with this ticket."""
+        self.reached = ticket
+        self._outbox.mark(self)
+
+    def rewind(self, ticket: int) -> None:
+        """The listener has heard of tickets up to this one, and of no failure."""
+        self._heard_reached, self._heard_error = ticket, False
+        self._outbox.mark(self)
+
+    def mark(self) -> None:
+        self._outbox.mark(self)
+
+    def news(self) -> list[Event]:
+        events: list[Event] = []
+        if self.reached > self._heard_reached:
+            self._heard_reached = self.reached
+            events.append(Reached(self.id, self.reached))
+        if self.error is not None and not self._heard_error:
+            self._heard_error = True
+            events.append(StateFailed(self.id, ErrorInfo.of(self.error)))
+        return events
+
+
+class StatsCell:
+    """An answer to be said once."""
+
+    def __init__(self, reply: StatsReply) -> None:
+        self._reply = reply
+
+    def news(self) -> list[Event]:
+        return [self._reply]

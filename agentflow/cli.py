@@ -1,0 +1,113 @@
+"""The ``agentflow`` command: ``pull`` fetches a model, ``serve`` runs the server."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from agentflow.errors import AgentflowError
+from agentflow.protocol import DEFAULT_PORT
+
+DEFAULT_HOST = "127.0.0.1"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; its exit code. An error of agentflow's own is one line, not a traceback."""
+    options = _parser().parse_args(arguments)
+    try:
+        return _pull(options) if options.command == "pull" else _serve(options)
+    except AgentflowError as error:
+        print(f"agentflow: {error}", file=sys.stderr)
+        return 1
+    except ImportError as error:
+        print(
+            f"agentflow: `{options.command}` needs the package {error.name!r}: "
+            "pip install 'agentflow-lm[engine,server]'",
+            file=sys.stderr,
+        )
+        return 1
+    except KeyboardInterrupt:
+        print("agentflow: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="agentflow", description="Programs that call language models many times, and their server."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    pull = commands.add_parser(
+        "pull",
+        help="fetch a model into the local store",
+        description="Fetches a model, verifies it, and stores it for `serve` and for embedded sessions.",
+    )
+    pull.add_argument("model", nargs="?", default="smollm2-135m", help="its name (default: %(default)s)")
+    serve = commands.add_parser(
+        "serve",
+        help="run the server",
+        description="Serves a model over websockets: af.session('ws://HOST:PORT') connects to it.",
+    )
+    _add_serve_options(serve)
+    return parser
+
+
+def _add_serve_options(serve: argparse.ArgumentParser) -> None:
+    add = serve.add_argument
+    add("--model", default="smollm2-135m", help="a pulled model or a Hugging Face folder (%(default)s)")
+    add("--host", default=DEFAULT_HOST, help="address to listen on (%(default)s: this machine only)")
+    add("--port", type=int, default=DEFAULT_PORT, help="port to listen on (%(default)s)")
+    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the weights (%(default)s)")
+    add("--device", choices=["cpu", "cuda"], help="where the model runs (default: a GPU where there is one)")
+    add("--kv-tokens", type=int, metavar="N", help="tokens that the KV pool holds (default: fits memory)")
+    add("--token-budget", type=int, metavar="N", help="rows of one forward pass (default: by device)")
+    add("--max-running", type=int, default=64, metavar="N", help="requests in one batch (%(default)s)")
+    add("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice)")
+    add("--policy", choices=["fcfs", "lpm"], default="fcfs", help="order of admission (%(default)s)")
+    add("--no-cache", action="store_true", help="turn the prefix cache off")
+    add(
+        "--resume-grace",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="how long a session outlives a broken connection (%(default)s)",
+    )
+
+
+def _pull(options: argparse.Namespace) -> int:
+    from agentflow.server.model_store import pull_model
+
+    folder = pull_model(options.model)
+    print(f"{options.model} is ready in {folder}")
+    return 0
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from agentflow.server.limits import ServerLimits
+    from agentflow.server.local_engine import EngineOptions, open_generator
+    from agentflow.server.model_store import resolve_model
+    from agentflow.server.serve import serve
+
+    resolve_model(options.model)  # a wrong name is told before anything starts
+    engine = EngineOptions(
+        model=options.model,
+        dtype=options.dtype,
+        device=options.device,
+        kv_tokens=options.kv_tokens,
+        token_budget=options.token_budget,
+        max_running=options.max_running,
+        num_threads=options.threads,
+        policy=options.policy,
+        use_cache=not options.no_cache,
+    )
+    serve(
+        lambda: open_generator(engine),
+        host=options.host,
+        port=options.port,
+        limits=ServerLimits(resume_grace_s=options.resume_grace),
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

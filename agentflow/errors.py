@@ -1,0 +1,197 @@
+"""Every error agentflow raises, as one tree.
+
+::
+
+    AgentflowError
+    ├── ProgramError            the program used the language wrongly
+    │   ├── BadArgument         (also a ValueError)
+    │   ├── UnknownVariable     (also a KeyError)
+    │   ├── StateClosed         an op on a state after its scope, or on a sealed branch
+    │   ├── ForeignState        objects of two sessions in one op
+    │   └── BacklogFull         too many ops wait on one state
+    ├── RequestRefused          the backend refuses one request
+    │   ├── NotSupported        the backend cannot do what was asked
+    │   ├── PromptTooLong       prompt + output do not fit the context or the KV pool
+    │   └── FrameTooLarge       one op is larger than a frame may be
+    ├── RunFailed               something a value depends on failed; the cause says what
+    ├── Cancelled               the value's state was cancelled
+    ├── ModelError
+    │   ├── UnknownModel        no such name or folder
+    │   ├── BadModelFolder      a folder that holds no usable model
+    │   └── PullFailed          a model could not be fetched or verified
+    ├── ServerError
+    │   ├── ServerUnreachable   nobody answers at the url
+    │   ├── ServerLost          the connection is gone and could not be resumed
+    │   ├── ProtocolError       a frame the other side does not understand
+    │   ├── Overloaded          a limit of the server is reached; try later
+    │   └── PortInUse           the address to serve on is taken
+    └── EngineFailed            the engine itself broke; not the request's fault
+
+Each class has a ``code``: the name that goes over the wire. ``from_code`` finds the class again.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class AgentflowError(Exception):
+    """Root of the tree."""
+
+    code: ClassVar[str] = "error"
+
+
+class ProgramError(AgentflowError):
+    """The program used the language wrongly."""
+
+    code = "program_error"
+
+
+class BadArgument(ProgramError, ValueError):
+    """An argument's value makes no sense."""
+
+    code = "bad_argument"
+
+
+class UnknownVariable(ProgramError, KeyError):
+    """``s["x"]`` before any op declared ``x``."""
+
+    code = "unknown_variable"
+
+    def __str__(self) -> str:  # KeyError would show the repr
+        return str(self.args[0]) if self.args else ""
+
+
+class StateClosed(ProgramError):
+    """An op on a state after its scope, or on a sealed branch."""
+
+    code = "state_closed"
+
+
+class ForeignState(ProgramError):
+    """A state or variable of another session."""
+
+    code = "foreign_state"
+
+
+class BacklogFull(ProgramError):
+    """Too many ops wait on one state: await something first."""
+
+    code = "backlog_full"
+
+
+class RequestRefused(AgentflowError):
+    """The backend refuses one request; nothing else is affected."""
+
+    code = "request_refused"
+
+
+class NotSupported(RequestRefused):
+    """The backend cannot do what was asked, and does not pretend to."""
+
+    code = "not_supported"
+
+
+class PromptTooLong(RequestRefused):
+    """Prompt and output do not fit the model's context or the KV pool."""
+
+    code = "prompt_too_long"
+
+
+class FrameTooLarge(RequestRefused):
+    """One op is larger than the server's frame limit."""
+
+    code = "frame_too_large"
+
+
+class RunFailed(AgentflowError):
+    """Something that this value or state depends on failed; ``__cause__`` says what."""
+
+    code = "run_failed"
+
+
+class Cancelled(AgentflowError):
+    """The state was cancelled before this value was there."""
+
+    code = "cancelled"
+
+
+class ModelError(AgentflowError):
+    """A model cannot be had or used."""
+
+    code = "model_error"
+
+
+class UnknownModel(ModelError):
+    """No model of that name and no folder of that path."""
+
+    code = "unknown_model"
+
+
+class BadModelFolder(ModelError):
+    """The folder holds no usable model."""
+
+    code = "bad_model_folder"
+
+
+class PullFailed(ModelError):
+    """A model could not be fetched or verified."""
+
+    code = "pull_failed"
+
+
+class ServerError(AgentflowError):
+    """The way to the server, or the server itself."""
+
+    code = "server_error"
+
+
+class ServerUnreachable(ServerError):
+    """Nobody answers at the url."""
+
+    code = "server_unreachable"
+
+
+class ServerLost(ServerError):
+    """The connection is gone and could not be resumed."""
+
+    code = "server_lost"
+
+
+class ProtocolError(ServerError):
+    """A frame that the receiver does not understand."""
+
+    code = "protocol_error"
+
+
+class Overloaded(ServerError):
+    """A limit of the server is reached; try again later."""
+
+    code = "overloaded"
+
+
+class PortInUse(ServerError):
+    """The address to serve on is taken."""
+
+    code = "port_in_use"
+
+
+class EngineFailed(AgentflowError):
+    """The engine itself broke; not the request's fault."""
+
+    code = "engine_failed"
+
+
+def _tree(root: type[AgentflowError]) -> dict[str, type[AgentflowError]]:
+    found = {root.code: root}
+    for child in root.__subclasses__():
+        found |= _tree(child)
+    return found
+
+
+_BY_CODE = _tree(AgentflowError)
+
+
+def from_code(code: str, message: str) -> AgentflowError:
+    """The error that travelled as ``code`` and ``message``; an unknown code gives the root class."""
+    return _BY_CODE.get(code, AgentflowError)(message)

@@ -1,0 +1,89 @@
+"""The events: what a backend tells the frontend.
+
+They describe how far variables and states have got, so they can be made anew at any time from what
+the backend knows: a slow reader gets larger deltas, and a resumed one continues at an offset.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from agentflow.errors import AgentflowError, RunFailed, from_code
+from agentflow.generator import Stats, Usage
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An error of the tree in ``errors.py``, with what caused it."""
+
+    code: str
+    message: str
+    cause: ErrorInfo | None = None
+
+    @classmethod
+    def of(cls, error: BaseException) -> ErrorInfo:
+        """Describes an exception and its causes. Foreign exceptions travel as ``run_failed``."""
+        code = error.code if isinstance(error, AgentflowError) else RunFailed.code
+        message = str(error) if isinstance(error, AgentflowError) else repr(error)
+        return cls(code, message, cls.of(error.__cause__) if error.__cause__ else None)
+
+    def to_exception(self) -> AgentflowError:
+        """The exception again, causes included."""
+        error = from_code(self.code, self.message)
+        error.__cause__ = self.cause.to_exception() if self.cause else None
+        return error
+
+
+class _Event(msgspec.Struct, frozen=True, tag_field="event", tag=str.lower, omit_defaults=True):
+    """Common configuration: one JSON object with an ``event`` field, defaults left out."""
+
+
+class Delta(_Event, frozen=True):
+    """Variable ``var`` goes on with ``text`` at character ``at``."""
+
+    var: int
+    at: int
+    text: str
+
+
+class Value(_Event, frozen=True):
+    """Variable ``var`` is complete: ``text`` from character ``at`` on is its rest. ``choices``: of a
+    select, each choice with its log-probability."""
+
+    var: int
+    at: int
+    text: str
+    finish_reason: str
+    usage: Usage
+    logprobs: tuple[float | None, ...] | None = None
+    choices: dict[str, float] | None = None
+
+
+class VarFailed(_Event, frozen=True):
+    """Variable ``var`` will never have a value."""
+
+    var: int
+    error: ErrorInfo
+
+
+class Reached(_Event, frozen=True):
+    """All that was submitted to the state before the ``Await`` with this ticket is done."""
+
+    state: int
+    ticket: int
+
+
+class StateFailed(_Event, frozen=True):
+    """An op of the state failed (or it was cancelled): nothing after it runs."""
+
+    state: int
+    error: ErrorInfo
+
+
+class StatsReply(_Event, frozen=True):
+    """Answers ``GetStats``."""
+
+    ticket: int
+    stats: Stats
+
+
+Event = Delta | Value | VarFailed | Reached | StateFailed | StatsReply

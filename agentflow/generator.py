@@ -1,0 +1,129 @@
+"""What the interpreter needs of whatever generates text: an engine here, an API client elsewhere.
+
+The engine abstraction of Parrot (Lin et al., OSDI 2024, section 5.1: fill, generate, free), with
+``fork`` and ``score`` beside it. A *context* is the generator's own view of one state: token ids
+in the engine, messages for an API. Only the generator encodes text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from agentflow.sampling import SamplingParams
+
+OnText = Callable[[str], None]
+ContextT = TypeVar("ContextT")
+
+
+class Capabilities(msgspec.Struct, frozen=True):
+    """What a generator can do; the rest is refused before anything runs."""
+
+    model: str
+    roles: bool = True
+    select: bool = True
+    logprobs: bool = True
+    seeds: bool = True
+    max_context: int | None = None
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens of one generation: prompt, of which cached, and output."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Cached share of the prompt tokens, 0 to 1."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            self.prompt_tokens + other.prompt_tokens,
+            self.cached_tokens + other.cached_tokens,
+            self.output_tokens + other.output_tokens,
+        )
+
+
+class Generated(msgspec.Struct, frozen=True):
+    """The end of a generation. ``finish_reason``: ``eos``, ``stop`` or ``length``."""
+
+    text: str
+    finish_reason: str
+    usage: Usage
+    logprobs: tuple[float | None, ...] | None = None
+
+
+class Scored(msgspec.Struct, frozen=True):
+    """The outcome of a select: the chosen index, and each choice's log-probability (the sum over
+    its tokens) and score (what the method compares)."""
+
+    index: int
+    logprobs: tuple[float, ...]
+    scores: tuple[float, ...]
+    usage: Usage
+
+
+class Stats(msgspec.Struct, frozen=True):
+    """Counters of the backend since its start, and gauges of now. Tokens unless the name says
+    otherwise; ``steps`` are forward passes, ``*_slots`` tokens in the KV pool."""
+
+    model: str
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    evicted_tokens: int = 0
+    rerendered_tokens: int = 0
+    retractions: int = 0
+    free_slots: int = 0
+    cached_slots: int = 0
+    held_slots: int = 0
+    total_slots: int = 0
+    running: int = 0
+    waiting: int = 0
+    peak_resident_bytes: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Cached share of all prompt tokens, 0 to 1."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+class Generator(Protocol[ContextT]):
+    """One per model. All methods belong to the event loop; those that wait can be cancelled, and
+    then what they started is aborted."""
+
+    capabilities: Capabilities
+
+    def open(self, cache_salt: str) -> ContextT:
+        """A new, empty context. Contexts share cached KV only under an equal salt."""
+
+    def fill(self, context: ContextT, text: str) -> None:
+        """Appends text, as content."""
+
+    def begin_role(self, context: ContextT, role: str) -> None:
+        """Opens a turn of the conversation."""
+
+    def end_role(self, context: ContextT) -> None:
+        """Closes the turn."""
+
+    async def generate(self, context: ContextT, params: SamplingParams, on_text: OnText) -> Generated:
+        """Continues the context and appends what came. ``on_text`` hears each delta."""
+
+    async def score(self, context: ContextT, choices: Sequence[str], method: str) -> Scored:
+        """Picks the choice that fits best after the context, and appends it."""
+
+    async def fork(self, context: ContextT, count: int) -> list[ContextT]:
+        """``count`` contexts that go on from here, sharing the prefix."""
+
+    def free(self, context: ContextT) -> None:
+        """The context is not needed any more."""
+
+    async def stats(self) -> Stats:
+        """What the backend counts."""

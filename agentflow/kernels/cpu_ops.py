@@ -1,0 +1,221 @@
+"""The quick kernels, made of few torch operations each. Tuned for CPUs, and right on a GPU too.
+
+One step of a small model runs thousands of operations that take microseconds each, so what counts
+besides bytes and FLOPs is their number.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentflow.kernels.attention_plan import (
+    AttentionPlan,
+    CausalGroup,
+    ContextPart,
+    Index,
+    SingleGroup,
+)
+from agentflow.kernels.linear_weight import LinearWeight
+
+_NARROW_QUERIES = 8
+"""Up to so many queries per KV head, attention is bound by reading KV, whatever the dtype."""
+
+
+@functools.cache
+def _packs_float32() -> bool:
+    """Whether oneDNN's blocked float32 layout can be had (x86, and torch built with oneDNN)."""
+    return torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+@functools.cache
+def _multiplies_bfloat16() -> bool:
+    """Whether the CPU multiplies bfloat16 matrices (AVX-512 BF16, AMX). Elsewhere torch falls back
+    to a scalar loop, several times slower than float32."""
+    return bool(_packs_float32() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def pack_linear(weight: Tensor, bias: Tensor | None, *, exact_output: bool = False) -> LinearWeight:
+    on_cpu = weight.device.type == "cpu"
+    if not on_cpu or not _packs_float32() or (weight.dtype != torch.float32 and _multiplies_bfloat16()):
+        return LinearWeight(weight, None, bias)
+    # The number of rows is a hint: the layout that comes out does not depend on it.
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.float(), 16)
+    # One row is bound by reading the weight: half the bytes win where the output is small.
+    keep_plain = weight.dtype != torch.float32 and not exact_output
+    return LinearWeight(weight if keep_plain else None, packed, bias)
+
+
+def linear(x: Tensor, weight: LinearWeight) -> Tensor:
+    if weight.packed is None or (x.shape[0] == 1 and weight.plain is not None):
+        assert weight.plain is not None
+        return torch.nn.functional.linear(x, weight.plain, weight.bias)
+    return exact_linear(x, weight).to(x.dtype)
+
+
+def exact_linear(x: Tensor, weight: LinearWeight) -> Tensor:
+    if weight.packed is None:
+        assert weight.plain is not None
+        return torch.nn.functional.linear(x, weight.plain, weight.bias).float()
+    bias = None if weight.bias is None else weight.bias.float()
+    product: Tensor = _linear_pointwise(x.float(), weight.packed, bias, "none", [], "")
+    return product
+
+
+@functools.cache
+def _eps_tensor(eps: float, device: torch.device) -> Tensor:
+    return torch.tensor(eps, dtype=torch.float32, device=device)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = torch.addcmul(_eps_tensor(eps, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    if x.dtype == torch.float32:
+        return torch.mul(wide, scale).mul_(weight)
+    return wide.mul_(scale).to(x.dtype).mul_(weight)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = residual.add_(x)
+    return rms_norm(total, weight, eps), total
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate).mul_(up)
+
+
+def rope_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, write_slots: Tensor) -> Tensor:
+    _, _, num_kv_heads, head_dim = kv_layer.shape
+    num_heads = qkv.shape[1] - 2 * num_kv_heads
+    rotated = qkv[:, : num_heads + num_kv_heads]
+    swapped = rotated.roll(head_dim // 2, -1).mul_(sin)
+    torch.add(rotated * cos, swapped, out=rotated)
+    kv_layer.index_copy_(0, write_slots, qkv[:, num_heads:].view(-1, 2, num_kv_heads, head_dim))
+    return qkv[:, :num_heads]
+
+
+def attention(q: Tensor, kv_layer: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+    parts = [_attend_singles(q, kv_layer, group, scale) for group in plan.singles]
+    parts += [_attend_chunks(q, kv_layer, group, scale) for group in plan.causals]
+    out = _in_order([part_out for part_out, _ in parts], plan.order)
+    if plan.contexts:
+        lse = _in_order([part_lse for _, part_lse in parts], plan.order)
+        out = out.float()
+        for context in plan.contexts:
+            _merge_context(out, lse, q, kv_layer, context, scale)
+    return out.to(q.dtype).view(q.shape[0], -1)
+
+
+def _in_order(parts: list[Tensor], order: Tensor | None) -> Tensor:
+    joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return joined if order is None else joined.index_select(0, order)
+
+
+def _take(x: Tensor, index: Index) -> Tensor:
+    return x[index] if isinstance(index, slice) else x.index_select(0, index)
+
+
+def _take_for(x: Tensor, index: Index, num_queries: int) -> Tensor:
+    """The rows of x, in the dtype in which so many queries per KV head are quickest."""
+    taken = _take(x, index)
+    if num_queries <= _NARROW_QUERIES or x.device.type != "cpu" or _multiplies_bfloat16():
+        return taken
+    return taken.float()
+
+
+def _attend_singles(q: Tensor, kv_layer: Tensor, group: SingleGroup, scale: float) -> tuple[Tensor, Tensor]:
+    """Each row over its own slots. The query heads that share a KV head stand where flash attention
+    has a sequence of queries, so that K and V are read once for them. Gives [n, heads, head_dim]
+    and the log-sum-exp [n, heads] of the scores."""
+    _, _, num_kv_heads, head_dim = kv_layer.shape
+    n, queries_per_head = group.num_rows, q.shape[1] // num_kv_heads
+    kv = _take_for(kv_layer, group.slots, queries_per_head)
+    kv = kv.view(n, group.num_slots, 2, num_kv_heads, head_dim)
+    queries = _take(q, group.rows).view(n, num_kv_heads, queries_per_head, head_dim).to(kv.dtype)
+    keys, values = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)
+    mask = None if group.mask is None else group.mask.to(kv.dtype)
+    out, lse = attend(queries, keys, values, mask, False, scale)
+    return out.reshape(n, -1, head_dim), lse.reshape(n, -1)
+
+
+def _attend_chunks(q: Tensor, kv_layer: Tensor, group: CausalGroup, scale: float) -> tuple[Tensor, Tensor]:
+    """Each chunk over its own rows, causally. KV heads are the batch of flash attention, and the
+    query heads that share one its heads, with K and V repeated by a stride of 0. Gives
+    [chunks * rows, heads, head_dim] and the log-sum-exp [chunks * rows, heads]."""
+    _, _, num_kv_heads, head_dim = kv_layer.shape
+    n, length = group.num_chunks, group.num_rows
+    queries_per_head = q.shape[1] // num_kv_heads
+    kv = _take_for(kv_layer, group.slots, length).view(n, length, 2, num_kv_heads, head_dim)
+    queries = _take(q, group.rows).view(n, length, num_kv_heads, queries_per_head, head_dim)
+    queries = queries.permute(0, 2, 3, 1, 4).reshape(-1, queries_per_head, length, head_dim).to(kv.dtype)
+    shape = (n * num_kv_heads, queries_per_head, length, head_dim)
+    keys = kv[:, :, 0].transpose(1, 2).reshape(-1, 1, length, head_dim).expand(shape)
+    values = kv[:, :, 1].transpose(1, 2).reshape(-1, 1, length, head_dim).expand(shape)
+    out, lse = attend(queries, keys, values, None, True, scale)
+    out = out.view(n, -1, length, head_dim).transpose(1, 2)
+    lse = lse.reshape(n, -1, length).transpose(1, 2)
+    return out.reshape(n * length, -1, head_dim), lse.reshape(n * length, -1)
+
+
+def _merge_context(
+    out: Tensor, lse: Tensor, q: Tensor, kv_layer: Tensor, part: ContextPart, scale: float
+) -> None:
+    """Attend to a part that its rows see whole, and merge the result into ``out`` and ``lse``."""
+    _, _, num_kv_heads, head_dim = kv_layer.shape
+    n, queries_per_head = part.num_rows, q.shape[1] // num_kv_heads
+    num_queries = n * queries_per_head
+    kv = _take_for(kv_layer, part.slots, num_queries)
+    queries = _take(q, part.rows).view(n, num_kv_heads, queries_per_head, head_dim).transpose(0, 1)
+    queries = queries.reshape(1, num_kv_heads, num_queries, head_dim).to(kv.dtype)
+    keys, values = kv[:, 0].transpose(0, 1).unsqueeze(0), kv[:, 1].transpose(0, 1).unsqueeze(0)
+    part_out, part_lse = attend(queries, keys, values, None, False, scale)
+    part_out = part_out.view(num_kv_heads, n, queries_per_head, head_dim).transpose(0, 1)
+    part_out = part_out.reshape(n, -1, head_dim)
+    part_lse = part_lse.reshape(num_kv_heads, n, queries_per_head).transpose(0, 1).reshape(n, -1)
+    merged_out, merged_lse = _take(out, part.rows), _take(lse, part.rows)
+    share = torch.sigmoid(part_lse - merged_lse).unsqueeze(-1)
+    merged_out.lerp_(part_out.float(), share)
+    torch.logaddexp(merged_lse, part_lse, out=merged_lse)
+    if not isinstance(part.rows, slice):
+        out.index_copy_(0, part.rows, merged_out)
+        lse.index_copy_(0, part.rows, merged_lse)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention and the log-sum-exp of its scores, for merging.
+
+    ``q`` [batch, heads, queries, head_dim], ``k`` and ``v`` [batch, heads, keys, head_dim], ``mask``
+    added to the scores. Gives [batch, heads, queries, head_dim] and float32 [batch, heads, queries].
+    """
+    if q.device.type != "cpu":
+        return attend_dense(q, k, v, mask, is_causal, scale)
+    out, lse = _flash(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
+    return out, lse
+
+
+def attend_dense(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """``attend`` in plain tensor algebra: the scores are held whole, in float32."""
+    scores = torch.matmul(q, k.transpose(-1, -2)).float() * scale
+    if mask is not None:
+        scores += mask
+    if is_causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
+        scores.masked_fill_(hidden, -math.inf)
+    lse = scores.logsumexp(dim=-1)
+    weights = scores.sub_(lse.unsqueeze(-1)).exp_()
+    return torch.matmul(weights.to(v.dtype), v), lse
+
+
+# Overloads named in full: choosing one by its arguments takes longer than some of the kernels.
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_linear_pointwise: Any = torch.ops.mkldnn._linear_pointwise.default if _packs_float32() else None

@@ -1,0 +1,86 @@
+"""The kernels as one would write them down: what every quicker version is tested against.
+
+Loops over requests and rows are allowed here, tricks are not. ``AGENTFLOW_KERNELS=reference`` runs a
+whole server on these.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from agentflow.kernels.attention_plan import AttentionPlan
+from agentflow.kernels.linear_weight import LinearWeight
+
+
+def pack_linear(weight: Tensor, bias: Tensor | None, *, exact_output: bool = False) -> LinearWeight:
+    return LinearWeight(weight, None, bias)
+
+
+def linear(x: Tensor, weight: LinearWeight) -> Tensor:
+    return exact_linear(x, weight).to(x.dtype)
+
+
+def exact_linear(x: Tensor, weight: LinearWeight) -> Tensor:
+    assert weight.plain is not None
+    product = x.float() @ weight.plain.float().T
+    return product if weight.bias is None else product + weight.bias.float()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    normed = wide / torch.sqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = residual + x
+    return rms_norm(total, weight, eps), total
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    silu = (gate.float() / (1 + torch.exp(-gate.float()))).to(gate.dtype)
+    return silu * up
+
+
+def rope_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, write_slots: Tensor) -> Tensor:
+    _, _, num_kv_heads, head_dim = kv_layer.shape
+    half = head_dim // 2
+    num_heads = qkv.shape[1] - 2 * num_kv_heads
+    rotated = qkv.clone()
+    for row in range(qkv.shape[0]):
+        for head in range(num_heads + num_kv_heads):
+            first, second = qkv[row, head, :half], qkv[row, head, half:]
+            c, s = cos[row, 0], sin[row, 0]
+            rotated[row, head, :half] = first * c[:half] + second * s[:half]
+            rotated[row, head, half:] = second * c[half:] + first * s[half:]
+        kv_layer[write_slots[row], 0] = rotated[row, num_heads : num_heads + num_kv_heads]
+        kv_layer[write_slots[row], 1] = rotated[row, num_heads + num_kv_heads :]
+    return rotated[:, :num_heads]
+
+
+def attention(q: Tensor, kv_layer: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+    out = torch.empty_like(q)
+    row = 0
+    for page_row, query_len, kv_len in zip(plan.page_rows, plan.query_lens, plan.kv_lens, strict=True):
+        slots = torch.from_numpy(plan.page_table[page_row, :kv_len].copy()).to(q.device)
+        for num_seen in range(int(kv_len - query_len) + 1, int(kv_len) + 1):
+            out[row] = _attend(q[row], kv_layer[slots[:num_seen]], scale)
+            row += 1
+    return out.flatten(1)
+
+
+def _attend(q: Tensor, kv: Tensor, scale: float) -> Tensor:
+    """One row: q [heads, head_dim] over kv [seen, 2, kv_heads, head_dim]."""
+    group = q.shape[0] // kv.shape[2]
+    out = torch.empty_like(q)
+    for head in range(q.shape[0]):
+        keys, values = kv[:, 0, head // group].float(), kv[:, 1, head // group].float()
+        scores = keys @ q[head].float() * scale
+        weights = torch.exp(scores - scores.max())
+        out[head] = (weights @ values / weights.sum()).to(q.dtype)
+    assert math.isfinite(scale)
+    return out

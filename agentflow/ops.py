@@ -1,0 +1,124 @@
+"""The operations: what a program records, what goes over the wire, what the interpreter runs.
+
+States and variables are numbered by the client, from 1, unique in a session. The ops of one state
+run in the order in which they were submitted; ops of different states run side by side. ``Cancel``
+and ``TaskGroup`` act at once, whatever waits before them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from agentflow.sampling import SamplingParams
+
+Role = Literal["system", "user", "assistant", "tool"]
+SelectMethod = Literal[
+    "token_length_normalized", "greedy_token_selection", "unconditional_likelihood_normalized"
+]
+
+
+class _Op(msgspec.Struct, frozen=True, tag_field="op", tag=str.lower, omit_defaults=True):
+    """Common configuration: one JSON object with an ``op`` field, defaults left out."""
+
+
+class Ref(msgspec.Struct, frozen=True, tag_field="op", tag="ref"):
+    """A variable inside text: its value, once there is one, stands here as plain text."""
+
+    var: int
+
+
+class Open(_Op, frozen=True):
+    """A new root state. States share cached KV only under an equal ``cache_salt``."""
+
+    state: int
+    cache_salt: str = ""
+
+
+class Text(_Op, frozen=True):
+    """Appends text; references are resolved when the op's turn comes."""
+
+    state: int
+    parts: tuple[str | Ref, ...]
+
+
+class Begin(_Op, frozen=True):
+    """Opens a turn under the model's chat template."""
+
+    state: int
+    role: Role
+
+
+class End(_Op, frozen=True):
+    """Closes the turn."""
+
+    state: int
+
+
+class Gen(_Op, frozen=True):
+    """Generates text into variable ``var``."""
+
+    state: int
+    var: int
+    name: str
+    params: SamplingParams
+
+
+class Select(_Op, frozen=True):
+    """Appends the likeliest of ``choices``; variable ``var`` takes it."""
+
+    state: int
+    var: int
+    name: str
+    choices: tuple[str, ...]
+    method: SelectMethod = "token_length_normalized"
+
+
+class Fork(_Op, frozen=True):
+    """New states ``children`` that go on from here, independently."""
+
+    state: int
+    children: tuple[int, ...]
+
+
+class TaskGroup(_Op, frozen=True):
+    """Couples forked states: when one fails, the others are cancelled and ``state`` fails. At once."""
+
+    state: int
+    children: tuple[int, ...]
+
+
+class Seal(_Op, frozen=True):
+    """Nothing more is appended; variables stay readable."""
+
+    state: int
+
+
+class Await(_Op, frozen=True):
+    """Somebody waits for the state to get here: answered by ``Reached`` with the same ticket.
+    Tickets of one state increase."""
+
+    state: int
+    ticket: int
+
+
+class Cancel(_Op, frozen=True):
+    """Aborts what the state and its forks run, and whatever waits there. At once."""
+
+    state: int
+
+
+class Close(_Op, frozen=True):
+    """The state and its variables are not needed any more."""
+
+    state: int
+
+
+class GetStats(_Op, frozen=True):
+    """Asks for ``StatsReply`` with the same ticket."""
+
+    ticket: int
+
+
+Op = Open | Text | Begin | End | Gen | Select | Fork | TaskGroup | Seal | Await | Cancel | Close | GetStats

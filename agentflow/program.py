@@ -1,0 +1,102 @@
+"""Programs: async functions whose first argument is a state."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
+
+import anyio
+
+from agentflow.errors import BadArgument
+from agentflow.run import Run
+from agentflow.state import State
+from agentflow.stream import EventStream, ProgramEvent, RunDone
+
+if TYPE_CHECKING:
+    from agentflow.session import Session
+
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
+ProgramFunction = Callable[Concatenate[State, P], Awaitable[ResultT]]
+
+
+class Program(Generic[P, ResultT]):
+    """An async function on a state. Calling it runs it on the state given: programs compose."""
+
+    def __init__(self, function: ProgramFunction[P, ResultT]) -> None:
+        self._function = function
+        functools.update_wrapper(self, function)
+
+    async def __call__(self, state: State, *args: P.args, **kwargs: P.kwargs) -> ResultT:
+        if not isinstance(state, State):
+            raise BadArgument(
+                f"a program's first argument is a state, not {type(state).__name__}: "
+                "run it with flow.run(program, ...), or hand it the state of the program that calls it"
+            )
+        return await self._function(state, *args, **kwargs)
+
+
+def program(function: ProgramFunction[P, ResultT]) -> Program[P, ResultT]:
+    """Makes an async function a program.
+
+    >>> @af.program
+    ... async def greet(s: af.State, name: str) -> str:
+    ...     s += af.user(f"Greet {name}.")
+    ...     s += af.assistant(af.gen("greeting", max_tokens=16))
+    ...     return await s["greeting"]
+    """
+    return Program(function)
+
+
+class ProgramStream:
+    """A running program as an async iterator over its events; the last is ``RunDone``. A failure of
+    the program is raised by the iteration. ``async with`` (or ``aclose``) cancels what is left when
+    the reader stops early."""
+
+    def __init__(self, session: Session, function: Callable[[State], Awaitable[Any]]) -> None:
+        self._run = Run(session)
+        self._scope = anyio.CancelScope()
+        self._has_ended = False
+        self._failure: BaseException | None = None
+        self._result: RunDone | None = None
+        self._events: EventStream = self._run.watch(lambda: self._has_ended)
+        session.start_soon(self._live, function)
+
+    async def _live(self, function: Callable[[State], Awaitable[Any]]) -> None:
+        try:
+            with self._scope:
+                self._result = RunDone(await self._run.execute(function, (), {}))
+        except Exception as error:
+            self._failure = error  # raised where somebody iterates, not in the session's task group
+        finally:
+            self._has_ended = True
+            self._run.wake_streams()
+
+    def __aiter__(self) -> ProgramStream:
+        return self
+
+    async def __anext__(self) -> ProgramEvent:
+        try:
+            return await self._events.__anext__()
+        except StopAsyncIteration:
+            failure, self._failure = self._failure, None
+            if failure is not None:
+                raise failure from failure.__cause__
+            result, self._result = self._result, None
+            if result is None:
+                raise
+            return result
+
+    async def aclose(self) -> None:
+        """Cancels the program if it still runs. May be repeated."""
+        self._scope.cancel()
+
+    async def __aenter__(self) -> ProgramStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()

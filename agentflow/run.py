@@ -1,0 +1,119 @@
+"""One run: a root state with all its forks, from the first op until everything it began has ended."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from agentflow import ops
+from agentflow.errors import Cancelled
+from agentflow.state import State
+from agentflow.stream import EventStream
+from agentflow.variable import Variable
+
+if TYPE_CHECKING:
+    from agentflow.session import Session
+
+ResultT = TypeVar("ResultT")
+
+
+class Run:
+    """The states of one call of a program, or of one ``flow.state()``."""
+
+    def __init__(self, session: Session, *, cache_salt: str = "") -> None:
+        self.session = session
+        self.index = session.next_run_index()
+        self._states: list[State] = []
+        self._variables: dict[int, Variable] = {}
+        # Weak: a reader that is gone needs no news.
+        self._streams: weakref.WeakSet[EventStream] = weakref.WeakSet()
+        root_id = session.next_id()
+        session.submit([ops.Open(root_id, cache_salt)])
+        self.root = self.adopt(State(self, root_id, (), {}))
+
+    async def execute(
+        self, program: Callable[..., Awaitable[ResultT]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> ResultT:
+        """Calls the program on the root state, waits for everything it left running, and ends."""
+        try:
+            result = await program(self.root, *args, **kwargs)
+            await self._settle()
+        except BaseException:
+            self.root.cancel()
+            raise
+        finally:
+            self.close()
+        return result
+
+    async def _settle(self) -> None:
+        """Nothing outlives the run: waits for what nobody awaited, and raises what failed there."""
+        for variable in list(self._variables.values()):
+            await variable.settled()
+        for state in self._states:
+            if state.error is not None and state.error.code != Cancelled.code:
+                raise state.error.to_exception()
+
+    def adopt(self, state: State) -> State:
+        """A state of this run. For the run and ``State.fork``."""
+        self._states.append(state)
+        self.session.register(state)
+        return state
+
+    def touch(self, variable: Variable) -> None:
+        """A variable is new, or has news: whoever watches hears of it."""
+        if variable.is_done:
+            self._variables.pop(variable.id, None)
+        else:
+            self._variables.setdefault(variable.id, variable)
+        for stream in self._streams:
+            stream.touch(variable)
+
+    def watch(self, is_over: Callable[[], bool]) -> EventStream:
+        """The events of all variables of this run until ``is_over``; replays what there is."""
+        stream = EventStream(is_over)
+        for state in self._states:
+            for variable in state.variables:
+                stream.touch(variable)
+        self._streams.add(stream)
+        return stream
+
+    def watch_state(self, state: State) -> EventStream:
+        """The events of one state's variables, until all that it has now are done."""
+        stream = _StateStream(state)
+        for variable in state.variables:
+            stream.touch(variable)
+        self._streams.add(stream)
+        return stream
+
+    def wake_streams(self) -> None:
+        """Something ended: streams look whether they are over."""
+        for stream in self._streams:
+            stream.wake()
+
+    def close(self) -> None:
+        """All its states end."""
+        for state in reversed(self._states):
+            state.close()
+        self.wake_streams()
+
+    async def __aenter__(self) -> State:
+        return self.root
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.root.cancel()
+        self.close()
+
+
+class _StateStream(EventStream):
+    def __init__(self, state: State) -> None:
+        super().__init__(lambda: all(variable.is_done for variable in state.variables))
+        self._state = state
+
+    def touch(self, variable: Variable) -> None:
+        if variable.state is self._state:
+            super().touch(variable)

@@ -1,0 +1,146 @@
+"""A model's chat template: Jinja source from its folder, rendered as transformers renders it.
+
+How a rendering is taken apart into markup and contents is in ``chat_layout``.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from agentflow.errors import BadModelFolder, NotSupported
+from agentflow.server.tokenizer_files import chat_template_source, named_special_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn: who speaks and what. ``generated``: a model wrote some of it."""
+
+    role: str
+    content: str
+    generated: bool = False
+
+
+class ChatTemplate:
+    """``source`` is the template's Jinja text, None where the model has none. ``special_tokens`` are
+    given to the template by name, such as ``{"bos_token": "<s>"}``."""
+
+    def __init__(
+        self,
+        source: str | None,
+        special_tokens: Mapping[str, str] | None = None,
+        *,
+        where: str = "the chat template",
+    ) -> None:
+        """Raises ``BadModelFolder`` for a source that is no valid Jinja; the message calls it ``where``."""
+        self.special_tokens = dict(special_tokens or {})
+        try:
+            self._template = None if source is None else _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise BadModelFolder(
+                f"{where} is no valid Jinja template (line {error.lineno}): {error}"
+            ) from error
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> ChatTemplate:
+        """Reads the folder's default chat template, if it has one. Raises ``BadModelFolder``."""
+        return cls(
+            chat_template_source(folder), named_special_tokens(folder), where=f"the chat template in {folder}"
+        )
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the model can hold a conversation in roles."""
+        return self._template is not None
+
+    def render(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = False, now: datetime | None = None
+    ) -> str:
+        """The conversation as the model reads it. ``now``: what the template takes for the present time.
+
+        Raises ``NotSupported`` where there is no template, or where it refuses these messages.
+        """
+        if self._template is None:
+            raise NotSupported("this model has no chat template: use plain text instead of roles")
+        moment = now or datetime.now()
+        try:
+            return self._template.render(
+                **self.special_tokens,
+                messages=[{"role": message.role, "content": message.content} for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                strftime_now=moment.strftime,
+            )
+        except Exception as error:  # a template is a program, and fails as programs do
+            roles = ", ".join(message.role for message in messages) or "none"
+            raise NotSupported(
+                f"the model's chat template refuses turns of these roles ({roles}): {error}"
+            ) from error
+
+    def turn_markup(self) -> str:
+        """What the template writes around turns of a user and an assistant; empty where it refuses them."""
+        marker = secrets.token_hex(16)
+        turns = [Message(role, marker) for role in ("user", "assistant", "user")]
+        try:
+            return self.render(turns).replace(marker, "\0")
+        except NotSupported:
+            return ""
+
+
+class _Generation(jinja2.ext.Extension):
+    """Reads ``{% generation %}…{% endgeneration %}``, which marks what a model wrote, as just its body."""
+
+    tags = {"generation"}  # noqa: RUF012  (the name and type that Jinja asks for)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Dict:
+    """``dict`` as templates may use it: to make one, without its other attributes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes for HTML, which no model was trained on.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    given: dict[str, Callable[..., Any]] = {"raise_exception": _refuse, "dict": _Dict()}
+    environment.globals.update(given)
+    return environment

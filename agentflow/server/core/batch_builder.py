@@ -1,0 +1,89 @@
+"""Writes a batch: the rows of each scheduled request, as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentflow.server.core.batch import Batch, SampledRows
+from agentflow.server.core.request import Request
+
+_MASK_64 = 2**64 - 1
+
+Work = tuple[Request, int]
+"""A request and how many of its tokens, from the first uncomputed one on, are computed in a step."""
+
+
+def build_batch(work: Sequence[Work], page_table: NDArray[np.int32]) -> Batch:
+    """The batch of ``work``, in its order: requests with one row come first. The slots of all rows
+    are in the page table already.
+
+    One-row requests are gathered in Python lists, so that a decode step makes a constant number of
+    arrays however many requests it has; prefill chunks are copied as slices.
+    """
+    single = [request for request, num_rows in work if num_rows == 1]
+    chunks = work[len(single) :]
+    starts = np.array([request.num_computed for request, _ in work], dtype=np.int64)
+    page_rows = np.array([request.page_row for request, _ in work], dtype=np.int64)
+    query_lens = np.array([num_rows for _, num_rows in work], dtype=np.int64)
+    num_single = len(single)
+    tokens = [np.array([r.tokens[r.num_computed] for r in single], dtype=np.int64)]
+    positions = [starts[:num_single]]
+    slots: list[NDArray[np.int32]] = [page_table[page_rows[:num_single], starts[:num_single]]]
+    for request, num_rows in chunks:
+        start, end = request.num_computed, request.num_computed + num_rows
+        tokens.append(request.tokens[start:end].astype(np.int64))
+        positions.append(np.arange(start, end, dtype=np.int64))
+        slots.append(page_table[request.page_row, start:end])
+    return Batch(
+        token_ids=np.concatenate(tokens),
+        positions=np.concatenate(positions),
+        write_slots=np.concatenate(slots).astype(np.int64),
+        page_table=page_table,
+        page_rows=page_rows,
+        query_lens=query_lens,
+        kv_lens=starts + query_lens,
+        num_decode=num_single,
+        sampled=_sampled_rows(work),
+    )
+
+
+def targets_of(request: Request, num_rows: int) -> Sequence[tuple[int, int]]:
+    """Which of the request's next ``num_rows`` rows give a token: pairs of row (0 is the first
+    uncomputed token) and target (-1 to sample)."""
+    start, end = request.num_computed, request.num_computed + num_rows
+    if request.score_from:
+        first = max(start, request.score_from - 1)
+        return [(p - start, int(request.tokens[p + 1])) for p in range(first, end)]
+    if request.max_new_tokens and end == request.num_tokens:
+        return ((num_rows - 1, -1),)
+    return ()
+
+
+def _sampled_rows(work: Sequence[Work]) -> SampledRows:
+    rows: list[int] = []
+    targets: list[int] = []
+    owners: list[Request] = []
+    positions: list[int] = []
+    first_row = 0
+    for request, num_rows in work:
+        for row, target in targets_of(request, num_rows):
+            rows.append(first_row + row)
+            targets.append(target)
+            owners.append(request)
+            positions.append(request.num_computed + row + 1)
+        first_row += num_rows
+    params = [r.params for r in owners]
+    return SampledRows(
+        rows=np.array(rows, dtype=np.int64),
+        target_ids=np.array(targets, dtype=np.int64),
+        temperatures=np.array([p.temperature for p in params], dtype=np.float32),
+        top_ps=np.array([p.top_p for p in params], dtype=np.float32),
+        top_ks=np.array([p.top_k for p in params], dtype=np.int64),
+        min_ps=np.array([p.min_p for p in params], dtype=np.float32),
+        seeds=np.array([r.seed & _MASK_64 for r in owners], dtype=np.uint64),
+        positions=np.array(positions, dtype=np.int64),
+        needs_logprobs=any(p.logprobs for p in params) or any(t >= 0 for t in targets),
+    )

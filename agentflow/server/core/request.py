@@ -1,0 +1,89 @@
+"""One request inside the engine: its tokens, how far they are computed, and what it holds."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from agentflow.sampling import SamplingParams
+from agentflow.server.core.radix_cache import PrefixMatch, TokenArray
+
+
+class Status(enum.Enum):
+    """Where a request stands in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A generation (``max_new_tokens`` > 0), a pure prefill (0), or a scoring.
+
+    ``tokens`` is a buffer; its first ``num_tokens`` are known (prompt, then what was generated).
+    ``num_computed`` of them have their KV in slots. A scoring request has ``score_from`` > 0: the
+    log-probability of each token from that index on is wanted, and nothing is generated.
+    """
+
+    id: int
+    tokens: TokenArray
+    num_tokens: int
+    num_prompt: int
+    max_new_tokens: int
+    params: SamplingParams
+    seed: int
+    extra_key: Hashable
+    score_from: int = 0
+    status: Status = Status.WAITING
+    num_computed: int = 0
+    num_cached: int = 0
+    was_admitted: bool = False
+    page_row: int = -1
+    committed: PrefixMatch | None = None
+    logprobs: list[float] = field(default_factory=list)
+
+    @classmethod
+    def create(
+        cls,
+        request_id: int,
+        prompt: TokenArray,
+        max_new_tokens: int,
+        params: SamplingParams,
+        *,
+        seed: int = 0,
+        extra_key: Hashable = None,
+        score_from: int = 0,
+    ) -> Request:
+        """A waiting request over a copy of ``prompt`` (int32, at least one token)."""
+        tokens = np.empty(len(prompt) + max_new_tokens, dtype=np.int32)
+        tokens[: len(prompt)] = prompt
+        return cls(
+            id=request_id,
+            tokens=tokens,
+            num_tokens=len(prompt),
+            num_prompt=len(prompt),
+            max_new_tokens=max_new_tokens,
+            params=params,
+            seed=seed,
+            extra_key=extra_key,
+            score_from=score_from,
+        )
+
+    @property
+    def num_generated(self) -> int:
+        return self.num_tokens - self.num_prompt
+
+    @property
+    def num_to_compute(self) -> int:
+        """Tokens whose KV (or logits) are needed now. The last token of a scoring is only a target."""
+        return self.num_tokens - self.num_computed - (1 if self.score_from else 0)
+
+    @property
+    def num_reusable(self) -> int:
+        """So many leading tokens may come from the cache. The token whose logits are needed must be
+        computed: the last one, or the one before the first that is scored."""
+        return (self.score_from or self.num_tokens) - 1

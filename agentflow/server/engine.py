@@ -1,0 +1,225 @@
+"""The engine of one model: schedule → one batch → run → end of text → commit, in a loop.
+
+It lives in a thread of its own, away from the event loop, and speaks only in the messages of
+``engine_messages``. It sleeps on its inbox while there is nothing to run.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import resource
+import sys
+from collections.abc import Callable
+
+import numpy as np
+
+from agentflow.errors import AgentflowError, EngineFailed
+from agentflow.sampling import SamplingParams
+from agentflow.server.core.request import Request, Status
+from agentflow.server.core.scheduler import Scheduler, SchedulerConfig, StepResult
+from agentflow.server.engine_messages import (
+    Abort,
+    EngineStats,
+    Failed,
+    Finished,
+    FromEngine,
+    Progress,
+    Report,
+    Stop,
+    Submit,
+    ToEngine,
+)
+from agentflow.server.runner import ModelRunner
+from agentflow.server.text_end import TextEnd
+from agentflow.server.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+Deliver = Callable[[list[FromEngine]], None]
+_GREEDY = SamplingParams()
+
+
+class Engine:
+    """Runs requests on ``runner``. ``send`` may be called from any thread; ``deliver`` is called
+    from the engine's, at most once a step."""
+
+    def __init__(
+        self, runner: ModelRunner, tokenizer: Tokenizer, config: SchedulerConfig, deliver: Deliver
+    ) -> None:
+        self._runner = runner
+        self._tokenizer = tokenizer
+        self._deliver = deliver
+        self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+        info = runner.info
+        self.scheduler = Scheduler(num_slots=info.num_slots, max_context=info.max_context, config=config)
+        self._requests: dict[int, Request] = {}
+        self._texts: dict[int, TextEnd] = {}
+        self._outbox: list[FromEngine] = []
+        self._is_stopping = False
+
+    def send(self, message: ToEngine) -> None:
+        """Queues a message; it is read before the next step starts."""
+        self._inbox.put(message)
+
+    def run(self) -> None:
+        """The loop, until ``Stop``."""
+        try:
+            while True:
+                self._read_inbox()
+                if self._is_stopping:
+                    return
+                self.step()
+                if self._outbox:
+                    delivered, self._outbox = self._outbox, []
+                    self._deliver(delivered)
+        finally:
+            self._runner.close()
+
+    def step(self) -> None:
+        """One forward pass, if there is anything to run."""
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return
+        try:
+            output = self._runner.run(batch)
+        except Exception as error:
+            logger.exception("a forward pass failed; its requests are dropped")
+            for request in self.scheduler.discard():
+                self._fail(request.id, EngineFailed(f"the forward pass failed: {error!r}"))
+            return
+        for result in self.scheduler.complete(output):
+            self._advance(result)
+
+    def _read_inbox(self) -> None:
+        is_idle = not self.scheduler.running and not self.scheduler.waiting and not self._outbox
+        while True:
+            try:
+                message = self._inbox.get(block=is_idle)
+            except queue.Empty:
+                return
+            is_idle = False
+            match message:
+                case Submit():
+                    self._submit(message)
+                case Abort():
+                    self._drop(message.request_id)
+                case Report():
+                    self._outbox.append(self._stats(message.ticket))
+                case Stop():
+                    self._is_stopping = True
+                    return
+
+    def _submit(self, message: Submit) -> None:
+        params = message.params
+        try:
+            if not message.token_ids:
+                raise EngineFailed("a request without a single token cannot be computed")
+            request = Request.create(
+                message.request_id,
+                np.array(message.token_ids, dtype=np.int32),
+                self._output_limit(message),
+                params or _GREEDY,
+                seed=message.seed,
+                extra_key=message.cache_key,
+                score_from=message.score_from,
+            )
+            self.scheduler.add(request)
+        except AgentflowError as error:
+            self._fail(message.request_id, error)
+            return
+        self._requests[request.id] = request
+        if params is not None and not message.score_from:
+            self._texts[request.id] = TextEnd(self._tokenizer, params.stop)
+
+    def _output_limit(self, message: Submit) -> int:
+        if message.params is None or message.score_from:
+            return 0
+        return min(message.params.max_tokens, self.scheduler.max_total_tokens)
+
+    def _advance(self, result: StepResult) -> None:
+        request = result.request
+        if request.status is Status.FINISHED:
+            return
+        request.logprobs += result.logprobs
+        if result.token_id is None:
+            if request.num_to_compute == 0:
+                self._finish(request, "length")
+            return
+        text = self._texts[request.id]
+        params = request.params
+        if result.token_id in self._runner.info.end_token_ids and not params.ignore_eos:
+            self._finish(request, "eos")
+        elif result.token_id in params.stop_token_ids:
+            self._finish(request, "stop")
+        else:
+            delta = text.push(result.token_id)
+            if delta:
+                self._outbox.append(Progress(request.id, delta))
+            if text.stopped:
+                self._finish(request, "stop")
+            elif request.num_generated >= request.max_new_tokens:
+                self._finish(request, "length")
+
+    def _finish(self, request: Request, reason: str) -> None:
+        text_end = self._texts.get(request.id)
+        token_ids: list[int] = []
+        text = ""
+        logprobs: list[float | None] = [*request.logprobs]
+        if text_end is not None:
+            ending = text_end.finish()
+            token_ids, text = ending.ids, ending.text
+            logprobs = (
+                [*logprobs[: ending.kept], *[None] * (len(token_ids) - ending.kept)] if logprobs else []
+            )
+        self._outbox.append(
+            Finished(
+                request_id=request.id,
+                token_ids=token_ids,
+                text=text,
+                finish_reason=reason,
+                prompt_tokens=request.num_prompt,
+                cached_tokens=request.num_cached,
+                output_tokens=request.num_generated,
+                logprobs=logprobs,
+            )
+        )
+        self._drop(request.id)
+
+    def _fail(self, request_id: int, error: AgentflowError) -> None:
+        self._outbox.append(Failed(request_id, error.code, str(error)))
+        self._drop(request_id)
+
+    def _drop(self, request_id: int) -> None:
+        request = self._requests.pop(request_id, None)
+        self._texts.pop(request_id, None)
+        if request is not None:
+            self.scheduler.release(request)
+
+    def _stats(self, ticket: int) -> EngineStats:
+        scheduler = self.scheduler
+        counters = scheduler.counters
+        return EngineStats(
+            ticket=ticket,
+            model=self._runner.info.model,
+            steps=counters.steps,
+            prompt_tokens=counters.prompt_tokens,
+            cached_tokens=counters.cached_tokens,
+            computed_tokens=counters.computed_tokens,
+            generated_tokens=counters.generated_tokens,
+            evicted_tokens=counters.evicted_tokens,
+            retractions=counters.retractions,
+            free_slots=scheduler.slots.num_free,
+            cached_slots=scheduler.cache.num_cached,
+            held_slots=scheduler.num_held,
+            total_slots=scheduler.slots.total,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            peak_resident_bytes=peak_resident_bytes(),
+        )
+
+
+def peak_resident_bytes() -> int:
+    """Largest resident memory of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,199 @@
+"""The event loop's side of an engine: starts its thread, sends it requests, waits for their ends."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import anyio
+import anyio.to_thread
+import sniffio
+
+from agentflow.errors import AgentflowError, EngineFailed, from_code
+from agentflow.sampling import SamplingParams
+from agentflow.server.core.scheduler import SchedulerConfig
+from agentflow.server.engine import Engine
+from agentflow.server.engine_messages import (
+    Abort,
+    EngineStats,
+    Failed,
+    Finished,
+    FromEngine,
+    Progress,
+    Report,
+    Stop,
+    Submit,
+)
+from agentflow.server.runner import ModelRunner, RunnerInfo
+from agentflow.server.tokenizer import Tokenizer
+from agentflow.task_group import open_task_group
+
+OnText = Callable[[str], None]
+
+
+class _Call:
+    """One request in flight: who hears its text, and its end."""
+
+    __slots__ = ("ended", "error", "finished", "on_text")
+
+    def __init__(self, on_text: OnText | None) -> None:
+        self.on_text = on_text
+        self.ended = anyio.Event()
+        self.finished: Finished | None = None
+        self.error: AgentflowError | None = None
+
+
+class EngineClient:
+    """Use ``running_engine`` to make one. All methods belong to the event loop's thread."""
+
+    def __init__(self, engine: Engine, info: RunnerInfo, tokenizer: Tokenizer) -> None:
+        self.info = info
+        self.tokenizer = tokenizer
+        self.engine = engine
+        self._ids = itertools.count(1)
+        self._calls: dict[int, _Call] = {}
+        self._reports: dict[int, tuple[anyio.Event, list[EngineStats]]] = {}
+
+    @property
+    def num_calls(self) -> int:
+        """Requests that somebody waits for."""
+        return len(self._calls)
+
+    async def generate(
+        self, token_ids: list[int], params: SamplingParams, *, seed: int, cache_key: str, on_text: OnText
+    ) -> Finished:
+        """Generates; ``on_text`` is called with each delta. Cancelling the call aborts the request."""
+        message = Submit(next(self._ids), token_ids, params, seed=seed, cache_key=cache_key)
+        return await self._call(message, on_text)
+
+    async def compute(self, token_ids: list[int], *, cache_key: str) -> Finished:
+        """Only computes the tokens, so that they are cached."""
+        return await self._call(Submit(next(self._ids), token_ids, None, cache_key=cache_key), None)
+
+    async def score(self, token_ids: list[int], score_from: int, *, cache_key: str) -> Finished:
+        """Log-probabilities of ``token_ids[score_from:]``, each given all tokens before it."""
+        message = Submit(next(self._ids), token_ids, None, cache_key=cache_key, score_from=score_from)
+        return await self._call(message, None)
+
+    async def stats(self) -> EngineStats:
+        """Counters and gauges, read between two steps."""
+        ticket = next(self._ids)
+        arrived: tuple[anyio.Event, list[EngineStats]] = (anyio.Event(), [])
+        self._reports[ticket] = arrived
+        self.engine.send(Report(ticket))
+        try:
+            await arrived[0].wait()
+        finally:
+            del self._reports[ticket]
+        if not arrived[1]:
+            raise EngineFailed("the engine has stopped")
+        return arrived[1][0]
+
+    async def _call(self, message: Submit, on_text: OnText | None) -> Finished:
+        call = self._calls[message.request_id] = _Call(on_text)
+        self.engine.send(message)
+        try:
+            await call.ended.wait()
+        except BaseException:
+            self.engine.send(Abort(message.request_id))
+            raise
+        finally:
+            self._calls.pop(message.request_id, None)
+        if call.finished is None:
+            raise call.error or EngineFailed("the engine has stopped")
+        return call.finished
+
+    def receive(self, messages: list[FromEngine]) -> None:
+        """Hands a step's messages to whom they concern. Called in the event loop's thread."""
+        for message in messages:
+            if isinstance(message, EngineStats):
+                report = self._reports.get(message.ticket)
+                if report is not None:
+                    report[1].append(message)
+                    report[0].set()
+                continue
+            call = self._calls.get(message.request_id)
+            if call is None:
+                continue  # aborted meanwhile
+            if isinstance(message, Progress):
+                if call.on_text is not None:
+                    call.on_text(message.text)
+            else:
+                self._end(call, message)
+
+    def _end(self, call: _Call, message: Finished | Failed) -> None:
+        if isinstance(message, Failed):
+            call.error = from_code(message.code, message.message)
+        else:
+            call.finished = message
+        call.ended.set()
+
+    def end_all(self) -> None:
+        """The engine is gone: whoever waits for it hears so."""
+        for call in self._calls.values():
+            call.ended.set()
+        for report in self._reports.values():
+            report[0].set()
+
+
+CallInLoop = Callable[[Callable[[], object]], object]
+
+
+def loop_caller() -> CallInLoop:
+    """A function that other threads may call to have something called in this event loop."""
+    if sniffio.current_async_library() == "trio":
+        import trio
+
+        return trio.lowlevel.current_trio_token().run_sync_soon
+    import asyncio
+
+    return asyncio.get_running_loop().call_soon_threadsafe
+
+
+@asynccontextmanager
+async def running_engine(
+    load: Callable[[], tuple[ModelRunner, Tokenizer]], config: SchedulerConfig
+) -> AsyncIterator[EngineClient]:
+    """An engine in a thread of its own for as long as the scope lasts. ``load`` runs there too:
+    loading a model takes seconds and must not block the loop. Its errors are raised here."""
+    call_in_loop = loop_caller()
+    ready = anyio.Event()
+    client: EngineClient | None = None
+    failure: BaseException | None = None
+
+    def deliver(messages: list[FromEngine]) -> None:
+        assert client is not None
+        target = client
+        call_in_loop(lambda: target.receive(messages))
+
+    def live() -> None:
+        nonlocal client, failure
+        try:
+            runner, tokenizer = load()
+            engine = Engine(runner, tokenizer, config, deliver)
+            client = EngineClient(engine, runner.info, tokenizer)
+        except BaseException as error:
+            failure = error
+            return
+        finally:
+            call_in_loop(ready.set)
+        try:
+            engine.run()
+        except BaseException as error:
+            failure = error
+        finally:
+            call_in_loop(client.end_all)
+
+    limiter = anyio.CapacityLimiter(1)  # its own: an engine must not use up the loop's worker threads
+    async with open_task_group() as group:
+        group.start_soon(lambda: anyio.to_thread.run_sync(live, limiter=limiter))
+        try:
+            with anyio.CancelScope(shield=True):
+                await ready.wait()
+            if client is None:
+                raise failure or EngineFailed("the engine did not start")
+            yield client
+        finally:
+            if client is not None:
+                client.engine.send(Stop())

@@ -1,0 +1,85 @@
+"""A deterministic stand-in for a model, so that everything above the runner can be tested without torch.
+
+Its "KV" is the token id and position that was written to each slot. The next token is a hash of
+all tokens the page table shows, so a wrong slot, a wrong order or a slot that was given to somebody
+else changes the output; and a slot that does not hold the position it should raises at once.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentflow.server.core.batch import Batch, BatchOutput
+from agentflow.server.runner import RunnerInfo
+
+NextToken = Callable[[NDArray[np.int64]], int | None]
+
+
+class FakeRunner:
+    """``next_token(tokens)`` may choose the token that follows; where it returns None, or is not
+    given, a hash chooses among ``vocab_size``. ``on_step`` is called with every batch before it
+    runs (from the engine's thread): tests hold a step there, or raise."""
+
+    def __init__(
+        self,
+        *,
+        num_slots: int = 4096,
+        vocab_size: int = 1000,
+        max_context: int = 2048,
+        end_token_ids: tuple[int, ...] = (),
+        next_token: NextToken | None = None,
+        on_step: Callable[[Batch], None] | None = None,
+    ) -> None:
+        self.info = RunnerInfo(
+            model="fake",
+            vocab_size=vocab_size,
+            max_context=max_context,
+            num_slots=num_slots,
+            end_token_ids=end_token_ids,
+            kv_bytes_per_token=16,
+            weight_bytes=0,
+        )
+        self._next_token = next_token
+        self._on_step = on_step
+        self._slot_tokens = np.full(num_slots, -1, dtype=np.int64)
+        self._slot_positions = np.full(num_slots, -1, dtype=np.int64)
+
+    def run(self, batch: Batch) -> BatchOutput:
+        if self._on_step is not None:
+            self._on_step(batch)
+        self._slot_tokens[batch.write_slots] = batch.token_ids
+        self._slot_positions[batch.write_slots] = batch.positions
+        owners = np.repeat(np.arange(len(batch.query_lens)), batch.query_lens)
+        sampled = batch.sampled
+        tokens, logprobs = [], []
+        for i, row in enumerate(sampled.rows.tolist()):
+            seen = self._tokens_before(batch, int(owners[row]), int(batch.positions[row]) + 1)
+            token = int(sampled.target_ids[i])
+            if token < 0:
+                token = self._choose(seen, float(sampled.temperatures[i]), int(sampled.seeds[i]))
+            tokens.append(token)
+            logprobs.append(-(zlib.crc32(seen.tobytes() + b"%d" % token) % 5000) / 1000)
+        return BatchOutput(
+            token_ids=np.array(tokens, dtype=np.int64),
+            logprobs=np.array(logprobs, dtype=np.float32) if sampled.needs_logprobs else None,
+        )
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def _tokens_before(self, batch: Batch, owner: int, end: int) -> NDArray[np.int64]:
+        slots = batch.page_table[batch.page_rows[owner], :end]
+        if not np.array_equal(self._slot_positions[slots], np.arange(end)):
+            raise RuntimeError("the page table shows a slot that holds another position")
+        return self._slot_tokens[slots]
+
+    def _choose(self, seen: NDArray[np.int64], temperature: float, seed: int) -> int:
+        chosen = self._next_token(seen) if self._next_token is not None else None
+        if chosen is not None:
+            return chosen
+        salt = b"%d" % seed if temperature > 0 else b""
+        return zlib.crc32(seen.tobytes() + salt) % self.info.vocab_size

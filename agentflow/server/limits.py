@@ -1,0 +1,40 @@
+"""What a server takes from its clients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from agentflow.errors import BadArgument
+from agentflow.protocol import MAX_FRAME_BYTES
+
+# A Welcome and the longest error must fit into a frame.
+MIN_FRAME_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """``frame_bytes``: of one websocket message, in either direction. ``max_sessions``: open at once,
+    those in their grace period included. ``max_connections``: websockets open at once.
+    ``resume_grace_s``: how long a session outlives its connection. ``hello_timeout_s``: how long a
+    new connection may stay silent. ``ping_interval_s``: a silent client is probed, and after as much
+    again without an answer counts as gone."""
+
+    frame_bytes: int = MAX_FRAME_BYTES
+    max_sessions: int = 1_000
+    max_connections: int = 2_000
+    resume_grace_s: float = 10.0
+    hello_timeout_s: float = 10.0
+    ping_interval_s: float = 20.0
+
+    def __post_init__(self) -> None:
+        ranges = (
+            ("frame_bytes", self.frame_bytes >= MIN_FRAME_BYTES, f"at least {MIN_FRAME_BYTES}"),
+            ("max_sessions", self.max_sessions >= 1, "at least 1"),
+            ("max_connections", self.max_connections >= 1, "at least 1"),
+            ("resume_grace_s", self.resume_grace_s >= 0, "0 or more"),
+            ("hello_timeout_s", self.hello_timeout_s > 0, "more than 0"),
+            ("ping_interval_s", self.ping_interval_s > 0, "more than 0"),
+        )
+        for field, holds, wanted in ranges:
+            if not holds:
+                raise BadArgument(f"server limits: {field} must be {wanted}, not {getattr(self, field)!r}")

@@ -1,0 +1,148 @@
+"""Chooses one token per row of logits, all rows of a batch in one pass.
+
+A row's choice depends on its logits, its parameters, and one number drawn from (seed, position),
+never on what else is in the batch or on what was drawn before: a run that is resumed, replayed or
+batched in another way gives the same tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agentflow.server.core.batch import FloatArray, IntArray, SampledRows
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIRST_MULTIPLIER = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND_MULTIPLIER = np.uint64(0x94D049BB133111EB)
+_HEAD_SIZE = 1024
+"""So many of the likeliest tokens are sorted at first: a nucleus is rarely larger."""
+
+
+def choose_tokens(logits: Tensor, sampled: SampledRows) -> tuple[IntArray, FloatArray | None]:
+    """The token of each row, and its log-probability where any row needs one.
+
+    ``logits`` [S, vocabulary] float32. Rows with a target keep it; temperature 0 takes the likeliest
+    token (the first of equals); the others are sampled as ``sample`` says.
+    """
+    tokens = sampled.target_ids.copy()
+    is_open = tokens < 0
+    is_random = is_open & (sampled.temperatures > 0)
+    is_greedy = is_open & ~is_random
+    if is_greedy.any():
+        tokens[is_greedy] = _rows(logits, is_greedy).argmax(dim=-1).cpu().numpy()
+    if is_random.any():
+        tokens[is_random] = sample(
+            _rows(logits, is_random),
+            temperatures=sampled.temperatures[is_random],
+            top_ks=sampled.top_ks[is_random],
+            top_ps=sampled.top_ps[is_random],
+            min_ps=sampled.min_ps[is_random],
+            uniforms=uniforms(sampled.seeds[is_random], sampled.positions[is_random]),
+        )
+    if not sampled.needs_logprobs:
+        return tokens, None
+    chosen = logits.gather(1, torch.from_numpy(tokens).to(logits.device).unsqueeze(1)).squeeze(1)
+    logprobs: FloatArray = (chosen - logits.logsumexp(dim=-1)).cpu().numpy()
+    return tokens, logprobs
+
+
+def uniforms(seeds: NDArray[np.uint64], positions: IntArray) -> NDArray[np.float64]:
+    """One number in [0, 1) for each pair of seed and position.
+
+    Two rounds of splitmix64's mixing function (Steele, Lea and Flood, OOPSLA 2014), the seed in the
+    first and the position in the second; the upper 53 bits are the number.
+    """
+    state = _mix(_mix(seeds + _GOLDEN) + positions.astype(np.uint64) * _GOLDEN)
+    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * _FIRST_MULTIPLIER
+    x = (x ^ (x >> np.uint64(27))) * _SECOND_MULTIPLIER
+    return x ^ (x >> np.uint64(31))
+
+
+def sample(
+    logits: Tensor,
+    *,
+    temperatures: FloatArray,
+    top_ks: IntArray,
+    top_ps: FloatArray,
+    min_ps: FloatArray,
+    uniforms: NDArray[np.float64],
+) -> IntArray:
+    """One token per row of ``logits`` [S, vocabulary], all temperatures above 0.
+
+    In this order: divide by the temperature; keep the ``top_k`` likeliest (0: all); of these the
+    fewest likeliest that together reach ``top_p``; of these the ones at least ``min_p`` times as
+    likely as the likeliest. Tokens as likely as the last one kept are kept too. Then the inverse of
+    the cumulative distribution, in order of token ids, at ``uniforms``.
+    """
+    device = logits.device
+    # Relative to the likeliest first: no temperature, however small, can then overflow.
+    weights = logits - logits.amax(dim=-1, keepdim=True)
+    weights = weights.div_(_column(temperatures, device)).exp_()
+    cuts = (top_ks > 0) & (top_ks < logits.shape[1]) | (top_ps < 1) | (min_ps > 0)
+    if cuts.any():
+        least = np.zeros(len(cuts), dtype=np.float32)
+        least[cuts] = _least_weights(_rows(weights, cuts), top_ks[cuts], top_ps[cuts], min_ps[cuts])
+        weights = torch.where(weights >= _column(least, device), weights, 0.0)
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    # Rounding must not carry the drawn point up to the total, behind the last token.
+    below_total = torch.nextafter(total, torch.zeros_like(total))
+    drawn = torch.minimum(_column(uniforms, device) * total, below_total)
+    tokens: IntArray = torch.searchsorted(cumulative, drawn, right=True).squeeze(1).cpu().numpy()
+    return tokens
+
+
+def _least_weights(weights: Tensor, top_ks: IntArray, top_ps: FloatArray, min_ps: FloatArray) -> FloatArray:
+    """The least weight that is kept, per row. ``weights`` are relative to the likeliest token's."""
+    vocab_size = weights.shape[1]
+    top_ks = np.where(top_ks > 0, np.minimum(top_ks, vocab_size), vocab_size)
+    limited = top_ks < vocab_size
+    head_size = min(vocab_size, max(_HEAD_SIZE, int(top_ks[limited].max(initial=0))))
+    least = torch.from_numpy(min_ps).to(weights.device)
+    if not limited.any() and not (top_ps < 1).any():
+        return _host(least)
+    head = weights.topk(head_size, dim=-1).values
+    if limited.any():
+        kth = head.gather(1, _column(np.minimum(top_ks, head_size) - 1, weights.device)).squeeze(1)
+        kth = torch.where(torch.from_numpy(limited).to(weights.device), kth, 0.0)
+        least = torch.maximum(least, kth)
+        weights = torch.where(weights >= kth.unsqueeze(1), weights, 0.0)
+    if (top_ps < 1).any():
+        least = torch.maximum(least, _least_of_nucleus(weights, head, top_ps))
+    return _host(least)
+
+
+def _least_of_nucleus(weights: Tensor, head: Tensor, top_ps: FloatArray) -> Tensor:
+    """The least weight in the smallest set of likeliest tokens that reaches ``top_ps``, per row.
+
+    ``head``: the largest weights, descending; all are sorted only where the head does not suffice.
+    """
+    wanted = _column(top_ps.astype(np.float64), weights.device) * weights.sum(
+        dim=-1, keepdim=True, dtype=torch.float64
+    )
+    cumulative = head.cumsum(dim=-1, dtype=torch.float64)
+    if head.shape[1] < weights.shape[1] and bool((cumulative[:, -1:] < wanted)[top_ps < 1].any()):
+        return _least_of_nucleus(weights, weights.sort(dim=-1, descending=True).values, top_ps)
+    num_before = (cumulative < wanted).sum(dim=-1, keepdim=True)
+    least = head.gather(1, num_before.clamp_(max=head.shape[1] - 1)).squeeze(1)
+    return torch.where(torch.from_numpy(top_ps < 1).to(weights.device), least, 0.0)
+
+
+def _rows(x: Tensor, chosen: NDArray[np.bool_]) -> Tensor:
+    return x if chosen.all() else x[torch.from_numpy(chosen).to(x.device)]
+
+
+def _column(values: NDArray[np.generic], device: torch.device) -> Tensor:
+    return torch.from_numpy(values).to(device).unsqueeze(1)
+
+
+def _host(x: Tensor) -> FloatArray:
+    values: FloatArray = x.cpu().numpy()
+    return values

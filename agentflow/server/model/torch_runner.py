@@ -1,0 +1,139 @@
+"""The model runner on torch: a model folder, a KV pool, and one forward pass per batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentflow.errors import BadArgument
+from agentflow.kernels.attention_plan import plan_attention
+from agentflow.kernels.ops import kernels_for
+from agentflow.server.core.batch import Batch, BatchOutput, SampledRows
+from agentflow.server.model.config import read_config
+from agentflow.server.model.kv_pool import KvPool
+from agentflow.server.model.loader import load_llama
+from agentflow.server.model.sampler import choose_tokens
+from agentflow.server.runner import RunnerInfo
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_MAX_LOGIT_ROWS = 256
+"""Rows of logits held at once: 200 kB each for a vocabulary of 50,000."""
+
+
+class TorchRunner:
+    """Runs a Llama-family folder. ``device``: cpu, cuda or None (cuda where there is one).
+    ``dtype``: bfloat16 or float32, of weights, activations and KV. ``num_slots``: tokens the KV pool holds.
+    ``num_threads``: CPU threads of the whole process (None: leave them as they are).
+
+    UnknownModel, BadModelFolder or BadArgument if it cannot be run.
+    """
+
+    info: RunnerInfo
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        num_slots: int,
+        device: str | None = None,
+        dtype: str = "bfloat16",
+        num_threads: int | None = None,
+    ) -> None:
+        folder = Path(folder)
+        self._device = _device(device)
+        if dtype not in _DTYPES:
+            raise BadArgument(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}")
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        config = read_config(folder)
+        self._dtype = _DTYPES[dtype]
+        self._kv_pool = KvPool(
+            num_layers=config.num_layers,
+            num_slots=num_slots,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=self._dtype,
+            device=self._device,
+        )
+        self._model = load_llama(
+            folder, config, dtype=self._dtype, device=self._device, kernels=kernels_for(self._device)
+        )
+        self.info = RunnerInfo(
+            model=folder.resolve().name,
+            vocab_size=config.vocab_size,
+            max_context=config.max_context,
+            num_slots=num_slots,
+            end_token_ids=config.end_token_ids,
+            kv_bytes_per_token=self._kv_pool.bytes_per_token,
+            weight_bytes=self._model.nbytes,
+        )
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> BatchOutput:
+        plan = plan_attention(
+            batch.page_table,
+            batch.page_rows,
+            batch.query_lens,
+            batch.kv_lens,
+            dtype=self._dtype,
+            device=self._device,
+        )
+        hidden = self._model.forward(
+            self._tensor(batch.token_ids),
+            self._tensor(batch.positions),
+            self._tensor(batch.write_slots),
+            self._kv_pool,
+            plan,
+            self._tensor(batch.sampled.rows),
+        )
+        if len(hidden) <= _MAX_LOGIT_ROWS:
+            return self._choose(hidden, batch.sampled)
+        return _joined(
+            [
+                self._choose(hidden[first : first + _MAX_LOGIT_ROWS], part)
+                for first, part in _parts(batch.sampled)
+            ]
+        )
+
+    def close(self) -> None:
+        """Give the memory back; the runner cannot be used any more."""
+        del self._model, self._kv_pool
+
+    def _choose(self, hidden: Tensor, sampled: SampledRows) -> BatchOutput:
+        if not len(hidden):
+            return BatchOutput(sampled.target_ids.copy(), None)
+        tokens, logprobs = choose_tokens(self._model.logits(hidden), sampled)
+        return BatchOutput(tokens, logprobs)
+
+    def _tensor(self, values: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
+        return torch.from_numpy(values).to(self._device)
+
+
+def _device(name: str | None) -> torch.device:
+    if name not in (None, "cpu", "cuda"):
+        raise BadArgument(f"device must be cpu or cuda, not {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise BadArgument("device cuda was asked for, but torch finds no CUDA device here")
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _parts(sampled: SampledRows) -> list[tuple[int, SampledRows]]:
+    """The sampled rows, a bounded number at a time, each with where it starts."""
+    per_row = ("rows", "target_ids", "temperatures", "top_ps", "top_ks", "min_ps", "seeds", "positions")
+    parts = []
+    for first in range(0, len(sampled.rows), _MAX_LOGIT_ROWS):
+        cut = slice(first, first + _MAX_LOGIT_ROWS)
+        parts.append((first, replace(sampled, **{name: getattr(sampled, name)[cut] for name in per_row})))
+    return parts
+
+
+def _joined(outputs: list[BatchOutput]) -> BatchOutput:
+    logprobs = [output.logprobs for output in outputs if output.logprobs is not None]
+    return BatchOutput(
+        np.concatenate([output.token_ids for output in outputs]),
+        np.concatenate(logprobs) if logprobs else None,
+    )

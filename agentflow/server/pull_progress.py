@@ -1,0 +1,107 @@
+"""What a pull tells while it runs: bars in a terminal, one line a phase elsewhere, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final, Literal, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+Phase = Literal["download", "verify", "convert", "store"]
+
+_SAYS: Final[dict[Phase, str]] = {
+    "download": "downloading",
+    "verify": "checking the SHA-256",
+    "convert": "converting to safetensors",
+    "store": "storing",
+}
+
+
+class PullListener(Protocol):
+    """Hears of each step of a pull, in the pull's own thread. What it raises ends the pull."""
+
+    def waiting(self) -> None:
+        """Another process pulls the same model; this one waits for it."""
+
+    def begin(self, phase: Phase) -> None:
+        """A phase begins (and the one before it is done)."""
+
+    def advance(self, done: int, total: int) -> None:
+        """The phase stands at ``done`` of ``total`` bytes."""
+
+
+class Silent:
+    """A listener that says nothing."""
+
+    def waiting(self) -> None:
+        pass
+
+    def begin(self, phase: Phase) -> None:
+        pass
+
+    def advance(self, done: int, total: int) -> None:
+        pass
+
+
+class Lines(Silent):
+    """One line a phase: for logs, pipes and CI."""
+
+    def __init__(self, name: str, console: Console) -> None:
+        self._name = name
+        self._console = console
+
+    def waiting(self) -> None:
+        self._say("waiting for another pull of the same model")
+
+    def begin(self, phase: Phase) -> None:
+        self._say(_SAYS[phase])
+
+    def _say(self, what: str) -> None:
+        self._console.print(f"{self._name}: {what}", soft_wrap=True, highlight=False, markup=False)
+
+
+class Bars:
+    """One bar a phase, drawn by rich; finished phases stay on the screen."""
+
+    def __init__(self, name: str, progress: Progress) -> None:
+        self._name = name
+        self._progress = progress
+        self._task: TaskID | None = None
+        self._total = 1
+
+    def waiting(self) -> None:
+        self._progress.console.print(f"{self._name}: waiting for another pull of the same model")
+
+    def begin(self, phase: Phase) -> None:
+        self.finish()
+        self._task = self._progress.add_task(_SAYS[phase], total=None)
+
+    def advance(self, done: int, total: int) -> None:
+        if self._task is not None:
+            self._total = total
+            self._progress.update(self._task, completed=min(done, total), total=total)
+
+    def finish(self) -> None:
+        """Fill the bar of the phase that ran: its last report need not have been the whole."""
+        if self._task is not None:
+            self._progress.update(self._task, completed=self._total, total=self._total)
+
+
+@contextmanager
+def shown_on(console: Console, name: str) -> Iterator[PullListener]:
+    """A listener for the pull of ``name`` that suits the console: bars where they can be redrawn."""
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield Lines(name, console)
+        return
+    columns = (
+        TextColumn(f"[bold]{name}[/] {{task.description:<26}}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    with Progress(*columns, console=console) as progress:
+        bars = Bars(name, progress)
+        yield bars
+        bars.finish()

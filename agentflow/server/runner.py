@@ -1,0 +1,33 @@
+"""The seam between the engine and a model: anything that runs a batch and gives one token per row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from agentflow.server.core.batch import Batch, BatchOutput
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerInfo:
+    """What the engine must know of a model. ``num_slots``: tokens that the KV pool holds.
+    ``max_context``: longest sequence. ``end_token_ids``: the model's own end tokens."""
+
+    model: str
+    vocab_size: int
+    max_context: int
+    num_slots: int
+    end_token_ids: tuple[int, ...]
+    kv_bytes_per_token: int
+    weight_bytes: int
+
+
+class ModelRunner(Protocol):
+    """Runs batches. Used from one thread only. ``run`` writes the KV of every row into its slot,
+    and returns when the output is on the host."""
+
+    info: RunnerInfo
+
+    def run(self, batch: Batch) -> BatchOutput: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,184 @@
+"""Serving: a socket that is bound before anything is loaded, uvicorn on it, and a quick, clean end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+import anyio
+import uvicorn
+from starlette.applications import Starlette
+
+from agentflow.errors import PortInUse, ServerError
+from agentflow.generator import ContextT
+from agentflow.protocol import DEFAULT_PORT
+from agentflow.server.app import OpenGenerator, create_app
+from agentflow.server.limits import ServerLimits
+from agentflow.server.sessions import Sessions
+from agentflow.task_group import open_task_group
+
+DEFAULT_HOST = "127.0.0.1"
+# How long open connections may take to close when the server stops.
+SHUTDOWN_S = 2
+# A frame a little over the limit is still read, so that it can be refused with an error that says
+# so; one far over it is cut off by the websocket implementation (close code 1009).
+READ_LIMIT_FACTOR = 2
+
+
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    """A server that answers at ``url``."""
+
+    url: str
+    app: Starlette
+
+    @property
+    def sessions(self) -> Sessions[object]:
+        """Those that are open."""
+        sessions: Sessions[object] = self.app.state.sessions
+        return sessions
+
+
+def serve(
+    open_generator: OpenGenerator[ContextT],
+    *,
+    host: str = DEFAULT_HOST,
+    port: int = DEFAULT_PORT,
+    limits: ServerLimits | None = None,
+) -> None:
+    """Serves until SIGINT or SIGTERM, and returns. Prints one line when it is ready.
+
+    ``PortInUse`` when somebody else listens there, ``ServerError`` when the address cannot be had
+    for another reason, and whatever ``open_generator`` raises.
+    """
+
+    async def main() -> None:
+        with anyio.CancelScope() as scope, _signals_cancel(scope):
+            async with running_server(open_generator, host=host, port=port, limits=limits) as server:
+                model = server.sessions.generator.capabilities.model
+                print(f"agentflow serves {model} at {server.url}", flush=True)
+                await anyio.sleep_forever()
+
+    anyio.run(main, backend="asyncio")  # uvicorn's event loop
+
+
+@asynccontextmanager
+async def running_server(
+    open_generator: OpenGenerator[ContextT],
+    *,
+    host: str = DEFAULT_HOST,
+    port: int = 0,
+    limits: ServerLimits | None = None,
+) -> AsyncIterator[RunningServer]:
+    """Serves while the scope lasts; needs asyncio. Port 0 takes a free one. No signal handlers."""
+    limits = limits or ServerLimits()
+    with contextlib.closing(listen(host, port)) as listener:
+        app = create_app(open_generator, limits)
+        # The lifespan runs here and not in uvicorn's own task: what it raises is raised here.
+        async with app.router.lifespan_context(app), open_task_group() as group:
+            server = _UvicornServer(_config(app, limits))
+            group.start_soon(server.run_shielded, listener)
+            try:
+                await server.has_started.wait()
+                yield RunningServer(_url(listener), app)
+            finally:
+                server.should_exit = True
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. ``PortInUse`` or ``ServerError`` in one line."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, proto)
+        try:
+            if os.name == "posix":  # elsewhere the option lets two programs share a port
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            # Now, not when the model is loaded: whoever comes second hears of it at once.
+            listener.listen(socket.SOMAXCONN)
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(
+                f"port {port} of {host} is in use: stop what listens there, or choose another port"
+            ) from error
+        raise ServerError(f"cannot listen on port {port} of {host}: {error.strerror or error}") from error
+    except (OverflowError, UnicodeError) as error:
+        raise ServerError(f"cannot listen on port {port} of {host}: {error}") from error
+    listener.setblocking(False)
+    return listener
+
+
+def _config(app: Starlette, limits: ServerLimits) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        ws="websockets-sansio",
+        ws_max_size=limits.frame_bytes * READ_LIMIT_FACTOR,
+        ws_per_message_deflate=False,
+        ws_ping_interval=limits.ping_interval_s,
+        ws_ping_timeout=limits.ping_interval_s,
+        timeout_graceful_shutdown=SHUTDOWN_S,
+    )
+
+
+class _UvicornServer(uvicorn.Server):
+    """Uvicorn without its signal handlers, and with an event for when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.has_started = anyio.Event()
+
+    async def run_shielded(self, listener: socket.socket) -> None:
+        """Serves until ``should_exit``, whatever is cancelled around it, so that the end is a clean one."""
+        with anyio.CancelScope(shield=True):
+            await self.serve([listener])
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.has_started.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.contextmanager
+def _signals_cancel(scope: anyio.CancelScope) -> Iterator[None]:
+    """The first SIGINT or SIGTERM cancels ``scope``; a second one does what it did before."""
+    loop = asyncio.get_running_loop()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        restore()
+        loop.call_soon_threadsafe(scope.cancel)
+
+    def restore() -> None:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        restore()
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"ws://[{host}]:{port}" if ":" in host else f"ws://{host}:{port}"

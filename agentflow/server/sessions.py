@@ -1,0 +1,183 @@
+"""The sessions that a server holds: each an interpreter with its tasks, its states and a secret.
+
+A session is held by one websocket at a time. It outlives a broken one for the grace period, so that
+its client can come back to it; after that, or after a Bye, everything it runs is cancelled.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Generic
+
+import anyio
+import anyio.lowlevel
+from anyio.abc import TaskGroup, TaskStatus
+
+from agentflow.errors import AgentflowError, EngineFailed, Overloaded, ProtocolError, ServerLost
+from agentflow.generator import ContextT, Generator
+from agentflow.interpreter import Interpreter
+from agentflow.protocol import Ops, Resume
+from agentflow.server.limits import ServerLimits
+from agentflow.task_group import open_task_group
+
+logger = logging.getLogger(__name__)
+
+# A frame may carry very many small ops: let others run after so many.
+OPS_PER_TURN = 256
+
+
+class ServedSession(Generic[ContextT]):
+    """One client's session. ``num_taken``: the number of the last op taken."""
+
+    def __init__(self, interpreter: Interpreter[ContextT], holder: anyio.CancelScope) -> None:
+        self.id = secrets.token_urlsafe(12)
+        self.secret = secrets.token_urlsafe(32)
+        self.interpreter = interpreter
+        self.num_taken = 0
+        self.has_ended = False
+        self.failure: AgentflowError | None = None
+        self._holder: anyio.CancelScope | None = holder
+        self._changed = anyio.Event()
+
+    async def take(self, frame: Ops) -> None:
+        """Submits those ops of the frame that were not taken before. ``ProtocolError`` when ops are
+        missing in between, and what the interpreter refuses an op with."""
+        if not 1 <= frame.first <= self.num_taken + 1:
+            raise ProtocolError(
+                f"expected ops from number {self.num_taken + 1} on, and a frame came whose first op "
+                f"has number {frame.first}"
+            )
+        for number, op in enumerate(frame.ops, frame.first):
+            if number > self.num_taken:
+                self.interpreter.submit(op)
+                self.num_taken = number
+                if number % OPS_PER_TURN == 0:
+                    await anyio.lowlevel.checkpoint()
+
+    async def hand_over(self, holder: anyio.CancelScope) -> None:
+        """Makes ``holder`` the one that the session belongs to. Whoever held it is cancelled first, for
+        a client may come back before the server has noticed that it was gone."""
+        while self._holder is not None:
+            self._holder.cancel()
+            await self._changed.wait()
+        if self.has_ended:
+            raise _unknown_session()
+        self._holder = holder
+        self._change()
+
+    def release(self, holder: anyio.CancelScope) -> None:
+        """The holder is gone: the grace period begins."""
+        if self._holder is holder:
+            self._holder = None
+            self._change()
+
+    def end(self, failure: AgentflowError | None = None) -> None:
+        """No grace period: what runs is cancelled, and so is the holder (which tells the client of a
+        ``failure``)."""
+        self.has_ended = True
+        self.failure = self.failure or failure
+        self._change()
+
+    async def until_over(self, grace_s: float) -> None:
+        """Returns when it is ended, or has been without a holder for ``grace_s``."""
+        while not self.has_ended:
+            changed = self._changed
+            with anyio.move_on_after(None if self._holder is not None else grace_s) as scope:
+                await changed.wait()
+            self.has_ended |= scope.cancelled_caught and not changed.is_set()
+
+    def dismiss_holder(self) -> None:
+        """Cancels the holder, if there is one."""
+        self.has_ended = True
+        if self._holder is not None:
+            self._holder.cancel()
+
+    def _change(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+
+class Sessions(Generic[ContextT]):
+    """All sessions on one generator. Made by ``open_sessions``."""
+
+    def __init__(self, generator: Generator[ContextT], limits: ServerLimits, tasks: TaskGroup) -> None:
+        self.generator = generator
+        self.limits = limits
+        self.num_connections = 0
+        self._tasks = tasks
+        self._sessions: dict[str, ServedSession[ContextT]] = {}
+        self._one_gone = anyio.Event()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    async def open(self, holder: anyio.CancelScope) -> ServedSession[ContextT]:
+        """A new session. ``Overloaded`` when there are too many."""
+        if len(self._sessions) >= self.limits.max_sessions:
+            raise Overloaded(
+                f"the server has {self.limits.max_sessions} sessions open, which is its limit: "
+                "try again later"
+            )
+        session: ServedSession[ContextT] = await self._tasks.start(self._run, holder)
+        return session
+
+    async def resume(self, resume: Resume, holder: anyio.CancelScope) -> ServedSession[ContextT]:
+        """The session that a client comes back to, set to say again what the client has not heard.
+        ``ServerLost`` when it is gone."""
+        session = self._sessions.get(resume.session)
+        if session is None or not secrets.compare_digest(session.secret.encode(), resume.secret.encode()):
+            raise _unknown_session()
+        await session.hand_over(holder)
+        session.interpreter.rewind(resume.variables, resume.states)
+        return session
+
+    async def wait_until_empty(self) -> None:
+        """Returns when no session is open."""
+        while self._sessions:
+            await self._one_gone.wait()
+
+    async def _run(self, holder: anyio.CancelScope, *, task_status: TaskStatus[object]) -> None:
+        session: ServedSession[ContextT] | None = None
+        try:
+            async with anyio.create_task_group() as group:
+                session = ServedSession(Interpreter(self.generator, group), holder)
+                self._sessions[session.id] = session
+                task_status.started(session)
+                await session.until_over(self.limits.resume_grace_s)
+                group.cancel_scope.cancel()
+        except* Exception as errors:
+            # A fault of the server's own: it costs this session, and no other.
+            logger.exception("a session failed")
+            if session is not None:
+                session.end(EngineFailed(f"the session failed in the server: {errors.exceptions[0]!r}"))
+        finally:
+            if session is not None:
+                self._remove(session)
+
+    def _remove(self, session: ServedSession[ContextT]) -> None:
+        del self._sessions[session.id]
+        session.dismiss_holder()
+        try:
+            session.interpreter.close()
+        except Exception:
+            logger.exception("a session's contexts could not all be freed")
+        self._one_gone.set()
+        self._one_gone = anyio.Event()
+
+
+@asynccontextmanager
+async def open_sessions(
+    generator: Generator[ContextT], limits: ServerLimits
+) -> AsyncIterator[Sessions[ContextT]]:
+    """Holds sessions while the scope lasts, and cancels them at its end."""
+    async with open_task_group() as group:
+        yield Sessions(generator, limits, group)
+        group.cancel_scope.cancel()
+
+
+def _unknown_session() -> ServerLost:
+    # The same words for a wrong secret: nobody learns which sessions there are.
+    return ServerLost("there is no such session: it has ended, or its grace period is over; open a new one")

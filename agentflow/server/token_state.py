@@ -1,0 +1,183 @@
+"""A state of a program as the engine has it: token ids, with the text and the turns they stand for.
+
+The ids follow from what was appended and from nothing else. Text that comes in one go or in many is
+encoded as one run, cut only at generated tokens, at the marks of roles, and where ``cut`` says so. What a
+model generated stays the ids that it generated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime
+
+from agentflow.errors import BadArgument, NotSupported
+from agentflow.server.chat_layout import Layout, lay_out
+from agentflow.server.chat_template import ChatTemplate, Message
+from agentflow.server.token_spans import Part, Run, Segment, Span, encode_spans, spans_of
+from agentflow.server.tokenizer import Tokenizer
+
+
+class TokenState:
+    """Append-only. The template is rendered when ids are wanted, not at every op: some templates refuse a
+    conversation that is half there (a system turn alone), and accept it with its next turn.
+
+    ``num_rerendered_tokens``: ids that ``cut`` had settled and that were given up later, because the
+    template rewrote earlier turns; what comes after the first of them has to be computed anew.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        # A template that shows the time must not rewrite the conversation as time goes on.
+        self._now = datetime.now()
+        self._parts: list[Part] = []
+        self._pending: list[str] = []
+        self._layout: Layout | None = None
+        self._segments: list[Segment] = []
+        self._ids: list[int] = []
+        self._is_settled = False
+        self.num_rerendered_tokens = 0
+
+    def text(self, s: str) -> None:
+        """Appends content to the open turn, or outside all turns where none is open."""
+        if s:
+            self._pending.append(s)
+            self._is_settled = False
+
+    def begin_role(self, role: str) -> None:
+        """Opens a turn. Raises ``BadArgument`` inside another turn, ``NotSupported`` without a template."""
+        if not role:
+            raise BadArgument("a role needs a name, such as user")
+        if self._open_role is not None:
+            raise BadArgument(f"role {role} begins inside role {self._open_role}: end that one first")
+        if not self._template.has_template:
+            raise NotSupported("this model has no chat template: use plain text instead of roles")
+        self._take_pending()
+        self._parts.append(Part(role, is_open=True))
+        self._is_settled = False
+
+    def end_role(self) -> None:
+        """Closes the open turn. Raises ``BadArgument`` where none is open."""
+        if self._open_role is None:
+            raise BadArgument("a role ends that never began")
+        self._take_pending()
+        self._parts[-1] = replace(self._parts[-1], is_open=False)
+        self._is_settled = False
+
+    def generated(self, ids: Sequence[int], text: str) -> None:
+        """Appends what a model generated: ``ids`` without its end token, and the text they stand for."""
+        self._take_pending()
+        if ids:
+            self._parts = _with_run(self._parts, Run(text, tuple(ids)))
+            self._is_settled = False
+
+    def cut(self) -> None:
+        """Ends the pending run of text and settles its ids. Called before a generation, a select, a fork
+        and media. Where the template refuses the conversation as it is, ids stay open until it does not."""
+        self._take_pending()
+        try:
+            self._settle()
+        except NotSupported:
+            return
+
+    def ids(self) -> list[int]:
+        """The ids that the model would be given now. Raises ``NotSupported`` where the template refuses
+        the conversation or cannot hold what stands between its turns."""
+        return list(self._ids) if self._is_settled else _joined(self._segments_now())
+
+    def encode_next(self, text: str) -> list[int]:
+        """The ids that ``text`` would have as content that begins here, after a cut: for the choices of a
+        select, of which one may be appended with ``generated``. Raises as ``ids`` does."""
+        segments = self._segments if self._is_settled else self._segments_now()
+        num_chars = sum([len(segment.span.text) for segment in segments])
+        last_id = next((segment.ids[-1] for segment in reversed(segments) if segment.ids), None)
+        return self._tokenizer.encode(text, continues=self._tokenizer.continues_after(num_chars, last_id))
+
+    def fork(self) -> TokenState:
+        """A copy that goes its own way from here; costs a copy of the ids, no rendering and no encoding."""
+        self.cut()
+        child = TokenState(self._tokenizer, self._template)
+        child._now = self._now
+        child._parts = list(self._parts)
+        child._layout = self._layout
+        child._segments = list(self._segments)
+        child._ids = list(self._ids)
+        child._is_settled = self._is_settled
+        return child
+
+    def text_view(self) -> str:
+        """The whole text, markup included. Raises as ``ids`` does."""
+        return "".join([span.text for span in self._spans(self._lay_out())])
+
+    def messages(self) -> list[dict[str, str]]:
+        """The turns so far, the open one included, as ``{"role": …, "content": …}``."""
+        return [
+            {"role": part.role, "content": part.text} for part in self._all_parts() if part.role is not None
+        ]
+
+    @property
+    def continues(self) -> bool:
+        """Whether a generation that begins now stands after other text (see ``Tokenizer.encode``)."""
+        return bool(self._parts or self._pending)
+
+    @property
+    def _open_role(self) -> str | None:
+        return self._parts[-1].role if self._parts and self._parts[-1].is_open else None
+
+    def _take_pending(self) -> None:
+        self._parts = self._all_parts()
+        self._pending = []
+
+    def _all_parts(self) -> list[Part]:
+        """The parts as they would be if the pending text were cut now."""
+        return _with_run(self._parts, Run("".join(self._pending))) if self._pending else self._parts
+
+    def _lay_out(self) -> Layout | None:
+        turns = [part for part in self._parts if part.role is not None]
+        if not turns:
+            return None
+        closed = [
+            Message(part.role or "", part.text, part.is_generated) for part in turns if not part.is_open
+        ]
+        return lay_out(self._template, closed, self._open_role, now=self._now, previous=self._layout)
+
+    def _spans(self, layout: Layout | None) -> list[Span]:
+        return spans_of(self._all_parts(), layout, self._tokenizer, self._template, self._now)
+
+    def _segments_now(self) -> list[Segment]:
+        return encode_spans(self._spans(self._lay_out()), self._tokenizer, self._segments)
+
+    def _settle(self) -> None:
+        if self._is_settled:
+            return
+        layout = self._lay_out()
+        segments = encode_spans(self._spans(layout), self._tokenizer, self._segments)
+        ids = _joined(segments)
+        self.num_rerendered_tokens += len(self._ids) - _num_common(self._ids, ids)
+        self._layout, self._segments, self._ids = layout, segments, ids
+        self._is_settled = True
+
+
+def _with_run(parts: list[Part], run: Run) -> list[Part]:
+    """``parts`` with ``run`` at their end: in the open turn, or outside all turns."""
+    last = parts[-1] if parts else None
+    if last is not None and (last.is_open or last.role is None):
+        return [*parts[:-1], replace(last, runs=(*last.runs, run))]
+    return [*parts, Part(None, (run,))]
+
+
+def _joined(segments: list[Segment]) -> list[int]:
+    ids: list[int] = []
+    for segment in segments:
+        ids += segment.ids
+    return ids
+
+
+def _num_common(old: list[int], new: list[int]) -> int:
+    """How many ids at the front are the same."""
+    if new[: len(old)] == old:
+        return len(old)
+    return next(
+        (n for n, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new))
+    )

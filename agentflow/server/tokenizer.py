@@ -1,0 +1,263 @@
+"""Text to token ids and back, for one model folder, with a hard line between content and markup.
+
+*Markup* is what the chat template writes and is trusted: its special tokens are recognised. *Content* is
+everybody else's text: a special token written out in it is encoded like any other text, so that a user
+who types ``<|im_start|>`` opens no turn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from agentflow.errors import BadArgument, BadModelFolder
+from agentflow.server.chat_template import ChatTemplate
+from agentflow.server.space_prefix import SpacePrefix, find_space_prefix, without_space_prefix
+from agentflow.server.token_bytes import TokenDecoder, read_decoder
+from agentflow.server.tokenizer_files import named_special_tokens, read_text
+
+
+class Tokenizer:
+    """The tokenizer of one model. Its methods may be called from any thread, and hold no lock of Python's
+    while they encode: a caller with a very long text runs them in a worker thread.
+
+    ``vocab_size``: ids run from 0 to below it. ``special_ids``: tokens that are no text. ``named_tokens``:
+    such as ``{"bos_token": "<s>"}``. ``prefix_ids``: what the model expects before a text that no template
+    opens (usually nothing or its bos). ``space_prefix``: whether, and where, encoding puts a space in front.
+    """
+
+    def __init__(
+        self,
+        spec: dict[str, Any],
+        *,
+        named_tokens: Mapping[str, str] | None = None,
+        turn_markup: str = "",
+        where: str = "the tokenizer",
+    ) -> None:
+        """``spec``: the object of a ``tokenizer.json``. ``turn_markup``: what the chat template writes around
+        turns; an added token in it is text in contents even where the tokenizer does not call it special.
+        Raises ``BadModelFolder``, in whose message the tokenizer is called ``where``."""
+        self.named_tokens = dict(named_tokens or {})
+        self._decoder: TokenDecoder = read_decoder(spec.get("decoder"), where)
+        self._added: list[dict[str, Any]] = spec.get("added_tokens") or []
+        named = set(self.named_tokens.values())
+        is_special = {t["content"]: bool(t["special"]) or t["content"] in named for t in self._added}
+        turns = {text for text in is_special if text.strip() and text in turn_markup}
+        self._closed_to_content = turns | {text for text, special in is_special.items() if special}
+
+        bare: dict[str, Any] = {"truncation": None, "padding": None, "post_processor": None}
+        self._markup = _load({**spec, "truncation": None, "padding": None}, where)
+        self._content = _variant({**spec, **bare}, self._markup, self._added, self._closed_to_content)
+        self.space_prefix: SpacePrefix = find_space_prefix(spec.get("normalizer"), spec.get("pre_tokenizer"))
+        self._inner_markup, self._inner_content = self._markup, self._content
+        if self.space_prefix != "none":
+            for name in ("normalizer", "pre_tokenizer"):
+                bare[name] = without_space_prefix(spec.get(name))
+            self._inner_markup = _variant({**spec, **bare}, self._markup, self._added, None)
+            self._inner_content = _variant(
+                {**spec, **bare}, self._markup, self._added, self._closed_to_content
+            )
+
+        # Asked, not read: the library numbers added tokens itself, whatever id the file gives them.
+        ids = {text: i for text in is_special if (i := self._markup.token_to_id(text)) is not None}
+        self._added_ids = frozenset(ids.values())
+        self._closed_ids = frozenset(ids[text] for text in self._closed_to_content)
+        self.special_ids = frozenset(ids[text] for text, special in is_special.items() if special)
+        model_size: int = self._markup.get_vocab_size(with_added_tokens=False)
+        self.vocab_size = max([model_size, *(i + 1 for i in self._added_ids)])
+        probe = self._markup.encode("a", add_special_tokens=True)
+        first_text = probe.special_tokens_mask.index(0) if 0 in probe.special_tokens_mask else 0
+        self.prefix_ids: tuple[int, ...] = tuple(probe.ids[:first_text])
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
+        """Reads ``tokenizer.json`` and the files beside it. Raises ``BadModelFolder``."""
+        file = folder / "tokenizer.json"
+        text = read_text(file)
+        if text is None:
+            raise BadModelFolder(
+                f"{folder} has no tokenizer.json; save the model's tokenizer there in that format "
+                "(AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers does)"
+            )
+        try:
+            spec = json.loads(text)
+        except ValueError as error:
+            raise BadModelFolder(f"{file} is not valid JSON ({error}); fetch the model again") from error
+        if not isinstance(spec, dict):
+            raise BadModelFolder(f"{file} holds no tokenizer; fetch the model again")
+        added = spec.get("added_tokens") or []
+        all_special = all(token.get("special") for token in added)
+        turn_markup = "" if all_special else ChatTemplate.from_folder(folder).turn_markup()
+        return cls(
+            spec,
+            named_tokens=named_special_tokens(folder),
+            turn_markup=turn_markup,
+            where=f"the tokenizer in {folder}",
+        )
+
+    @property
+    def bos(self) -> str | None:
+        """The token that begins a sequence, as it is written."""
+        return self.named_tokens.get("bos_token")
+
+    @property
+    def eos(self) -> str | None:
+        """The token that ends a sequence, as it is written."""
+        return self.named_tokens.get("eos_token")
+
+    @property
+    def bos_id(self) -> int | None:
+        return None if self.bos is None else self.id_of(self.bos)
+
+    @property
+    def eos_id(self) -> int | None:
+        return None if self.eos is None else self.id_of(self.eos)
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token as it is written in the vocabulary, None where it is not there."""
+        found: int | None = self._markup.token_to_id(token)
+        return found
+
+    def encode(self, text: str, *, continues: bool = False) -> list[int]:
+        """The ids of content: never a special token, whatever is written in it.
+
+        ``continues``: the text stands after other text (see ``continues_after``), so that no space is put
+        in front of it. Raises ``BadArgument`` for a text with half of a surrogate pair.
+        """
+        ids = self._encode(self._content, self._inner_content, text, continues)
+        if self._closed_ids.isdisjoint(ids):
+            return ids
+        # A vocabulary whose merges build a special token out of plain text: spell it instead.
+        return [part for i in ids for part in (self._spell(i) if i in self._closed_ids else (i,))]
+
+    def encode_markup(self, text: str, *, continues: bool = False) -> list[int]:
+        """The ids of trusted template text, in which special tokens are recognised."""
+        return self._encode(self._markup, self._inner_markup, text, continues)
+
+    def encode_exact(self, text: str, *, continues: bool = False) -> list[int]:
+        """Ids of content whose bytes are exactly those of ``text``, also where the tokenizer would have
+        normalised it. Characters that it cannot write otherwise are written byte by byte. (A byte that the
+        vocabulary cannot write at all is left out, as in ``encode``: SmolLM2 has no token for U+0004.)"""
+        ids = self.encode(text, continues=continues)
+        if self.decode(ids, continues=continues) == text:
+            return ids
+        ids = []
+        for char in text if continues else " " * self.max_leading_spaces + text:
+            one = self.encode(char, continues=True)
+            exact = self.decode(one, continues=True) == char
+            ids.extend(one if exact else self._byte_ids(char.encode()))
+        return ids
+
+    def continues_after(self, num_chars: int, last_id: int | None) -> bool:
+        """Whether a text that comes after ``num_chars`` characters, of which ``last_id`` is the last token,
+        counts as going on: False where this tokenizer puts a space in front of it."""
+        if num_chars == 0:
+            return False
+        return not (self.space_prefix == "every" and last_id in self._added_ids)
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True, continues: bool = False) -> str:
+        """The text of ``ids``; bytes that are no UTF-8 become U+FFFD as ``bytes.decode`` has it.
+
+        ``continues``: the ids stand after other text, so that a space in front of them is kept.
+        """
+        table = self._bytes if skip_special else self._bytes_with_special
+        size = len(table)
+        text = b"".join([table[i] for i in ids if 0 <= i < size]).decode(errors="replace")
+        return text if continues else text[self.leading_spaces(text) :]
+
+    def leading_spaces(self, text: str) -> int:
+        """How many spaces decoding takes from the front of a text that goes on from nothing."""
+        most = self._decoder.stripped_spaces
+        return min(most, len(text) - len(text.lstrip(" "))) if most else 0
+
+    @property
+    def max_leading_spaces(self) -> int:
+        """The most that ``leading_spaces`` can give."""
+        return self._decoder.stripped_spaces
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for; none for special tokens and for ids outside the vocabulary."""
+        return self._bytes[token_id] if 0 <= token_id < self.vocab_size else b""
+
+    @cached_property
+    def _bytes(self) -> list[bytes]:
+        """For each id its bytes. Computed at the first use; two threads at once both compute it."""
+        written = [self._markup.id_to_token(i) for i in range(self.vocab_size)]
+        to_bytes = self._decoder.to_bytes
+        return [
+            b"" if token is None or i in self.special_ids else to_bytes(token)
+            for i, token in enumerate(written)
+        ]
+
+    @cached_property
+    def _bytes_with_special(self) -> list[bytes]:
+        table = list(self._bytes)
+        for i in self.special_ids:
+            table[i] = (self._markup.id_to_token(i) or "").encode()
+        return table
+
+    def _encode(
+        self, whole: tokenizers.Tokenizer, inner: tokenizers.Tokenizer, text: str, continues: bool
+    ) -> list[int]:
+        try:
+            encoded = whole.encode(text, add_special_tokens=False)
+        except TypeError as error:
+            raise BadArgument(f"a text to encode holds half of a surrogate pair: {text[:40]!r}") from error
+        ids: list[int] = encoded.ids
+        if not continues or inner is whole:
+            return ids
+        # What follows an added token is a section of its own, to which the rules of the whole apply.
+        first = next((n for n, i in enumerate(ids) if i in self._added_ids), None)
+        if first is None:
+            return list(inner.encode(text, add_special_tokens=False).ids)
+        head = text[: encoded.offsets[first][0]]
+        return [*inner.encode(head, add_special_tokens=False).ids, *ids[first:]]
+
+    def _spell(self, token_id: int) -> list[int]:
+        ids: list[int] = []
+        for char in self._markup.id_to_token(token_id) or "":
+            one: list[int] = self._inner_content.encode(char, add_special_tokens=False).ids
+            ids.extend(one if self._closed_ids.isdisjoint(one) else self._byte_ids(char.encode()))
+        return ids
+
+    def _byte_ids(self, data: bytes) -> list[int]:
+        return [self._id_of_byte[byte] for byte in data if byte in self._id_of_byte]
+
+    @cached_property
+    def _id_of_byte(self) -> dict[int, int]:
+        return {data[0]: i for i, data in enumerate(self._bytes) if len(data) == 1}
+
+
+def _load(spec: Mapping[str, Any], where: str) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(json.dumps(spec))
+    except Exception as error:  # the library raises bare Exception
+        raise BadModelFolder(f"{where} cannot be used: {error}") from error
+
+
+def _variant(
+    spec: Mapping[str, Any],
+    base: tokenizers.Tokenizer,
+    added: Collection[Mapping[str, Any]],
+    closed_to_content: Collection[str] | None,
+) -> tokenizers.Tokenizer:
+    """A tokenizer that shares ``base``'s vocabulary in memory and differs in the rest of ``spec``.
+
+    ``closed_to_content``: added tokens that are not recognised in text; None: all are recognised.
+    Whether special tokens are recognised is a flag of the library's object, hence one object for each.
+    """
+    is_open = closed_to_content is None
+    tokens = [
+        dict(token, special=not is_open and token["content"] in (closed_to_content or ())) for token in added
+    ]
+    empty = {**spec, "model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}
+    variant = tokenizers.Tokenizer.from_str(json.dumps(empty))
+    variant.model = base.model
+    variant.add_tokens([tokenizers.AddedToken(**{k: v for k, v in t.items() if k != "id"}) for t in tokens])
+    variant.encode_special_tokens = not is_open
+    return variant

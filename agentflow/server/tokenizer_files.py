@@ -1,0 +1,91 @@
+"""Reads the small text files of a model folder that say how its text works: tokenizer and chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from agentflow.errors import BadModelFolder
+
+NAMED_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+def read_text(file: Path) -> str | None:
+    """The file's text, None where there is none. Raises ``BadModelFolder`` where it cannot be read."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadModelFolder(f"{file} cannot be read: {error}") from error
+
+
+def read_json(file: Path) -> dict[str, Any] | None:
+    """The file's JSON object, None where there is no such file. Raises ``BadModelFolder``."""
+    text = read_text(file)
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise BadModelFolder(f"{file} is not valid JSON ({error}); fetch the model again") from error
+    if not isinstance(value, dict):
+        raise BadModelFolder(f"{file} holds no JSON object; fetch the model again")
+    return value
+
+
+def named_special_tokens(folder: Path) -> dict[str, str]:
+    """The tokens that the folder names by their part, such as ``{"bos_token": "<s>"}``.
+
+    Read from ``special_tokens_map.json``, then from ``tokenizer_config.json``, which has the last word.
+    """
+    named: dict[str, str] = {}
+    for file_name in ("special_tokens_map.json", "tokenizer_config.json"):
+        config = read_json(folder / file_name) or {}
+        for name in NAMED_TOKENS:
+            if name not in config:
+                continue
+            token = config[name]
+            token = token.get("content") if isinstance(token, Mapping) else token
+            if isinstance(token, str):
+                named[name] = token
+            else:
+                named.pop(name, None)
+    return named
+
+
+def chat_template_source(folder: Path) -> str | None:
+    """The Jinja source of the folder's default chat template, None where the model has none.
+
+    ``chat_template.jinja`` comes first, then ``chat_template.json``, then ``tokenizer_config.json``; in the
+    JSON files it is a string or a list of named templates, of which ``default`` is taken.
+    """
+    source = read_text(folder / "chat_template.jinja")
+    if source is not None:
+        return source
+    for file_name in ("chat_template.json", "tokenizer_config.json"):
+        found = (read_json(folder / file_name) or {}).get("chat_template")
+        if isinstance(found, list):
+            named = {
+                entry.get("name"): entry.get("template") for entry in found if isinstance(entry, Mapping)
+            }
+            found = named.get("default")
+            if found is None:
+                names = ", ".join(sorted(str(name) for name in named)) or "none"
+                raise BadModelFolder(
+                    f"{folder / file_name} has no chat template named default (it has: {names}); "
+                    "save the wanted one as chat_template.jinja"
+                )
+        if isinstance(found, str):
+            return found
+    return None

@@ -1,0 +1,249 @@
+"""A session: one open backend, the states that run on it, and the tasks that serve them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import anyio
+from anyio.abc import TaskGroup
+
+from agentflow import ops
+from agentflow.backend import Backend, Connection
+from agentflow.errors import AgentflowError, BadArgument, Cancelled, ServerLost, StateClosed
+from agentflow.events import Delta, ErrorInfo, Event, Reached, StateFailed, StatsReply, Value, VarFailed
+from agentflow.generator import Capabilities, Stats
+from agentflow.marker import Markers
+from agentflow.program import ProgramStream
+from agentflow.run import Run
+from agentflow.state import State
+from agentflow.task_group import open_task_group
+from agentflow.variable import Variable
+
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
+
+
+class Session:
+    """Use it as ``async with af.session() as flow``. Nothing it started outlives the block."""
+
+    def __init__(self, backend: Backend, *, seed: int | None = None) -> None:
+        self.seed = secrets.randbits(63) if seed is None else seed
+        self.markers = Markers()
+        self._backend = backend
+        self._connection: Connection | None = None
+        self._tasks: TaskGroup | None = None
+        self._stack = AsyncExitStack()
+        self._failure: Exception | None = None
+        self._ids = itertools.count(1)
+        self._run_indices = itertools.count()
+        self._states: dict[int, State] = {}
+        self._variables: dict[int, Variable] = {}  # those not done yet
+        self._answers: dict[int, tuple[anyio.Event, list[Stats]]] = {}
+
+    async def __aenter__(self) -> Session:
+        async with AsyncExitStack() as stack:
+            connecting = self._backend.connect(self._deliver, self._lose)
+            self._connection = await stack.enter_async_context(connecting)
+            self._tasks = await stack.enter_async_context(open_task_group())
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._tasks is not None
+        self._tasks.cancel_scope.cancel()
+        self._connection = None
+        ended = ErrorInfo.of(Cancelled("the session has ended"))
+        for variable in list(self._variables.values()):
+            self.settle(variable, ended)
+        # An error of the block must leave as itself, not inside the task groups' exception groups;
+        # a cancellation is the task groups' own business.
+        is_cancelled = isinstance(error, anyio.get_cancelled_exc_class())
+        await self._stack.__aexit__(*((kind, error, trace) if is_cancelled else (None, None, None)))
+
+    async def run(
+        self, program: Callable[Concatenate[State, P], Awaitable[ResultT]], *args: P.args, **kwargs: P.kwargs
+    ) -> ResultT:
+        """Runs a program on a state of its own and gives what it returns.
+
+        Waits for everything the program started. Cancelling the call cancels it all.
+        """
+        return await Run(self).execute(program, args, kwargs)
+
+    def stream(
+        self, program: Callable[Concatenate[State, P], Awaitable[Any]], *args: P.args, **kwargs: P.kwargs
+    ) -> ProgramStream:
+        """Runs a program and gives its events as they come: ``TextDelta`` of every branch,
+        ``VariableDone``, and ``RunDone`` with the result at the end."""
+        return ProgramStream(self, lambda state: program(state, *args, **kwargs))
+
+    def state(self, *, cache_salt: str = "") -> Run:
+        """A state without a program: ``async with flow.state() as s``. What still runs at the end
+        of the block is cancelled. States share cached KV only under an equal ``cache_salt``."""
+        return Run(self, cache_salt=cache_salt)
+
+    async def stats(self) -> Stats:
+        """What the backend has counted since its start."""
+        self.check_alive()
+        ticket = self.next_id()
+        answer: tuple[anyio.Event, list[Stats]] = (anyio.Event(), [])
+        self._answers[ticket] = answer
+        self.submit([ops.GetStats(ticket)])
+        try:
+            await answer[0].wait()
+        finally:
+            del self._answers[ticket]
+        self.check_alive()
+        return answer[1][0]
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the backend can do, and its model's name."""
+        self.check_alive()
+        assert self._connection is not None
+        return self._connection.capabilities
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether ops can still be submitted."""
+        return self._connection is not None and self._failure is None
+
+    def check_alive(self) -> None:
+        """Raises what ended the session, if it has ended."""
+        if self._failure is not None:
+            raise ErrorInfo.of(self._failure).to_exception()
+        if self._connection is None:
+            raise StateClosed("the session has ended: do this inside its `async with` block")
+
+    # What follows is for states, runs and streams.
+
+    def next_id(self) -> int:
+        """A number that no state, variable or ticket of this session has."""
+        return next(self._ids)
+
+    def next_run_index(self) -> int:
+        """A number for a run."""
+        return next(self._run_indices)
+
+    def submit(self, recorded: list[ops.Op], *, quiet: bool = False) -> None:
+        """Sends ops; ``quiet``: nothing happens when the session has ended."""
+        if quiet and not self.is_alive:
+            return
+        self.check_alive()
+        assert self._connection is not None
+        self._connection.send(recorded)
+
+    def start_soon(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
+        """A task that ends with the session."""
+        self.check_alive()
+        assert self._tasks is not None
+        self._tasks.start_soon(function, *args)
+
+    def register(self, state: State) -> None:
+        """Events of this state are for it."""
+        self._states[state.id] = state
+
+    def expect(self, variable: Variable) -> None:
+        """Events of this variable are for it."""
+        self._variables[variable.id] = variable
+
+    def is_open(self, state: State) -> bool:
+        """Whether the backend still knows the state."""
+        return state.id in self._states
+
+    def forget(self, state: State) -> None:
+        """The backend may drop the state and its variables."""
+        if self._states.pop(state.id, None) is not None:
+            self.submit([ops.Close(state.id)], quiet=True)
+
+    def settle(self, variable: Variable, error: ErrorInfo) -> None:
+        """The variable will have no value."""
+        self._variables.pop(variable.id, None)
+        variable.fail(error)
+        variable.state.run.touch(variable)
+
+    def _deliver(self, events: Iterable[Event]) -> None:
+        for event in events:
+            match event:
+                case Delta():
+                    variable = self._variables.get(event.var)
+                    if variable is not None:
+                        variable.extend(event.at, event.text)
+                        variable.state.run.touch(variable)
+                case Value() | VarFailed():
+                    self._end_variable(event)
+                case Reached():
+                    if event.state in self._states:
+                        self._states[event.state].reach(event.ticket)
+                case StateFailed():
+                    if event.state in self._states:
+                        self._states[event.state].fail(event.error)
+                case StatsReply():
+                    if event.ticket in self._answers:
+                        self._answers[event.ticket][1].append(event.stats)
+                        self._answers[event.ticket][0].set()
+
+    def _end_variable(self, event: Value | VarFailed) -> None:
+        variable = self._variables.pop(event.var, None)
+        if variable is None:
+            return
+        if isinstance(event, Value):
+            variable.complete(event)
+        else:
+            variable.fail(event.error)
+        variable.state.end_variable(event.var)
+        variable.state.run.touch(variable)
+
+    def _lose(self, error: Exception) -> None:
+        """The backend is gone: everybody who waits for it hears why."""
+        self._failure = (
+            error if isinstance(error, AgentflowError) else ServerLost(f"the backend is gone: {error!r}")
+        )
+        info = ErrorInfo.of(self._failure)
+        for variable in list(self._variables.values()):
+            self.settle(variable, info)
+        for state in list(self._states.values()):
+            state.fail(info)
+        for arrived, _ in self._answers.values():
+            arrived.set()
+
+
+def session(
+    url: str | None = None,
+    *,
+    model: str | None = None,
+    api_key: str | None = None,
+    backend: Backend | None = None,
+    seed: int | None = None,
+) -> Session:
+    """A session on a backend.
+
+    With ``url`` (``ws://…`` or ``wss://…``; default: the variable AGENTFLOW_URL) on that server;
+    with ``backend`` on that; otherwise on the embedded engine, which runs ``model`` (a name that
+    ``agentflow pull`` knows, or a Hugging Face folder; default ``smollm2-135m``) in this process.
+    ``seed``: sampling without a seed of its own draws the same again for the same seed.
+
+    >>> async with af.session() as flow:
+    ...     answer = await flow.run(my_program, "a question")
+    """
+    if backend is not None:
+        if url is not None or model is not None:
+            raise BadArgument("session: give a backend, or a url, or a model, not several of them")
+        return Session(backend, seed=seed)
+    url = url or (os.environ.get("AGENTFLOW_URL") if model is None else None)
+    if url is None:
+        from agentflow.backends.embedded import Embedded
+
+        return Session(Embedded(model) if model is not None else Embedded(), seed=seed)
+    if model is not None:
+        raise BadArgument("session: a server has its own model; give a url or a model, not both")
+    from agentflow.backends.remote import Remote
+
+    return Session(Remote(url, api_key=api_key), seed=seed)

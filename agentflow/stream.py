@@ -1,0 +1,92 @@
+"""Events as a program's user sees them: text of every branch as it comes, values, the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import msgspec
+
+from agentflow.generator import Usage
+
+if TYPE_CHECKING:
+    from agentflow.variable import Variable
+
+
+class TextDelta(msgspec.Struct, frozen=True):
+    """More text of variable ``name`` in the state at ``path`` of the fork tree."""
+
+    path: tuple[int, ...]
+    name: str
+    text: str
+
+
+class VariableDone(msgspec.Struct, frozen=True):
+    """Variable ``name`` of the state at ``path`` is complete."""
+
+    path: tuple[int, ...]
+    name: str
+    value: str
+    finish_reason: str
+    usage: Usage
+
+
+class RunDone(msgspec.Struct, frozen=True):
+    """The program returned."""
+
+    result: Any
+
+
+ProgramEvent = TextDelta | VariableDone | RunDone
+
+
+class EventStream:
+    """An async iterator over the events of some variables. It holds no queue: what a slow reader
+    missed arrives as one larger delta. ``is_over`` says whether nothing more can come."""
+
+    def __init__(self, is_over: Callable[[], bool]) -> None:
+        self._is_over = is_over
+        self._fresh: dict[int, Variable] = {}
+        self._heard: dict[int, int] = {}
+        self._changed = anyio.Event()
+
+    def touch(self, variable: Variable) -> None:
+        """``variable`` has news. For the run."""
+        self._fresh[variable.id] = variable
+        self.wake()
+
+    def wake(self) -> None:
+        """Something changed that the reader must look at. For the run."""
+        self._changed.set()
+
+    def __aiter__(self) -> EventStream:
+        return self
+
+    async def __anext__(self) -> TextDelta | VariableDone:
+        while True:
+            event = self._next()
+            if event is not None:
+                return event
+            if self._is_over():
+                raise StopAsyncIteration
+            self._changed = anyio.Event()
+            await self._changed.wait()
+
+    def _next(self) -> TextDelta | VariableDone | None:
+        while self._fresh:
+            var_id, variable = next(iter(self._fresh.items()))
+            heard = self._heard.get(var_id, 0)
+            text = variable.text
+            if len(text) > heard:
+                self._heard[var_id] = len(text)
+                if not variable.is_done:
+                    del self._fresh[var_id]
+                return TextDelta(variable.state.path, variable.name, text[heard:])
+            del self._fresh[var_id]
+            if variable.has_value:
+                self._heard.pop(var_id, None)
+                return VariableDone(
+                    variable.state.path, variable.name, text, variable.finish_reason, variable.usage
+                )
+        return None

@@ -1,0 +1,27 @@
+"""An anyio task group that raises a lone error as itself, not inside a group of one.
+
+Whoever uses a session should meet the error that happened, not the machinery around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+from anyio.abc import TaskGroup
+
+
+@asynccontextmanager
+async def open_task_group() -> AsyncIterator[TaskGroup]:
+    """A task group; when it ends with exactly one error, that error is raised."""
+    lone: BaseException
+    try:
+        async with anyio.create_task_group() as group:
+            yield group
+        return
+    except BaseExceptionGroup as error:
+        lone = error
+        while isinstance(lone, BaseExceptionGroup) and len(lone.exceptions) == 1:
+            lone = lone.exceptions[0]
+    raise lone from lone.__cause__

@@ -1,0 +1,170 @@
+"""A variable: a value that is still being made, as its readers see it.
+
+One shared text, thin readers: awaiting gives the whole value, iterating gives the text as it comes
+(from the start, however late the reader), appending it to a state passes it by reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Generator
+from typing import TYPE_CHECKING
+
+import anyio
+
+from agentflow.errors import BadArgument
+from agentflow.events import ErrorInfo, Value
+from agentflow.expression import Appendable, Sequence_
+from agentflow.generator import Usage
+
+if TYPE_CHECKING:
+    from agentflow.state import State
+
+
+class Variable:
+    """The value of one ``gen`` or ``select``. Made by states; ``s["x"]`` finds it."""
+
+    def __init__(self, var_id: int, name: str, state: State) -> None:
+        self._id = var_id
+        self.name = name
+        self._state = state
+        self._text = ""
+        self._value: Value | None = None
+        self._error: ErrorInfo | None = None
+        self._changed: anyio.Event | None = None
+
+    def __repr__(self) -> str:
+        progress = "failed" if self._error else "done" if self._value else f"{len(self._text)} chars so far"
+        return f"<Variable {self.name!r} of {self._state.path}: {progress}>"
+
+    @property
+    def id(self) -> int:
+        """Its number in the session."""
+        return self._id
+
+    @property
+    def state(self) -> State:
+        """The state it belongs to."""
+        return self._state
+
+    @property
+    def text(self) -> str:
+        """What there is of the text now."""
+        return self._text
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is complete or has failed."""
+        return self._value is not None or self._error is not None
+
+    @property
+    def has_value(self) -> bool:
+        """Whether it is complete."""
+        return self._value is not None
+
+    @property
+    def finish_reason(self) -> str:
+        """``eos``, ``stop``, ``length`` or ``choice``. Await the variable first."""
+        return self._end().finish_reason
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens it took: prompt, of which cached, and output. Await the variable first."""
+        return self._end().usage
+
+    @property
+    def logprobs(self) -> tuple[float | None, ...] | None:
+        """Each token's log-probability, where ``gen(..., logprobs=True)`` asked for it (None for a
+        token that was encoded anew at the end of the text). Await the variable first."""
+        return self._end().logprobs
+
+    @property
+    def choices(self) -> dict[str, float]:
+        """Of a select: each choice's log-probability. Await the variable first."""
+        found = self._end().choices
+        if found is None:
+            raise BadArgument(f"{self.name!r} comes from a gen: only a select has choices")
+        return dict(found)
+
+    def __await__(self) -> Generator[object, None, str]:
+        return self._wait().__await__()
+
+    async def _wait(self) -> str:
+        """The whole text; raises what failed."""
+        await self.settled()
+        self._raise_failure()
+        return self._text
+
+    async def settled(self) -> None:
+        """Waits until it is complete or has failed; raises neither."""
+        while not self.is_done:
+            await self._change()
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        heard = 0
+        while True:
+            if len(self._text) > heard:
+                delta, heard = self._text[heard:], len(self._text)
+                yield delta
+            elif self.is_done:
+                self._raise_failure()
+                return
+            else:
+                await self._change()
+
+    def __format__(self, spec: str) -> str:
+        if spec:
+            raise BadArgument(
+                f"{self.name!r} has no value yet that {spec!r} could format: "
+                "use a plain {…}, or await it first"
+            )
+        return self._state.session.markers.mark(self._id)
+
+    def __add__(self, other: Appendable) -> Sequence_:
+        return Sequence_((self, other))
+
+    def __radd__(self, other: Appendable) -> Sequence_:
+        return Sequence_((other, self))
+
+    def __str__(self) -> str:
+        raise BadArgument(
+            f"str() of variable {self.name!r}: await it for its value, or append it (or an f-string with it) "
+            "to a state to pass it on unawaited"
+        )
+
+    async def _change(self) -> None:
+        self._state.session.check_alive()
+        if self._changed is None:
+            self._changed = anyio.Event()
+        await self._changed.wait()
+
+    def _wake(self) -> None:
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
+
+    def extend(self, at: int, delta: str) -> None:
+        """More text, from character ``at`` on. For the session."""
+        self._text = self._text[:at] + delta if at != len(self._text) else self._text + delta
+        self._wake()
+
+    def complete(self, value: Value) -> None:
+        """The end. For the session."""
+        self._text = self._text[: value.at] + value.text
+        self._value = value
+        self._wake()
+
+    def fail(self, error: ErrorInfo) -> None:
+        """No value will come. For the session."""
+        if not self.is_done:
+            self._error = error
+        self._wake()
+
+    def _raise_failure(self) -> None:
+        if self._error is not None:
+            raise self._error.to_exception()
+
+    def _end(self) -> Value:
+        self._raise_failure()
+        if self._value is None:
+            raise BadArgument(f"{self.name!r} is not complete yet: await it first")
+        return self._value

@@ -1,0 +1,38 @@
+"""``python -m benchmarks NAME [--scale small|full] [--json FILE]``"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.report import Report
+
+NAMES = {"foundation": "the engine against transformers, and the prefix cache against none"}
+
+
+def main() -> int:
+    """Runs one benchmark; exit code 0 whether or not its goals are reached."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measures agentflow.")
+    listing = "; ".join(f"{name}: {what}" for name, what in NAMES.items())
+    parser.add_argument("name", choices=list(NAMES), help=listing)
+    parser.add_argument("--scale", choices=["small", "full"], default="full", help="small: a quick look")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    parser.add_argument("--only", metavar="PART", help="run only the figures whose id contains this")
+    options = parser.parse_args()
+    console = Console()
+    report = Report(options.scale)
+    benchmark = importlib.import_module(f"benchmarks.{options.name}")
+    benchmark.run(report, console, options.only or "")
+    report.show(console)
+    if options.json is not None:
+        report.write(options.json)
+        console.print(f"written to {options.json}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""What the figures were measured on: the machine, and how much of it others used meanwhile."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+
+def describe() -> dict[str, Any]:
+    """The machine and the versions that matter."""
+    import torch
+
+    return {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
+        "cpu_features": [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in _flags()],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def commit() -> str:
+    """The commit that was measured, with a mark where the tree had changes."""
+    folder = Path(__file__).parent
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+class OthersLoad:
+    """Cores that other processes kept busy between construction and ``cores()``."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._busy = _busy_s()
+        self._own = _own_s()
+
+    def cores(self) -> float:
+        """Mean number of cores busy with others' work."""
+        elapsed = max(1e-9, time.monotonic() - self._start)
+        others = (_busy_s() - self._busy) - (_own_s() - self._own)
+        return max(0.0, others / elapsed)
+
+
+def _busy_s() -> float:
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
+
+
+def _own_s() -> float:
+    total = 0.0
+    process = psutil.Process()
+    for member in [process, *process.children(recursive=True)]:
+        try:
+            times = member.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        total += times.user + times.system
+    ended = process.cpu_times()
+    return float(total + ended.children_user + ended.children_system)
+
+
+def _cpu_info() -> str:
+    try:
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def _cpu_name() -> str:
+    for line in _cpu_info().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _flags() -> set[str]:
+    for line in _cpu_info().splitlines():
+        if line.startswith("flags"):
+            return set(line.partition(":")[2].split())
+    return set()

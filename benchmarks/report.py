@@ -1,0 +1,80 @@
+"""Results: figures with their runs, as a table for people and as JSON for comparison over time."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import machine
+
+# More of the machine than this in others' hands, and a run counts as disturbed.
+MAX_OTHERS_CORES = 0.15
+
+
+@dataclass(frozen=True)
+class Result:
+    """One figure. ``goal``: what is asked for, such as ``>= 1.5``; ``runs``: each measurement."""
+
+    id: str
+    value: float
+    unit: str
+    runs: list[float]
+    note: str = ""
+    goal: str = ""
+
+    @property
+    def is_reached(self) -> bool | None:
+        """Whether the goal is reached; None where there is none."""
+        if not self.goal:
+            return None
+        comparison, _, bound = self.goal.partition(" ")
+        return self.value >= float(bound) if comparison == ">=" else self.value <= float(bound)
+
+
+def median_of(result_id: str, runs: list[float], unit: str, *, note: str = "", goal: str = "") -> Result:
+    """A figure whose value is the median of its runs."""
+    return Result(result_id, round(statistics.median(runs), 4), unit, [round(r, 4) for r in runs], note, goal)
+
+
+@dataclass
+class Report:
+    """All results of one invocation."""
+
+    scale: str
+    results: list[Result] = field(default_factory=list)
+    load: machine.OthersLoad = field(default_factory=machine.OthersLoad)
+
+    def to_json(self) -> dict[str, Any]:
+        """The file's content."""
+        others = round(self.load.cores(), 3)
+        return {
+            "machine": {**machine.describe(), "others_cores": others, "disturbed": others > MAX_OTHERS_CORES},
+            "commit": machine.commit(),
+            "scale": self.scale,
+            "results": [asdict(result) for result in self.results],
+        }
+
+    def show(self, console: Console) -> None:
+        """The table, the machine below it."""
+        table = Table(title=f"agentflow benchmarks ({self.scale} scale)", title_justify="left")
+        for heading in ("figure", "value", "unit", "goal", "", "runs", "note"):
+            table.add_column(heading, justify="right" if heading in ("value", "goal") else "left")
+        marks = {True: "[green]reached[/]", False: "[red]missed[/]", None: ""}
+        for result in self.results:
+            runs = ", ".join(f"{run:.4g}" for run in result.runs)
+            mark = marks[result.is_reached]
+            table.add_row(result.id, f"{result.value:.4g}", result.unit, result.goal, mark, runs, result.note)
+        console.print(table)
+        data = self.to_json()
+        console.print(", ".join(f"{key}: {value}" for key, value in data["machine"].items()), style="dim")
+
+    def write(self, file: Path) -> None:
+        """Writes the JSON."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,78 @@
+"""What a server costs: memory with a full KV pool, and CPU while it does nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+
+import psutil
+
+import agentflow as af
+from benchmarks.report import Report, median_of
+
+KV_TOKENS = 100_000
+PROMPT_WORDS = 400
+IDLE_S = 10.0
+WORDS = ["river", "stone", "light", "window", "paper", "garden", "seven", "morning", "bridge", "copper"]
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+async def start_server(port: int) -> Process:
+    """``agentflow serve`` with the default model, ready."""
+    command = [sys.executable, "-m", "agentflow.cli", "serve", "--port", str(port)]
+    server = await asyncio.create_subprocess_exec(
+        *command, "--kv-tokens", str(KV_TOKENS), "--threads", "2", stdout=PIPE, stderr=DEVNULL
+    )
+    assert server.stdout is not None
+    while line := await server.stdout.readline():
+        if b"ws://" in line:
+            return server
+    raise RuntimeError("the server ended before it was ready")
+
+
+async def fill_pool(flow: af.Session, num_tokens: int) -> None:
+    """Different prompts until so many tokens are in the pool."""
+    rng = random.Random(2)
+    while (await flow.stats()).cached_slots < num_tokens:
+        async with flow.state() as root:
+            branches = root.fork(16)
+            for branch in branches:
+                branch += " ".join(rng.choice(WORDS) for _ in range(PROMPT_WORDS))
+                branch += af.gen("x", max_tokens=1)
+            await branches
+
+
+async def measure_server(report: Report) -> None:
+    """``resident_gb`` after the pool has been filled, ``idle_core_percent`` with a client connected."""
+    port = free_port()
+    server = await start_server(port)
+    try:
+        process = psutil.Process(server.pid)
+        async with af.session(f"ws://127.0.0.1:{port}") as flow:
+            share = 0.97 if report.scale == "full" else 0.05
+            await fill_pool(flow, int(KV_TOKENS * share))
+            stats = await flow.stats()
+            resident_gb = process.memory_info().rss / 1e9
+            idle: list[float] = []
+            for _ in range(3):
+                before = sum(process.cpu_times()[:2])
+                await asyncio.sleep(IDLE_S)  # noqa: TID251 - idle time is what is measured
+                idle.append(100 * (sum(process.cpu_times()[:2]) - before) / IDLE_S)
+    finally:
+        server.terminate()
+        await server.wait()
+    note = f"{stats.cached_slots:,} of {stats.total_slots:,} KV tokens in use"
+    report.results.append(median_of("foundation.resident_gb", [resident_gb], "GB", goal="<= 4", note=note))
+    report.results.append(
+        median_of("foundation.idle_core_percent", idle, "%", goal="<= 2", note="one session connected")
+    )

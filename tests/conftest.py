@@ -1,0 +1,34 @@
+"""Fixtures and settings that all tests share. Nothing heavy is imported here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# Before anything imports torch or transformers: two threads (the machine of the CI has two cores, and
+# tests run beside other work), and no look at a model hub, whatever a test loads.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+# The same examples in every run, so that a red run can be repeated; HYPOTHESIS_PROFILE=thorough searches
+# for new ones.
+settings.register_profile("agentflow", deadline=None, derandomize=True, max_examples=60)
+settings.register_profile("thorough", deadline=None, max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "agentflow"))
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    """Tests marked ``anyio`` run on both event loops, unless their file overrides this fixture."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def model_folder() -> Path:
+    """The default model's folder in the user's own store; the first test that asks for it pulls it."""
+    from agentflow.server.model_store import DEFAULT_MODEL, pull_model
+
+    return pull_model(DEFAULT_MODEL, progress=False)

@@ -1,0 +1,47 @@
+"""The free list: nothing is handed out twice, nothing is lost, double frees are caught."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentflow.server.core.kv_slots import KVSlots
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 8)), max_size=60), st.randoms())
+def test_slots_against_a_set(steps, random):
+    slots = KVSlots(32)
+    free, taken = set(range(32)), []
+    for is_release, count in steps:
+        if is_release:
+            random.shuffle(taken)
+            back, taken = taken[:count], taken[count:]
+            slots.release(np.array(back, dtype=np.int32))
+            free.update(back)
+        elif count > len(free):
+            with pytest.raises(MemoryError):
+                slots.allocate(count)
+        else:
+            got = slots.allocate(count).tolist()
+            assert free.issuperset(got)
+            assert len(set(got)) == count
+            free.difference_update(got)
+            taken += got
+        assert slots.num_free == len(free)
+
+
+def test_slots_come_out_in_ascending_runs():
+    slots = KVSlots(8)
+    first = slots.allocate(4)
+    assert first.tolist() == [0, 1, 2, 3]
+    assert slots.allocate(2).tolist() == [4, 5]
+    slots.release(first)
+    assert slots.allocate(4).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("again", [[3], [1, 1]])
+def test_double_release_is_refused(again):
+    slots = KVSlots(4)
+    slots.allocate(3)
+    with pytest.raises(ValueError, match="free already"):
+        slots.release(np.array(again, dtype=np.int32))

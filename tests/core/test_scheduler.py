@@ -1,0 +1,250 @@
+"""The scheduler on the deterministic runner, against a plain loop that computes every request alone.
+
+The fake runner's next token hashes everything the page table shows, so any mistake in slots,
+sharing, chunking, eviction or retraction changes an output or raises.
+"""
+
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentflow.errors import BadArgument, PromptTooLong
+from agentflow.sampling import SamplingParams
+from agentflow.server.core.request import Request, Status
+from agentflow.server.core.scheduler import Scheduler, SchedulerConfig
+from agentflow.server.fake_runner import FakeRunner
+
+GREEDY = SamplingParams()
+
+
+def hash_token(tokens: list[int]) -> int:
+    """What the fake runner generates after these tokens."""
+    return zlib.crc32(np.array(tokens, dtype=np.int64).tobytes()) % 1000
+
+
+def expected_output(prompt: list[int], count: int) -> list[int]:
+    """The twin: one request, alone, without slots or cache."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(hash_token(tokens))
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class Job:
+    prompt: list[int]
+    count: int
+    extra: str = ""
+    arrives: int = 0
+    aborts_at: int | None = None
+
+
+class Harness:
+    """A scheduler and a fake runner, stepped by hand, with the invariants checked at every step."""
+
+    def __init__(self, num_slots: int = 256, **config) -> None:
+        self.runner = FakeRunner(num_slots=num_slots, max_context=128)
+        self.scheduler = Scheduler(num_slots=num_slots, max_context=128, config=SchedulerConfig(**config))
+        self.requests: dict[int, Request] = {}
+        self.row_counts: list[int] = []
+
+    def add(self, request_id: int, prompt: list[int], count: int, extra: str = "", **kwargs) -> Request:
+        tokens = np.array(prompt, dtype=np.int32)
+        request = Request.create(request_id, tokens, count, GREEDY, extra_key=extra, **kwargs)
+        self.scheduler.add(request)
+        self.requests[request_id] = request
+        return request
+
+    def step(self) -> bool:
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return False
+        self.row_counts.append(len(batch.token_ids))
+        assert (
+            len(batch.token_ids) == len(batch.positions) == len(batch.write_slots) == batch.query_lens.sum()
+        )
+        assert len(np.unique(batch.write_slots)) == len(batch.write_slots)
+        for result in self.scheduler.complete(self.runner.run(batch)):
+            request = result.request
+            request.logprobs += result.logprobs
+            ended = request.num_generated >= request.max_new_tokens and request.num_to_compute <= 1
+            if ended and (request.max_new_tokens or request.num_to_compute == 0):
+                self.scheduler.release(request)
+        self.check()
+        return True
+
+    def check(self) -> None:
+        scheduler = self.scheduler
+        held = sum(r.num_computed - r.committed.num_tokens for r in scheduler.running.values())
+        assert scheduler.num_held == held
+        assert scheduler.slots.num_free + scheduler.cache.num_cached + held == scheduler.slots.total
+        scheduler.cache.check()
+
+    def output(self, request_id: int) -> list[int]:
+        request = self.requests[request_id]
+        return request.tokens[request.num_prompt : request.num_tokens].tolist()
+
+
+jobs = st.lists(
+    st.builds(
+        Job,
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=40),
+        count=st.integers(1, 12),
+        extra=st.sampled_from(["", "", "x"]),
+        arrives=st.integers(0, 20),
+        aborts_at=st.one_of(st.none(), st.none(), st.integers(0, 30)),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(
+    jobs=jobs,
+    num_slots=st.integers(64, 160),
+    token_budget=st.integers(1, 48),
+    max_running=st.integers(1, 8),
+    policy=st.sampled_from(["fcfs", "lpm"]),
+    use_cache=st.booleans(),
+)
+def test_any_mix_of_requests_gives_what_each_gives_alone(
+    jobs, num_slots, token_budget, max_running, policy, use_cache
+):
+    harness = Harness(
+        num_slots, token_budget=token_budget, max_running=max_running, policy=policy, use_cache=use_cache
+    )
+    scheduler = harness.scheduler
+    for now in range(2000):
+        for index, job in enumerate(jobs):
+            if job.arrives == now:
+                harness.add(index, job.prompt, job.count, job.extra)
+            if job.aborts_at == now and index in harness.requests:
+                scheduler.release(harness.requests[index])
+                scheduler.release(harness.requests[index])  # idempotent
+                harness.check()
+        if not harness.step() and now > 20:
+            break
+    else:
+        pytest.fail("the scheduler did not finish")
+    for index, job in enumerate(jobs):
+        output = harness.output(index)
+        assert output == expected_output(job.prompt, job.count)[: len(output)]
+        if job.aborts_at is None:
+            assert len(output) == job.count
+            assert harness.requests[index].status is Status.FINISHED
+    scheduler.check_idle()
+
+
+def test_a_generated_continuation_is_a_cache_hit():
+    harness = Harness()
+    harness.add(1, [1, 2, 3], 5)
+    while harness.step():
+        pass
+    second = harness.add(2, [1, 2, 3, *harness.output(1), 7], 1)
+    while harness.step():
+        pass
+    # The last generated token was never fed to the model, so its KV does not exist.
+    assert second.num_cached == 3 + 5 - 1
+
+
+def test_requests_that_share_an_uncached_prefix_compute_it_once():
+    harness = Harness(token_budget=64, max_running=8)
+    prefix = [5] * 50
+    for index in range(6):
+        harness.add(index, [*prefix, 10 + index], 2)
+    while harness.step():
+        pass
+    computed = harness.scheduler.counters.computed_tokens
+    assert computed == len(prefix) + 6 * 1 + 6 * 1  # prefix once, six ends, six second tokens
+    for index in range(6):
+        assert harness.output(index) == expected_output([*prefix, 10 + index], 2)
+
+
+def test_waiting_for_a_shared_prefix_does_not_hold_up_others():
+    harness = Harness(token_budget=8, max_running=8)
+    harness.add(1, [1] * 60, 1)
+    harness.add(2, [1] * 60 + [2], 1)
+    other = harness.add(3, [9, 9, 9], 1)
+    harness.step()
+    harness.step()
+    while other.status is not Status.FINISHED:
+        assert harness.step()
+    assert harness.requests[2].status is Status.WAITING or harness.requests[2].num_cached > 0
+
+
+@pytest.mark.parametrize("budget", [1, 3, 7, 64])
+def test_prefill_stays_within_the_token_budget(budget):
+    harness = Harness(token_budget=budget, max_running=2)
+    harness.add(1, list(range(50)), 3)
+    harness.add(2, list(range(100, 140)), 3)
+    while harness.step():
+        pass
+    assert max(harness.row_counts) <= budget + 1  # decoding never waits for the budget
+    assert harness.output(1) == expected_output(list(range(50)), 3)
+
+
+def test_a_full_pool_retracts_and_still_finishes_everything():
+    harness = Harness(64, token_budget=32, max_running=8)
+    for index in range(6):
+        harness.add(index, [index] * 8, 40)
+    while harness.step():
+        pass
+    assert harness.scheduler.counters.retractions > 0
+    for index in range(6):
+        assert harness.output(index) == expected_output([index] * 8, 40)
+    harness.scheduler.check_idle()
+
+
+def test_scoring_gives_one_logprob_per_scored_token():
+    harness = Harness(token_budget=8)
+    tokens = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+    first = harness.add(1, tokens, 0, score_from=6)
+    while harness.step():
+        pass
+    again = harness.add(2, tokens, 0, score_from=6)
+    while harness.step():
+        pass
+    assert len(first.logprobs) == len(tokens) - 6
+    assert again.num_cached == 5
+    assert again.logprobs == first.logprobs
+
+
+def test_what_can_never_run_is_refused_at_once():
+    harness = Harness(64)
+    with pytest.raises(PromptTooLong, match="64"):
+        harness.add(1, [1] * 64, 1)
+    longest = harness.add(2, [1] * 60, 1000)
+    while harness.step():
+        pass
+    assert longest.num_generated == 4  # what the pool could still hold
+
+
+def test_a_failed_forward_gives_its_slots_back():
+    harness = Harness()
+    harness.add(1, [1, 2, 3], 5)
+    assert harness.scheduler.schedule() is not None
+    for request in harness.scheduler.discard():
+        harness.scheduler.release(request)
+    harness.scheduler.check_idle()
+    assert harness.scheduler.slots.num_free == harness.scheduler.slots.total
+
+
+def test_longest_prefix_first_runs_the_cached_one_before_the_earlier_one():
+    harness = Harness(policy="lpm", max_running=1)
+    harness.add(1, [1] * 20, 1)
+    while harness.step():
+        pass
+    cold = harness.add(2, [2] * 20, 1)
+    warm = harness.add(3, [1] * 20, 1)
+    harness.step()
+    assert warm.status is Status.FINISHED
+    assert cold.status is Status.WAITING
+
+
+def test_an_unknown_policy_names_those_there_are():
+    with pytest.raises(BadArgument, match="fcfs, lpm"):
+        Harness(policy="best")

@@ -1,0 +1,90 @@
+"""Random batches for the attention kernels: requests whose page tables form a tree, in a poisoned pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+FOREIGN = 2**31 - 1
+"""What a page table holds where no token is: reading a slot of this number fails at once."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a request in a batch: the first ``shared`` of its ``cached`` tokens are those of request
+    ``parent``, an earlier one (-1: none)."""
+
+    parent: int
+    shared: int
+    cached: int
+    query_len: int
+
+
+@dataclass
+class Case:
+    """A batch for the attention kernels, as ``plan_attention`` takes it, with a pool and queries."""
+
+    page_table: NDArray[np.int32]
+    page_rows: NDArray[np.int64]
+    query_lens: NDArray[np.int64]
+    kv_lens: NDArray[np.int64]
+    q: torch.Tensor
+    kv_layer: torch.Tensor
+
+
+@st.composite
+def shapes(draw: st.DrawFn, max_requests: int = 7) -> list[Shape]:
+    """Decoding requests and chunks, in any order, some sharing a prefix with an earlier one."""
+    made: list[Shape] = []
+    for i in range(draw(st.integers(1, max_requests))):
+        parent = draw(st.integers(-1, i - 1))
+        # A request shares only what its parent had computed before this batch.
+        shared = draw(st.integers(0, made[parent].cached)) if parent >= 0 else 0
+        cached = shared + draw(st.integers(0, 40))
+        query_len = draw(st.just(1) | st.integers(1, 24))
+        made.append(Shape(parent, shared, cached, query_len))
+    return made
+
+
+def make_case(
+    shapes: list[Shape],
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 8,
+    poison: float = float("nan"),
+    consecutive: bool = False,
+) -> Case:
+    """Slots at random places of a pool (or ``consecutive``); every slot nobody holds is ``poison``."""
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    num_slots = sum(s.cached + s.query_len for s in shapes) + 50
+    free = list(range(num_slots) if consecutive else rng.permutation(num_slots))
+    num_columns = max(s.cached + s.query_len for s in shapes) + 5
+    page_table = np.full((len(shapes) + 3, num_columns), FOREIGN, dtype=np.int32)
+    page_rows = rng.permutation(len(shapes) + 3)[: len(shapes)]
+    kv_layer = torch.full((num_slots, 2, num_kv_heads, head_dim), poison, dtype=dtype)
+    for row, shape in zip(page_rows, shapes, strict=True):
+        end = shape.cached + shape.query_len
+        if shape.parent >= 0:
+            page_table[row, : shape.shared] = page_table[page_rows[shape.parent], : shape.shared]
+        own = [free.pop(0) for _ in range(end - shape.shared)]
+        page_table[row, shape.shared : end] = own
+        kv_layer[own] = torch.randn(len(own), 2, num_kv_heads, head_dim).to(dtype)
+    query_lens = np.array([s.query_len for s in shapes])
+    # Queries come as a strided view of the fused product, as in the model.
+    fused = torch.randn(int(query_lens.sum()), num_heads + 2 * num_kv_heads, head_dim).to(dtype)
+    return Case(
+        page_table=page_table,
+        page_rows=page_rows,
+        query_lens=query_lens,
+        kv_lens=np.array([s.cached + s.query_len for s in shapes]),
+        q=fused[:, :num_heads],
+        kv_layer=kv_layer,
+    )

@@ -1,0 +1,160 @@
+"""Paged attention against the reference, and the reference against float64, on random trees of requests."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_cases import Case, Shape, make_case, shapes
+
+from agentflow.kernels import cpu_ops, reference_ops
+from agentflow.kernels.attention_plan import AttentionPlan, plan_attention
+from agentflow.kernels.ops import Kernels
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 0.02}
+
+
+def planned(case: Case, **limits: int) -> AttentionPlan:
+    return plan_attention(
+        case.page_table,
+        case.page_rows,
+        case.query_lens,
+        case.kv_lens,
+        dtype=case.q.dtype,
+        device=case.q.device,
+        **limits,
+    )
+
+
+def run(kernels: Kernels, case: Case, plan: AttentionPlan) -> torch.Tensor:
+    return kernels.attention(case.q, case.kv_layer, plan, 0.3)
+
+
+def assert_equals_reference(case: Case, plan: AttentionPlan) -> None:
+    torch.testing.assert_close(
+        run(cpu_ops, case, plan),
+        run(reference_ops, case, plan),
+        rtol=TOLERANCE[case.q.dtype],
+        atol=TOLERANCE[case.q.dtype],
+    )
+
+
+def naive(case: Case) -> torch.Tensor:
+    """Dense attention in float64, one token and one head at a time."""
+    out = []
+    for r, page_row in enumerate(case.page_rows):
+        slots = case.page_table[page_row, : case.kv_lens[r]].tolist()
+        for i in range(case.query_lens[r]):
+            q = case.q[len(out)].double()
+            seen = [case.kv_layer[s].double() for s in slots[: len(slots) - int(case.query_lens[r]) + i + 1]]
+            heads = []
+            for head in range(q.shape[0]):
+                kv_head = head * case.kv_layer.shape[2] // q.shape[0]
+                weights = torch.stack([torch.exp(0.3 * (kv[0, kv_head] @ q[head])) for kv in seen])
+                values = torch.stack([kv[1, kv_head] for kv in seen])
+                heads.append((weights.unsqueeze(1) * values).sum(0) / weights.sum())
+            out.append(torch.cat(heads))
+    return torch.stack(out)
+
+
+@given(shapes(max_requests=4), st.integers(0, 1000))
+def test_the_reference_equals_float64(batch: list[Shape], seed: int) -> None:
+    case = make_case(batch, seed=seed)
+    result = run(reference_ops, case, planned(case))
+    torch.testing.assert_close(result.double(), naive(case), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@given(
+    shapes(),
+    st.integers(0, 1000),
+    st.sampled_from([math.nan, 1e30]),
+    st.sampled_from([0, 1, 20, 400]),
+    st.sampled_from([1, 60, 16384]),
+    st.booleans(),
+)
+def test_attention_equals_the_reference(
+    dtype: torch.dtype,
+    batch: list[Shape],
+    seed: int,
+    poison: float,
+    part_overhead: int,
+    max_gathered: int,
+    consecutive: bool,
+) -> None:
+    case = make_case(batch, seed=seed, dtype=dtype, poison=poison, consecutive=consecutive)
+    assert_equals_reference(case, planned(case, part_overhead=part_overhead, max_gathered=max_gathered))
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(9, 3, 64), (4, 4, 16), (12, 1, 32)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_all_shapes_of_heads(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    batch = [Shape(-1, 0, 120, 1), Shape(0, 100, 110, 1), Shape(0, 100, 100, 30), Shape(-1, 0, 0, 17)]
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    case = make_case(batch, dtype=dtype, **sizes)
+    assert_equals_reference(case, planned(case, part_overhead=50))
+
+
+def test_a_cpu_with_bfloat16_products_keeps_that_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_ops, "_multiplies_bfloat16", lambda: True)
+    batch = [Shape(-1, 0, 120, 1), Shape(0, 100, 110, 1), Shape(0, 100, 100, 30), Shape(-1, 0, 0, 17)]
+    case = make_case(batch, dtype=torch.bfloat16)
+    assert_equals_reference(case, planned(case, part_overhead=50))
+
+
+@given(shapes(), st.integers(0, 1000))
+def test_the_dense_way_of_a_gpu_equals_flash_attention(batch: list[Shape], seed: int) -> None:
+    case = make_case(batch, seed=seed)
+    plan = planned(case, part_overhead=10)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_ops, "attend", cpu_ops.attend_dense)
+        assert_equals_reference(case, plan)
+
+
+def test_a_shared_prefix_is_read_once_for_decode_rows_and_chunks() -> None:
+    first = Shape(-1, 0, 501, 1)
+    case = make_case([first, *[Shape(0, 500, 501, 1)] * 3, *[Shape(0, 500, 500, 6)] * 2])
+    plan = planned(case)
+    assert [(part.num_rows, part.num_slots) for part in plan.contexts] == [(16, 500)]
+    assert [(group.num_rows, group.num_slots) for group in plan.singles] == [(4, 2)]
+    assert [(group.num_chunks, group.num_rows) for group in plan.causals] == [(2, 6)]
+    assert_equals_reference(case, plan)
+
+
+def test_unshared_requests_make_one_group_and_no_part() -> None:
+    plan = planned(make_case([Shape(-1, 0, 40 + i, 1) for i in range(8)]))
+    assert (len(plan.singles), list(plan.causals), list(plan.contexts), plan.order) == (1, [], [], None)
+
+
+def test_a_long_request_is_not_padded_to() -> None:
+    case = make_case([Shape(-1, 0, 30, 1), Shape(-1, 0, 900, 1), Shape(-1, 0, 33, 1)])
+    plan = planned(case)
+    assert [(group.num_rows, group.num_slots) for group in plan.singles] == [(1, 901), (2, 34)]
+    assert_equals_reference(case, plan)
+
+
+def test_a_chunk_after_a_cached_prefix_reads_it_without_a_mask() -> None:
+    case = make_case([Shape(-1, 0, 300, 20)])
+    plan = planned(case)
+    assert [(part.num_rows, part.num_slots) for part in plan.contexts] == [(20, 300)]
+    assert [(group.num_chunks, group.num_rows) for group in plan.causals] == [(1, 20)]
+
+
+def test_a_few_rows_after_a_short_prefix_stand_alone() -> None:
+    case = make_case([Shape(-1, 0, 60, 3)])
+    plan = planned(case)
+    assert [(group.num_rows, group.num_slots) for group in plan.singles] == [(3, 63)]
+    assert not plan.causals
+    assert not plan.contexts
+    assert_equals_reference(case, plan)
+
+
+def test_a_plan_of_singles_reads_only_slots_of_its_requests() -> None:
+    case = make_case([Shape(-1, 0, 10 * i, 1 + i) for i in range(6)], poison=math.nan)
+    without_table = dataclasses.replace(case, page_table=case.page_table.clip(max=0))
+    assert run(cpu_ops, case, planned(case)).isfinite().all()
+    assert not run(cpu_ops, without_table, planned(without_table)).isfinite().all()

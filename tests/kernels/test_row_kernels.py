@@ -1,0 +1,142 @@
+"""The kernels that work row by row, against the reference; and the reference against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentflow.kernels import cpu_ops, ops, reference_ops
+from agentflow.kernels.linear_weight import LinearWeight
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
+ROWS = st.integers(1, 40)
+SEEDS = st.integers(0, 1000)
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_close(result: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    assert result.dtype == expected.dtype
+    torch.testing.assert_close(result, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@DTYPES
+@given(ROWS, SEEDS)
+def test_rms_norm(dtype: torch.dtype, num_rows: int, seed: int) -> None:
+    x, weight = random(num_rows, 48, seed=seed, dtype=dtype), random(48, seed=seed + 1, dtype=dtype)
+    expected = reference_ops.rms_norm(x, weight, 1e-5)
+    before = x.clone()
+    assert_close(cpu_ops.rms_norm(x, weight, 1e-5), expected, dtype)
+    assert torch.equal(x, before)
+    wide = x.double()
+    exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    torch.testing.assert_close(expected.double(), exact, rtol=2 * TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@DTYPES
+def test_rms_norm_of_heads_in_a_strided_view(dtype: torch.dtype) -> None:
+    heads, weight = random(5, 6, 16, seed=0, dtype=dtype)[:, 1:4], random(16, seed=1, dtype=dtype)
+    assert_close(cpu_ops.rms_norm(heads, weight, 1e-6), reference_ops.rms_norm(heads, weight, 1e-6), dtype)
+
+
+@DTYPES
+@given(ROWS, SEEDS)
+def test_add_rms_norm(dtype: torch.dtype, num_rows: int, seed: int) -> None:
+    x, residual = (random(num_rows, 48, seed=seed + i, dtype=dtype) for i in range(2))
+    weight = random(48, seed=seed + 2, dtype=dtype)
+    expected, expected_total = reference_ops.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(expected_total, residual + x)
+    normed, total = cpu_ops.add_rms_norm(x, residual.clone(), weight, 1e-5)
+    assert torch.equal(total, expected_total)
+    assert_close(normed, expected, dtype)
+
+
+@DTYPES
+@given(ROWS, SEEDS)
+def test_silu_mul(dtype: torch.dtype, num_rows: int, seed: int) -> None:
+    gate_up = random(num_rows, 64, seed=seed, dtype=dtype) * 4
+    expected = reference_ops.silu_mul(gate_up)
+    assert_close(cpu_ops.silu_mul(gate_up), expected, dtype)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    exact = gate * gate.sigmoid() * up
+    torch.testing.assert_close(expected.double(), exact, rtol=2 * TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@DTYPES
+@given(ROWS, SEEDS)
+def test_rope_and_write(dtype: torch.dtype, num_rows: int, seed: int) -> None:
+    num_heads, num_kv_heads, head_dim, num_slots = 4, 2, 16, 64
+    qkv = random(num_rows, num_heads + 2 * num_kv_heads, head_dim, seed=seed, dtype=dtype)
+    angles = torch.rand(num_rows, 1, head_dim // 2, generator=torch.Generator().manual_seed(seed)) * 7
+    cos = torch.cat((angles.cos(), angles.cos()), -1).to(dtype)
+    sin = torch.cat((-angles.sin(), angles.sin()), -1).to(dtype)
+    slots = torch.randperm(num_slots, generator=torch.Generator().manual_seed(seed))[:num_rows]
+    pools = [torch.full((num_slots, 2, num_kv_heads, head_dim), 7.0).to(dtype) for _ in range(2)]
+    expected = reference_ops.rope_and_write(qkv.clone(), cos, sin, pools[0], slots)
+    result = cpu_ops.rope_and_write(qkv.clone(), cos, sin, pools[1], slots)
+    assert_close(result, expected, dtype)
+    assert_close(pools[1], pools[0], dtype)
+    # A rotation of each pair (i, i + half) as a complex number; values are written as they are.
+    half = head_dim // 2
+    pairs = torch.complex(qkv[..., :half].double(), qkv[..., half:].double())
+    turned = pairs * torch.polar(torch.ones_like(angles).double(), angles.double())
+    exact = torch.cat((turned.real, turned.imag), -1)
+    torch.testing.assert_close(
+        expected.double(), exact[:, :num_heads], rtol=3 * TOLERANCE[dtype], atol=3 * TOLERANCE[dtype]
+    )
+    assert torch.equal(pools[0][slots, 1], qkv[:, num_heads + num_kv_heads :])
+    untouched = torch.ones(num_slots, dtype=torch.bool).index_fill_(0, slots, False)
+    assert (pools[1][untouched] == 7).all()
+
+
+@DTYPES
+@pytest.mark.parametrize("has_bias", [False, True])
+@given(st.sampled_from([1, 2, 3, 16, 33]), SEEDS)
+def test_linear(dtype: torch.dtype, has_bias: bool, num_rows: int, seed: int) -> None:
+    x, weight = random(num_rows, 40, seed=seed, dtype=dtype), random(24, 40, seed=seed + 1, dtype=dtype)
+    bias = random(24, seed=seed + 2, dtype=dtype) if has_bias else None
+    plain = reference_ops.pack_linear(weight, bias)
+    expected = reference_ops.linear(x, plain)
+    tolerance = {"rtol": 5 * TOLERANCE[dtype], "atol": 5 * TOLERANCE[dtype]}
+    torch.testing.assert_close(cpu_ops.linear(x, cpu_ops.pack_linear(weight, bias)), expected, **tolerance)
+    exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    torch.testing.assert_close(expected.double(), exact, **tolerance)
+    logits = cpu_ops.exact_linear(x, cpu_ops.pack_linear(weight, bias, exact_output=True))
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, reference_ops.exact_linear(x, plain), **tolerance)
+
+
+@DTYPES
+def test_linear_without_packed_layouts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_ops, "_packs_float32", lambda: False)
+    x, weight = random(5, 40, seed=0, dtype=dtype), random(24, 40, seed=1, dtype=dtype)
+    packed = cpu_ops.pack_linear(weight, None)
+    assert packed.plain is weight
+    assert packed.packed is None
+    assert_close(cpu_ops.linear(x, packed), reference_ops.linear(x, packed), dtype)
+    assert cpu_ops.exact_linear(x, packed).dtype == torch.float32
+
+
+def test_nbytes_counts_every_layout_that_is_held() -> None:
+    weight = torch.zeros(6, 4, dtype=torch.bfloat16)
+    assert LinearWeight(weight, None, None).nbytes == 48
+    assert LinearWeight(weight, torch.zeros(6, 4), torch.zeros(6, dtype=torch.bfloat16)).nbytes == 156
+
+
+@pytest.mark.parametrize(("name", "module"), [("reference", reference_ops), ("torch", cpu_ops)])
+def test_the_environment_forces_an_implementation(
+    name: str, module: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENTFLOW_KERNELS", name)
+    assert ops.kernels_for(torch.device("cpu")) is module
+
+
+def test_an_unknown_implementation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTFLOW_KERNELS", "fastest")
+    with pytest.raises(ValueError, match="AGENTFLOW_KERNELS is 'fastest'"):
+        ops.kernels_for(torch.device("cpu"))

@@ -1,0 +1,128 @@
+"""What the tests of the wire share: a generator that can hang, and a listener that checks what it hears."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import anyio
+
+from agentflow import ops
+from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
+from agentflow.errors import AgentflowError
+from agentflow.events import Delta, Event, Reached, StateFailed, StatsReply, Value, VarFailed
+from agentflow.generator import Generated, OnText, Stats
+from agentflow.sampling import SamplingParams
+
+# A prompt with this end is never answered.
+HANG = "…hang"
+
+
+def count_words(prompt: str) -> str:
+    """The script: a prompt that ends in ``#n`` is answered with n words; any other with its last word."""
+    head, mark, number = prompt.rpartition("#")
+    if mark and number.isdecimal():
+        return " ".join(f"{len(head)}.{index}é" for index in range(int(number)))
+    return prompt.split()[-1]
+
+
+class WireGenerator(ScriptedGenerator):
+    """Answers by ``count_words``; hangs where the prompt says so; breaks where a test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(count_words)
+        self.stats_fault: Exception | None = None
+        self.has_hung = anyio.Event()
+
+    async def generate(self, context: ScriptedContext, params: SamplingParams, on_text: OnText) -> Generated:
+        if not context.text.endswith(HANG):
+            return await super().generate(context, params, on_text)
+        self.num_running += 1
+        self.has_hung.set()
+        try:
+            on_text("begun")
+            await anyio.sleep_forever()
+        finally:
+            self.num_running -= 1
+        raise AssertionError("unreachable")
+
+    async def stats(self) -> Stats:
+        if self.stats_fault is not None:
+            raise self.stats_fault
+        return await super().stats()
+
+
+def gen(state: int, var: int, max_tokens: int = 100_000) -> ops.Gen:
+    """A gen whose length the prompt decides."""
+    return ops.Gen(state, var, f"v{var}", SamplingParams(max_tokens=max_tokens))
+
+
+class Listener:
+    """Collects what a connection delivers. A lost, repeated or reordered piece of text fails the test."""
+
+    def __init__(self) -> None:
+        self.texts: dict[int, str] = {}
+        self.ends: dict[int, Value | VarFailed] = {}
+        self.reached: dict[int, int] = {}
+        self.failed: dict[int, StateFailed] = {}
+        self.stats: dict[int, Stats] = {}
+        self.lost_with: Exception | None = None
+        self.num_deliveries = 0
+        self._changed = anyio.Event()
+
+    def deliver(self, events: Iterable[Event]) -> None:
+        self.num_deliveries += 1
+        for event in events:
+            self._hear(event)
+        self._change()
+
+    def lost(self, error: Exception) -> None:
+        assert self.lost_with is None, "lost was called twice"
+        self.lost_with = error
+        self._change()
+
+    async def wait_for(self, holds: Callable[[Listener], bool]) -> None:
+        """Waits for what holds after some event; raises what the connection was lost with."""
+        while not holds(self):
+            if self.lost_with is not None:
+                raise self.lost_with
+            await self._changed.wait()
+
+    async def wait_until_lost(self) -> AgentflowError:
+        """What the connection was lost with."""
+        while self.lost_with is None:
+            await self._changed.wait()
+        assert isinstance(self.lost_with, AgentflowError)
+        return self.lost_with
+
+    async def text(self, var: int) -> str:
+        """A variable's whole text."""
+        await self.wait_for(lambda _: var in self.ends)
+        assert isinstance(self.ends[var], Value), self.ends[var]
+        return self.texts[var]
+
+    def _hear(self, event: Event) -> None:
+        match event:
+            case Delta() | Value():
+                so_far = self.texts.get(event.var, "")
+                assert event.at == len(so_far), f"{event!r} after {len(so_far)} characters"
+                assert event.var not in self.ends, f"{event!r} after the end"
+                assert event.text or isinstance(event, Value), "an empty delta"
+                self.texts[event.var] = so_far + event.text
+                if isinstance(event, Value):
+                    self.ends[event.var] = event
+            case VarFailed():
+                assert event.var not in self.ends, f"{event!r} after the end"
+                self.ends[event.var] = event
+            case Reached():
+                assert event.ticket > self.reached.get(event.state, 0), f"{event!r} again"
+                self.reached[event.state] = event.ticket
+            case StateFailed():
+                assert event.state not in self.failed, f"{event!r} again"
+                self.failed[event.state] = event
+            case StatsReply():
+                assert event.ticket not in self.stats, f"{event!r} again"
+                self.stats[event.ticket] = event.stats
+
+    def _change(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
