@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from typing import Generic
 
 import anyio
@@ -48,7 +49,7 @@ class VariableCell:
 
     def rewind(self, num_chars: int) -> None:
         """The listener has heard ``num_chars`` characters and not the end."""
-        self._heard, self._heard_end = min(num_chars, len(self.text)), False
+        self._heard, self._heard_end = max(0, min(num_chars, len(self.text))), False
         self._outbox.mark(self)
 
     def news(self) -> list[Event]:
@@ -67,6 +68,15 @@ class VariableCell:
         return [Delta(self.id, at, rest)] if rest else []
 
 
+@dataclass(frozen=True, slots=True)
+class PendingOp:
+    """An op in line, with the variables that its text refers to, in order: the op keeps them, whatever
+    becomes of their states."""
+
+    op: ops.Op
+    sources: tuple[VariableCell, ...] = ()
+
+
 class StateCell(Generic[ContextT]):
     """One state: its context, the ops that wait, and how it ended."""
 
@@ -75,12 +85,13 @@ class StateCell(Generic[ContextT]):
         self.parent = parent
         self.context: ContextT | None = None
         self.has_begun = False
-        self.pending: deque[ops.Op] = deque()
+        self.pending: deque[PendingOp] = deque()
         self.variables: list[VariableCell] = []
-        self.children: list[StateCell[ContextT]] = []
+        self.children: dict[int, StateCell[ContextT]] = {}
         self.siblings: list[StateCell[ContextT]] = []
         self.is_coupled = False
         self.is_running = False
+        self.is_closing = False
         self.scope: anyio.CancelScope | None = None
         self.error: AgentflowError | None = None
         self.reached = 0

@@ -59,10 +59,10 @@ def _add_serve_options(serve: argparse.ArgumentParser) -> None:
     add("--port", type=int, default=DEFAULT_PORT, help="port to listen on (%(default)s)")
     add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the weights (%(default)s)")
     add("--device", choices=["cpu", "cuda"], help="where the model runs (default: a GPU where there is one)")
-    add("--kv-tokens", type=int, metavar="N", help="tokens that the KV pool holds (default: fits memory)")
-    add("--token-budget", type=int, metavar="N", help="rows of one forward pass (default: by device)")
-    add("--max-running", type=int, default=64, metavar="N", help="requests in one batch (%(default)s)")
-    add("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice)")
+    add("--kv-tokens", type=_count, metavar="N", help="tokens that the KV pool holds (default: fits memory)")
+    add("--token-budget", type=_count, metavar="N", help="rows of one forward pass (default: by device)")
+    add("--max-running", type=_count, default=64, metavar="N", help="requests in one batch (%(default)s)")
+    add("--threads", type=_count, metavar="N", help="CPU threads (default: torch's choice)")
     add("--policy", choices=["fcfs", "lpm"], default="fcfs", help="order of admission (%(default)s)")
     add("--no-cache", action="store_true", help="turn the prefix cache off")
     add(
@@ -72,6 +72,13 @@ def _add_serve_options(serve: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="how long a session outlives a broken connection (%(default)s)",
     )
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
 
 
 def _pull(options: argparse.Namespace) -> int:

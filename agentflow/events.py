@@ -11,6 +11,8 @@ import msgspec
 from agentflow.errors import AgentflowError, RunFailed, from_code
 from agentflow.generator import Stats, Usage
 
+MAX_CAUSES = 16
+
 
 class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """An error of the tree in ``errors.py``, with what caused it."""
@@ -22,9 +24,24 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     @classmethod
     def of(cls, error: BaseException) -> ErrorInfo:
         """Describes an exception and its causes. Foreign exceptions travel as ``run_failed``."""
-        code = error.code if isinstance(error, AgentflowError) else RunFailed.code
-        message = str(error) if isinstance(error, AgentflowError) else repr(error)
-        return cls(code, message, cls.of(error.__cause__) if error.__cause__ else None)
+        chain = [error]
+        while chain[-1].__cause__ is not None and len(chain) < MAX_CAUSES:
+            chain.append(chain[-1].__cause__)
+        info: ErrorInfo | None = None
+        for link in reversed(chain):
+            code = link.code if isinstance(link, AgentflowError) else RunFailed.code
+            message = str(link) if isinstance(link, AgentflowError) else repr(link)
+            info = cls(code, message, info)
+        assert info is not None
+        return info
+
+    @property
+    def origin(self) -> ErrorInfo:
+        """The failure that this one follows from; itself where it follows from none."""
+        info = self
+        while info.cause is not None:
+            info = info.cause
+        return info
 
     def to_exception(self) -> AgentflowError:
         """The exception again, causes included."""

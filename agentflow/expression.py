@@ -5,17 +5,17 @@ An expression is inert: the state turns it into ops when it is appended.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, TypeAlias, TypeVar, get_args
 
 from agentflow.errors import BadArgument
-from agentflow.ops import Role, SelectMethod
+from agentflow.ops import Role, SelectMethod, check_choices
 from agentflow.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from agentflow.variable import Variable
 
-MAX_CHOICES = 1000
+ItemT = TypeVar("ItemT")
 
 
 class Expression:
@@ -31,12 +31,15 @@ class Expression:
 
 
 class Sequence_(Expression):
-    """Expressions in a row."""
+    """Expressions in a row. Rows of rows become one, so that a long sum is not a deep one."""
 
     __slots__ = ("parts",)
 
     def __init__(self, parts: tuple[Appendable, ...]) -> None:
-        self.parts = parts
+        flat: list[Appendable] = []
+        for part in parts:
+            flat += part.parts if isinstance(part, Sequence_) else (part,)
+        self.parts: tuple[Appendable, ...] = tuple(flat)
 
 
 class GenExpression(Expression):
@@ -95,7 +98,7 @@ def gen(
 
     >>> s += af.assistant(af.gen("answer", max_tokens=32, stop="\\n"))
     """
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    _check_name(name, "gen")
     params = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -103,12 +106,12 @@ def gen(
         top_k=top_k,
         min_p=min_p,
         seed=seed,
-        stop=stops,
-        stop_token_ids=tuple(stop_token_ids),
+        stop=(stop,) if isinstance(stop, str) else _tuple_of(stop, "gen: stop", "strings"),
+        stop_token_ids=_tuple_of(stop_token_ids, "gen: stop_token_ids", "token ids"),
         ignore_eos=ignore_eos,
         logprobs=logprobs,
     )
-    return GenExpression(_checked_name(name, "gen"), params.check())
+    return GenExpression(name, params.check())
 
 
 def select(
@@ -120,14 +123,16 @@ def select(
 
     >>> s += af.assistant(af.select("verdict", ["yes", "no"]))
     """
-    texts = tuple(choices)
+    _check_name(name, "select")
+    where = f"select({name!r})"
+    texts = _tuple_of(choices, f"{where}: choices", "strings")
     if isinstance(choices, str) or not all(isinstance(choice, str) for choice in texts):
-        raise BadArgument(f"select({name!r}): choices must be a list of strings, not {choices!r}")
-    if not texts or not all(texts):
-        raise BadArgument(f"select({name!r}): there must be at least one choice, and none may be empty")
-    if len(texts) > MAX_CHOICES or len(set(texts)) != len(texts):
-        raise BadArgument(f"select({name!r}): at most {MAX_CHOICES} choices, each of them once")
-    return SelectExpression(_checked_name(name, "select"), texts, method)
+        raise BadArgument(f"{where}: choices must be a list of strings, not {choices!r}")
+    check_choices(name, texts)
+    if method not in get_args(SelectMethod):
+        known = ", ".join(get_args(SelectMethod))
+        raise BadArgument(f"{where}: there is no method {method!r} (there are: {known})")
+    return SelectExpression(name, texts, method)
 
 
 def system(*parts: Appendable) -> RoleExpression:
@@ -154,7 +159,13 @@ def assistant(*parts: Appendable) -> RoleExpression:
     return RoleExpression("assistant", parts)
 
 
-def _checked_name(name: str, what: str) -> str:
+def _check_name(name: str, what: str) -> None:
     if not isinstance(name, str) or not name:
         raise BadArgument(f'{what} needs a name for its variable, as in {what}("answer"), not {name!r}')
-    return name
+
+
+def _tuple_of(values: Iterable[ItemT], where: str, wanted: str) -> tuple[ItemT, ...]:
+    try:
+        return tuple(values)
+    except TypeError:
+        raise BadArgument(f"{where} must be a list of {wanted}, not {values!r}") from None

@@ -9,33 +9,48 @@ from __future__ import annotations
 
 import re
 import secrets
+import weakref
+from typing import TYPE_CHECKING
 
-from agentflow.errors import BadArgument
-from agentflow.ops import Ref
+from agentflow.errors import BadArgument, StateClosed
+
+if TYPE_CHECKING:
+    from agentflow.variable import Variable
 
 _OPEN, _CLOSE = "\u27e6af:", "\u27e7"
+_NUM_DIGITS = 32
 
 
 class Markers:
     """Makes and finds the markers of one session."""
 
     def __init__(self) -> None:
-        self._nonce = secrets.token_hex(16)
-        self._pattern = re.compile(f"{_OPEN}{self._nonce}:([0-9]+){_CLOSE}")
+        nonce = secrets.token_hex(_NUM_DIGITS // 2)
+        self._nonce = nonce
+        self._whole = re.compile(f"{_OPEN}{nonce}:([0-9]+){_CLOSE}")
+        # What betrays a damaged marker. Any 15 digits of the nonce in a row hold one of its quarters; what
+        # was cut closer to an end still has a bracket and some digits.
+        quarters = [nonce[start : start + 8] for start in range(0, _NUM_DIGITS, 8)]
+        self._remains = (*quarters, _OPEN + nonce[:4])
+        self._tail = re.compile(f"{nonce[-4:]}:[0-9]+{_CLOSE}", re.IGNORECASE)
+        # Weak: a marker in some string must not keep a variable of a run that has ended.
+        self._marked: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
 
-    def mark(self, var: int) -> str:
-        """The marker of variable ``var``."""
-        return f"{_OPEN}{self._nonce}:{var}{_CLOSE}"
+    def mark(self, variable: Variable) -> str:
+        """The marker of ``variable``."""
+        self._marked[variable.id] = variable
+        return f"{_OPEN}{self._nonce}:{variable.id}{_CLOSE}"
 
-    def split(self, text: str) -> list[str | Ref]:
-        """``text`` with its markers as references. A damaged marker raises ``BadArgument``."""
-        if self._nonce not in text:
+    def split(self, text: str) -> list[str | Variable]:
+        """``text`` with its markers as variables. Raises ``BadArgument`` for a damaged marker,
+        ``StateClosed`` for one whose variable is gone."""
+        if not self._has_remains(text):
             return [text] if text else []
-        parts: list[str | Ref] = []
-        for index, piece in enumerate(self._pattern.split(text)):
+        parts: list[str | Variable] = []
+        for index, piece in enumerate(self._whole.split(text)):
             if index % 2:
-                parts.append(Ref(int(piece)))
-            elif self._nonce in piece:
+                parts.append(self._variable(int(piece)))
+            elif self._has_remains(piece):
                 raise BadArgument(
                     "a variable's marker in this text is damaged (cut, padded or changed): "
                     "append the variable itself, or format it with a plain {…}"
@@ -43,3 +58,15 @@ class Markers:
             elif piece:
                 parts.append(piece)
         return parts
+
+    def _has_remains(self, text: str) -> bool:
+        lowered = text.lower()
+        return any(part in lowered for part in self._remains) or (
+            _CLOSE in text and self._tail.search(text) is not None
+        )
+
+    def _variable(self, var_id: int) -> Variable:
+        variable = self._marked.get(var_id)
+        if variable is None:
+            raise StateClosed("a variable in this text has ended with its run: await it before that")
+        return variable

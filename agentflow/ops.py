@@ -7,16 +7,20 @@ and ``TaskGroup`` act at once, whatever waits before them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
+from agentflow.errors import BadArgument
 from agentflow.sampling import SamplingParams
 
 Role = Literal["system", "user", "assistant", "tool"]
 SelectMethod = Literal[
     "token_length_normalized", "greedy_token_selection", "unconditional_likelihood_normalized"
 ]
+
+MAX_CHOICES = 1000
 
 
 class _Op(msgspec.Struct, frozen=True, tag_field="op", tag=str.lower, omit_defaults=True):
@@ -122,3 +126,11 @@ class GetStats(_Op, frozen=True):
 
 
 Op = Open | Text | Begin | End | Gen | Select | Fork | TaskGroup | Seal | Await | Cancel | Close | GetStats
+
+
+def check_choices(name: str, choices: Sequence[str]) -> None:
+    """Raises ``BadArgument`` where a select named ``name`` could not choose among ``choices``."""
+    if not choices or not all(choices):
+        raise BadArgument(f"select({name!r}): there must be at least one choice, and none may be empty")
+    if len(choices) > MAX_CHOICES or len(set(choices)) != len(choices):
+        raise BadArgument(f"select({name!r}): at most {MAX_CHOICES} choices, each of them once")

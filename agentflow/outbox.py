@@ -30,6 +30,8 @@ class Outbox:
 
     def mark(self, cell: Cell) -> None:
         """``cell`` has news."""
+        # To the end: what a state has reached is told after the variables that it has reached.
+        self._fresh.pop(cell, None)
         self._fresh[cell] = None
         self._changed.set()
 
@@ -38,7 +40,7 @@ class Outbox:
         await self._changed.wait()
 
     def drain(self) -> list[Event]:
-        """All news, oldest cell first."""
+        """All news, in the order in which the cells last changed."""
         fresh, self._fresh = self._fresh, {}
         self._changed = anyio.Event()
         events: list[Event] = []

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import anyio
 
-from agentflow.errors import BadArgument
+from agentflow.errors import BadArgument, Cancelled
 from agentflow.run import Run
 from agentflow.state import State
 from agentflow.stream import EventStream, ProgramEvent, RunDone
@@ -58,10 +58,10 @@ class ProgramStream:
     def __init__(self, session: Session, function: Callable[[State], Awaitable[Any]]) -> None:
         self._run = Run(session)
         self._scope = anyio.CancelScope()
-        self._has_ended = False
-        self._failure: BaseException | None = None
+        self._ended = anyio.Event()
+        self._failure: Exception | None = None
         self._result: RunDone | None = None
-        self._events: EventStream = self._run.watch(lambda: self._has_ended)
+        self._events: EventStream = self._run.watch(self._ended.is_set)
         session.start_soon(self._live, function)
 
     async def _live(self, function: Callable[[State], Awaitable[Any]]) -> None:
@@ -70,8 +70,11 @@ class ProgramStream:
                 self._result = RunDone(await self._run.execute(function, (), {}))
         except Exception as error:
             self._failure = error  # raised where somebody iterates, not in the session's task group
+        except anyio.get_cancelled_exc_class():
+            self._failure = Cancelled("the session ended while the program ran")
+            raise
         finally:
-            self._has_ended = True
+            self._ended.set()
             self._run.wake_streams()
 
     def __aiter__(self) -> ProgramStream:
@@ -90,8 +93,9 @@ class ProgramStream:
             return result
 
     async def aclose(self) -> None:
-        """Cancels the program if it still runs. May be repeated."""
+        """Cancels the program if it still runs, and waits for its end. May be repeated."""
         self._scope.cancel()
+        await self._ended.wait()
 
     async def __aenter__(self) -> ProgramStream:
         return self

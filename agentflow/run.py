@@ -8,9 +8,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentflow import ops
-from agentflow.errors import Cancelled
+from agentflow.errors import AgentflowError, Cancelled
+from agentflow.events import ErrorInfo
 from agentflow.state import State
-from agentflow.stream import EventStream
+from agentflow.stream import EventStream, TextDelta, VariableDone
 from agentflow.variable import Variable
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class Run:
         self.index = session.next_run_index()
         self._states: list[State] = []
         self._variables: dict[int, Variable] = {}
+        self._told: set[ErrorInfo] = set()
         # Weak: a reader that is gone needs no news.
         self._streams: weakref.WeakSet[EventStream] = weakref.WeakSet()
         root_id = session.next_id()
@@ -48,12 +50,23 @@ class Run:
         return result
 
     async def _settle(self) -> None:
-        """Nothing outlives the run: waits for what nobody awaited, and raises what failed there."""
-        for variable in list(self._variables.values()):
-            await variable.settled()
+        """Nothing outlives the run: waits for what nobody awaited, and raises what failed there,
+        unless the program has been told of that failure already."""
         for state in self._states:
-            if state.error is not None and state.error.code != Cancelled.code:
-                raise state.error.to_exception()
+            state.ask()
+        while self._variables:
+            await next(iter(self._variables.values())).settled()
+        for state in self._states:
+            await state.settled()
+        for state in self._states:
+            error = state.error
+            if error is not None and error.code != Cancelled.code and error.origin not in self._told:
+                raise error.to_exception()
+
+    def told(self, error: ErrorInfo) -> AgentflowError:
+        """The exception of a failure that is now raised in the program: how to go on is up to it."""
+        self._told.add(error.origin)
+        return error.to_exception()
 
     def adopt(self, state: State) -> State:
         """A state of this run. For the run and ``State.fork``."""
@@ -104,16 +117,29 @@ class Run:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
+        if error is not None or self._variables:
             self.root.cancel()
         self.close()
 
 
 class _StateStream(EventStream):
+    """Raises at its end what failed of the state's variables."""
+
     def __init__(self, state: State) -> None:
         super().__init__(lambda: all(variable.is_done for variable in state.variables))
         self._state = state
+        self._has_ended = False
 
     def touch(self, variable: Variable) -> None:
         if variable.state is self._state:
             super().touch(variable)
+
+    async def __anext__(self) -> TextDelta | VariableDone:
+        try:
+            return await super().__anext__()
+        except StopAsyncIteration:
+            if not self._has_ended:
+                self._has_ended = True
+                for variable in self._state.variables:
+                    variable.raise_failure()
+            raise

@@ -8,6 +8,8 @@ from agentflow.errors import BadArgument
 
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
+# Counts and ids are 32-bit in the engine.
+MAX_INT = 2**31 - 1
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -35,18 +37,40 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
 
     def check(self) -> SamplingParams:
         """Itself, or ``BadArgument`` naming the field that is wrong."""
-        ranges = (
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("temperature", 0.0 <= self.temperature <= 100.0, "between 0 and 100"),
-            ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
-            ("top_k", self.top_k >= 0, "0 (off) or more"),
-            ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
-            ("seed", self.seed is None or 0 <= self.seed < 2**63, "a whole number below 2**63"),
-            ("stop", len(self.stop) <= MAX_STOPS, f"at most {MAX_STOPS} strings"),
-            ("stop", all(0 < len(s) <= MAX_STOP_CHARS for s in self.stop), "strings of 1 to 1024 characters"),
-            ("stop_token_ids", all(t >= 0 for t in self.stop_token_ids), "token ids"),
+        checks = (
+            ("max_tokens", _is_whole(self.max_tokens, 1, MAX_INT), "a whole number, at least 1"),
+            ("temperature", _is_number(self.temperature, 0.0, 100.0), "a number between 0 and 100"),
+            ("top_p", _is_number(self.top_p, 0.0, 1.0) and self.top_p > 0, "above 0 and at most 1"),
+            ("top_k", _is_whole(self.top_k, 0, MAX_INT), "0 (off) or a positive whole number"),
+            ("min_p", _is_number(self.min_p, 0.0, 1.0), "a number between 0 and 1"),
+            ("seed", self.seed is None or _is_whole(self.seed, 0, 2**63 - 1), "a whole number below 2**63"),
+            ("stop", _are_stops(self.stop), f"at most {MAX_STOPS} strings, of 1 to {MAX_STOP_CHARS} chars"),
+            ("stop_token_ids", _are_ids(self.stop_token_ids), "token ids, 0 or more"),
+            ("ignore_eos", isinstance(self.ignore_eos, bool), "True or False"),
+            ("logprobs", isinstance(self.logprobs, bool), "True or False"),
         )
-        for field, holds, wanted in ranges:
+        for field, holds, wanted in checks:
             if not holds:
                 raise BadArgument(f"gen: {field} must be {wanted}, not {getattr(self, field)!r}")
         return self
+
+
+def _is_whole(value: object, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _is_number(value: object, low: float, high: float) -> bool:
+    # Not a number is in no range.
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+
+
+def _are_stops(values: object) -> bool:
+    return (
+        isinstance(values, tuple)
+        and len(values) <= MAX_STOPS
+        and all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_CHARS for stop in values)
+    )
+
+
+def _are_ids(values: object) -> bool:
+    return isinstance(values, tuple) and all(_is_whole(token_id, 0, MAX_INT) for token_id in values)

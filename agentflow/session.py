@@ -47,6 +47,8 @@ class Session:
         self._answers: dict[int, tuple[anyio.Event, list[Stats]]] = {}
 
     async def __aenter__(self) -> Session:
+        if self._tasks is not None:
+            raise BadArgument("a session is entered once: make another with af.session(...)")
         async with AsyncExitStack() as stack:
             connecting = self._backend.connect(self._deliver, self._lose)
             self._connection = await stack.enter_async_context(connecting)
@@ -60,9 +62,7 @@ class Session:
         assert self._tasks is not None
         self._tasks.cancel_scope.cancel()
         self._connection = None
-        ended = ErrorInfo.of(Cancelled("the session has ended"))
-        for variable in list(self._variables.values()):
-            self.settle(variable, ended)
+        self._end_all(ErrorInfo.of(Cancelled("the session has ended")))
         # An error of the block must leave as itself, not inside the task groups' exception groups;
         # a cancellation is the task groups' own business.
         is_cancelled = isinstance(error, anyio.get_cancelled_exc_class())
@@ -196,9 +196,9 @@ class Session:
             return
         if isinstance(event, Value):
             variable.complete(event)
-        else:
+            variable.state.end_variable(event.var)
+        else:  # its state fails too, and says so itself
             variable.fail(event.error)
-        variable.state.end_variable(event.var)
         variable.state.run.touch(variable)
 
     def _lose(self, error: Exception) -> None:
@@ -206,11 +206,14 @@ class Session:
         self._failure = (
             error if isinstance(error, AgentflowError) else ServerLost(f"the backend is gone: {error!r}")
         )
-        info = ErrorInfo.of(self._failure)
+        self._end_all(ErrorInfo.of(self._failure))
+
+    def _end_all(self, error: ErrorInfo) -> None:
+        """Nothing will come any more: whoever waits hears why."""
         for variable in list(self._variables.values()):
-            self.settle(variable, info)
+            self.settle(variable, error)
         for state in list(self._states.values()):
-            state.fail(info)
+            state.fail(error)
         for arrived, _ in self._answers.values():
             arrived.set()
 

@@ -7,13 +7,13 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 import anyio
-import msgspec
 
 from agentflow import ops
-from agentflow.errors import BacklogFull, BadArgument, Cancelled, ForeignState, StateClosed, UnknownVariable
+from agentflow.errors import BacklogFull, BadArgument, Cancelled, StateClosed, UnknownVariable
 from agentflow.events import ErrorInfo
-from agentflow.expression import Appendable, GenExpression, RoleExpression, SelectExpression, Sequence_
+from agentflow.expression import Appendable
 from agentflow.fork import Branches
+from agentflow.recorder import Recorder
 from agentflow.stream import EventStream
 from agentflow.variable import Variable
 
@@ -49,7 +49,6 @@ class State:
         self._num_settled = 0
         self._marks: dict[int, int] = {}  # variable id or -ticket → ops submitted up to it
         self._ticket = 0
-        self._reached = 0
         self._changed = anyio.Event()
 
     def __repr__(self) -> str:
@@ -61,12 +60,13 @@ class State:
     def add(self, item: Appendable) -> State:
         """``s += item``, for where Python's rebinding gets in the way."""
         self._check_open()
-        recorder = _Recorder(self)
+        recorder = Recorder(self)
         recorder.add(item, in_role=False)
         recorder.flush()
+        num_before = self._num_submitted
         self._submit(recorder.ops)
-        for variable in recorder.declared:
-            self._declare(variable)
+        for variable, num_ops in recorder.declared:
+            self._declare(variable, num_before + num_ops)
         return self
 
     def __getitem__(self, name: str) -> Variable:
@@ -85,7 +85,7 @@ class State:
         with s.fork(3) as branches`` they are a task group: see ``Branches``."""
         self._check_open()
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise BadArgument(f"fork({count!r}): a fork needs at least one branch")
+            raise BadArgument(f"fork({count!r}): say how many branches, 1 or more")
         ids = [self.session.next_id() for _ in range(count)]
         self._submit([ops.Fork(self._id, tuple(ids))])
         first = len(self._children)
@@ -104,28 +104,42 @@ class State:
         self._cancel_here(ErrorInfo.of(Cancelled("its state was cancelled")))
 
     def _cancel_here(self, error: ErrorInfo) -> None:
-        for child in self._children:
-            child._cancel_here(error)
-        self._closed = self._closed or "was cancelled"
-        for variable in self._own:
-            if not variable.is_done:
-                self.session.settle(variable, error)
-        self._fail(error)
+        doomed = [self]
+        while doomed:  # a chain of forks may be deeper than Python's stack
+            state = doomed.pop()
+            doomed += state._children
+            state._closed = state._closed or "was cancelled"
+            for variable in state._own:
+                if not variable.is_done:
+                    self.session.settle(variable, error)
+            state.fail(error)
 
     def __await__(self) -> Generator[object, None, None]:
         return self._wait().__await__()
 
     async def _wait(self) -> None:
-        if self._num_settled < self._num_submitted and self._error is None:
-            self._ticket += 1
-            ticket = self._ticket
-            self.session.check_alive()
-            self._submit([ops.Await(self._id, ticket)])
-            self._marks[-ticket] = self._num_submitted
-            while self._reached < ticket and self._error is None:
-                await self._changed.wait()
+        await self.settled()
         if self._error is not None:
-            raise self._error.to_exception()
+            raise self._run.told(self._error)
+
+    def ask(self) -> None:
+        """Tells the backend that somebody waits for what was appended so far. For ``settled``."""
+        if self._is_settled or self._marks.get(-self._ticket) == self._num_submitted:
+            return
+        self._ticket += 1
+        self._marks[-self._ticket] = self._num_submitted
+        self.session.submit([ops.Await(self._id, self._ticket)])
+
+    async def settled(self) -> None:
+        """Waits until all that was appended is done or the state has failed; raises neither."""
+        self.ask()
+        num_awaited = self._num_submitted
+        while self._num_settled < num_awaited and self._error is None:
+            await self._changed.wait()
+
+    @property
+    def _is_settled(self) -> bool:
+        return self._num_settled >= self._num_submitted or self._error is not None
 
     def __aiter__(self) -> EventStream:
         return self._run.watch_state(self)
@@ -152,17 +166,16 @@ class State:
 
     def reach(self, ticket: int) -> None:
         """The backend has got to this ticket. For the session."""
-        self._reached = max(self._reached, ticket)
         self._settle(-ticket)
-        self._wake()
 
     def end_variable(self, var_id: int) -> None:
         """The backend is done with this variable. For the session."""
         self._settle(var_id)
 
     def fail(self, error: ErrorInfo) -> None:
-        """The backend ended this state. For the session."""
-        self._fail(error)
+        """Nothing more will be done here, unless it has failed before. For the session."""
+        self._error = self._error or error
+        self._wake()
 
     def seal(self, why: str = "was sealed when its fork's block was left") -> None:
         """Nothing more may be appended; variables stay readable."""
@@ -172,12 +185,17 @@ class State:
 
     def couple(self, children: list[State]) -> None:
         """Makes forked states a task group. For ``Branches``."""
+        self.session.check_alive()
+        if not self.session.is_open(self):
+            raise StateClosed(f"state {self.path} {self._closed}: its branches cannot become a task group")
         self.session.submit([ops.TaskGroup(self._id, tuple(child._id for child in children))])
 
     def close(self) -> None:
         """The state is not needed any more. For its run."""
         self._closed = self._closed or "has ended with its run"
         self.session.forget(self)
+        if not self._is_settled:  # nobody will hear of the rest
+            self.fail(ErrorInfo.of(StateClosed(f"state {self.path} {self._closed}")))
 
     def new_variable(self, name: str) -> Variable:
         """A variable of this state, not declared yet. For the recorder."""
@@ -189,10 +207,10 @@ class State:
         place = f"{self.session.seed}/{self._run.index}/{self.path}/{len(self._own) + ordinal}"
         return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "big") >> 1
 
-    def _declare(self, variable: Variable) -> None:
+    def _declare(self, variable: Variable, num_ops: int) -> None:
         self._own.append(variable)
         self._names[variable.name] = variable
-        self._marks[variable.id] = self._num_submitted
+        self._marks[variable.id] = num_ops
         self.session.expect(variable)
         self._run.touch(variable)
 
@@ -204,9 +222,6 @@ class State:
 
     def _settle(self, key: int) -> None:
         self._num_settled = max(self._num_settled, self._marks.pop(key, 0))
-
-    def _fail(self, error: ErrorInfo) -> None:
-        self._error = self._error or error
         self._wake()
 
     def _wake(self) -> None:
@@ -217,72 +232,3 @@ class State:
         self.session.check_alive()
         if self._closed is not None:
             raise StateClosed(f"state {self.path} {self._closed}: nothing can be appended to it")
-
-
-class _Recorder:
-    """Turns expressions into ops; touches nothing until the state submits them."""
-
-    def __init__(self, state: State) -> None:
-        self.ops: list[ops.Op] = []
-        self.declared: list[Variable] = []
-        self._state = state
-        self._text: list[str | ops.Ref] = []
-
-    def add(self, item: Appendable, *, in_role: bool) -> None:
-        """Records one item."""
-        state_id = self._state.id
-        match item:
-            case str():
-                self._text += self._state.session.markers.split(item)
-            case Variable():
-                self._text.append(self._reference(item))
-            case Sequence_():
-                for part in item.parts:
-                    self.add(part, in_role=in_role)
-            case GenExpression():
-                params = item.params
-                if params.seed is None:
-                    params = msgspec.structs.replace(
-                        params, seed=self._state.derived_seed(len(self.declared))
-                    )
-                self._put(ops.Gen(state_id, self._new(item.name), item.name, params))
-            case SelectExpression():
-                self._put(ops.Select(state_id, self._new(item.name), item.name, item.choices, item.method))
-            case RoleExpression():
-                if in_role:
-                    raise BadArgument(f"a {item.role} turn cannot stand inside another turn")
-                self._put(ops.Begin(state_id, item.role))
-                for part in item.parts:
-                    self.add(part, in_role=True)
-                self._put(ops.End(state_id))
-            case _:
-                raise BadArgument(
-                    f"cannot append {type(item).__name__} {item!r}: "
-                    "append a string, a variable, gen, select or a role"
-                )
-
-    def flush(self) -> None:
-        """Ends the run of text."""
-        if self._text:
-            parts, self._text = tuple(self._text), []
-            self.ops.append(ops.Text(self._state.id, parts))
-
-    def _put(self, op: ops.Op) -> None:
-        self.flush()
-        self.ops.append(op)
-
-    def _new(self, name: str) -> int:
-        variable = self._state.new_variable(name)
-        self.declared.append(variable)
-        return variable.id
-
-    def _reference(self, variable: Variable) -> str | ops.Ref:
-        if variable.state.session is not self._state.session:
-            raise ForeignState(
-                f"variable {variable.name!r} belongs to another session: await it and append its value"
-            )
-        if self._state.session.is_open(variable.state):
-            return ops.Ref(variable.id)
-        if variable.is_done:
-            return variable.text
-        raise StateClosed(f"the state of variable {variable.name!r} has ended: await it before its run ends")

@@ -70,7 +70,8 @@ class EventStream:
                 return event
             if self._is_over():
                 raise StopAsyncIteration
-            self._changed = anyio.Event()
+            if self._changed.is_set():
+                self._changed = anyio.Event()
             await self._changed.wait()
 
     def _next(self) -> TextDelta | VariableDone | None:

@@ -91,33 +91,24 @@ class Variable:
     async def _wait(self) -> str:
         """The whole text; raises what failed."""
         await self.settled()
-        self._raise_failure()
+        self.raise_failure()
         return self._text
 
     async def settled(self) -> None:
         """Waits until it is complete or has failed; raises neither."""
         while not self.is_done:
-            await self._change()
+            await self.change()
 
-    async def __aiter__(self) -> AsyncIterator[str]:
-        heard = 0
-        while True:
-            if len(self._text) > heard:
-                delta, heard = self._text[heard:], len(self._text)
-                yield delta
-            elif self.is_done:
-                self._raise_failure()
-                return
-            else:
-                await self._change()
+    def __aiter__(self) -> AsyncIterator[str]:
+        return _Reader(self)
 
     def __format__(self, spec: str) -> str:
         if spec:
             raise BadArgument(
-                f"{self.name!r} has no value yet that {spec!r} could format: "
-                "use a plain {…}, or await it first"
+                f"variable {self.name!r} is passed on by reference and cannot be formatted with {spec!r}: "
+                "use a plain {…}, or await it and format its value"
             )
-        return self._state.session.markers.mark(self._id)
+        return self._state.session.markers.mark(self)
 
     def __add__(self, other: Appendable) -> Sequence_:
         return Sequence_((self, other))
@@ -131,7 +122,8 @@ class Variable:
             "to a state to pass it on unawaited"
         )
 
-    async def _change(self) -> None:
+    async def change(self) -> None:
+        """Waits until there is news. For its readers."""
         self._state.session.check_alive()
         if self._changed is None:
             self._changed = anyio.Event()
@@ -159,12 +151,35 @@ class Variable:
             self._error = error
         self._wake()
 
-    def _raise_failure(self) -> None:
+    def raise_failure(self) -> None:
+        """Raises why it has no value, if it failed."""
         if self._error is not None:
-            raise self._error.to_exception()
+            raise self._state.run.told(self._error)
 
     def _end(self) -> Value:
-        self._raise_failure()
+        self.raise_failure()
         if self._value is None:
             raise BadArgument(f"{self.name!r} is not complete yet: await it first")
         return self._value
+
+
+class _Reader:
+    """One reader of a variable's text. Not a generator: it may be left at any point."""
+
+    def __init__(self, variable: Variable) -> None:
+        self._variable = variable
+        self._num_heard = 0
+
+    def __aiter__(self) -> _Reader:
+        return self
+
+    async def __anext__(self) -> str:
+        variable = self._variable
+        while len(variable.text) <= self._num_heard:
+            if variable.is_done:
+                variable.raise_failure()
+                raise StopAsyncIteration
+            await variable.change()
+        delta = variable.text[self._num_heard :]
+        self._num_heard += len(delta)
+        return delta

@@ -4,7 +4,7 @@ API clients and the scripted fake. They differ in the generator."""
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Generic
 
 from agentflow.backend import Connection, Deliver
@@ -29,17 +29,18 @@ class InterpretedConnection(Generic[ContextT]):
 @asynccontextmanager
 async def interpreted(generator: Generator[ContextT], deliver: Deliver) -> AsyncIterator[Connection]:
     """Interprets ops with ``generator`` while the scope lasts; leaving it aborts what runs."""
-    async with open_task_group() as group:
-        interpreter = Interpreter(generator, group)
+    with ExitStack() as at_the_end:
+        async with open_task_group() as group:
+            interpreter = Interpreter(generator, group)
+            at_the_end.callback(interpreter.close)
 
-        async def pump() -> None:
-            while True:
-                await interpreter.outbox.wait()
-                deliver(interpreter.outbox.drain())
+            async def pump() -> None:
+                while True:
+                    await interpreter.outbox.wait()
+                    deliver(interpreter.outbox.drain())
 
-        group.start_soon(pump)
-        try:
-            yield InterpretedConnection(interpreter, generator.capabilities)
-        finally:
-            group.cancel_scope.cancel()
-    interpreter.close()
+            group.start_soon(pump)
+            try:
+                yield InterpretedConnection(interpreter, generator.capabilities)
+            finally:
+                group.cancel_scope.cancel()

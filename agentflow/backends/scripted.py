@@ -68,9 +68,9 @@ class ScriptedGenerator:
         answer, reason = _ended(self._answer(prompt), params)
         self.num_running += 1
         try:
-            for piece in answer.split(" "):
+            for index, piece in enumerate(answer.split(" ")):
                 await anyio.lowlevel.checkpoint()
-                delta = piece if context.text == prompt else f" {piece}"
+                delta = f" {piece}" if index else piece
                 context.text += delta
                 on_text(delta)
         finally:

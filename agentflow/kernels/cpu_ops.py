@@ -109,7 +109,7 @@ def attention(q: Tensor, kv_layer: Tensor, plan: AttentionPlan, scale: float) ->
         out = out.float()
         for context in plan.contexts:
             _merge_context(out, lse, q, kv_layer, context, scale)
-    return out.to(q.dtype).view(q.shape[0], -1)
+    return out.to(q.dtype).reshape(q.shape[0], -1)
 
 
 def _in_order(parts: list[Tensor], order: Tensor | None) -> Tensor:

@@ -20,7 +20,6 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
-from agentflow.errors import AgentflowError, Overloaded
 from agentflow.generator import ContextT, Generator
 from agentflow.protocol import SESSION_PATH
 from agentflow.server.limits import ServerLimits
@@ -87,10 +86,10 @@ async def _ready(request: Request) -> JSONResponse:
             await sessions.generator.stats()
     except TimeoutError:
         return _unready(f"the engine has not answered for {STATS_TIMEOUT_S} s")
-    except AgentflowError as error:
-        return _unready(str(error))
+    except Exception as error:  # whatever it is: the engine does not answer as it should
+        return _unready(f"the engine does not answer: {error}")
     if len(sessions) >= sessions.limits.max_sessions:
-        return _unready(str(Overloaded(f"{len(sessions)} sessions are open, which is the limit")))
+        return _unready(f"{len(sessions)} sessions are open, which is the limit")
     model = sessions.generator.capabilities.model
     return JSONResponse({"status": "ready", "model": model, "sessions": len(sessions)})
 

@@ -89,7 +89,12 @@ class Engine:
                 self._fail(request.id, EngineFailed(f"the forward pass failed: {error!r}"))
             return
         for result in self.scheduler.complete(output):
-            self._advance(result)
+            try:
+                self._advance(result)
+            except Exception as error:
+                logger.exception("a request's output cannot be used")
+                request_id = result.request.id
+                self._fail(request_id, EngineFailed(f"the request's output cannot be used: {error!r}"))
 
     def _read_inbox(self) -> None:
         is_idle = not self.scheduler.running and not self.scheduler.waiting and not self._outbox
@@ -128,6 +133,10 @@ class Engine:
         except AgentflowError as error:
             self._fail(message.request_id, error)
             return
+        except Exception as error:
+            logger.exception("a request cannot be taken")
+            self._fail(message.request_id, EngineFailed(f"the request cannot be taken: {error!r}"))
+            return
         self._requests[request.id] = request
         if params is not None and not message.score_from:
             self._texts[request.id] = TextEnd(self._tokenizer, params.stop)
@@ -141,7 +150,8 @@ class Engine:
         request = result.request
         if request.status is Status.FINISHED:
             return
-        request.logprobs += result.logprobs
+        if request.params.logprobs or request.score_from:  # others get some too, beside those that asked
+            request.logprobs += result.logprobs
         if result.token_id is None:
             if request.num_to_compute == 0:
                 self._finish(request, "length")

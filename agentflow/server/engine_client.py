@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import logging
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import anyio
 import anyio.to_thread
-import sniffio
 
 from agentflow.errors import AgentflowError, EngineFailed, from_code
 from agentflow.sampling import SamplingParams
@@ -28,6 +30,8 @@ from agentflow.server.engine_messages import (
 from agentflow.server.runner import ModelRunner, RunnerInfo
 from agentflow.server.tokenizer import Tokenizer
 from agentflow.task_group import open_task_group
+
+logger = logging.getLogger(__name__)
 
 OnText = Callable[[str], None]
 
@@ -54,6 +58,7 @@ class EngineClient:
         self._ids = itertools.count(1)
         self._calls: dict[int, _Call] = {}
         self._reports: dict[int, tuple[anyio.Event, list[EngineStats]]] = {}
+        self._has_ended = False
 
     @property
     def num_calls(self) -> int:
@@ -78,6 +83,7 @@ class EngineClient:
 
     async def stats(self) -> EngineStats:
         """Counters and gauges, read between two steps."""
+        self._check_alive()
         ticket = next(self._ids)
         arrived: tuple[anyio.Event, list[EngineStats]] = (anyio.Event(), [])
         self._reports[ticket] = arrived
@@ -87,10 +93,11 @@ class EngineClient:
         finally:
             del self._reports[ticket]
         if not arrived[1]:
-            raise EngineFailed("the engine has stopped")
+            self._check_alive()
         return arrived[1][0]
 
     async def _call(self, message: Submit, on_text: OnText | None) -> Finished:
+        self._check_alive()
         call = self._calls[message.request_id] = _Call(on_text)
         self.engine.send(message)
         try:
@@ -100,9 +107,16 @@ class EngineClient:
             raise
         finally:
             self._calls.pop(message.request_id, None)
+        if call.error is not None:
+            raise call.error
         if call.finished is None:
-            raise call.error or EngineFailed("the engine has stopped")
+            self._check_alive()
+        assert call.finished is not None
         return call.finished
+
+    def _check_alive(self) -> None:
+        if self._has_ended:
+            raise EngineFailed("the engine has stopped: its log says why")
 
     def receive(self, messages: list[FromEngine]) -> None:
         """Hands a step's messages to whom they concern. Called in the event loop's thread."""
@@ -130,7 +144,8 @@ class EngineClient:
         call.ended.set()
 
     def end_all(self) -> None:
-        """The engine is gone: whoever waits for it hears so."""
+        """The engine is gone: whoever waits for it, or asks it for something later, hears so."""
+        self._has_ended = True
         for call in self._calls.values():
             call.ended.set()
         for report in self._reports.values():
@@ -142,12 +157,14 @@ CallInLoop = Callable[[Callable[[], object]], object]
 
 def loop_caller() -> CallInLoop:
     """A function that other threads may call to have something called in this event loop."""
-    if sniffio.current_async_library() == "trio":
-        import trio
-
-        return trio.lowlevel.current_trio_token().run_sync_soon
-    import asyncio
-
+    trio = sys.modules.get("trio")  # where trio runs, somebody has imported it
+    if trio is not None:
+        try:
+            call_soon: CallInLoop = trio.lowlevel.current_trio_token().run_sync_soon
+        except RuntimeError:
+            pass  # another loop runs
+        else:
+            return call_soon
     return asyncio.get_running_loop().call_soon_threadsafe
 
 
@@ -180,8 +197,8 @@ async def running_engine(
             call_in_loop(ready.set)
         try:
             engine.run()
-        except BaseException as error:
-            failure = error
+        except BaseException:
+            logger.exception("the engine broke")
         finally:
             call_in_loop(client.end_all)
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import anyio
 import anyio.to_thread
 
-from agentflow.errors import BadArgument, NotSupported
+from agentflow.errors import AgentflowError, BadArgument, NotSupported
 from agentflow.generator import Capabilities, Generated, OnText, Scored, Stats, Usage
 from agentflow.sampling import SamplingParams
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.engine_client import EngineClient
 from agentflow.server.engine_messages import Finished
 from agentflow.server.token_state import TokenState
-from agentflow.task_group import open_task_group
 
 # Text longer than this is encoded in a worker thread: about a millisecond of encoding.
 MAX_INLINE_CHARS = 4000
@@ -78,23 +78,33 @@ class EngineGenerator:
         if method != "token_length_normalized":
             raise NotSupported(f"select by {method} is not supported by the engine yet")
         prefix = await self._prompt(context, "select")
-        encoded = [self._client.tokenizer.encode(choice) for choice in choices]
-        ends: list[Finished | None] = [None] * len(choices)
-
-        async def score_one(index: int) -> None:
-            ends[index] = await self._client.score(
-                prefix + encoded[index], len(prefix), cache_key=context.cache_key
-            )
-
-        async with open_task_group() as group:
-            for index in range(len(choices)):
-                group.start_soon(score_one, index)
-        done = [end for end in ends if end is not None]
+        encoded = [context.tokens.encode_next(choice) for choice in choices]
+        done = await self._score_all(prefix, encoded, context.cache_key)
         logprobs = tuple(sum(value or 0.0 for value in end.logprobs) for end in done)
         scores = tuple(total / len(ids) for total, ids in zip(logprobs, encoded, strict=True))
         best = max(range(len(scores)), key=scores.__getitem__)
         context.tokens.generated(encoded[best], choices[best])
         return Scored(best, logprobs, scores, sum((_usage(end) for end in done), Usage()))
+
+    async def _score_all(self, prefix: list[int], ends: list[list[int]], cache_key: str) -> list[Finished]:
+        scored: dict[int, Finished] = {}
+        failures: list[AgentflowError] = []
+
+        async def score_one(index: int) -> None:
+            try:
+                scored[index] = await self._client.score(
+                    prefix + ends[index], len(prefix), cache_key=cache_key
+                )
+            except AgentflowError as error:
+                failures.append(error)
+                group.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as group:
+            for index in range(len(ends)):
+                group.start_soon(score_one, index)
+        if failures:  # the first: the others mostly say the same
+            raise failures[0]
+        return [scored[index] for index in range(len(ends))]
 
     async def fork(self, context: EngineContext, count: int) -> list[EngineContext]:
         """Contexts with the same ids."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import anyio.to_thread
 
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.core.scheduler import SchedulerConfig
@@ -44,7 +47,8 @@ class EngineOptions:
 async def open_engine(options: EngineOptions) -> AsyncIterator[EngineClient]:
     """Loads the model and runs its engine while the scope lasts."""
     folder = resolve_model(options.model)
-    device = options.device or _default_device()
+    default_device = await anyio.to_thread.run_sync(_default_device)
+    device = options.device or default_device
     config = SchedulerConfig(
         max_running=options.max_running,
         token_budget=options.token_budget or (256 if device == "cpu" else 4096),
@@ -75,6 +79,10 @@ async def open_generator(options: EngineOptions) -> AsyncIterator[EngineGenerato
 
 
 def _default_device() -> str:
+    # Before torch loads OpenMP: its threads must not spin while they wait for each other. A spinning
+    # team loses a whole time slice whenever anything else runs on one of its cores: measured on two
+    # cores, 8 to 16 times the tokens per second beside a busy process.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"

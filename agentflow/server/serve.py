@@ -95,6 +95,8 @@ async def running_server(
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket. ``PortInUse`` or ``ServerError`` in one line."""
+    if not 0 <= port <= 65_535:  # getaddrinfo would take it modulo 65,536
+        raise ServerError(f"cannot listen on port {port} of {host}: a port is a number from 0 to 65535")
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -115,7 +117,7 @@ def listen(host: str, port: int) -> socket.socket:
                 f"port {port} of {host} is in use: stop what listens there, or choose another port"
             ) from error
         raise ServerError(f"cannot listen on port {port} of {host}: {error.strerror or error}") from error
-    except (OverflowError, UnicodeError) as error:
+    except UnicodeError as error:
         raise ServerError(f"cannot listen on port {port} of {host}: {error}") from error
     listener.setblocking(False)
     return listener

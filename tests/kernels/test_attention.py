@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
@@ -151,10 +150,3 @@ def test_a_few_rows_after_a_short_prefix_stand_alone() -> None:
     assert not plan.causals
     assert not plan.contexts
     assert_equals_reference(case, plan)
-
-
-def test_a_plan_of_singles_reads_only_slots_of_its_requests() -> None:
-    case = make_case([Shape(-1, 0, 10 * i, 1 + i) for i in range(6)], poison=math.nan)
-    without_table = dataclasses.replace(case, page_table=case.page_table.clip(max=0))
-    assert run(cpu_ops, case, planned(case)).isfinite().all()
-    assert not run(cpu_ops, without_table, planned(without_table)).isfinite().all()

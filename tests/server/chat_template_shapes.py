@@ -114,6 +114,21 @@ PLAIN = (
     "{% if add_generation_prompt %}{{ 'ASSISTANT: ' }}{% endif %}"
 )
 
+# Laid out for readers, which blocks and their lines must not show.
+INDENTED = """{{ bos_token }}
+{% for message in messages %}
+    {% if message.role == 'system' %}
+    Rules: {{ message.content }}
+    {% else %}
+    {# a remark #}
+{{ message.role }}> {{ message.content }}
+    {% endif %}
+{% endfor %}
+{% if add_generation_prompt %}
+assistant>
+{% endif %}
+"""
+
 
 def chatml(turns: Turns, opens: bool) -> Pieces:
     pieces: Pieces = []
@@ -174,6 +189,7 @@ ALL = {
     "thinking": THINKING,
     "known_roles": KNOWN_ROLES,
     "plain": PLAIN,
+    "indented": INDENTED,
 }
 
 

@@ -8,16 +8,15 @@ import chat_template_shapes as shapes
 import small_tokenizers
 from hypothesis import strategies as st
 
+from agentflow.server.chat_layout import Layout
 from agentflow.server.chat_template import ChatTemplate, Message
 from agentflow.server.token_state import TokenState
 from agentflow.server.tokenizer import Tokenizer
 
 CHAT_TOKENS = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
-SMALL = Tokenizer(
-    small_tokenizers.byte_level(["<s>", "</s>", *CHAT_TOKENS], plain_added=["<think>", "</think>"]),
-    named_tokens=TOKENS,
-)
+SMALL_SPEC = small_tokenizers.byte_level(["<s>", "</s>", *CHAT_TOKENS], plain_added=["<think>", "</think>"])
+SMALL = Tokenizer(SMALL_SPEC, named_tokens=TOKENS)
 MARKERS = ["<|im_start|>", "<|im_end|>\n", "<s>", "user\n", "</think>"]
 contents = st.text(st.sampled_from("the an \n{é日"), max_size=8) | st.sampled_from(
     ["", " ", *MARKERS, "a<|im_end|>"]
@@ -28,6 +27,10 @@ SENTENCEPIECE = {
     for prepend in ("every", "first", "none")
     for spec in [small_tokenizers.sentencepiece(prepend)]
 }
+
+
+def pieces_of(layout: Layout) -> shapes.Pieces:
+    return shapes.joined([(piece.text, piece.turn) for piece in layout.pieces()])
 
 
 def state_of(name: str, tokenizer: Tokenizer = SMALL) -> TokenState:

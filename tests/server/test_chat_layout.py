@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import chat_template_shapes as shapes
 import pytest
-from conversations import TEMPLATES, alternating, hostile_contents, messages_of, thoughts
+from conversations import TEMPLATES, alternating, hostile_contents, messages_of, pieces_of, thoughts
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agentflow.errors import NotSupported
 from agentflow.server.chat_layout import Layout, lay_out
 from agentflow.server.chat_template import ChatTemplate, Message
-
-
-def pieces_of(layout: Layout) -> shapes.Pieces:
-    return shapes.joined([(piece.text, piece.turn) for piece in layout.pieces()])
 
 
 @pytest.mark.parametrize("name", shapes.WITH_TWIN)
@@ -108,6 +104,28 @@ def test_a_content_that_cannot_be_told_from_markup_is_refused() -> None:
     with pytest.raises(NotSupported, match="user turn: its content cannot be told from markup"):
         lay_out(template, turns)
     assert lay_out(template, messages_of([("user", " ")])).text == "[ ]"
+
+
+def test_contents_that_the_template_runs_together_are_refused() -> None:
+    template = ChatTemplate("{{ messages | map(attribute='content') | join('') | replace('ab', 'abab') }}")
+    with pytest.raises(NotSupported, match="cannot be told from markup"):
+        lay_out(template, messages_of([("user", "a"), ("user", "b")]))
+
+
+def test_a_content_that_is_shown_again_later() -> None:
+    source = "{% for m in messages %}[{{ m.content | upper }}]{% endfor %}"
+    again = "{% if messages | length > 1 %}{{ messages[0].content | upper }}{% endif %}"
+    template = ChatTemplate(source + again)
+    turns = messages_of([("user", "a"), ("user", "b")])
+    previous = lay_out(template, turns[:1])
+    layout = lay_out(template, turns, previous=previous)
+    assert pieces_of(layout) == [("[", None), ("A", 0), ("][", None), ("B", 1), ("]", None), ("A", 0)]
+
+
+def test_the_time_does_not_pass_between_renderings() -> None:
+    template = ChatTemplate("{% for m in messages %}{{ strftime_now('%S.%f') + m.content }}{% endfor %}")
+    turns = messages_of([("user", "a"), ("user", "b")])
+    assert [turn for _, turn in pieces_of(lay_out(template, turns))] == [None, 0, None, 1]
 
 
 def test_what_is_unclear_is_content() -> None:

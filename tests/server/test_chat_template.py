@@ -10,7 +10,7 @@ from pathlib import Path
 import chat_template_shapes as shapes
 import pytest
 import small_tokenizers
-from conversations import TEMPLATES, TOKENS, alternating, messages_of
+from conversations import TEMPLATES, TOKENS, alternating, messages_of, pieces_of
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast

@@ -190,12 +190,10 @@ def test_no_tokens_at_all(stop: tuple[str, ...]) -> None:
 
 def _alphabet() -> dict[str, int]:
     """Which character of the byte-level alphabet stands for which byte."""
+    written = {i: char for char, i in small_tokenizers.byte_level_of([])["model"]["vocab"].items()}
     found = {}
     for token_id in range(TINY.vocab_size):
         data = TINY.token_bytes(token_id)
         if len(data) == 1:
-            char = next(
-                c for c, i in small_tokenizers.byte_level_of([])["model"]["vocab"].items() if i == token_id
-            )
-            found[char] = data[0]
+            found[written[token_id]] = data[0]
     return found

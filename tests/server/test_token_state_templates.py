@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import pytest
-from conversations import SENTENCEPIECE, SMALL, TEMPLATES, Script, letters, say, scripts, state_of
+from conversations import (
+    SENTENCEPIECE,
+    SMALL,
+    SMALL_SPEC,
+    TEMPLATES,
+    TOKENS,
+    Script,
+    letters,
+    say,
+    scripts,
+    state_of,
+)
 from hypothesis import given
 
 from agentflow.errors import NotSupported
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.token_state import TokenState
+from agentflow.server.tokenizer import Tokenizer
 
 
 def test_thoughts_that_the_template_drops_later() -> None:
@@ -166,6 +178,60 @@ def test_text_between_turns_that_the_template_reorders() -> None:
     say(state, "user", "y")
     with pytest.raises(NotSupported, match=r"no place for the text after the system turn \(turn 1\)"):
         state.ids()
+
+
+def test_text_between_turns_before_which_an_earlier_turn_moves_away() -> None:
+    state = state_of("system_last")
+    say(state, "system", "x")
+    say(state, "user", "y")
+    state.text("Between.")
+    assert state.text_view() == "<s>[INST]x\n\ny[/INST]Between."
+    say(state, "assistant", "z")
+    say(state, "user", "y")
+    with pytest.raises(NotSupported, match=r"no place for the text after the user turn \(turn 2\)"):
+        state.ids()
+
+
+def test_a_content_whose_first_space_depends_on_rewritten_markup() -> None:
+    source = (
+        "{{ bos_token if messages | length == 1 else '-' }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    tokenizer, _ = SENTENCEPIECE["every"]
+    states = [TokenState(tokenizer, ChatTemplate(source, TOKENS)) for _ in range(2)]
+    say(states[0], "user", "the fox")
+    states[0].cut()
+    assert tokenizer.decode(states[0].ids()) == "the fox"
+    say(states[1], "user", "the fox")
+    for state in states:
+        say(state, "user", "dog")
+    assert states[0].ids() == states[1].ids()
+    assert tokenizer.decode(states[0].ids()) == "-the foxdog"
+
+
+class CountingTokenizer(Tokenizer):
+    """The real tokenizer, which also keeps what contents it encoded."""
+
+    def encode(self, text: str, *, continues: bool = False) -> list[int]:
+        self.__dict__.setdefault("encoded", []).append(text)
+        return super().encode(text, continues=continues)
+
+
+def test_contents_are_encoded_once_though_turns_are_rewritten() -> None:
+    tokenizer = CountingTokenizer(SMALL_SPEC, named_tokens=TOKENS)
+    state = TokenState(tokenizer, TEMPLATES["thinking"])
+    say(state, "user", "a")
+    state.begin_role("assistant")
+    state.text("<think>\nb\n</think>\n\n")
+    state.cut()
+    state.text("c")
+    state.end_role()
+    say(state, "assistant", "d")
+    state.cut()
+    say(state, "user", "e")
+    state.cut()
+    assert state.num_rerendered_tokens > 0
+    assert "assistant\nc<|im_end|>\n<|im_start|>assistant\nd<|im_end|>\n" in state.text_view()
+    assert tokenizer.encoded == ["a", "<think>\nb\n</think>\n\n", "c", "d", "e"]
 
 
 def test_plain_text_before_turns_has_the_only_bos() -> None:

@@ -23,6 +23,7 @@ FAMILIES = {
     "prefix_first": small_tokenizers.sentencepiece("first"),
     "prefix_none": small_tokenizers.sentencepiece("none"),
 }
+
 TOKENIZERS = {name: Tokenizer(spec) for name, spec in FAMILIES.items()}
 LIBRARIES = {name: small_tokenizers.library(spec) for name, spec in FAMILIES.items()}
 
@@ -160,6 +161,19 @@ def test_exact_ids_where_the_tokenizer_normalises(text: str) -> None:
         for continues in (False, True):
             ids = tokenizer.encode_exact(text, continues=continues)
             assert tokenizer.decode(ids, continues=continues) == text
+
+
+@given(text=texts)
+def test_bytes_with_a_space_in_front(text: str) -> None:
+    """This kind never takes the space away again."""
+    spec = copy.deepcopy(FAMILIES["byte_level"])
+    spec["pre_tokenizer"]["add_prefix_space"] = True
+    tokenizer, library = Tokenizer(spec), small_tokenizers.library(spec)
+    assert tokenizer.space_prefix == "every"
+    assert tokenizer.encode_markup(text) == library.encode(text, add_special_tokens=False).ids
+    assert tokenizer.decode(tokenizer.encode("fox")) == " fox"
+    assert tokenizer.decode(tokenizer.encode("fox", continues=True)) == "fox"
+    assert tokenizer.decode(tokenizer.encode_exact(text)) == text
 
 
 def test_prefix_ids() -> None:

@@ -95,7 +95,9 @@ def sample(
     # Rounding must not carry the drawn point up to the total, behind the last token.
     below_total = torch.nextafter(total, torch.zeros_like(total))
     drawn = torch.minimum(_column(uniforms, device) * total, below_total)
-    tokens: IntArray = torch.searchsorted(cumulative, drawn, right=True).squeeze(1).cpu().numpy()
+    # A model that gives NaN must not give a token that does not exist: only its own request is lost.
+    found = torch.searchsorted(cumulative, drawn, right=True).clamp_(max=logits.shape[1] - 1)
+    tokens: IntArray = found.squeeze(1).cpu().numpy()
     return tokens
 
 

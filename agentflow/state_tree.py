@@ -1,0 +1,155 @@
+"""The states of one session as a tree: who was forked from whom, and how failure and cancellation travel.
+
+Failure goes up: a branch of a task group takes its siblings and its parent along. Cancellation goes
+down, to everything that was forked from a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Generic
+
+from agentflow.cells import StateCell
+from agentflow.errors import AgentflowError, Cancelled, Overloaded, ProtocolError, RunFailed
+from agentflow.generator import ContextT
+from agentflow.outbox import Outbox
+
+MAX_STATES = 100_000
+
+
+class StateTree(Generic[ContextT]):
+    """``free`` gives a context back; ``kick`` makes a state's waiting ops run (or fail)."""
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        *,
+        free: Callable[[ContextT], None],
+        kick: Callable[[StateCell[ContextT]], None],
+    ) -> None:
+        self._outbox = outbox
+        self._give_back = free
+        self._kick = kick
+        self._states: dict[int, StateCell[ContextT]] = {}
+
+    def __iter__(self) -> Iterator[StateCell[ContextT]]:
+        return iter(self._states.values())
+
+    def get(self, state_id: int) -> StateCell[ContextT] | None:
+        """The state, if there is one, closing or not."""
+        return self._states.get(state_id)
+
+    def open_state(self, state_id: int) -> StateCell[ContextT]:
+        """The state, or ``ProtocolError``."""
+        state = self._states.get(state_id)
+        if state is None:
+            raise ProtocolError(f"there is no state {state_id}")
+        if state.is_closing:
+            raise ProtocolError(f"state {state_id} has been closed")
+        return state
+
+    def add_root(self, state_id: int) -> StateCell[ContextT]:
+        """A new root state."""
+        self._check_new((state_id,))
+        return self._add(state_id, None)
+
+    def add_children(self, parent: StateCell[ContextT], children: tuple[int, ...]) -> None:
+        """States that a fork will begin; they take ops from now on."""
+        if not children or len(set(children)) != len(children):
+            raise ProtocolError("a fork needs one or more new states")
+        self._check_new(children)
+        for child in children:
+            parent.children[child] = self._add(child, parent)
+
+    def couple(self, parent: StateCell[ContextT], children: list[StateCell[ContextT]]) -> None:
+        """Makes forked states a task group."""
+        for child in children:
+            if child.parent is not parent:
+                raise ProtocolError(f"state {child.id} is not a fork of state {parent.id}")
+        for child in children:
+            child.siblings, child.is_coupled = children, True
+        for child in children:
+            if child.error is not None and not isinstance(child.error, Cancelled):
+                error, child.error = child.error, None
+                self.end(child, error)
+                return
+
+    def end(self, state: StateCell[ContextT], error: AgentflowError) -> None:
+        """The state fails with ``error``; its task group goes with it, and so on up the tree."""
+        while state.error is None:
+            self.stop(state, error)
+            if not state.is_coupled or isinstance(error, Cancelled):
+                return
+            assert state.parent is not None
+            index = state.siblings.index(state)
+            cancelled = Cancelled(f"branch {index} of its fork failed")
+            cancelled.__cause__ = origin_of(error)
+            for sibling in state.siblings:
+                self.cancel(sibling, cancelled)
+            state, error = state.parent, because(f"branch {index} of a fork failed", error)
+
+    def cancel(self, state: StateCell[ContextT], error: Cancelled) -> None:
+        """Stops the state and everything that was forked from it."""
+        doomed = [state]
+        while doomed:  # a chain of forks may be deeper than Python's stack
+            state = doomed.pop()
+            doomed += state.children.values()
+            self.stop(state, error)
+
+    def stop(self, state: StateCell[ContextT], error: AgentflowError) -> None:
+        """The state runs no more, and what waits there fails. Has no effect on one that has failed."""
+        if state.error is not None:
+            return
+        state.error = error
+        state.mark()
+        if state.scope is not None:
+            state.scope.cancel()
+        self._kick(state)
+        if not state.is_running:
+            self.free(state)
+
+    def free(self, state: StateCell[ContextT]) -> None:
+        """Gives the state's context back. May be repeated."""
+        context, state.context = state.context, None
+        if context is not None:
+            self._give_back(context)
+
+    def forget(self, state: StateCell[ContextT]) -> None:
+        """The state is not needed any more."""
+        self.free(state)
+        self._states.pop(state.id, None)
+        if state.parent is not None:
+            state.parent.children.pop(state.id, None)
+
+    def clear(self) -> None:
+        """Forgets all states."""
+        for state in self._states.values():
+            self.free(state)
+        self._states.clear()
+
+    def _add(self, state_id: int, parent: StateCell[ContextT] | None) -> StateCell[ContextT]:
+        state = self._states[state_id] = StateCell[ContextT](state_id, parent, self._outbox)
+        return state
+
+    def _check_new(self, state_ids: tuple[int, ...]) -> None:
+        for state_id in state_ids:
+            if state_id in self._states:
+                raise ProtocolError(f"state {state_id} exists already")
+        if len(self._states) + len(state_ids) > MAX_STATES:
+            raise Overloaded(f"a session may have {MAX_STATES} states open: close some first")
+
+
+def because(message: str, cause: AgentflowError) -> AgentflowError:
+    """What follows from a failure: a cancellation stays one, anything else is a ``RunFailed``."""
+    error: AgentflowError = (
+        Cancelled(f"{message}: {cause}") if isinstance(cause, Cancelled) else RunFailed(f"{message}: {cause}")
+    )
+    error.__cause__ = origin_of(cause)
+    return error
+
+
+def origin_of(error: AgentflowError) -> BaseException:
+    """The failure that ``error`` follows from. Causes name it directly: through a long row of wired
+    variables, a chain of all the failures in between would grow without end."""
+    is_derived = isinstance(error, RunFailed | Cancelled) and error.__cause__ is not None
+    return (error.__cause__ or error) if is_derived else error

@@ -1,0 +1,59 @@
+"""What a user sees on the command line when something is wrong: one clear line."""
+
+import socket
+
+import pytest
+from end_to_end.serving import run_cli, served
+
+
+def only_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    assert len(lines) == 1, text
+    return lines[0]
+
+
+def test_help_lists_the_commands():
+    result = run_cli("--help")
+    assert result.returncode == 0
+    assert "pull" in result.stdout
+    assert "serve" in result.stdout
+
+
+def test_an_unknown_model_is_told_with_the_known_ones():
+    line = only_line(run_cli("serve", "--model", "no-such-model").stderr)
+    assert "no-such-model" in line
+    assert "smollm2-135m" in line
+
+
+def test_pulling_an_unknown_model_names_the_known_ones():
+    result = run_cli("pull", "no-such-model")
+    assert result.returncode == 1
+    assert "smollm2-135m" in only_line(result.stderr)
+
+
+def test_a_wrong_folder_is_told_with_what_is_missing(tmp_path):
+    line = only_line(run_cli("serve", "--model", str(tmp_path)).stderr)
+    assert "config.json" in line
+
+
+def test_an_occupied_port_is_told_before_a_model_is_loaded(model_folder):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run_cli("serve", "--port", str(port))
+    assert result.returncode == 1
+    assert str(port) in only_line(result.stderr)
+
+
+def test_a_server_ends_quietly_on_sigterm(model_folder):
+    with served("--kv-tokens", "2000") as (_, server):
+        server.terminate()
+        output, _ = server.communicate(timeout=30)
+    assert server.returncode == 0
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("option", ["--kv-tokens=0", "--token-budget=-1", "--max-running=0", "--threads=0"])
+def test_nonsense_sizes_are_refused(option):
+    result = run_cli("serve", option)
+    assert result.returncode == 2
+    assert option.partition("=")[0] in result.stderr

@@ -1,0 +1,108 @@
+"""The same program on the embedded engine and on a server gives the same, in fp32; the demo runs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import anyio
+import pytest
+from end_to_end.serving import served
+
+import agentflow as af
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TOPICS = ["its colour", "its roots", "its age"]
+
+
+@af.program
+async def describe(s: af.State, thing: str) -> dict[str, str]:
+    """Uses everything at once: turns, select, fork, wiring, sums, f-strings, stops, sampling."""
+    s += af.system("You answer in short sentences.")
+    s += af.user(f"Think of {thing}. Is it alive? Answer yes or no.")
+    s += af.assistant(af.select("alive", ["yes", "no"]))
+    async with s.fork(len(TOPICS)) as branches:
+        for branch, topic in zip(branches, TOPICS, strict=True):
+            branch += af.user(f"Describe {topic}.")
+            branch += af.assistant(af.gen("part", max_tokens=20, stop=["\n", "."]))
+    s += af.user(
+        "Notes:\n", *["- " + branch["part"] + ".\n" for branch in branches], f"First: {branches[0]['part']}"
+    )
+    s += af.assistant("Well, ", af.gen("whole", max_tokens=24))
+    s += "\nPS: "
+    s += af.gen("sampled", max_tokens=12, temperature=0.8, top_p=0.9)
+    values = {f"part{i}": await branch["part"] for i, branch in enumerate(branches)}
+    return values | {name: await s[name] for name in ("alive", "whole", "sampled")}
+
+
+async def run_on(**kwargs) -> dict[str, str]:
+    async with af.session(seed=7, **kwargs) as flow:
+        return await flow.run(describe, "an old oak")
+
+
+@pytest.fixture(scope="module")
+def server_url(model_folder):
+    with served("--dtype", "float32", "--kv-tokens", "4000", "--threads", "2") as (url, _):
+        yield url
+
+
+@pytest.fixture(scope="module")
+def embedded_result(model_folder):
+    backend = af.Embedded(dtype="float32", kv_tokens=4000, num_threads=2)
+    return anyio.run(lambda: run_on(backend=backend))
+
+
+def test_the_values_are_worth_comparing(embedded_result):
+    assert embedded_result["alive"] in ("yes", "no")
+    assert all(len(value) > 5 for name, value in embedded_result.items() if name != "alive")
+    assert len({embedded_result[f"part{i}"] for i in range(3)}) > 1
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_a_server_gives_what_the_embedded_engine_gives(embedded_result, server_url, backend):
+    assert anyio.run(lambda: run_on(url=server_url), backend=backend) == embedded_result
+
+
+def test_many_clients_at_once_get_the_same(embedded_result, server_url):
+    async def main() -> list[dict[str, str]]:
+        results: list[dict[str, str]] = []
+
+        async def one() -> None:
+            results.append(await run_on(url=server_url))
+
+        async with anyio.create_task_group() as group:
+            for _ in range(6):
+                group.start_soon(one)
+        return results
+
+    assert anyio.run(main) == [embedded_result] * 6
+
+
+def test_the_demo_answers_on_a_server(server_url):
+    result = subprocess.run(
+        [sys.executable, EXAMPLES / "essay_judge.py", "--url", server_url],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    for line in (
+        "prompt tokens",
+        "of which cached",
+        "hit rate",
+        "forward steps",
+        "tokens per second",
+        "peak memory",
+    ):
+        assert line in result.stdout
+
+
+def test_the_demo_says_in_one_line_that_nobody_answers():
+    result = subprocess.run(
+        [sys.executable, EXAMPLES / "essay_judge.py", "--url", "ws://127.0.0.1:1"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 1
+    assert "agentflow serve" in result.stdout.replace("\n", " ")
+    assert "Traceback" not in result.stdout + result.stderr

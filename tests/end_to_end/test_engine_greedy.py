@@ -1,0 +1,225 @@
+"""On the real model in fp32, a request's greedy tokens do not depend on anything around it: not on
+the batch, the cache, a fork, an eviction, or where prefill was cut. The first test ties them to
+transformers; the others compare to a lone request on an engine without a cache."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import agentflow as af
+from agentflow.backends.interpreted import interpreted
+from agentflow.sampling import SamplingParams
+from agentflow.server.chat_template import ChatTemplate
+from agentflow.server.core.batch import Batch, BatchOutput
+from agentflow.server.core.scheduler import SchedulerConfig
+from agentflow.server.engine_client import EngineClient, running_engine
+from agentflow.server.engine_generator import EngineGenerator
+from agentflow.server.model.torch_runner import TorchRunner
+from agentflow.server.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.timeout(300)
+
+NUM_SLOTS = 3000
+TEXTS = [
+    "The oldest tree in the valley",
+    "def reverse(words):\n    ",
+    "Once upon a time, in a village by the sea, there lived a clockmaker who",
+    "Ingredients: two eggs, a cup of flour, and",
+    "The capital of Italy is Rome. The capital of Spain is",
+    "A short history of glass. Glass was first made in Mesopotamia some four thousand years ago. " * 3,
+    "x = 1\ny = 2\nprint(",
+    "Dear diary, today I",
+    "Why is the sky blue? Sunlight is scattered by",
+    "Zwei Brüder wohnten in einem Haus, und",
+    "The recipe says: first,",
+    "1 2 4 8 16 32",
+    "In the beginning of the second act, the king enters and says to his daughter that " * 2,
+    "To be or not to be,",
+    "[package]\nname = ",
+    "Rain fell on",
+]
+
+
+class Kept:
+    """A runner that outlives the engines that use it one after the other."""
+
+    def __init__(self, runner: TorchRunner) -> None:
+        self.info = runner.info
+        self._runner = runner
+
+    def run(self, batch: Batch) -> BatchOutput:
+        return self._runner.run(batch)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_folder: Path) -> Tokenizer:
+    return Tokenizer.from_folder(model_folder)
+
+
+@pytest.fixture(scope="module")
+def runner(model_folder: Path) -> Iterator[Kept]:
+    real = TorchRunner(model_folder, num_slots=NUM_SLOTS, device="cpu", dtype="float32", num_threads=2)
+    yield Kept(real)
+    real.close()
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer: Tokenizer) -> list[list[int]]:
+    return [tokenizer.encode(text) for text in TEXTS]
+
+
+def on_engine(runner: Kept, tokenizer: Tokenizer, use, **config):
+    """Runs ``use(client)`` on an engine with this configuration, and checks that it ends idle."""
+
+    async def main():
+        async with running_engine(lambda: (runner, tokenizer), SchedulerConfig(**config)) as client:
+            result = await use(client)
+            await client.stats()
+            client.engine.scheduler.check_idle()
+            return result
+
+    return anyio.run(main)
+
+
+async def generate(client: EngineClient, prompt: list[int], count: int = 24) -> list[int]:
+    params = SamplingParams(max_tokens=count, ignore_eos=True)
+    end = await client.generate(prompt, params, seed=0, cache_key="", on_text=lambda _: None)
+    return end.token_ids
+
+
+async def generate_all(client: EngineClient, prompts: list[list[int]], count: int = 24) -> list[list[int]]:
+    results: list[list[int]] = [[] for _ in prompts]
+
+    async def one(index: int) -> None:
+        results[index] = await generate(client, prompts[index], count)
+
+    async with anyio.create_task_group() as group:
+        for index in range(len(prompts)):
+            group.start_soon(one, index)
+    return results
+
+
+@pytest.fixture(scope="module")
+def alone(runner, tokenizer, prompts) -> list[list[int]]:
+    """Each prompt's 24 tokens, one request at a time, nothing shared."""
+
+    async def use(client):
+        return [await generate(client, prompt) for prompt in prompts]
+
+    return on_engine(runner, tokenizer, use, use_cache=False)
+
+
+def test_alone_is_what_transformers_generates(model_folder, prompts, alone):
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    for prompt, ours in zip(prompts[:5], alone[:5], strict=True):
+        ids = torch.tensor([prompt])
+        theirs = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=24,
+            min_new_tokens=24,
+            do_sample=False,
+        )
+        assert ours == theirs[0, len(prompt) :].tolist()
+
+
+def test_in_a_batch_of_sixteen_of_mixed_lengths(runner, tokenizer, prompts, alone):
+    got = on_engine(runner, tokenizer, lambda client: generate_all(client, prompts), max_running=16)
+    assert got == alone
+
+
+@pytest.mark.parametrize("token_budget", [1, 2, 5, 17, 64, 1000])
+def test_with_prefill_cut_into_chunks_of_any_size(runner, tokenizer, prompts, alone, token_budget):
+    chosen = [5, 12, 9]
+    got = on_engine(
+        runner,
+        tokenizer,
+        lambda client: generate_all(client, [prompts[i] for i in chosen], 8),
+        token_budget=token_budget,
+    )
+    assert got == [alone[i][:8] for i in chosen]
+
+
+def test_after_a_cache_hit_at_any_split_point(runner, tokenizer, prompts, alone):
+    rng = random.Random(3)
+
+    async def use(client: EngineClient) -> None:
+        for index in (5, 12):
+            prompt = prompts[index]
+            for split in sorted(rng.sample(range(1, len(prompt)), 8)):
+                salt = f"{index}/{split}"
+                await client.compute(prompt[:split], cache_key=salt)
+                params = SamplingParams(max_tokens=8, ignore_eos=True)
+                end = await client.generate(prompt, params, seed=0, cache_key=salt, on_text=lambda _: None)
+                assert end.cached_tokens == split
+                assert end.token_ids == alone[index][:8]
+
+    on_engine(runner, tokenizer, use)
+
+
+def test_after_its_own_continuation_was_cached(runner, tokenizer, prompts, alone):
+    async def use(client: EngineClient) -> None:
+        for index in (0, 2, 5):
+            first = await generate(client, prompts[index], 12)
+            assert first == alone[index][:12]
+            assert await generate(client, prompts[index] + first, 12) == alone[index][12:24]
+
+    on_engine(runner, tokenizer, use)
+
+
+def test_after_an_eviction_and_recomputation(runner, tokenizer, prompts, alone):
+    rng = random.Random(4)
+
+    async def use(client: EngineClient) -> int:
+        assert await generate(client, prompts[5]) == alone[5]
+        for _ in range(6):
+            await client.compute([rng.randrange(10, 49_000) for _ in range(700)], cache_key="")
+        assert await generate(client, prompts[5]) == alone[5]
+        return (await client.stats()).evicted_tokens
+
+    assert on_engine(runner, tokenizer, use) > len(TEXTS[5])
+
+
+def test_when_the_pool_is_too_small_for_all_at_once(model_folder, tokenizer, prompts, alone):
+    small = TorchRunner(model_folder, num_slots=160, device="cpu", dtype="float32", num_threads=2)
+
+    async def use(client: EngineClient):
+        got = await generate_all(client, prompts[:5] + prompts[6:11])
+        return got, (await client.stats()).retractions
+
+    got, retractions = on_engine(small, tokenizer, use)
+    assert got == alone[:5] + alone[6:11]
+    assert retractions > 0
+
+
+def test_after_a_fork(model_folder, runner, tokenizer, prompts, alone):
+    async def use(client: EngineClient) -> None:
+        generator = EngineGenerator(client, ChatTemplate.from_folder(model_folder))
+
+        class Backend:
+            def connect(self, deliver, lost):
+                return interpreted(generator, deliver)
+
+        async with af.session(backend=Backend()) as flow, flow.state() as root:
+            root += TEXTS[5]
+            branches = root.fork(3)
+            root += af.gen("own", max_tokens=24, ignore_eos=True)
+            for branch in branches:
+                branch += af.gen("own", max_tokens=24, ignore_eos=True)
+            expected = tokenizer.decode(alone[5])
+            assert [await state["own"] for state in (root, *branches)] == [expected] * 4
+            shared = [branch["own"].usage.cached_tokens for branch in branches]
+            assert (
+                sum(tokens >= len(prompts[5]) - 1 for tokens in [*shared, root["own"].usage.cached_tokens])
+                >= 3
+            )
+
+    on_engine(runner, tokenizer, use)

@@ -1,0 +1,51 @@
+"""The built wheel, installed bare in a clean environment, is a frontend without torch."""
+
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+PROBE = """
+import sys, anyio, agentflow as af
+heavy = {"torch", "transformers", "starlette", "uvicorn", "numpy"} & set(sys.modules)
+assert not heavy, heavy
+
+@af.program
+async def greet(s):
+    s += af.user("Hello")
+    s += af.assistant(af.gen("answer"))
+    return await s["answer"]
+
+async def main():
+    async with af.session(backend=af.Scripted(["hi there"])) as flow:
+        print(await flow.run(greet))
+    try:
+        async with af.session() as flow:
+            pass
+    except af.ModelError as error:
+        print(error)
+
+anyio.run(main)
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_bare_install_is_the_frontend(tmp_path):
+    def run(*command: str | Path) -> str:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path / "dist", ROOT)
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    venv.create(tmp_path / "clean", with_pip=True)
+    python = tmp_path / "clean" / "bin" / "python"
+    run(python, "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", wheel)
+    greeting, advice = run(python, "-c", PROBE).splitlines()
+    assert greeting == "hi there"
+    assert "agentflow-lm[engine]" in advice
+    assert "torch" not in run(python, "-m", "pip", "list")

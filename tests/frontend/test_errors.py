@@ -1,0 +1,113 @@
+"""The tree of errors: its drawing, its codes, and how an error travels with its causes."""
+
+import re
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import agentflow as af
+from agentflow import errors
+from agentflow.events import ErrorInfo, StateFailed, VarFailed
+
+
+def all_classes(root: type[errors.AgentflowError] = errors.AgentflowError) -> list[type]:
+    found = [root]
+    for child in root.__subclasses__():
+        found += all_classes(child)
+    return found
+
+
+def drawn_parents() -> dict[str, str | None]:
+    """Child to parent, read off the drawing in the module's docstring."""
+    parents: dict[str, str | None] = {"AgentflowError": None}
+    path = ["AgentflowError"]
+    for line in (errors.__doc__ or "").splitlines():
+        match = re.match(r"    ([│ ]*)[├└]── (\w+)", line)
+        if match:
+            depth = len(match[1]) // 4 + 1
+            path[depth:] = [match[2]]
+            parents[match[2]] = path[depth - 1]
+    return parents
+
+
+def test_the_drawing_is_the_tree():
+    real = {
+        error.__name__: error.__mro__[1].__name__ if error is not errors.AgentflowError else None
+        for error in all_classes()
+    }
+    assert drawn_parents() == real
+
+
+def test_every_error_is_public():
+    assert {error.__name__ for error in all_classes()} <= set(af.__all__)
+
+
+def test_every_class_has_a_code_of_its_own_and_is_found_by_it():
+    codes = [error.code for error in all_classes()]
+    assert len(set(codes)) == len(codes)
+    for error in all_classes():
+        again = errors.from_code(error.code, "what was wrong")
+        assert type(again) is error
+        assert str(again) == "what was wrong"
+
+
+def test_a_code_from_a_newer_version_is_the_root_class():
+    assert type(errors.from_code("something_new", "x")) is errors.AgentflowError
+
+
+def test_errors_are_what_python_calls_them_too():
+    assert issubclass(af.BadArgument, ValueError)
+    assert issubclass(af.UnknownVariable, KeyError)
+    assert str(af.UnknownVariable("no 'x'")) == "no 'x'"  # not its repr, as of a KeyError
+
+
+infos = st.recursive(
+    st.builds(ErrorInfo, st.sampled_from([e.code for e in all_classes()]), st.text(max_size=20)),
+    lambda causes: st.builds(
+        ErrorInfo, st.sampled_from([e.code for e in all_classes()]), st.text(max_size=20), causes
+    ),
+    max_leaves=6,
+)
+
+
+@given(info=infos)
+def test_an_error_travels_with_its_causes(info):
+    error = info.to_exception()
+    assert ErrorInfo.of(error) == info
+    for event in (VarFailed(1, info), StateFailed(1, info)):
+        for encode, decode in (
+            (msgspec.json.encode, msgspec.json.decode),
+            (msgspec.msgpack.encode, msgspec.msgpack.decode),
+        ):
+            assert decode(encode(event), type=VarFailed | StateFailed) == event
+
+
+@given(info=infos)
+def test_the_origin_is_the_last_cause(info):
+    error: BaseException = info.to_exception()
+    while error.__cause__ is not None:
+        error = error.__cause__
+    assert info.origin == ErrorInfo.of(error)
+
+
+def test_a_foreign_exception_travels_by_its_description():
+    error = af.EngineFailed("broken")
+    error.__cause__ = ZeroDivisionError("by zero")
+    info = ErrorInfo.of(error)
+    assert info.cause == ErrorInfo("run_failed", "ZeroDivisionError('by zero')")
+    assert isinstance(info.to_exception().__cause__, af.RunFailed)
+
+
+@pytest.mark.parametrize("make_cycle", [False, True])
+def test_an_endless_chain_of_causes_is_cut(make_cycle):
+    first = error = af.RunFailed("0")
+    for number in range(1, 10_000):
+        error.__cause__ = af.RunFailed(str(number))
+        error = error.__cause__
+    if make_cycle:
+        error.__cause__ = first
+    info = ErrorInfo.of(first)
+    msgspec.json.encode(info)
+    assert info.origin == ErrorInfo("run_failed", "15")

@@ -1,0 +1,148 @@
+"""What can be appended: arguments are checked where they are given, and sums keep their order."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import agentflow as af
+from agentflow.expression import GenExpression, RoleExpression, SelectExpression
+from agentflow.ops import MAX_CHOICES
+from agentflow.sampling import SamplingParams
+
+
+def test_a_gen_without_options_is_greedy():
+    assert af.gen("x").params == SamplingParams()
+    assert SamplingParams().temperature == 0
+
+
+def test_one_stop_string_needs_no_list():
+    assert af.gen("x", stop="\n").params.stop == ("\n",)
+    assert af.gen("x", stop=["a", "b"], stop_token_ids=[1, 2]).params.stop_token_ids == (1, 2)
+
+
+@given(
+    max_tokens=st.integers(1, 2**31 - 1),
+    temperature=st.floats(0, 100),
+    top_p=st.floats(0, 1, exclude_min=True),
+    top_k=st.integers(0, 2**31 - 1),
+    min_p=st.floats(0, 1),
+    seed=st.none() | st.integers(0, 2**63 - 1),
+    stop=st.lists(st.text(min_size=1, max_size=1024), max_size=3),
+    stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=3),
+    ignore_eos=st.booleans(),
+    logprobs=st.booleans(),
+)
+def test_everything_in_range_is_taken_as_it_is(**options):
+    params = af.gen("x", **options).params
+    for field, value in options.items():
+        assert getattr(params, field) == (tuple(value) if isinstance(value, list) else value)
+
+
+WRONG = [
+    ("max_tokens", 0),
+    ("max_tokens", -1),
+    ("max_tokens", 2**31),
+    ("max_tokens", 1.5),
+    ("max_tokens", True),
+    ("max_tokens", "5"),
+    ("max_tokens", None),
+    ("temperature", -0.1),
+    ("temperature", 101),
+    ("temperature", math.nan),
+    ("temperature", math.inf),
+    ("temperature", "hot"),
+    ("temperature", None),
+    ("top_p", 0),
+    ("top_p", 1.01),
+    ("top_p", math.nan),
+    ("top_p", [1]),
+    ("top_k", -1),
+    ("top_k", 2**31),
+    ("top_k", 1.0),
+    ("min_p", -0.5),
+    ("min_p", 2),
+    ("seed", -1),
+    ("seed", 2**63),
+    ("seed", 0.5),
+    ("stop", ""),
+    ("stop", ["a", ""]),
+    ("stop", ["x" * 1025]),
+    ("stop", ["x"] * 65),
+    ("stop", [1]),
+    ("stop", 7),
+    ("stop", None),
+    ("stop_token_ids", [-1]),
+    ("stop_token_ids", ["a"]),
+    ("stop_token_ids", [True]),
+    ("stop_token_ids", 3),
+    ("stop_token_ids", [2**31]),
+    ("ignore_eos", 1),
+    ("ignore_eos", None),
+    ("logprobs", "yes"),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), WRONG, ids=repr)
+def test_a_wrong_argument_is_refused_by_name(field, value):
+    with pytest.raises(af.BadArgument, match=rf"^gen: {field} must be .* not "):
+        af.gen("x", **{field: value})
+
+
+@pytest.mark.parametrize("name", ["", None, 3, b"x", ["x"]])
+@pytest.mark.parametrize("make", [af.gen, lambda name: af.select(name, ["a", "b"])])
+def test_a_variable_needs_a_name(make, name):
+    with pytest.raises(af.BadArgument, match="needs a name for its variable"):
+        make(name)
+
+
+@pytest.mark.parametrize(
+    ("choices", "why"),
+    [
+        ("yes", "must be a list of strings"),
+        (5, "must be a list of strings"),
+        (None, "must be a list of strings"),
+        (["a", 5], "must be a list of strings"),
+        ([], "at least one choice"),
+        (["a", ""], "none may be empty"),
+        (["a", "b", "a"], "each of them once"),
+        ([str(n) for n in range(MAX_CHOICES + 1)], "at most 1000 choices"),
+    ],
+)
+def test_choices_that_cannot_be_chosen_from_are_refused(choices, why):
+    with pytest.raises(af.BadArgument, match=rf"select\('pick'\).*{why}"):
+        af.select("pick", choices)
+
+
+def test_a_select_takes_as_many_choices_as_it_says():
+    assert len(af.select("pick", [str(n) for n in range(MAX_CHOICES)]).choices) == MAX_CHOICES
+    assert af.select("pick", iter(["a", "b"])).choices == ("a", "b")
+
+
+def test_an_unknown_method_names_those_there_are():
+    with pytest.raises(af.BadArgument, match=r"'best'.*token_length_normalized"):
+        af.select("pick", ["a"], method="best")
+
+
+def test_a_sum_keeps_its_order():
+    first, second = af.gen("a"), af.select("b", ["x", "y"])
+    row = "one " + first + " two " + (second + " three") + "four"
+    assert row.parts == ("one ", first, " two ", second, " three", "four")
+    assert isinstance(first, GenExpression)
+    assert isinstance(second, SelectExpression)
+
+
+def test_a_long_sum_is_not_a_deep_one():
+    row = af.gen("a") + ""
+    for number in range(3000):
+        row = row + str(number)
+    assert len(row.parts) == 3002
+    assert not any(hasattr(part, "parts") for part in row.parts)
+
+
+@pytest.mark.parametrize("role", [af.system, af.user, af.assistant])
+def test_a_role_holds_its_parts(role):
+    turn = role("a", "b")
+    assert isinstance(turn, RoleExpression)
+    assert (turn.role, turn.parts) == (role.__name__, ("a", "b"))

@@ -1,0 +1,110 @@
+"""Markers: found again whatever stands around them, refused when damaged, unknown to other sessions."""
+
+import gc
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import agentflow as af
+from agentflow.marker import Markers
+from agentflow.variable import Variable
+
+MARKERS = Markers()
+VARIABLES = [Variable(var_id, f"v{var_id}", None) for var_id in (1, 2, 23, 456_789)]
+MARKER = MARKERS.mark(VARIABLES[2])
+
+pieces = st.lists(
+    st.text(max_size=12) | st.sampled_from(["⟦af:", "⟧", "⟦", ":1⟧"]) | st.sampled_from(VARIABLES)
+)
+
+
+@given(pieces=pieces)
+def test_variables_are_found_between_any_texts(pieces):
+    text = "".join([p if isinstance(p, str) else MARKERS.mark(p) for p in pieces])
+    merged: list[str | Variable] = []
+    for piece in pieces:
+        if isinstance(piece, str) and merged and isinstance(merged[-1], str):
+            merged[-1] += piece
+        elif piece != "":
+            merged.append(piece)
+    assert MARKERS.split(text) == merged
+
+
+@given(around=st.tuples(st.text(max_size=5), st.text(max_size=5)), start=st.integers(0), end=st.integers(0))
+def test_a_cut_marker_is_refused(around, start, end):
+    """Wherever it is cut in one place or two, as long as a bracket with four digits, or fifteen digits,
+    of the nonce are left."""
+    start, end = start % len(MARKER), end % (len(MARKER) + 1)
+    left = MARKER[start:end]
+    num_digits = min(end, 36) - max(start, 4)
+    is_recognisable = (
+        num_digits >= 15 or (start == 0 and num_digits >= 4) or (end == len(MARKER) and num_digits >= 4)
+    )
+    text = around[0] + left + around[1]
+    if left == MARKER:
+        assert VARIABLES[2] in MARKERS.split(text)
+    elif is_recognisable:
+        with pytest.raises(af.BadArgument, match="damaged"):
+            MARKERS.split(text)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        str.upper,
+        str.title,
+        lambda marker: marker.replace("⟦", "["),
+        lambda marker: marker.replace("⟧", "]"),
+        lambda marker: marker.replace(":23⟧", ":⟧"),
+        lambda marker: marker.replace(":23⟧", ":x⟧"),
+        lambda marker: marker.replace("⟦", "⟦ "),
+        lambda marker: marker.replace("af", "AF"),
+        lambda marker: f"{MARKER[:36]}{marker}{MARKER[36:]}",
+        lambda marker: marker[:20] + "\n" + marker[20:],
+        lambda marker: marker[:17] + "…",
+        lambda marker: "…" + marker[-12:],
+        lambda marker: json.dumps(marker).strip('"'),
+        lambda marker: marker.encode("utf-8").decode("latin-1"),
+    ],
+)
+def test_a_changed_marker_is_refused(damage):
+    damaged = damage(MARKER)
+    assert damaged != MARKER
+    with pytest.raises(af.BadArgument, match="damaged"):
+        MARKERS.split(f"before {damaged} after")
+
+
+def test_a_doubled_marker_is_two_references():
+    assert MARKERS.split(MARKER * 2) == [VARIABLES[2]] * 2
+
+
+def test_a_damaged_marker_beside_a_whole_one_is_refused():
+    with pytest.raises(af.BadArgument, match="damaged"):
+        MARKERS.split(MARKER + MARKER[:30])
+
+
+def test_what_looks_like_a_marker_of_another_session_stays_text():
+    foreign = Markers().mark(VARIABLES[0])
+    for text in (foreign, foreign[:20], foreign.upper(), f"⟦af:{'0' * 32}:1⟧", "⟦af::1⟧"):
+        assert MARKERS.split(text) == [text]
+
+
+def test_nonces_are_long_and_differ():
+    nonces = {Markers().mark(VARIABLES[0])[4:36] for _ in range(50)}
+    assert len(nonces) == 50
+    assert all(int(nonce, 16) < 2**128 for nonce in nonces)
+
+
+def test_a_marker_does_not_keep_its_variable():
+    variable = Variable(5, "gone", None)
+    marker = MARKERS.mark(variable)
+    del variable
+    gc.collect()
+    with pytest.raises(af.StateClosed, match="has ended with its run"):
+        MARKERS.split(marker)
+
+
+def test_nothing_is_nothing():
+    assert MARKERS.split("") == []

@@ -1,0 +1,106 @@
+"""Ops in line for a server, against a server that is a list."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentflow import ops
+from agentflow.backends.op_queue import FRAME_OVERHEAD_BYTES, OpQueue
+from agentflow.errors import BadArgument, FrameTooLarge, ProtocolError
+from agentflow.protocol import Ops, client_frames
+
+FRAME_BYTES = 256
+actions = st.lists(
+    st.one_of(
+        st.builds(lambda n: ("add", n), st.integers(0, 150)),
+        st.just(("send", 0)),
+        st.just(("deliver", 0)),
+        st.just(("ack", 0)),
+        st.just(("break", 0)),
+    ),
+    max_size=60,
+)
+
+
+@given(actions, st.booleans())
+def test_every_op_arrives_once_and_in_order(recorded: list[tuple[str, int]], binary: bool) -> None:
+    queue = OpQueue(binary=binary, frame_bytes=FRAME_BYTES)
+    added: list[ops.Op] = []
+    taken: list[ops.Op] = []  # by the server
+    on_the_way: list[bytes] = []
+
+    def deliver(data: bytes) -> None:
+        assert len(data) <= FRAME_BYTES
+        frame = client_frames().decode(data if binary else data.decode())
+        assert isinstance(frame, Ops)
+        assert 1 <= frame.first <= len(taken) + 1
+        taken.extend(frame.ops[len(taken) + 1 - frame.first :])
+
+    for action, number in [*recorded, ("break", 0), ("send all", 0)]:
+        if action == "add":
+            op = ops.Text(number, ("x" * number,))
+            assert queue.add(queue.encoded(op)) == len(added) + 1
+            added.append(op)
+        elif action == "send" and (data := queue.next_frame()) is not None:
+            on_the_way.append(data)
+        elif action == "deliver" and on_the_way:
+            deliver(on_the_way.pop(0))
+        elif action == "ack":
+            queue.acknowledge(len(taken))
+            assert len(queue) == len(added) - len(taken)
+            assert queue.is_acknowledged(len(taken))
+            assert not queue.is_acknowledged(len(taken) + 1)
+        elif action == "break":
+            on_the_way.clear()
+            queue.resume(len(taken))
+        elif action == "send all":
+            while (data := queue.next_frame()) is not None:
+                deliver(data)
+    assert taken == added
+
+
+@given(st.integers(1, 40), st.booleans())
+def test_frames_are_filled(num_ops: int, binary: bool) -> None:
+    queue = OpQueue(binary=binary, frame_bytes=FRAME_BYTES)
+    data = queue.encoded(ops.Seal(1))
+    for _ in range(num_ops):
+        queue.add(data)
+    frames = []
+    while (frame := queue.next_frame()) is not None:
+        frames.append(frame)
+    per_frame = (FRAME_BYTES - FRAME_OVERHEAD_BYTES + 1) // (len(data) + 1)
+    assert len(frames) <= -(-num_ops // per_frame)
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_the_largest_op_that_is_taken_makes_a_frame_within_the_limit(binary: bool) -> None:
+    queue = OpQueue(binary=binary, frame_bytes=FRAME_BYTES)
+    # Numbers as large as they get, so that the frame's own part is as large as it gets.
+    queue._num_acked = 2**63
+    largest = ops.Text(1, ("",))
+    room = FRAME_BYTES - FRAME_OVERHEAD_BYTES
+    while len(queue.encoded(largest)) < room:
+        largest = ops.Text(1, (str(largest.parts[0]) + "x",))
+    with pytest.raises(FrameTooLarge, match="text: the op takes 193 bytes, .* at most 256 bytes"):
+        queue.encoded(ops.Text(1, (str(largest.parts[0]) + "x",)))
+    data = queue.encoded(largest)
+    queue.add(data)
+    frame = queue.next_frame()
+    assert frame is not None
+    assert FRAME_BYTES - FRAME_OVERHEAD_BYTES < len(frame) <= FRAME_BYTES
+
+
+def test_what_cannot_be_written_is_a_bad_argument() -> None:
+    queue = OpQueue(binary=True, frame_bytes=FRAME_BYTES)
+    with pytest.raises(BadArgument, match="half a character"):
+        queue.encoded(ops.Text(1, ("\udfff",)))
+    assert len(queue) == 0
+
+
+def test_confirming_what_was_never_sent_is_a_protocol_error() -> None:
+    queue = OpQueue(binary=True, frame_bytes=FRAME_BYTES)
+    queue.add(queue.encoded(ops.Seal(1)))
+    with pytest.raises(ProtocolError, match="confirms op 1, but only 0 were sent"):
+        queue.acknowledge(1)

@@ -1,0 +1,321 @@
+"""The remote backend against servers that break the protocol, and over TLS: real websockets whose other
+end does what a test says."""
+
+from __future__ import annotations
+
+import ssl
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.server import ServerConnection, serve
+from wire_peer import Listener, gen
+
+from agentflow import ops
+from agentflow.backend import Connection
+from agentflow.backends.remote import Remote
+from agentflow.errors import AgentflowError, FrameTooLarge, ProtocolError, ServerLost, ServerUnreachable
+from agentflow.events import Delta, ErrorInfo, StatsReply, Value
+from agentflow.generator import Capabilities, Stats, Usage
+from agentflow.protocol import (
+    VERSION,
+    Events,
+    Hello,
+    Limits,
+    Ops,
+    Refused,
+    ServerFrame,
+    Welcome,
+    client_frames,
+    encode,
+)
+
+pytestmark = pytest.mark.anyio
+
+CERTIFICATE = Path(__file__).parent / "localhost_for_tests.pem"
+WELCOME = Welcome(VERSION, "session", "secret", Capabilities("canned"), Limits(4096, 0.05))
+
+Handler = Callable[[ServerConnection], None]
+
+
+@contextmanager
+def canned_server(handler: Handler, ssl_context: ssl.SSLContext | None = None) -> Iterator[str]:
+    """A websocket server in a thread; ``handler`` has each connection. Gives its address."""
+
+    def handle(connection: ServerConnection) -> None:
+        try:
+            handler(connection)
+        except ConnectionClosed:
+            pass  # the client has hung up on what it got
+
+    with serve(handle, "127.0.0.1", 0, ssl=ssl_context, compression=None) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.socket.getsockname()[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def say(connection: ServerConnection, *frames: ServerFrame) -> None:
+    """Sends frames."""
+    for frame in frames:
+        connection.send(encode(frame, binary=True))
+
+
+def welcome(connection: ServerConnection, ack: int = 0) -> Hello:
+    """Hears a hello and answers it."""
+    data = connection.recv()
+    assert isinstance(data, bytes)
+    hello = client_frames().decode(data)
+    assert isinstance(hello, Hello)
+    say(connection, msgspec.structs.replace(WELCOME, ack=ack))
+    return hello
+
+
+@asynccontextmanager
+async def opened(remote: Remote) -> AsyncIterator[tuple[Connection, Listener]]:
+    listener = Listener()
+    async with remote.connect(listener.deliver, listener.lost) as connection:
+        yield connection, listener
+
+
+# In place of a welcome
+
+
+def _other_version(connection: ServerConnection) -> None:
+    connection.recv()
+    say(connection, Welcome(VERSION + 1, "a", "b", Capabilities("canned"), Limits(4096, 1.0)))
+
+
+def _no_welcome(connection: ServerConnection) -> None:
+    connection.recv()
+    say(connection, Events(0))
+
+
+def _garbage(connection: ServerConnection) -> None:
+    connection.recv()
+    connection.send(b"\xc1garbage")
+
+
+def _refusal(connection: ServerConnection) -> None:
+    connection.recv()
+    say(connection, Refused(ErrorInfo("engine_failed", "out of order", ErrorInfo("run_failed", "why"))))
+
+
+def _close(connection: ServerConnection) -> None:
+    connection.recv()
+    connection.close(1011, "no reason")
+
+
+@pytest.mark.parametrize(
+    ("handler", "code", "message"),
+    [
+        (_other_version, "protocol_error", f"speaks version {VERSION + 1} .* version {VERSION}:"),
+        (_no_welcome, "protocol_error", "expected a welcome frame .* a events frame came"),
+        (_garbage, "protocol_error", "a frame cannot be read"),
+        (_refusal, "engine_failed", "out of order"),
+        (_close, "server_unreachable", "hung up before it answered: closed with code 1011 no reason"),
+    ],
+)
+async def test_a_wrong_answer_to_hello_is_one_clear_error(handler: Handler, code: str, message: str) -> None:
+    with canned_server(handler) as address:
+        with pytest.raises(AgentflowError, match=message) as caught:
+            async with opened(Remote(f"ws://{address}")):
+                pytest.fail("connected")
+        assert caught.value.code == code
+
+
+# Later
+
+
+async def _lost_with(handler: Handler) -> Exception:
+    """What a session is lost with that opened a state and a variable 2."""
+    with canned_server(handler) as address:
+        async with opened(Remote(f"ws://{address}")) as (connection, listener):
+            connection.send([ops.Open(1), gen(1, 2)])
+            return await listener.wait_until_lost()
+
+
+@pytest.mark.parametrize(
+    ("frame", "message"),
+    [
+        (Events(2, (Delta(2, 5, "late"),)), "variable 2 at character 5, but only 0 characters came before"),
+        (Events(9), "confirms op 9, but only 2 were sent"),
+        (WELCOME, "expected events .* a welcome frame came"),
+    ],
+)
+async def test_a_frame_that_makes_no_sense_loses_the_session(frame: ServerFrame, message: str) -> None:
+    def handler(connection: ServerConnection) -> None:
+        welcome(connection)
+        connection.recv()
+        say(connection, frame)
+        connection.recv()
+
+    error = await _lost_with(handler)
+    assert isinstance(error, ProtocolError)
+    assert error.args
+    with pytest.raises(ProtocolError, match=message):
+        raise error
+
+
+async def test_garbage_loses_the_session() -> None:
+    def handler(connection: ServerConnection) -> None:
+        welcome(connection)
+        connection.recv()
+        connection.send("no msgpack")
+        connection.recv()
+
+    with pytest.raises(ProtocolError, match="cannot be read"):
+        raise await _lost_with(handler)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "message"),
+    [
+        (1000, ServerLost, "the server ended the session"),
+        (1002, ServerLost, "did not understand a frame"),
+        (1009, FrameTooLarge, "takes smaller frames than the server says"),
+        (1012, ServerLost, "was shut down"),
+        (4001, ServerLost, "another connection has taken the session over"),
+    ],
+)
+async def test_a_close_code_that_is_final_is_not_answered_by_resuming(
+    code: int, kind: type[AgentflowError], message: str
+) -> None:
+    hellos: list[Hello] = []
+
+    def handler(connection: ServerConnection) -> None:
+        hellos.append(welcome(connection))
+        connection.recv()
+        connection.close(code)
+
+    with pytest.raises(kind, match=message):
+        raise await _lost_with(handler)
+    assert len(hellos) == 1
+
+
+async def test_a_refusal_that_comes_with_a_broken_connection_is_still_heard() -> None:
+    def handler(connection: ServerConnection) -> None:
+        welcome(connection)
+        connection.recv()
+        say(connection, Refused(ErrorInfo("overloaded", "full")))
+        connection.close(1013)
+
+    error = await _lost_with(handler)
+    assert isinstance(error, AgentflowError)
+    assert (error.code, str(error)) == ("overloaded", "full")
+
+
+async def test_the_cursors_of_a_broken_connection_are_exact_and_repeats_are_trimmed() -> None:
+    hellos: list[Hello] = []
+
+    def handler(connection: ServerConnection) -> None:
+        hellos.append(welcome(connection))
+        if len(hellos) == 1:
+            connection.recv()
+            say(connection, Events(1, (Delta(2, 0, "abc"), Delta(3, 0, "x"), Value(3, 1, "y", "eos", Usage()))))
+            connection.close(1011)
+        else:
+            connection.recv()
+            say(connection, Events(3, (Delta(2, 1, "bc"), Delta(2, 1, "bcd"), Delta(3, 0, "xy"))))
+            say(connection, Events(3, (Value(2, 0, "abcdef", "eos", Usage()),)))
+            connection.recv()
+
+    with canned_server(handler) as address:
+        async with opened(Remote(f"ws://{address}")) as (connection, listener):
+            connection.send([ops.Open(1), gen(1, 2), gen(1, 3)])
+            assert await listener.text(2) == "abcdef"
+            assert listener.texts == {2: "abcdef", 3: "xy"}
+    resume = hellos[1].resume
+    assert resume is not None
+    assert (resume.session, resume.secret) == ("session", "secret")
+    assert (resume.variables, resume.states) == ({2: 3}, {1: 0})
+
+
+async def test_an_answer_that_was_lost_is_asked_for_again() -> None:
+    hellos: list[Hello] = []
+    frames: list[object] = []
+
+    def handler(connection: ServerConnection) -> None:
+        hellos.append(welcome(connection, ack=len(hellos)))
+        data = connection.recv()
+        assert isinstance(data, bytes)
+        frames.append(client_frames().decode(data))
+        if len(hellos) == 1:
+            connection.close(1011)
+        else:
+            say(connection, Events(2, (StatsReply(5, Stats("canned")), StatsReply(5, Stats("canned")))))
+            connection.recv()
+
+    with canned_server(handler) as address:
+        async with opened(Remote(f"ws://{address}")) as (connection, listener):
+            connection.send([ops.GetStats(5)])
+            await listener.wait_for(lambda heard: 5 in heard.stats)
+    assert frames == [Ops(1, (ops.GetStats(5),)), Ops(2, (ops.GetStats(5),))]
+
+
+async def test_messages_in_fragments_and_pings_between_are_understood() -> None:
+    def handler(connection: ServerConnection) -> None:
+        welcome(connection)
+        connection.recv()
+        frame = encode(Events(2, (Value(2, 0, "whole", "eos", Usage()),)), binary=True)
+        connection.send([frame[:5], frame[5:6], frame[6:]])
+        assert connection.ping("are you there").wait(10)
+        connection.recv()
+
+    with canned_server(handler) as address:
+        async with opened(Remote(f"ws://{address}")) as (connection, listener):
+            connection.send([ops.Open(1), gen(1, 2)])
+            assert await listener.text(2) == "whole"
+
+
+async def test_the_key_goes_into_the_header_and_goodbye_is_said() -> None:
+    heard: list[object] = []
+    is_done = threading.Event()
+
+    def handler(connection: ServerConnection) -> None:
+        assert connection.request is not None
+        heard.append(connection.request.headers["Authorization"])
+        welcome(connection)
+        try:
+            while True:
+                data = connection.recv()
+                assert isinstance(data, bytes)
+                heard.append(type(client_frames().decode(data)).__name__)
+        except ConnectionClosed as closed:
+            assert closed.rcvd is not None
+            heard.append(closed.rcvd.code)
+        is_done.set()
+
+    with canned_server(handler) as address:
+        async with opened(Remote(f"ws://{address}", api_key="my key")):
+            pass
+        assert is_done.wait(10)
+    assert heard == ["Bearer my key", "Bye", 1000]
+
+
+async def test_a_session_over_tls() -> None:
+    server_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server_side.load_cert_chain(CERTIFICATE)
+
+    def handler(connection: ServerConnection) -> None:
+        welcome(connection)
+        connection.recv()
+        say(connection, Events(2, (Value(2, 0, "private" * 500, "eos", Usage()),)))
+        connection.recv()
+
+    with canned_server(handler, server_side) as address:
+        url = f"wss://{address}"
+        with pytest.raises(ServerUnreachable, match="certificate verify failed"):
+            async with opened(Remote(url)):
+                pytest.fail("trusted an unknown certificate")
+        trusting = ssl.create_default_context(cafile=str(CERTIFICATE))
+        async with opened(Remote(url, ssl_context=trusting)) as (connection, listener):
+            connection.send([ops.Open(1), gen(1, 2)])
+            assert await listener.text(2) == "private" * 500

@@ -1,0 +1,124 @@
+"""Drives a model runner by hand: sequences with slots at random places, steps made of any work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentflow.server.core.batch import Batch, BatchOutput, SampledRows
+from agentflow.server.runner import ModelRunner
+
+FOREIGN = 2**31 - 1
+"""What the page table holds where no token is: no slot has this number."""
+
+
+@dataclass
+class Walker:
+    """One request: its row in the page table, its tokens, and how many of them are computed."""
+
+    page_row: int
+    tokens: list[int]
+    num_computed: int = 0
+    prompt_len: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.tokens)
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[self.prompt_len :]
+
+
+class Driver:
+    """Owns the page table of a runner. ``seed``: of the slots' places and of chunk sizes."""
+
+    def __init__(self, runner: ModelRunner, *, seed: int = 0, max_requests: int = 64) -> None:
+        self.runner = runner
+        self.rng = np.random.default_rng(seed)
+        self._free = self.rng.permutation(runner.info.num_slots).tolist()
+        columns = min(runner.info.max_context, 4096)
+        self._table = np.full((max_requests, columns), FOREIGN, dtype=np.int32)
+        self._page_rows = self.rng.permutation(max_requests).tolist()
+
+    def add(self, tokens: Sequence[int], prefix_of: Walker | None = None, shared: int = 0) -> Walker:
+        """A new sequence; its first ``shared`` tokens use the slots of another, computed one."""
+        sequence = Walker(self._page_rows.pop(), list(tokens))
+        if prefix_of is not None:
+            assert prefix_of.tokens[:shared] == sequence.tokens[:shared]
+            assert shared <= prefix_of.num_computed
+            self._table[sequence.page_row, :shared] = self._table[prefix_of.page_row, :shared]
+            sequence.num_computed = shared
+        return sequence
+
+    def step(self, work: Sequence[tuple[Walker, int]], **sampling: Any) -> BatchOutput:
+        """Compute so many next tokens of each; sequences that reach their end get one more token.
+        ``sampling``: fields of SampledRows instead of greedy ones at those ends; with ``rows`` among
+        them no token is appended."""
+        work = sorted(work, key=lambda pair: pair[1] > 1)
+        for sequence, num_rows in work:
+            for position in range(sequence.num_computed, sequence.num_computed + num_rows):
+                self._table[sequence.page_row, position] = self._free.pop()
+        ends = [sequence.num_computed + num_rows for sequence, num_rows in work]
+        done = [end == len(sequence.tokens) for (sequence, _), end in zip(work, ends, strict=True)]
+        output = self.runner.run(self._batch(work, done, **sampling))
+        for (sequence, _), end in zip(work, ends, strict=True):
+            sequence.num_computed = end
+        if "rows" in sampling:
+            return output
+        finished = [sequence for (sequence, _), is_done in zip(work, done, strict=True) if is_done]
+        for sequence, token in zip(finished, output.token_ids.tolist(), strict=True):
+            sequence.tokens.append(token)
+        return output
+
+    def generate(self, sequences: Sequence[Walker], num_tokens: int, *, max_chunk: int = 4096) -> None:
+        """Greedy tokens for all of them: prefill in chunks of random size, mixed with decoding."""
+        while pending := [s for s in sequences if len(s.generated) < num_tokens]:
+            work = []
+            for sequence in pending:
+                left = len(sequence.tokens) - sequence.num_computed
+                chunk = left if max_chunk >= 4096 else int(self.rng.integers(1, max_chunk + 1))
+                work.append((sequence, min(left, chunk)))
+            self.step(work)
+
+    def _batch(self, work: Sequence[tuple[Walker, int]], done: Sequence[bool], **sampling: Any) -> Batch:
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        for sequence, num_rows in work:
+            span = slice(sequence.num_computed, sequence.num_computed + num_rows)
+            tokens += sequence.tokens[span]
+            positions += range(span.start, span.stop)
+            slots += self._table[sequence.page_row, span].tolist()
+        query_lens = np.array([num_rows for _, num_rows in work], dtype=np.int64)
+        return Batch(
+            token_ids=np.array(tokens, dtype=np.int64),
+            positions=np.array(positions, dtype=np.int64),
+            write_slots=np.array(slots, dtype=np.int64),
+            page_table=self._table,
+            page_rows=np.array([sequence.page_row for sequence, _ in work], dtype=np.int64),
+            query_lens=query_lens,
+            kv_lens=np.array([s.num_computed + n for s, n in work], dtype=np.int64),
+            num_decode=int((query_lens == 1).sum()),
+            sampled=sampled_rows(**({"rows": (np.cumsum(query_lens) - 1)[np.array(done)]} | sampling)),
+        )
+
+
+def sampled_rows(rows: Sequence[int] | NDArray[np.int64], **changed: Any) -> SampledRows:
+    """Sampled rows with temperature 0; any array may be given instead."""
+    n = len(rows)
+    values: dict[str, Any] = {
+        "rows": np.asarray(rows, dtype=np.int64),
+        "target_ids": np.full(n, -1, dtype=np.int64),
+        "temperatures": np.zeros(n, dtype=np.float32),
+        "top_ps": np.ones(n, dtype=np.float32),
+        "top_ks": np.zeros(n, dtype=np.int64),
+        "min_ps": np.zeros(n, dtype=np.float32),
+        "seeds": np.zeros(n, dtype=np.uint64),
+        "positions": np.zeros(n, dtype=np.int64),
+        "needs_logprobs": False,
+    }
+    return SampledRows(**(values | changed))

@@ -1,0 +1,182 @@
+"""The ASGI application behind a real web server: health checks, refusals before the session, ping and
+frame limits of the websocket implementation."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+from starlette.types import Message
+from websockets.exceptions import ConnectionClosedError, InvalidStatus
+from websockets.sync.client import connect
+from wire_peer import WireGenerator
+from wire_server import ThreadServer, thread_server
+
+from agentflow.errors import BadArgument, EngineFailed
+from agentflow.generator import Generator
+from agentflow.protocol import VERSION, Hello, Refused, Welcome, encode, server_frames
+from agentflow.server.app import create_app
+from agentflow.server.limits import ServerLimits
+
+FRAME_BYTES = 64 * 1024
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ThreadServer]:
+    limits = ServerLimits(frame_bytes=FRAME_BYTES, max_sessions=2, resume_grace_s=0)
+    with thread_server(limits) as running:
+        yield running
+
+
+def get(server: ThreadServer, path: str) -> tuple[int, dict[str, Any]]:
+    """Status and body of a GET."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+    try:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+    finally:
+        connection.close()
+
+
+def test_health(server: ThreadServer) -> None:
+    assert get(server, "/health/live") == (200, {"status": "live"})
+    assert get(server, "/health/ready") == (200, {"status": "ready", "model": "scripted", "sessions": 0})
+
+
+@pytest.mark.parametrize("fault", [EngineFailed("the engine broke"), ZeroDivisionError("the engine broke")])
+def test_a_broken_engine_is_live_but_not_ready(server: ThreadServer, fault: Exception) -> None:
+    server.generator.stats_fault = fault
+    try:
+        status, body = get(server, "/health/ready")
+    finally:
+        server.generator.stats_fault = None
+    assert (status, body["status"]) == (503, "unready")
+    assert "the engine broke" in body["reason"]
+    assert get(server, "/health/live")[0] == 200
+
+
+def test_a_full_server_is_not_ready(server: ThreadServer) -> None:
+    url = f"{server.url}/v1/session"
+    with connect(url, compression=None) as first, connect(url, compression=None) as second:
+        for connection in (first, second):
+            connection.send(encode(Hello(VERSION), binary=True))
+            connection.recv()
+        status, body = get(server, "/health/ready")
+    assert (status, body["reason"]) == (503, "2 sessions are open, which is the limit")
+
+
+async def _answers(app: Any, scope: dict[str, Any]) -> list[Message]:
+    """What the application sends in answer to a first message."""
+    kind = "websocket.connect" if scope["type"] == "websocket" else "http.request"
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": kind}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await app(scope, receive, send)
+    return sent
+
+
+@pytest.mark.anyio
+async def test_before_and_after_its_lifespan_the_application_is_unready() -> None:
+    @asynccontextmanager
+    async def open_generator() -> AsyncIterator[Generator[Any]]:
+        yield WireGenerator()
+
+    app = create_app(open_generator)
+    common = {"headers": [], "query_string": b"", "extensions": {"websocket.http.response": {}}}
+    ready = {"type": "http", "method": "GET", "path": "/health/ready", **common}
+    session = {"type": "websocket", "path": "/v1/session", **common}
+    for _ in range(2):
+        for scope in (ready, session):
+            start, body = await _answers(app, dict(scope))
+            assert start["status"] == 503
+            assert "starting or shutting down" in json.loads(body["body"])["reason"]
+        async with app.router.lifespan_context(app):
+            start, _ = await _answers(app, dict(ready))
+            assert start["status"] == 200
+
+
+def test_a_page_of_another_site_may_not_open_a_session(server: ThreadServer) -> None:
+    url = f"{server.url}/v1/session"
+    with pytest.raises(InvalidStatus) as caught:
+        connect(url, additional_headers={"Origin": "https://elsewhere.example"})
+    assert caught.value.response.status_code == 403
+    own = {"Origin": f"http://127.0.0.1:{server.port}"}
+    with connect(url, additional_headers=own, compression=None) as connection:
+        connection.send(encode(Hello(VERSION), binary=True))
+        assert isinstance(server_frames().decode(connection.recv()), Welcome)
+
+
+def test_another_path_is_no_session(server: ThreadServer) -> None:
+    with pytest.raises(InvalidStatus) as caught:
+        connect(f"{server.url}/v1/elsewhere")
+    assert caught.value.response.status_code in (403, 404)
+
+
+def test_nothing_is_compressed(server: ThreadServer) -> None:
+    with connect(f"{server.url}/v1/session") as connection:
+        assert connection.response is not None
+        assert "Sec-WebSocket-Extensions" not in connection.response.headers
+
+
+@pytest.mark.parametrize("num_bytes", [FRAME_BYTES + 1, 2 * FRAME_BYTES])
+def test_a_frame_over_the_limit_is_refused_with_an_error(server: ThreadServer, num_bytes: int) -> None:
+    with connect(f"{server.url}/v1/session", compression=None) as connection:
+        connection.send(encode(Hello(VERSION), binary=True))
+        connection.recv()
+        connection.send(b"x" * num_bytes)
+        frame = server_frames().decode(connection.recv())
+        assert isinstance(frame, Refused)
+        assert frame.error.code == "frame_too_large"
+        with pytest.raises(ConnectionClosedError) as caught:
+            connection.recv()
+    assert caught.value.rcvd is not None
+    assert caught.value.rcvd.code == 1009
+
+
+@pytest.mark.anyio
+async def test_a_frame_far_over_the_limit_is_cut_off_and_its_session_ends(server: ThreadServer) -> None:
+    def send_it() -> None:
+        with connect(f"{server.url}/v1/session", compression=None) as connection:
+            connection.send(encode(Hello(VERSION), binary=True))
+            connection.recv()
+            connection.send(b"x" * (2 * FRAME_BYTES + 1))
+            connection.recv()
+
+    with pytest.raises(ConnectionClosedError):  # with code 1009, unless the break is noticed first
+        await anyio.to_thread.run_sync(send_it)
+    await server.wait_until_idle()
+
+
+def test_text_that_is_not_unicode_ends_the_connection(server: ThreadServer) -> None:
+    with connect(f"{server.url}/v1/session", compression=None) as connection:
+        connection.send(b'{"frame":"hello","version":1}\xff', text=True)
+        with pytest.raises(ConnectionClosedError):
+            connection.recv()
+    assert get(server, "/health/ready")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("frame_bytes", 4095),
+        ("max_sessions", 0),
+        ("max_connections", 0),
+        ("resume_grace_s", -1.0),
+        ("hello_timeout_s", 0.0),
+        ("ping_interval_s", 0.0),
+    ],
+)
+def test_limits_that_make_no_sense_are_refused(field: str, value: float) -> None:
+    with pytest.raises(BadArgument, match=f"{field} must be .*, not {value}"):
+        ServerLimits(**{field: value})  # type: ignore[arg-type]

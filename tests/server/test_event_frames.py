@@ -1,0 +1,77 @@
+"""Events as frames: nothing lost, nothing reordered, every frame within the limit."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentflow.events import Delta, ErrorInfo, Event, Reached, StateFailed, Value, VarFailed
+from agentflow.generator import Usage
+from agentflow.protocol import Events, server_frames
+from agentflow.server.event_frames import event_frames
+
+LIMIT = 4096
+texts = st.text(max_size=40).flatmap(lambda text: st.integers(0, 250).map(lambda times: text * times))
+events = st.one_of(
+    st.builds(Delta, st.integers(1, 3), st.integers(0, 9), texts),
+    st.builds(Value, st.integers(1, 3), st.integers(0, 9), texts, st.just("eos"), st.just(Usage(1, 2, 3))),
+    st.builds(Reached, st.integers(1, 3), st.integers(1, 9)),
+    st.builds(StateFailed, st.integers(1, 3), st.builds(ErrorInfo, st.just("run_failed"), texts)),
+)
+
+
+def _pieces(heard: list[Event]) -> list[tuple[int, int, str]]:
+    """Texts by variable and position, with what follows on directly put together."""
+    merged: list[tuple[int, int, str]] = []
+    for event in heard:
+        if isinstance(event, Delta | Value):
+            var, at, text = event.var, event.at, event.text
+            if merged and merged[-1][0] == var and merged[-1][1] + len(merged[-1][2]) == at and at:
+                merged[-1] = (var, merged[-1][1], merged[-1][2] + text)
+            else:
+                merged.append((var, at, text))
+    return merged
+
+
+@given(st.lists(events, max_size=12), st.booleans())
+def test_frames_carry_all_events_in_order_within_the_limit(given_events: list[Event], binary: bool) -> None:
+    heard: list[Event] = []
+    for data in event_frames(7, given_events, frame_bytes=LIMIT, binary=binary):
+        assert len(data) <= LIMIT
+        frame = server_frames().decode(data if binary else data.decode())
+        assert isinstance(frame, Events)
+        assert frame.ack == 7
+        heard += frame.events
+    assert _pieces(heard) == _pieces(given_events)
+    # A cut Value becomes deltas and then itself; everything else stays one event.
+    ends = [event for event in heard if not isinstance(event, Delta)]
+    expected = [event for event in given_events if not isinstance(event, Delta)]
+    assert [type(event) for event in ends] == [type(event) for event in expected]
+    for end, event in zip(ends, expected, strict=True):
+        if isinstance(end, StateFailed) and isinstance(event, StateFailed):
+            assert end.error.code == event.error.code
+            assert end == event or event.error.message.startswith(
+                end.error.message.removesuffix("… (shortened)")
+            )
+
+
+def test_what_fits_is_one_frame() -> None:
+    few: list[Event] = [Delta(1, 0, "a"), Reached(1, 1), Delta(2, 0, "b")]
+    assert len(list(event_frames(1, few, frame_bytes=LIMIT, binary=True))) == 1
+    assert len(list(event_frames(1, [], frame_bytes=LIMIT, binary=True))) == 1
+
+
+def test_a_value_whose_choices_do_not_fit_fails_after_its_text() -> None:
+    choices = {f"{number} {'x' * 100}": 0.0 for number in range(100)}
+    value = Value(1, 0, "chosen", "choice", Usage(), None, choices)
+    heard: list[Event] = []
+    for data in event_frames(1, [value], frame_bytes=LIMIT, binary=True):
+        frame = server_frames().decode(data)
+        assert isinstance(frame, Events)
+        heard += frame.events
+    *pieces, failed = heard
+    text = "".join(piece.text for piece in pieces if isinstance(piece, Delta))
+    assert "chosen".startswith(text)
+    assert isinstance(failed, VarFailed)
+    assert failed.error.code == "frame_too_large"
+    assert "variable 1" in failed.error.message

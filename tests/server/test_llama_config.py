@@ -1,0 +1,176 @@
+"""Folders that cannot be run: each gives one error that names what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from agentflow.errors import BadModelFolder
+from agentflow.server.model.config import read_config
+from agentflow.server.model.torch_runner import TorchRunner
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 20,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+
+
+def write_config(folder: Path, **changed: object) -> None:
+    config = {key: value for key, value in (CONFIG | changed).items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def write_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """All tensors of the small model, as ``change`` left them."""
+    layer = "model.layers.0."
+    shapes = {"model.embed_tokens": (20, 8), "lm_head": (20, 8), "model.norm": (8,)}
+    shapes |= {f"{layer}self_attn.{name}_proj": (8, 8) for name in "qkvo"}
+    shapes |= {f"{layer}mlp.{name}_proj": (12, 8) for name in ("gate", "up")}
+    shapes |= {f"{layer}mlp.down_proj": (8, 12)}
+    shapes |= {f"{layer}{name}_layernorm": (8,) for name in ("input", "post_attention")}
+    tensors = {f"{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def load(folder: Path) -> TorchRunner:
+    return TorchRunner(folder, num_slots=4, device="cpu", dtype="float32")
+
+
+def test_defaults_of_a_short_config(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    config = read_config(tmp_path)
+    assert (config.num_kv_heads, config.head_dim, config.tie_word_embeddings) == (2, 4, False)
+    assert (config.rope.kind, config.rope.theta, config.end_token_ids) == ("default", 10000.0, ())
+
+
+def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
+    write_config(tmp_path, eos_token_id=5)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
+    assert read_config(tmp_path).end_token_ids == (3, 5)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        MISTRAL | {"sliding_window": 64},
+        MISTRAL | {"sliding_window": None},
+        QWEN | {"sliding_window": 32, "use_sliding_window": False},
+        {"sliding_window": 32},
+        {"rope_scaling": None, "rope_theta": 5e5},
+    ],
+)
+def test_windows_that_are_never_reached_are_fine(tmp_path: Path, changed: dict[str, Any]) -> None:
+    write_config(tmp_path, **changed)
+    assert read_config(tmp_path).max_context == 64
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "architecture is MambaForCausalLM; only LlamaForCausalLM"),
+        ({"architectures": ...}, "architecture is none .model_type 'llama'."),
+        ({"hidden_size": ...}, "does not give 'hidden_size'"),
+        ({"hidden_size": "wide"}, "a value of the wrong kind"),
+        ({"num_key_value_heads": 3}, "2 heads over 3 KV heads"),
+        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised .gptq."),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope type 'longrope'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "does not give 'factor'"),
+        ({"partial_rotary_factor": 0.5}, "partial rotary embeddings"),
+        (MISTRAL | {"sliding_window": 32}, "sliding-window attention .sliding_window 32."),
+        (QWEN | {"sliding_window": 32, "use_sliding_window": True}, "sliding-window attention"),
+    ],
+)
+def test_configs_that_cannot_be_run(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+    write_config(tmp_path, **changed)
+    write_weights(tmp_path, lambda tensors: None)
+    with pytest.raises(BadModelFolder, match=message) as refusal:
+        load(tmp_path)
+    assert str(tmp_path) in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "cannot be read"), ("[]", "must hold a JSON object"), (None, "no config.json")],
+)
+def test_a_config_that_is_none(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(BadModelFolder, match=message):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("model.norm.weight"), "no tensor model.norm.weight"),
+        (lambda tensors: tensors.pop("lm_head.weight"), "no tensor lm_head.weight"),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.zeros(9)}),
+            r"model.norm.weight is \(9,\), but config.json makes it \(8,\)",
+        ),
+        (
+            lambda tensors: tensors.update({"model.layers.0.self_attn.q_norm.weight": torch.zeros(4)}),
+            "1 tensors that its architecture has no use for .model.layers.0.self_attn.q_norm.weight.",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit(
+    tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], object], message: str
+) -> None:
+    write_config(tmp_path)
+    write_weights(tmp_path, change)
+    with pytest.raises(BadModelFolder, match=message):
+        load(tmp_path)
+
+
+def test_a_tied_model_ignores_a_head_that_is_stored_all_the_same(tmp_path: Path) -> None:
+    write_config(tmp_path, tie_word_embeddings=True)
+    write_weights(tmp_path, lambda tensors: None)
+    load(tmp_path).close()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("model.safetensors", b"version https://git-lfs", "model.safetensors cannot be read"),
+        ("model.safetensors.index.json", b"{}", "model.safetensors.index.json cannot be read"),
+        (
+            "model.safetensors.index.json",
+            b'{"weight_map": {"a": "gone.safetensors"}}',
+            "gone.safetensors cannot be read",
+        ),
+        ("pytorch_model.bin", b"", "no [*].safetensors file"),
+    ],
+)
+def test_weight_files_that_cannot_be_read(tmp_path: Path, file: str, content: bytes, message: str) -> None:
+    write_config(tmp_path)
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(BadModelFolder, match=message):
+        load(tmp_path)
+
+
+def test_a_shard_that_is_cut_off(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    write_weights(tmp_path, lambda tensors: None)
+    file = tmp_path / "model.safetensors"
+    assert load_file(file)
+    file.write_bytes(file.read_bytes()[:-40])
+    with pytest.raises(BadModelFolder, match="cannot be read"):
+        load(tmp_path)

@@ -1,0 +1,208 @@
+"""The sampler against a plain loop over one row, and against the distribution it should draw from."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import runner_driver
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentflow.server.core.batch import SampledRows
+from agentflow.server.model import sampler
+from agentflow.server.model.sampler import choose_tokens, uniforms
+
+MASK = 2**64 - 1
+
+
+def plain_uniform(seed: int, position: int) -> float:
+    def mix(x: int) -> int:
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB & MASK
+        return x ^ (x >> 31)
+
+    golden = 0x9E3779B97F4A7C15
+    return (mix((mix((seed + golden) & MASK) + position * golden) & MASK) >> 11) / 2**53
+
+
+def plain_choice(
+    logits: list[float],
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: int,
+    position: int,
+) -> int:
+    """One row, one token, as the docstring of ``sample`` says it."""
+    highest = max(logits)
+    if temperature == 0:
+        return logits.index(highest)
+    weights = [math.exp((logit - highest) / temperature) for logit in logits]
+    if 0 < top_k < len(weights):
+        kth = sorted(weights, reverse=True)[top_k - 1]
+        weights = [w if w >= kth else 0.0 for w in weights]
+    if top_p < 1:
+        wanted, reached = top_p * sum(weights), 0.0
+        for last in sorted(weights, reverse=True):
+            reached += last
+            if reached >= wanted:
+                break
+        weights = [w if w >= last else 0.0 for w in weights]
+    weights = [w if w >= min_p else 0.0 for w in weights]
+    drawn, reached = plain_uniform(seed, position) * sum(weights), 0.0
+    for token, weight in enumerate(weights):
+        reached += weight
+        if reached > drawn:
+            return token
+    raise AssertionError("the drawn point lies behind the last token")
+
+
+ROW = st.tuples(
+    st.sampled_from([0.0, 1e-30, 0.3, 1.0, 1.7, 50.0]),
+    st.sampled_from([0, 0, 1, 2, 7, 40, 1000]),
+    st.sampled_from([1.0, 1.0, 0.95, 0.5, 0.01]),
+    st.sampled_from([0.0, 0.0, 0.02, 0.3, 1.0]),
+    st.integers(0, MASK),
+    st.integers(0, 10_000),
+)
+
+
+def sampled_rows(rows: list[tuple[float, int, float, float, int, int]], **changed: object) -> SampledRows:
+    temperatures, top_ks, top_ps, min_ps, seeds, positions = zip(*rows, strict=True)
+    arrays = {
+        "temperatures": np.array(temperatures, dtype=np.float32),
+        "top_ks": np.array(top_ks, dtype=np.int64),
+        "top_ps": np.array(top_ps, dtype=np.float32),
+        "min_ps": np.array(min_ps, dtype=np.float32),
+        "seeds": np.array(seeds, dtype=np.uint64),
+        "positions": np.array(positions, dtype=np.int64),
+    }
+    return runner_driver.sampled_rows(range(len(rows)), **arrays, **changed)
+
+
+def random_logits(num_rows: int, vocab_size: int, seed: int, spread: float = 3.0) -> torch.Tensor:
+    return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+@pytest.mark.parametrize("head_size", [4, 1024])
+@given(st.lists(ROW, min_size=1, max_size=6), st.sampled_from([3, 50, 200]), st.integers(0, 1000))
+def test_a_batch_equals_the_loop_over_its_rows(
+    head_size: int, rows: list[tuple[float, int, float, float, int, int]], vocab_size: int, seed: int
+) -> None:
+    logits = random_logits(len(rows), vocab_size, seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "_HEAD_SIZE", head_size)
+        tokens, logprobs = choose_tokens(logits, sampled_rows(rows))
+    sampled = sampled_rows(rows)  # the parameters as float32, as the sampler sees them
+    for i, row in enumerate(logits.double().tolist()):
+        assert tokens[i] == plain_choice(
+            row,
+            float(sampled.temperatures[i]),
+            rows[i][1],
+            float(sampled.top_ps[i]),
+            float(sampled.min_ps[i]),
+            rows[i][4],
+            rows[i][5],
+        )
+    assert logprobs is None
+
+
+@given(st.lists(ROW, min_size=2, max_size=6), st.integers(0, 1000))
+def test_a_row_chooses_the_same_alone(
+    rows: list[tuple[float, int, float, float, int, int]], seed: int
+) -> None:
+    logits = random_logits(len(rows), 5000, seed)
+    together, _ = choose_tokens(logits, sampled_rows(rows))
+    alone = [choose_tokens(logits[i : i + 1], sampled_rows([row]))[0][0] for i, row in enumerate(rows)]
+    assert together.tolist() == alone
+
+
+@given(st.integers(0, MASK), st.integers(0, 2**40))
+def test_uniforms_equal_the_plain_generator(seed: int, position: int) -> None:
+    drawn = uniforms(np.array([seed], dtype=np.uint64), np.array([position]))
+    assert drawn[0] == plain_uniform(seed, position)
+
+
+def test_uniforms_are_uniform_over_positions_and_over_seeds() -> None:
+    numbers = np.arange(20_000)
+    fixed = np.full(20_000, 3)
+    for drawn in (uniforms(fixed.astype(np.uint64), numbers), uniforms(numbers.astype(np.uint64), fixed)):
+        counts, _ = np.histogram(drawn, bins=50, range=(0, 1))
+        # Chi-squared of 49 degrees of freedom: 85.4 is the 99.9th percentile.
+        assert ((counts - 400) ** 2 / 400).sum() < 85.4
+        assert abs(np.corrcoef(drawn[:-1], drawn[1:])[0, 1]) < 0.03
+
+
+def test_samples_follow_the_softmax() -> None:
+    logits = torch.tensor([[1.0, 0.0, -1.0, 2.5, 0.3, -4.0, 1.1, 0.0]])
+    n = 20_000
+    rows = [(0.8, 0, 1.0, 0.0, 11, position) for position in range(n)]
+    tokens, _ = choose_tokens(logits.expand(n, -1), sampled_rows(rows))
+    expected = n * torch.softmax(logits[0].double() / 0.8, -1).numpy()
+    counts = np.bincount(tokens, minlength=8)
+    # Chi-squared of 7 degrees of freedom: 24.3 is the 99.9th percentile.
+    assert ((counts - expected) ** 2 / expected).sum() < 24.3
+
+
+def test_the_cuts_leave_what_they_should() -> None:
+    logits = torch.log(torch.tensor([[0.4, 0.3, 0.15, 0.1, 0.05]]))
+
+    def seen(top_k: int, top_p: float, min_p: float) -> set[int]:
+        rows = [(1.0, top_k, top_p, min_p, 5, position) for position in range(400)]
+        return set(choose_tokens(logits.expand(400, -1), sampled_rows(rows))[0].tolist())
+
+    assert seen(0, 1.0, 0.0) == {0, 1, 2, 3, 4}
+    assert seen(2, 1.0, 0.0) == {0, 1}
+    assert seen(0, 0.6, 0.0) == {0, 1}
+    assert seen(0, 0.75, 0.0) == {0, 1, 2}
+    assert seen(0, 1.0, 0.3) == {0, 1, 2}
+    # The nucleus is taken of what top_k left: 0.4 / 0.7 of two tokens reach 0.55.
+    assert seen(2, 0.55, 0.0) == {0}
+
+
+def test_equally_likely_tokens_are_kept_or_cut_together() -> None:
+    logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, -9.0]])
+    rows = [(1.0, 2, 1.0, 0.0, 5, position) for position in range(200)]
+    tokens, _ = choose_tokens(logits.expand(200, -1), sampled_rows(rows))
+    assert set(tokens.tolist()) == {0, 1, 2, 3}
+
+
+def test_targets_are_kept_and_logprobs_are_of_the_unmodified_logits() -> None:
+    logits = random_logits(3, 100, 0)
+    rows = [(0.0, 0, 1.0, 0.0, 0, 0), (0.0, 0, 1.0, 0.0, 0, 1), (0.5, 3, 0.9, 0.1, 0, 2)]
+    tokens, logprobs = choose_tokens(
+        logits, sampled_rows(rows, target_ids=np.array([17, -1, -1]), needs_logprobs=True)
+    )
+    assert tokens[0] == 17
+    assert tokens[1] == logits[1].argmax()
+    exact = torch.log_softmax(logits.double(), -1)[torch.arange(3), torch.from_numpy(tokens)]
+    assert logprobs is not None
+    assert logprobs.dtype == np.float32
+    np.testing.assert_allclose(logprobs, exact, rtol=1e-5)
+
+
+def test_greedy_takes_the_first_of_equals() -> None:
+    tokens, _ = choose_tokens(torch.tensor([[0.0, 3.0, 3.0]]), sampled_rows([(0.0, 0, 1.0, 0.0, 0, 0)]))
+    assert tokens.tolist() == [1]
+
+
+def test_the_caller_keeps_its_logits_and_targets() -> None:
+    logits, targets = random_logits(2, 50, 0), np.array([-1, 3])
+    before = logits.clone()
+    choose_tokens(logits, sampled_rows([(1.0, 5, 0.9, 0.1, 1, 2)] * 2, target_ids=targets))
+    assert torch.equal(logits, before)
+    assert targets.tolist() == [-1, 3]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_numbers_give_a_token_and_harm_no_other_row(temperature: float) -> None:
+    logits = random_logits(2, 50, 0)
+    alone, _ = choose_tokens(logits[1:], sampled_rows([(temperature, 0, 0.9, 0.0, 1, 2)]))
+    logits[0] = math.nan
+    tokens, _ = choose_tokens(logits, sampled_rows([(temperature, 0, 0.9, 0.0, 1, 2)] * 2))
+    assert 0 <= tokens[0] < 50
+    assert tokens[1] == alone[0]

@@ -1,0 +1,253 @@
+"""Serving: ports, signals, start and end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from wire_peer import HANG, Listener, WireGenerator, gen
+
+from agentflow import ops
+from agentflow.backends.remote import Remote
+from agentflow.errors import EngineFailed, PortInUse, ServerError, ServerLost, ServerUnreachable, UnknownModel
+from agentflow.generator import Generator
+from agentflow.server.limits import ServerLimits
+from agentflow.server.serve import listen, running_server, serve
+from agentflow.task_group import open_task_group
+
+TESTS = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """uvicorn needs asyncio."""
+    return "asyncio"
+
+
+class Opening:
+    """Opens a generator, and notes that it was closed."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.generator = WireGenerator()
+        self.error = error
+        self.is_open = False
+
+    @asynccontextmanager
+    async def __call__(self) -> AsyncIterator[Generator[Any]]:
+        if self.error is not None:
+            raise self.error
+        self.is_open = True
+        try:
+            yield self.generator
+        finally:
+            self.is_open = False
+
+
+# In the loop of the test
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("host", "shown"), [("127.0.0.1", r"127\.0\.0\.1"), ("::1", r"\[::1\]"), ("localhost", ".*")]
+)
+async def test_a_server_answers_at_its_url_while_the_scope_lasts(host: str, shown: str) -> None:
+    opening = Opening()
+    async with running_server(opening, host=host) as server:
+        assert re.fullmatch(rf"ws://{shown}:\d+", server.url)
+        assert opening.is_open
+        listener = Listener()
+        async with Remote(server.url).connect(listener.deliver, listener.lost) as connection:
+            connection.send([ops.Open(1), ops.Text(1, ("hello",)), gen(1, 2)])
+            assert await listener.text(2) == "hello"
+        await server.sessions.wait_until_empty()
+    assert not opening.is_open
+    with pytest.raises(ServerUnreachable):
+        async with Remote(server.url).connect(listener.deliver, listener.lost):
+            pytest.fail("it still answers")
+
+
+@pytest.mark.anyio
+async def test_the_end_of_a_server_frees_what_runs_and_tells_its_clients() -> None:
+    opening = Opening()
+    listener = Listener()
+    urls: list[str] = []
+    has_started, may_end = anyio.Event(), anyio.Event()
+
+    async def host() -> None:
+        async with running_server(opening, limits=ServerLimits(resume_grace_s=1e6)) as server:
+            urls.append(server.url)
+            has_started.set()
+            await may_end.wait()
+
+    async with open_task_group() as group:
+        group.start_soon(host)
+        await has_started.wait()
+        async with Remote(urls[0]).connect(listener.deliver, listener.lost) as connection:
+            connection.send([ops.Open(1), ops.Text(1, (HANG,)), gen(1, 2)])
+            await listener.wait_for(lambda heard: 2 in heard.texts)
+            may_end.set()
+            error = await listener.wait_until_lost()
+    assert isinstance(error, ServerLost)
+    assert "shut down" in str(error)
+    assert (opening.generator.num_open, opening.generator.num_running) == (0, 0)
+
+
+@pytest.mark.anyio
+async def test_errors_of_the_block_and_of_the_generator_leave_as_themselves() -> None:
+    with pytest.raises(UnknownModel, match="no model"):
+        async with running_server(Opening(UnknownModel("no model"))):
+            pytest.fail("it started")
+    opening = Opening()
+    with pytest.raises(ZeroDivisionError):
+        async with running_server(opening):
+            raise ZeroDivisionError
+    assert not opening.is_open
+
+
+@pytest.mark.anyio
+async def test_cancelling_a_server_is_a_clean_end() -> None:
+    opening = Opening()
+    listener = Listener()
+    with anyio.CancelScope() as scope:
+        async with (
+            running_server(opening) as server,
+            Remote(server.url).connect(listener.deliver, listener.lost) as connection,
+        ):
+            connection.send([ops.Open(1), ops.Text(1, (HANG,)), gen(1, 2)])
+            await listener.wait_for(lambda heard: 2 in heard.texts)
+            scope.cancel()
+            await anyio.sleep_forever()
+    assert scope.cancelled_caught
+    assert not opening.is_open
+    assert (opening.generator.num_open, opening.generator.num_running) == (0, 0)
+
+
+@pytest.mark.anyio
+async def test_signal_handlers_are_left_alone() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    async with running_server(Opening()):
+        assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+# Addresses
+
+
+def test_an_occupied_port_is_one_clear_line_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        opening = Opening(EngineFailed("loaded"))
+        with pytest.raises(PortInUse) as caught:
+            serve(opening, port=port)
+    assert str(caught.value) == (
+        f"port {port} of 127.0.0.1 is in use: stop what listens there, or choose another port"
+    )
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_port_is_free_again_right_after_its_server_ended() -> None:
+    with listen("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        client = socket.create_connection(("127.0.0.1", port))
+        accepted = _accept(first)
+        accepted.close()  # the server's side hangs up first, and waits out its packets
+        client.close()
+    listen("127.0.0.1", port).close()
+
+
+def _accept(listener: socket.socket) -> socket.socket:
+    listener.setblocking(True)
+    accepted, _ = listener.accept()
+    return accepted
+
+
+@pytest.mark.parametrize(
+    ("host", "port"),
+    [("192.0.2.1", 0), ("no such host", 0), ("127.0.0.1", 70_000), ("127.0.0.1", -1), ("a" * 70, 0)],
+)
+def test_an_address_that_cannot_be_had_is_one_clear_line(host: str, port: int) -> None:
+    with pytest.raises(ServerError, match=f"cannot listen on port {port} of {host}: ") as caught:
+        listen(host, port)
+    assert not isinstance(caught.value, PortInUse)
+    assert "\n" not in str(caught.value)
+
+
+# A process of its own
+
+CHILD = """
+import sys
+from contextlib import asynccontextmanager
+import anyio
+from wire_peer import WireGenerator
+from agentflow.server.serve import serve
+
+@asynccontextmanager
+async def open_generator():
+    if sys.argv[1] == "starting":
+        print("starting", flush=True)
+        await anyio.sleep_forever()
+    try:
+        yield WireGenerator()
+    finally:
+        print("closed", flush=True)
+
+serve(open_generator, port=0)
+print("returned", flush=True)
+"""
+
+
+def _child(mode: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", CHILD, mode],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _first_line(child: subprocess.Popen[str]) -> str:
+    assert child.stdout is not None
+    return child.stdout.readline()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_serving_process_cleanly_with_a_client_connected(number: signal.Signals) -> None:
+    with _child("serving") as child:
+        found = re.fullmatch(r"agentflow serves scripted at (ws://127\.0\.0\.1:\d+)\n", _first_line(child))
+        assert found is not None
+
+        async def client() -> ServerLost | None:
+            listener = Listener()
+            async with Remote(found[1]).connect(listener.deliver, listener.lost) as connection:
+                connection.send([ops.Open(1), ops.Text(1, (HANG,)), gen(1, 2)])
+                await listener.wait_for(lambda heard: 2 in heard.texts)
+                child.send_signal(number)
+                error = await listener.wait_until_lost()
+                return error if isinstance(error, ServerLost) else None
+
+        error = anyio.run(client)
+        output, errors = child.communicate()
+    assert error is not None
+    assert "shut down" in str(error)
+    assert (child.returncode, output, errors) == (0, "closed\nreturned\n", "")
+
+
+def test_a_signal_ends_a_process_that_is_still_starting() -> None:
+    with _child("starting") as child:
+        assert _first_line(child) == "starting\n"
+        child.send_signal(signal.SIGTERM)
+        output, errors = child.communicate()
+    assert (child.returncode, output, errors) == (0, "returned\n", "")
