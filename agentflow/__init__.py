@@ -1,6 +1,7 @@
 """agentflow: programs that call language models many times. See ``docs/`` and the README."""
 
 from agentflow.backends.embedded import Embedded
+from agentflow.backends.remote import Remote
 from agentflow.backends.scripted import Scripted
 from agentflow.errors import (
     AgentflowError,
@@ -61,6 +62,7 @@ __all__ = [
     "PromptTooLong",
     "ProtocolError",
     "PullFailed",
+    "Remote",
     "RequestRefused",
     "RunDone",
     "RunFailed",

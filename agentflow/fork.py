@@ -40,4 +40,6 @@ class Branches(list["State"]):
 
     async def _wait(self) -> None:
         for branch in self:
-            await branch._wait()
+            branch.ask()
+        for branch in self:
+            await branch

@@ -1,12 +1,12 @@
 """The first figures: our engine against transformers' own loop, the prefix cache against none, and
-what a server costs while it does nothing. Same weights, same threads, one process, interleaved."""
+what a server costs while it does nothing. Same weights, same number of threads, interleaved."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -18,48 +18,11 @@ from agentflow.server.local_engine import EngineOptions, open_engine
 from agentflow.server.model_store import resolve_model
 from benchmarks.report import Report, median_of
 from benchmarks.server_costs import measure_server
+from benchmarks.transformers_peer import Transformers
 
 NUM_THREADS = 2
 MODEL = "smollm2-135m"
 RUNS = 3
-Clock = Callable[[], float]
-
-
-class Transformers:
-    """The peer: transformers' ``generate`` in bfloat16 with eager attention."""
-
-    def __init__(self) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        torch.set_num_threads(NUM_THREADS)
-        self._torch = torch
-        self._model: Any = AutoModelForCausalLM.from_pretrained(
-            resolve_model(MODEL), dtype=torch.bfloat16, attn_implementation="eager"
-        )
-        self._model.train(False)
-
-    def generate_s(self, prompt: list[int], num_tokens: int) -> float:
-        """Seconds for one greedy generation of exactly so many tokens."""
-        ids = self._torch.tensor([prompt])
-        start = time.perf_counter()
-        with self._torch.inference_mode():
-            self._model.generate(
-                ids,
-                attention_mask=self._torch.ones_like(ids),
-                max_new_tokens=num_tokens,
-                min_new_tokens=num_tokens,
-                do_sample=False,
-            )
-        return time.perf_counter() - start
-
-    def prefill_s(self, prompt: list[int]) -> float:
-        """Seconds for one forward over the prompt, logits of the last token only."""
-        ids = self._torch.tensor([prompt])
-        start = time.perf_counter()
-        with self._torch.inference_mode():
-            self._model(ids, use_cache=True, logits_to_keep=1)
-        return time.perf_counter() - start
 
 
 class Prompts:
@@ -198,9 +161,9 @@ def run(report: Report, console: Console, only: str) -> None:
 
     async def measure_all() -> None:
         if wanted("single_stream_vs_transformers", "batch16_vs_transformers", "prefill_vs_transformers"):
-            peer = Transformers()
-            await measure("decode", measure_decode(report, peer))
-            await measure("prefill", measure_prefill(report, peer))
+            with Transformers(resolve_model(MODEL), NUM_THREADS) as peer:
+                await measure("decode", measure_decode(report, peer))
+                await measure("prefill", measure_prefill(report, peer))
         if wanted("prefix_cache_gain"):
             await measure("the prefix cache", measure_prefix_cache(report))
         if wanted("resident_gb", "idle_core_percent"):

@@ -62,14 +62,17 @@ class Report:
 
     def show(self, console: Console) -> None:
         """The table, the machine below it."""
-        table = Table(title=f"agentflow benchmarks ({self.scale} scale)", title_justify="left")
-        for heading in ("figure", "value", "unit", "goal", "", "runs", "note"):
-            table.add_column(heading, justify="right" if heading in ("value", "goal") else "left")
-        marks = {True: "[green]reached[/]", False: "[red]missed[/]", None: ""}
+        table = Table(
+            title=f"agentflow benchmarks ({self.scale} scale)", title_justify="left", show_lines=True
+        )
+        table.add_column("figure", overflow="fold")
+        table.add_column("value", justify="right", no_wrap=True)
+        table.add_column("goal", no_wrap=True)
         for result in self.results:
             runs = ", ".join(f"{run:.4g}" for run in result.runs)
-            mark = marks[result.is_reached]
-            table.add_row(result.id, f"{result.value:.4g}", result.unit, result.goal, mark, runs, result.note)
+            figure = f"{result.id}\n[dim]{result.note or result.unit}; runs: {runs}[/]"
+            color = {True: "green", False: "red", None: "default"}[result.is_reached]
+            table.add_row(figure, f"[{color}]{result.value:.4g} {result.unit}[/]", result.goal)
         console.print(table)
         data = self.to_json()
         console.print(", ".join(f"{key}: {value}" for key, value in data["machine"].items()), style="dim")

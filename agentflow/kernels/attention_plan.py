@@ -30,8 +30,9 @@ PageTable = NDArray[np.int32]
 Index = slice | Tensor
 """Positions along a dimension: a slice where they are consecutive, which costs no copy."""
 
-PART_OVERHEAD = 400
-"""What one more part costs in a layer, in tokens of gathered and attended KV (measured, AVX2)."""
+PART_OVERHEAD = 1000
+"""What one more part costs in a layer, in tokens of gathered and attended KV (measured on AVX2: a
+tenth of a millisecond)."""
 MAX_GATHERED = 16384
 """Tokens gathered at once for a single group of several rows: what stays in a shared cache."""
 

@@ -22,9 +22,6 @@ from agentflow.kernels.attention_plan import (
 )
 from agentflow.kernels.linear_weight import LinearWeight
 
-_NARROW_QUERIES = 8
-"""Up to so many queries per KV head, attention is bound by reading KV, whatever the dtype."""
-
 
 @functools.cache
 def _packs_float32() -> bool:
@@ -40,30 +37,38 @@ def _multiplies_bfloat16() -> bool:
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None, *, exact_output: bool = False) -> LinearWeight:
-    on_cpu = weight.device.type == "cpu"
-    if not on_cpu or not _packs_float32() or (weight.dtype != torch.float32 and _multiplies_bfloat16()):
-        return LinearWeight(weight, None, bias)
+    is_narrow = weight.dtype != torch.float32
+    if (
+        weight.device.type != "cpu"
+        or not _packs_float32()
+        or (is_narrow and _multiplies_bfloat16() and not exact_output)
+    ):
+        return LinearWeight(weight.t(), None, bias)
     # The number of rows is a hint: the layout that comes out does not depend on it.
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.float(), 16)
-    # One row is bound by reading the weight: half the bytes win where the output is small.
-    keep_plain = weight.dtype != torch.float32 and not exact_output
-    return LinearWeight(weight if keep_plain else None, packed, bias)
+    # One row is bound by reading the weight, and reads half as much of the plain one.
+    return LinearWeight(weight.t() if is_narrow and not exact_output else None, packed, bias)
 
 
 def linear(x: Tensor, weight: LinearWeight) -> Tensor:
-    if weight.packed is None or (x.shape[0] == 1 and weight.plain is not None):
-        assert weight.plain is not None
-        return torch.nn.functional.linear(x, weight.plain, weight.bias)
+    if weight.packed is None or (x.shape[0] == 1 and weight.transposed is not None):
+        return _plain_linear(x, weight)
     return exact_linear(x, weight).to(x.dtype)
 
 
 def exact_linear(x: Tensor, weight: LinearWeight) -> Tensor:
     if weight.packed is None:
-        assert weight.plain is not None
-        return torch.nn.functional.linear(x, weight.plain, weight.bias).float()
+        return _plain_linear(x, weight).float()
     bias = None if weight.bias is None else weight.bias.float()
     product: Tensor = _linear_pointwise(x.float(), weight.packed, bias, "none", [], "")
     return product
+
+
+def _plain_linear(x: Tensor, weight: LinearWeight) -> Tensor:
+    assert weight.transposed is not None
+    if weight.bias is None:
+        return torch.mm(x, weight.transposed)
+    return torch.addmm(weight.bias, x, weight.transposed)
 
 
 @functools.cache
@@ -121,26 +126,16 @@ def _take(x: Tensor, index: Index) -> Tensor:
     return x[index] if isinstance(index, slice) else x.index_select(0, index)
 
 
-def _take_for(x: Tensor, index: Index, num_queries: int) -> Tensor:
-    """The rows of x, in the dtype in which so many queries per KV head are quickest."""
-    taken = _take(x, index)
-    if num_queries <= _NARROW_QUERIES or x.device.type != "cpu" or _multiplies_bfloat16():
-        return taken
-    return taken.float()
-
-
 def _attend_singles(q: Tensor, kv_layer: Tensor, group: SingleGroup, scale: float) -> tuple[Tensor, Tensor]:
     """Each row over its own slots. The query heads that share a KV head stand where flash attention
     has a sequence of queries, so that K and V are read once for them. Gives [n, heads, head_dim]
     and the log-sum-exp [n, heads] of the scores."""
     _, _, num_kv_heads, head_dim = kv_layer.shape
     n, queries_per_head = group.num_rows, q.shape[1] // num_kv_heads
-    kv = _take_for(kv_layer, group.slots, queries_per_head)
-    kv = kv.view(n, group.num_slots, 2, num_kv_heads, head_dim)
-    queries = _take(q, group.rows).view(n, num_kv_heads, queries_per_head, head_dim).to(kv.dtype)
+    kv = _take(kv_layer, group.slots).view(n, group.num_slots, 2, num_kv_heads, head_dim)
+    queries = _take(q, group.rows).view(n, num_kv_heads, queries_per_head, head_dim)
     keys, values = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)
-    mask = None if group.mask is None else group.mask.to(kv.dtype)
-    out, lse = attend(queries, keys, values, mask, False, scale)
+    out, lse = attend(queries, keys, values, group.mask, False, scale)
     return out.reshape(n, -1, head_dim), lse.reshape(n, -1)
 
 
@@ -151,9 +146,9 @@ def _attend_chunks(q: Tensor, kv_layer: Tensor, group: CausalGroup, scale: float
     _, _, num_kv_heads, head_dim = kv_layer.shape
     n, length = group.num_chunks, group.num_rows
     queries_per_head = q.shape[1] // num_kv_heads
-    kv = _take_for(kv_layer, group.slots, length).view(n, length, 2, num_kv_heads, head_dim)
+    kv = _take(kv_layer, group.slots).view(n, length, 2, num_kv_heads, head_dim)
     queries = _take(q, group.rows).view(n, length, num_kv_heads, queries_per_head, head_dim)
-    queries = queries.permute(0, 2, 3, 1, 4).reshape(-1, queries_per_head, length, head_dim).to(kv.dtype)
+    queries = queries.permute(0, 2, 3, 1, 4).reshape(-1, queries_per_head, length, head_dim)
     shape = (n * num_kv_heads, queries_per_head, length, head_dim)
     keys = kv[:, :, 0].transpose(1, 2).reshape(-1, 1, length, head_dim).expand(shape)
     values = kv[:, :, 1].transpose(1, 2).reshape(-1, 1, length, head_dim).expand(shape)
@@ -170,9 +165,9 @@ def _merge_context(
     _, _, num_kv_heads, head_dim = kv_layer.shape
     n, queries_per_head = part.num_rows, q.shape[1] // num_kv_heads
     num_queries = n * queries_per_head
-    kv = _take_for(kv_layer, part.slots, num_queries)
+    kv = _take(kv_layer, part.slots)
     queries = _take(q, part.rows).view(n, num_kv_heads, queries_per_head, head_dim).transpose(0, 1)
-    queries = queries.reshape(1, num_kv_heads, num_queries, head_dim).to(kv.dtype)
+    queries = queries.reshape(1, num_kv_heads, num_queries, head_dim)
     keys, values = kv[:, 0].transpose(0, 1).unsqueeze(0), kv[:, 1].transpose(0, 1).unsqueeze(0)
     part_out, part_lse = attend(queries, keys, values, None, False, scale)
     part_out = part_out.view(num_kv_heads, n, queries_per_head, head_dim).transpose(0, 1)

@@ -11,17 +11,18 @@ from torch import Tensor
 class LinearWeight:
     """y = x Wᵀ + b for W of shape [out, in].
 
-    ``plain``: W as it is, in the model's dtype; None where every product goes through ``packed``.
+    ``transposed`` [in, out]: Wᵀ, a view of W as it came, in the model's dtype; None where every
+    product goes through ``packed``.
     ``packed``: W in float32, in the opaque blocked layout of oneDNN; None where nothing is packed.
     ``bias`` [out]: in the model's dtype.
     """
 
-    plain: Tensor | None
+    transposed: Tensor | None
     packed: Tensor | None
     bias: Tensor | None
 
     @property
     def nbytes(self) -> int:
         """Bytes that this weight holds in memory. (An opaque tensor does not tell its own.)"""
-        held = [tensor for tensor in (self.plain, self.packed, self.bias) if tensor is not None]
+        held = [tensor for tensor in (self.transposed, self.packed, self.bias) if tensor is not None]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)

@@ -6,8 +6,6 @@ whole server on these.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -16,7 +14,7 @@ from agentflow.kernels.linear_weight import LinearWeight
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None, *, exact_output: bool = False) -> LinearWeight:
-    return LinearWeight(weight, None, bias)
+    return LinearWeight(weight.t(), None, bias)
 
 
 def linear(x: Tensor, weight: LinearWeight) -> Tensor:
@@ -24,8 +22,8 @@ def linear(x: Tensor, weight: LinearWeight) -> Tensor:
 
 
 def exact_linear(x: Tensor, weight: LinearWeight) -> Tensor:
-    assert weight.plain is not None
-    product = x.float() @ weight.plain.float().T
+    assert weight.transposed is not None
+    product = x.float() @ weight.transposed.float()
     return product if weight.bias is None else product + weight.bias.float()
 
 
@@ -82,5 +80,4 @@ def _attend(q: Tensor, kv: Tensor, scale: float) -> Tensor:
         scores = keys @ q[head].float() * scale
         weights = torch.exp(scores - scores.max())
         out[head] = (weights @ values / weights.sum()).to(q.dtype)
-    assert math.isfinite(scale)
     return out

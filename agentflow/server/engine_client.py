@@ -58,7 +58,7 @@ class EngineClient:
         self._ids = itertools.count(1)
         self._calls: dict[int, _Call] = {}
         self._reports: dict[int, tuple[anyio.Event, list[EngineStats]]] = {}
-        self._has_ended = False
+        self._ended_because: str | None = None
 
     @property
     def num_calls(self) -> int:
@@ -115,8 +115,8 @@ class EngineClient:
         return call.finished
 
     def _check_alive(self) -> None:
-        if self._has_ended:
-            raise EngineFailed("the engine has stopped: its log says why")
+        if self._ended_because is not None:
+            raise EngineFailed(self._ended_because)
 
     def receive(self, messages: list[FromEngine]) -> None:
         """Hands a step's messages to whom they concern. Called in the event loop's thread."""
@@ -143,9 +143,9 @@ class EngineClient:
             call.finished = message
         call.ended.set()
 
-    def end_all(self) -> None:
+    def end_all(self, why: str) -> None:
         """The engine is gone: whoever waits for it, or asks it for something later, hears so."""
-        self._has_ended = True
+        self._ended_because = why
         for call in self._calls.values():
             call.ended.set()
         for report in self._reports.values():
@@ -195,12 +195,13 @@ async def running_engine(
             return
         finally:
             call_in_loop(ready.set)
+        why = "the engine has stopped"
         try:
             engine.run()
         except BaseException:
+            why = "the engine broke: its log says how"
             logger.exception("the engine broke")
-        finally:
-            call_in_loop(client.end_all)
+        call_in_loop(lambda: client.end_all(why))
 
     limiter = anyio.CapacityLimiter(1)  # its own: an engine must not use up the loop's worker threads
     async with open_task_group() as group:

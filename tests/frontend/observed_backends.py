@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
@@ -47,6 +48,35 @@ class _NotingConnection:
         self._noted += ops
 
 
+class Dribbling:
+    """Another backend whose events come one at a time, as if each had a frame of its own: whatever is
+    not told in the same breath, the frontend must not take for told."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    @asynccontextmanager
+    async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
+        send, receive = anyio.create_memory_object_stream[Event](math.inf)
+
+        def queue(events: Iterable[Event]) -> None:
+            for event in events:
+                send.send_nowait(event)
+
+        async def pump() -> None:
+            async for event in receive:
+                for _ in range(5):
+                    await anyio.lowlevel.checkpoint()
+                deliver([event])
+
+        with send, receive:
+            async with anyio.create_task_group() as group:
+                group.start_soon(pump)
+                async with self._backend.connect(queue, lost) as connection:
+                    yield connection
+                group.cancel_scope.cancel()
+
+
 class SpokenGenerator(ScriptedGenerator):
     """Says a word only when one is allowed."""
 
@@ -56,10 +86,10 @@ class SpokenGenerator(ScriptedGenerator):
         self._num_waiting = 0
 
     async def allow(self, num_words: int) -> None:
-        """Lets so many words be said, and returns when the next one is waited for or nothing runs."""
+        """Lets so many words be said, one after the other, each heard before the next."""
         for _ in range(num_words):
             self._allowance.release()
-        await settle()
+            await settle()
 
     async def generate(self, context: ScriptedContext, params: SamplingParams, on_text: OnText) -> Generated:
         words = self._answer(context.text).split(" ")
@@ -99,8 +129,3 @@ async def settle() -> None:
 def assert_left_nothing(backend: Scripted | Spoken) -> None:
     """After the session: no context is open and nothing runs."""
     assert (backend.generator.num_open, backend.generator.num_running) == (0, 0)
-
-
-def texts(events: Iterable[Event]) -> list[str]:
-    """The text of those events that have one."""
-    return [event.text for event in events if hasattr(event, "text")]

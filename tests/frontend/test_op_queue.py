@@ -83,7 +83,7 @@ def test_the_largest_op_that_is_taken_makes_a_frame_within_the_limit(binary: boo
     room = FRAME_BYTES - FRAME_OVERHEAD_BYTES
     while len(queue.encoded(largest)) < room:
         largest = ops.Text(1, (str(largest.parts[0]) + "x",))
-    with pytest.raises(FrameTooLarge, match="text: the op takes 193 bytes, .* at most 256 bytes"):
+    with pytest.raises(FrameTooLarge, match=r"text: the op takes 193 bytes, .* at most 256 bytes"):
         queue.encoded(ops.Text(1, (str(largest.parts[0]) + "x",)))
     data = queue.encoded(largest)
     queue.add(data)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from wire_peer import HANG, Listener, count_words, gen
 from wire_server import Budget, ThreadServer, proxied, thread_server
 
+import agentflow as af
 from agentflow import ops
 from agentflow.backend import Connection
 from agentflow.backends.remote import Remote
@@ -96,7 +97,7 @@ async def check_program(
     await anyio.lowlevel.checkpoint()
     connection.send(recorded[4:])
     await listener.wait_for(lambda heard: hung in heard.texts)
-    connection.send([ops.Cancel(idle), ops.Close(idle)])
+    connection.send([ops.Cancel(idle)])
     await listener.wait_for(
         lambda heard: (
             {answer, wired, choice, failed, hung} <= heard.ends.keys()
@@ -118,7 +119,7 @@ async def check_program(
         assert error.error.code == code
     assert isinstance(listener.failed[broken], StateFailed)
     assert listener.failed[broken].error.code == "bad_argument"
-    connection.send([ops.Close(root), ops.Close(broken)])
+    connection.send([ops.Close(root), ops.Close(broken), ops.Close(idle)])
 
 
 @pytest.mark.parametrize("encoding", ["msgpack", "json"])
@@ -128,6 +129,38 @@ async def test_a_program_runs_and_leaving_frees_everything(server: ThreadServer,
         await check_program(connection, listener)
     await server.wait_until_idle()
     assert listener.lost_with is None
+
+
+@af.program
+async def essay(s: af.State, num_branches: int) -> list[str]:
+    s += af.system("You are brief.")
+    s += af.user("Write it. #40")
+    s += af.assistant(af.gen("text"))
+    async with s.fork(num_branches) as branches:
+        for index, branch in enumerate(branches):
+            branch += af.user(f"Judge it, part {index}. #{index + 3}")
+            branch += af.assistant(af.gen("judgment"))
+    s += af.user("All in all: ")
+    for branch in branches:
+        s += branch["judgment"]
+    s += " #5"
+    s += af.gen("report")
+    return [await s["text"], *[await branch["judgment"] for branch in branches], await s["report"]]
+
+
+async def test_a_program_gives_the_same_on_a_server_as_in_process(server: ThreadServer) -> None:
+    async with af.session(backend=af.Scripted(count_words)) as flow:
+        expected = await flow.run(essay, 4)
+    async with af.session(server.url) as flow:
+        assert await flow.run(essay, 4) == expected
+        assert (await flow.stats()).model == "scripted"
+        streamed: dict[tuple[tuple[int, ...], str], str] = {}
+        async for event in flow.stream(essay, 4):
+            if isinstance(event, af.TextDelta):
+                variable = (event.path, event.name)
+                streamed[variable] = streamed.get(variable, "") + event.text
+        assert sorted(streamed.values()) == sorted(expected)
+    await server.wait_until_idle()
 
 
 @pytest.mark.parametrize("scheme", ["ws", "http"])
@@ -148,7 +181,7 @@ async def test_many_sessions_at_once(server: ThreadServer) -> None:
     await server.wait_until_idle()
 
 
-async def test_thousands_of_ops_go_out_in_few_frames(server: ThreadServer) -> None:
+async def test_thousands_of_ops_at_once(server: ThreadServer) -> None:
     async with proxied(server.port) as proxy, opened(Remote(proxy.url)) as (connection, listener):
         connection.send([ops.Open(1)])
         for _ in range(5000):
@@ -274,9 +307,9 @@ async def test_without_grace_a_broken_connection_is_a_lost_session() -> None:
         await other.wait_until_idle()
 
 
-async def test_a_session_that_the_server_does_not_know_any_more_is_lost(server: ThreadServer) -> None:
-    with thread_server() as other:
-        async with proxied(server.port) as proxy, opened(Remote(proxy.url)) as (connection, listener):
+async def test_a_session_that_the_server_does_not_know_any_more_is_lost() -> None:
+    with thread_server() as first, thread_server() as other:
+        async with proxied(first.port) as proxy, opened(Remote(proxy.url)) as (connection, listener):
             proxy.target_port = other.port  # as if it had been restarted
             proxy.current.up = 0
             connection.send([ops.Open(1)])

@@ -9,25 +9,35 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
+import anyio
 import msgspec
 import pytest
+from anyio.abc import ByteStream
+from websockets.client import ClientProtocol
 from websockets.exceptions import ConnectionClosed
+from websockets.protocol import State
+from websockets.server import ServerProtocol
 from websockets.sync.server import ServerConnection, serve
+from websockets.uri import parse_uri
 from wire_peer import Listener, gen
 
 from agentflow import ops
 from agentflow.backend import Connection
 from agentflow.backends.remote import Remote
+from agentflow.backends.remote_connection import RemoteConnection
+from agentflow.backends.websocket_transport import WebSocket
 from agentflow.errors import AgentflowError, FrameTooLarge, ProtocolError, ServerLost, ServerUnreachable
 from agentflow.events import Delta, ErrorInfo, StatsReply, Value
 from agentflow.generator import Capabilities, Stats, Usage
 from agentflow.protocol import (
     VERSION,
+    Bye,
     Events,
     Hello,
     Limits,
     Ops,
     Refused,
+    Resume,
     ServerFrame,
     Welcome,
     client_frames,
@@ -44,13 +54,17 @@ Handler = Callable[[ServerConnection], None]
 
 @contextmanager
 def canned_server(handler: Handler, ssl_context: ssl.SSLContext | None = None) -> Iterator[str]:
-    """A websocket server in a thread; ``handler`` has each connection. Gives its address."""
+    """A websocket server in a thread; ``handler`` has each connection. Gives its address, and raises at
+    the end what a handler raised."""
+    faults: list[BaseException] = []
 
     def handle(connection: ServerConnection) -> None:
         try:
             handler(connection)
         except ConnectionClosed:
             pass  # the client has hung up on what it got
+        except BaseException as fault:
+            faults.append(fault)
 
     with serve(handle, "127.0.0.1", 0, ssl=ssl_context, compression=None) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -60,6 +74,8 @@ def canned_server(handler: Handler, ssl_context: ssl.SSLContext | None = None) -
         finally:
             server.shutdown()
             thread.join()
+    if faults:
+        raise faults[0]
 
 
 def say(connection: ServerConnection, *frames: ServerFrame) -> None:
@@ -212,6 +228,49 @@ async def test_a_refusal_that_comes_with_a_broken_connection_is_still_heard() ->
     assert (error.code, str(error)) == ("overloaded", "full")
 
 
+class _BrokenWhenSending(ByteStream):
+    """A connection that cannot be written to, while what came before can still be read."""
+
+    def __init__(self, came_before: bytes) -> None:
+        self._came_before = came_before
+        self._has_failed = anyio.Event()
+
+    async def send(self, item: bytes) -> None:
+        self._has_failed.set()
+        raise anyio.BrokenResourceError
+
+    async def receive(self, max_bytes: int = 65536) -> bytes:
+        await self._has_failed.wait()
+        await anyio.lowlevel.checkpoint()
+        data, self._came_before = self._came_before, b""
+        if not data:
+            raise anyio.EndOfStream
+        return data
+
+    async def send_eof(self) -> None:
+        raise anyio.BrokenResourceError
+
+    async def aclose(self) -> None:
+        await anyio.lowlevel.checkpoint()
+
+
+async def test_a_refusal_is_heard_even_when_sending_has_failed_already() -> None:
+    server_side = ServerProtocol(state=State.OPEN)
+    server_side.send_binary(encode(Refused(ErrorInfo("overloaded", "full")), binary=True))
+    stream = _BrokenWhenSending(b"".join(server_side.data_to_send()))
+    client_side = ClientProtocol(parse_uri("ws://host/"), state=State.OPEN)
+    websocket = WebSocket(stream, client_side, binary=True, keepalive_s=60)
+
+    async def reopen(resume: Resume | None) -> tuple[WebSocket, Welcome]:
+        raise ServerUnreachable("it came back before it had heard why")
+
+    listener = Listener()
+    connection = RemoteConnection("url", reopen, websocket, WELCOME, listener.deliver, listener.lost)
+    connection.send([ops.Open(1)])
+    await connection.run()
+    assert str(await listener.wait_until_lost()) == "full"
+
+
 async def test_the_cursors_of_a_broken_connection_are_exact_and_repeats_are_trimmed() -> None:
     hellos: list[Hello] = []
 
@@ -219,7 +278,10 @@ async def test_the_cursors_of_a_broken_connection_are_exact_and_repeats_are_trim
         hellos.append(welcome(connection))
         if len(hellos) == 1:
             connection.recv()
-            say(connection, Events(1, (Delta(2, 0, "abc"), Delta(3, 0, "x"), Value(3, 1, "y", "eos", Usage()))))
+            say(
+                connection,
+                Events(1, (Delta(2, 0, "abc"), Delta(3, 0, "x"), Value(3, 1, "y", "eos", Usage()))),
+            )
             connection.close(1011)
         else:
             connection.recv()
@@ -264,9 +326,10 @@ async def test_messages_in_fragments_and_pings_between_are_understood() -> None:
     def handler(connection: ServerConnection) -> None:
         welcome(connection)
         connection.recv()
-        frame = encode(Events(2, (Value(2, 0, "whole", "eos", Usage()),)), binary=True)
+        frame = encode(Events(2, (Delta(2, 0, "whole"),)), binary=True)
         connection.send([frame[:5], frame[5:6], frame[6:]])
-        assert connection.ping("are you there").wait(10)
+        assert connection.ping("are you there").wait(60)
+        say(connection, Events(2, (Value(2, 5, "", "eos", Usage()),)))
         connection.recv()
 
     with canned_server(handler) as address:
@@ -283,21 +346,20 @@ async def test_the_key_goes_into_the_header_and_goodbye_is_said() -> None:
         assert connection.request is not None
         heard.append(connection.request.headers["Authorization"])
         welcome(connection)
-        try:
-            while True:
-                data = connection.recv()
-                assert isinstance(data, bytes)
-                heard.append(type(client_frames().decode(data)).__name__)
-        except ConnectionClosed as closed:
-            assert closed.rcvd is not None
-            heard.append(closed.rcvd.code)
+        data = connection.recv()
+        assert isinstance(data, bytes)
+        heard.append(client_frames().decode(data))
+        with pytest.raises(ConnectionClosed) as caught:
+            connection.recv()
+        assert caught.value.rcvd is not None
+        heard.append(caught.value.rcvd.code)
         is_done.set()
 
     with canned_server(handler) as address:
         async with opened(Remote(f"ws://{address}", api_key="my key")):
             pass
         assert is_done.wait(10)
-    assert heard == ["Bearer my key", "Bye", 1000]
+    assert heard == ["Bearer my key", Bye(), 1000]
 
 
 async def test_a_session_over_tls() -> None:

@@ -5,7 +5,7 @@ import pytest
 from fake_engine import FakeEngine
 from hypothesis import given
 from hypothesis import strategies as st
-from observed_backends import Noted, Spoken, settle
+from observed_backends import Dribbling, Noted, Spoken, settle
 
 import agentflow as af
 from agentflow import ops
@@ -74,7 +74,9 @@ async def test_what_cannot_be_appended_is_refused(noted, item):
         assert noted.ops == [ops.Open(s.id)]
 
 
-good = st.sampled_from(["text", af.gen("new"), af.select("pick", ["0 chars", "1 chars"]), "a" + af.gen("old")])
+good = st.sampled_from(
+    ["text", af.gen("new"), af.select("pick", ["0 chars", "1 chars"]), "a" + af.gen("old")]
+)
 bad = st.sampled_from([5, None, af.user("nested"), b"bytes"])
 
 
@@ -119,13 +121,17 @@ async def test_a_name_is_its_latest_variable_and_earlier_ones_stay(noted):
 
 
 async def test_a_variable_of_another_session_is_refused(noted):
-    async with af.session(backend=noted) as flow, af.session(backend=af.Scripted(answer)) as other:
-        async with flow.state() as s, other.state() as o:
-            o += af.gen("x")
-            with pytest.raises(af.ForeignState, match="'x' belongs to another session"):
-                s += o["x"]
-            s += await o["x"]
-            assert noted.of(ops.Text) == [ops.Text(s.id, ("0 chars",))]
+    async with (
+        af.session(backend=noted) as flow,
+        flow.state() as s,
+        af.session(backend=af.Scripted(answer)) as other,
+        other.state() as o,
+    ):
+        o += af.gen("x")
+        with pytest.raises(af.ForeignState, match="'x' belongs to another session"):
+            s += o["x"]
+        s += await o["x"]
+        assert noted.of(ops.Text) == [ops.Text(s.id, ("0 chars",))]
 
 
 async def test_a_state_is_closed_when_its_run_ends(noted):
@@ -163,8 +169,8 @@ async def test_what_was_left_undone_when_a_state_closed_cannot_be_awaited():
             await t
 
 
-async def test_whoever_awaits_a_state_that_closes_is_woken(noted):
-    async with af.session(backend=noted) as flow, anyio.create_task_group() as group:
+async def test_whoever_awaits_a_state_that_closes_is_woken():
+    async with af.session(backend=Spoken({"": "slow"})) as flow, flow.state() as slow:
         heard = []
 
         async def wait(state):
@@ -172,14 +178,13 @@ async def test_whoever_awaits_a_state_that_closes_is_woken(noted):
                 await state
             heard.append(str(failure.value))
 
-        async with flow.state() as s:
-            s += "text"
-            s.ask()  # the backend is asked, and the run ends before it has answered
+        slow += af.gen("x")
+        async with anyio.create_task_group() as group, flow.state() as s:
+            s += slow["x"]
             group.start_soon(wait, s)
-            async with flow.state() as other:
-                await other
-        await settle()
-    assert len(heard) <= 1
+            await settle()
+            assert heard == []
+        assert heard == ["state () has ended with its run"]
 
 
 async def test_a_cancelled_state_takes_nothing_and_stays_cancelled(noted):
@@ -263,8 +268,10 @@ async def test_a_turn_that_ends_in_a_gen_is_done_with_it(noted):
         assert noted.of(ops.Await) == []
 
 
-async def test_a_failed_state_raises_at_every_await():
-    async with af.session(backend=af.Scripted([af.EngineFailed("broken")])) as flow, flow.state() as s:
+@pytest.mark.parametrize("as_told", [lambda backend: backend, Dribbling], ids=["at once", "dribbling"])
+async def test_a_failed_state_raises_at_every_await(as_told):
+    backend = as_told(af.Scripted([af.EngineFailed("broken")]))
+    async with af.session(backend=backend) as flow, flow.state() as s:
         s += af.gen("x")
         s += af.gen("y")
         for _ in range(2):

@@ -98,13 +98,6 @@ def test_all_shapes_of_heads(num_heads: int, num_kv_heads: int, head_dim: int, d
     assert_equals_reference(case, planned(case, part_overhead=50))
 
 
-def test_a_cpu_with_bfloat16_products_keeps_that_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_ops, "_multiplies_bfloat16", lambda: True)
-    batch = [Shape(-1, 0, 120, 1), Shape(0, 100, 110, 1), Shape(0, 100, 100, 30), Shape(-1, 0, 0, 17)]
-    case = make_case(batch, dtype=torch.bfloat16)
-    assert_equals_reference(case, planned(case, part_overhead=50))
-
-
 @given(shapes(), st.integers(0, 1000))
 def test_the_dense_way_of_a_gpu_equals_flash_attention(batch: list[Shape], seed: int) -> None:
     case = make_case(batch, seed=seed)

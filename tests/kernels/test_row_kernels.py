@@ -112,11 +112,15 @@ def test_linear(dtype: torch.dtype, has_bias: bool, num_rows: int, seed: int) ->
 
 
 @DTYPES
-def test_linear_without_packed_layouts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_linear_where_the_cpu_packs_nothing(
+    dtype: torch.dtype, has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cpu_ops, "_packs_float32", lambda: False)
     x, weight = random(5, 40, seed=0, dtype=dtype), random(24, 40, seed=1, dtype=dtype)
-    packed = cpu_ops.pack_linear(weight, None)
-    assert packed.plain is weight
+    packed = cpu_ops.pack_linear(weight, random(24, seed=2, dtype=dtype) if has_bias else None)
+    assert packed.transposed is not None
+    assert packed.transposed.data_ptr() == weight.data_ptr()
     assert packed.packed is None
     assert_close(cpu_ops.linear(x, packed), reference_ops.linear(x, packed), dtype)
     assert cpu_ops.exact_linear(x, packed).dtype == torch.float32
@@ -140,3 +144,11 @@ def test_an_unknown_implementation_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("AGENTFLOW_KERNELS", "fastest")
     with pytest.raises(ValueError, match="AGENTFLOW_KERNELS is 'fastest'"):
         ops.kernels_for(torch.device("cpu"))
+
+
+def test_a_cpu_with_bfloat16_products_keeps_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_ops, "_multiplies_bfloat16", lambda: True)
+    weight = torch.zeros(6, 4, dtype=torch.bfloat16)
+    assert cpu_ops.pack_linear(weight, None).nbytes == 48
+    # An exact result needs float32 products.
+    assert cpu_ops.pack_linear(weight, None, exact_output=True).nbytes == 96

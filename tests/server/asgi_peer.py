@@ -5,12 +5,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import anyio
 from starlette.types import Message
 from starlette.websockets import WebSocket
+from wire_peer import Listener, WireGenerator, count_words, gen
 
+from agentflow import ops
 from agentflow.events import Event
 from agentflow.ops import Op
 from agentflow.protocol import (
@@ -27,7 +31,8 @@ from agentflow.protocol import (
     encode,
     server_frames,
 )
-from agentflow.server.sessions import Sessions
+from agentflow.server.limits import ServerLimits
+from agentflow.server.sessions import Sessions, open_sessions
 from agentflow.server.ws_session import WsSession
 from agentflow.task_group import open_task_group
 
@@ -71,9 +76,9 @@ class AsgiPeer:
         kind = "text" if isinstance(data, str) else "bytes"
         self._to_server.send_nowait({"type": "websocket.receive", kind: data})
 
-    def put_ops(self, first: int, *ops: Op) -> None:
+    def put_ops(self, first: int, *recorded: Op) -> None:
         """Sends an ops frame."""
-        self.put(Ops(first, ops))
+        self.put(Ops(first, recorded))
 
     async def message(self) -> Message:
         """The next thing that the server does."""
@@ -161,3 +166,39 @@ async def connected(
     finally:
         for peer in peers:
             peer.close_streams()
+
+
+FOREVER = ServerLimits(resume_grace_s=1e6, hello_timeout_s=1e6)
+NO_GRACE = ServerLimits(resume_grace_s=0, hello_timeout_s=1e6)
+
+
+@dataclass
+class Bench:
+    """A server's inside."""
+
+    generator: WireGenerator
+    sessions: Sessions[Any]
+
+    async def is_idle(self) -> None:
+        """Waits until no session is left, and checks that nothing of them is."""
+        await self.sessions.wait_until_empty()
+        assert (self.generator.num_open, self.generator.num_running) == (0, 0)
+
+
+@asynccontextmanager
+async def bench(limits: ServerLimits = FOREVER) -> AsyncIterator[Bench]:
+    generator = WireGenerator()
+    async with open_sessions(generator, limits) as sessions:
+        yield Bench(generator, sessions)
+
+
+async def check_still_served(peer: AsgiPeer, ids: count[int], first_op: int = 1) -> None:
+    """A session answers as if nothing had happened."""
+    state, var = next(ids), next(ids)
+    peer.put_ops(first_op, ops.Open(state), ops.Text(state, ("say #3",)), gen(state, var))
+    listener = Listener()
+    while var not in listener.ends:
+        frame = await peer.frame()
+        assert isinstance(frame, Events)
+        listener.deliver(frame.events)
+    assert listener.texts[var] == count_words("say #3")

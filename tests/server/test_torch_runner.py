@@ -53,7 +53,7 @@ ARTICLE = (
     "20,000 known species of bees in seven recognized biological families. Some species live socially in "
     "colonies while most species are solitary. Bees are found on every continent except for Antarctica, in "
     "every habitat on the planet that contains insect-pollinated flowering plants. "
-) * 2
+) * 3
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +187,7 @@ def test_in_bfloat16_logits_stay_within_the_spread_of_transformers(
 ) -> None:
     """Rounding differs between any two ways to compute the same; ours is as near to transformers' sdpa
     attention as its eager attention is."""
-    short = [ids[:16] for ids in prompts]
+    short = [ids[:14] for ids in prompts[:12]]
     theirs = []
     for implementation in ("eager", "sdpa"):
         model = AutoModelForCausalLM.from_pretrained(
@@ -240,3 +240,9 @@ def test_arguments_that_make_no_sense(model_folder: Path, changed: dict[str, obj
     arguments = {"num_slots": 10, "device": "cpu", "dtype": "bfloat16"} | changed
     with pytest.raises(BadArgument, match=message):
         TorchRunner(model_folder, **arguments)
+
+
+def test_kernels_that_do_not_exist(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTFLOW_KERNELS", "fastest")
+    with pytest.raises(BadArgument, match="AGENTFLOW_KERNELS is 'fastest'"):
+        TorchRunner(model_folder, num_slots=10, device="cpu")

@@ -57,7 +57,7 @@ def read_config(folder: Path) -> LlamaConfig:
         raise BadModelFolder(f"{folder}: {error}") from None
     except KeyError as error:
         raise BadModelFolder(f"{folder}: config.json does not give {error}") from None
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise BadModelFolder(f"{folder}: config.json holds a value of the wrong kind: {error}") from error
 
 
@@ -102,6 +102,7 @@ def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> LlamaConfig
 
 def _architecture(raw: Mapping[str, Any]) -> str:
     names = raw.get("architectures") or []
+    names = names if isinstance(names, list) else [names]
     if len(names) == 1 and names[0] in _ARCHITECTURES:
         return str(names[0])
     found = ", ".join(map(str, names)) or f"none (model_type {raw.get('model_type')!r})"

@@ -61,8 +61,9 @@ class LlamaModel:
     def nbytes(self) -> int:
         """Bytes of all weights as they are held."""
         nbytes = self._embedding.nbytes + self._final_norm.nbytes + self._head.nbytes
-        if self._head.plain is self._embedding:
-            nbytes -= self._embedding.nbytes
+        head = self._head.transposed
+        if head is not None and head.data_ptr() == self._embedding.data_ptr():
+            nbytes -= self._embedding.nbytes  # one tensor, both
         return nbytes + sum(layer.nbytes for layer in self._layers)
 
     def forward(

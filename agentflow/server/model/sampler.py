@@ -117,24 +117,25 @@ def _least_weights(weights: Tensor, top_ks: IntArray, top_ps: FloatArray, min_ps
         least = torch.maximum(least, kth)
         weights = torch.where(weights >= kth.unsqueeze(1), weights, 0.0)
     if (top_ps < 1).any():
-        least = torch.maximum(least, _least_of_nucleus(weights, head, top_ps))
+        least = torch.maximum(least, _least_of_nucleus(weights, head, _column(top_ps, weights.device)))
     return _host(least)
 
 
-def _least_of_nucleus(weights: Tensor, head: Tensor, top_ps: FloatArray) -> Tensor:
-    """The least weight in the smallest set of likeliest tokens that reaches ``top_ps``, per row.
-
-    ``head``: the largest weights, descending; all are sorted only where the head does not suffice.
-    """
-    wanted = _column(top_ps.astype(np.float64), weights.device) * weights.sum(
-        dim=-1, keepdim=True, dtype=torch.float64
-    )
+def _least_of_nucleus(weights: Tensor, head: Tensor, top_ps: Tensor) -> Tensor:
+    """The least weight in the smallest set of likeliest tokens that reaches ``top_ps`` [S, 1], per row;
+    0 where that is 1. ``head``: the largest weights, descending; rows for which it does not suffice
+    sort more."""
+    wanted = top_ps.double() * weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
     cumulative = head.cumsum(dim=-1, dtype=torch.float64)
-    if head.shape[1] < weights.shape[1] and bool((cumulative[:, -1:] < wanted)[top_ps < 1].any()):
-        return _least_of_nucleus(weights, weights.sort(dim=-1, descending=True).values, top_ps)
     num_before = (cumulative < wanted).sum(dim=-1, keepdim=True)
-    least = head.gather(1, num_before.clamp_(max=head.shape[1] - 1)).squeeze(1)
-    return torch.where(torch.from_numpy(top_ps < 1).to(weights.device), least, 0.0)
+    least = head.gather(1, num_before.clamp(max=head.shape[1] - 1))
+    least = torch.where(top_ps < 1, least, 0.0).squeeze(1)
+    short = ((num_before == head.shape[1]) & (top_ps < 1)).squeeze(1)
+    if head.shape[1] < weights.shape[1] and bool(short.any()):
+        rest = weights[short]
+        longer = rest.topk(min(weights.shape[1], 8 * head.shape[1]), dim=-1).values
+        least[short] = _least_of_nucleus(rest, longer, top_ps[short])
+    return least
 
 
 def _rows(x: Tensor, chosen: NDArray[np.bool_]) -> Tensor:

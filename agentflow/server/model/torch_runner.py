@@ -11,7 +11,7 @@ from torch import Tensor
 
 from agentflow.errors import BadArgument
 from agentflow.kernels.attention_plan import plan_attention
-from agentflow.kernels.ops import kernels_for
+from agentflow.kernels.ops import Kernels, kernels_for
 from agentflow.server.core.batch import Batch, BatchOutput, SampledRows
 from agentflow.server.model.config import read_config
 from agentflow.server.model.kv_pool import KvPool
@@ -49,6 +49,7 @@ class TorchRunner:
             raise BadArgument(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}")
         if num_threads is not None:
             torch.set_num_threads(num_threads)
+        kernels = _kernels(self._device)
         config = read_config(folder)
         self._dtype = _DTYPES[dtype]
         self._kv_pool = KvPool(
@@ -59,9 +60,7 @@ class TorchRunner:
             dtype=self._dtype,
             device=self._device,
         )
-        self._model = load_llama(
-            folder, config, dtype=self._dtype, device=self._device, kernels=kernels_for(self._device)
-        )
+        self._model = load_llama(folder, config, dtype=self._dtype, device=self._device, kernels=kernels)
         self.info = RunnerInfo(
             model=folder.resolve().name,
             vocab_size=config.vocab_size,
@@ -119,6 +118,13 @@ def _device(name: str | None) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise BadArgument("device cuda was asked for, but torch finds no CUDA device here")
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _kernels(device: torch.device) -> Kernels:
+    try:
+        return kernels_for(device)
+    except ValueError as error:
+        raise BadArgument(str(error)) from error
 
 
 def _parts(sampled: SampledRows) -> list[tuple[int, SampledRows]]:

@@ -1,0 +1,410 @@
+"""States in the engine: token-exact from turn to turn, shared between forks, apart between tenants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import anyio
+import anyio.lowlevel
+import pytest
+from fake_engine import TEMPLATE, TOKENIZER, FakeEngine, StepGate
+from hypothesis import given
+from hypothesis import strategies as st
+from plain_engine import alone, fake_logprob, plain_engine, plain_token
+
+import agentflow as af
+from agentflow.sampling import SamplingParams
+from agentflow.server.chat_template import ChatTemplate
+from agentflow.server.core.scheduler import SchedulerConfig
+from agentflow.server.engine_client import EngineClient
+from agentflow.server.engine_generator import MAX_INLINE_CHARS, EngineContext, EngineGenerator
+
+pytestmark = pytest.mark.anyio
+
+SPECIAL_IDS = {TOKENIZER.encode_markup(text)[0] for text in ("<|im_start|>", "<|im_end|>")}
+CHOICES = ("yes", "no", "the answer")
+
+
+def generator_on(client: EngineClient, tenant: str = "") -> EngineGenerator:
+    return EngineGenerator(client, TEMPLATE, tenant=tenant)
+
+
+def prompt_of(context: EngineContext) -> list[int]:
+    """The ids that a gen would now be given."""
+    context.tokens.cut()
+    return context.tokens.ids()
+
+
+def fill_turn(generator: EngineGenerator, context: EngineContext, role: str, text: str) -> None:
+    generator.begin_role(context, role)
+    generator.fill(context, text)
+    generator.end_role(context)
+
+
+async def generate(generator: EngineGenerator, context: EngineContext, **params) -> tuple:
+    deltas: list[str] = []
+    end = await generator.generate(context, SamplingParams(**params), deltas.append)
+    assert end.text.startswith("".join(deltas))
+    return end
+
+
+@dataclass
+class Conversations:
+    """Contexts of one generator, and what the twin knows of the engine's cache: every sequence that
+    was computed, for ever."""
+
+    generator: EngineGenerator
+    contexts: list[EngineContext] = field(default_factory=list)
+    computed: dict[str, list[list[int]]] = field(default_factory=dict)
+
+    def open(self, cache_salt: str) -> None:
+        # Somebody has to speak before the assistant: the template would put a system turn before it later.
+        self.contexts.append(self.generator.open(cache_salt))
+        fill_turn(self.generator, self.contexts[-1], "user", "Hello.")
+
+    def cached(self, context: EngineContext, prompt: list[int]) -> int:
+        """How many leading tokens of ``prompt`` were computed before; the last one is always computed."""
+        known = self.computed.get(context.cache_key, [])
+        return max((common_prefix(prompt[:-1], tokens) for tokens in known), default=0)
+
+    def note(self, context: EngineContext, tokens: list[int]) -> None:
+        self.computed.setdefault(context.cache_key, []).append(tokens)
+
+    async def ask(self, context: EngineContext, text: str, params: SamplingParams) -> None:
+        """An assistant's turn with a text and a gen, against the twin."""
+        self.generator.begin_role(context, "assistant")
+        self.generator.fill(context, text)
+        prompt = prompt_of(context)
+        expected = alone(prompt, params)
+        end = await generate(
+            self.generator, context, max_tokens=params.max_tokens, stop=params.stop, logprobs=params.logprobs
+        )
+        assert (end.text, end.finish_reason) == (expected.text, expected.reason)
+        assert context.tokens.ids() == prompt + expected.ids
+        assert end.usage == af.Usage(len(prompt), self.cached(context, prompt), len(expected.sampled))
+        assert (end.logprobs is None) == (not params.logprobs)
+        self.note(context, prompt + expected.sampled[:-1])
+        self.generator.end_role(context)
+        assert prompt_of(context)[: len(prompt) + len(expected.ids)] == prompt + expected.ids
+        assert context.tokens.num_rerendered_tokens == 0
+
+    async def choose(self, context: EngineContext) -> None:
+        """An assistant's turn with a select, against the twin."""
+        self.generator.begin_role(context, "assistant")
+        prompt = prompt_of(context)
+        encoded = [TOKENIZER.encode(choice) for choice in CHOICES]
+        logprobs = [sum(fake_logprob(prompt + ids[:n], ids[n]) for n in range(len(ids))) for ids in encoded]
+        scores = [total / len(ids) for total, ids in zip(logprobs, encoded, strict=True)]
+        end = await self.generator.score(context, CHOICES, "token_length_normalized")
+        assert end.logprobs == pytest.approx(logprobs)
+        assert end.scores == pytest.approx(scores)
+        assert end.index == max(range(len(CHOICES)), key=scores.__getitem__)
+        assert context.tokens.ids() == prompt + encoded[end.index]
+        assert end.usage.prompt_tokens == sum(len(prompt) + len(ids) for ids in encoded)
+        for ids in encoded:
+            self.note(context, prompt + ids[:-1])
+        self.generator.end_role(context)
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+texts = st.text(st.sampled_from("the an<|im_start|>\n日"), max_size=10) | st.just(
+    "<|im_end|>\n<|im_start|>user\n"
+)
+steps = st.one_of(
+    st.tuples(st.just("open"), st.sampled_from(["", "", "salt"])),
+    st.tuples(st.just("say"), texts),
+    st.tuples(
+        st.just("ask"), texts, st.integers(1, 12), st.sampled_from([(), ("e",), ("an", " t")]), st.booleans()
+    ),
+    st.tuples(st.just("choose")),
+    st.tuples(st.just("fork"), st.integers(1, 3)),
+)
+
+
+@given(plan=st.lists(st.tuples(st.integers(0, 5), steps), min_size=4, max_size=12))
+async def test_conversations_are_token_exact_and_reuse_all_that_was_computed(plan):
+    async with plain_engine(SchedulerConfig(token_budget=32), max_context=2048, num_slots=16384) as client:
+        talk = Conversations(generator_on(client))
+        for which, (kind, *args) in plan:
+            if kind == "open" or not talk.contexts:
+                talk.open(args[0] if kind == "open" else "")
+                continue
+            context = talk.contexts[which % len(talk.contexts)]
+            match kind:
+                case "say":
+                    fill_turn(talk.generator, context, "user", args[0])
+                case "ask":
+                    text, max_tokens, stop, logprobs = args
+                    await talk.ask(
+                        context, text, SamplingParams(max_tokens=max_tokens, stop=stop, logprobs=logprobs)
+                    )
+                case "choose":
+                    await talk.choose(context)
+                case "fork":
+                    talk.contexts += await talk.generator.fork(context, args[0])
+        # Nothing that was said is a mark of a turn: those come from roles alone.
+        for context in talk.contexts:
+            ids = prompt_of(context)
+            starts = ids.count(TOKENIZER.encode_markup("<|im_start|>")[0])
+            roles = [message["role"] for message in context.tokens.messages()]
+            assert starts == len(roles) + (roles[:1] != [] and roles[0] != "system")
+
+
+async def test_the_next_turn_begins_with_exactly_what_was_generated():
+    """A turn whose output is not how the tokenizer would write it stays as it was generated."""
+
+    def spelled(tokens) -> int:  # one character at a time, always
+        return TOKENIZER.encode("answer"[len(tokens) % 6])[0]
+
+    async with plain_engine(next_token=spelled) as client:
+        generator = generator_on(client)
+        context = generator.open("")
+        fill_turn(generator, context, "user", "Spell it.")
+        generator.begin_role(context, "assistant")
+        prompt = prompt_of(context)
+        end = await generate(generator, context, max_tokens=6)
+        generated = context.tokens.ids()[len(prompt) :]
+        assert len(generated) == 6 > len(TOKENIZER.encode(end.text))
+        generator.end_role(context)
+        fill_turn(generator, context, "user", "Again.")
+        generator.begin_role(context, "assistant")
+        again = await generate(generator, context, max_tokens=6)
+        # All but the last token of the first answer, which was never fed to the model.
+        assert again.usage.cached_tokens == len(prompt) + 5
+        assert prompt_of(context)[: len(prompt) + 6] == prompt + generated
+
+
+async def test_forks_compute_what_they_share_once():
+    async with plain_engine(SchedulerConfig(token_budget=16)) as client:
+        generator = generator_on(client)
+        context = generator.open("")
+        fill_turn(generator, context, "user", "the answer to the question is " * 10)
+        before = len(prompt_of(context))
+        branches = await generator.fork(context, 5)
+        ends = {}
+
+        async def run(number: int) -> None:
+            fill_turn(generator, branches[number], "user", str(number))
+            generator.begin_role(branches[number], "assistant")
+            ends[number] = await generate(generator, branches[number], max_tokens=2, ignore_eos=True)
+
+        async with anyio.create_task_group() as group:
+            for number in range(5):
+                group.start_soon(run, number)
+        stats = await generator.stats()
+        own = [end.usage.prompt_tokens - before for end in ends.values()]
+        # Besides its own end each branch computes one generated token. What follows the shared text is
+        # markup that the branches have in common too, so some of that may be shared as well.
+        assert stats.computed_tokens <= before + sum(own) + 5
+        assert stats.computed_tokens > before + max(own)
+        assert sorted(end.usage.cached_tokens >= before for end in ends.values()) == [False, *[True] * 4]
+        assert stats.rerendered_tokens == 0
+
+
+async def test_salts_and_tenants_have_caches_of_their_own():
+    keys = [("", ""), ("a", ""), ("", "a"), ("a", "b/c"), ("a/b", "c"), ("1/a", ""), ("", "1/a/")]
+    async with plain_engine() as client:
+        for round_number in range(2):
+            for tenant, salt in keys:
+                generator = generator_on(client, tenant)
+                context = generator.open(salt)
+                generator.fill(context, "the same question for all of them")
+                [fork] = await generator.fork(context, 1)
+                end = await generate(generator, fork, max_tokens=1)
+                assert end.usage.cached_tokens == round_number * (end.usage.prompt_tokens - 1)
+
+
+@given(chunks=st.lists(texts, max_size=5))
+async def test_text_is_the_same_in_one_piece_or_in_many(chunks):
+    async with plain_engine() as client:
+        generator = generator_on(client)
+        one, many = generator.open(""), generator.open("")
+        generator.fill(one, "".join(chunks))
+        for chunk in chunks:
+            generator.fill(many, chunk)
+        assert prompt_of(one) == prompt_of(many)
+        assert not SPECIAL_IDS & set(prompt_of(one))
+
+
+async def test_a_long_text_is_encoded_beside_the_loop_and_the_same():
+    text = "the answer to the question " * (MAX_INLINE_CHARS // 20)
+    async with plain_engine(max_context=4096) as client:
+        generator = generator_on(client)
+        context = generator.open("")
+        generator.fill(context, text)
+        with anyio.CancelScope() as scope:  # a fork that is given up while its text is encoded
+            scope.cancel()
+            await generator.fork(context, 2)
+        assert scope.cancelled_caught
+        end = await generate(generator, context, max_tokens=1)
+        assert end.usage.prompt_tokens == len(TOKENIZER.encode(text))
+        assert context.num_unencoded_chars == 0
+
+
+async def test_a_generation_that_is_given_up_leaves_its_context_as_it_was():
+    gate = StepGate()
+    gate.attach()
+    async with plain_engine(on_step=gate) as client:
+        generator = generator_on(client)
+        context = generator.open("")
+        generator.fill(context, "the question")
+        prompt = prompt_of(context)
+        gate.allow(3)
+        with anyio.CancelScope() as scope:
+            async with anyio.create_task_group() as group:
+                group.start_soon(lambda: generate(generator, context, max_tokens=50, ignore_eos=True))
+                await gate.held()
+                scope.cancel()
+        gate.open()
+        assert prompt_of(context) == prompt
+        end = await generate(generator, context, max_tokens=4)
+        assert end.text == alone(prompt, SamplingParams(max_tokens=4)).text
+
+
+async def test_an_empty_state_cannot_be_continued():
+    async with plain_engine() as client:
+        generator = generator_on(client)
+        with pytest.raises(af.BadArgument, match="gen on an empty state: append some text or a turn first"):
+            await generate(generator, generator.open(""))
+        with pytest.raises(af.BadArgument, match="select on an empty state"):
+            await generator.score(generator.open(""), CHOICES, "token_length_normalized")
+
+
+async def test_a_select_that_cannot_run_says_why_once():
+    """All of its requests fail; it is the first failure that is raised, not a group of them."""
+    async with plain_engine(max_context=64) as client:
+        generator = generator_on(client)
+        context = generator.open("")
+        generator.fill(context, "x " * 100)
+        with pytest.raises(af.PromptTooLong, match="fit into 64"):
+            await generator.score(context, CHOICES, "token_length_normalized")
+        with pytest.raises(af.NotSupported, match="select by greedy_token_selection"):
+            await generator.score(context, CHOICES, "greedy_token_selection")
+        assert client.num_calls == 0
+
+
+async def test_a_select_whose_forward_pass_fails_says_why_once(caplog):
+    def fail(batch) -> None:
+        raise ZeroDivisionError
+
+    async with plain_engine(on_step=fail) as client:
+        generator = generator_on(client)
+        context = generator.open("")
+        generator.fill(context, "the question")
+        with pytest.raises(af.EngineFailed, match="the forward pass failed: ZeroDivisionError"):
+            await generator.score(context, CHOICES, "token_length_normalized")
+        assert prompt_of(context) == TOKENIZER.encode("the question")
+
+
+async def test_a_model_without_a_template_has_no_roles():
+    async with plain_engine() as client:
+        generator = EngineGenerator(client, ChatTemplate(None))
+        assert generator.capabilities == af.generator.Capabilities("fake", roles=False, max_context=512)
+        assert generator_on(client).capabilities.roles
+        with pytest.raises(af.NotSupported, match="no chat template"):
+            generator.begin_role(generator.open(""), "user")
+
+
+async def test_the_seed_of_a_gen_reaches_the_engine():
+    async with plain_engine(next_token=None) as client:
+        generator = generator_on(client)
+        context = generator.open("")
+        generator.fill(context, "the question")
+        outputs = []
+        for seed, branch in zip((1, 1, 2), await generator.fork(context, 3), strict=True):
+            await generate(generator, branch, max_tokens=8, temperature=1.0, seed=seed)
+            outputs.append(branch.tokens.ids())
+        assert outputs[0] == outputs[1] != outputs[2]
+
+
+# The same through the whole frontend.
+
+
+def plain(engine: FakeEngine) -> FakeEngine:
+    engine.runner._next_token = plain_token
+    return engine
+
+
+async def test_what_a_program_says_next_is_cached_up_to_its_last_token():
+    engine = plain(FakeEngine())
+    async with af.session(backend=engine) as flow, flow.state() as s:
+        s += af.system("Be brief.")
+        usages = []
+        for number in range(5):
+            s += af.user(f"question {number}")
+            s += af.assistant(af.gen("answer", max_tokens=10, ignore_eos=True))
+            await s
+            usages.append(s["answer"].usage)
+        for earlier, later in pairwise(usages):
+            assert later.cached_tokens == earlier.prompt_tokens + earlier.output_tokens - 1
+        await engine.assert_idle()
+
+
+async def test_wired_values_are_encoded_as_the_text_that_they_are():
+    """A value that is wired gives the very same prompt as the same text appended by hand."""
+    engine = plain(FakeEngine())
+    async with af.session(backend=engine) as flow, flow.state() as source:
+        source += "begin " + af.gen("x", max_tokens=10)
+        prompts = []
+        for wired in (source["x"], await source["x"]):
+            async with flow.state() as s:
+                s += af.user("Say: ", wired, " twice")
+                s += af.assistant(af.gen("y", max_tokens=1))
+                await s
+                prompts.append(s["y"].usage)
+        assert prompts[0].prompt_tokens == prompts[1].prompt_tokens == prompts[1].cached_tokens + 1
+
+
+async def test_states_under_different_salts_share_nothing():
+    engine = plain(FakeEngine())
+    async with af.session(backend=engine) as flow:
+        cached = []
+        for salt in ("a", "b", "a"):
+            async with flow.state(cache_salt=salt) as s:
+                branch = s.fork(1)[0]
+                branch += "the same question" + af.gen("x", max_tokens=1)
+                await branch
+                cached.append(branch["x"].usage.cached_tokens > 0)
+        assert cached == [False, False, True]
+
+
+async def test_a_prompt_that_is_too_long_fails_its_own_state_only():
+    engine = plain(FakeEngine())
+    async with af.session(backend=engine) as flow, flow.state() as s:
+        long, short = s.fork(2)
+        for branch, text in ((long, "x " * 2000), (short, "x ")):
+            branch += text + af.gen("x", max_tokens=3) + af.select("y", list(CHOICES))
+        assert await short["y"] in CHOICES
+        with pytest.raises(af.PromptTooLong, match="shorten it"):
+            await long["x"]
+        with pytest.raises(af.RunFailed, match="'y' was not generated: the prompt has"):
+            await long["y"]
+        await engine.assert_idle()
+
+
+async def test_a_forward_pass_that_fails_is_survived(caplog):
+    engine = plain(FakeEngine())
+    num_steps = 0
+
+    def on_step(batch) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 2:
+            raise MemoryError("no room")
+
+    engine.runner._on_step = on_step
+    async with af.session(backend=engine) as flow:
+
+        @af.program
+        async def ask(s: af.State) -> str:
+            s += "the question" + af.gen("x", max_tokens=5, ignore_eos=True)
+            return await s["x"]
+
+        with pytest.raises(af.EngineFailed, match="the forward pass failed: MemoryError"):
+            await flow.run(ask)
+        assert len(await flow.run(ask)) >= 5
+        await engine.assert_idle()

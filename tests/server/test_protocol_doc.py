@@ -1,0 +1,160 @@
+"""docs/protocol.md says what the code does: every frame, op, event and part with every field and default,
+examples that decode, close codes, error codes and limits."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pytest
+
+from agentflow import events, generator, interpreter, ops, protocol, sampling, state_tree
+from agentflow.errors import AgentflowError, from_code
+from agentflow.events import ErrorInfo, Event
+from agentflow.protocol import ClientFrame, ServerFrame
+from agentflow.server import ws_session
+from agentflow.server.limits import ServerLimits
+
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "protocol.md").read_text(encoding="utf-8")
+FRAMES: tuple[type[msgspec.Struct], ...] = (*get_args(ClientFrame), *get_args(ServerFrame))
+OPS: tuple[type[msgspec.Struct], ...] = get_args(ops.Op)
+EVENTS: tuple[type[msgspec.Struct], ...] = get_args(Event)
+PARTS: tuple[type[msgspec.Struct], ...] = (
+    protocol.Resume,
+    protocol.Limits,
+    generator.Capabilities,
+    ops.Ref,
+    sampling.SamplingParams,
+    ErrorInfo,
+    generator.Usage,
+    generator.Stats,
+)
+
+
+def _chapters() -> dict[str, dict[str, str]]:
+    """The page's chapters (``##``) with their sections (``###``)."""
+    chapters = {}
+    for chapter in re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]:
+        head, *sections = re.split(r"^### ", chapter, flags=re.MULTILINE)
+        chapters[head.splitlines()[0]] = {
+            section.splitlines()[0]: section.partition("\n")[2] for section in sections
+        }
+    return chapters
+
+
+def _tag(struct: type[msgspec.Struct]) -> str:
+    return struct.__name__ if struct in PARTS else str(struct.__struct_config__.tag)
+
+
+def _section(struct: type[msgspec.Struct]) -> str:
+    groups = {"Frames": FRAMES, "Ops": OPS, "Events": EVENTS, "Parts": PARTS}
+    chapter = next(name for name, structs in groups.items() if struct in structs)
+    return _chapters()[chapter][_tag(struct)]
+
+
+def _shown_default(field: msgspec.structs.FieldInfo) -> str:
+    if field.default_factory is not msgspec.NODEFAULT:
+        return f"`{msgspec.json.encode(field.default_factory()).decode()}`"
+    if field.default is msgspec.NODEFAULT:
+        return ""
+    return f"`{msgspec.json.encode(field.default).decode()}`"
+
+
+@pytest.mark.parametrize("struct", [*FRAMES, *OPS, *EVENTS, *PARTS], ids=lambda struct: struct.__name__)
+def test_every_field_is_documented_with_its_default(struct: type[msgspec.Struct]) -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \|(?: (`.*?`) | )\|.*\|$", _section(struct), flags=re.MULTILINE)
+    documented = [(name, default) for name, _, default in rows]
+    assert documented == [(field.name, _shown_default(field)) for field in msgspec.structs.fields(struct)]
+
+
+@pytest.mark.parametrize("struct", [*FRAMES, *OPS, *EVENTS, *PARTS], ids=lambda struct: struct.__name__)
+def test_every_example_is_what_it_shows(struct: type[msgspec.Struct]) -> None:
+    examples = re.findall(r"^```json\n(.*?)\n```$", _section(struct), flags=re.MULTILINE | re.DOTALL)
+    assert examples
+    for example in examples:
+        decoded = msgspec.json.decode(example, type=struct)
+        # Nothing in the example is dropped in silence.
+        given: dict[str, Any] = msgspec.json.decode(example)
+        assert given.keys() - {"frame", "op", "event"} <= set(struct.__struct_fields__)
+        assert isinstance(decoded, struct)
+
+
+def test_nothing_is_documented_that_does_not_exist() -> None:
+    chapters = _chapters()
+    for chapter, structs in (("Frames", FRAMES), ("Ops", OPS), ("Events", EVENTS), ("Parts", PARTS)):
+        assert set(chapters[chapter]) == {_tag(struct) for struct in structs}
+
+
+def test_the_version_and_the_address_are_those_of_the_code() -> None:
+    assert PAGE.startswith(f"# The session protocol, version {protocol.VERSION}\n")
+    assert f"ws://HOST:PORT{protocol.SESSION_PATH}" in PAGE
+    assert f"127.0.0.1:{protocol.DEFAULT_PORT}" in PAGE
+
+
+def test_the_close_codes_are_those_of_the_code() -> None:
+    rows = dict(re.findall(r"^\| (\d{4}) \| (.*?) \|", PAGE, flags=re.MULTILINE))
+    for error, code in ws_session.CLOSE_CODES.items():
+        assert f"`{error.code}`" in rows[str(code)]
+    for code in (
+        ws_session.NORMAL,
+        ws_session.SHUTS_DOWN,
+        ws_session.OTHER_REFUSAL,
+        protocol.TAKEN_OVER,
+        *ws_session.BROKEN_RULES,
+    ):
+        assert str(code) in rows
+
+
+def test_every_error_code_in_the_page_exists() -> None:
+    codes = set(re.findall(r'"code": "(\w+)"', PAGE))
+    for refusals in re.findall(r"^\| \d{4} \| (.*?) \|", PAGE, flags=re.MULTILINE):
+        codes |= set(re.findall(r"`(\w+)`", refusals))
+    assert {"protocol_error", "server_lost", "overloaded"} <= codes
+    for code in codes:
+        assert type(from_code(code, "")) is not AgentflowError, code
+
+
+def test_the_limits_are_those_of_the_code() -> None:
+    shown = {
+        field: value
+        for value, field in re.findall(r"^\| .* \| (.*?) \| `ServerLimits\.(\w+)`", PAGE, flags=re.MULTILINE)
+    }
+    limits = ServerLimits()
+    assert shown == {
+        "frame_bytes": f"{limits.frame_bytes // 2**20} MiB",
+        "resume_grace_s": f"{limits.resume_grace_s:g} s",
+        "max_sessions": f"{limits.max_sessions:,}",
+        "max_connections": f"{limits.max_connections:,}",
+        "hello_timeout_s": f"{limits.hello_timeout_s:g} s",
+        "ping_interval_s": f"{limits.ping_interval_s:g} s",
+    }
+    assert shown.keys() == set(ServerLimits.__slots__)
+    assert f"| {state_tree.MAX_STATES:,} |" in PAGE
+    assert f"| {interpreter.MAX_PENDING_OPS:,} |" in PAGE
+    assert f"{ws_session.ACK_OPS} ops or {ws_session.ACK_BYTES // 1024} KiB" in PAGE
+
+
+def test_events_module_has_no_struct_that_the_page_leaves_out() -> None:
+    for module in (ops, events, protocol):
+        structs = {
+            value
+            for value in vars(module).values()
+            if isinstance(value, type)
+            and issubclass(value, msgspec.Struct)
+            and value.__module__ == module.__name__
+            and not value.__name__.startswith("_")
+        }
+        assert structs <= {*FRAMES, *OPS, *EVENTS, *PARTS}
+
+
+def test_every_link_within_the_page_has_a_target() -> None:
+    targets: list[str] = []
+    for heading in re.findall(r"^#+ (.*)$", PAGE, flags=re.MULTILINE):
+        slug = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        # A second heading of the same words gets a number, as on GitHub.
+        targets.append(f"{slug}-1" if slug in targets else slug)
+    links = re.findall(r"\]\(#(.*?)\)", PAGE)
+    assert links
+    assert set(links) <= set(targets)
