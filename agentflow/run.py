@@ -54,8 +54,6 @@ class Run:
         unless the program has been told of that failure already."""
         for state in self._states:
             state.ask()
-        while self._variables:
-            await next(iter(self._variables.values())).settled()
         for state in self._states:
             await state.settled()
         for state in self._states:

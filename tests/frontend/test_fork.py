@@ -188,6 +188,18 @@ async def test_cancelling_a_branch_leaves_its_siblings_and_its_parent_alone():
             await branches
 
 
+async def test_a_gen_that_was_cancelled_by_its_backend_is_no_failure_of_its_group():
+    script = {"first": af.Cancelled("by the backend"), "second": "answer"}
+    async with af.session(backend=af.Scripted(script)) as flow, flow.state() as s:
+        async with s.fork(2) as branches:
+            for text, branch in zip(script, branches, strict=True):
+                branch += text + af.gen("x")
+        with pytest.raises(af.Cancelled, match="by the backend"):
+            await branches[0]["x"]
+        assert await branches[1]["x"] == "answer"
+        await s
+
+
 async def test_cancelling_the_parent_cancels_what_was_forked_from_it():
     async with af.session(backend=Spoken({"": "never"})) as flow, flow.state() as s:
         branch = s.fork(1)[0]

@@ -375,6 +375,17 @@ async def test_a_stream_of_texts_does_not_hold_up_other_states():
         assert at.heard.reached == {1: 1}
 
 
+async def test_a_state_forgets_its_closed_forks():
+    async with bench() as at:
+        at.submit(ops.Open(1))
+        parent = at.interpreter._states.open_state(1)
+        for child in range(2, 50):
+            at.submit(ops.Fork(1, (child,)), ops.Close(child))
+        await settle()
+        assert parent.children == {}
+        at.submit(ops.Close(1))
+
+
 async def test_an_op_keeps_what_it_refers_to_when_that_state_is_closed():
     async with bench(ScriptedGenerator(lambda prompt: f"<{prompt}>")) as at:
         at.submit(ops.Open(1), ops.Text(1, ("a",)), gen(1, 2), ops.Open(3))

@@ -1,6 +1,7 @@
 """Sessions: what they open, what ends with them, and how their end is heard."""
 
 import anyio
+import anyio.lowlevel
 import pytest
 from fake_engine import FakeEngine
 from observed_backends import Noted, Spoken, assert_left_nothing, settle
@@ -131,7 +132,11 @@ async def test_a_backend_that_is_lost_for_another_reason_is_lost_all_the_same():
             await flow.run(ask, "a")
 
 
-@pytest.mark.parametrize("error", [KeyError("own"), KeyboardInterrupt(), af.BadArgument("x")], ids=repr)
+@pytest.mark.parametrize(
+    "error",
+    [KeyError("own"), KeyboardInterrupt(), af.BadArgument("x"), ExceptionGroup("own", [KeyError()])],
+    ids=repr,
+)
 async def test_an_error_of_the_block_leaves_as_itself(error):
     backend = Spoken({"": "never"})
 
@@ -161,6 +166,7 @@ async def test_an_error_of_a_background_task_ends_the_session_with_it():
     backend = Spoken({"": "never"})
     with pytest.raises(KeyError, match="own"):
         await block()
+    await anyio.lowlevel.checkpoint()  # whoever opened the session is not cancelled
     assert_left_nothing(backend)
 
 
@@ -268,7 +274,9 @@ async def pick_from_script(script) -> None:
         await s
 
 
-@pytest.mark.parametrize("answer", ["", " ", " leading", "  two", "trailing ", "a  b", "line\nbreak"])
+@pytest.mark.parametrize(
+    "answer", ["", " ", " leading words here", "  two more words", "trailing ", "a  b", "line\nbreak"]
+)
 async def test_every_space_of_a_scripted_answer_is_heard(answer):
     assert await answers([answer], "a") == [(answer, "eos")]
 

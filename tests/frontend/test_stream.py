@@ -81,6 +81,22 @@ async def test_branches_stream_side_by_side():
         assert heard == [{(0,), (1,)}] * 2
 
 
+async def test_branches_that_both_have_news_take_turns():
+    backend = Spoken({"": "a b c d e f g h"})
+
+    @af.program
+    async def program(s: af.State) -> None:
+        for branch in s.fork(2):
+            branch += af.gen("x")
+
+    async with af.session(backend=backend) as flow, flow.stream(program) as stream:
+        paths = []
+        for _ in range(6):
+            await backend.allow(2)  # a word of each
+            paths.append((await anext(stream)).path)
+        assert paths in ([(0,), (1,)] * 3, [(1,), (0,)] * 3)
+
+
 async def all_runs_ended(flow: af.Session) -> None:
     with anyio.fail_after(10):
         while flow._states:

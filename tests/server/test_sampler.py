@@ -111,6 +111,36 @@ def test_a_batch_equals_the_loop_over_its_rows(
     assert logprobs is None
 
 
+@pytest.mark.parametrize("head_size", [4, 1024])
+@given(
+    st.sampled_from([0, 3, 20]),
+    st.floats(0.0625, 1.0, width=32),
+    st.sampled_from([0, 0.1]),
+    st.integers(0, 99),
+)
+def test_no_token_too_many_or_too_few_is_kept(
+    head_size: int, top_k: int, top_p: float, min_p: float, seed: int
+) -> None:
+    """With the likeliest tokens first, a number just below 1 draws the last token that is kept."""
+    logits = random_logits(1, 50, seed, spread=1.0).sort(descending=True).values
+    weights = logits[0].exp().tolist()
+    kept = weights[:top_k] if top_k else weights
+    while len(kept) > 1 and sum(kept[:-1]) >= top_p * sum(weights[:top_k] if top_k else weights):
+        kept = kept[:-1]
+    kept = [weight for weight in kept if weight >= min_p * weights[0]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "_HEAD_SIZE", head_size)
+        tokens = sampler.sample(
+            logits,
+            temperatures=np.ones(1, dtype=np.float32),
+            top_ks=np.array([top_k]),
+            top_ps=np.array([top_p], dtype=np.float32),
+            min_ps=np.array([min_p], dtype=np.float32),
+            uniforms=np.array([1 - 1e-6]),
+        )
+    assert tokens.tolist() == [len(kept) - 1]
+
+
 @given(st.lists(ROW, min_size=2, max_size=6), st.integers(0, 1000))
 def test_a_row_chooses_the_same_alone(
     rows: list[tuple[float, int, float, float, int, int]], seed: int
