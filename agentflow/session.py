@@ -73,7 +73,8 @@ class Session:
     ) -> ResultT:
         """Runs a program on a state of its own and gives what it returns.
 
-        Waits for everything the program started. Cancelling the call cancels it all.
+        Waits for everything the program started, and raises what failed there, unless an await in the
+        program has raised that failure already. Cancelling the call cancels it all.
         """
         return await Run(self).execute(program, args, kwargs)
 

@@ -23,7 +23,7 @@ from agentflow.server.engine_generator import MAX_INLINE_CHARS, EngineContext, E
 pytestmark = pytest.mark.anyio
 
 SPECIAL_IDS = {TOKENIZER.encode_markup(text)[0] for text in ("<|im_start|>", "<|im_end|>")}
-CHOICES = ("yes", "no", "the answer")
+CHOICES = ("yes, an", "no, an", "the question an")
 
 
 def generator_on(client: EngineClient, tenant: str = "") -> EngineGenerator:
@@ -100,7 +100,8 @@ class Conversations:
         assert end.logprobs == pytest.approx(logprobs)
         assert end.scores == pytest.approx(scores)
         assert end.index == max(range(len(CHOICES)), key=scores.__getitem__)
-        assert context.tokens.ids() == prompt + encoded[end.index]
+        self.generator.fill(context, "swer")  # is not encoded together with what was chosen
+        assert prompt_of(context) == prompt + encoded[end.index] + TOKENIZER.encode("swer", continues=True)
         assert end.usage.prompt_tokens == sum(len(prompt) + len(ids) for ids in encoded)
         for ids in encoded:
             self.note(context, prompt + ids[:-1])
