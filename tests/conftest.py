@@ -11,7 +11,7 @@ from hypothesis import settings
 # Before anything imports torch or transformers: two threads (the machine of the CI has two cores, and
 # tests run beside other work), and no look at a model hub, whatever a test loads.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the engine has it; see local_engine
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # other work runs on the same cores
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 # The same examples in every run, so that a red run can be repeated; HYPOTHESIS_PROFILE=thorough searches
