@@ -22,7 +22,7 @@ from benchmarks.transformers_peer import Transformers
 
 NUM_THREADS = 2
 MODEL = "smollm2-135m"
-RUNS = 3
+RUNS = 5
 
 
 class Prompts:
@@ -140,7 +140,7 @@ async def measure_prefix_cache(report: Report) -> None:
             prefix = prompts.new(shared)
             return await generate_s(client, [prefix + prompts.new(own) for _ in range(num_requests)], outputs)
 
-    for _ in range(RUNS if is_full else 1):
+    for _ in range(3 if is_full else 1):
         without_s, with_s = await workload(use_cache=False), await workload(use_cache=True)
         ratios.append(without_s / with_s)
         times.append((with_s, without_s))

@@ -37,30 +37,47 @@ def _multiplies_bfloat16() -> bool:
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None, *, exact_output: bool = False) -> LinearWeight:
-    is_narrow = weight.dtype != torch.float32
-    if (
-        weight.device.type != "cpu"
-        or not _packs_float32()
-        or (is_narrow and _multiplies_bfloat16() and not exact_output)
-    ):
+    if weight.device.type != "cpu" or not _packs_float32():
         return LinearWeight(weight.t(), None, bias)
-    # The number of rows is a hint: the layout that comes out does not depend on it.
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.float(), 16)
+    if weight.dtype == torch.bfloat16 and _multiplies_bfloat16():
+        return LinearWeight(None, _blocked(weight), bias)
     # One row is bound by reading the weight, and reads half as much of the plain one.
-    return LinearWeight(weight.t() if is_narrow and not exact_output else None, packed, bias)
+    keeps_plain = weight.dtype != torch.float32 and not exact_output
+    return LinearWeight(weight.t() if keeps_plain else None, _blocked(weight.float()), bias)
+
+
+def _blocked(weight: Tensor) -> Tensor:
+    # The number of rows is a hint: measured, the layout that comes out serves any number alike.
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
+    return packed
 
 
 def linear(x: Tensor, weight: LinearWeight) -> Tensor:
     if weight.packed is None or (x.shape[0] == 1 and weight.transposed is not None):
         return _plain_linear(x, weight)
+    if weight.packed.dtype == x.dtype:
+        product: Tensor = _linear_pointwise(x, weight.packed, weight.bias, "none", [], "")
+        return product
     return exact_linear(x, weight).to(x.dtype)
 
 
 def exact_linear(x: Tensor, weight: LinearWeight) -> Tensor:
     if weight.packed is None:
         return _plain_linear(x, weight).float()
+    if weight.packed.dtype == torch.bfloat16:
+        return _two_term_linear(x, weight)
     bias = None if weight.bias is None else weight.bias.float()
     product: Tensor = _linear_pointwise(x.float(), weight.packed, bias, "none", [], "")
+    return product
+
+
+def _two_term_linear(x: Tensor, weight: LinearWeight) -> Tensor:
+    """The product to about 16 bits from kernels that can only write bfloat16: rounded once, and then
+    what the rounding lost. The second pass subtracts the first from its float32 sums before they are
+    rounded. Measured for the default model's head: two thirds of the time of a float32 product."""
+    rounded = _linear_pointwise(x, weight.packed, weight.bias, "none", [], "")
+    lost = _linear_pointwise_binary(x, rounded, weight.packed, weight.bias, "sub")
+    product: Tensor = rounded.float().add_(lost)
     return product
 
 
@@ -214,3 +231,4 @@ def attend_dense(
 # Overloads named in full: choosing one by its arguments takes longer than some of the kernels.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _linear_pointwise: Any = torch.ops.mkldnn._linear_pointwise.default if _packs_float32() else None
+_linear_pointwise_binary: Any = torch.ops.mkldnn._linear_pointwise.binary if _packs_float32() else None

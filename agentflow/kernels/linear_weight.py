@@ -13,7 +13,8 @@ class LinearWeight:
 
     ``transposed`` [in, out]: Wᵀ, a view of W as it came, in the model's dtype; None where every
     product goes through ``packed``.
-    ``packed``: W in float32, in the opaque blocked layout of oneDNN; None where nothing is packed.
+    ``packed``: W in the opaque blocked layout of oneDNN, in the model's dtype or in float32; None
+    where nothing is packed.
     ``bias`` [out]: in the model's dtype.
     """
 

@@ -9,8 +9,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from shutil import copyfileobj
 from typing import Final
@@ -21,6 +23,7 @@ Report = Callable[[int, int], None]
 """Told how far a step is: ``(done, total)`` in bytes."""
 
 _POLL_S: Final = 0.1
+_ENDING_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def fetch_from_wheel(
@@ -97,24 +100,45 @@ def run_to_end(
     seconds with SIGKILL.
     """
     with log.open("wb") as output:
-        # A session of its own: Ctrl-C in the terminal reaches us alone, and we can end the whole group.
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=env,
-            start_new_session=True,
-        )
+        process: subprocess.Popen[bytes] | None = None
         try:
+            # A session of its own: Ctrl-C in the terminal reaches us alone, and we can end the whole group.
+            with _signals_wait():
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=env,
+                    start_new_session=True,
+                )
             while True:
                 try:
                     return process.wait(_POLL_S)
                 except subprocess.TimeoutExpired:
                     on_poll()
         finally:
-            if process.returncode is None:
+            if process is not None and process.returncode is None:
                 _end_group(process, grace_s)
+
+
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Signals are handled at the end of the block: a handler that raises while a process is being
+    started would lose the process, and nobody would end it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python runs its handlers in the main thread only
+        return
+    arrived: list[int] = []
+    numbers = [number for number in _ENDING_SIGNALS if callable(signal.getsignal(number))]
+    handlers = [signal.signal(number, lambda number, _: arrived.append(number)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, handlers, strict=True):
+            signal.signal(number, handler)
+        for raised in arrived:
+            signal.raise_signal(raised)
 
 
 def _end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:

@@ -146,9 +146,22 @@ def test_an_unknown_implementation_is_refused(monkeypatch: pytest.MonkeyPatch) -
         ops.kernels_for(torch.device("cpu"))
 
 
-def test_a_cpu_with_bfloat16_products_keeps_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_ops, "_multiplies_bfloat16", lambda: True)
+def test_a_cpu_with_bfloat16_products_keeps_one_narrow_copy() -> None:
     weight = torch.zeros(6, 4, dtype=torch.bfloat16)
-    assert cpu_ops.pack_linear(weight, None).nbytes == 48
-    # An exact result needs float32 products.
-    assert cpu_ops.pack_linear(weight, None, exact_output=True).nbytes == 96
+    is_narrow = cpu_ops._multiplies_bfloat16() or not cpu_ops._packs_float32()
+    assert cpu_ops.pack_linear(weight, None).nbytes == (48 if is_narrow else 48 + 96)
+    assert cpu_ops.pack_linear(weight, None, exact_output=True).nbytes == (48 if is_narrow else 96)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@given(st.sampled_from([1, 2, 16]), SEEDS)
+def test_an_exact_result_is_not_rounded_to_bfloat16(has_bias: bool, num_rows: int, seed: int) -> None:
+    x = random(num_rows, 40, seed=seed, dtype=torch.bfloat16)
+    weight = random(24, 40, seed=seed + 1, dtype=torch.bfloat16)
+    bias = random(24, seed=seed + 2, dtype=torch.bfloat16) if has_bias else None
+    packed = cpu_ops.pack_linear(weight, bias, exact_output=True)
+    exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    # Only where nothing can be packed does the product itself come in bfloat16, of 8 bits.
+    bits = 14 if cpu_ops._packs_float32() else 7
+    scale = x.double().abs() @ weight.double().abs().t() + 1
+    assert ((cpu_ops.exact_linear(x, packed).double() - exact).abs() <= scale * 2.0**-bits).all()

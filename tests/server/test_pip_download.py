@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import venv
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,3 +73,26 @@ def test_what_interrupts_a_command_ends_it(tmp_path: Path) -> None:
         )
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_a_signal_while_the_command_starts_ends_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Interrupted(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            started.append(self)
+            signal.raise_signal(signal.SIGINT)  # before anybody has got the process
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    os.mkfifo(tmp_path / "never")
+    with pytest.raises(KeyboardInterrupt):
+        run_to_end(
+            ["cat", str(tmp_path / "never")],
+            env=dict(os.environ),
+            log=tmp_path / "log",
+            on_poll=lambda: None,
+        )
+    assert started[0].returncode == -signal.SIGTERM
