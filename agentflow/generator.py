@@ -76,6 +76,7 @@ class Stats(msgspec.Struct, frozen=True):
     steps: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    cached_output_tokens: int = 0
     computed_tokens: int = 0
     generated_tokens: int = 0
     evicted_tokens: int = 0

@@ -46,9 +46,7 @@ async def generate_s(client: EngineClient, prompts: list[list[int]], num_tokens:
     start = time.perf_counter()
     async with asyncio.TaskGroup() as group:
         for prompt in prompts:
-            group.create_task(
-                client.generate(prompt, exactly(num_tokens), seed=0, cache_key="", on_text=lambda _: None)
-            )
+            group.create_task(client.generate(prompt, exactly(num_tokens), seed=0, on_text=lambda _: None))
     return time.perf_counter() - start
 
 

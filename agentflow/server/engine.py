@@ -20,6 +20,7 @@ from agentflow.server.core.request import Request, Status
 from agentflow.server.core.scheduler import Scheduler, SchedulerConfig, StepResult
 from agentflow.server.engine_messages import (
     Abort,
+    CloseState,
     EngineStats,
     Failed,
     Finished,
@@ -97,7 +98,7 @@ class Engine:
                 self._fail(request_id, EngineFailed(f"the request's output cannot be used: {error!r}"))
 
     def _read_inbox(self) -> None:
-        is_idle = not self.scheduler.running and not self.scheduler.waiting and not self._outbox
+        is_idle = not self.scheduler.running and not len(self.scheduler.waiting) and not self._outbox
         while True:
             try:
                 message = self._inbox.get(block=is_idle)
@@ -109,6 +110,8 @@ class Engine:
                     self._submit(message)
                 case Abort():
                     self._drop(message.request_id)
+                case CloseState():
+                    self.scheduler.close_state(message.state)
                 case Report():
                     self._outbox.append(self._stats(message.ticket))
                 case Stop():
@@ -116,7 +119,7 @@ class Engine:
                     return
 
     def _submit(self, message: Submit) -> None:
-        params = message.params
+        params, origin = message.params, message.origin
         try:
             if not message.token_ids:
                 raise EngineFailed("a request without a single token cannot be computed")
@@ -126,8 +129,12 @@ class Engine:
                 self._output_limit(message),
                 params or _GREEDY,
                 seed=message.seed,
-                extra_key=message.cache_key,
+                tenant=origin.tenant,
+                salt=origin.cache_salt,
                 score_from=message.score_from,
+                objective=origin.objective,
+                task_group=origin.task_group or None,
+                state=origin.state or None,
             )
             self.scheduler.add(request)
         except AgentflowError as error:
@@ -208,6 +215,7 @@ class Engine:
 
     def _stats(self, ticket: int) -> EngineStats:
         scheduler = self.scheduler
+        memory = scheduler.memory
         counters = scheduler.counters
         return EngineStats(
             ticket=ticket,
@@ -215,14 +223,15 @@ class Engine:
             steps=counters.steps,
             prompt_tokens=counters.prompt_tokens,
             cached_tokens=counters.cached_tokens,
+            cached_output_tokens=counters.cached_output_tokens,
             computed_tokens=counters.computed_tokens,
             generated_tokens=counters.generated_tokens,
             evicted_tokens=counters.evicted_tokens,
             retractions=counters.retractions,
-            free_slots=scheduler.slots.num_free,
-            cached_slots=scheduler.cache.num_cached,
-            held_slots=scheduler.num_held,
-            total_slots=scheduler.slots.total,
+            free_slots=memory.slots.num_free,
+            cached_slots=memory.cache.num_cached,
+            held_slots=memory.num_held,
+            total_slots=memory.slots.total,
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             peak_resident_bytes=peak_resident_bytes(),

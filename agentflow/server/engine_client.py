@@ -18,10 +18,12 @@ from agentflow.server.core.scheduler import SchedulerConfig
 from agentflow.server.engine import Engine
 from agentflow.server.engine_messages import (
     Abort,
+    CloseState,
     EngineStats,
     Failed,
     Finished,
     FromEngine,
+    Origin,
     Progress,
     Report,
     Stop,
@@ -34,6 +36,7 @@ from agentflow.task_group import open_task_group
 logger = logging.getLogger(__name__)
 
 OnText = Callable[[str], None]
+_NOWHERE = Origin()
 
 
 class _Call:
@@ -66,20 +69,45 @@ class EngineClient:
         return len(self._calls)
 
     async def generate(
-        self, token_ids: list[int], params: SamplingParams, *, seed: int, cache_key: str, on_text: OnText
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        on_text: OnText,
+        origin: Origin = _NOWHERE,
     ) -> Finished:
         """Generates; ``on_text`` is called with each delta. Cancelling the call aborts the request."""
-        message = Submit(next(self._ids), token_ids, params, seed=seed, cache_key=cache_key)
+        message = Submit(next(self._ids), token_ids, params, seed=seed, origin=origin)
         return await self._call(message, on_text)
 
-    async def compute(self, token_ids: list[int], *, cache_key: str) -> Finished:
+    async def compute(self, token_ids: list[int], *, origin: Origin = _NOWHERE) -> Finished:
         """Only computes the tokens, so that they are cached."""
-        return await self._call(Submit(next(self._ids), token_ids, None, cache_key=cache_key), None)
+        return await self._call(Submit(next(self._ids), token_ids, None, origin=origin), None)
 
-    async def score(self, token_ids: list[int], score_from: int, *, cache_key: str) -> Finished:
+    async def score(self, token_ids: list[int], score_from: int, *, origin: Origin = _NOWHERE) -> Finished:
         """Log-probabilities of ``token_ids[score_from:]``, each given all tokens before it."""
-        message = Submit(next(self._ids), token_ids, None, cache_key=cache_key, score_from=score_from)
+        message = Submit(next(self._ids), token_ids, None, origin=origin, score_from=score_from)
         return await self._call(message, None)
+
+    def compute_ahead(self, token_ids: list[int], *, origin: Origin) -> int:
+        """Has the tokens computed for those that will come; nobody waits. Returns what ``forget`` takes."""
+        request_id = next(self._ids)
+        if self._ended_because is None:
+            self.engine.send(Submit(request_id, token_ids, None, origin=origin))
+        return request_id
+
+    def forget(self, request_id: int) -> None:
+        """What was to be computed ahead is not needed, if it has not been computed yet."""
+        self.engine.send(Abort(request_id))
+
+    def new_number(self) -> int:
+        """For an ``Origin``: a state or task group that no other has."""
+        return next(self._ids)
+
+    def close_state(self, state: int) -> None:
+        """No more requests of this state will come."""
+        self.engine.send(CloseState(state))
 
     async def stats(self) -> EngineStats:
         """Counters and gauges, read between two steps."""

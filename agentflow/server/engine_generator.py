@@ -7,26 +7,35 @@ from dataclasses import dataclass
 
 import anyio
 import anyio.to_thread
+import msgspec
 
 from agentflow.errors import AgentflowError, BadArgument, NotSupported
 from agentflow.generator import Capabilities, Generated, OnText, Scored, Stats, Usage
 from agentflow.sampling import SamplingParams
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.engine_client import EngineClient
-from agentflow.server.engine_messages import Finished
+from agentflow.server.engine_messages import Finished, Origin
 from agentflow.server.token_state import TokenState
 
 # Text longer than this is encoded in a worker thread: about a millisecond of encoding.
 MAX_INLINE_CHARS = 4000
+# A prefix about to be forked is computed ahead from so many uncomputed tokens on: below that, the
+# forks wait for each other no longer than for this.
+MIN_AHEAD_TOKENS = 32
 
 
 @dataclass(eq=False)
 class EngineContext:
-    """One state in the engine: its tokens, and whose cached KV it may share."""
+    """One state in the engine: its tokens, and where its requests come from. ``num_computed``: so many
+    of its tokens the engine has had to compute already. ``has_run``: the engine knows the state.
+    ``computing_ahead``: the request that computes a prefix before its forks ask for it."""
 
     tokens: TokenState
-    cache_key: str
+    origin: Origin
     num_unencoded_chars: int = 0
+    num_computed: int = 0
+    has_run: bool = False
+    computing_ahead: int | None = None
 
 
 class EngineGenerator:
@@ -45,9 +54,8 @@ class EngineGenerator:
 
     def open(self, cache_salt: str) -> EngineContext:
         """An empty state."""
-        # The lengths keep ("a", "b/c") and ("a/b", "c") apart.
-        cache_key = f"{len(self._tenant)}/{self._tenant}/{cache_salt}"
-        return EngineContext(TokenState(self._client.tokenizer, self._template), cache_key)
+        origin = Origin(self._tenant, cache_salt, state=self._client.new_number())
+        return EngineContext(TokenState(self._client.tokenizer, self._template), origin)
 
     def fill(self, context: EngineContext, text: str) -> None:
         """Appends to the pending run of text, which is encoded when something ends it."""
@@ -65,10 +73,12 @@ class EngineGenerator:
     async def generate(self, context: EngineContext, params: SamplingParams, on_text: OnText) -> Generated:
         """Generates, and appends the ids as they were generated."""
         token_ids = await self._prompt(context, "gen")
+        context.has_run = True
         end = await self._client.generate(
-            token_ids, params, seed=params.seed or 0, cache_key=context.cache_key, on_text=on_text
+            token_ids, params, seed=params.seed or 0, origin=context.origin, on_text=on_text
         )
         context.tokens.generated(end.token_ids, end.text)
+        context.num_computed = len(token_ids) + len(end.token_ids)
         logprobs = tuple(end.logprobs) if params.logprobs else None
         return Generated(end.text, end.finish_reason, _usage(end), logprobs)
 
@@ -79,22 +89,22 @@ class EngineGenerator:
             raise NotSupported(f"select by {method} is not supported by the engine yet")
         prefix = await self._prompt(context, "select")
         encoded = [context.tokens.encode_next(choice) for choice in choices]
-        done = await self._score_all(prefix, encoded, context.cache_key)
+        context.has_run = True
+        done = await self._score_all(prefix, encoded, context.origin)
         logprobs = tuple(sum(value or 0.0 for value in end.logprobs) for end in done)
         scores = tuple(total / len(ids) for total, ids in zip(logprobs, encoded, strict=True))
         best = max(range(len(scores)), key=scores.__getitem__)
         context.tokens.generated(encoded[best], choices[best])
+        context.num_computed = len(prefix) + len(encoded[best])
         return Scored(best, logprobs, scores, sum((_usage(end) for end in done), Usage()))
 
-    async def _score_all(self, prefix: list[int], ends: list[list[int]], cache_key: str) -> list[Finished]:
+    async def _score_all(self, prefix: list[int], ends: list[list[int]], origin: Origin) -> list[Finished]:
         scored: dict[int, Finished] = {}
         failures: list[AgentflowError] = []
 
         async def score_one(index: int) -> None:
             try:
-                scored[index] = await self._client.score(
-                    prefix + ends[index], len(prefix), cache_key=cache_key
-                )
+                scored[index] = await self._client.score(prefix + ends[index], len(prefix), origin=origin)
             except AgentflowError as error:
                 failures.append(error)
                 group.cancel_scope.cancel()
@@ -107,13 +117,31 @@ class EngineGenerator:
         return [scored[index] for index in range(len(ends))]
 
     async def fork(self, context: EngineContext, count: int) -> list[EngineContext]:
-        """Contexts with the same ids."""
+        """Contexts with the same ids: one task group. What they share and nobody has computed yet is
+        computed now, before the first of them asks for it."""
         await self._encode(context)
-        return [EngineContext(context.tokens.fork(), context.cache_key) for _ in range(count)]
+        token_ids = context.tokens.ids()
+        if count > 1 and len(token_ids) - context.num_computed >= MIN_AHEAD_TOKENS:
+            context.computing_ahead = self._client.compute_ahead(token_ids, origin=context.origin)
+            context.num_computed, context.has_run = len(token_ids), True
+        group = self._client.new_number() if count > 1 else 0
+        return [self._forked(context, group) for _ in range(count)]
 
     def free(self, context: EngineContext) -> None:
-        """Nothing is held for an idle context: its KV is cache."""
+        """Nothing is held for an idle context, but its KV is kept longer than other cache: no more."""
+        if context.computing_ahead is not None:
+            self._client.forget(context.computing_ahead)
+        if context.has_run:
+            self._client.close_state(context.origin.state)
         self._num_rerendered += context.tokens.num_rerendered_tokens
+
+    def _forked(self, context: EngineContext, group: int) -> EngineContext:
+        origin = msgspec.structs.replace(
+            context.origin,
+            state=self._client.new_number(),
+            task_group=group or context.origin.task_group,
+        )
+        return EngineContext(context.tokens.fork(), origin, num_computed=context.num_computed)
 
     async def stats(self) -> Stats:
         """Of the engine, all sessions together."""
@@ -123,6 +151,7 @@ class EngineGenerator:
             steps=stats.steps,
             prompt_tokens=stats.prompt_tokens,
             cached_tokens=stats.cached_tokens,
+            cached_output_tokens=stats.cached_output_tokens,
             computed_tokens=stats.computed_tokens,
             generated_tokens=stats.generated_tokens,
             evicted_tokens=stats.evicted_tokens,

@@ -8,18 +8,30 @@ from __future__ import annotations
 import msgspec
 
 from agentflow.sampling import SamplingParams
+from agentflow.server.core.request import Objective
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """Where a request comes from. Requests share cached KV only under an equal ``tenant`` and
+    ``cache_salt``. ``state``: the program's state that it continues (0: none). ``task_group``: equal
+    for siblings that one consumer waits for (0: none)."""
+
+    tenant: str = ""
+    cache_salt: str = ""
+    objective: Objective = "latency"
+    state: int = 0
+    task_group: int = 0
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
     """Run a request over ``token_ids``: generate (``params.max_tokens``), or only compute them
-    (``params`` None), or score the tokens from index ``score_from`` on. Requests share cached KV
-    only under an equal ``cache_key``."""
+    (``params`` None), or score the tokens from index ``score_from`` on."""
 
     request_id: int
     token_ids: list[int]
     params: SamplingParams | None
     seed: int = 0
-    cache_key: str = ""
+    origin: Origin = Origin()
     score_from: int = 0
 
 
@@ -27,6 +39,12 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     """Forget the request, wherever it stands. Unknown ids are ignored: it may just have ended."""
 
     request_id: int
+
+
+class CloseState(msgspec.Struct, frozen=True, tag=True):
+    """The program's state is over: what it computed need not be kept longer than other cache."""
+
+    state: int
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
@@ -39,7 +57,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """End the engine; whatever still runs is dropped."""
 
 
-ToEngine = Submit | Abort | Report | Stop
+ToEngine = Submit | Abort | CloseState | Report | Stop
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
@@ -80,6 +98,7 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     steps: int
     prompt_tokens: int
     cached_tokens: int
+    cached_output_tokens: int
     computed_tokens: int
     generated_tokens: int
     evicted_tokens: int

@@ -12,6 +12,7 @@ from pathlib import Path
 import anyio.to_thread
 
 from agentflow.server.chat_template import ChatTemplate
+from agentflow.server.core.policies import DEFAULT_POLICY
 from agentflow.server.core.scheduler import SchedulerConfig
 from agentflow.server.engine_client import EngineClient, running_engine
 from agentflow.server.engine_generator import EngineGenerator
@@ -39,7 +40,7 @@ class EngineOptions:
     token_budget: int | None = None
     max_running: int = 64
     num_threads: int | None = None
-    policy: str = "fcfs"
+    policy: str = DEFAULT_POLICY
     use_cache: bool = True
 
 

@@ -1,5 +1,6 @@
 """The radix cache against a brute-force twin: a plain list of sequences with their times of use."""
 
+import collections
 import itertools
 
 import numpy as np
@@ -9,15 +10,25 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from agentflow.server.core.kv_slots import KVSlots
-from agentflow.server.core.radix_cache import PrefixMatch, RadixCache, common_prefix_len
+from agentflow.server.core.radix_cache import PrefixMatch, RadixCache
+from agentflow.server.core.token_run import common_prefix_len, token_run
 
 # Few token ids and short sequences, so that prefixes collide often.
 sequences = st.lists(st.integers(0, 2), min_size=1, max_size=10)
 extra_keys = st.sampled_from(["", "other tenant"])
 
 
-def as_tokens(sequence: list[int] | tuple[int, ...]) -> np.ndarray:
+def as_array(sequence: list[int] | tuple[int, ...]) -> np.ndarray:
     return np.array(sequence, dtype=np.int32)
+
+
+def as_run(sequence: list[int] | tuple[int, ...]) -> bytes:
+    return token_run(as_array(sequence))
+
+
+def insert(cache: RadixCache, extra, sequence: list[int], slots: list[int], **kwargs):
+    """From the root on."""
+    return cache.extend(cache.match(extra, b""), extra, as_run(sequence), as_array(slots), **kwargs)
 
 
 class PrefixList:
@@ -28,6 +39,7 @@ class PrefixList:
         self.slots: dict[tuple, int] = {}
         self.locks: dict[tuple, int] = {}
         self.used: dict[tuple, int] = {}
+        self.keeps: dict[tuple, int] = collections.Counter()
         self.clock = 0
 
     def match(self, extra: str, sequence: list[int]) -> list[int]:
@@ -54,6 +66,18 @@ class PrefixList:
         for length in range(1, len(sequence) + 1):
             self.locks[(extra, *sequence[:length])] += by
 
+    def use(self, extra: str, sequence: list[int]) -> None:
+        self.clock += 1
+        for length in range(1, len(sequence) + 1):
+            self.used[(extra, *sequence[:length])] = self.clock
+
+    def rank(self, prefix: tuple) -> tuple[bool, int]:
+        return self.keeps[prefix] > 0, self.used[prefix]
+
+    def evict(self, prefix: tuple) -> None:
+        del self.slots[prefix]
+        self.keeps[prefix[:-1]] += self.keeps.pop(prefix, 0)
+
     def leaf_ends(self) -> list[tuple]:
         inner = {prefix[:-1] for prefix in self.slots}
         return [prefix for prefix in self.slots if prefix not in inner]
@@ -66,6 +90,7 @@ class RadixCacheMachine(RuleBasedStateMachine):
     """Random matches, inserts, locks and evictions; the same on both sides."""
 
     locked = Bundle("locked")
+    kept = Bundle("kept")
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,25 +100,30 @@ class RadixCacheMachine(RuleBasedStateMachine):
 
     @rule(extra=extra_keys, sequence=sequences)
     def match(self, extra, sequence):
-        match = self.cache.match(extra, as_tokens(sequence))
-        assert match.slots.tolist() == self.twin.match(extra, sequence)
-        assert match.num_tokens == len(match.slots)
+        assert self.cache.peek(extra, as_run(sequence)) == len(self.twin.match(extra, sequence))
+        match = self.cache.match(extra, as_run(sequence))
+        assert self.cache.slots_of(match).tolist() == self.twin.match(extra, sequence)
+        assert match.num_tokens == len(self.cache.slots_of(match))
 
-    @rule(extra=extra_keys, sequence=sequences)
-    def insert(self, extra, sequence):
+    @rule(extra=extra_keys, sequence=sequences, known=st.integers(0, 10), num_prompt=st.integers(0, 10))
+    def extend(self, extra, sequence, known, num_prompt):
         if self.free.num_free < len(sequence):
             return
         slots = self.free.allocate(len(sequence))
-        match, existing = self.cache.insert(extra, as_tokens(sequence), slots)
+        self.twin.match(extra, sequence[:known])
+        start = self.cache.match(extra, as_run(sequence[:known]))
+        self.cache.lock(start)
+        match, existing = self.cache.extend(start, extra, as_run(sequence), slots, num_prompt=num_prompt)
+        self.cache.unlock(start)
         assert existing == self.twin.insert(extra, sequence, slots.tolist())
         self.free.release(slots[:existing])
         assert match.num_tokens == len(sequence)
-        assert match.slots.tolist() == self.twin.match(extra, sequence)
-        self.cache.match(extra, as_tokens(sequence))  # the twin's clock has ticked once more
+        assert self.cache.slots_of(match).tolist() == self.twin.match(extra, sequence)
+        self.cache.match(extra, as_run(sequence))  # the twin's clock has ticked once more
 
     @rule(target=locked, extra=extra_keys, sequence=sequences)
     def lock(self, extra, sequence):
-        match = self.cache.match(extra, as_tokens(sequence))
+        match = self.cache.match(extra, as_run(sequence))
         self.twin.match(extra, sequence)
         self.cache.lock(match)
         self.twin.lock(extra, sequence[: match.num_tokens], +1)
@@ -104,23 +134,48 @@ class RadixCacheMachine(RuleBasedStateMachine):
         extra, sequence, match = held
         self.cache.unlock(match)
         self.twin.lock(extra, sequence, -1)
+        self.twin.use(extra, sequence)
+
+    @rule(target=kept, extra=extra_keys, sequence=sequences)
+    def keep(self, extra, sequence):
+        match = self.cache.match(extra, as_run(sequence))
+        self.twin.match(extra, sequence)
+        self.cache.keep(match)
+        self.twin.keeps[(extra, *sequence[: match.num_tokens])] += 1
+        return extra, sequence[: match.num_tokens], match
+
+    @rule(kept=consumes(kept))
+    def unkeep(self, kept):
+        extra, sequence, match = kept
+        self.cache.unkeep(match)
+        prefix = (extra, *sequence)
+        while len(prefix) > 1 and prefix not in self.twin.slots:
+            prefix = prefix[:-1]
+        self.twin.keeps[prefix] -= 1
 
     @rule(count=st.integers(1, 12))
     def evict(self, count):
         before = dict(self.twin.slots)
-        freed = self.cache.evict(count).tolist()
+        told: list[tuple] = []
+
+        def on_evict(extra, run, num_left):
+            tokens = np.frombuffer(run, np.int32).tolist()
+            told.extend((extra, *tokens[:length]) for length in range(num_left + 1, len(tokens) + 1))
+
+        freed = self.cache.evict(count, on_evict).tolist()
         gone = {prefix for prefix, slot in before.items() if slot in set(freed)}
         assert len(gone) == len(freed)
-        # Leaf by leaf, least recently used first. A prefix is used whenever what follows it is, so
-        # token by token comes to the same.
+        assert sorted(told) == sorted(gone)
+        # Leaf by leaf, what no state needs first, and of that the least recently used. A prefix is
+        # used whenever what follows it is, so token by token comes to the same.
         while gone:
             evictable = self.twin.evictable_leaf_ends()
             candidates = [end for end in evictable if end in gone]
             assert candidates, "something was evicted that was locked, or not at the end of its sequence"
-            end = min(candidates, key=self.twin.used.__getitem__)
-            assert self.twin.used[end] == min(self.twin.used[other] for other in evictable)
+            end = min(candidates, key=self.twin.rank)
+            assert self.twin.rank(end) == min(self.twin.rank(other) for other in evictable)
             gone.remove(end)
-            del self.twin.slots[end]
+            self.twin.evict(end)
         self.free.release(np.array(freed, dtype=np.int32))
         if len(freed) < count:
             assert not self.twin.evictable_leaf_ends(), "evict gave up though there was more to evict"
@@ -139,12 +194,12 @@ TestRadixCache = RadixCacheMachine.TestCase
 @given(st.lists(st.integers(0, 1), max_size=20), st.lists(st.integers(0, 1), max_size=20))
 def test_common_prefix_len(a, b):
     expected = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
-    assert common_prefix_len(as_tokens(a), as_tokens(b)) == expected
+    assert common_prefix_len(as_run(a), as_run(b)) == expected
 
 
 def test_unlock_without_lock_is_refused():
     cache = RadixCache()
-    match, _ = cache.insert(None, as_tokens([1, 2]), as_tokens([0, 1]))
+    match, _ = insert(cache, None, [1, 2], [0, 1])
     cache.lock(match)
     cache.unlock(match)
     with pytest.raises(ValueError, match="unlock without lock"):
@@ -153,9 +208,9 @@ def test_unlock_without_lock_is_refused():
 
 def test_a_lock_survives_a_split():
     cache = RadixCache()
-    whole, _ = cache.insert(None, as_tokens([1, 2, 3, 4]), as_tokens([0, 1, 2, 3]))
+    whole, _ = insert(cache, None, [1, 2, 3, 4], [0, 1, 2, 3])
     cache.lock(whole)
-    half = cache.match(None, as_tokens([1, 2]))  # splits the edge
+    half = cache.match(None, as_run([1, 2]))  # splits the edge
     assert half.num_tokens == 2
     assert len(cache.evict(4)) == 0
     cache.unlock(whole)
@@ -165,16 +220,31 @@ def test_a_lock_survives_a_split():
 def test_trees_of_unused_extra_keys_do_not_stay():
     cache = RadixCache()
     for tenant in range(100):
-        cache.insert(tenant, as_tokens([1]), as_tokens([tenant]))
-        cache.match(f"only asked {tenant}", as_tokens([1]))
+        insert(cache, tenant, [1], [tenant])
+        cache.match(f"only asked {tenant}", as_run([1]))
     cache.evict(100)
     assert not cache._roots
 
 
 def test_the_heap_of_leaves_stays_small_under_many_matches():
     cache = RadixCache()
-    cache.insert(None, as_tokens([1, 2, 3]), as_tokens([0, 1, 2]))
+    insert(cache, None, [1, 2, 3], [0, 1, 2])
     for _ in range(10_000):
-        cache.match(None, as_tokens([1, 2, 3]))
+        cache.match(None, as_run([1, 2, 3]))
     assert len(cache._leaves) < 200
-    assert isinstance(cache.match(None, as_tokens([1])), PrefixMatch)
+    assert isinstance(cache.match(None, as_run([1])), PrefixMatch)
+
+
+def test_generated_tokens_are_told_apart_from_prompts():
+    cache = RadixCache()
+    insert(cache, None, [1, 2, 3, 4, 5], [0, 1, 2, 3, 4], num_prompt=3)
+    assert cache.match(None, as_run([1, 2, 3, 4])).num_output == 1
+    longer, _ = cache.extend(
+        cache.match(None, as_run([1, 2, 3, 4, 5])),
+        None,
+        as_run([1, 2, 3, 4, 5, 6]),
+        np.arange(6),
+        num_prompt=6,
+    )
+    assert longer.num_output == 2
+    assert cache.match(None, as_run([1, 2])).num_output == 0

@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 
 from agentflow.errors import BadArgument, PromptTooLong
 from agentflow.sampling import SamplingParams
+from agentflow.server.core.fair_policy import FairLongestPrefix
+from agentflow.server.core.policies import POLICIES
+from agentflow.server.core.prefix_policy import LongestPrefix
 from agentflow.server.core.request import Request, Status
 from agentflow.server.core.scheduler import Scheduler, SchedulerConfig
 from agentflow.server.fake_runner import FakeRunner
@@ -54,7 +57,7 @@ class Harness:
 
     def add(self, request_id: int, prompt: list[int], count: int, extra: str = "", **kwargs) -> Request:
         tokens = np.array(prompt, dtype=np.int32)
-        request = Request.create(request_id, tokens, count, GREEDY, extra_key=extra, **kwargs)
+        request = Request.create(request_id, tokens, count, GREEDY, salt=extra, **kwargs)
         self.scheduler.add(request)
         self.requests[request_id] = request
         return request
@@ -80,9 +83,24 @@ class Harness:
     def check(self) -> None:
         scheduler = self.scheduler
         held = sum(r.num_computed - r.committed.num_tokens for r in scheduler.running.values())
-        assert scheduler.num_held == held
-        assert scheduler.slots.num_free + scheduler.cache.num_cached + held == scheduler.slots.total
-        scheduler.cache.check()
+        memory = scheduler.memory
+        assert memory.num_held == held
+        assert memory.slots.num_free + memory.cache.num_cached + held == memory.slots.total
+        memory.cache.check()
+        memory.slots.check()
+        self.check_matches()
+
+    def check_matches(self) -> None:
+        """What the policy keeps of each waiting request's match is what the cache has."""
+        waiting = self.scheduler.waiting
+        trees = [waiting._tree] if isinstance(waiting, LongestPrefix) else []
+        if isinstance(waiting, FairLongestPrefix):
+            trees = [tree for tenant in waiting._tenants.values() for tree in tenant.trees.values()]
+        for request in waiting:
+            for tree in trees:
+                if request.id in tree._node_of:
+                    cached = self.scheduler.memory.peek(request.extra_key, request.reusable_run())
+                    assert tree.match_of(request) == cached
 
     def output(self, request_id: int) -> list[int]:
         request = self.requests[request_id]
@@ -108,7 +126,7 @@ jobs = st.lists(
     num_slots=st.integers(64, 160),
     token_budget=st.integers(1, 48),
     max_running=st.integers(1, 8),
-    policy=st.sampled_from(["fcfs", "lpm"]),
+    policy=st.sampled_from(sorted(POLICIES)),
     use_cache=st.booleans(),
 )
 def test_any_mix_of_requests_gives_what_each_gives_alone(
@@ -230,11 +248,12 @@ def test_a_failed_forward_gives_its_slots_back():
     for request in harness.scheduler.discard():
         harness.scheduler.release(request)
     harness.scheduler.check_idle()
-    assert harness.scheduler.slots.num_free == harness.scheduler.slots.total
+    assert harness.scheduler.memory.slots.num_free == harness.scheduler.memory.slots.total
 
 
-def test_longest_prefix_first_runs_the_cached_one_before_the_earlier_one():
-    harness = Harness(policy="lpm", max_running=1)
+@pytest.mark.parametrize("policy", ["lpm", "fair-lpm"])
+def test_longest_prefix_first_runs_the_cached_one_before_the_earlier_one(policy):
+    harness = Harness(policy=policy, max_running=1)
     harness.add(1, [1] * 20, 1)
     while harness.step():
         pass
@@ -246,5 +265,5 @@ def test_longest_prefix_first_runs_the_cached_one_before_the_earlier_one():
 
 
 def test_an_unknown_policy_names_those_there_are():
-    with pytest.raises(BadArgument, match="fcfs, lpm"):
+    with pytest.raises(BadArgument, match="fair-lpm, lpm, dfs-weight, fcfs, random"):
         Harness(policy="best")

@@ -19,6 +19,7 @@ from agentflow.server.core.batch import Batch, BatchOutput
 from agentflow.server.core.scheduler import SchedulerConfig
 from agentflow.server.engine_client import EngineClient, running_engine
 from agentflow.server.engine_generator import EngineGenerator
+from agentflow.server.engine_messages import Origin
 from agentflow.server.model.torch_runner import TorchRunner
 from agentflow.server.tokenizer import Tokenizer
 
@@ -91,7 +92,7 @@ def on_engine(runner: Kept, tokenizer: Tokenizer, use, **config):
 
 async def generate(client: EngineClient, prompt: list[int], count: int = 24) -> list[int]:
     params = SamplingParams(max_tokens=count, ignore_eos=True)
-    end = await client.generate(prompt, params, seed=0, cache_key="", on_text=lambda _: None)
+    end = await client.generate(prompt, params, seed=0, on_text=lambda _: None)
     return end.token_ids
 
 
@@ -156,9 +157,11 @@ def test_after_a_cache_hit_at_any_split_point(runner, tokenizer, prompts, alone)
             prompt = prompts[index]
             for split in sorted(rng.sample(range(1, len(prompt)), 8)):
                 salt = f"{index}/{split}"
-                await client.compute(prompt[:split], cache_key=salt)
+                await client.compute(prompt[:split], origin=Origin(cache_salt=salt))
                 params = SamplingParams(max_tokens=8, ignore_eos=True)
-                end = await client.generate(prompt, params, seed=0, cache_key=salt, on_text=lambda _: None)
+                end = await client.generate(
+                    prompt, params, seed=0, origin=Origin(cache_salt=salt), on_text=lambda _: None
+                )
                 assert end.cached_tokens == split
                 assert end.token_ids == alone[index][:8]
 
@@ -181,7 +184,7 @@ def test_after_an_eviction_and_recomputation(runner, tokenizer, prompts, alone):
     async def use(client: EngineClient) -> int:
         assert await generate(client, prompts[5]) == alone[5]
         for _ in range(6):
-            await client.compute([rng.randrange(10, 49_000) for _ in range(700)], cache_key="")
+            await client.compute([rng.randrange(10, 49_000) for _ in range(700)])
         assert await generate(client, prompts[5]) == alone[5]
         return (await client.stats()).evicted_tokens
 

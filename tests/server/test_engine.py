@@ -23,6 +23,7 @@ from agentflow.server.engine_messages import (
     EngineStats,
     Finished,
     FromEngine,
+    Origin,
     Progress,
     Report,
     Stop,
@@ -44,7 +45,11 @@ async def generate(
     """The end of a generation, and the deltas before it."""
     deltas: list[str] = []
     end = await client.generate(
-        prompt, SamplingParams(**params), seed=seed, cache_key=cache_key, on_text=deltas.append
+        prompt,
+        SamplingParams(**params),
+        seed=seed,
+        origin=Origin(cache_salt=cache_key),
+        on_text=deltas.append,
     )
     return end, deltas
 
@@ -88,7 +93,7 @@ async def test_requests_side_by_side_give_what_each_gives_alone(jobs, max_runnin
 async def run_and_check(client: EngineClient, job: Job) -> None:
     deltas: list[str] = []
     end = await client.generate(
-        job.prompt, job.params, seed=0, cache_key=job.cache_key, on_text=deltas.append
+        job.prompt, job.params, seed=0, origin=Origin(cache_salt=job.cache_key), on_text=deltas.append
     )
     expected = alone(job.prompt, job.params)
     assert (end.text, end.finish_reason) == (expected.text, expected.reason)
@@ -181,7 +186,7 @@ async def test_scoring_gives_the_logprob_of_each_token():
     tokens = list(range(10, 30))
     async with plain_engine() as client:
         for _ in range(2):  # the second time from the cache
-            end = await client.score(tokens, 12, cache_key="")
+            end = await client.score(tokens, 12)
             assert end.logprobs == [fake_logprob(tokens[:n], tokens[n]) for n in range(12, 20)]
             assert (end.token_ids, end.text, end.output_tokens) == ([], "", 0)
         assert end.cached_tokens == 11
@@ -189,11 +194,11 @@ async def test_scoring_gives_the_logprob_of_each_token():
 
 async def test_computing_only_fills_the_cache():
     async with plain_engine() as client:
-        computed = await client.compute(list(range(10, 40)), cache_key="k")
+        computed = await client.compute(list(range(10, 40)), origin=Origin(cache_salt="k"))
         assert (computed.prompt_tokens, computed.output_tokens, computed.logprobs) == (30, 0, [])
         end, _ = await generate(client, list(range(10, 50)), cache_key="k", max_tokens=1)
         assert end.cached_tokens == 30
-        end, _ = await generate(client, list(range(10, 50)), cache_key="", max_tokens=1)
+        end, _ = await generate(client, list(range(10, 50)), max_tokens=1)
         assert end.cached_tokens == 0
 
 
@@ -202,7 +207,7 @@ async def test_a_prompt_that_can_never_fit_is_refused_alone():
         with pytest.raises(PromptTooLong, match="the prompt has 64 tokens"):
             await generate(client, [5] * 64)
         with pytest.raises(PromptTooLong):
-            await client.score([5] * 65, 60, cache_key="")
+            await client.score([5] * 65, 60)
         end, _ = await generate(client, [5] * 60, max_tokens=100, ignore_eos=True)
         assert (end.output_tokens, end.finish_reason) == (4, "length")
 
@@ -241,7 +246,7 @@ async def test_a_forward_pass_that_fails_fails_its_requests_only(caplog):
 
         async def run(prompt: list[int]) -> None:
             try:
-                end = await client.generate(prompt, params, seed=0, cache_key="", on_text=lambda text: None)
+                end = await client.generate(prompt, params, seed=0, on_text=lambda text: None)
                 texts.append(end.text)
             except EngineFailed as error:
                 failed.append(error)
@@ -303,7 +308,7 @@ async def test_an_engine_that_breaks_tells_everybody_and_takes_nothing_more(capl
             client.engine.scheduler.complete = None  # type: ignore[assignment, method-assign]
             gate.open()
         assert len(errors) == 4
-        for use in (lambda: generate(client), client.stats, lambda: client.score([1, 2], 1, cache_key="")):
+        for use in (lambda: generate(client), client.stats, lambda: client.score([1, 2], 1)):
             with pytest.raises(EngineFailed, match="the engine broke: its log says how"):
                 await use()
         assert client.num_calls == 0
@@ -341,7 +346,7 @@ async def test_leaving_the_scope_ends_the_engine_whatever_it_does(error):
 
     async def run(client: EngineClient) -> None:
         try:
-            await client.generate(PROMPT, params, seed=0, cache_key="", on_text=lambda text: started.set())
+            await client.generate(PROMPT, params, seed=0, on_text=lambda text: started.set())
         except EngineFailed as failure:
             heard.append(failure)
 

@@ -35,8 +35,14 @@ class KVSlots:
         count = len(slots)
         if count == 0:
             return
-        if self._is_free[slots].any() or len(np.unique(slots)) != count:
+        if self._is_free[slots].any():
             raise ValueError("a slot was released that is free already")
         self._is_free[slots] = True
         self._stack[self.num_free : self.num_free + count] = slots[::-1]
         self.num_free += count
+
+    def check(self) -> None:
+        """Raises ``AssertionError`` where the free list does not hold each free slot once."""
+        free = self._stack[: self.num_free]
+        assert self._is_free[free].all()
+        assert np.count_nonzero(self._is_free) == self.num_free, "a slot is in the free list twice"

@@ -1,40 +1,164 @@
 """In which order waiting requests are admitted, by name.
 
-``fcfs``: in order of arrival. ``lpm``: longest cached prefix first (Zheng et al., "SGLang", 2024,
-section 3.2), ties in order of arrival.
+``fair-lpm`` (the default): longest cached prefix first, with a share for each tenant and a bound on
+how far anybody is overtaken (``fair_policy``). For comparison: ``lpm``, longest cached prefix first;
+``dfs-weight``, the waiting requests' tree depth first, heaviest branch first (``prefix_policy``);
+``fcfs``, in order of arrival; ``random``.
+
+A policy holds the waiting requests and says which is next. What steps compute and evict is told to
+it, so that it need not match everybody against the cache again and again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import random
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
-from agentflow.errors import BadArgument
-from agentflow.server.core.radix_cache import RadixCache
-from agentflow.server.core.request import Request
+from agentflow.server.core.request import CacheIdentity, Request
+from agentflow.server.core.token_run import TokenRun
 
-Policy = Callable[[Iterable[Request], RadixCache], list[Request]]
+Peek = Callable[[CacheIdentity, TokenRun], int]
+"""How many of a run's tokens are cached under an identity, looked up without changing anything."""
+IsBlocked = Callable[[Request, int | None], bool]
+"""Whether a request should wait because a running one computes what it needs next; the second
+argument is its match where the policy knows it."""
+
+MAX_PASSED_OVER = 128
+"""Policies that keep no tree look at so many blocked requests for one that is not."""
 
 
-def first_come(waiting: Iterable[Request], cache: RadixCache) -> list[Request]:
+class Policy(Protocol):
+    """The waiting requests, and which of them is next."""
+
+    def __len__(self) -> int:
+        """How many wait."""
+
+    def __iter__(self) -> Iterator[Request]:
+        """All that wait, in no promised order."""
+
+    def __contains__(self, request: Request) -> bool:
+        """Whether it waits."""
+
+    def add(self, request: Request) -> None:
+        """A new one."""
+
+    def restore(self, request: Request) -> None:
+        """One that had been admitted and lost its slots: it goes before those that were not."""
+
+    def next(self, is_blocked: IsBlocked) -> Request | None:
+        """The one to admit next, of those that are not blocked. It stays until ``remove``."""
+
+    def remove(self, request: Request) -> None:
+        """It was cancelled."""
+
+    def admit(self, request: Request, num_uncached: int) -> None:
+        """It runs now: no longer waiting; so many of its tokens have to be computed."""
+
+    def finish(self, request: Request) -> None:
+        """It was admitted once, and now it is over."""
+
+    def tokens_cached(self, identity: CacheIdentity, run: TokenRun) -> None:
+        """The run is cached now."""
+
+    def tokens_evicted(self, identity: CacheIdentity, run: TokenRun, kept: int) -> None:
+        """Of the run and what continues it only the first ``kept`` tokens are cached still."""
+
+
+class Returned:
+    """Requests that lost their slots, in the order of their first arrival: they run first again."""
+
+    def __init__(self) -> None:
+        self._requests: dict[int, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests.values())
+
+    def __contains__(self, request: Request) -> bool:
+        return request.id in self._requests
+
+    def add(self, request: Request) -> None:
+        """Sorted anew: there are few, and rarely."""
+        everybody = [*self._requests.values(), request]
+        self._requests = {r.id: r for r in sorted(everybody, key=lambda r: r.arrival)}
+
+    def discard(self, request: Request) -> bool:
+        """Whether it was there."""
+        return self._requests.pop(request.id, None) is not None
+
+    def first(self, is_blocked: IsBlocked) -> Request | None:
+        """The first that is not blocked."""
+        return next((r for r in self._requests.values() if not is_blocked(r, None)), None)
+
+
+class FirstCome:
     """In order of arrival."""
-    return list(waiting)
+
+    def __init__(self, peek: Peek) -> None:
+        self._returned = Returned()
+        self._waiting: dict[int, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._returned) + len(self._waiting)
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from self._returned
+        yield from self._waiting.values()
+
+    def __contains__(self, request: Request) -> bool:
+        return request.id in self._waiting or request in self._returned
+
+    def add(self, request: Request) -> None:
+        self._waiting[request.id] = request
+
+    def restore(self, request: Request) -> None:
+        self._returned.add(request)
+
+    def next(self, is_blocked: IsBlocked) -> Request | None:
+        returned = self._returned.first(is_blocked)
+        if returned is not None:
+            return returned
+        for _, request in zip(range(MAX_PASSED_OVER), self._in_order(), strict=False):
+            if not is_blocked(request, None):
+                return request
+        return None
+
+    def remove(self, request: Request) -> None:
+        if not self._returned.discard(request):
+            del self._waiting[request.id]
+
+    def admit(self, request: Request, num_uncached: int) -> None:
+        self.remove(request)
+
+    def finish(self, request: Request) -> None: ...
+
+    def tokens_cached(self, identity: CacheIdentity, run: TokenRun) -> None: ...
+
+    def tokens_evicted(self, identity: CacheIdentity, run: TokenRun, kept: int) -> None: ...
+
+    def _in_order(self) -> Iterator[Request]:
+        return iter(self._waiting.values())
 
 
-def longest_prefix(waiting: Iterable[Request], cache: RadixCache) -> list[Request]:
-    """Longest cached prefix first; the sort is stable, so ties keep their order of arrival."""
+class RandomOrder(FirstCome):
+    """Anybody next, drawn from a generator with a fixed seed. What is drawn stays drawn until it is
+    admitted, so that a request that has to wait for room is not passed over by smaller ones."""
 
-    def cached(request: Request) -> int:
-        reusable = request.tokens[: request.num_reusable]
-        return cache.match(request.extra_key, reusable).num_tokens
+    def __init__(self, peek: Peek) -> None:
+        super().__init__(peek)
+        self._random = random.Random(0)
+        self._order: list[Request] = []
 
-    return sorted(waiting, key=cached, reverse=True)
+    def add(self, request: Request) -> None:
+        super().add(request)
+        self._order.append(request)
+        other = self._random.randrange(len(self._order))
+        self._order[other], self._order[-1] = self._order[-1], self._order[other]
 
-
-POLICIES: dict[str, Policy] = {"fcfs": first_come, "lpm": longest_prefix}
-
-
-def policy_named(name: str) -> Policy:
-    """The policy of that name, or ``BadArgument`` listing the names there are."""
-    if name not in POLICIES:
-        raise BadArgument(f"no scheduling policy {name!r}; there are: {', '.join(POLICIES)}")
-    return POLICIES[name]
+    def _in_order(self) -> Iterator[Request]:
+        while self._order and self._order[-1].id not in self._waiting:
+            self._order.pop()
+        return (request for request in reversed(self._order) if request.id in self._waiting)

@@ -1,22 +1,27 @@
 """The radix cache: which token sequences have their keys and values in the KV pool, and where.
 
 A token-level radix tree (RadixAttention; Zheng et al., "SGLang", 2024, section 3). Each edge is a
-run of token ids with the slot of each. Under one *extra key* (model, adapter, cache salt) hangs
-one tree; two requests share KV only under the same extra key. A *lock* on a node keeps it and all
-its ancestors; what is not locked can be evicted, leaf by leaf, least recently used first.
+run of token ids with the slot of each. Under one *extra key* (model, adapter, tenant and salt)
+hangs one tree; two requests share KV only under the same extra key. A *lock* on a node keeps it
+and all its ancestors. What is not locked can be evicted leaf by leaf: first what no live state
+still needs (``keep``), and of these the least recently used.
 
-Costs: ``match`` and ``insert`` touch only the path; ``evict`` touches only the leaves it removes
-(a heap with lazy deletion finds them).
+Costs: ``match``, ``peek`` and ``extend`` touch only the path; ``evict`` touches only the leaves it
+removes (a heap with lazy deletion finds them). Token runs are held as ``bytes`` (four per token),
+which compare and hash in well under a microsecond where arrays take several.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from agentflow.server.core.token_run import TOKEN_BYTES, TokenRun, common_prefix_len
 
 TokenArray = NDArray[np.int32]
 SlotArray = NDArray[np.int32]
@@ -25,51 +30,70 @@ _EMPTY: SlotArray = np.empty(0, dtype=np.int32)
 
 
 class Node:
-    """One edge of the tree: ``tokens`` and their ``slots`` (equal lengths), below ``parent``."""
+    """One edge of the tree: ``run`` and the ``slots`` of its tokens, below ``parent``.
 
-    __slots__ = ("children", "extra_key", "last_access", "locks", "parent", "slots", "tokens")
+    ``is_output``: the tokens were generated, not part of a prompt, when they were first computed.
+    ``keeps``: how many live states end here. ``moved_to``: of a removed node, its parent then.
+    """
 
-    def __init__(self, tokens: TokenArray, slots: SlotArray, parent: Node | None, last_access: int) -> None:
-        self.tokens = tokens
+    __slots__ = (
+        "children",
+        "extra_key",
+        "is_output",
+        "keeps",
+        "last_access",
+        "locks",
+        "moved_to",
+        "parent",
+        "run",
+        "slots",
+    )
+
+    def __init__(self, run: TokenRun, slots: SlotArray, parent: Node | None, last_access: int) -> None:
+        self.run = run
         self.slots = slots
         self.parent = parent
-        self.children: dict[int, Node] = {}
+        self.children: dict[TokenRun, Node] = {}  # by their first token
         self.extra_key: Hashable = None  # of a root
+        self.is_output = False
         self.locks = 0
+        self.keeps = 0
         self.last_access = last_access
+        self.moved_to: Node | None = None
 
     @property
     def is_evictable(self) -> bool:
         return self.locks == 0 and not self.children and self.parent is not None
 
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """The order of eviction: the least goes first."""
+        return self.keeps > 0, self.last_access
+
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """A matched prefix: its last node (to lock), its length in tokens, the slots of those tokens."""
+    """A matched prefix: its last node (to lock or keep), its length in tokens, and how many of them
+    were generated rather than prompts when they were first computed."""
 
     node: Node
     num_tokens: int
-    slots: SlotArray
+    num_output: int = 0
 
 
-def common_prefix_len(a: TokenArray, b: TokenArray) -> int:
-    """Number of equal tokens at the front of both."""
-    length = min(len(a), len(b))
-    if length == 0 or a[0] != b[0]:
-        return 0
-    differs = a[:length] != b[:length]
-    first = int(differs.argmax())
-    return first if differs[first] else length
+OnEvict = Callable[[Any, TokenRun, int], None]
+"""Called for each evicted node: its extra key, all tokens from the root to its end, and how many of
+them are still cached."""
 
 
 class RadixCache:
-    """The trees of one model. Slots enter by ``insert`` and leave by ``evict``; the caller owns the
+    """The trees of one model. Slots enter by ``extend`` and leave by ``evict``; the caller owns the
     free list. ``num_cached``: tokens in the trees. ``num_locked``: those under a lock."""
 
     def __init__(self) -> None:
         self._roots: dict[Hashable, Node] = {}
         self._clock = 0
-        self._leaves: list[tuple[int, int, Node]] = []  # heap of (last_access, tie-break, node)
+        self._leaves: list[tuple[bool, int, int, Node]] = []  # heap of (rank, tie-break, node)
         self._pushes = 0
         self._num_leaves = 0
         self.num_cached = 0
@@ -80,91 +104,172 @@ class RadixCache:
         """Tokens that ``evict`` could give back now."""
         return self.num_cached - self.num_locked
 
-    def match(self, extra_key: Hashable, tokens: TokenArray) -> PrefixMatch:
-        """The longest cached prefix of ``tokens``. Marks it as used now."""
-        node = self._roots.get(extra_key) or self._new_root(extra_key)
+    def match(self, extra_key: Hashable, run: TokenRun) -> PrefixMatch:
+        """The longest cached prefix of ``run``. Marks it as used now."""
         self._clock += 1
-        found: list[SlotArray] = []
-        done = 0
-        while done < len(tokens):
-            child = node.children.get(int(tokens[done]))
+        return self._walk(PrefixMatch(self._root(extra_key), 0), run)
+
+    def peek(self, extra_key: Hashable, run: TokenRun) -> int:
+        """Length of the longest cached prefix of ``run``. Changes nothing, not even its age."""
+        node = self._roots.get(extra_key)
+        done, size = 0, len(run)  # in bytes
+        while node is not None and done < size:
+            child = node.children.get(run[done : done + TOKEN_BYTES])
             if child is None:
                 break
-            length = common_prefix_len(child.tokens, tokens[done:])
-            if length < len(child.tokens):
-                child = self._split(child, length)
-            self._touch(child)
-            found.append(child.slots)
-            done += length
+            piece = run[done : done + len(child.run)]
+            if piece != child.run:
+                return done // TOKEN_BYTES + common_prefix_len(piece, child.run)
+            done += len(piece)
             node = child
-        return PrefixMatch(node, done, np.concatenate(found) if found else _EMPTY)
+        return done // TOKEN_BYTES
 
-    def insert(self, extra_key: Hashable, tokens: TokenArray, slots: SlotArray) -> tuple[PrefixMatch, int]:
-        """Makes ``tokens`` cached, in ``slots`` where they are not cached yet.
+    def extend(
+        self,
+        match: PrefixMatch,
+        extra_key: Hashable,
+        run: TokenRun,
+        slots: SlotArray,
+        *,
+        num_prompt: int | None = None,
+    ) -> tuple[PrefixMatch, int]:
+        """Makes ``run`` cached, in ``slots`` where it is not cached yet, from ``match`` on, which is
+        a prefix of it and locked (or empty). Tokens from index ``num_prompt`` on count as generated.
 
-        Returns the match of the whole of ``tokens`` and how many of them had been cached already:
-        the caller still owns ``slots`` of that many leading tokens (the match has the tree's own).
+        Returns the match of the whole of ``run`` and how many of its tokens had been cached already:
+        the caller still owns ``slots`` of that many leading tokens (``slots_of`` has the tree's own).
         """
-        match = self.match(extra_key, tokens)
-        existing = match.num_tokens
-        if existing == len(tokens):
-            return match, existing
+        self._clock += 1
         if match.node.parent is None:
-            self._roots[extra_key] = match.node
-        # Copies: the caller's arrays are buffers that go on changing.
-        leaf = Node(tokens[existing:].copy(), slots[existing:].copy(), match.node, self._clock)
-        was_leaf = match.node.is_evictable
-        match.node.children[int(leaf.tokens[0])] = leaf
-        self._num_leaves += 0 if was_leaf else 1
-        self._push_leaf(leaf)
-        self.num_cached += len(leaf.tokens)
-        return PrefixMatch(leaf, len(tokens), np.concatenate((match.slots, leaf.slots))), existing
+            match = PrefixMatch(self._root(extra_key), 0)  # the one it was found in may be gone
+        found = self._walk(match, run)
+        existing, end = found.num_tokens, len(run) // TOKEN_BYTES
+        if existing == end:
+            return found, existing
+        if found.node.parent is None:
+            self._roots[extra_key] = found.node
+        boundary = end if num_prompt is None else max(existing, min(num_prompt, end))
+        node = found.node
+        if boundary > existing:
+            node = self._add_leaf(node, run, slots, existing, boundary)
+        if end > boundary:
+            node = self._add_leaf(node, run, slots, boundary, end)
+            node.is_output = True
+        return PrefixMatch(node, end, found.num_output + end - boundary), existing
+
+    def slots_of(self, match: PrefixMatch) -> SlotArray:
+        """The slots of the matched tokens, in their order."""
+        found: list[SlotArray] = []
+        node = match.node
+        while node.parent is not None:
+            found.append(node.slots)
+            node = node.parent
+        found.reverse()
+        return np.concatenate(found) if found else _EMPTY
 
     def lock(self, match: PrefixMatch) -> None:
         """Protects the matched prefix from eviction until ``unlock``. Locks count."""
-        node: Node | None = match.node
-        while node is not None and node.parent is not None:
+        node = match.node
+        while node.parent is not None:
             if node.locks == 0:
-                self.num_locked += len(node.tokens)
+                self.num_locked += len(node.slots)
                 self._num_leaves -= 0 if node.children else 1
             node.locks += 1
             node = node.parent
 
     def unlock(self, match: PrefixMatch) -> None:
-        """Takes one lock off the matched prefix."""
-        node: Node | None = match.node
-        while node is not None and node.parent is not None:
+        """Takes one lock off the matched prefix, and marks it as used now."""
+        node = match.node
+        self._clock += 1
+        while node.parent is not None:
             if node.locks <= 0:
                 raise ValueError("unlock without lock")
             node.locks -= 1
+            node.last_access = self._clock
             if node.locks == 0:
-                self.num_locked -= len(node.tokens)
+                self.num_locked -= len(node.slots)
                 if not node.children:
                     self._num_leaves += 1
                     self._push_leaf(node)
             node = node.parent
 
-    def evict(self, count: int) -> SlotArray:
-        """Removes least recently used leaves until at least ``count`` tokens went, or nothing
+    def keep(self, match: PrefixMatch) -> None:
+        """A live state ends here: evict this after what no state needs. Not a lock. Keeps count."""
+        match.node.keeps += 1
+        self._requeue(match.node)
+
+    def unkeep(self, match: PrefixMatch) -> None:
+        """Takes back one ``keep``, whatever of the match has been evicted since."""
+        node = match.node
+        while node.moved_to is not None:
+            node = node.moved_to
+        node.keeps -= 1
+        self._requeue(node)
+
+    def evict(self, count: int, on_evict: OnEvict | None = None) -> SlotArray:
+        """Removes leaves, least rank first, until at least ``count`` tokens went, or nothing
         evictable is left. Returns the slots that became free."""
         freed: list[SlotArray] = []
         num_freed = 0
         while num_freed < count and self._leaves:
-            last_access, _, node = heapq.heappop(self._leaves)
-            if not node.is_evictable or node.last_access != last_access:
+            is_kept, last_access, _, node = heapq.heappop(self._leaves)
+            if not node.is_evictable or node.rank != (is_kept, last_access):
                 continue  # an old entry: the node was used, locked, extended or removed since
             freed.append(node.slots)
             num_freed += len(node.slots)
+            if on_evict is not None:
+                extra_key, run = self._path(node)
+                on_evict(extra_key, run, (len(run) - len(node.run)) // TOKEN_BYTES)
             self._remove(node)
         return np.concatenate(freed) if freed else _EMPTY
+
+    def _walk(self, match: PrefixMatch, run: TokenRun) -> PrefixMatch:
+        """Goes on from ``match`` as far as ``run`` is cached, cutting the last node to fit."""
+        node, num_output = match.node, match.num_output
+        done, size = match.num_tokens * TOKEN_BYTES, len(run)
+        while done < size:
+            child = node.children.get(run[done : done + TOKEN_BYTES])
+            if child is None:
+                break
+            piece = run[done : done + len(child.run)]
+            if piece != child.run:
+                child = self._split(child, common_prefix_len(piece, child.run))
+            child.last_access = self._clock
+            if child.is_evictable:
+                self._push_leaf(child)
+            if child.is_output:
+                num_output += len(child.slots)
+            done += len(child.run)
+            node = child
+        return PrefixMatch(node, done // TOKEN_BYTES, num_output)
+
+    def _root(self, extra_key: Hashable) -> Node:
+        root = self._roots.get(extra_key)
+        if root is None:  # registered when it gets a child: keys come from clients
+            root = Node(b"", _EMPTY, None, 0)
+            root.extra_key = extra_key
+        return root
+
+    def _add_leaf(self, parent: Node, run: TokenRun, slots: SlotArray, start: int, end: int) -> Node:
+        # A copy: the caller's slots are a buffer that goes on changing.
+        leaf = Node(
+            run[start * TOKEN_BYTES : end * TOKEN_BYTES], slots[start:end].copy(), parent, self._clock
+        )
+        was_leaf = parent.is_evictable
+        parent.children[leaf.run[:TOKEN_BYTES]] = leaf
+        self._num_leaves += 0 if was_leaf else 1
+        self._push_leaf(leaf)
+        self.num_cached += len(leaf.slots)
+        return leaf
 
     def _remove(self, node: Node) -> None:
         parent = node.parent
         assert parent is not None
-        del parent.children[int(node.tokens[0])]
-        self.num_cached -= len(node.tokens)
+        del parent.children[node.run[:TOKEN_BYTES]]
+        self.num_cached -= len(node.slots)
         self._num_leaves -= 1
-        node.parent = None
+        parent.keeps += node.keeps  # what a live state needs of the rest is still needed
+        node.parent, node.moved_to = None, parent
         if parent.is_evictable:
             self._num_leaves += 1
             self._push_leaf(parent)
@@ -172,37 +277,37 @@ class RadixCache:
             # Extra keys come from clients: the empty tree of a key nobody uses must not stay.
             self._roots.pop(parent.extra_key, None)
 
-    def _new_root(self, extra_key: Hashable) -> Node:
-        root = Node(_EMPTY, _EMPTY, None, 0)
-        root.extra_key = extra_key
-        return root
-
     def _split(self, node: Node, length: int) -> Node:
         """Cuts ``node`` after ``length`` tokens; the upper part is new and is returned. The lower
         part stays the same object, so that locks held on it go on covering both."""
         parent = node.parent
         assert parent is not None
-        upper = Node(node.tokens[:length], node.slots[:length], parent, node.last_access)
-        upper.locks = node.locks
-        parent.children[int(upper.tokens[0])] = upper
-        node.tokens, node.slots = node.tokens[length:], node.slots[length:]
+        cut = length * TOKEN_BYTES
+        upper = Node(node.run[:cut], node.slots[:length], parent, node.last_access)
+        upper.locks, upper.is_output = node.locks, node.is_output
+        parent.children[upper.run[:TOKEN_BYTES]] = upper
+        node.run, node.slots = node.run[cut:], node.slots[length:]
         node.parent = upper
-        upper.children[int(node.tokens[0])] = node
+        upper.children[node.run[:TOKEN_BYTES]] = node
         return upper
 
-    def _touch(self, node: Node) -> None:
-        node.last_access = self._clock
+    def _path(self, node: Node) -> tuple[Hashable, TokenRun]:
+        runs = []
+        while node.parent is not None:
+            runs.append(node.run)
+            node = node.parent
+        return node.extra_key, b"".join(reversed(runs))
+
+    def _requeue(self, node: Node) -> None:
         if node.is_evictable:
             self._push_leaf(node)
 
     def _push_leaf(self, node: Node) -> None:
         self._pushes += 1
-        heapq.heappush(self._leaves, (node.last_access, self._pushes, node))
+        heapq.heappush(self._leaves, (*node.rank, self._pushes, node))
         if len(self._leaves) > 64 + 4 * self._num_leaves:
             # Mostly old entries: keep one for each leaf. Amortised over the pushes that made them.
-            live = {
-                id(n): (at, tie, n) for at, tie, n in self._leaves if n.is_evictable and n.last_access == at
-            }
+            live = {id(entry[3]): entry for entry in self._leaves if _is_current(entry)}
             self._leaves = list(live.values())
             heapq.heapify(self._leaves)
 
@@ -218,19 +323,25 @@ class RadixCache:
     def check(self) -> None:
         """Raises ``AssertionError`` where an invariant of the tree is broken. Walks everything."""
         num_cached = num_locked = num_leaves = 0
-        entries = {(id(n), at) for at, _, n in self._leaves}
+        entries = {id(entry[3]) for entry in self._leaves if _is_current(entry)}
         seen: set[int] = set()
         for node in self.nodes():
             assert node.parent is not None
-            assert len(node.tokens) == len(node.slots) > 0
-            assert node.parent.children[int(node.tokens[0])] is node
+            assert len(node.run) == len(node.slots) * TOKEN_BYTES > 0
+            assert node.parent.children[node.run[:TOKEN_BYTES]] is node
             assert node.locks >= sum(child.locks for child in node.children.values())
-            num_cached += len(node.tokens)
-            num_locked += len(node.tokens) if node.locks else 0
+            assert node.keeps >= 0
+            num_cached += len(node.slots)
+            num_locked += len(node.slots) if node.locks else 0
             if node.is_evictable:
                 num_leaves += 1
-                assert (id(node), node.last_access) in entries, "an evictable leaf is not in the heap"
+                assert id(node) in entries, "an evictable leaf is not in the heap"
             seen.update(node.slots.tolist())
         assert len(seen) == num_cached == self.num_cached, "a slot is cached twice, or the count is off"
         assert num_locked == self.num_locked
         assert num_leaves == self._num_leaves
+
+
+def _is_current(entry: tuple[bool, int, int, Node]) -> bool:
+    is_kept, last_access, _, node = entry
+    return node.is_evictable and node.rank == (is_kept, last_access)

@@ -5,11 +5,23 @@ from __future__ import annotations
 import enum
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from agentflow.sampling import SamplingParams
 from agentflow.server.core.radix_cache import PrefixMatch, TokenArray
+from agentflow.server.core.token_run import TokenRun, token_run
+
+Objective = Literal["latency", "throughput"]
+"""What the program wants of a request: somebody waits for it, or only the sum of all counts."""
+
+
+class CacheIdentity(NamedTuple):
+    """Whose KV a request may share: that of requests with an equal one, and of nobody else."""
+
+    tenant: str
+    salt: Hashable
 
 
 class Status(enum.Enum):
@@ -27,6 +39,11 @@ class Request:
     ``tokens`` is a buffer; its first ``num_tokens`` are known (prompt, then what was generated).
     ``num_computed`` of them have their KV in slots. A scoring request has ``score_from`` > 0: the
     log-probability of each token from that index on is wanted, and nothing is generated.
+
+    ``task_group``: names the siblings that one consumer waits for. ``state``: the program's state that
+    this request belongs to; what it computed is kept longer while that is open.
+    ``forced``: ids that a grammar has decided on and that are not appended yet. ``arrival``: its place
+    among all requests, given by the scheduler and kept for good.
     """
 
     id: int
@@ -36,8 +53,14 @@ class Request:
     max_new_tokens: int
     params: SamplingParams
     seed: int
-    extra_key: Hashable
+    extra_key: CacheIdentity
     score_from: int = 0
+    objective: Objective = "latency"
+    task_group: Hashable = None
+    state: Hashable = None
+    forced: list[int] = field(default_factory=list)
+    arrival: int = -1
+    num_retractions: int = 0
     status: Status = Status.WAITING
     num_computed: int = 0
     num_cached: int = 0
@@ -55,8 +78,12 @@ class Request:
         params: SamplingParams,
         *,
         seed: int = 0,
-        extra_key: Hashable = None,
+        tenant: str = "",
+        salt: Hashable = None,
         score_from: int = 0,
+        objective: Objective = "latency",
+        task_group: Hashable = None,
+        state: Hashable = None,
     ) -> Request:
         """A waiting request over a copy of ``prompt`` (int32, at least one token)."""
         tokens = np.empty(len(prompt) + max_new_tokens, dtype=np.int32)
@@ -69,9 +96,16 @@ class Request:
             max_new_tokens=max_new_tokens,
             params=params,
             seed=seed,
-            extra_key=extra_key,
+            extra_key=CacheIdentity(tenant, salt),
             score_from=score_from,
+            objective=objective,
+            task_group=task_group,
+            state=state,
         )
+
+    @property
+    def tenant(self) -> str:
+        return self.extra_key.tenant
 
     @property
     def num_generated(self) -> int:
@@ -87,3 +121,7 @@ class Request:
         """So many leading tokens may come from the cache. The token whose logits are needed must be
         computed: the last one, or the one before the first that is scored."""
         return (self.score_from or self.num_tokens) - 1
+
+    def reusable_run(self) -> TokenRun:
+        """Those of its tokens that may come from the cache."""
+        return token_run(self.tokens[: self.num_reusable])

@@ -3,30 +3,24 @@
 Continuous batching (Yu et al., "Orca", 2022) with chunked prefill: every step runs one row for each
 request that decodes, and fills the rest of a token budget with prompt tokens, first of requests
 already admitted, then of waiting ones in the order of a policy. The KV pool is shared between
-running requests and the radix cache: what nobody holds is evicted when slots are needed.
-
-Accounting, checked by ``check_idle``: ``free + cached + held == total``, where *held* are slots of
-running requests that are not in the cache yet.
+running requests and the radix cache: what nobody holds is evicted when slots are needed; where that
+is not enough, the running request that costs least to redo gives way.
 """
 
 from __future__ import annotations
 
-import enum
+import itertools
+from collections.abc import Hashable
 from dataclasses import dataclass
-
-import numpy as np
 
 from agentflow.errors import PromptTooLong
 from agentflow.server.core.batch import Batch, BatchOutput
 from agentflow.server.core.batch_builder import Work, build_batch, targets_of
-from agentflow.server.core.kv_slots import KVSlots
-from agentflow.server.core.policy import policy_named
-from agentflow.server.core.radix_cache import PrefixMatch, RadixCache, common_prefix_len
-from agentflow.server.core.request import Request, Status
-
-# Slots kept free for each running request when another is admitted, so that the newcomer is not
-# thrown out again by the next few decode steps.
-HEADROOM_PER_REQUEST = 8
+from agentflow.server.core.kv_memory import KVMemory
+from agentflow.server.core.output_reserve import OutputReserve
+from agentflow.server.core.policies import DEFAULT_POLICY, policy_named
+from agentflow.server.core.request import CacheIdentity, Request, Status
+from agentflow.server.core.token_run import TokenRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +29,19 @@ class SchedulerConfig:
 
     max_running: int = 64
     token_budget: int = 256
-    policy: str = "fcfs"
+    policy: str = DEFAULT_POLICY
     use_cache: bool = True
 
 
 @dataclass(slots=True)
 class Counters:
-    """What happened since the start, in tokens unless the name says otherwise."""
+    """What happened since the start, in tokens unless the name says otherwise. ``cached_tokens`` of the
+    prompts came from the cache; ``cached_output_tokens`` of these had been generated, not prompts."""
 
     steps: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    cached_output_tokens: int = 0
     computed_tokens: int = 0
     generated_tokens: int = 0
     evicted_tokens: int = 0
@@ -62,27 +58,34 @@ class StepResult:
     logprobs: list[float]
 
 
-class _Admission(enum.Enum):
-    ADMITTED = enum.auto()
-    LATER = enum.auto()  # another request is computing what this one needs
-    FULL = enum.auto()
-
-
 class Scheduler:
-    """Owns the slots, the cache and the page table of one model. Used from one thread."""
+    """Owns the KV memory of one model and who runs on it. Used from one thread."""
 
     def __init__(self, *, num_slots: int, max_context: int, config: SchedulerConfig) -> None:
         self.config = config
         self.max_total_tokens = min(max_context, num_slots)
-        self.slots = KVSlots(num_slots)
-        self.cache = RadixCache()
-        self.page_table = np.zeros((config.max_running, max_context), dtype=np.int32)
-        self.waiting: dict[int, Request] = {}
+        self.waiting = policy_named(config.policy, self._peek)
         self.running: dict[int, Request] = {}
-        self.counters = Counters()
-        self._order = policy_named(config.policy)
-        self._free_rows = list(range(config.max_running - 1, -1, -1))
+        self._prefilling: dict[int, Request] = {}  # those of them with more than one row to compute
+        self.memory = KVMemory(
+            num_slots=num_slots,
+            max_context=max_context,
+            max_running=config.max_running,
+            use_cache=config.use_cache,
+            on_cached=self.waiting.tokens_cached,
+            on_evict=self.waiting.tokens_evicted,
+        )
+        self._counters = Counters()
+        self._reserve = OutputReserve()
+        self._arrivals = itertools.count()
         self._in_flight: list[Work] = []
+
+    @property
+    def counters(self) -> Counters:
+        """Brought up to date."""
+        self._counters.evicted_tokens = self.memory.num_evicted
+        self._counters.computed_tokens = self.memory.num_computed
+        return self._counters
 
     def add(self, request: Request) -> None:
         """Queues a request, or raises ``PromptTooLong`` where it could never run."""
@@ -93,51 +96,52 @@ class Scheduler:
                 f"{self.max_total_tokens} (the smaller of the model's context and the KV pool): shorten it"
             )
         request.max_new_tokens = min(request.max_new_tokens, room)
-        self.waiting[request.id] = request
+        request.arrival = next(self._arrivals)
+        self.waiting.add(request)
 
     def schedule(self) -> Batch | None:
         """The next batch, with slots for all its rows, or None where there is nothing to run."""
-        work = self._decode_rows()
-        budget = max(1, self.config.token_budget - len(work))
-        for request in list(self.running.values()):
-            if request.num_to_compute > 1:
-                budget -= self._prefill_rows(request, budget, work)
-        for request in self._order(self.waiting.values(), self.cache) if self.waiting else ():
-            if budget <= 0 or not self._free_rows:
+        while True:
+            work = self._decode_work()
+            budget = max(1, self.config.token_budget - len(work))
+            for request in list(self._prefilling.values()):
+                budget -= self._prefill(request, budget, work)
+            self._admit_waiting(budget, work)
+            if work or not self.running:
                 break
-            admission = self._admit(request)
-            if admission is _Admission.FULL:
-                break
-            if admission is _Admission.ADMITTED:
-                budget -= self._prefill_rows(request, budget, work)
-        if not work and self.running:
-            # Half-done prefills hold all slots between them: the youngest gives way.
-            self.retract(next(reversed(self.running.values())))
-            return self.schedule()
+            self._retract_one()  # half-done prefills hold all slots between them
         work.sort(key=lambda item: item[1] != 1)  # stable: requests with one row come first
         self._in_flight = work
-        return build_batch(work, self.page_table) if work else None
+        return build_batch(work, self.memory.page_table) if work else None
 
     def complete(self, output: BatchOutput) -> list[StepResult]:
         """The batch of the last ``schedule`` has run: its rows are computed now. New tokens are
         appended to their requests; what the rows of each request gave is returned."""
-        self.counters.steps += 1
+        self._counters.steps += 1
+        self._reserve.stepped()
+        token_ids = output.token_ids.tolist()
+        logprobs = None if output.logprobs is None else output.logprobs.tolist()
         results: list[StepResult] = []
         next_output = 0
         for request, num_rows in self._in_flight:
             targets = targets_of(request, num_rows)
             end = next_output + len(targets)
-            logprobs = [] if output.logprobs is None else output.logprobs[next_output:end].tolist()
             in_prompt = request.num_computed < request.num_prompt
             request.num_computed += num_rows
-            self.counters.computed_tokens += num_rows
+            self.memory.num_computed += num_rows
             if in_prompt:
-                self._commit(request)
+                self.memory.commit(request)
+                if request.num_to_compute <= 1:
+                    self._prefilling.pop(request.id, None)
             token_id = None
             if targets and targets[0][1] < 0:
-                token_id = int(output.token_ids[next_output])
-                self._append(request, token_id)
-            results.append(StepResult(request, token_id, logprobs))
+                token_id = token_ids[next_output]
+                request.tokens[request.num_tokens] = token_id
+                request.num_tokens += 1
+                self._counters.generated_tokens += 1
+            results.append(
+                StepResult(request, token_id, [] if logprobs is None else logprobs[next_output:end])
+            )
             next_output = end
         self._in_flight = []
         return results
@@ -145,10 +149,9 @@ class Scheduler:
     def discard(self) -> list[Request]:
         """The batch of the last ``schedule`` failed: its rows are not computed, its slots go back.
         Returns its requests; the caller releases them."""
-        failed = [request for request, _ in self._in_flight]
         for request, num_rows in self._in_flight:
-            row = self.page_table[request.page_row]
-            self.slots.release(row[request.num_computed : request.num_computed + num_rows])
+            self.memory.give_back(request, num_rows)
+        failed = [request for request, _ in self._in_flight]
         self._in_flight = []
         return failed
 
@@ -156,8 +159,11 @@ class Scheduler:
         """The one way out of the scheduler, whatever the state of the request; may be repeated.
         What it computed stays in the cache, unlocked."""
         if request.status is Status.RUNNING:
+            self._reserve.finished(request)
             self._stop_running(request)
-        self.waiting.pop(request.id, None)
+            self.waiting.finish(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
         request.status = Status.FINISHED
 
     def retract(self, request: Request) -> None:
@@ -165,139 +171,123 @@ class Scheduler:
         what was computed stays in the cache for as long as nobody needs the room."""
         self._stop_running(request)
         request.status = Status.WAITING
-        self.waiting = {request.id: request} | self.waiting
-        self.counters.retractions += 1
+        request.num_retractions += 1
+        self.waiting.restore(request)
+        self._counters.retractions += 1
+        self._reserve.retracted()
 
-    @property
-    def num_held(self) -> int:
-        """Slots of running requests that are not in the cache."""
-        return self.slots.total - self.slots.num_free - self.cache.num_cached
+    def close_state(self, state: Hashable) -> None:
+        """A program's state is over: what it computed is ordinary cache now."""
+        self.memory.liveness.close(state)
 
     def check_idle(self) -> None:
         """Raises ``AssertionError`` unless nothing is held or locked, as it must be when idle."""
         assert not self.running
-        assert not self.waiting
-        assert self.num_held == 0, f"{self.num_held} slots are held by nobody"
-        assert self.cache.num_locked == 0, f"{self.cache.num_locked} cached tokens are locked by nobody"
-        assert len(self._free_rows) == self.config.max_running
-        self.cache.check()
+        assert not self._prefilling
+        assert not len(self.waiting)
+        self.memory.check()
 
-    def _decode_rows(self) -> list[Work]:
-        work: list[Work] = []
-        for request in list(self.running.values()):
-            if request.status is Status.RUNNING and request.num_to_compute == 1:
-                while not self._make_room(1):
-                    # The youngest gives way: it comes after this one in the order, or is this one,
-                    # so nothing that is already in ``work`` loses its slots.
-                    victim = next(reversed(self.running.values()))
-                    self.retract(victim)
-                    if victim is request:
-                        break
-                else:
-                    self._take_slots(request, 1, work)
-        return work
+    def _decode_work(self) -> list[Work]:
+        """One row for each request that decodes. Where slots are short, requests give way first."""
+        while True:
+            decoding = [r for r in self.running.values() if r.id not in self._prefilling]
+            if self.memory.make_room(len(decoding)):
+                break
+            self._retract_one()
+        if decoding:
+            self.memory.take_one_each(decoding)
+        return [(request, 1) for request in decoding]
 
-    def _prefill_rows(self, request: Request, budget: int, work: list[Work]) -> int:
+    def _prefill(self, request: Request, budget: int, work: list[Work]) -> int:
         """Adds as many of the request's rows as budget and pool allow; returns how many."""
         num_rows = min(budget, request.num_to_compute)
         if num_rows <= 0:
             return 0
-        if not self._make_room(num_rows):
-            num_rows = self.slots.num_free
+        if not self.memory.make_room(num_rows):
+            num_rows = self.memory.slots.num_free
         if num_rows > 0:
-            self._take_slots(request, num_rows, work)
+            self.memory.take(request, num_rows)
+            work.append((request, num_rows))
         return num_rows
 
-    def _make_room(self, count: int) -> bool:
-        missing = count - self.slots.num_free
-        if missing > 0:
-            evicted = self.cache.evict(missing)
-            self.counters.evicted_tokens += len(evicted)
-            self.slots.release(evicted)
-        return self.slots.num_free >= count
+    def _admit_waiting(self, budget: int, work: list[Work]) -> None:
+        if budget <= 0 or not len(self.waiting) or not self.memory.has_free_row:
+            return
+        promised = sum(self._need(request) for request in self.running.values())
+        for request, num_rows in work:
+            promised -= num_rows if request.num_to_compute > 1 else 0  # they have those slots already
+        while budget > 0 and self.memory.has_free_row:
+            candidate = self.waiting.next(self._is_blocked)
+            if candidate is None or not self._admit(candidate, promised):
+                return
+            promised += self._need(candidate)
+            num_rows = self._prefill(candidate, budget, work)
+            promised -= num_rows
+            budget -= num_rows
 
-    def _take_slots(self, request: Request, num_rows: int, work: list[Work]) -> None:
-        start = request.num_computed
-        self.page_table[request.page_row, start : start + num_rows] = self.slots.allocate(num_rows)
-        work.append((request, num_rows))
+    def _need(self, request: Request) -> int:
+        """Slots that a running request will still take."""
+        return max(0, request.num_to_compute) + self._reserve.expected(request)
 
-    def _admit(self, request: Request) -> _Admission:
-        match = self._match(request)
-        if self._is_being_computed(request, match.num_tokens):
-            return _Admission.LATER
-        self.cache.lock(match)
-        promised = sum(max(0, r.num_to_compute) for r in self.running.values())
-        headroom = HEADROOM_PER_REQUEST * len(self.running)
-        available = self.slots.num_free + self.cache.num_evictable - promised - headroom
-        if request.num_tokens - match.num_tokens > available:
-            self.cache.unlock(match)
-            return _Admission.FULL
-        del self.waiting[request.id]
+    def _admit(self, request: Request, promised: int) -> bool:
+        """Whether there is room for the request beside what was promised to others; if so, it runs."""
+        match = self.memory.match(request)
+        need = request.num_tokens - match.num_tokens
+        available = self.memory.num_available - promised
+        # Alone it always fits: nothing but its own output could be in the way.
+        likely = self._reserve.expected(request) if self.running else 0
+        if need + likely > available:
+            self.memory.cache.unlock(match)
+            return False
+        self.waiting.admit(request, need)
         self.running[request.id] = request
         request.status = Status.RUNNING
-        request.page_row = self._free_rows.pop()
-        self.page_table[request.page_row, : match.num_tokens] = match.slots
-        request.num_computed = match.num_tokens
-        request.committed = match
+        self.memory.attach(request, match)
+        if request.num_to_compute > 1:
+            self._prefilling[request.id] = request
         if not request.was_admitted:
             request.was_admitted = True
             request.num_cached = match.num_tokens
-            self.counters.prompt_tokens += request.num_prompt
-            self.counters.cached_tokens += match.num_tokens
-        return _Admission.ADMITTED
+            self._counters.prompt_tokens += request.num_prompt
+            self._counters.cached_tokens += match.num_tokens
+            self._counters.cached_output_tokens += match.num_output
+        return True
 
-    def _match(self, request: Request) -> PrefixMatch:
-        reusable = request.num_reusable if self.config.use_cache else 0
-        return self.cache.match(request.extra_key, request.tokens[:reusable])
-
-    def _is_being_computed(self, request: Request, num_matched: int) -> bool:
+    def _is_blocked(self, request: Request, match: int | None) -> bool:
         """Whether a running prefill will compute tokens that this request needs and has not got:
         then it waits for them (they enter the cache chunk by chunk) instead of computing them twice."""
-        if not self.config.use_cache:
+        if not self.config.use_cache or not self._prefilling:
             return False
-        wanted = request.tokens[: request.num_reusable]
-        if num_matched == len(wanted):
+        if match is None:
+            match = self._peek(request.extra_key, request.reusable_run())
+        end = match + 1
+        if end > request.num_reusable:
             return False
-        for other in self.running.values():
-            if other.num_to_compute <= 1 or other.extra_key != request.extra_key:
-                continue
-            theirs = other.tokens[: other.num_tokens]
-            # Most others differ at the first uncached token: look there before comparing it all.
-            if num_matched >= len(theirs) or theirs[num_matched] != wanted[num_matched]:
-                continue
-            if common_prefix_len(wanted, theirs) > max(num_matched, other.num_computed):
+        for other in self._prefilling.values():
+            if (
+                other.num_tokens >= end
+                and other.tokens[match] == request.tokens[match]
+                and other.extra_key == request.extra_key
+                and other.num_computed <= match
+                and other.tokens[:match].tobytes() == request.tokens[:match].tobytes()
+            ):
                 return True
         return False
 
-    def _commit(self, request: Request) -> None:
-        """Puts all computed tokens of a running request into the cache and locks them there."""
-        known = request.committed
-        assert known is not None
-        count = request.num_computed
-        if count == known.num_tokens or not self.config.use_cache:
-            return
-        row = self.page_table[request.page_row]
-        match, existing = self.cache.insert(request.extra_key, request.tokens[:count], row[:count])
-        if existing > known.num_tokens:
-            self.slots.release(row[known.num_tokens : existing])  # somebody else was faster
-        row[:count] = match.slots
-        self.cache.lock(match)
-        self.cache.unlock(known)
-        request.committed = match
+    def _peek(self, identity: CacheIdentity, run: TokenRun) -> int:
+        return self.memory.peek(identity, run)
+
+    def _retract_one(self) -> None:
+        """The running request that costs least to redo gives way, the youngest of equals. Who had to
+        give way before counts for more, so that it is not always the same one."""
+
+        def cost(request: Request) -> tuple[int, int]:
+            redo = self.memory.redo_tokens(request)
+            return redo * (1 + request.num_retractions), -request.arrival
+
+        self.retract(min(self.running.values(), key=cost))
 
     def _stop_running(self, request: Request) -> None:
-        self._commit(request)
-        assert request.committed is not None
-        self.cache.unlock(request.committed)
-        row = self.page_table[request.page_row]
-        self.slots.release(row[request.committed.num_tokens : request.num_computed])
-        request.committed = None
-        request.num_computed = 0
-        self._free_rows.append(request.page_row)
-        request.page_row = -1
+        self.memory.detach(request)
         del self.running[request.id]
-
-    def _append(self, request: Request, token_id: int) -> None:
-        request.tokens[request.num_tokens] = token_id
-        request.num_tokens += 1
-        self.counters.generated_tokens += 1
+        self._prefilling.pop(request.id, None)

@@ -1,0 +1,234 @@
+"""``fair-lpm``: longest prefix match with a fair share for each tenant and a bound on overtaking.
+
+**Between tenants**: deficit round robin (Shreedhar and Varghese, SIGCOMM 1995) over *uncached* tokens:
+prompt tokens that have to be computed when a request is admitted, and generated ones when it is over.
+A cached token costs its tenant nothing, so sharing is rewarded (compare Sheng et al., "Fairness in
+Serving Large Language Models", OSDI 2024, and deficit longest prefix match, Cao et al. 2025).
+
+**Within a tenant**: requests that lost their slots; then the oldest, if it has been overtaken as far
+as anybody may be; then the siblings of the task group that was admitted last; then the longest match
+among those with the objective ``latency``, then among the others.
+
+**The bound.** The *work* w(r) of a request is its uncached tokens on arrival (at least 1). When r
+arrives, A(r) is the work that waits before it in its tenant's line, and it gets the limit
+M(r) = MIN_OVERTAKEN + OVERTAKEN_SHARE * A(r). Let O(r) be the work of later arrivals of its tenant that
+were admitted (or left) while r waited, and W the largest w of any request. Then, not counting while
+what r needs next is being computed by a running request::
+
+    O(r) < M(r) + W
+
+Proof. A request other than the oldest, h, is admitted only while O(h) < M(q) for all waiting q. Let x,
+later than r, be admitted while r waits. Then x is not the oldest, so O(h) < M(r) before. Every request
+that overtook r arrived after h too, and while h waited, so O(r) <= O(h) < M(r) before, and O(r) <
+M(r) + w(x) <= M(r) + W after. ∎
+
+So r waits for at most A(r) + O(r) < (1 + OVERTAKEN_SHARE) A(r) + MIN_OVERTAKEN + W of its tenant's work:
+against first-come order, waiting grows by at most that factor and a constant, whatever arrives later.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator
+
+from agentflow.server.core.policy import IsBlocked, Peek, Returned
+from agentflow.server.core.request import CacheIdentity, Request
+from agentflow.server.core.token_run import TokenRun
+from agentflow.server.core.waiting_tree import WaitingTree
+
+MIN_OVERTAKEN = 4096
+OVERTAKEN_SHARE = 0.25
+QUANTUM = 4096
+"""Uncached tokens that each tenant may use in its turn."""
+
+
+class Line:
+    """The waiting requests of one tenant in order of arrival, and how far the oldest was overtaken.
+
+    ``work_added`` and ``work_left`` are running totals: what waits is their difference, and what left
+    since the oldest arrived, less what was before it, is what overtook it.
+    """
+
+    def __init__(self) -> None:
+        self.requests: dict[int, Request] = {}
+        self._work: dict[int, int] = {}
+        self._overtaken_from: dict[int, int] = {}  # the total of work left from which it is overtaken
+        self._limits: list[tuple[float, int]] = []  # heap of (limit, request id), old entries stay
+        self._limit_of: dict[int, float] = {}
+        self.work_added = 0
+        self.work_left = 0
+
+    def add(self, request: Request, work: int) -> None:
+        """A request that has to compute so many tokens."""
+        before = self.work_added - self.work_left
+        limit = MIN_OVERTAKEN + OVERTAKEN_SHARE * before
+        self.requests[request.id] = request
+        self._work[request.id] = work
+        self._overtaken_from[request.id] = self.work_left + before
+        self._limit_of[request.id] = limit
+        heapq.heappush(self._limits, (limit, request.id))
+        self.work_added += work
+
+    def remove(self, request: Request) -> None:
+        """It left, admitted or not."""
+        del self.requests[request.id]
+        self.work_left += self._work.pop(request.id)
+        del self._overtaken_from[request.id], self._limit_of[request.id]
+        while self._limits and self._limits[0][1] not in self._limit_of:
+            heapq.heappop(self._limits)
+
+    def overdue(self) -> Request | None:
+        """The oldest, if one more may not overtake it."""
+        for request in self.requests.values():
+            overtaken = self.work_left - self._overtaken_from[request.id]
+            return request if overtaken >= self._limits[0][0] else None
+        return None
+
+
+class Tenant:
+    """What one tenant has waiting, and what it may still use in this round."""
+
+    def __init__(self) -> None:
+        self.deficit = 0
+        self.num_admitted = 0  # and not over yet
+        self.returned = Returned()
+        self.line = Line()
+        self.trees = {"latency": WaitingTree(), "throughput": WaitingTree()}
+        self.groups: dict[Hashable, dict[int, Request]] = {}
+        self.current_group: Hashable = None
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.returned) + len(self.line.requests)
+
+    def add(self, request: Request, run: TokenRun, match: int) -> None:
+        self.line.add(request, max(1, request.num_tokens - match))
+        self.trees[request.objective].add(request, run, match)
+        if request.task_group is not None:
+            self.groups.setdefault(request.task_group, {})[request.id] = request
+
+    def next(self, is_blocked: IsBlocked) -> Request | None:
+        """The order that the module's docstring gives."""
+        request = self.returned.first(is_blocked)
+        if request is None:
+            request = self.line.overdue()
+            if request is not None and is_blocked(request, None):
+                request = None
+        if request is None and self.current_group is not None:
+            siblings = self.groups.get(self.current_group, {})
+            request = next((r for r in siblings.values() if not is_blocked(r, None)), None)
+        for tree in self.trees.values() if request is None else ():
+            found = tree.longest_match(is_blocked)
+            if found is not None:
+                return found[0]
+        return request
+
+    def remove(self, request: Request) -> None:
+        """It waits no longer."""
+        if self.returned.discard(request):
+            return
+        self.line.remove(request)
+        self.trees[request.objective].remove(request)
+        group = request.task_group
+        if group is not None:
+            del self.groups[group][request.id]
+            if not self.groups[group]:
+                del self.groups[group]
+
+
+class FairLongestPrefix:
+    """``fair-lpm``, as the module's docstring describes it."""
+
+    def __init__(self, peek: Peek) -> None:
+        self._peek = peek
+        self._tenants: dict[str, Tenant] = {}
+        self._turns: deque[str] = deque()  # tenants that have somebody waiting
+        self._num_waiting = 0
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def __iter__(self) -> Iterator[Request]:
+        for tenant in self._tenants.values():
+            yield from tenant.returned
+            yield from tenant.line.requests.values()
+
+    def __contains__(self, request: Request) -> bool:
+        tenant = self._tenants.get(request.tenant)
+        return tenant is not None and (request.id in tenant.line.requests or request in tenant.returned)
+
+    def add(self, request: Request) -> None:
+        run = request.reusable_run()
+        self._arrived(request).add(request, run, self._peek(request.extra_key, run))
+
+    def restore(self, request: Request) -> None:
+        tenant = self._arrived(request)
+        tenant.returned.add(request)
+        tenant.num_admitted -= 1
+
+    def next(self, is_blocked: IsBlocked) -> Request | None:
+        """Turn by turn: the first tenant in the round with anything left of its share, and with a
+        request that is not blocked. Who used more than its share sits out until that is made good."""
+        num_blocked = 0
+        while num_blocked < len(self._turns):
+            tenant = self._tenants[self._turns[0]]
+            if tenant.deficit <= 0:
+                tenant.deficit += QUANTUM
+                if tenant.deficit <= 0 or len(self._turns) > 1:
+                    self._turns.rotate(-1)
+                    num_blocked = 0
+                continue
+            request = tenant.next(is_blocked)
+            if request is not None:
+                return request
+            self._turns.rotate(-1)
+            num_blocked += 1
+        return None
+
+    def remove(self, request: Request) -> None:
+        tenant = self._tenants[request.tenant]
+        tenant.remove(request)
+        self._num_waiting -= 1
+        if not tenant.num_waiting:
+            self._turns.remove(request.tenant)
+        self._forget_idle(request.tenant)
+
+    def admit(self, request: Request, num_uncached: int) -> None:
+        tenant = self._tenants[request.tenant]
+        tenant.num_admitted += 1
+        tenant.deficit -= num_uncached
+        tenant.current_group = request.task_group
+        self.remove(request)
+
+    def finish(self, request: Request) -> None:
+        tenant = self._tenants[request.tenant]
+        tenant.num_admitted -= 1
+        tenant.deficit -= request.num_generated
+        self._forget_idle(request.tenant)
+
+    def tokens_cached(self, identity: CacheIdentity, run: TokenRun) -> None:
+        for tree in self._trees(identity):
+            tree.tokens_cached(identity, run)
+
+    def tokens_evicted(self, identity: CacheIdentity, run: TokenRun, kept: int) -> None:
+        for tree in self._trees(identity):
+            tree.tokens_evicted(identity, run, kept)
+
+    def _arrived(self, request: Request) -> Tenant:
+        tenant = self._tenants.get(request.tenant)
+        if tenant is None:
+            tenant = self._tenants[request.tenant] = Tenant()
+        if not tenant.num_waiting:
+            self._turns.append(request.tenant)
+        self._num_waiting += 1
+        return tenant
+
+    def _forget_idle(self, name: str) -> None:
+        tenant = self._tenants[name]
+        if not tenant.num_waiting and not tenant.num_admitted:
+            del self._tenants[name]  # with what it owes or has left: idle tenants save up nothing
+
+    def _trees(self, identity: CacheIdentity) -> Iterable[WaitingTree]:
+        tenant = self._tenants.get(identity.tenant)
+        return () if tenant is None else tenant.trees.values()

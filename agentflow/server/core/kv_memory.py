@@ -1,0 +1,160 @@
+"""The KV pool as the scheduler sees it: who holds which slots.
+
+A slot is free, or cached (in the radix cache), or held (a running request computed into it and it is
+not in the cache yet): ``free + cached + held == total``. A running request locks what it uses of the
+cache. Everything that a request holds comes back through ``detach``, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from agentflow.server.core.kv_slots import KVSlots
+from agentflow.server.core.liveness import Liveness
+from agentflow.server.core.radix_cache import PrefixMatch, RadixCache
+from agentflow.server.core.request import CacheIdentity, Request
+from agentflow.server.core.token_run import TokenRun, token_run
+
+OnCached = Callable[[CacheIdentity, TokenRun], None]
+OnEvict = Callable[[CacheIdentity, TokenRun, int], None]
+
+
+class KVMemory:
+    """Slots, page table, radix cache and liveness of one model. ``on_cached`` and ``on_evict`` hear of
+    every token run that enters the cache or leaves it."""
+
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        max_context: int,
+        max_running: int,
+        use_cache: bool,
+        on_cached: OnCached,
+        on_evict: OnEvict,
+    ) -> None:
+        self.slots = KVSlots(num_slots)
+        self.cache = RadixCache()
+        self.liveness = Liveness(self.cache, num_slots)
+        self.page_table = np.zeros((max_running, max_context), dtype=np.int32)
+        self.num_computed = 0  # tokens, since the start
+        self.num_evicted = 0
+        self._use_cache = use_cache
+        self._on_cached = on_cached
+        self._on_evict = on_evict
+        self._free_rows = list(range(max_running - 1, -1, -1))
+
+    @property
+    def num_held(self) -> int:
+        """Slots of running requests that are not in the cache."""
+        return self.slots.total - self.slots.num_free - self.cache.num_cached
+
+    @property
+    def num_available(self) -> int:
+        """Slots that could be had now, by eviction if need be."""
+        return self.slots.num_free + self.cache.num_evictable
+
+    @property
+    def has_free_row(self) -> bool:
+        """Whether the page table has room for one more running request."""
+        return bool(self._free_rows)
+
+    def peek(self, identity: CacheIdentity, run: TokenRun) -> int:
+        """How much of the run is cached."""
+        return self.cache.peek(identity, run) if self._use_cache else 0
+
+    def match(self, request: Request) -> PrefixMatch:
+        """What the request finds in the cache, locked for it: ``attach`` or ``cache.unlock`` it."""
+        run = request.reusable_run() if self._use_cache else b""
+        match = self.cache.match(request.extra_key, run)
+        self.cache.lock(match)
+        return match
+
+    def attach(self, request: Request, match: PrefixMatch) -> None:
+        """The request runs, on top of its match."""
+        request.page_row = self._free_rows.pop()
+        if match.num_tokens:
+            self.page_table[request.page_row, : match.num_tokens] = self.cache.slots_of(match)
+        request.num_computed = match.num_tokens
+        request.committed = match
+
+    def make_room(self, count: int) -> bool:
+        """Whether so many slots are free, after evicting what had to go."""
+        missing = count - self.slots.num_free
+        if missing > 0:
+            self.liveness.expire(self.num_computed)
+            evicted = self.cache.evict(missing, self._on_evict)
+            self.num_evicted += len(evicted)
+            self.slots.release(evicted)
+        return self.slots.num_free >= count
+
+    def take_one_each(self, requests: Sequence[Request]) -> None:
+        """The slot of each request's next token."""
+        rows = [request.page_row for request in requests]
+        positions = [request.num_computed for request in requests]
+        self.page_table[rows, positions] = self.slots.allocate(len(requests))
+
+    def take(self, request: Request, count: int) -> None:
+        """Slots for the request's next tokens."""
+        start = request.num_computed
+        self.page_table[request.page_row, start : start + count] = self.slots.allocate(count)
+
+    def give_back(self, request: Request, count: int) -> None:
+        """What ``take`` gave last; it was not computed."""
+        start = request.num_computed
+        self.slots.release(self.page_table[request.page_row, start : start + count])
+
+    def commit(self, request: Request) -> None:
+        """Puts all computed tokens of a running request into the cache and locks them there."""
+        known = request.committed
+        assert known is not None
+        count = request.num_computed
+        if count == known.num_tokens or not self._use_cache:
+            return
+        row = self.page_table[request.page_row]
+        run = token_run(request.tokens[:count])
+        match, existing = self.cache.extend(
+            known, request.extra_key, run, row[:count], num_prompt=request.num_prompt
+        )
+        if existing > known.num_tokens:  # somebody else was faster
+            self.slots.release(row[known.num_tokens : existing])
+            row[:existing] = self.cache.slots_of(match)[:existing]
+        self.cache.lock(match)
+        self.cache.unlock(known)
+        request.committed = match
+        self._on_cached(request.extra_key, run)
+
+    def detach(self, request: Request) -> None:
+        """The request runs no longer: what it computed stays cached, the rest is free."""
+        self.commit(request)
+        assert request.committed is not None
+        if request.state is not None and self._use_cache:
+            self.liveness.refresh(request.state, request.committed, self.num_computed)
+        self.cache.unlock(request.committed)
+        row = self.page_table[request.page_row]
+        self.slots.release(row[request.committed.num_tokens : request.num_computed])
+        request.committed = None
+        request.num_computed = 0
+        self._free_rows.append(request.page_row)
+        request.page_row = -1
+
+    def redo_tokens(self, request: Request) -> int:
+        """What a running request alone holds: if it gave way, so much would become free, and might
+        have to be computed again."""
+        assert request.committed is not None
+        alone = request.num_computed - request.committed.num_tokens
+        node = request.committed.node
+        while node.parent is not None and node.locks == 1:
+            alone += len(node.slots)
+            node = node.parent
+        return alone
+
+    def check(self) -> None:
+        """Raises ``AssertionError`` unless nothing is held or locked, as it must be when idle."""
+        assert self.num_held == 0, f"{self.num_held} slots are held by nobody"
+        assert self.cache.num_locked == 0, f"{self.cache.num_locked} cached tokens are locked by nobody"
+        assert len(self._free_rows) == len(self.page_table)
+        self.slots.check()
+        self.cache.check()

@@ -1,0 +1,112 @@
+"""The policies that follow the cache and nothing else: ``lpm`` and ``dfs-weight``.
+
+Both reach the best possible hit rate when all requests are known, one runs at a time, and the cache
+holds the longest of them (Zheng et al., "SGLang", 2024, theorem 3.1): each token of the requests' tree
+is then computed once. Neither is fair: a request that shares nothing waits for all that do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from agentflow.server.core.policy import IsBlocked, Peek, Returned
+from agentflow.server.core.request import CacheIdentity, Request
+from agentflow.server.core.token_run import TokenRun
+from agentflow.server.core.waiting_tree import WaitingNode, WaitingTree
+
+
+class LongestPrefix:
+    """Longest cached prefix first; of equals, about the one that came first."""
+
+    def __init__(self, peek: Peek) -> None:
+        self._peek = peek
+        self._returned = Returned()
+        self._tree = WaitingTree()
+        self._waiting: dict[int, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._returned) + len(self._waiting)
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from self._returned
+        yield from self._waiting.values()
+
+    def __contains__(self, request: Request) -> bool:
+        return request.id in self._waiting or request in self._returned
+
+    def add(self, request: Request) -> None:
+        run = request.reusable_run()
+        self._tree.add(request, run, self._peek(request.extra_key, run))
+        self._waiting[request.id] = request
+
+    def restore(self, request: Request) -> None:
+        self._returned.add(request)
+
+    def next(self, is_blocked: IsBlocked) -> Request | None:
+        returned = self._returned.first(is_blocked)
+        if returned is not None:
+            return returned
+        found = self._tree.longest_match(is_blocked)
+        return found[0] if found is not None else None
+
+    def remove(self, request: Request) -> None:
+        if not self._returned.discard(request):
+            del self._waiting[request.id]
+            self._tree.remove(request)
+
+    def admit(self, request: Request, num_uncached: int) -> None:
+        self.remove(request)
+
+    def finish(self, request: Request) -> None: ...
+
+    def tokens_cached(self, identity: CacheIdentity, run: TokenRun) -> None:
+        self._tree.tokens_cached(identity, run)
+
+    def tokens_evicted(self, identity: CacheIdentity, run: TokenRun, kept: int) -> None:
+        self._tree.tokens_evicted(identity, run, kept)
+
+
+class DfsWeight(LongestPrefix):
+    """Depth first through the tree of the waiting requests: below the request that was admitted last
+    for as long as there is any, and where the path is open, into the branch that holds most."""
+
+    def __init__(self, peek: Peek) -> None:
+        super().__init__(peek)
+        self._path: list[WaitingNode] = []  # from the root to where the last one ended
+
+    def next(self, is_blocked: IsBlocked) -> Request | None:
+        returned = self._returned.first(is_blocked)
+        if returned is not None:
+            return returned
+        while self._path and not self._path[-1].num_waiting:
+            self._path.pop()
+        for node in reversed(self._path):
+            request = _heaviest_first(node, is_blocked)
+            if request is not None:
+                return request
+        for root in sorted(self._tree.roots.values(), key=lambda root: -root.num_waiting):
+            request = _heaviest_first(root, is_blocked)
+            if request is not None:
+                return request
+        return None
+
+    def admit(self, request: Request, num_uncached: int) -> None:
+        if request.id in self._waiting:
+            node: WaitingNode | None = self._tree.node_of(request)
+            self._path = []
+            while node is not None:
+                self._path.insert(0, node)
+                node = node.parent
+        super().admit(request, num_uncached)
+
+
+def _heaviest_first(node: WaitingNode, is_blocked: IsBlocked) -> Request | None:
+    for request in node.requests.values():
+        if not is_blocked(request, None):
+            return request
+    for child in sorted(node.children.values(), key=lambda child: -child.num_waiting):
+        # All below a child need the same token next where they leave this node.
+        found = _heaviest_first(child, is_blocked)
+        if found is not None:
+            return found
+    return None

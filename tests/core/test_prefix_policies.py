@@ -1,0 +1,77 @@
+"""Theorem 3.1 of the SGLang paper: with one request at a time and room for the longest, longest prefix
+first (and depth first) computes every token of the requests' tree exactly once."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentflow.sampling import SamplingParams
+from agentflow.server.core.request import Request
+from agentflow.server.core.scheduler import Scheduler, SchedulerConfig
+from agentflow.server.fake_runner import FakeRunner
+
+
+@st.composite
+def request_trees(draw) -> list[list[int]]:
+    """Prompts that grow from one another: each continues a prefix of an earlier one. The last token of
+    each is its own, for the one whose logits are needed is computed in any case."""
+    prompts: list[list[int]] = []
+    for number in range(draw(st.integers(1, 14))):
+        stem: list[int] = []
+        if prompts and draw(st.booleans()):
+            parent = draw(st.sampled_from(prompts))
+            stem = parent[: draw(st.integers(0, len(parent) - 1))]
+        growth = draw(st.lists(st.integers(0, 2), max_size=8))
+        prompts.append([*stem, *growth, 100 + number])
+    return draw(st.permutations(prompts))
+
+
+def optimum(prompts: list[list[int]]) -> int:
+    """Tokens that any order has to compute: each node of the tree once."""
+    return len({tuple(prompt[:length]) for prompt in prompts for length in range(1, len(prompt) + 1)})
+
+
+def computed(prompts: list[list[int]], policy: str, num_slots: int, token_budget: int) -> int:
+    config = SchedulerConfig(max_running=1, token_budget=token_budget, policy=policy)
+    scheduler = Scheduler(num_slots=num_slots, max_context=256, config=config)
+    runner = FakeRunner(num_slots=num_slots, max_context=256)
+    for number, prompt in enumerate(prompts):
+        tokens = np.array(prompt, dtype=np.int32)
+        scheduler.add(Request.create(number, tokens, 1, SamplingParams()))
+    while (batch := scheduler.schedule()) is not None:
+        for result in scheduler.complete(runner.run(batch)):
+            if result.token_id is not None:
+                scheduler.release(result.request)
+    scheduler.check_idle()
+    return scheduler.counters.computed_tokens
+
+
+@pytest.mark.parametrize("policy", ["lpm", "dfs-weight"])
+@given(prompts=request_trees(), more_slots=st.integers(0, 20), token_budget=st.integers(1, 40))
+def test_the_best_possible_hit_rate_is_reached(policy, prompts, more_slots, token_budget):
+    num_slots = max(map(len, prompts)) + 1 + more_slots  # and the one token that each generates
+    assert computed(prompts, policy, num_slots, token_budget) == optimum(prompts)
+
+
+def test_first_come_does_not_reach_it():
+    """The theorem's test can fail: another order computes more on a tree that alternates."""
+    prompts = [[branch] * 10 + [100 + number] for number, branch in enumerate([1, 2] * 4)]
+    assert computed(prompts, "fcfs", 12, 64) > optimum(prompts)
+    assert computed(prompts, "random", 12, 64) > optimum(prompts)
+
+
+def test_depth_first_enters_the_heaviest_branch_and_stays_there():
+    prompts = [[1, 100], [2, 2, 101], [2, 2, 102], [2, 3, 103], [1, 104]]
+    scheduler = Scheduler(
+        num_slots=64, max_context=64, config=SchedulerConfig(max_running=1, policy="dfs-weight")
+    )
+    runner = FakeRunner(num_slots=64, max_context=64)
+    for number, prompt in enumerate(prompts):
+        scheduler.add(Request.create(number, np.array(prompt, dtype=np.int32), 1, SamplingParams()))
+    order = []
+    while (batch := scheduler.schedule()) is not None:
+        for result in scheduler.complete(runner.run(batch)):
+            order.append(result.request.id)
+            scheduler.release(result.request)
+    assert order == [1, 2, 3, 0, 4]

@@ -1,0 +1,97 @@
+"""The waiting requests' tree against a brute-force twin that compares every request with every cached run."""
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from agentflow.sampling import SamplingParams
+from agentflow.server.core.radix_cache import RadixCache
+from agentflow.server.core.request import Request
+from agentflow.server.core.token_run import token_run
+from agentflow.server.core.waiting_tree import WaitingTree
+
+sequences = st.lists(st.integers(0, 2), min_size=1, max_size=10)
+salts = st.sampled_from(["", "salt"])
+
+
+def prefix_len(a: list[int], b: list[int]) -> int:
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+class WaitingTreeMachine(RuleBasedStateMachine):
+    """Arrivals, departures, and a real cache that fills and is evicted."""
+
+    waiting = Bundle("waiting")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tree = WaitingTree()
+        self.cache = RadixCache()
+        self.requests: dict[int, Request] = {}
+        self.slots = iter(range(100_000))
+
+    def match(self, request: Request) -> int:
+        return self.cache.peek(request.extra_key, request.reusable_run())
+
+    @rule(target=waiting, salt=salts, sequence=sequences)
+    def arrive(self, salt, sequence):
+        tokens = np.array([*sequence, 9], dtype=np.int32)  # the last token is never reusable
+        request = Request.create(len(self.requests), tokens, 1, SamplingParams(), salt=salt)
+        while request.id in self.requests:
+            request.id += 1
+        self.requests[request.id] = request
+        self.tree.add(request, request.reusable_run(), self.match(request))
+        return request
+
+    @rule(request=consumes(waiting))
+    def leave(self, request):
+        del self.requests[request.id]
+        self.tree.remove(request)
+
+    @rule(salt=salts, sequence=sequences)
+    def compute(self, salt, sequence):
+        identity = Request.create(0, np.zeros(1, np.int32), 1, SamplingParams(), salt=salt).extra_key
+        run = token_run(np.array(sequence, dtype=np.int32))
+        slots = np.array([next(self.slots) for _ in sequence], dtype=np.int32)
+        self.cache.extend(self.cache.match(identity, b""), identity, run, slots)
+        self.tree.tokens_cached(identity, run)
+
+    @rule(count=st.integers(1, 12))
+    def evict(self, count):
+        self.cache.evict(count, self.tree.tokens_evicted)
+
+    @invariant()
+    def every_match_is_known(self):
+        assert len(self.tree) == len(self.requests)
+        for request in self.requests.values():
+            assert self.tree.match_of(request) == self.match(request)
+
+    @invariant()
+    def the_longest_match_comes_first(self):
+        found = self.tree.longest_match(lambda request, match: False)
+        if not self.requests:
+            assert found is None
+            return
+        assert found is not None
+        request, match = found
+        assert request.id in self.requests
+        assert match == self.match(request) == max(map(self.match, self.requests.values()))
+
+    @rule(salt=salts, sequence=sequences)
+    def block(self, salt, sequence):
+        """A running request computes ``sequence``: those who need what it has not got yet wait."""
+
+        def is_blocked(request: Request, match: int) -> bool:
+            wanted = np.frombuffer(request.reusable_run(), np.int32).tolist()
+            assert match == self.match(request)
+            return request.extra_key.salt == salt and prefix_len(wanted, sequence) > match
+
+        free = [r for r in self.requests.values() if not is_blocked(r, self.match(r))]
+        found = self.tree.longest_match(is_blocked)
+        assert (found is None) == (not free)
+        if found is not None:
+            assert found[0] in free
+            assert found[1] == max(map(self.match, free))
+
+
+TestWaitingTree = WaitingTreeMachine.TestCase
