@@ -1,22 +1,32 @@
-"""The ``agentflow`` command: ``pull`` fetches a model, ``serve`` runs the server."""
+"""The ``agentflow`` command: ``pull`` fetches a model, ``serve`` runs the server, ``simulate`` replays a
+workload against its scheduler."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from agentflow.errors import AgentflowError
 from agentflow.protocol import DEFAULT_PORT
 
 DEFAULT_HOST = "127.0.0.1"
+POLICY_NAMES = ["fair-lpm", "lpm", "dfs-weight", "fcfs", "random"]
+"""Those of ``server.core.policies``, which the bare frontend does not import."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; its exit code. An error of agentflow's own is one line, not a traceback."""
     options = _parser().parse_args(arguments)
     try:
-        return _pull(options) if options.command == "pull" else _serve(options)
+        match options.command:
+            case "pull":
+                return _pull(options)
+            case "serve":
+                return _serve(options)
+            case _:
+                return _simulate(options)
     except AgentflowError as error:
         print(f"agentflow: {error}", file=sys.stderr)
         return 1
@@ -49,6 +59,13 @@ def _parser() -> argparse.ArgumentParser:
         description="Serves a model over websockets: af.session('ws://HOST:PORT') connects to it.",
     )
     _add_serve_options(serve)
+    simulate = commands.add_parser(
+        "simulate",
+        help="replay a workload against the scheduler, without a model",
+        description="Replays a workload in simulated time against the real scheduler and cache: hit rate, "
+        "waiting times, fairness, evictions. Several policies give a line each.",
+    )
+    _add_simulate_options(simulate)
     return parser
 
 
@@ -63,7 +80,7 @@ def _add_serve_options(serve: argparse.ArgumentParser) -> None:
     add("--token-budget", type=_count, metavar="N", help="rows of one forward pass (default: by device)")
     add("--max-running", type=_count, default=64, metavar="N", help="requests in one batch (%(default)s)")
     add("--threads", type=_count, metavar="N", help="CPU threads (default: torch's choice)")
-    add("--policy", choices=["fcfs", "lpm"], default="fcfs", help="order of admission (%(default)s)")
+    add("--policy", choices=POLICY_NAMES, default=POLICY_NAMES[0], help="order of admission (%(default)s)")
     add("--no-cache", action="store_true", help="turn the prefix cache off")
     add(
         "--resume-grace",
@@ -72,6 +89,33 @@ def _add_serve_options(serve: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="how long a session outlives a broken connection (%(default)s)",
     )
+
+
+def _add_simulate_options(simulate: argparse.ArgumentParser) -> None:
+    add = simulate.add_argument
+    add("workload", type=Path, metavar="WORKLOAD", help="recorded (.jsonl, .jsonl.gz) or generated (.json)")
+    add(
+        "--policy",
+        choices=[*POLICY_NAMES, "all"],
+        action="append",
+        help="order of admission; may be repeated; all: one line each (default: all)",
+    )
+    add(
+        "--kv-tokens",
+        type=_count,
+        metavar="N",
+        help="tokens that the KV pool holds (default: the workload's)",
+    )
+    add(
+        "--token-budget", type=_count, default=256, metavar="N", help="rows of one forward pass (%(default)s)"
+    )
+    add("--max-running", type=_count, default=64, metavar="N", help="requests in one batch (%(default)s)")
+    add("--max-context", type=_count, default=8192, metavar="N", help="tokens of one request (%(default)s)")
+    add("--no-cache", action="store_true", help="turn the prefix cache off")
+    add(
+        "--cost", type=Path, metavar="FILE", help="a cost model, as `python -m benchmarks scheduler` fits one"
+    )
+    add("--json", type=Path, metavar="FILE", help="also write the results there")
 
 
 def _count(text: str) -> int:
@@ -112,6 +156,26 @@ def _serve(options: argparse.Namespace) -> int:
         host=options.host,
         port=options.port,
         limits=ServerLimits(resume_grace_s=options.resume_grace),
+    )
+    return 0
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from agentflow.server.simulator.command import SimulateOptions, run_simulate
+
+    names = options.policy or ["all"]
+    run_simulate(
+        SimulateOptions(
+            workload=options.workload,
+            policies=POLICY_NAMES if "all" in names else names,
+            kv_tokens=options.kv_tokens,
+            token_budget=options.token_budget,
+            max_running=options.max_running,
+            max_context=options.max_context,
+            use_cache=not options.no_cache,
+            cost=options.cost,
+            json=options.json,
+        )
     )
     return 0
 

@@ -60,9 +60,9 @@ steps = st.lists(
 @given(plan=steps, least=st.sampled_from([0, 0, 10, 60]), share=st.sampled_from([0.0, 0.0, 0.25, 1.0]))
 def test_nobody_is_overtaken_further_than_the_bound(plan, least, share):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fair_policy, "MIN_OVERTAKEN", least)
+        patch.setattr(fair_policy, "OVERTAKEN_BATCHES", least)
         patch.setattr(fair_policy, "OVERTAKEN_SHARE", share)
-        policy = FairLongestPrefix(Cache().peek)
+        policy = FairLongestPrefix(Cache().peek, 1)
         waiting: dict[int, Request] = {}
         limit: dict[int, float] = {}
         overtaken: Counter[int] = Counter()
@@ -101,8 +101,8 @@ def test_nobody_is_overtaken_further_than_the_bound(plan, least, share):
 def test_tenants_that_wait_get_equal_shares(sizes, quantum):
     """While two tenants both wait, what they were given differs by less than two turns and a request each."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fair_policy, "QUANTUM", quantum)
-        policy = FairLongestPrefix(Cache().peek)
+        patch.setattr(fair_policy, "TURN_BATCHES", quantum)
+        policy = FairLongestPrefix(Cache().peek, 1)
         left: Counter[str] = Counter()
         for number, (size, tenant) in enumerate(sizes):
             policy.add(request(number, size + 1, 0, tenant))
@@ -119,7 +119,7 @@ def test_tenants_that_wait_get_equal_shares(sizes, quantum):
 
 
 def test_a_request_that_shares_nothing_is_not_passed_over_for_ever():
-    policy = FairLongestPrefix(Cache().peek)
+    policy = FairLongestPrefix(Cache().peek, token_budget=32)
     policy.add(request(0, 100))
     num_before = 0
     for number in range(1, 1000):
@@ -130,7 +130,7 @@ def test_a_request_that_shares_nothing_is_not_passed_over_for_ever():
         if chosen.id == 0:
             break
         num_before += 1
-    assert num_before == -(-fair_policy.MIN_OVERTAKEN // 100)
+    assert num_before == -(-fair_policy.OVERTAKEN_BATCHES * 32 // 100)
 
 
 def order_of(policy: FairLongestPrefix) -> list[int]:
@@ -142,14 +142,14 @@ def order_of(policy: FairLongestPrefix) -> list[int]:
 
 
 def test_within_a_tenant_the_longest_match_goes_first():
-    policy = FairLongestPrefix(Cache().peek)
+    policy = FairLongestPrefix(Cache().peek, token_budget=256)
     for number, cached in enumerate([0, 5, 20, 10]):
         policy.add(request(number, 30, cached))
     assert order_of(policy) == [2, 3, 1, 0]
 
 
 def test_latency_goes_before_throughput_and_siblings_follow_each_other():
-    policy = FairLongestPrefix(Cache().peek)
+    policy = FairLongestPrefix(Cache().peek, token_budget=256)
     policy.add(request(0, 30, 20, objective="throughput"))
     policy.add(request(1, 30, 0, task_group="g"))
     policy.add(request(2, 30, 5))
@@ -159,7 +159,7 @@ def test_latency_goes_before_throughput_and_siblings_follow_each_other():
 
 
 def test_who_lost_its_slots_goes_first_in_order_of_arrival():
-    policy = FairLongestPrefix(Cache().peek)
+    policy = FairLongestPrefix(Cache().peek, token_budget=256)
     requests = [request(number, 30, cached) for number, cached in enumerate([0, 5, 20])]
     for made in requests[:2]:
         policy.add(made)
@@ -171,7 +171,7 @@ def test_who_lost_its_slots_goes_first_in_order_of_arrival():
 
 
 def test_a_blocked_tenant_does_not_hold_up_another():
-    policy = FairLongestPrefix(Cache().peek)
+    policy = FairLongestPrefix(Cache().peek, token_budget=256)
     policy.add(request(0, 30, 0, "a"))
     policy.add(request(1, 30, 0, "b"))
     chosen = policy.next(lambda made, match: made.tenant == "a")
@@ -181,7 +181,7 @@ def test_a_blocked_tenant_does_not_hold_up_another():
 
 
 def test_idle_tenants_are_forgotten():
-    policy = FairLongestPrefix(Cache().peek)
+    policy = FairLongestPrefix(Cache().peek, token_budget=256)
     for number in range(50):
         made = request(number, 10, 0, str(number))
         policy.add(made)

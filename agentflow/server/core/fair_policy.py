@@ -11,9 +11,9 @@ among those with the objective ``latency``, then among the others.
 
 **The bound.** The *work* w(r) of a request is its uncached tokens on arrival (at least 1). When r
 arrives, A(r) is the work that waits before it in its tenant's line, and it gets the limit
-M(r) = MIN_OVERTAKEN + OVERTAKEN_SHARE * A(r). Let O(r) be the work of later arrivals of its tenant that
-were admitted (or left) while r waited, and W the largest w of any request. Then, not counting while
-what r needs next is being computed by a running request::
+M(r) = B + OVERTAKEN_SHARE * A(r), where B = OVERTAKEN_BATCHES * token_budget. Let O(r) be the work of
+later arrivals of its tenant that were admitted (or left) while r waited, and W the largest w of any
+request. Then, not counting while what r needs next is being computed by a running request::
 
     O(r) < M(r) + W
 
@@ -22,7 +22,7 @@ later than r, be admitted while r waits. Then x is not the oldest, so O(h) < M(r
 that overtook r arrived after h too, and while h waited, so O(r) <= O(h) < M(r) before, and O(r) <
 M(r) + w(x) <= M(r) + W after. ∎
 
-So r waits for at most A(r) + O(r) < (1 + OVERTAKEN_SHARE) A(r) + MIN_OVERTAKEN + W of its tenant's work:
+So r waits for at most A(r) + O(r) < (1 + OVERTAKEN_SHARE) A(r) + B + W of its tenant's work:
 against first-come order, waiting grows by at most that factor and a constant, whatever arrives later.
 """
 
@@ -37,10 +37,12 @@ from agentflow.server.core.request import CacheIdentity, Request
 from agentflow.server.core.token_run import TokenRun
 from agentflow.server.core.waiting_tree import WaitingTree
 
-MIN_OVERTAKEN = 4096
-OVERTAKEN_SHARE = 0.25
-QUANTUM = 4096
-"""Uncached tokens that each tenant may use in its turn."""
+OVERTAKEN_BATCHES = 48
+OVERTAKEN_SHARE = 0.5
+"""Chosen on the workloads of ``benchmarks/workloads`` (docs/benchmarks.md): less costs hits, more costs
+those who share nothing."""
+TURN_BATCHES = 16
+"""So many full batches of uncached tokens may a tenant use in its turn."""
 
 
 class Line:
@@ -50,8 +52,9 @@ class Line:
     since the oldest arrived, less what was before it, is what overtook it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, min_overtaken: int) -> None:
         self.requests: dict[int, Request] = {}
+        self._min_overtaken = min_overtaken
         self._work: dict[int, int] = {}
         self._overtaken_from: dict[int, int] = {}  # the total of work left from which it is overtaken
         self._limits: list[tuple[float, int]] = []  # heap of (limit, request id), old entries stay
@@ -62,7 +65,7 @@ class Line:
     def add(self, request: Request, work: int) -> None:
         """A request that has to compute so many tokens."""
         before = self.work_added - self.work_left
-        limit = MIN_OVERTAKEN + OVERTAKEN_SHARE * before
+        limit = self._min_overtaken + OVERTAKEN_SHARE * before
         self.requests[request.id] = request
         self._work[request.id] = work
         self._overtaken_from[request.id] = self.work_left + before
@@ -89,11 +92,12 @@ class Line:
 class Tenant:
     """What one tenant has waiting, and what it may still use in this round."""
 
-    def __init__(self) -> None:
+    def __init__(self, token_budget: int) -> None:
         self.deficit = 0
+        self.has_turn = False
         self.num_admitted = 0  # and not over yet
         self.returned = Returned()
-        self.line = Line()
+        self.line = Line(OVERTAKEN_BATCHES * token_budget)
         self.trees = {"latency": WaitingTree(), "throughput": WaitingTree()}
         self.groups: dict[Hashable, dict[int, Request]] = {}
         self.current_group: Hashable = None
@@ -140,8 +144,9 @@ class Tenant:
 class FairLongestPrefix:
     """``fair-lpm``, as the module's docstring describes it."""
 
-    def __init__(self, peek: Peek) -> None:
+    def __init__(self, peek: Peek, token_budget: int) -> None:
         self._peek = peek
+        self._token_budget = token_budget
         self._tenants: dict[str, Tenant] = {}
         self._turns: deque[str] = deque()  # tenants that have somebody waiting
         self._num_waiting = 0
@@ -168,22 +173,23 @@ class FairLongestPrefix:
         tenant.num_admitted -= 1
 
     def next(self, is_blocked: IsBlocked) -> Request | None:
-        """Turn by turn: the first tenant in the round with anything left of its share, and with a
-        request that is not blocked. Who used more than its share sits out until that is made good."""
+        """Turn by turn: the first tenant in the round with anything left of its turn, and with a request
+        that is not blocked. Who used more than its turn sits out until that is made good."""
         num_blocked = 0
         while num_blocked < len(self._turns):
             tenant = self._tenants[self._turns[0]]
-            if tenant.deficit <= 0:
-                tenant.deficit += QUANTUM
-                if tenant.deficit <= 0 or len(self._turns) > 1:
-                    self._turns.rotate(-1)
-                    num_blocked = 0
-                continue
-            request = tenant.next(is_blocked)
-            if request is not None:
-                return request
+            if not tenant.has_turn:
+                tenant.has_turn = True
+                tenant.deficit += TURN_BATCHES * self._token_budget
+            if tenant.deficit > 0:
+                request = tenant.next(is_blocked)
+                if request is not None:
+                    return request
+                num_blocked += 1
+            else:
+                tenant.has_turn = False
+                num_blocked = 0
             self._turns.rotate(-1)
-            num_blocked += 1
         return None
 
     def remove(self, request: Request) -> None:
@@ -192,6 +198,7 @@ class FairLongestPrefix:
         self._num_waiting -= 1
         if not tenant.num_waiting:
             self._turns.remove(request.tenant)
+            tenant.has_turn, tenant.deficit = False, min(0, tenant.deficit)
         self._forget_idle(request.tenant)
 
     def admit(self, request: Request, num_uncached: int) -> None:
@@ -218,7 +225,7 @@ class FairLongestPrefix:
     def _arrived(self, request: Request) -> Tenant:
         tenant = self._tenants.get(request.tenant)
         if tenant is None:
-            tenant = self._tenants[request.tenant] = Tenant()
+            tenant = self._tenants[request.tenant] = Tenant(self._token_budget)
         if not tenant.num_waiting:
             self._turns.append(request.tenant)
         self._num_waiting += 1

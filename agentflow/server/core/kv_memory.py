@@ -83,7 +83,7 @@ class KVMemory:
     def make_room(self, count: int) -> bool:
         """Whether so many slots are free, after evicting what had to go."""
         missing = count - self.slots.num_free
-        if missing > 0:
+        if missing > 0 and self.cache.num_evictable:
             self.liveness.expire(self.num_computed)
             evicted = self.cache.evict(missing, self._on_evict)
             self.num_evicted += len(evicted)
@@ -121,8 +121,9 @@ class KVMemory:
         if existing > known.num_tokens:  # somebody else was faster
             self.slots.release(row[known.num_tokens : existing])
             row[:existing] = self.cache.slots_of(match)[:existing]
-        self.cache.lock(match)
-        self.cache.unlock(known)
+        if match.node is not known.node:
+            self.cache.lock(match)
+            self.cache.unlock(known)
         request.committed = match
         self._on_cached(request.extra_key, run)
 

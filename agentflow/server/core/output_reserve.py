@@ -25,24 +25,30 @@ class OutputReserve:
     def __init__(self) -> None:
         self.share = FIRST_SHARE
         self.caution = 0.0
+        self._reserved_share = FIRST_SHARE
 
     def expected(self, request: Request) -> int:
         """Tokens that the request will probably generate from now on."""
-        left = request.max_new_tokens - request.num_generated
-        share = self.share + self.caution * (1 - self.share)
-        likely = int(share * request.max_new_tokens) - request.num_generated
-        return min(left, max(likely, LEAST))
+        limit, generated = request.max_new_tokens, request.num_generated
+        likely = int(self._reserved_share * limit) - generated
+        return min(limit - generated, likely if likely > LEAST else LEAST)
 
     def finished(self, request: Request) -> None:
         """Learns from a generation that came to its own end."""
         if request.max_new_tokens:
             used = request.num_generated / request.max_new_tokens
             self.share += LEARNING_RATE * (used - self.share)
+            self._update()
 
     def retracted(self) -> None:
         """Too little was left."""
         self.caution = min(1.0, self.caution + CAUTION_PER_RETRACTION)
+        self._update()
 
     def stepped(self) -> None:
         """Caution wears off."""
         self.caution *= CAUTION_KEPT_PER_STEP
+        self._update()
+
+    def _update(self) -> None:
+        self._reserved_share = self.share + self.caution * (1 - self.share)

@@ -10,7 +10,7 @@ from agentflow.server.core.policy import FirstCome, Peek, Policy, RandomOrder
 from agentflow.server.core.prefix_policy import DfsWeight, LongestPrefix
 
 DEFAULT_POLICY = "fair-lpm"
-POLICIES: dict[str, Callable[[Peek], Policy]] = {
+POLICIES: dict[str, Callable[[Peek, int], Policy]] = {
     DEFAULT_POLICY: FairLongestPrefix,
     "lpm": LongestPrefix,
     "dfs-weight": DfsWeight,
@@ -19,8 +19,8 @@ POLICIES: dict[str, Callable[[Peek], Policy]] = {
 }
 
 
-def policy_named(name: str, peek: Peek) -> Policy:
-    """A policy of that name, or ``BadArgument`` listing the names there are."""
+def policy_named(name: str, peek: Peek, token_budget: int) -> Policy:
+    """A new policy, for batches of so many rows. ``BadArgument`` names those there are."""
     if name not in POLICIES:
         raise BadArgument(f"no scheduling policy {name!r}; there are: {', '.join(POLICIES)}")
-    return POLICIES[name](peek)
+    return POLICIES[name](peek, token_budget)

@@ -91,13 +91,15 @@ class Returned:
 
     def first(self, is_blocked: IsBlocked) -> Request | None:
         """The first that is not blocked."""
+        if not self._requests:
+            return None
         return next((r for r in self._requests.values() if not is_blocked(r, None)), None)
 
 
 class FirstCome:
     """In order of arrival."""
 
-    def __init__(self, peek: Peek) -> None:
+    def __init__(self, peek: Peek, token_budget: int) -> None:
         self._returned = Returned()
         self._waiting: dict[int, Request] = {}
 
@@ -147,8 +149,8 @@ class RandomOrder(FirstCome):
     """Anybody next, drawn from a generator with a fixed seed. What is drawn stays drawn until it is
     admitted, so that a request that has to wait for room is not passed over by smaller ones."""
 
-    def __init__(self, peek: Peek) -> None:
-        super().__init__(peek)
+    def __init__(self, peek: Peek, token_budget: int) -> None:
+        super().__init__(peek, token_budget)
         self._random = random.Random(0)
         self._order: list[Request] = []
 

@@ -18,7 +18,7 @@ from agentflow.server.core.waiting_tree import WaitingNode, WaitingTree
 class LongestPrefix:
     """Longest cached prefix first; of equals, about the one that came first."""
 
-    def __init__(self, peek: Peek) -> None:
+    def __init__(self, peek: Peek, token_budget: int) -> None:
         self._peek = peek
         self._returned = Returned()
         self._tree = WaitingTree()
@@ -70,8 +70,8 @@ class DfsWeight(LongestPrefix):
     """Depth first through the tree of the waiting requests: below the request that was admitted last
     for as long as there is any, and where the path is open, into the branch that holds most."""
 
-    def __init__(self, peek: Peek) -> None:
-        super().__init__(peek)
+    def __init__(self, peek: Peek, token_budget: int) -> None:
+        super().__init__(peek, token_budget)
         self._path: list[WaitingNode] = []  # from the root to where the last one ended
 
     def next(self, is_blocked: IsBlocked) -> Request | None:

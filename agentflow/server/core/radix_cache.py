@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,18 +31,19 @@ _EMPTY: SlotArray = np.empty(0, dtype=np.int32)
 class Node:
     """One edge of the tree: ``run`` and the ``slots`` of its tokens, below ``parent``.
 
-    ``is_output``: the tokens were generated, not part of a prompt, when they were first computed.
+    ``num_prompt``: of the tokens, so many at the front were part of a prompt when they were first
+    computed; the others were generated.
     ``keeps``: how many live states end here. ``moved_to``: of a removed node, its parent then.
     """
 
     __slots__ = (
         "children",
         "extra_key",
-        "is_output",
         "keeps",
         "last_access",
         "locks",
         "moved_to",
+        "num_prompt",
         "parent",
         "run",
         "slots",
@@ -55,7 +55,7 @@ class Node:
         self.parent = parent
         self.children: dict[TokenRun, Node] = {}  # by their first token
         self.extra_key: Hashable = None  # of a root
-        self.is_output = False
+        self.num_prompt = len(slots)
         self.locks = 0
         self.keeps = 0
         self.last_access = last_access
@@ -71,8 +71,7 @@ class Node:
         return self.keeps > 0, self.last_access
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixMatch:
+class PrefixMatch(NamedTuple):
     """A matched prefix: its last node (to lock or keep), its length in tokens, and how many of them
     were generated rather than prompts when they were first computed."""
 
@@ -148,14 +147,16 @@ class RadixCache:
             return found, existing
         if found.node.parent is None:
             self._roots[extra_key] = found.node
-        boundary = end if num_prompt is None else max(existing, min(num_prompt, end))
+        new_prompt = end - existing if num_prompt is None else max(0, min(num_prompt, end) - existing)
+        num_output = found.num_output + end - existing - new_prompt
         node = found.node
-        if boundary > existing:
-            node = self._add_leaf(node, run, slots, existing, boundary)
-        if end > boundary:
-            node = self._add_leaf(node, run, slots, boundary, end)
-            node.is_output = True
-        return PrefixMatch(node, end, found.num_output + end - boundary), existing
+        # Locked by the caller alone and without children: nobody else knows where this edge ends.
+        can_grow = node is match.node and node.locks == 1 and not node.children
+        if can_grow and (new_prompt == 0 or node.num_prompt == len(node.slots)):
+            self._grow(node, run, slots, existing, new_prompt)
+        else:
+            node = self._add_leaf(node, run, slots, existing, new_prompt)
+        return PrefixMatch(node, end, num_output), existing
 
     def slots_of(self, match: PrefixMatch) -> SlotArray:
         """The slots of the matched tokens, in their order."""
@@ -180,12 +181,12 @@ class RadixCache:
     def unlock(self, match: PrefixMatch) -> None:
         """Takes one lock off the matched prefix, and marks it as used now."""
         node = match.node
-        self._clock += 1
+        self._clock = clock = self._clock + 1
         while node.parent is not None:
             if node.locks <= 0:
                 raise ValueError("unlock without lock")
             node.locks -= 1
-            node.last_access = self._clock
+            node.last_access = clock
             if node.locks == 0:
                 self.num_locked -= len(node.slots)
                 if not node.children:
@@ -237,8 +238,7 @@ class RadixCache:
             child.last_access = self._clock
             if child.is_evictable:
                 self._push_leaf(child)
-            if child.is_output:
-                num_output += len(child.slots)
+            num_output += len(child.slots) - child.num_prompt
             done += len(child.run)
             node = child
         return PrefixMatch(node, done // TOKEN_BYTES, num_output)
@@ -250,11 +250,18 @@ class RadixCache:
             root.extra_key = extra_key
         return root
 
-    def _add_leaf(self, parent: Node, run: TokenRun, slots: SlotArray, start: int, end: int) -> Node:
+    def _grow(self, node: Node, run: TokenRun, slots: SlotArray, start: int, new_prompt: int) -> None:
+        node.run += run[start * TOKEN_BYTES :]
+        node.slots = np.concatenate((node.slots, slots[start:]))
+        node.num_prompt += new_prompt
+        node.last_access = self._clock
+        self.num_cached += len(slots) - start
+        self.num_locked += len(slots) - start
+
+    def _add_leaf(self, parent: Node, run: TokenRun, slots: SlotArray, start: int, new_prompt: int) -> Node:
         # A copy: the caller's slots are a buffer that goes on changing.
-        leaf = Node(
-            run[start * TOKEN_BYTES : end * TOKEN_BYTES], slots[start:end].copy(), parent, self._clock
-        )
+        leaf = Node(run[start * TOKEN_BYTES :], slots[start:].copy(), parent, self._clock)
+        leaf.num_prompt = new_prompt
         was_leaf = parent.is_evictable
         parent.children[leaf.run[:TOKEN_BYTES]] = leaf
         self._num_leaves += 0 if was_leaf else 1
@@ -284,9 +291,10 @@ class RadixCache:
         assert parent is not None
         cut = length * TOKEN_BYTES
         upper = Node(node.run[:cut], node.slots[:length], parent, node.last_access)
-        upper.locks, upper.is_output = node.locks, node.is_output
+        upper.locks, upper.num_prompt = node.locks, min(node.num_prompt, length)
         parent.children[upper.run[:TOKEN_BYTES]] = upper
         node.run, node.slots = node.run[cut:], node.slots[length:]
+        node.num_prompt -= upper.num_prompt
         node.parent = upper
         upper.children[node.run[:TOKEN_BYTES]] = node
         return upper

@@ -19,6 +19,7 @@ from agentflow.server.core.batch_builder import Work, build_batch, targets_of
 from agentflow.server.core.kv_memory import KVMemory
 from agentflow.server.core.output_reserve import OutputReserve
 from agentflow.server.core.policies import DEFAULT_POLICY, policy_named
+from agentflow.server.core.prefills import Prefills
 from agentflow.server.core.request import CacheIdentity, Request, Status
 from agentflow.server.core.token_run import TokenRun
 
@@ -64,9 +65,9 @@ class Scheduler:
     def __init__(self, *, num_slots: int, max_context: int, config: SchedulerConfig) -> None:
         self.config = config
         self.max_total_tokens = min(max_context, num_slots)
-        self.waiting = policy_named(config.policy, self._peek)
+        self.waiting = policy_named(config.policy, self._peek, config.token_budget)
         self.running: dict[int, Request] = {}
-        self._prefilling: dict[int, Request] = {}  # those of them with more than one row to compute
+        self._prefills = Prefills()
         self.memory = KVMemory(
             num_slots=num_slots,
             max_context=max_context,
@@ -104,7 +105,7 @@ class Scheduler:
         while True:
             work = self._decode_work()
             budget = max(1, self.config.token_budget - len(work))
-            for request in list(self._prefilling.values()):
+            for request in self._prefills:
                 budget -= self._prefill(request, budget, work)
             self._admit_waiting(budget, work)
             if work or not self.running:
@@ -131,8 +132,8 @@ class Scheduler:
             self.memory.num_computed += num_rows
             if in_prompt:
                 self.memory.commit(request)
-                if request.num_to_compute <= 1:
-                    self._prefilling.pop(request.id, None)
+                if request in self._prefills:
+                    self._prefills.moved(request)
             token_id = None
             if targets and targets[0][1] < 0:
                 token_id = token_ids[next_output]
@@ -183,14 +184,14 @@ class Scheduler:
     def check_idle(self) -> None:
         """Raises ``AssertionError`` unless nothing is held or locked, as it must be when idle."""
         assert not self.running
-        assert not self._prefilling
+        assert not len(self._prefills)
         assert not len(self.waiting)
         self.memory.check()
 
     def _decode_work(self) -> list[Work]:
         """One row for each request that decodes. Where slots are short, requests give way first."""
         while True:
-            decoding = [r for r in self.running.values() if r.id not in self._prefilling]
+            decoding = [r for r in self.running.values() if r not in self._prefills]
             if self.memory.make_room(len(decoding)):
                 break
             self._retract_one()
@@ -244,7 +245,7 @@ class Scheduler:
         request.status = Status.RUNNING
         self.memory.attach(request, match)
         if request.num_to_compute > 1:
-            self._prefilling[request.id] = request
+            self._prefills.add(request)
         if not request.was_admitted:
             request.was_admitted = True
             request.num_cached = match.num_tokens
@@ -256,23 +257,11 @@ class Scheduler:
     def _is_blocked(self, request: Request, match: int | None) -> bool:
         """Whether a running prefill will compute tokens that this request needs and has not got:
         then it waits for them (they enter the cache chunk by chunk) instead of computing them twice."""
-        if not self.config.use_cache or not self._prefilling:
+        if not self.config.use_cache or not len(self._prefills):
             return False
         if match is None:
             match = self._peek(request.extra_key, request.reusable_run())
-        end = match + 1
-        if end > request.num_reusable:
-            return False
-        for other in self._prefilling.values():
-            if (
-                other.num_tokens >= end
-                and other.tokens[match] == request.tokens[match]
-                and other.extra_key == request.extra_key
-                and other.num_computed <= match
-                and other.tokens[:match].tobytes() == request.tokens[:match].tobytes()
-            ):
-                return True
-        return False
+        return self._prefills.will_compute(request, match)
 
     def _peek(self, identity: CacheIdentity, run: TokenRun) -> int:
         return self.memory.peek(identity, run)
@@ -290,4 +279,4 @@ class Scheduler:
     def _stop_running(self, request: Request) -> None:
         self.memory.detach(request)
         del self.running[request.id]
-        self._prefilling.pop(request.id, None)
+        self._prefills.discard(request)

@@ -1,0 +1,192 @@
+"""The simulator: replays by the clock of its cost model, and says what happened."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from agentflow import cli
+from agentflow.errors import BadArgument
+from agentflow.server.core.scheduler import SchedulerConfig
+from agentflow.server.simulator.command import SimulateOptions, run_simulate
+from agentflow.server.simulator.cost_model import CostModel, fit_cost
+from agentflow.server.simulator.generators import GENERATORS, chat, generate, tree_of_thought, unshared
+from agentflow.server.simulator.simulation import simulate
+from agentflow.server.simulator.summary import summarise
+from agentflow.server.simulator.workload import Arrival, Workload, open_writer, read_workload
+
+ONE_SECOND = CostModel(base_s=1, row_s=0, logits_s=0, read_s=0, pair_s=0)
+FCFS = SchedulerConfig(max_running=2, token_budget=16, policy="fcfs")
+
+
+def arrival(prompt: list[int], output: list[int], at_s: float = 0.0, **kwargs) -> Arrival:
+    return Arrival(np.array(prompt, np.int32), np.array(output, np.int32), at_s, **kwargs)
+
+
+def test_times_are_those_of_the_steps():
+    first = arrival([1, 2, 3], [4, 5, 6])
+    second = arrival([9, 8], [7], at_s=0.5)
+    third = arrival([1, 2, 3, 4, 5], [0], at_s=10, after=0)
+    result = simulate(Workload("w", [first, second, third]), FCFS, cost=ONE_SECOND)
+    times = {id(s.arrival): (s.arrived_s, s.first_s, s.ended_s, s.num_cached) for s in result.served}
+    assert times[id(first)] == (0, 1, 3, 0)
+    assert times[id(second)] == (0.5, 2, 2, 0)
+    assert times[id(third)] == (13, 14, 14, 4)  # ten seconds after the first's end, on top of its output
+    assert result.counters.steps == 4
+    assert result.elapsed_s == 14
+    assert result.hit_rate == 4 / 10
+
+
+def test_what_can_never_run_is_counted_and_holds_nothing_up():
+    workload = Workload("w", [arrival([1] * 50, [1]), arrival([2], [2], after=0)], kv_tokens=32)
+    summary = summarise(simulate(workload, FCFS, cost=ONE_SECOND))
+    assert summary.refused == 1
+    assert summary.all.num_requests == 1
+
+
+@given(
+    st.lists(
+        st.builds(
+            arrival,
+            prompt=st.lists(st.integers(0, 2), min_size=1, max_size=40),
+            output=st.lists(st.integers(0, 9), min_size=1, max_size=5),
+            at_s=st.integers(0, 9).map(float),
+            tenant=st.sampled_from(["", "t"]),
+            salt=st.sampled_from(["", "s"]),
+            objective=st.sampled_from(["latency", "throughput"]),
+            task_group=st.sampled_from(["", "g"]),
+            state=st.sampled_from(["", "s"]),
+            label=st.sampled_from(["", "l"]),
+            max_new_tokens=st.integers(0, 9),
+        ),
+        max_size=12,
+    ),
+    st.sampled_from(["w.jsonl", "w.jsonl.gz"]),
+)
+def test_a_workload_is_read_as_it_was_written(tmp_path_factory, arrivals, name):
+    path = tmp_path_factory.mktemp("workload") / name
+    writer = open_writer(path, kv_tokens=77)
+    for one in arrivals:
+        writer.write(one)
+    writer.close()
+    workload = read_workload(path)
+    assert (workload.name, workload.kv_tokens) == ("w", 77)
+    assert len(workload.arrivals) == len(arrivals)
+    for got, wanted in zip(workload.arrivals, arrivals, strict=True):
+        assert got.prompt.tolist() == wanted.prompt.tolist()
+        assert got.output.tolist() == wanted.output.tolist()
+        for field in ("at_s", "after", "max_new_tokens", "tenant", "salt", "objective", "state", "label"):
+            assert getattr(got, field) == getattr(wanted, field)
+
+
+def test_a_shared_beginning_is_written_once(tmp_path):
+    writer = open_writer(tmp_path / "w.jsonl", kv_tokens=1)
+    for last in range(10):
+        writer.write(arrival([*range(1000), 5000 + last], [last]))
+    writer.close()
+    assert (tmp_path / "w.jsonl").stat().st_size < 8000
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot read the workload"),
+        ("{}", "is not a workload"),
+        ('{"generator": "nobody"}', "there are: hot-and-cold"),
+        ('{"generator": "chat", "parameters": {"turn": 1}}', "no parameter 'turn'; it has: num_chats"),
+    ],
+)
+def test_what_is_no_workload_is_refused_in_one_line(tmp_path, capsys, content, message):
+    path = tmp_path / "w.json"
+    if content is not None:
+        path.write_text(content)
+    assert cli.main(["simulate", str(path)]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert message in error
+
+
+def test_a_workload_of_another_version_is_refused(tmp_path):
+    (tmp_path / "w.jsonl").write_text('{"agentflow_workload": 9}\n')
+    with pytest.raises(BadArgument, match="version 9, not 1"):
+        read_workload(tmp_path / "w.jsonl")
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_generated_workloads_are_the_same_each_time_and_run_to_their_end(name):
+    small = {"tree-of-thought": {"num_programs": 2}, "chat": {"num_chats": 3}}
+    parameters = small.get(name, {"num_requests": 20})
+    once, again = generate(name, parameters), generate(name, parameters)
+    assert [a.tokens.tolist() for a in once] == [a.tokens.tolist() for a in again]
+    result = simulate(Workload(name, once, 20_000), SchedulerConfig())
+    assert len(result.served) == len(once)
+    assert result.counters.generated_tokens == sum(len(a.output) for a in once)
+
+
+def test_turns_and_thoughts_find_all_that_came_before_them():
+    for arrivals in (chat(num_chats=2), tree_of_thought(num_programs=2)):
+        result = simulate(Workload("w", arrivals, 60_000), SchedulerConfig())
+        for served in result.served:
+            if served.arrival.after is not None:
+                before = arrivals[served.arrival.after].tokens
+                assert served.num_cached >= len(before) - 1  # the last one was never computed
+
+
+def test_a_tenant_that_floods_takes_nothing_from_another():
+    flood = [arrival([1000 + i] * 100, [1], tenant="flood") for i in range(200)]
+    victim = [arrival([5000 + i] * 100, [1], at_s=5.0 + i, tenant="victim", label="v") for i in range(5)]
+    workload = Workload("flood", [*flood, *victim], kv_tokens=4000)
+    cost = CostModel(base_s=0.01, row_s=0.01, logits_s=0, read_s=0, pair_s=0)  # a second for each request
+    fair, unfair = (
+        summarise(simulate(workload, SchedulerConfig(token_budget=100, policy=policy), cost=cost))
+        for policy in ("fair-lpm", "fcfs")
+    )
+    # Its share is half: each of its requests, one a second, waits for a turn of the other's at most.
+    assert fair.by_label["v"].ttft_p99_s < 16 * 1.5
+    assert unfair.by_label["v"].ttft_p99_s > 150
+
+
+def test_the_cost_model_is_found_again_from_what_it_says():
+    model = CostModel(base_s=0.02, row_s=0.0003, logits_s=0.0, read_s=2e-6, pair_s=3e-8)
+    rng = np.random.default_rng(0)
+    samples = []
+    for _ in range(50):
+        x = (1.0, *(float(v) for v in rng.integers(1, [256, 64, 50_000, 500_000])))
+        samples.append((x, float(np.dot([0.02, 0.0003, 0.0, 2e-6, 3e-8], x))))
+    fitted = fit_cost(samples)
+    for name in ("base_s", "row_s", "read_s", "pair_s"):
+        assert getattr(fitted, name) == pytest.approx(getattr(model, name), rel=1e-3)
+    assert fitted.logits_s == pytest.approx(0, abs=1e-9)
+
+
+def test_the_cost_model_is_read_as_it_was_written(tmp_path):
+    model = CostModel(base_s=0.5)
+    model.write(tmp_path / "cost.json")
+    assert CostModel.read(tmp_path / "cost.json") == model
+    (tmp_path / "cost.json").write_text("[]")
+    with pytest.raises(BadArgument, match="cannot read the cost model"):
+        CostModel.read(tmp_path / "cost.json")
+
+
+def test_the_command_shows_the_policies_side_by_side(tmp_path):
+    (tmp_path / "w.json").write_text('{"generator": "hot-and-cold", "parameters": {"num_requests": 60}}')
+    console = Console(file=io.StringIO(), width=120)
+    options = SimulateOptions(tmp_path / "w.json", ["fair-lpm", "fcfs"], json=tmp_path / "out.json")
+    summaries = run_simulate(options, console)
+    shown = console.file.getvalue()
+    for text in ("w: 60 requests, 65,536 KV tokens", "fair-lpm", "fcfs", "hit rate", "cold: TTFT p99"):
+        assert text in shown
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert [run["policy"] for run in written] == [summary.policy for summary in summaries]
+
+
+def test_more_than_fits_gives_way_and_nothing_is_lost():
+    workload = Workload("w", unshared(num_requests=60, prompt=20, output=90), kv_tokens=1000)
+    result = simulate(workload, SchedulerConfig(max_running=64))
+    assert result.counters.retractions > 0
+    assert len(result.served) == 60
+    assert result.counters.generated_tokens == sum(len(a.output) for a in workload.arrivals)
