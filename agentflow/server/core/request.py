@@ -42,8 +42,9 @@ class Request:
 
     ``task_group``: names the siblings that one consumer waits for. ``state``: the program's state that
     this request belongs to; what it computed is kept longer while that is open.
-    ``forced``: ids that a grammar has decided on and that are not appended yet. ``arrival``: its place
-    among all requests, given by the scheduler and kept for good.
+    ``forced``: ids that a grammar has decided on and that are not appended yet. ``num_cached`` of its
+    prompt came from the cache when it was first admitted, ``num_shared`` of its tokens when it was last.
+    ``arrival``: its place among all requests, given by the scheduler and kept for good.
     """
 
     id: int
@@ -64,6 +65,7 @@ class Request:
     status: Status = Status.WAITING
     num_computed: int = 0
     num_cached: int = 0
+    num_shared: int = 0
     was_admitted: bool = False
     page_row: int = -1
     committed: PrefixMatch | None = None

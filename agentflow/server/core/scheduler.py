@@ -214,33 +214,34 @@ class Scheduler:
     def _admit_waiting(self, budget: int, work: list[Work]) -> None:
         if budget <= 0 or not len(self.waiting) or not self.memory.has_free_row:
             return
-        promised = sum(self._need(request) for request in self.running.values())
-        for request, num_rows in work:
-            promised -= num_rows if request.num_to_compute > 1 else 0  # they have those slots already
+        promised = sum(self._reserve.need(request) for request in self.running.values())
+        taken = sum(num_rows for _, num_rows in work)  # of what is promised, they have these slots now
         while budget > 0 and self.memory.has_free_row:
             candidate = self.waiting.next(self._is_blocked)
-            if candidate is None or not self._admit(candidate, promised):
+            if candidate is None or not self._admit(candidate, promised, taken):
                 return
-            promised += self._need(candidate)
+            promised += self._reserve.need(candidate)
             num_rows = self._prefill(candidate, budget, work)
-            promised -= num_rows
+            taken += num_rows
             budget -= num_rows
 
-    def _need(self, request: Request) -> int:
-        """Slots that a running request will still take."""
-        return max(0, request.num_to_compute) + self._reserve.expected(request)
-
-    def _admit(self, request: Request, promised: int) -> bool:
-        """Whether there is room for the request beside what was promised to others; if so, it runs."""
+    def _admit(self, request: Request, promised: int, taken: int) -> bool:
+        """Whether there is room for the request beside those that run; if so, it runs. ``promised``: what
+        they need if none ends before the others, which is quick to know and often fits; ``taken``: what
+        of that this batch has given them already."""
         match = self.memory.match(request)
-        need = request.num_tokens - match.num_tokens
-        available = self.memory.num_available - promised
-        # Alone it always fits: nothing but its own output could be in the way.
-        likely = self._reserve.expected(request) if self.running else 0
-        if need + likely > available:
+        request.num_computed = request.num_shared = match.num_tokens
+        available = self.memory.num_available
+        if self.running and self._reserve.need(request) + promised - taken > available:
+            needed = self._reserve.need_at_peak([*self.running.values(), request])
+            fits = needed - taken <= available
+        else:
+            fits = request.num_to_compute <= available
+        if not fits:
+            request.num_computed = 0
             self.memory.cache.unlock(match)
             return False
-        self.waiting.admit(request, need)
+        self.waiting.admit(request, request.num_tokens - match.num_tokens)
         self.running[request.id] = request
         request.status = Status.RUNNING
         self.memory.attach(request, match)
