@@ -11,7 +11,11 @@ from rich.console import Console
 
 from benchmarks.report import Report
 
-NAMES = {"foundation": "the engine against transformers, and the prefix cache against none"}
+NAMES = {
+    "foundation": "the engine against transformers, and the prefix cache against none",
+    "radix": "the radix cache on a tree of a million tokens",
+    "scheduler": "fairness, deep queues and a full pool, simulated",
+}
 
 
 def main() -> int:

@@ -80,13 +80,13 @@ async def open_generator(options: EngineOptions) -> AsyncIterator[EngineGenerato
 
 
 def _default_device() -> str:
-    _limit_spinning()
+    limit_spinning()
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _limit_spinning() -> None:
+def limit_spinning() -> None:
     """Threads of OpenMP spin only briefly while they wait for each other. To be called before torch
     loads OpenMP; what the user has set stays.
 

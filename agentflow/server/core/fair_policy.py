@@ -96,15 +96,12 @@ class Tenant:
         self.deficit = 0
         self.has_turn = False
         self.num_admitted = 0  # and not over yet
+        self.num_waiting = 0
         self.returned = Returned()
         self.line = Line(OVERTAKEN_BATCHES * token_budget)
         self.trees = {"latency": WaitingTree(), "throughput": WaitingTree()}
         self.groups: dict[Hashable, dict[int, Request]] = {}
         self.current_group: Hashable = None
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self.returned) + len(self.line.requests)
 
     def add(self, request: Request, run: TokenRun, match: int) -> None:
         self.line.add(request, max(1, request.num_tokens - match))
@@ -114,7 +111,7 @@ class Tenant:
 
     def next(self, is_blocked: IsBlocked) -> Request | None:
         """The order that the module's docstring gives."""
-        request = self.returned.first(is_blocked)
+        request = self.returned.first(is_blocked) if self.returned.requests else None
         if request is None:
             request = self.line.overdue()
             if request is not None and is_blocked(request, None):
@@ -195,6 +192,7 @@ class FairLongestPrefix:
     def remove(self, request: Request) -> None:
         tenant = self._tenants[request.tenant]
         tenant.remove(request)
+        tenant.num_waiting -= 1
         self._num_waiting -= 1
         if not tenant.num_waiting:
             self._turns.remove(request.tenant)
@@ -216,11 +214,13 @@ class FairLongestPrefix:
 
     def tokens_cached(self, identity: CacheIdentity, run: TokenRun) -> None:
         for tree in self._trees(identity):
-            tree.tokens_cached(identity, run)
+            if identity in tree.roots:
+                tree.tokens_cached(identity, run)
 
     def tokens_evicted(self, identity: CacheIdentity, run: TokenRun, kept: int) -> None:
         for tree in self._trees(identity):
-            tree.tokens_evicted(identity, run, kept)
+            if identity in tree.roots:
+                tree.tokens_evicted(identity, run, kept)
 
     def _arrived(self, request: Request) -> Tenant:
         tenant = self._tenants.get(request.tenant)
@@ -228,6 +228,7 @@ class FairLongestPrefix:
             tenant = self._tenants[request.tenant] = Tenant(self._token_budget)
         if not tenant.num_waiting:
             self._turns.append(request.tenant)
+        tenant.num_waiting += 1
         self._num_waiting += 1
         return tenant
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from agentflow.server.core.batch_builder import Work
 from agentflow.server.core.kv_slots import KVSlots
 from agentflow.server.core.liveness import Liveness
 from agentflow.server.core.radix_cache import PrefixMatch, RadixCache
@@ -80,29 +81,29 @@ class KVMemory:
         request.num_computed = match.num_tokens
         request.committed = match
 
-    def make_room(self, count: int) -> bool:
-        """Whether so many slots are free, after evicting what had to go."""
-        missing = count - self.slots.num_free
-        if missing > 0 and self.cache.num_evictable:
+    def allocate(self, work: Sequence[Work], num_rows: int) -> None:
+        """Slots for the rows of a batch, ``num_rows`` in all, written to the page table. Evicts what has
+        to go, once for all of them; ``num_available`` has said that there are enough."""
+        missing = num_rows - self.slots.num_free
+        if missing > 0:
             self.liveness.expire(self.num_computed)
             evicted = self.cache.evict(missing, self._on_evict)
             self.num_evicted += len(evicted)
             self.slots.release(evicted)
-        return self.slots.num_free >= count
-
-    def take_one_each(self, requests: Sequence[Request]) -> None:
-        """The slot of each request's next token."""
-        rows = [request.page_row for request in requests]
-        positions = [request.num_computed for request in requests]
-        self.page_table[rows, positions] = self.slots.allocate(len(requests))
-
-    def take(self, request: Request, count: int) -> None:
-        """Slots for the request's next tokens."""
-        start = request.num_computed
-        self.page_table[request.page_row, start : start + count] = self.slots.allocate(count)
+        slots = self.slots.allocate(num_rows)
+        single = [request for request, count in work if count == 1]
+        rows = [request.page_row for request in single]
+        positions = [request.num_computed for request in single]
+        self.page_table[rows, positions] = slots[: len(single)]
+        first = len(single)
+        for request, count in work:
+            if count > 1:
+                start = request.num_computed
+                self.page_table[request.page_row, start : start + count] = slots[first : first + count]
+                first += count
 
     def give_back(self, request: Request, count: int) -> None:
-        """What ``take`` gave last; it was not computed."""
+        """What ``allocate`` gave last; it was not computed."""
         start = request.num_computed
         self.slots.release(self.page_table[request.page_row, start : start + count])
 

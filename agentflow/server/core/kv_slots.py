@@ -35,7 +35,7 @@ class KVSlots:
         count = len(slots)
         if count == 0:
             return
-        if self._is_free[slots].any():
+        if np.count_nonzero(self._is_free[slots]):
             raise ValueError("a slot was released that is free already")
         self._is_free[slots] = True
         self._stack[self.num_free : self.num_free + count] = slots[::-1]

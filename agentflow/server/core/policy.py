@@ -69,31 +69,29 @@ class Returned:
     """Requests that lost their slots, in the order of their first arrival: they run first again."""
 
     def __init__(self) -> None:
-        self._requests: dict[int, Request] = {}
+        self.requests: dict[int, Request] = {}
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self.requests)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests.values())
+        return iter(self.requests.values())
 
     def __contains__(self, request: Request) -> bool:
-        return request.id in self._requests
+        return request.id in self.requests
 
     def add(self, request: Request) -> None:
         """Sorted anew: there are few, and rarely."""
-        everybody = [*self._requests.values(), request]
-        self._requests = {r.id: r for r in sorted(everybody, key=lambda r: r.arrival)}
+        everybody = [*self.requests.values(), request]
+        self.requests = {r.id: r for r in sorted(everybody, key=lambda r: r.arrival)}
 
     def discard(self, request: Request) -> bool:
         """Whether it was there."""
-        return self._requests.pop(request.id, None) is not None
+        return self.requests.pop(request.id, None) is not None
 
     def first(self, is_blocked: IsBlocked) -> Request | None:
         """The first that is not blocked."""
-        if not self._requests:
-            return None
-        return next((r for r in self._requests.values() if not is_blocked(r, None)), None)
+        return next((r for r in self.requests.values() if not is_blocked(r, None)), None)
 
 
 class FirstCome:

@@ -36,10 +36,10 @@ class Prefills:
         self._put(request)
 
     def moved(self, request: Request) -> None:
-        """It has computed more; it leaves when one row or none is left."""
+        """It has computed more; it leaves when one row or none is left. Unknown ones are ignored."""
         if request.num_to_compute <= 1:
             self.discard(request)
-        else:
+        elif request.id in self._requests:
             self._take(request)
             self._put(request)
 

@@ -166,7 +166,7 @@ class RadixCache:
             found.append(node.slots)
             node = node.parent
         found.reverse()
-        return np.concatenate(found) if found else _EMPTY
+        return found[0] if len(found) == 1 else np.concatenate(found) if found else _EMPTY
 
     def lock(self, match: PrefixMatch) -> None:
         """Protects the matched prefix from eviction until ``unlock``. Locks count."""
@@ -214,7 +214,13 @@ class RadixCache:
         num_freed = 0
         while num_freed < count and self._leaves:
             is_kept, last_access, _, node = heapq.heappop(self._leaves)
-            if not node.is_evictable or node.rank != (is_kept, last_access):
+            if (
+                node.last_access != last_access
+                or node.locks
+                or node.children
+                or node.parent is None
+                or (node.keeps > 0) != is_kept
+            ):
                 continue  # an old entry: the node was used, locked, extended or removed since
             freed.append(node.slots)
             num_freed += len(node.slots)
@@ -222,12 +228,12 @@ class RadixCache:
                 extra_key, run = self._path(node)
                 on_evict(extra_key, run, (len(run) - len(node.run)) // TOKEN_BYTES)
             self._remove(node)
-        return np.concatenate(freed) if freed else _EMPTY
+        return freed[0] if len(freed) == 1 else np.concatenate(freed) if freed else _EMPTY
 
     def _walk(self, match: PrefixMatch, run: TokenRun) -> PrefixMatch:
         """Goes on from ``match`` as far as ``run`` is cached, cutting the last node to fit."""
         node, num_output = match.node, match.num_output
-        done, size = match.num_tokens * TOKEN_BYTES, len(run)
+        done, size, clock = match.num_tokens * TOKEN_BYTES, len(run), self._clock
         while done < size:
             child = node.children.get(run[done : done + TOKEN_BYTES])
             if child is None:
@@ -235,8 +241,8 @@ class RadixCache:
             piece = run[done : done + len(child.run)]
             if piece != child.run:
                 child = self._split(child, common_prefix_len(piece, child.run))
-            child.last_access = self._clock
-            if child.is_evictable:
+            child.last_access = clock
+            if not child.children and not child.locks:
                 self._push_leaf(child)
             num_output += len(child.slots) - child.num_prompt
             done += len(child.run)
@@ -312,7 +318,7 @@ class RadixCache:
 
     def _push_leaf(self, node: Node) -> None:
         self._pushes += 1
-        heapq.heappush(self._leaves, (*node.rank, self._pushes, node))
+        heapq.heappush(self._leaves, (node.keeps > 0, node.last_access, self._pushes, node))
         if len(self._leaves) > 64 + 4 * self._num_leaves:
             # Mostly old entries: keep one for each leaf. Amortised over the pushes that made them.
             live = {id(entry[3]): entry for entry in self._leaves if _is_current(entry)}

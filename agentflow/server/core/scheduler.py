@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from agentflow.errors import PromptTooLong
 from agentflow.server.core.batch import Batch, BatchOutput
@@ -49,14 +50,26 @@ class Counters:
     retractions: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What one step gave a request: a sampled token (None while it prefills or scores), and the
     log-probabilities of its sampled or scored tokens where they were asked for."""
 
     request: Request
     token_id: int | None
     logprobs: list[float]
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A batch in the making: ``limit``: rows that it may have."""
+
+    work: list[Work]
+    num_rows: int
+    limit: int
+
+
+def _is_chunk(item: Work) -> bool:
+    return item[1] > 1
 
 
 class Scheduler:
@@ -103,17 +116,19 @@ class Scheduler:
     def schedule(self) -> Batch | None:
         """The next batch, with slots for all its rows, or None where there is nothing to run."""
         while True:
-            work = self._decode_work()
-            budget = max(1, self.config.token_budget - len(work))
+            draft = self._decode()
             for request in self._prefills:
-                budget -= self._prefill(request, budget, work)
-            self._admit_waiting(budget, work)
-            if work or not self.running:
+                self._prefill(request, draft)
+            self._admit_waiting(draft)
+            if draft.work or not self.running:
                 break
             self._retract_one()  # half-done prefills hold all slots between them
-        work.sort(key=lambda item: item[1] != 1)  # stable: requests with one row come first
+        work = sorted(draft.work, key=_is_chunk)  # stable: requests with one row come first
         self._in_flight = work
-        return build_batch(work, self.memory.page_table) if work else None
+        if not work:
+            return None
+        self.memory.allocate(work, draft.num_rows)
+        return build_batch(work, self.memory.page_table)
 
     def complete(self, output: BatchOutput) -> list[StepResult]:
         """The batch of the last ``schedule`` has run: its rows are computed now. New tokens are
@@ -132,8 +147,7 @@ class Scheduler:
             self.memory.num_computed += num_rows
             if in_prompt:
                 self.memory.commit(request)
-                if request in self._prefills:
-                    self._prefills.moved(request)
+                self._prefills.moved(request)
             token_id = None
             if targets and targets[0][1] < 0:
                 token_id = token_ids[next_output]
@@ -188,55 +202,48 @@ class Scheduler:
         assert not len(self.waiting)
         self.memory.check()
 
-    def _decode_work(self) -> list[Work]:
+    def _decode(self) -> _Draft:
         """One row for each request that decodes. Where slots are short, requests give way first."""
         while True:
             decoding = [r for r in self.running.values() if r not in self._prefills]
-            if self.memory.make_room(len(decoding)):
+            if len(decoding) <= self.memory.num_available:
                 break
             self._retract_one()
-        if decoding:
-            self.memory.take_one_each(decoding)
-        return [(request, 1) for request in decoding]
+        # Whatever decodes, there is a row for a prompt.
+        limit = max(self.config.token_budget, len(decoding) + 1)
+        return _Draft([(request, 1) for request in decoding], len(decoding), limit)
 
-    def _prefill(self, request: Request, budget: int, work: list[Work]) -> int:
-        """Adds as many of the request's rows as budget and pool allow; returns how many."""
-        num_rows = min(budget, request.num_to_compute)
-        if num_rows <= 0:
-            return 0
-        if not self.memory.make_room(num_rows):
-            num_rows = self.memory.slots.num_free
+    def _prefill(self, request: Request, draft: _Draft) -> None:
+        """Adds as many of the request's rows as budget and pool allow."""
+        available = self.memory.num_available - draft.num_rows
+        num_rows = min(draft.limit - draft.num_rows, request.num_to_compute, available)
         if num_rows > 0:
-            self.memory.take(request, num_rows)
-            work.append((request, num_rows))
-        return num_rows
+            draft.work.append((request, num_rows))
+            draft.num_rows += num_rows
 
-    def _admit_waiting(self, budget: int, work: list[Work]) -> None:
-        if budget <= 0 or not len(self.waiting) or not self.memory.has_free_row:
+    def _admit_waiting(self, draft: _Draft) -> None:
+        if draft.num_rows >= draft.limit or not len(self.waiting) or not self.memory.has_free_row:
             return
-        promised = sum(self._reserve.need(request) for request in self.running.values())
-        taken = sum(num_rows for _, num_rows in work)  # of what is promised, they have these slots now
-        while budget > 0 and self.memory.has_free_row:
+        promised = sum(map(self._reserve.need, self.running.values()))
+        while draft.num_rows < draft.limit and self.memory.has_free_row:
             candidate = self.waiting.next(self._is_blocked)
-            if candidate is None or not self._admit(candidate, promised, taken):
+            if candidate is None or not self._admit(candidate, promised):
                 return
             promised += self._reserve.need(candidate)
-            num_rows = self._prefill(candidate, budget, work)
-            taken += num_rows
-            budget -= num_rows
+            self._prefill(candidate, draft)
 
-    def _admit(self, request: Request, promised: int, taken: int) -> bool:
+    def _admit(self, request: Request, promised: int) -> bool:
         """Whether there is room for the request beside those that run; if so, it runs. ``promised``: what
-        they need if none ends before the others, which is quick to know and often fits; ``taken``: what
-        of that this batch has given them already."""
+        they need if none ends before the others, which is quick to know and often fits."""
         match = self.memory.match(request)
         request.num_computed = request.num_shared = match.num_tokens
         available = self.memory.num_available
-        if self.running and self._reserve.need(request) + promised - taken > available:
-            needed = self._reserve.need_at_peak([*self.running.values(), request])
-            fits = needed - taken <= available
-        else:
+        if not self.running:
             fits = request.num_to_compute <= available
+        elif self._reserve.need(request) + promised <= available:
+            fits = True
+        else:
+            fits = self._reserve.need_at_peak([*self.running.values(), request]) <= available
         if not fits:
             request.num_computed = 0
             self.memory.cache.unlock(match)

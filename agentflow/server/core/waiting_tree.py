@@ -139,17 +139,15 @@ class WaitingTree:
 
     def tokens_cached(self, extra_key: Hashable, run: TokenRun) -> None:
         """All of ``run`` is cached now."""
-        if extra_key in self.roots:
-            for child, common in self._along(extra_key, run):
-                if common > child.cached:
-                    self._set_cached(child, common)
+        for child, common in self._along(extra_key, run):
+            if common > child.cached:
+                self._set_cached(child, common)
 
     def tokens_evicted(self, extra_key: Hashable, run: TokenRun, kept: int) -> None:
         """What was cached of ``run`` and all its continuations is gone but for ``kept`` tokens."""
-        if extra_key in self.roots:
-            for child, common in self._along(extra_key, run):
-                if child.cached and child.start + common > kept:
-                    self._set_cached(child, min(child.cached, max(0, kept - child.start)))
+        for child, common in self._along(extra_key, run):
+            if child.cached and child.start + common > kept:
+                self._set_cached(child, min(child.cached, max(0, kept - child.start)))
 
     def longest_match(self, is_blocked: IsBlocked) -> tuple[Request, int] | None:
         """A request with the longest match of those that are not blocked, and that match."""

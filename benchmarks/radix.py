@@ -1,0 +1,123 @@
+"""What the radix cache's operations cost on a tree of a million tokens, and on one of a tenth of that."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+
+from agentflow.server.core.radix_cache import PrefixMatch, RadixCache
+from agentflow.server.core.token_run import token_run
+from benchmarks.report import Report, median_of
+
+NUM_TOKENS, NUM_NODES = 1_000_000, 20_000
+PROMPT = 2_000
+RUNS = 5
+KEY = "key"
+
+
+class Tree:
+    """A random tree whose paths branch every 50 tokens or so: 40 edges make a prompt. ``paths``: what
+    was inserted."""
+
+    def __init__(self, num_tokens: int, num_nodes: int) -> None:
+        self.random = random.Random(1)
+        self.numbers = np.random.default_rng(1)
+        self.cache = RadixCache()
+        self.next_slot = 0
+        self.paths: list[np.ndarray] = []
+        edge = num_tokens // num_nodes
+        tail = edge
+        for number in track(range(num_tokens // tail), "growing a tree", transient=True):
+            # Each run continues an earlier path from somewhere, which mostly cuts an edge in two.
+            path = self.path() if number % 32 else self.new(0)
+            cuts = range(0, min(len(path), PROMPT - tail) + 1, edge // 2)
+            cut = max(self.random.choice(cuts), self.random.choice(cuts))
+            self.insert(np.concatenate((path[:cut], self.new(tail))))
+
+    def new(self, length: int) -> np.ndarray:
+        """Tokens that are nowhere in the tree."""
+        return self.numbers.integers(0, 2**31 - 1, length, dtype=np.int32)
+
+    def path(self) -> np.ndarray:
+        """Some path of the tree; more likely a long one."""
+        if not self.paths:
+            return self.new(0)
+        return max((self.random.choice(self.paths) for _ in range(4)), key=len)
+
+    def insert(self, tokens: np.ndarray) -> PrefixMatch:
+        """As a request does it: match, lock, extend, unlock."""
+        run = token_run(tokens)
+        slots = np.arange(self.next_slot, self.next_slot + len(tokens), dtype=np.int32)
+        self.next_slot += len(tokens)
+        match = self.cache.match(KEY, run)
+        self.cache.lock(match)
+        extended, _ = self.cache.extend(match, KEY, run, slots)
+        self.cache.unlock(match)
+        self.paths.append(tokens)
+        return extended
+
+    def prompt(self) -> np.ndarray:
+        """2,000 tokens, of which the first 1,900 or so are in the tree."""
+        stem = max((self.path() for _ in range(8)), key=len)[: PROMPT - 100]
+        return np.concatenate((stem, self.new(PROMPT - len(stem))))
+
+
+def timed_us(work: Callable[[], object]) -> float:
+    """Microseconds that the call took."""
+    start = time.perf_counter()
+    work()
+    return (time.perf_counter() - start) * 1e6
+
+
+def measure(tree: Tree, samples: int) -> tuple[list[float], list[float], float]:
+    """Medians of the microseconds of match and insert together, and of evicting one node; and the mean
+    depth of the matched paths in nodes."""
+    match_insert, evict, depths = [], [], []
+    for _ in range(RUNS):
+        inserts, evictions = [], []
+        for _ in range(samples):
+            tokens = tree.prompt()
+            inserts.append(timed_us(partial(tree.insert, tokens)))
+            node, depth = tree.cache.match(KEY, token_run(tokens)).node, 0
+            while node.parent is not None:
+                node, depth = node.parent, depth + 1
+            depths.append(depth)
+            evictions.append(timed_us(lambda: tree.cache.evict(1)))
+        match_insert.append(float(np.median(inserts)))
+        evict.append(float(np.median(evictions)))
+    return match_insert, evict, float(np.mean(depths))
+
+
+def run(report: Report, console: Console, only: str) -> None:
+    """The figures of this benchmark whose id contains ``only``."""
+    scale = 1 if report.scale == "full" else 10
+    tree = Tree(NUM_TOKENS // scale, NUM_NODES // scale)
+    num_nodes = sum(1 for _ in tree.cache.nodes())
+    match_insert, evict, depth = measure(tree, 200)
+    small = Tree(NUM_TOKENS // scale // 10, NUM_NODES // scale // 10)
+    small_insert, small_evict, small_depth = measure(small, 200)
+    console.print(f"a tree of {tree.cache.num_cached:,} tokens in {num_nodes:,} nodes")
+    note = f"{num_nodes:,} nodes, {tree.cache.num_cached:,} tokens; {PROMPT} tokens along {depth:.0f} nodes"
+    results = [
+        median_of("radix.match_insert_us", match_insert, "us", goal="<= 200", note=note),
+        median_of("radix.evict_us", evict, "us", note="one leaf"),
+        median_of(
+            "radix.match_insert_vs_tenth",
+            [big / little for big, little in zip(match_insert, small_insert, strict=True)],
+            "ratio",
+            note=f"the same in a tree of a tenth, along {small_depth:.0f} nodes",
+        ),
+        median_of(
+            "radix.evict_vs_tenth",
+            [big / little for big, little in zip(evict, small_evict, strict=True)],
+            "ratio",
+            note="the same in a tree of a tenth",
+        ),
+    ]
+    report.results += [result for result in results if only in result.id]

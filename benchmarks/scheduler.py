@@ -1,0 +1,216 @@
+"""The scheduler in figures: fairness, hits, deep queues and a full pool, in simulated time.
+
+Simulated time goes by the cost model that is in the code, so that the same commit gives the same
+figures everywhere; ``--only cost`` fits one to passes of the real model on this machine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from agentflow.sampling import SamplingParams
+from agentflow.server.core.batch import Batch, BatchOutput
+from agentflow.server.core.request import Request
+from agentflow.server.core.scheduler import Scheduler, SchedulerConfig
+from agentflow.server.simulator.cost_model import CostModel, features, fit_cost
+from agentflow.server.simulator.generators import unshared
+from agentflow.server.simulator.simulation import Simulated, simulate
+from agentflow.server.simulator.workload import Workload, read_workload
+from benchmarks.report import Report, Result, median_of
+
+WORKLOADS = Path(__file__).parent / "workloads"
+COST_FILE = Path("build/cost-model.json")
+NUM_WAITING = 10_000
+PER_STEP = 100
+_PARAMS = SamplingParams()
+
+
+def fit_cost_model(console: Console) -> CostModel:
+    """Times passes of the real model over random batches, and fits them."""
+    from agentflow.server.local_engine import limit_spinning
+
+    limit_spinning()  # as the engine has it; before torch is loaded
+    from agentflow.server.model.torch_runner import TorchRunner
+    from agentflow.server.model_store import resolve_model
+
+    runner = TorchRunner(resolve_model("smollm2-135m"), num_slots=20_000, device="cpu", num_threads=2)
+    samples: list[tuple[tuple[float, ...], float]] = []
+
+    def timed(batch: Batch) -> BatchOutput:
+        start = time.perf_counter()
+        output = runner.run(batch)
+        samples.append((features(batch), time.perf_counter() - start))
+        return output
+
+    numbers = np.random.default_rng(0)
+    for num_running in (1, 2, 4, 8, 16, 32):
+        config = SchedulerConfig(max_running=num_running, policy="fcfs")
+        scheduler = Scheduler(num_slots=20_000, max_context=2048, config=config)
+        for number in range(num_running * 2):
+            prompt = numbers.integers(10, 49_000, int(numbers.integers(20, 600)), dtype=np.int32)
+            scheduler.add(Request.create(number, prompt, 24, _PARAMS))
+        while (batch := scheduler.schedule()) is not None:
+            for result in scheduler.complete(timed(batch)):
+                if result.request.num_generated == 24:
+                    scheduler.release(result.request)
+    runner.close()
+    model = fit_cost(samples)
+    errors = [abs(float(np.dot(list(_coefficients(model)), x)) / seconds - 1) for x, seconds in samples]
+    console.print(f"{model}, fitted to {len(samples)} passes; median error {np.median(errors):.1%}")
+    return model
+
+
+def _coefficients(model: CostModel) -> tuple[float, ...]:
+    return model.base_s, model.row_s, model.logits_s, model.read_s, model.pair_s
+
+
+def measure_fairness(report: Report, cost: CostModel) -> None:
+    """The cold tail: what shares nothing, in a burst of what shares much."""
+    workload = read_workload(WORKLOADS / "cold-tail.json")
+
+    def run(policy: str) -> Simulated:
+        return simulate(workload, SchedulerConfig(max_running=32, policy=policy), cost=cost)
+
+    def ttft_s(simulated: Simulated, label: str, percent: float) -> float:
+        waits = [s.ttft_s for s in simulated.served if label in ("", s.arrival.label)]
+        return float(np.percentile(waits, percent))
+
+    fair, lpm, fcfs = run("fair-lpm"), run("lpm"), run("fcfs")
+    tails = [ttft_s(one, "cold", 99) for one in (fair, lpm, fcfs)]
+    medians = [ttft_s(one, "", 50) for one in (fair, lpm, fcfs)]
+    shown = "cold p99 {:.1f} s (lpm {:.1f}, fcfs {:.1f}); median of all {:.2f} s ({:.2f}, {:.2f})"
+    _add(
+        report,
+        Result(
+            "scheduler.cold_tail_of_lpm",
+            round(tails[1] / medians[1], 2),
+            "ratio",
+            [],
+            note="the failure: cold p99 TTFT of plain lpm over the median of all",
+        ),
+        Result(
+            "scheduler.cold_ttft_p99_vs_fcfs",
+            round(tails[0] / tails[2], 4),
+            "ratio",
+            [],
+            note=shown.format(*tails, *medians),
+            goal="<= 1.5",
+        ),
+        Result(
+            "scheduler.fair_hit_rate_vs_lpm",
+            round(fair.hit_rate / lpm.hit_rate, 4),
+            "ratio",
+            [],
+            note=f"{fair.hit_rate:.1%} against {lpm.hit_rate:.1%}",
+            goal=">= 0.95",
+        ),
+    )
+
+
+def measure_overcommit(report: Report, cost: CostModel) -> None:
+    """The same pool, with room in the batch for as many requests as fill it, and for twice as many."""
+    arrivals = unshared(num_requests=600, prompt=100, output=200)
+    pool = 32 * 300
+
+    def tokens_per_s(num_running: int) -> tuple[float, int]:
+        config = SchedulerConfig(max_running=num_running)
+        done = simulate(Workload("overcommit", arrivals, pool), config, cost=cost)
+        return done.counters.generated_tokens / done.elapsed_s, done.counters.retractions
+
+    (once, _), (twice, retractions) = tokens_per_s(32), tokens_per_s(64)
+    note = f"{twice:.0f} against {once:.0f} tokens/s; {retractions} retractions for 600 requests"
+    _add(
+        report,
+        Result(
+            "scheduler.overcommit_throughput", round(twice / once, 4), "ratio", [], note=note, goal=">= 0.8"
+        ),
+    )
+
+
+class DeepQueue:
+    """10,000 waiting, and in every step 100 come, 100 are admitted, 100 end, and 100 leaves are evicted."""
+
+    def __init__(self, policy: str) -> None:
+        config = SchedulerConfig(max_running=2 * PER_STEP, token_budget=64 * 256, policy=policy)
+        self.scheduler = Scheduler(num_slots=40_000, max_context=512, config=config)
+        self.numbers = np.random.default_rng(0)
+        self.prefixes = [self.numbers.integers(10, 49_000, 150, dtype=np.int32) for _ in range(500)]
+        self.num_made = 0
+        for request in self.new(NUM_WAITING):
+            self.scheduler.add(request)
+
+    def new(self, count: int) -> list[Request]:
+        made = []
+        for _ in range(count):
+            own = self.numbers.integers(10, 49_000, 50, dtype=np.int32)
+            prompt = np.concatenate((self.prefixes[self.numbers.integers(500)], own))
+            made.append(Request.create(self.num_made, prompt, 2, _PARAMS))
+            self.num_made += 1
+        return made
+
+    def step(self) -> dict[str, float]:
+        """Milliseconds of each part of one step."""
+        scheduler, arriving = self.scheduler, self.new(PER_STEP)
+        parts: dict[str, float] = {}
+
+        def timed(name: str, work: Callable[[], object]) -> object:
+            start = time.perf_counter()
+            result = work()
+            parts[name] = (time.perf_counter() - start) * 1e3
+            return result
+
+        timed("arrivals", lambda: deque(map(scheduler.add, arriving)))
+        batch = timed("schedule", scheduler.schedule)
+        assert isinstance(batch, Batch)
+        output = BatchOutput(np.zeros(len(batch.sampled.rows), dtype=np.int64), None)
+        results = timed("complete", partial(scheduler.complete, output))
+        assert isinstance(results, list)
+        ended = [r.request for r in results if r.request.num_generated == 2]
+        timed("finishes", lambda: deque(map(scheduler.release, ended)))
+        return parts
+
+
+def measure_deep_queue(report: Report) -> None:
+    """A scheduling step with very many waiting."""
+    for policy in ("fair-lpm", "lpm", "fcfs"):
+        queue = DeepQueue(policy)
+        steps = [queue.step() for _ in range(80 if report.scale == "full" else 30)][20:]
+        whole = [sum(parts.values()) for parts in steps]
+        means = {name: float(np.median([parts[name] for parts in steps])) for name in steps[0]}
+        note = ", ".join(f"{name} {ms:.2f}" for name, ms in means.items())
+        is_default = policy == "fair-lpm"
+        _add(
+            report,
+            median_of(
+                "scheduler.step_ms_at_10000_waiting" + ("" if is_default else f".{policy}"),
+                [float(np.median(chunk)) for chunk in np.array_split(whole, 5)],
+                "ms",
+                goal="<= 3" if is_default else "",
+                note=f"{note}; {PER_STEP} of each a step",
+            ),
+        )
+
+
+def _add(report: Report, *results: Result) -> None:
+    report.results += results
+
+
+def run(report: Report, console: Console, only: str) -> None:
+    """The figures whose id contains ``only``; ``cost``: fits a cost model instead."""
+    if only == "cost":
+        COST_FILE.parent.mkdir(exist_ok=True)
+        fit_cost_model(console).write(COST_FILE)
+        console.print(f"written to {COST_FILE}")
+        return
+    cost = CostModel()
+    measure_fairness(report, cost)
+    measure_overcommit(report, cost)
+    measure_deep_queue(report)
+    report.results = [result for result in report.results if only in result.id]
