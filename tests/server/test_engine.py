@@ -21,10 +21,12 @@ from agentflow.server.engine_client import EngineClient, running_engine
 from agentflow.server.engine_messages import (
     Abort,
     EngineStats,
+    Failed,
     Finished,
     FromEngine,
     Progress,
     Report,
+    Started,
     Stop,
     Submit,
     ToEngine,
@@ -408,8 +410,10 @@ def test_messages_of_a_step_are_delivered_together():
     params = SamplingParams(max_tokens=3)
     prompts = [[n] for n in range(2, 99) if alone([n], params).reason == "length"][:4]
     submits = [Submit(number, prompt, params) for number, prompt in enumerate(prompts, 1)]
-    first, second, third = ByHand(3).run(*submits, Report(9))
-    assert [type(message) for message in first] == [EngineStats, *[Progress] * 4]
+    before, first, second, third = ByHand(4).run(*submits, Report(9))
+    assert [type(message) for message in before] == [EngineStats, Started]
+    assert before[1] == Started([1, 2, 3, 4])
+    assert [type(message) for message in first] == [Progress] * 4
     assert [message.request_id for message in second] == [1, 2, 3, 4]
     assert [message.request_id for message in third if isinstance(message, Finished)] == [1, 2, 3, 4]
 
@@ -421,25 +425,27 @@ def test_what_is_sent_before_a_stop_is_dropped_with_it():
 def test_aborting_what_is_not_there_is_nothing():
     by_hand = ByHand(1)
     submit = Submit(1, PROMPT, SamplingParams())
-    [[stats]] = by_hand.run(Abort(7), submit, Abort(1), Abort(1), Report(2))
+    [[aborted, stats]] = by_hand.run(Abort(7), submit, Abort(1), Abort(1), Report(2))
+    assert aborted == Failed(1, "cancelled", "the request was aborted")
     assert isinstance(stats, EngineStats)
     assert (stats.waiting, stats.running, stats.steps) == (0, 0, 0)
 
 
 def test_nothing_of_a_request_is_kept_after_its_end():
-    by_hand = ByHand(2)
-    first, second = by_hand.run(
+    by_hand = ByHand(3)
+    first, second, third = by_hand.run(
         Submit(1, PROMPT, SamplingParams(max_tokens=2, ignore_eos=True)),
         Submit(2, [5] * 600, SamplingParams()),
         Submit(3, [4], None),
         Submit(4, [4, 4], None, score_from=1),
     )
-    ends = [message for message in first + second if not isinstance(message, Progress)]
+    messages = first + second + third
+    ends = [message for message in messages if not isinstance(message, Progress | Started)]
     assert sorted((type(end).__name__, end.request_id) for end in ends) == [
         ("Failed", 2),
         ("Finished", 1),
         ("Finished", 3),
         ("Finished", 4),
     ]
-    assert (by_hand.engine._requests, by_hand.engine._texts) == ({}, {})
+    assert (by_hand.engine._requests, by_hand.engine._texts, by_hand.engine._started) == ({}, {}, set())
     by_hand.engine.scheduler.check_idle()
