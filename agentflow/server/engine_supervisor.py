@@ -46,7 +46,8 @@ logger = logging.getLogger(__name__)
 
 # Reports that the engine has not answered yet; more are refused.
 MAX_REPORTS = 64
-# Deaths in a row, without a completed step or a minute of peace between them, after which it is given up.
+# Deaths in a row, while loading or with work to do, and without a completed step or so much peace between
+# them, after which the engine is given up.
 MAX_DEATHS_IN_A_ROW = 3
 PEACE_S = 60.0
 # Before a start after no death, one, two: whatever killed the engine may need a moment to pass.
@@ -216,10 +217,11 @@ class EngineSupervisor:
         """The process is dead: whoever waits for no more than it hears so, the others wait for the next."""
         if anyio.current_time() - self._loaded_at >= PEACE_S:
             self._deaths = self._convictions = 0
+        was_idle = self._loaded_at < math.inf and not self._ledger
         ended, is_convicted = self._ledger.bury()
         if is_convicted:
             self._convictions += 1
-        else:
+        elif not was_idle:
             self._deaths += 1
         ended += [Failed(ticket, EngineFailed.code, RESTARTING) for ticket in self._reports]
         self._reports.clear()

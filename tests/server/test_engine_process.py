@@ -125,21 +125,28 @@ async def test_a_stream_survives_any_number_of_kills_while_it_gets_on(tmp_path):
 
 async def test_whoever_waits_is_run_in_order(tmp_path):
     hold = Hold(tmp_path / "hold")
+    submitted: list[int] = []
+    begun: list[int] = []
     texts: dict[int, str] = {}
 
     async def run(number: int) -> None:
-        end, _ = await generate(client, [20 + number])
+        def on_text(text: str) -> None:
+            if number not in begun:
+                begun.append(number)
+
+        submitted.append(number)
+        params = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
+        end = await client.generate([number], params, seed=0, cache_key="", on_text=on_text)
         texts[number] = end.text
 
     options = {"hold_at": {"4": hold.path}, "config": {"max_running": 1}}
     async with process_engine(**options) as client, anyio.create_task_group() as group:
-        for number in range(5):
+        for number in range(20, 25):
             group.start_soon(run, number)
-            await checkpoint()
         await hold.reached()
         kill(client, hold)
-    assert list(texts.items()) == [(number, text_after([20 + number])) for number in sorted(texts)]
-    assert len(texts) == 5
+    assert begun == submitted
+    assert texts == {number: text_after([number]) for number in range(20, 25)}
 
 
 async def test_what_generates_nothing_is_run_again(tmp_path):
@@ -159,8 +166,7 @@ async def test_what_generates_nothing_is_run_again(tmp_path):
         group.start_soon(compute)
         await hold.reached()
         kill(client, hold)
-    assert expected in ends
-    assert sorted(end.prompt_tokens for end in ends) == [3, 20]
+    assert sorted((end.prompt_tokens, end.logprobs) for end in ends) == [(3, []), (20, expected.logprobs)]
 
 
 # Between two processes
@@ -250,6 +256,16 @@ async def test_cancelled_between_two_processes_a_request_is_forgotten(tmp_path):
         await checkpoint()
         second_load.release()
     assert texts == [text_after([22])]
+
+
+async def test_an_idle_engine_may_be_killed_as_often_as_one_likes():
+    async with process_engine() as client:
+        for number in range(1, 6):
+            os.kill(client.engine.pid, signal.SIGKILL)
+            while client.engine.restarts < number or client.engine._outgoing is None:
+                await checkpoint()
+        end, _ = await generate(client)
+        assert end.text == PLAIN.text
 
 
 async def test_signals_to_end_are_the_servers_business():
