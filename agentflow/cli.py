@@ -81,6 +81,13 @@ def _add_serve_options(serve: argparse.ArgumentParser) -> None:
     add("--max-running", type=_count, default=64, metavar="N", help="requests in one batch (%(default)s)")
     add("--threads", type=_count, metavar="N", help="CPU threads (default: torch's choice)")
     add("--policy", choices=POLICY_NAMES, default=POLICY_NAMES[0], help="order of admission (%(default)s)")
+    add(
+        "--max-unfinished",
+        type=_count,
+        default=4096,
+        metavar="N",
+        help="requests waiting and running at once; more are refused (%(default)s)",
+    )
     add("--no-cache", action="store_true", help="turn the prefix cache off")
     add(
         "--resume-grace",
@@ -150,6 +157,8 @@ def _serve(options: argparse.Namespace) -> int:
         num_threads=options.threads,
         policy=options.policy,
         use_cache=not options.no_cache,
+        own_process=True,
+        max_unfinished=options.max_unfinished,
     )
     serve(
         lambda: open_generator(engine),

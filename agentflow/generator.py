@@ -89,6 +89,7 @@ class Stats(msgspec.Struct, frozen=True):
     running: int = 0
     waiting: int = 0
     peak_resident_bytes: int = 0
+    restarts: int = 0
 
     @property
     def hit_rate(self) -> float:

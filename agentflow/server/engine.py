@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from agentflow.errors import AgentflowError, EngineFailed
+from agentflow.errors import AgentflowError, Cancelled, EngineFailed
 from agentflow.sampling import SamplingParams
 from agentflow.server.core.request import Request, Status
 from agentflow.server.core.scheduler import Scheduler, SchedulerConfig, StepResult
@@ -27,6 +27,7 @@ from agentflow.server.engine_messages import (
     FromEngine,
     Progress,
     Report,
+    Started,
     Stop,
     Submit,
     ToEngine,
@@ -43,7 +44,7 @@ _GREEDY = SamplingParams()
 
 class Engine:
     """Runs requests on ``runner``. ``send`` may be called from any thread; ``deliver`` is called
-    from the engine's, at most once a step."""
+    from the engine's, at most twice a step."""
 
     def __init__(
         self, runner: ModelRunner, tokenizer: Tokenizer, config: SchedulerConfig, deliver: Deliver
@@ -56,6 +57,7 @@ class Engine:
         self.scheduler = Scheduler(num_slots=info.num_slots, max_context=info.max_context, config=config)
         self._requests: dict[int, Request] = {}
         self._texts: dict[int, TextEnd] = {}
+        self._started: set[int] = set()
         self._outbox: list[FromEngine] = []
         self._is_stopping = False
 
@@ -71,9 +73,7 @@ class Engine:
                 if self._is_stopping:
                     return
                 self.step()
-                if self._outbox:
-                    delivered, self._outbox = self._outbox, []
-                    self._deliver(delivered)
+                self._deliver_outbox()
         finally:
             self._runner.close()
 
@@ -82,6 +82,7 @@ class Engine:
         batch = self.scheduler.schedule()
         if batch is None:
             return
+        self._tell_started()
         try:
             output = self._runner.run(batch)
         except Exception as error:
@@ -97,6 +98,18 @@ class Engine:
                 request_id = result.request.id
                 self._fail(request_id, EngineFailed(f"the request's output cannot be used: {error!r}"))
 
+    def _tell_started(self) -> None:
+        new = self.scheduler.running.keys() - self._started
+        if new:
+            self._started |= new
+            self._outbox.append(Started(sorted(new)))
+            self._deliver_outbox()
+
+    def _deliver_outbox(self) -> None:
+        if self._outbox:
+            delivered, self._outbox = self._outbox, []
+            self._deliver(delivered)
+
     def _read_inbox(self) -> None:
         is_idle = not self.scheduler.running and not len(self.scheduler.waiting) and not self._outbox
         while True:
@@ -109,7 +122,8 @@ class Engine:
                 case Submit():
                     self._submit(message)
                 case Abort():
-                    self._drop(message.request_id)
+                    if message.request_id in self._requests:
+                        self._fail(message.request_id, Cancelled("the request was aborted"))
                 case CloseState():
                     self.scheduler.close_state(message.state)
                 case Report():
@@ -136,6 +150,7 @@ class Engine:
                 task_group=origin.task_group or None,
                 state=origin.state or None,
             )
+            _take_generated(request, message)
             self.scheduler.add(request)
         except AgentflowError as error:
             self._fail(message.request_id, error)
@@ -146,7 +161,11 @@ class Engine:
             return
         self._requests[request.id] = request
         if params is not None and not message.score_from:
-            self._texts[request.id] = TextEnd(self._tokenizer, params.stop)
+            text = self._texts[request.id] = TextEnd(self._tokenizer, params.stop)
+            for token_id in message.generated_ids:
+                text.push(token_id)  # the text it gives is at the other side already
+            if message.generated_ids:
+                self._finish_if_complete(request, text)
 
     def _output_limit(self, message: Submit) -> int:
         if message.params is None or message.score_from:
@@ -171,12 +190,15 @@ class Engine:
             self._finish(request, "stop")
         else:
             delta = text.push(result.token_id)
-            if delta:
-                self._outbox.append(Progress(request.id, delta))
-            if text.stopped:
-                self._finish(request, "stop")
-            elif request.num_generated >= request.max_new_tokens:
-                self._finish(request, "length")
+            logprobs = result.logprobs if params.logprobs else ()
+            self._outbox.append(Progress(request.id, delta, (result.token_id,), logprobs))
+            self._finish_if_complete(request, text)
+
+    def _finish_if_complete(self, request: Request, text: TextEnd) -> None:
+        if text.stopped:
+            self._finish(request, "stop")
+        elif request.num_generated >= request.max_new_tokens:
+            self._finish(request, "length")
 
     def _finish(self, request: Request, reason: str) -> None:
         text_end = self._texts.get(request.id)
@@ -210,6 +232,7 @@ class Engine:
     def _drop(self, request_id: int) -> None:
         request = self._requests.pop(request_id, None)
         self._texts.pop(request_id, None)
+        self._started.discard(request_id)
         if request is not None:
             self.scheduler.release(request)
 
@@ -236,6 +259,14 @@ class Engine:
             waiting=len(scheduler.waiting),
             peak_resident_bytes=peak_resident_bytes(),
         )
+
+
+def _take_generated(request: Request, message: Submit) -> None:
+    """As after a retraction: the tokens are known, and none of them is computed."""
+    end = request.num_prompt + len(message.generated_ids)
+    request.tokens[request.num_prompt : end] = message.generated_ids
+    request.num_tokens = end
+    request.logprobs += message.generated_logprobs
 
 
 def peak_resident_bytes() -> int:

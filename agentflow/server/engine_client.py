@@ -1,4 +1,4 @@
-"""The event loop's side of an engine: starts its thread, sends it requests, waits for their ends."""
+"""The event loop's side of an engine: sends it requests and waits for their ends; and its thread."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import asyncio
 import itertools
 import logging
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Protocol
 
 import anyio
 import anyio.to_thread
 
-from agentflow.errors import AgentflowError, EngineFailed, from_code
+from agentflow.errors import AgentflowError, EngineFailed, Overloaded, from_code
 from agentflow.sampling import SamplingParams
 from agentflow.server.core.scheduler import SchedulerConfig
 from agentflow.server.engine import Engine
@@ -28,6 +29,7 @@ from agentflow.server.engine_messages import (
     Report,
     Stop,
     Submit,
+    ToEngine,
 )
 from agentflow.server.runner import ModelRunner, RunnerInfo
 from agentflow.server.tokenizer import Tokenizer
@@ -39,28 +41,53 @@ OnText = Callable[[str], None]
 _NOWHERE = Origin()
 
 
+class EngineLink(Protocol):
+    """The way to an engine: the ``Engine`` itself where it is a thread, an ``EngineSupervisor`` where it
+    is a process. Answers come to ``EngineClient.receive``."""
+
+    def send(self, message: ToEngine) -> None: ...
+
+
 class _Call:
-    """One request in flight: who hears its text, and its end."""
+    """One question in flight, a request or a report: who hears its text, and its answer."""
 
-    __slots__ = ("ended", "error", "finished", "on_text")
+    __slots__ = ("answer", "ended", "error", "on_text")
 
-    def __init__(self, on_text: OnText | None) -> None:
+    def __init__(self, on_text: OnText | None = None) -> None:
         self.on_text = on_text
         self.ended = anyio.Event()
-        self.finished: Finished | None = None
+        self.answer: Finished | EngineStats | None = None
         self.error: AgentflowError | None = None
+
+    def end(self, answer: Finished | EngineStats | Failed) -> None:
+        if isinstance(answer, Failed):
+            self.error = from_code(answer.code, answer.message)
+        else:
+            self.answer = answer
+        self.ended.set()
 
 
 class EngineClient:
-    """Use ``running_engine`` to make one. All methods belong to the event loop's thread."""
+    """Use ``running_engine`` or ``supervised_engine`` to make one. All methods belong to the event loop's
+    thread. ``max_unfinished``: requests that the engine has not ended, aborted ones included; None: any
+    number. Beyond it a request is refused with Overloaded."""
 
-    def __init__(self, engine: Engine, info: RunnerInfo, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        engine: EngineLink,
+        info: RunnerInfo,
+        tokenizer: Tokenizer,
+        *,
+        max_unfinished: int | None = None,
+    ) -> None:
         self.info = info
         self.tokenizer = tokenizer
         self.engine = engine
         self._ids = itertools.count(1)
         self._calls: dict[int, _Call] = {}
-        self._reports: dict[int, tuple[anyio.Event, list[EngineStats]]] = {}
+        self._max_unfinished = max_unfinished
+        self._unfinished: set[int] = set()
+        self._reports: dict[int, _Call] = {}
         self._ended_because: str | None = None
 
     @property
@@ -110,24 +137,27 @@ class EngineClient:
         self.engine.send(CloseState(state))
 
     async def stats(self) -> EngineStats:
-        """Counters and gauges, read between two steps."""
+        """Counters and gauges, read between two steps. EngineFailed, at once, while it restarts."""
         self._check_alive()
         ticket = next(self._ids)
-        arrived: tuple[anyio.Event, list[EngineStats]] = (anyio.Event(), [])
-        self._reports[ticket] = arrived
-        self.engine.send(Report(ticket))
+        report = self._reports[ticket] = _Call()
         try:
-            await arrived[0].wait()
+            self.engine.send(Report(ticket))
+            await report.ended.wait()
         finally:
             del self._reports[ticket]
-        if not arrived[1]:
-            self._check_alive()
-        return arrived[1][0]
+        stats = self._answer(report)
+        assert isinstance(stats, EngineStats)
+        return stats
 
     async def _call(self, message: Submit, on_text: OnText | None) -> Finished:
         self._check_alive()
-        call = self._calls[message.request_id] = _Call(on_text)
+        if self._max_unfinished is not None and len(self._unfinished) >= self._max_unfinished:
+            most = self._max_unfinished
+            raise Overloaded(f"the engine has {most} unfinished requests, which is the limit: try later")
         self.engine.send(message)
+        self._unfinished.add(message.request_id)
+        call = self._calls[message.request_id] = _Call(on_text)
         try:
             await call.ended.wait()
         except BaseException:
@@ -135,49 +165,48 @@ class EngineClient:
             raise
         finally:
             self._calls.pop(message.request_id, None)
+        finished = self._answer(call)
+        assert isinstance(finished, Finished)
+        return finished
+
+    def _answer(self, call: _Call) -> Finished | EngineStats:
         if call.error is not None:
             raise call.error
-        if call.finished is None:
+        if call.answer is None:
             self._check_alive()
-        assert call.finished is not None
-        return call.finished
+        assert call.answer is not None
+        return call.answer
 
     def _check_alive(self) -> None:
         if self._ended_because is not None:
             raise EngineFailed(self._ended_because)
 
-    def receive(self, messages: list[FromEngine]) -> None:
+    def receive(self, messages: Sequence[FromEngine]) -> None:
         """Hands a step's messages to whom they concern. Called in the event loop's thread."""
         for message in messages:
-            if isinstance(message, EngineStats):
-                report = self._reports.get(message.ticket)
-                if report is not None:
-                    report[1].append(message)
-                    report[0].set()
-                continue
-            call = self._calls.get(message.request_id)
-            if call is None:
-                continue  # aborted meanwhile
-            if isinstance(message, Progress):
-                if call.on_text is not None:
-                    call.on_text(message.text)
-            else:
-                self._end(call, message)
+            match message:
+                case Progress():
+                    call = self._calls.get(message.request_id)  # None: aborted meanwhile
+                    if message.text and call is not None and call.on_text is not None:
+                        call.on_text(message.text)
+                case Finished() | Failed():
+                    self._unfinished.discard(message.request_id)
+                    self._end(message.request_id, message)
+                case EngineStats():
+                    self._end(message.ticket, message)
 
-    def _end(self, call: _Call, message: Finished | Failed) -> None:
-        if isinstance(message, Failed):
-            call.error = from_code(message.code, message.message)
-        else:
-            call.finished = message
-        call.ended.set()
+    def _end(self, number: int, answer: Finished | EngineStats | Failed) -> None:
+        call = self._calls.get(number) or self._reports.get(number)
+        if call is not None:
+            call.end(answer)
 
     def end_all(self, why: str) -> None:
         """The engine is gone: whoever waits for it, or asks it for something later, hears so."""
-        self._ended_because = why
+        self._ended_because = self._ended_because or why
         for call in self._calls.values():
             call.ended.set()
         for report in self._reports.values():
-            report[0].set()
+            report.ended.set()
 
 
 CallInLoop = Callable[[Callable[[], object]], object]
@@ -198,7 +227,9 @@ def loop_caller() -> CallInLoop:
 
 @asynccontextmanager
 async def running_engine(
-    load: Callable[[], tuple[ModelRunner, Tokenizer]], config: SchedulerConfig
+    load: Callable[[], tuple[ModelRunner, Tokenizer]],
+    config: SchedulerConfig,
+    max_unfinished: int | None = None,
 ) -> AsyncIterator[EngineClient]:
     """An engine in a thread of its own for as long as the scope lasts. ``load`` runs there too:
     loading a model takes seconds and must not block the loop. Its errors are raised here."""
@@ -217,7 +248,7 @@ async def running_engine(
         try:
             runner, tokenizer = load()
             engine = Engine(runner, tokenizer, config, deliver)
-            client = EngineClient(engine, runner.info, tokenizer)
+            client = EngineClient(engine, runner.info, tokenizer, max_unfinished=max_unfinished)
         except BaseException as error:
             failure = error
             return

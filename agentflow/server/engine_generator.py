@@ -164,6 +164,7 @@ class EngineGenerator:
             running=stats.running,
             waiting=stats.waiting,
             peak_resident_bytes=stats.peak_resident_bytes,
+            restarts=stats.restarts,
         )
 
     async def _prompt(self, context: EngineContext, what: str) -> list[int]:

@@ -1,9 +1,12 @@
 """What the engine and its client say to each other, the same whether a thread or a process is between.
 
-To the engine: one message each. From the engine: one list for the whole batch, once a step.
+To the engine: one message each. From the engine: one list for the whole batch, once a step. Every
+``Submit`` is answered by exactly one ``Finished`` or ``Failed``, also when it was aborted.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import msgspec
 
@@ -11,7 +14,7 @@ from agentflow.sampling import SamplingParams
 from agentflow.server.core.request import Objective
 
 
-class Origin(msgspec.Struct, frozen=True):
+class Origin(msgspec.Struct, frozen=True, array_like=True):
     """Where a request comes from. Requests share cached KV only under an equal ``tenant`` and
     ``cache_salt``. ``state``: the program's state that it continues (0: none). ``task_group``: equal
     for siblings that one consumer waits for (0: none)."""
@@ -23,9 +26,12 @@ class Origin(msgspec.Struct, frozen=True):
     task_group: int = 0
 
 
-class Submit(msgspec.Struct, frozen=True, tag=True):
+class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Run a request over ``token_ids``: generate (``params.max_tokens``), or only compute them
-    (``params`` None), or score the tokens from index ``score_from`` on."""
+    (``params`` None), or score the tokens from index ``score_from`` on.
+
+    ``generated_ids``: what an engine that died had generated already, as told in ``Progress``. They
+    count as output, with ``generated_logprobs``; their text is not told again."""
 
     request_id: int
     token_ids: list[int]
@@ -33,41 +39,53 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     seed: int = 0
     origin: Origin = Origin()
     score_from: int = 0
+    generated_ids: Sequence[int] = ()
+    generated_logprobs: Sequence[float] = ()
 
 
-class Abort(msgspec.Struct, frozen=True, tag=True):
+class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Forget the request, wherever it stands. Unknown ids are ignored: it may just have ended."""
 
     request_id: int
 
 
-class CloseState(msgspec.Struct, frozen=True, tag=True):
+class CloseState(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The program's state is over: what it computed need not be kept longer than other cache."""
 
     state: int
 
 
-class Report(msgspec.Struct, frozen=True, tag=True):
+class Report(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Ask for ``EngineStats``."""
 
     ticket: int
 
 
-class Stop(msgspec.Struct, frozen=True, tag=True):
+class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """End the engine; whatever still runs is dropped."""
 
 
 ToEngine = Submit | Abort | CloseState | Report | Stop
 
 
-class Progress(msgspec.Struct, frozen=True, tag=True):
-    """Text that became certain. Deltas are never taken back."""
+class Started(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """These requests are in a batch for the first time. Told before the batch runs, so that one that
+    brings the engine down is known."""
+
+    request_ids: list[int]
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A request went on by ``token_ids``, with a log-probability each where asked for. ``text`` is what
+    became certain with them, often nothing; deltas are never taken back."""
 
     request_id: int
     text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
 
 
-class Finished(msgspec.Struct, frozen=True, tag=True):
+class Finished(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The end of a request. ``token_ids`` and ``text`` are all of the generation; ``finish_reason``
     is ``eos`` (the model's end token), ``stop`` or ``length``. ``logprobs``: one per generated (or
     scored) token, None for a token that was re-encoded; empty where not asked for."""
@@ -82,16 +100,18 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     logprobs: list[float | None]
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The request ended with an error of the tree in ``errors.py``."""
+class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The request (or ``Report``) ended with an error of the tree in ``errors.py``; an aborted one with
+    ``cancelled``."""
 
     request_id: int
     code: str
     message: str
 
 
-class EngineStats(msgspec.Struct, frozen=True, tag=True):
-    """Counters since the start (tokens, steps) and gauges of now (slots, requests, bytes)."""
+class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Counters since the start (tokens, steps) and gauges of now (slots, requests, bytes).
+    ``restarts``: how often an engine process that died was started anew; the counters began anew then."""
 
     ticket: int
     model: str
@@ -110,6 +130,7 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True):
     running: int
     waiting: int
     peak_resident_bytes: int
+    restarts: int = 0
 
 
-FromEngine = Progress | Finished | Failed | EngineStats
+FromEngine = Started | Progress | Finished | Failed | EngineStats

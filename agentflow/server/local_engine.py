@@ -6,8 +6,9 @@ import json
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import anyio.to_thread
 
@@ -15,7 +16,9 @@ from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.core.policies import DEFAULT_POLICY
 from agentflow.server.core.scheduler import SchedulerConfig
 from agentflow.server.engine_client import EngineClient, running_engine
+from agentflow.server.engine_frames import Start
 from agentflow.server.engine_generator import EngineGenerator
+from agentflow.server.engine_supervisor import supervised_engine
 from agentflow.server.model_store import resolve_model
 from agentflow.server.runner import ModelRunner
 from agentflow.server.tokenizer import Tokenizer
@@ -31,7 +34,10 @@ class EngineOptions:
     """``model``: a name or a folder. ``dtype``: ``bfloat16`` or ``float32``. ``device``: ``cpu``,
     ``cuda`` or None (CUDA where there is one). ``kv_tokens``: size of the KV pool; None: 65,536 or
     what half of the free memory holds, whichever is less. ``token_budget``: rows of one forward
-    pass; None: 256 on a CPU, 4,096 on a GPU. ``num_threads``: of a CPU; None: torch's choice."""
+    pass; None: 256 on a CPU, 4,096 on a GPU. ``num_threads``: of a CPU; None: torch's choice.
+    ``own_process``: the engine runs in a process of its own, which is started again when it dies, and
+    not in a thread. ``max_unfinished``: requests that it takes at once, waiting ones included; None: any
+    number; more are refused with Overloaded."""
 
     model: str = DEFAULT_MODEL
     dtype: str = "bfloat16"
@@ -42,33 +48,58 @@ class EngineOptions:
     num_threads: int | None = None
     policy: str = DEFAULT_POLICY
     use_cache: bool = True
+    own_process: bool = False
+    max_unfinished: int | None = None
 
 
 @asynccontextmanager
 async def open_engine(options: EngineOptions) -> AsyncIterator[EngineClient]:
     """Loads the model and runs its engine while the scope lasts."""
     folder = resolve_model(options.model)
-    default_device = await anyio.to_thread.run_sync(_default_device)
-    device = options.device or default_device
-    config = SchedulerConfig(
+    if options.own_process:
+        # Sized once, and here: after a restart the pool must hold what it held before.
+        kv_tokens = options.kv_tokens or _fitting_kv_tokens(folder, options.dtype)
+        chosen = replace(options, model=str(folder), kv_tokens=kv_tokens)
+        start = Start(loader=f"{__name__}:{load_engine.__name__}", options=asdict(chosen))
+        opening = supervised_engine(
+            start, lambda: Tokenizer.from_folder(folder), max_unfinished=options.max_unfinished
+        )
+    else:
+        default_device = await anyio.to_thread.run_sync(_default_device)
+        device = options.device or default_device
+        opening = running_engine(
+            lambda: _load(options, folder, device), _config(options, device), options.max_unfinished
+        )
+    async with opening as client:
+        yield client
+
+
+def load_engine(**options: Any) -> tuple[ModelRunner, Tokenizer, SchedulerConfig]:
+    """What an engine process loads. ``options``: the fields of ``EngineOptions``."""
+    chosen = EngineOptions(**options)
+    device = chosen.device or _default_device()
+    return *_load(chosen, resolve_model(chosen.model), device), _config(chosen, device)
+
+
+def _config(options: EngineOptions, device: str) -> SchedulerConfig:
+    return SchedulerConfig(
         max_running=options.max_running,
         token_budget=options.token_budget or (256 if device == "cpu" else 4096),
         policy=options.policy,
         use_cache=options.use_cache,
     )
 
-    def load() -> tuple[ModelRunner, Tokenizer]:
-        # Imported here, in the engine's thread: torch takes seconds, and the loop goes on meanwhile.
-        from agentflow.server.model.torch_runner import TorchRunner
 
-        num_slots = options.kv_tokens or _fitting_kv_tokens(folder, options.dtype)
-        runner = TorchRunner(
-            folder, device=device, dtype=options.dtype, num_slots=num_slots, num_threads=options.num_threads
-        )
-        return runner, Tokenizer.from_folder(folder)
+def _load(options: EngineOptions, folder: Path, device: str) -> tuple[ModelRunner, Tokenizer]:
+    # Imported here, in the engine's thread: torch takes seconds, and the loop goes on meanwhile.
+    limit_spinning()
+    from agentflow.server.model.torch_runner import TorchRunner
 
-    async with running_engine(load, config) as client:
-        yield client
+    num_slots = options.kv_tokens or _fitting_kv_tokens(folder, options.dtype)
+    runner = TorchRunner(
+        folder, device=device, dtype=options.dtype, num_slots=num_slots, num_threads=options.num_threads
+    )
+    return runner, Tokenizer.from_folder(folder)
 
 
 @asynccontextmanager

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from itertools import chain
 
 import anyio
+import msgspec
 import pytest
 from fake_engine import TOKENIZER, StepGate
 from hypothesis import given
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from plain_engine import END_ID, PLAIN_IDS, alone, fake_logprob, plain_engine, plain_token, runner
 from small_tokenizers import byte_level
 
-from agentflow.errors import BadModelFolder, EngineFailed, PromptTooLong
+from agentflow.errors import BadModelFolder, EngineFailed, Overloaded, PromptTooLong
 from agentflow.sampling import SamplingParams
 from agentflow.server.core.scheduler import SchedulerConfig
 from agentflow.server.engine import Engine
@@ -21,11 +23,13 @@ from agentflow.server.engine_client import EngineClient, running_engine
 from agentflow.server.engine_messages import (
     Abort,
     EngineStats,
+    Failed,
     Finished,
     FromEngine,
     Origin,
     Progress,
     Report,
+    Started,
     Stop,
     Submit,
     ToEngine,
@@ -370,6 +374,23 @@ async def test_leaving_the_scope_ends_the_engine_whatever_it_does(error):
     assert fake.num_closed == 1
 
 
+async def test_beyond_the_limit_requests_are_refused():
+    gate = StepGate()
+    gate.attach()
+    gate.allow(0)
+    fake = runner(on_step=gate)
+    async with (
+        running_engine(lambda: (fake, TOKENIZER), SchedulerConfig(), max_unfinished=2) as client,
+        anyio.create_task_group() as group,
+    ):
+        group.start_soon(generate, client)
+        group.start_soon(generate, client)
+        await gate.held()
+        with pytest.raises(Overloaded, match="2 unfinished requests, which is the limit"):
+            await generate(client)
+        gate.open()
+
+
 async def test_stats_count_what_was_done():
     async with plain_engine() as client:
         before = await client.stats()
@@ -390,16 +411,18 @@ async def test_stats_count_what_was_done():
 
 
 class ByHand:
-    """An engine that runs in the test's own thread, until so many lists of messages are delivered."""
+    """An engine that runs in the test's own thread, until so many lists of messages are delivered, or (for
+    None) a request has ended."""
 
-    def __init__(self, num_deliveries: int) -> None:
+    def __init__(self, num_deliveries: int | None) -> None:
         self.engine = Engine(runner(), TOKENIZER, SchedulerConfig(), self.deliver)
         self.delivered: list[list[FromEngine]] = []
         self._num_deliveries = num_deliveries
 
     def deliver(self, messages: list[FromEngine]) -> None:
         self.delivered.append(messages)
-        if len(self.delivered) == self._num_deliveries:
+        has_ended = self._num_deliveries is None and isinstance(messages[-1], Finished | Failed)
+        if has_ended or len(self.delivered) == self._num_deliveries:
             self.engine.send(Stop())
 
     def run(self, *messages: ToEngine) -> list[list[FromEngine]]:
@@ -413,10 +436,41 @@ def test_messages_of_a_step_are_delivered_together():
     params = SamplingParams(max_tokens=3)
     prompts = [[n] for n in range(2, 99) if alone([n], params).reason == "length"][:4]
     submits = [Submit(number, prompt, params) for number, prompt in enumerate(prompts, 1)]
-    first, second, third = ByHand(3).run(*submits, Report(9))
-    assert [type(message) for message in first] == [EngineStats, *[Progress] * 4]
+    before, first, second, third = ByHand(4).run(*submits, Report(9))
+    assert [type(message) for message in before] == [EngineStats, Started]
+    assert before[1] == Started([1, 2, 3, 4])
+    assert [type(message) for message in first] == [Progress] * 4
     assert [message.request_id for message in second] == [1, 2, 3, 4]
     assert [message.request_id for message in third if isinstance(message, Finished)] == [1, 2, 3, 4]
+
+
+@given(job=jobs, at=st.integers(0, 25))
+def test_what_was_generated_before_is_gone_on_from(job, at):
+    submit = Submit(1, job.prompt, job.params)
+    whole = [*chain(*ByHand(None).run(submit))]
+    steps = [message for message in whole if isinstance(message, Progress)]
+    before, after = steps[:at], steps[at:]
+    resumed = msgspec.structs.replace(
+        submit,
+        generated_ids=[i for step in before for i in step.token_ids],
+        generated_logprobs=[value for step in before for value in step.logprobs],
+    )
+    again = [*chain(*ByHand(None).run(resumed))]
+    assert [message for message in again if isinstance(message, Progress)] == after
+    assert again[-1] == whole[-1]
+    assert isinstance(whole[-1], Finished)
+
+
+def test_a_request_that_was_complete_already_just_ends():
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    ids = alone(PROMPT, params).ids
+    [[end]] = ByHand(1).run(Submit(1, PROMPT, params, generated_ids=ids))
+    assert isinstance(end, Finished)
+    assert (end.token_ids, end.finish_reason, end.output_tokens) == (ids, "length", 4)
+    stop = SamplingParams(stop=(TOKENIZER.decode(ids[2:3]),), ignore_eos=True)
+    [[end]] = ByHand(1).run(Submit(1, PROMPT, stop, generated_ids=ids[:3]))
+    assert isinstance(end, Finished)
+    assert end.finish_reason == "stop"
 
 
 def test_what_is_sent_before_a_stop_is_dropped_with_it():
@@ -426,25 +480,27 @@ def test_what_is_sent_before_a_stop_is_dropped_with_it():
 def test_aborting_what_is_not_there_is_nothing():
     by_hand = ByHand(1)
     submit = Submit(1, PROMPT, SamplingParams())
-    [[stats]] = by_hand.run(Abort(7), submit, Abort(1), Abort(1), Report(2))
+    [[aborted, stats]] = by_hand.run(Abort(7), submit, Abort(1), Abort(1), Report(2))
+    assert aborted == Failed(1, "cancelled", "the request was aborted")
     assert isinstance(stats, EngineStats)
     assert (stats.waiting, stats.running, stats.steps) == (0, 0, 0)
 
 
 def test_nothing_of_a_request_is_kept_after_its_end():
-    by_hand = ByHand(2)
-    first, second = by_hand.run(
+    by_hand = ByHand(3)
+    first, second, third = by_hand.run(
         Submit(1, PROMPT, SamplingParams(max_tokens=2, ignore_eos=True)),
         Submit(2, [5] * 600, SamplingParams()),
         Submit(3, [4], None),
         Submit(4, [4, 4], None, score_from=1),
     )
-    ends = [message for message in first + second if not isinstance(message, Progress)]
+    messages = first + second + third
+    ends = [message for message in messages if not isinstance(message, Progress | Started)]
     assert sorted((type(end).__name__, end.request_id) for end in ends) == [
         ("Failed", 2),
         ("Finished", 1),
         ("Finished", 3),
         ("Finished", 4),
     ]
-    assert (by_hand.engine._requests, by_hand.engine._texts) == ({}, {})
+    assert (by_hand.engine._requests, by_hand.engine._texts, by_hand.engine._started) == ({}, {}, set())
     by_hand.engine.scheduler.check_idle()

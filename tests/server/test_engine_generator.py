@@ -150,6 +150,9 @@ async def test_conversations_are_token_exact_and_reuse_all_that_was_computed(pla
                     talk.contexts += await talk.generator.fork(context, args[0])
                     if context.computing_ahead != ahead:
                         talk.note(context, prompt_of(context))
+        for context in talk.contexts:
+            talk.generator.free(context)
+        await talk.generator.stats()  # by now the engine has read that
         # Nothing that was said is a mark of a turn: those come from roles alone.
         for context in talk.contexts:
             ids = prompt_of(context)

@@ -1,0 +1,97 @@
+"""A server whose engine is killed in mid-stream: it answers all along, and the texts are the same."""
+
+import http.client
+import json
+import os
+import signal
+
+import anyio
+import anyio.to_thread
+import psutil
+import pytest
+from end_to_end.serving import served
+
+import agentflow as af
+
+NUM_STORIES = 3
+NUM_TOKENS = 48
+
+
+def engine_pid(server) -> int | None:
+    """Of the one process that the server has started, where there is one now."""
+    pids = [child.pid for child in psutil.Process(server.pid).children()]
+    assert len(pids) <= 1
+    return pids[0] if pids else None
+
+
+def health(url: str, name: str) -> tuple[int, dict]:
+    """Status and body of a health check."""
+    connection = http.client.HTTPConnection(url.removeprefix("ws://"), timeout=10)
+    try:
+        connection.request("GET", f"/health/{name}")
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+    finally:
+        connection.close()
+
+
+@af.program
+async def tell(s: af.State, number: int, heard: list[str], has_begun: anyio.Event) -> tuple[str, list[float]]:
+    s += af.user(f"Tell me a long story about {number + 2} trees.")
+    sampling = {"temperature": 0.8, "logprobs": True} if number == 1 else {}
+    s += af.assistant(af.gen("story", max_tokens=NUM_TOKENS, ignore_eos=True, **sampling))
+    async for delta in s["story"]:
+        heard.append(delta)
+        has_begun.set()
+    text = await s["story"]
+    assert "".join(heard) == text
+    return text, [*(s["story"].logprobs or ())]
+
+
+async def tell_all(url: str, beside=None) -> tuple[list[str], list[float]]:
+    """All stories at once, and the log-probabilities of the one that asks for them. ``beside()`` runs as
+    soon as one of them streams."""
+    stories: dict[int, tuple[str, list[float]]] = {}
+    has_begun = anyio.Event()
+
+    async def tell_one(number: int) -> None:
+        stories[number] = await flow.run(tell, number, [], has_begun)
+
+    async with af.session(url, seed=7) as flow, anyio.create_task_group() as group:
+        for number in range(NUM_STORIES):
+            group.start_soon(tell_one, number)
+        await has_begun.wait()
+        if beside is not None:
+            await beside()
+    return [stories[number][0] for number in range(NUM_STORIES)], stories[1][1]
+
+
+@pytest.mark.parametrize("max_running", [4, 1], ids=["all stream", "two wait"])
+def test_killed_in_mid_stream_the_engine_goes_on_where_it_was(model_folder, max_running):
+    statuses: list[int] = []
+
+    async def kill_and_watch() -> None:
+        killed = engine_pid(server)
+        os.kill(killed, signal.SIGKILL)
+        with anyio.fail_after(60):
+            while True:
+                status, body = await anyio.to_thread.run_sync(health, url, "live")
+                assert (status, body) == (200, {"status": "live"})
+                status, body = await anyio.to_thread.run_sync(health, url, "ready")
+                statuses.append(status)
+                if status == 503:
+                    assert "the engine is restarting" in body["reason"]
+                elif engine_pid(server) not in (killed, None):
+                    return
+
+    options = ("--dtype", "float32", "--kv-tokens", "3000", "--max-running", str(max_running))
+    with served(*options, "--threads", "2") as (url, server):
+        expected_texts, expected_logprobs = anyio.run(tell_all, url)
+        texts, logprobs = anyio.run(tell_all, url, kill_and_watch)
+        assert texts == expected_texts
+        assert len(logprobs) == NUM_TOKENS
+        assert logprobs == pytest.approx(expected_logprobs, abs=1e-3)  # other batches, other rounding
+        assert set(statuses) == {200, 503}
+        engine = psutil.Process(engine_pid(server))
+    assert server.returncode == 0
+    assert not engine.is_running()
