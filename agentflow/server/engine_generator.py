@@ -40,9 +40,13 @@ class EngineContext:
 
 class EngineGenerator:
     """A ``Generator`` on a running engine. One engine serves many sessions and many generators of
-    this kind; ``tenant`` separates their caches."""
+    this kind; ``tenant`` separates their caches. ``use_hints=False`` tells the engine nothing of the
+    program: neither which requests continue one state, nor which are siblings, nor what will be forked."""
 
-    def __init__(self, client: EngineClient, template: ChatTemplate, *, tenant: str = "") -> None:
+    def __init__(
+        self, client: EngineClient, template: ChatTemplate, *, tenant: str = "", use_hints: bool = True
+    ) -> None:
+        self._use_hints = use_hints
         self._client = client
         self._template = template
         self._tenant = tenant
@@ -54,7 +58,7 @@ class EngineGenerator:
 
     def open(self, cache_salt: str) -> EngineContext:
         """An empty state."""
-        origin = Origin(self._tenant, cache_salt, state=self._client.new_number())
+        origin = Origin(self._tenant, cache_salt, state=self._new_number())
         return EngineContext(TokenState(self._client.tokenizer, self._template), origin)
 
     def fill(self, context: EngineContext, text: str) -> None:
@@ -121,24 +125,28 @@ class EngineGenerator:
         computed now, before the first of them asks for it."""
         await self._encode(context)
         token_ids = context.tokens.ids()
-        if count > 1 and len(token_ids) - context.num_computed >= MIN_AHEAD_TOKENS:
+        num_new = len(token_ids) - context.num_computed
+        if self._use_hints and count > 1 and num_new >= MIN_AHEAD_TOKENS:
             context.computing_ahead = self._client.compute_ahead(token_ids, origin=context.origin)
             context.num_computed, context.has_run = len(token_ids), True
-        group = self._client.new_number() if count > 1 else 0
+        group = self._new_number() if count > 1 else 0
         return [self._forked(context, group) for _ in range(count)]
 
     def free(self, context: EngineContext) -> None:
         """Nothing is held for an idle context, but its KV is kept longer than other cache: no more."""
         if context.computing_ahead is not None:
             self._client.forget(context.computing_ahead)
-        if context.has_run:
+        if context.has_run and context.origin.state:
             self._client.close_state(context.origin.state)
         self._num_rerendered += context.tokens.num_rerendered_tokens
+
+    def _new_number(self) -> int:
+        return self._client.new_number() if self._use_hints else 0
 
     def _forked(self, context: EngineContext, group: int) -> EngineContext:
         origin = msgspec.structs.replace(
             context.origin,
-            state=self._client.new_number(),
+            state=self._new_number(),
             task_group=group or context.origin.task_group,
         )
         return EngineContext(context.tokens.fork(), origin, num_computed=context.num_computed)

@@ -41,6 +41,7 @@ class KVMemory:
         self.liveness = Liveness(self.cache, num_slots)
         self.page_table = np.zeros((max_running, max_context), dtype=np.int32)
         self.num_computed = 0  # tokens, since the start
+        self.num_steps = 0
         self.num_evicted = 0
         self._use_cache = use_cache
         self._on_cached = on_cached
@@ -56,6 +57,12 @@ class KVMemory:
     def num_available(self) -> int:
         """Slots that could be had now, by eviction if need be."""
         return self.slots.num_free + self.cache.num_evictable
+
+    @property
+    def num_available_to_new(self) -> int:
+        """Slots that a request may have that is not running yet: none of those that a program's next
+        request will need in a moment."""
+        return self.num_available - self.liveness.num_expected(self.num_steps)
 
     @property
     def has_free_row(self) -> bool:
@@ -133,7 +140,9 @@ class KVMemory:
         self.commit(request)
         assert request.committed is not None
         if request.state is not None and self._use_cache:
-            self.liveness.refresh(request.state, request.committed, self.num_computed)
+            self.liveness.refresh(
+                request.state, request.committed, num_computed=self.num_computed, step=self.num_steps
+            )
         self.cache.unlock(request.committed)
         row = self.page_table[request.page_row]
         self.slots.release(row[request.committed.num_tokens : request.num_computed])

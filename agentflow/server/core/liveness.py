@@ -1,18 +1,28 @@
-"""Which states of programs are open, so that what they computed is evicted after everything else.
+"""Which states of programs are open: what they computed is evicted after everything else, and not at
+all in the few steps in which the next request of a state that has just ended one may come.
 
-A weight, never a lock: it expires when much else was computed meanwhile, and it is given up where
-only kept tokens are left.
+Weights, never locks: the first expires when much else was computed meanwhile and is given up where only
+kept tokens are left; the second only keeps waiting requests waiting, for a few steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import NamedTuple
 
-from agentflow.server.core.radix_cache import PrefixMatch, RadixCache
+from agentflow.server.core.radix_cache import Node, PrefixMatch, RadixCache
 
 EXPIRES_AFTER_POOLS = 4
 """A state that did nothing while so many times the pool was computed counts as finished."""
-MAX_STATES_PER_SLOT = 1
+EXPECTED_STEPS = 4
+"""So many steps after a request of a state its next one is expected: programs answer at once, people
+do not."""
+
+
+class _End(NamedTuple):
+    match: PrefixMatch
+    num_computed: int
+    step: int
 
 
 class Liveness:
@@ -21,17 +31,17 @@ class Liveness:
     def __init__(self, cache: RadixCache, num_slots: int) -> None:
         self._cache = cache
         self._lifetime = EXPIRES_AFTER_POOLS * num_slots
-        self._max_states = MAX_STATES_PER_SLOT * num_slots
-        self._ends: dict[Hashable, tuple[PrefixMatch, int]] = {}  # least recently refreshed first
+        self._max_states = num_slots
+        self._ends: dict[Hashable, _End] = {}  # least recently refreshed first
 
     def __len__(self) -> int:
         return len(self._ends)
 
-    def refresh(self, state: Hashable, end: PrefixMatch, num_computed: int) -> None:
+    def refresh(self, state: Hashable, end: PrefixMatch, *, num_computed: int, step: int) -> None:
         """The state is open and ends here now; ``num_computed``: tokens computed by the engine so far."""
         self.close(state)
         self._cache.keep(end)
-        self._ends[state] = end, num_computed
+        self._ends[state] = _End(end, num_computed, step)
         if len(self._ends) > self._max_states:
             self.close(next(iter(self._ends)))
 
@@ -39,12 +49,29 @@ class Liveness:
         """The state is over. Unknown ones are ignored."""
         known = self._ends.pop(state, None)
         if known is not None:
-            self._cache.unkeep(known[0])
+            self._cache.unkeep(known.match)
 
     def expire(self, num_computed: int) -> None:
         """Forgets states that did nothing for too long."""
         while self._ends:
-            state, (_, refreshed_at) = next(iter(self._ends.items()))
-            if num_computed - refreshed_at <= self._lifetime:
+            state, end = next(iter(self._ends.items()))
+            if num_computed - end.num_computed <= self._lifetime:
                 return
             self.close(state)
+
+    def num_expected(self, step: int) -> int:
+        """Cached tokens that nobody has locked and that a request is expected to need in this step or
+        the next few."""
+        seen: set[Node] = set()
+        total = 0
+        for end in reversed(self._ends.values()):
+            if step - end.step >= EXPECTED_STEPS:
+                break
+            node = end.match.node
+            while node.moved_to is not None:
+                node = node.moved_to
+            while node.parent is not None and not node.locks and node not in seen:
+                seen.add(node)
+                total += len(node.slots)
+                node = node.parent
+        return total

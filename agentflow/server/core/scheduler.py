@@ -134,6 +134,7 @@ class Scheduler:
         """The batch of the last ``schedule`` has run: its rows are computed now. New tokens are
         appended to their requests; what the rows of each request gave is returned."""
         self._counters.steps += 1
+        self.memory.num_steps += 1
         self._reserve.stepped()
         token_ids = output.token_ids.tolist()
         logprobs = None if output.logprobs is None else output.logprobs.tolist()
@@ -237,9 +238,9 @@ class Scheduler:
         they need if none ends before the others, which is quick to know and often fits."""
         match = self.memory.match(request)
         request.num_computed = request.num_shared = match.num_tokens
-        available = self.memory.num_available
+        available = self.memory.num_available_to_new
         if not self.running:
-            fits = request.num_to_compute <= available
+            fits = request.num_to_compute <= self.memory.num_available
         elif self._reserve.need(request) + promised <= available:
             fits = True
         else:
