@@ -1,0 +1,128 @@
+"""``python -m benchmarks.page``: writes docs/benchmarks.md from the results that are committed. No figure on
+that page is typed in by hand; with matplotlib installed it draws the plots, too."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
+TITLES = {
+    "foundation": "The engine against transformers",
+    "radix": "The radix cache",
+    "scheduler": "The scheduler",
+    "ablation": "What each part is worth",
+}
+_INTRODUCTION = """# Benchmarks
+
+Made by `python -m benchmarks.page` from the results under `benchmarks/results/`; each section names the
+command that measured it. A ratio is taken side by side in one run, interleaved, as the median of its
+runs. A *disturbed* run shared the machine with others.
+"""
+
+
+def write_page() -> None:
+    """The whole page."""
+    parts = [_INTRODUCTION]
+    for name, title in TITLES.items():
+        files = sorted(RESULTS.glob(f"*/{name}.json"))
+        if files:
+            parts.append(f"## {title}\n\n```console\n$ python -m benchmarks {name}\n```\n")
+        for file in files:
+            parts.append("\n".join(_table(json.loads(file.read_text(encoding="utf-8")))) + "\n")
+        if name == "scheduler":
+            parts.append(_simulations())
+    PAGE.write_text("\n".join(parts), encoding="utf-8")
+
+
+def _table(results: dict[str, Any]) -> Iterator[str]:
+    machine = results["machine"]
+    features = ", ".join(machine.get("cpu_features", []))
+    disturbed = " **Disturbed.**" if machine["disturbed"] else ""
+    yield (
+        f"{machine['cpu']}, {machine['cores']} cores ({features}), {machine['memory_gb']:.0f} GB; "
+        f"Python {machine['python']}, torch {machine['torch']}; commit `{results['commit']}`, "
+        f"{results['scale']} scale.{disturbed}"
+    )
+    yield ""
+    yield "| figure | value | goal | runs | |"
+    yield "|---|---:|---|---|---|"
+    for result in results["results"]:
+        runs = ", ".join(f"{run:.4g}" for run in result["runs"])
+        goal = result["goal"].replace(">=", "≥").replace("<=", "≤")
+        value = f"{result['value']:.4g} {result['unit']}".replace(" ratio", "")
+        missed = " (missed)" if goal and not _is_reached(result) else ""
+        yield f"| `{result['id']}` | {value} | {goal}{missed} | {runs} | {result['note']} |"
+
+
+def _is_reached(result: dict[str, Any]) -> bool:
+    comparison, _, bound = result["goal"].partition(" ")
+    reached: bool = result["value"] >= float(bound) if comparison == ">=" else result["value"] <= float(bound)
+    return reached
+
+
+def _simulations() -> str:
+    """The policies on the committed workloads: simulated here and now, for it takes seconds."""
+    from agentflow.server.core.policies import POLICIES
+    from agentflow.server.core.scheduler import SchedulerConfig
+    from agentflow.server.simulator.simulation import simulate
+    from agentflow.server.simulator.summary import summarise
+    from agentflow.server.simulator.workload import read_workload
+
+    lines = ["### Policies on the committed workloads, simulated\n"]
+    for file in sorted((ROOT / "benchmarks" / "workloads").glob("*.json")):
+        workload = read_workload(file)
+        lines.append(f"```console\n$ agentflow simulate benchmarks/workloads/{file.name}\n```\n")
+        lines.append(f"{len(workload.arrivals):,} requests, {workload.kv_tokens:,} KV tokens.\n")
+        lines.append("| policy | hit rate | output tokens/s | TTFT p50 | TTFT p99 | fairness | retractions |")
+        lines.append("|---|---:|---:|---:|---:|---:|---:|")
+        for policy in POLICIES:
+            s = summarise(simulate(workload, SchedulerConfig(policy=policy)))
+            lines.append(
+                f"| {policy} | {s.hit_rate:.1%} | {s.output_tokens_per_s:.0f} | {s.all.ttft_p50_s:.2f} s "
+                f"| {s.all.ttft_p99_s:.2f} s | {s.fairness:.3f} | {s.retractions} |"
+            )
+        lines.append("")
+    plot = _plot_cold_tail()
+    if plot is not None:
+        lines.append(f"![How long requests that share nothing wait]({plot})\n")
+    return "\n".join(lines)
+
+
+def _plot_cold_tail() -> str | None:
+    """Waiting times of the cold requests, by policy. None where there is no matplotlib."""
+    try:
+        import matplotlib.pyplot as plt  # type: ignore[import-not-found,unused-ignore]
+    except ImportError:
+        return "images/cold-tail.svg" if (PAGE.parent / "images" / "cold-tail.svg").exists() else None
+    from agentflow.server.core.scheduler import SchedulerConfig
+    from agentflow.server.simulator.simulation import simulate
+    from agentflow.server.simulator.workload import read_workload
+
+    workload = read_workload(ROOT / "benchmarks" / "workloads" / "cold-tail.json")
+    plt.rcParams["svg.hashsalt"] = "agentflow"
+    figure, (cold, everybody) = plt.subplots(1, 2, figsize=(9, 3.2), sharey=True)
+    for policy in ("fair-lpm", "lpm", "fcfs", "random"):
+        served = simulate(workload, SchedulerConfig(policy=policy, max_running=32)).served
+        for axes, label in ((cold, "cold"), (everybody, "")):
+            waits = sorted(s.ttft_s for s in served if label in ("", s.arrival.label))
+            shares = [(i + 1) / len(waits) for i in range(len(waits))]
+            axes.plot(waits, shares, label=policy, linewidth=2 if policy == "fair-lpm" else 1)
+    cold.set(title="requests that share nothing", xlabel="time to first token, s", ylabel="share of requests")
+    everybody.set(title="all requests", xlabel="time to first token, s")
+    everybody.legend(frameon=False)
+    figure.tight_layout()
+    target = PAGE.parent / "images" / "cold-tail.svg"
+    target.parent.mkdir(exist_ok=True)
+    figure.savefig(target, metadata={"Date": None})
+    return "images/cold-tail.svg"
+
+
+if __name__ == "__main__":
+    write_page()
+    sys.exit(0)
