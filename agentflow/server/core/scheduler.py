@@ -122,7 +122,7 @@ class Scheduler:
             self._admit_waiting(draft)
             if draft.work or not self.running:
                 break
-            self._retract_one()  # half-done prefills hold all slots between them
+            self._retract_one(1)  # half-done prefills hold all slots between them
         work = sorted(draft.work, key=_is_chunk)  # stable: requests with one row come first
         self._in_flight = work
         if not work:
@@ -207,9 +207,10 @@ class Scheduler:
         """One row for each request that decodes. Where slots are short, requests give way first."""
         while True:
             decoding = [r for r in self.running.values() if r not in self._prefills]
-            if len(decoding) <= self.memory.num_available:
+            missing = len(decoding) - self.memory.num_available
+            if missing <= 0:
                 break
-            self._retract_one()
+            self._retract_one(missing)
         # Whatever decodes, there is a row for a prompt.
         limit = max(self.config.token_budget, len(decoding) + 1)
         return _Draft([(request, 1) for request in decoding], len(decoding), limit)
@@ -275,13 +276,15 @@ class Scheduler:
     def _peek(self, identity: CacheIdentity, run: TokenRun) -> int:
         return self.memory.peek(identity, run)
 
-    def _retract_one(self) -> None:
-        """The running request that costs least to redo gives way, the youngest of equals. Who had to
-        give way before counts for more, so that it is not always the same one."""
+    def _retract_one(self, missing: int) -> None:
+        """A running request gives way: of those that free at least so many slots, the one that costs
+        least to redo; where none frees enough, the one that frees most. The youngest of equals. Who had
+        to give way before counts for more, so that it is not always the same one."""
 
-        def cost(request: Request) -> tuple[int, int]:
+        def cost(request: Request) -> tuple[bool, int, int]:
             redo = self.memory.redo_tokens(request)
-            return redo * (1 + request.num_retractions), -request.arrival
+            weighed = redo * (1 + request.num_retractions)
+            return redo < missing, -redo if redo < missing else weighed, -request.arrival
 
         self.retract(min(self.running.values(), key=cost))
 
