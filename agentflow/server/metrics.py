@@ -118,15 +118,15 @@ class ServerMetrics:
 
     async def scrape(self, generator: Generator[Any] | None, num_sessions: int) -> bytes:
         """All metrics as text. Asks the engine, and waits for it no longer than ``SCRAPE_TIMEOUT_S``."""
-        self.num_sessions = num_sessions
-        self.is_engine_up = False
+        has_answered = False
         if generator is not None:
             try:
                 with anyio.move_on_after(SCRAPE_TIMEOUT_S):
                     self.totals.take(await _stats_of(generator))
-                    self.is_engine_up = True
+                    has_answered = True
             except Exception as error:  # whatever it is: the engine does not answer as it should
                 logger.debug("metrics without the engine: %s", error)
+        self.num_sessions, self.is_engine_up = num_sessions, has_answered
         return generate_latest(self.registry)
 
 

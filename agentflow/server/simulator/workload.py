@@ -147,13 +147,24 @@ class WorkloadWriter:
         self.sink.write(msgspec.json.encode(line) + b"\n")
 
 
-def open_writer(path: Path, *, name: str = "", kv_tokens: int) -> WorkloadWriter:
+def open_sink(path: Path) -> BinaryIO:
     """A new file, compressed where the name ends in ``.gz``. ``BadArgument`` if it cannot be made."""
     try:
-        sink = gzip.open(path, "wb") if path.suffix == ".gz" else path.open("wb")  # noqa: SIM115, the writer's
+        if path.suffix == ".gz":
+            return cast(BinaryIO, gzip.open(path, "wb"))
+        return path.open("wb")
     except OSError as error:
         raise BadArgument(f"cannot write the workload {path}: {error.strerror}") from error
-    return WorkloadWriter(cast(BinaryIO, sink), name or path.name.partition(".")[0], kv_tokens)
+
+
+def open_writer(path: Path, *, name: str = "", kv_tokens: int) -> WorkloadWriter:
+    """Writes a new file. ``BadArgument`` if it cannot be made."""
+    return WorkloadWriter(open_sink(path), name or workload_name(path), kv_tokens)
+
+
+def workload_name(path: Path) -> str:
+    """The file's, without its endings."""
+    return path.name.partition(".")[0]
 
 
 def read_workload(path: Path) -> Workload:
@@ -164,7 +175,7 @@ def read_workload(path: Path) -> Workload:
         with _opened(path) as source:
             if path.name.removesuffix(".gz").endswith(".json"):
                 spec = msgspec.json.decode(source.read(), type=_Generated)
-                name = spec.name or path.name.partition(".")[0]
+                name = spec.name or workload_name(path)
                 return Workload(name, generate(spec.generator, spec.parameters), spec.kv_tokens)
             header = msgspec.json.decode(source.readline(), type=_Header)
             if header.agentflow_workload != VERSION:
