@@ -127,6 +127,10 @@ class ServerMetrics:
             except Exception as error:  # whatever it is: the engine does not answer as it should
                 logger.debug("metrics without the engine: %s", error)
         self.num_sessions, self.is_engine_up = num_sessions, has_answered
+        return self.text()
+
+    def text(self) -> bytes:
+        """All metrics as they were at the last scrape, and the times of requests as they are."""
         return generate_latest(self.registry)
 
 
