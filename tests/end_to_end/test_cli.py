@@ -67,8 +67,7 @@ def test_what_is_served_is_measured_recorded_and_replayed(model_folder, tmp_path
     path = tmp_path / "served.jsonl.gz"
 
     async def ask(url: str) -> None:
-        async with af.session(url) as flow:
-            s = flow.state()
+        async with af.session(url) as flow, flow.state() as s:
             s += "The capital of France is"
             s += af.gen("city", max_tokens=3)
             await s["city"]
