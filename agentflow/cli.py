@@ -96,6 +96,12 @@ def _add_serve_options(serve: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="how long a session outlives a broken connection (%(default)s)",
     )
+    add(
+        "--record-workload",
+        type=Path,
+        metavar="FILE",
+        help="write what is served there (.jsonl, .jsonl.gz), for `simulate`: token ids, so also prompts",
+    )
 
 
 def _add_simulate_options(simulate: argparse.ArgumentParser) -> None:
@@ -161,7 +167,7 @@ def _serve(options: argparse.Namespace) -> int:
         max_unfinished=options.max_unfinished,
     )
     serve(
-        lambda: open_generator(engine),
+        lambda: open_generator(engine, record_to=options.record_workload),
         host=options.host,
         port=options.port,
         limits=ServerLimits(resume_grace_s=options.resume_grace),

@@ -20,7 +20,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-HEAVY = ("torch", "transformers", "starlette", "uvicorn", "safetensors", "tokenizers", "accelerate")
+HEAVY = (
+    "torch",
+    "transformers",
+    "starlette",
+    "uvicorn",
+    "prometheus_client",
+    "safetensors",
+    "tokenizers",
+    "accelerate",
+)
 LAZY_FILES = ("agentflow/backends/embedded.py", "agentflow/cli.py")
 CORE_MAY_IMPORT = ("numpy", "interegular", "agentflow.errors", "agentflow.sampling", "agentflow.server.core")
 

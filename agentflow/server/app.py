@@ -1,10 +1,11 @@
-"""The server as an ASGI application: the websocket of sessions, and health checks.
+"""The server as an ASGI application: the websocket of sessions, health checks, and metrics.
 
 ::
 
     /v1/session     websocket, docs/protocol.md
     /health/live    200 while the process answers
     /health/ready   200 when sessions can be opened and the generator answers; 503 otherwise
+    /metrics        for Prometheus, docs/metrics.md
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from urllib.parse import urlsplit
 import anyio
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
 from agentflow.generator import ContextT, Generator
 from agentflow.protocol import SESSION_PATH
 from agentflow.server.limits import ServerLimits
+from agentflow.server.metrics import CONTENT_TYPE, ServerMetrics
 from agentflow.server.sessions import Sessions, open_sessions
 from agentflow.server.ws_session import WsSession
 
@@ -35,11 +37,13 @@ OpenGenerator = Callable[[], AbstractAsyncContextManager[Generator[ContextT]]]
 def create_app(open_generator: OpenGenerator[ContextT], limits: ServerLimits | None = None) -> Starlette:
     """The application. Its lifespan opens the generator and holds the sessions (``app.state.sessions``)."""
     limits = limits or ServerLimits()
+    metrics = ServerMetrics()
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with open_generator() as generator, open_sessions(generator, limits) as sessions:
             app.state.sessions = sessions
+            metrics.watch(generator)
             try:
                 yield
             finally:
@@ -49,9 +53,11 @@ def create_app(open_generator: OpenGenerator[ContextT], limits: ServerLimits | N
         WebSocketRoute(SESSION_PATH, _session),
         Route("/health/live", _live),
         Route("/health/ready", _ready),
+        Route("/metrics", _metrics),
     ]
     app = Starlette(routes=routes, lifespan=lifespan)
     app.state.sessions = None
+    app.state.metrics = metrics
     return app
 
 
@@ -92,6 +98,16 @@ async def _ready(request: Request) -> JSONResponse:
         return _unready(f"{len(sessions)} sessions are open, which is the limit")
     model = sessions.generator.capabilities.model
     return JSONResponse({"status": "ready", "model": model, "sessions": len(sessions)})
+
+
+async def _metrics(request: Request) -> Response:
+    sessions: Sessions[object] | None = request.app.state.sessions
+    metrics: ServerMetrics = request.app.state.metrics
+    if sessions is None:
+        text = await metrics.scrape(None, 0)
+    else:
+        text = await metrics.scrape(sessions.generator, len(sessions))
+    return Response(text, media_type=CONTENT_TYPE)
 
 
 def _unready(reason: str) -> JSONResponse:

@@ -10,7 +10,9 @@ import logging
 import queue
 import resource
 import sys
+import time
 from collections.abc import Callable
+from copy import deepcopy
 
 import numpy as np
 
@@ -33,6 +35,7 @@ from agentflow.server.engine_messages import (
     ToEngine,
 )
 from agentflow.server.runner import ModelRunner
+from agentflow.server.step_times import COMPLETE, DELIVER, RUN, SCHEDULE, StepTimes
 from agentflow.server.text_end import TextEnd
 from agentflow.server.tokenizer import Tokenizer
 
@@ -60,6 +63,7 @@ class Engine:
         self._started: set[int] = set()
         self._outbox: list[FromEngine] = []
         self._is_stopping = False
+        self._times = StepTimes()
 
     def send(self, message: ToEngine) -> None:
         """Queues a message; it is read before the next step starts."""
@@ -79,10 +83,13 @@ class Engine:
 
     def step(self) -> None:
         """One forward pass, if there is anything to run."""
+        began = time.perf_counter()
         batch = self.scheduler.schedule()
         if batch is None:
             return
+        self._times.count(SCHEDULE, time.perf_counter() - began)
         self._tell_started()
+        began = time.perf_counter()
         try:
             output = self._runner.run(batch)
         except Exception as error:
@@ -90,6 +97,8 @@ class Engine:
             for request in self.scheduler.discard():
                 self._fail(request.id, EngineFailed(f"the forward pass failed: {error!r}"))
             return
+        has_run = time.perf_counter()
+        self._times.count(RUN, has_run - began)
         for result in self.scheduler.complete(output):
             try:
                 self._advance(result)
@@ -97,6 +106,7 @@ class Engine:
                 logger.exception("a request's output cannot be used")
                 request_id = result.request.id
                 self._fail(request_id, EngineFailed(f"the request's output cannot be used: {error!r}"))
+        self._times.count(COMPLETE, time.perf_counter() - has_run)
 
     def _tell_started(self) -> None:
         new = self.scheduler.running.keys() - self._started
@@ -108,7 +118,9 @@ class Engine:
     def _deliver_outbox(self) -> None:
         if self._outbox:
             delivered, self._outbox = self._outbox, []
+            began = time.perf_counter()
             self._deliver(delivered)
+            self._times.count(DELIVER, time.perf_counter() - began)
 
     def _read_inbox(self) -> None:
         is_idle = not self.scheduler.running and not len(self.scheduler.waiting) and not self._outbox
@@ -258,6 +270,7 @@ class Engine:
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             peak_resident_bytes=peak_resident_bytes(),
+            step_times=deepcopy(self._times.phases),  # read in another thread, while this one counts on
         )
 
 

@@ -48,6 +48,16 @@ class EngineLink(Protocol):
     def send(self, message: ToEngine) -> None: ...
 
 
+class RequestObserver(Protocol):
+    """Sees all that goes over an ``EngineClient``, in the event loop's thread. It may not raise."""
+
+    def sent(self, submit: Submit) -> None:
+        """A request was accepted and is on its way to the engine."""
+
+    def heard(self, messages: Sequence[FromEngine]) -> None:
+        """The messages of one step. A request's last one is its ``Finished`` or ``Failed``."""
+
+
 class _Call:
     """One question in flight, a request or a report: who hears its text, and its answer."""
 
@@ -89,6 +99,11 @@ class EngineClient:
         self._unfinished: set[int] = set()
         self._reports: dict[int, _Call] = {}
         self._ended_because: str | None = None
+        self._observers: list[RequestObserver] = []
+
+    def observe(self, observer: RequestObserver) -> None:
+        """From now on ``observer`` sees what is sent and heard."""
+        self._observers.append(observer)
 
     @property
     def num_calls(self) -> int:
@@ -121,7 +136,7 @@ class EngineClient:
         """Has the tokens computed for those that will come; nobody waits. Returns what ``forget`` takes."""
         request_id = next(self._ids)
         if self._ended_because is None:
-            self.engine.send(Submit(request_id, token_ids, None, origin=origin))
+            self._submit(Submit(request_id, token_ids, None, origin=origin))
         return request_id
 
     def forget(self, request_id: int) -> None:
@@ -155,7 +170,7 @@ class EngineClient:
         if self._max_unfinished is not None and len(self._unfinished) >= self._max_unfinished:
             most = self._max_unfinished
             raise Overloaded(f"the engine has {most} unfinished requests, which is the limit: try later")
-        self.engine.send(message)
+        self._submit(message)
         self._unfinished.add(message.request_id)
         call = self._calls[message.request_id] = _Call(on_text)
         try:
@@ -168,6 +183,11 @@ class EngineClient:
         finished = self._answer(call)
         assert isinstance(finished, Finished)
         return finished
+
+    def _submit(self, message: Submit) -> None:
+        self.engine.send(message)
+        for observer in self._observers:
+            observer.sent(message)
 
     def _answer(self, call: _Call) -> Finished | EngineStats:
         if call.error is not None:
@@ -183,6 +203,8 @@ class EngineClient:
 
     def receive(self, messages: Sequence[FromEngine]) -> None:
         """Hands a step's messages to whom they concern. Called in the event loop's thread."""
+        for observer in self._observers:
+            observer.heard(messages)
         for message in messages:
             match message:
                 case Progress():

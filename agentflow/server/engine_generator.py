@@ -13,8 +13,8 @@ from agentflow.errors import AgentflowError, BadArgument, NotSupported
 from agentflow.generator import Capabilities, Generated, OnText, Scored, Stats, Usage
 from agentflow.sampling import SamplingParams
 from agentflow.server.chat_template import ChatTemplate
-from agentflow.server.engine_client import EngineClient
-from agentflow.server.engine_messages import Finished, Origin
+from agentflow.server.engine_client import EngineClient, RequestObserver
+from agentflow.server.engine_messages import EngineStats, Finished, Origin
 from agentflow.server.token_state import TokenState
 
 # Text longer than this is encoded in a worker thread: about a millisecond of encoding.
@@ -153,7 +153,7 @@ class EngineGenerator:
 
     async def stats(self) -> Stats:
         """Of the engine, all sessions together."""
-        stats = await self._client.stats()
+        stats = await self.engine_stats()
         return Stats(
             model=stats.model,
             steps=stats.steps,
@@ -174,6 +174,14 @@ class EngineGenerator:
             peak_resident_bytes=stats.peak_resident_bytes,
             restarts=stats.restarts,
         )
+
+    async def engine_stats(self) -> EngineStats:
+        """What ``stats`` tells, and what only the server's metrics show."""
+        return await self._client.stats()
+
+    def observe(self, observer: RequestObserver) -> None:
+        """``observer`` sees the engine's requests, those of all sessions."""
+        self._client.observe(observer)
 
     async def _prompt(self, context: EngineContext, what: str) -> list[int]:
         await self._encode(context)

@@ -12,6 +12,7 @@ import msgspec
 
 from agentflow.sampling import SamplingParams
 from agentflow.server.core.request import Objective
+from agentflow.server.step_times import BucketCounts
 
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):
@@ -111,7 +112,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Counters since the start (tokens, steps) and gauges of now (slots, requests, bytes).
-    ``restarts``: how often an engine process that died was started anew; the counters began anew then."""
+    ``restarts``: how often an engine process that died was started anew; the counters began anew then.
+    ``step_times``: of each phase of ``step_times.PHASES``."""
 
     ticket: int
     model: str
@@ -131,6 +133,7 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     waiting: int
     peak_resident_bytes: int
     restarts: int = 0
+    step_times: Sequence[BucketCounts] = ()
 
 
 FromEngine = Started | Progress | Finished | Failed | EngineStats

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,9 @@ from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.engine_supervisor import supervised_engine
 from agentflow.server.model_store import resolve_model
 from agentflow.server.runner import ModelRunner
+from agentflow.server.simulator.workload import open_sink, workload_name
 from agentflow.server.tokenizer import Tokenizer
+from agentflow.server.workload_recording import recording
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_KV_TOKENS = 65_536
@@ -103,10 +105,17 @@ def _load(options: EngineOptions, folder: Path, device: str) -> tuple[ModelRunne
 
 
 @asynccontextmanager
-async def open_generator(options: EngineOptions) -> AsyncIterator[EngineGenerator]:
-    """An engine with its chat template, ready for an interpreter."""
+async def open_generator(
+    options: EngineOptions, *, record_to: Path | None = None
+) -> AsyncIterator[EngineGenerator]:
+    """An engine with its chat template, ready for an interpreter. ``record_to``: a file for the workload
+    that it serves; ``BadArgument``, before anything is loaded, if it cannot be made."""
     template = ChatTemplate.from_folder(resolve_model(options.model))
-    async with open_engine(options) as client:
+    async with AsyncExitStack() as stack:
+        sink = None if record_to is None else stack.enter_context(open_sink(record_to))
+        client = await stack.enter_async_context(open_engine(options))
+        if record_to is not None and sink is not None:
+            await stack.enter_async_context(recording(client, sink, name=workload_name(record_to)))
         yield EngineGenerator(client, template)
 
 

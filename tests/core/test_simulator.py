@@ -110,6 +110,24 @@ def test_what_is_no_workload_is_refused_in_one_line(tmp_path, capsys, content, m
     assert message in error
 
 
+@pytest.mark.parametrize("name", ["w.jsonl", "w.jsonl.gz"])
+def test_of_a_file_that_was_cut_off_all_whole_lines_are_read(tmp_path, name):
+    writer = open_writer(tmp_path / name, kv_tokens=100)
+    for number in range(3):
+        writer.write(arrival([number] * 2000, [number]))
+        writer.flush()
+        sizes = (tmp_path / name).stat().st_size
+    writer.close()
+    content = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(content[: sizes - 20])
+    workload = read_workload(tmp_path / name)
+    assert workload.is_cut
+    assert [a.prompt[0] for a in workload.arrivals] == [0, 1]
+    console = Console(file=io.StringIO(), width=200)
+    run_simulate(SimulateOptions(tmp_path / name, ["fcfs"]), console)
+    assert "ends in the middle of a line" in console.file.getvalue()
+
+
 def test_a_workload_of_another_version_is_refused(tmp_path):
     (tmp_path / "w.jsonl").write_text('{"agentflow_workload": 9}\n')
     with pytest.raises(BadArgument, match="version 9, not 1"):

@@ -1,9 +1,13 @@
 """What a user sees on the command line when something is wrong: one clear line."""
 
 import socket
+import urllib.request
 
+import anyio
 import pytest
 from end_to_end.serving import run_cli, served
+
+import agentflow as af
 
 
 def only_line(text: str) -> str:
@@ -50,6 +54,35 @@ def test_a_server_ends_quietly_on_sigterm(model_folder):
         output, _ = server.communicate(timeout=30)
     assert server.returncode == 0
     assert "Traceback" not in output
+
+
+def test_a_recording_that_cannot_be_written_is_told_before_a_model_is_loaded(model_folder, tmp_path):
+    path = tmp_path / "nowhere" / "served.jsonl"
+    result = run_cli("serve", "--port", "0", "--record-workload", str(path))
+    assert result.returncode == 1
+    assert str(path) in only_line(result.stderr)
+
+
+def test_what_is_served_is_measured_recorded_and_replayed(model_folder, tmp_path):
+    path = tmp_path / "served.jsonl.gz"
+
+    async def ask(url: str) -> None:
+        async with af.session(url) as flow, flow.state() as s:
+            s += "The capital of France is"
+            s += af.gen("city", max_tokens=3)
+            await s["city"]
+
+    with served("--kv-tokens", "2000", "--record-workload", str(path)) as (url, server):
+        anyio.run(ask, url)
+        with urllib.request.urlopen(f"http{url.removeprefix('ws')}/metrics") as answer:
+            told = answer.read().decode().splitlines()
+        server.terminate()
+        server.communicate(timeout=30)
+    assert "agentflow_engine_up 1.0" in told
+    assert "agentflow_ttft_seconds_count 1.0" in told
+    result = run_cli("simulate", str(path), "--policy", "fair-lpm")
+    assert result.returncode == 0
+    assert "served: 1 requests, 2,000 KV tokens" in result.stdout
 
 
 @pytest.mark.parametrize("option", ["--kv-tokens=0", "--token-budget=-1", "--max-running=0", "--threads=0"])

@@ -61,11 +61,13 @@ class Arrival:
 
 @dataclass(slots=True)
 class Workload:
-    """``kv_tokens``: the pool that it was recorded with or made for."""
+    """``kv_tokens``: the pool that it was recorded with or made for. ``is_cut``: the file ended in the
+    middle of a line, as a recording does whose server was killed."""
 
     name: str
     arrivals: Sequence[Arrival]
     kv_tokens: int = 65_536
+    is_cut: bool = False
 
 
 class _Header(msgspec.Struct):
@@ -147,13 +149,24 @@ class WorkloadWriter:
         self.sink.write(msgspec.json.encode(line) + b"\n")
 
 
-def open_writer(path: Path, *, name: str = "", kv_tokens: int) -> WorkloadWriter:
+def open_sink(path: Path) -> BinaryIO:
     """A new file, compressed where the name ends in ``.gz``. ``BadArgument`` if it cannot be made."""
     try:
-        sink = gzip.open(path, "wb") if path.suffix == ".gz" else path.open("wb")  # noqa: SIM115, the writer's
+        if path.suffix == ".gz":
+            return cast(BinaryIO, gzip.open(path, "wb"))
+        return path.open("wb")
     except OSError as error:
         raise BadArgument(f"cannot write the workload {path}: {error.strerror}") from error
-    return WorkloadWriter(cast(BinaryIO, sink), name or path.name.partition(".")[0], kv_tokens)
+
+
+def open_writer(path: Path, *, name: str = "", kv_tokens: int) -> WorkloadWriter:
+    """Writes a new file. ``BadArgument`` if it cannot be made."""
+    return WorkloadWriter(open_sink(path), name or workload_name(path), kv_tokens)
+
+
+def workload_name(path: Path) -> str:
+    """The file's, without its endings."""
+    return path.name.partition(".")[0]
 
 
 def read_workload(path: Path) -> Workload:
@@ -164,14 +177,16 @@ def read_workload(path: Path) -> Workload:
         with _opened(path) as source:
             if path.name.removesuffix(".gz").endswith(".json"):
                 spec = msgspec.json.decode(source.read(), type=_Generated)
-                name = spec.name or path.name.partition(".")[0]
+                name = spec.name or workload_name(path)
                 return Workload(name, generate(spec.generator, spec.parameters), spec.kv_tokens)
             header = msgspec.json.decode(source.readline(), type=_Header)
             if header.agentflow_workload != VERSION:
                 raise BadArgument(
                     f"{path} is a workload of version {header.agentflow_workload}, not {VERSION}"
                 )
-            return Workload(header.name, list(_arrivals(source)), header.kv_tokens)
+            arrivals: list[Arrival] = []
+            is_cut = not _read_arrivals(source, arrivals)
+            return Workload(header.name, arrivals, header.kv_tokens, is_cut)
     except OSError as error:
         raise BadArgument(f"cannot read the workload {path}: {error.strerror or error}") from error
     except (msgspec.MsgspecError, EOFError, IndexError) as error:
@@ -188,26 +203,33 @@ def _opened(path: Path) -> Iterator[io.BufferedIOBase]:
             yield plain
 
 
-def _arrivals(source: io.BufferedIOBase) -> Iterator[Arrival]:
-    earlier: list[Arrival] = []
-    for text in source:
-        line = msgspec.json.decode(text, type=_Line)
-        prompt = np.array(line.prompt, dtype=np.int32)
-        if line.like is not None:
-            index, length = line.like
-            prompt = np.concatenate((earlier[index].tokens[:length], prompt))
-        arrival = Arrival(
-            prompt,
-            np.array(line.output, dtype=np.int32),
-            at_s=line.at,
-            after=line.after,
-            max_new_tokens=line.limit,
-            tenant=line.tenant,
-            salt=line.salt,
-            objective=line.objective,
-            task_group=line.group,
-            state=line.state,
-            label=line.label,
-        )
-        earlier.append(arrival)
-        yield arrival
+def _read_arrivals(source: io.BufferedIOBase, arrivals: list[Arrival]) -> bool:
+    """Adds what the lines say; whether the last of them is whole."""
+    try:
+        for text in source:
+            if not text.endswith(b"\n"):
+                return False
+            arrivals.append(_arrival(msgspec.json.decode(text, type=_Line), arrivals))
+    except EOFError:  # of what is compressed
+        return False
+    return True
+
+
+def _arrival(line: _Line, earlier: Sequence[Arrival]) -> Arrival:
+    prompt = np.array(line.prompt, dtype=np.int32)
+    if line.like is not None:
+        index, length = line.like
+        prompt = np.concatenate((earlier[index].tokens[:length], prompt))
+    return Arrival(
+        prompt,
+        np.array(line.output, dtype=np.int32),
+        at_s=line.at,
+        after=line.after,
+        max_new_tokens=line.limit,
+        tenant=line.tenant,
+        salt=line.salt,
+        objective=line.objective,
+        task_group=line.group,
+        state=line.state,
+        label=line.label,
+    )

@@ -1,0 +1,98 @@
+"""How long requests wait for the engine, for their first token and for each one after it.
+
+Measured on the server's side of the engine, so that a request whose engine process died and came back
+is measured as its client saw it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from agentflow.server.engine_messages import Failed, Finished, FromEngine, Progress, Started, Submit
+from agentflow.server.step_times import BucketCounts
+
+WAIT_BOUNDS_S = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+TPOT_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+# Tenants are named by clients: more than so many, or longer names, would only fill memory.
+MAX_TENANTS = 100
+MAX_TENANT_CHARS = 64
+NO_TENANT = "default"
+OTHER_TENANTS = "other"
+
+
+@dataclass(slots=True)
+class _Pending:
+    sent_s: float
+    tenant: str
+    generates: bool
+    is_started: bool = False
+    first_s: float | None = None
+
+
+class RequestTimes:
+    """A ``RequestObserver``. ``clock``: seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.ttft = BucketCounts.empty(WAIT_BOUNDS_S)
+        self.tpot = BucketCounts.empty(TPOT_BOUNDS_S)
+        self.queue_wait: dict[str, BucketCounts] = {}
+        self._clock = clock
+        self._pending: dict[int, _Pending] = {}
+
+    def sent(self, submit: Submit) -> None:
+        """Its time begins."""
+        self._pending[submit.request_id] = _Pending(
+            self._clock(), submit.origin.tenant, submit.params is not None and not submit.score_from
+        )
+
+    def heard(self, messages: Sequence[FromEngine]) -> None:
+        """Starts, first tokens and ends; all messages of a step have one time."""
+        now_s = self._clock()
+        for message in messages:
+            match message:
+                case Progress():
+                    pending = self._pending.get(message.request_id)
+                    if pending is not None and pending.first_s is None:
+                        self._has_first_token(pending, now_s)
+                case Started():
+                    for request_id in message.request_ids:
+                        self._has_started(self._pending.get(request_id), now_s)
+                case Finished():
+                    pending = self._pending.pop(message.request_id, None)
+                    if pending is not None:
+                        self._has_finished(pending, now_s, message.output_tokens)
+                case Failed():
+                    self._pending.pop(message.request_id, None)
+
+    def forget_pending(self) -> None:
+        """Another engine comes, which knows none of the requests and may use their numbers again."""
+        self._pending.clear()
+
+    def _has_started(self, pending: _Pending | None, now_s: float) -> None:
+        if pending is None or pending.is_started:  # begun anew after a restart: it waited only once
+            return
+        pending.is_started = True
+        tenant = self._label(pending.tenant)
+        counts = self.queue_wait.get(tenant)
+        if counts is None:
+            counts = self.queue_wait[tenant] = BucketCounts.empty(WAIT_BOUNDS_S)
+        counts.count(WAIT_BOUNDS_S, now_s - pending.sent_s)
+
+    def _has_first_token(self, pending: _Pending, now_s: float) -> None:
+        pending.first_s = now_s
+        self.ttft.count(WAIT_BOUNDS_S, now_s - pending.sent_s)
+
+    def _has_finished(self, pending: _Pending, now_s: float, output_tokens: int) -> None:
+        if not pending.generates:
+            return
+        if pending.first_s is None:  # its only token ended it
+            self._has_first_token(pending, now_s)
+        elif output_tokens > 1:
+            self.tpot.count(TPOT_BOUNDS_S, (now_s - pending.first_s) / (output_tokens - 1))
+
+    def _label(self, tenant: str) -> str:
+        label = tenant[:MAX_TENANT_CHARS].encode("utf-8", "replace").decode() or NO_TENANT
+        named = len(self.queue_wait.keys() - {OTHER_TENANTS})
+        return label if label in self.queue_wait or named < MAX_TENANTS else OTHER_TENANTS
