@@ -53,7 +53,7 @@ async def tree_of_thought(s: af.State, number: int, is_parallel: bool) -> None:
         branches = state.fork(3)
         for i, branch in enumerate(branches):
             branch += f"Thought {i}: "
-            branch += af.gen("thought", max_tokens=24, ignore_eos=True)
+            branch += af.gen("thought", max_tokens=12, ignore_eos=True)
             if not is_parallel:
                 await branch
         for branch in branches:
@@ -66,11 +66,11 @@ async def tree_of_thought(s: af.State, number: int, is_parallel: bool) -> None:
 
 @af.program
 async def chat(s: af.State, number: int, is_parallel: bool) -> None:
-    """Four turns under a system message that all conversations share."""
+    """Three turns under a system message that all conversations share."""
     s += words(150, "system")
-    for turn in range(4):
+    for turn in range(3):
         s += f"\nUser: {words(40, f'{number} {turn}')}\nAssistant:"
-        s += af.gen(f"reply {turn}", max_tokens=16, ignore_eos=True)
+        s += af.gen(f"reply {turn}", max_tokens=8, ignore_eos=True)
         await s
 
 
@@ -83,8 +83,8 @@ async def unshared(s: af.State, number: int, is_parallel: bool) -> str:
 
 
 SHAPES = [
-    Shape("few-shot", 60, few_shot),
-    Shape("tree-of-thought", 6, tree_of_thought),
+    Shape("few-shot", 36, few_shot),
+    Shape("tree-of-thought", 4, tree_of_thought),
     Shape("chat", 24, chat),
 ]
 UNSHARED = Shape("unshared", 24, unshared)
