@@ -21,7 +21,8 @@ from agentflow.backends.interpreted import interpreted
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.core.batch import Batch, BatchOutput
 from agentflow.server.core.liveness import Liveness
-from agentflow.server.core.radix_cache import PrefixMatch, RadixCache
+from agentflow.server.core.radix_cache import RadixCache
+from agentflow.server.core.radix_node import PrefixMatch
 from agentflow.server.core.request import Request
 from agentflow.server.core.scheduler import Scheduler, SchedulerConfig
 from agentflow.server.core.token_run import TokenRun, token_run

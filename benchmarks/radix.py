@@ -11,7 +11,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from agentflow.server.core.radix_cache import PrefixMatch, RadixCache
+from agentflow.server.core.radix_cache import RadixCache
+from agentflow.server.core.radix_node import PrefixMatch
 from agentflow.server.core.token_run import token_run
 from benchmarks.report import Report, median_of
 

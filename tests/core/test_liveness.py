@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from agentflow.sampling import SamplingParams
 from agentflow.server.core import liveness
 from agentflow.server.core.liveness import Liveness
-from agentflow.server.core.radix_cache import PrefixMatch, RadixCache
+from agentflow.server.core.radix_cache import RadixCache
+from agentflow.server.core.radix_node import PrefixMatch
 from agentflow.server.core.request import Request, Status
 from agentflow.server.core.scheduler import Scheduler, SchedulerConfig
 from agentflow.server.core.token_run import token_run

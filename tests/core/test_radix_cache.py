@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from agentflow.server.core.kv_slots import KVSlots
-from agentflow.server.core.radix_cache import PrefixMatch, RadixCache
+from agentflow.server.core.radix_cache import RadixCache
+from agentflow.server.core.radix_node import PrefixMatch
 from agentflow.server.core.token_run import common_prefix_len, token_run
 
 # Few token ids and short sequences, so that prefixes collide often.

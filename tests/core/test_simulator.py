@@ -11,6 +11,7 @@ from rich.console import Console
 
 from agentflow import cli
 from agentflow.errors import BadArgument
+from agentflow.server.core.policies import POLICIES
 from agentflow.server.core.scheduler import SchedulerConfig
 from agentflow.server.simulator.command import SimulateOptions, run_simulate
 from agentflow.server.simulator.cost_model import CostModel, fit_cost
@@ -188,6 +189,10 @@ def test_the_cost_model_is_read_as_it_was_written(tmp_path):
     (tmp_path / "cost.json").write_text("[]")
     with pytest.raises(BadArgument, match="cannot read the cost model"):
         CostModel.read(tmp_path / "cost.json")
+
+
+def test_the_command_knows_every_policy():
+    assert list(POLICIES) == cli.POLICY_NAMES
 
 
 def test_the_command_shows_the_policies_side_by_side(tmp_path):

@@ -14,7 +14,8 @@ import numpy as np
 from agentflow.server.core.batch_builder import Work
 from agentflow.server.core.kv_slots import KVSlots
 from agentflow.server.core.liveness import Liveness
-from agentflow.server.core.radix_cache import PrefixMatch, RadixCache
+from agentflow.server.core.radix_cache import RadixCache
+from agentflow.server.core.radix_node import PrefixMatch
 from agentflow.server.core.request import CacheIdentity, Request
 from agentflow.server.core.token_run import TokenRun, token_run
 

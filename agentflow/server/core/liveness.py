@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from agentflow.server.core.radix_cache import Node, PrefixMatch, RadixCache
+from agentflow.server.core.radix_cache import RadixCache
+from agentflow.server.core.radix_node import Node, PrefixMatch
 
 EXPIRES_AFTER_POOLS = 4
 """A state that did nothing while so many times the pool was computed counts as finished."""

@@ -13,71 +13,16 @@ which compare and hash in well under a microsecond where arrays take several.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from agentflow.server.core.eviction_queue import EvictionQueue
+from agentflow.server.core.radix_node import Node, PrefixMatch, SlotArray
 from agentflow.server.core.token_run import TOKEN_BYTES, TokenRun, common_prefix_len
 
-TokenArray = NDArray[np.int32]
-SlotArray = NDArray[np.int32]
-
 _EMPTY: SlotArray = np.empty(0, dtype=np.int32)
-
-
-class Node:
-    """One edge of the tree: ``run`` and the ``slots`` of its tokens, below ``parent``.
-
-    ``num_prompt``: of the tokens, so many at the front were part of a prompt when they were first
-    computed; the others were generated.
-    ``keeps``: how many live states end here. ``moved_to``: of a removed node, its parent then.
-    """
-
-    __slots__ = (
-        "children",
-        "extra_key",
-        "keeps",
-        "last_access",
-        "locks",
-        "moved_to",
-        "num_prompt",
-        "parent",
-        "run",
-        "slots",
-    )
-
-    def __init__(self, run: TokenRun, slots: SlotArray, parent: Node | None, last_access: int) -> None:
-        self.run = run
-        self.slots = slots
-        self.parent = parent
-        self.children: dict[TokenRun, Node] = {}  # by their first token
-        self.extra_key: Hashable = None  # of a root
-        self.num_prompt = len(slots)
-        self.locks = 0
-        self.keeps = 0
-        self.last_access = last_access
-        self.moved_to: Node | None = None
-
-    @property
-    def is_evictable(self) -> bool:
-        return self.locks == 0 and not self.children and self.parent is not None
-
-    @property
-    def rank(self) -> tuple[bool, int]:
-        """The order of eviction: the least goes first."""
-        return self.keeps > 0, self.last_access
-
-
-class PrefixMatch(NamedTuple):
-    """A matched prefix: its last node (to lock or keep), its length in tokens, and how many of them
-    were generated rather than prompts when they were first computed."""
-
-    node: Node
-    num_tokens: int
-    num_output: int = 0
 
 
 OnEvict = Callable[[Any, TokenRun, int], None]
@@ -92,9 +37,7 @@ class RadixCache:
     def __init__(self) -> None:
         self._roots: dict[Hashable, Node] = {}
         self._clock = 0
-        self._leaves: list[tuple[bool, int, int, Node]] = []  # heap of (rank, tie-break, node)
-        self._pushes = 0
-        self._num_leaves = 0
+        self._leaves = EvictionQueue()
         self.num_cached = 0
         self.num_locked = 0
 
@@ -174,7 +117,7 @@ class RadixCache:
         while node.parent is not None:
             if node.locks == 0:
                 self.num_locked += len(node.slots)
-                self._num_leaves -= 0 if node.children else 1
+                self._leaves.num_leaves -= 0 if node.children else 1
             node.locks += 1
             node = node.parent
 
@@ -190,8 +133,8 @@ class RadixCache:
             if node.locks == 0:
                 self.num_locked -= len(node.slots)
                 if not node.children:
-                    self._num_leaves += 1
-                    self._push_leaf(node)
+                    self._leaves.num_leaves += 1
+                    self._leaves.push(node)
             node = node.parent
 
     def keep(self, match: PrefixMatch) -> None:
@@ -212,16 +155,7 @@ class RadixCache:
         evictable is left. Returns the slots that became free."""
         freed: list[SlotArray] = []
         num_freed = 0
-        while num_freed < count and self._leaves:
-            is_kept, last_access, _, node = heapq.heappop(self._leaves)
-            if (
-                node.last_access != last_access
-                or node.locks
-                or node.children
-                or node.parent is None
-                or (node.keeps > 0) != is_kept
-            ):
-                continue  # an old entry: the node was used, locked, extended or removed since
+        while num_freed < count and (node := self._leaves.pop()) is not None:
             freed.append(node.slots)
             num_freed += len(node.slots)
             if on_evict is not None:
@@ -243,7 +177,7 @@ class RadixCache:
                 child = self._split(child, common_prefix_len(piece, child.run))
             child.last_access = clock
             if not child.children and not child.locks:
-                self._push_leaf(child)
+                self._leaves.push(child)
             num_output += len(child.slots) - child.num_prompt
             done += len(child.run)
             node = child
@@ -270,8 +204,8 @@ class RadixCache:
         leaf.num_prompt = new_prompt
         was_leaf = parent.is_evictable
         parent.children[leaf.run[:TOKEN_BYTES]] = leaf
-        self._num_leaves += 0 if was_leaf else 1
-        self._push_leaf(leaf)
+        self._leaves.num_leaves += 0 if was_leaf else 1
+        self._leaves.push(leaf)
         self.num_cached += len(leaf.slots)
         return leaf
 
@@ -280,12 +214,12 @@ class RadixCache:
         assert parent is not None
         del parent.children[node.run[:TOKEN_BYTES]]
         self.num_cached -= len(node.slots)
-        self._num_leaves -= 1
+        self._leaves.num_leaves -= 1
         parent.keeps += node.keeps  # what a live state needs of the rest is still needed
         node.parent, node.moved_to = None, parent
         if parent.is_evictable:
-            self._num_leaves += 1
-            self._push_leaf(parent)
+            self._leaves.num_leaves += 1
+            self._leaves.push(parent)
         elif parent.parent is None and not parent.children:
             # Extra keys come from clients: the empty tree of a key nobody uses must not stay.
             self._roots.pop(parent.extra_key, None)
@@ -314,16 +248,7 @@ class RadixCache:
 
     def _requeue(self, node: Node) -> None:
         if node.is_evictable:
-            self._push_leaf(node)
-
-    def _push_leaf(self, node: Node) -> None:
-        self._pushes += 1
-        heapq.heappush(self._leaves, (node.keeps > 0, node.last_access, self._pushes, node))
-        if len(self._leaves) > 64 + 4 * self._num_leaves:
-            # Mostly old entries: keep one for each leaf. Amortised over the pushes that made them.
-            live = {id(entry[3]): entry for entry in self._leaves if _is_current(entry)}
-            self._leaves = list(live.values())
-            heapq.heapify(self._leaves)
+            self._leaves.push(node)
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the roots, parents first. For checks and drawings; walks everything."""
@@ -337,7 +262,7 @@ class RadixCache:
     def check(self) -> None:
         """Raises ``AssertionError`` where an invariant of the tree is broken. Walks everything."""
         num_cached = num_locked = num_leaves = 0
-        entries = {id(entry[3]) for entry in self._leaves if _is_current(entry)}
+        queued = self._leaves.nodes()
         seen: set[int] = set()
         for node in self.nodes():
             assert node.parent is not None
@@ -349,13 +274,8 @@ class RadixCache:
             num_locked += len(node.slots) if node.locks else 0
             if node.is_evictable:
                 num_leaves += 1
-                assert id(node) in entries, "an evictable leaf is not in the heap"
+                assert node in queued, "an evictable leaf is not in the queue"
             seen.update(node.slots.tolist())
         assert len(seen) == num_cached == self.num_cached, "a slot is cached twice, or the count is off"
         assert num_locked == self.num_locked
-        assert num_leaves == self._num_leaves
-
-
-def _is_current(entry: tuple[bool, int, int, Node]) -> bool:
-    is_kept, last_access, _, node = entry
-    return node.is_evictable and node.rank == (is_kept, last_access)
+        assert num_leaves == self._leaves.num_leaves

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from agentflow.sampling import SamplingParams
-from agentflow.server.core.radix_cache import PrefixMatch, TokenArray
+from agentflow.server.core.radix_node import PrefixMatch, TokenArray
 from agentflow.server.core.token_run import TokenRun, token_run
 
 Objective = Literal["latency", "throughput"]

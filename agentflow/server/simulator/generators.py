@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from agentflow.errors import BadArgument
-from agentflow.server.core.radix_cache import TokenArray
+from agentflow.server.core.radix_node import TokenArray
 from agentflow.server.simulator.workload import Arrival
 
 VOCABULARY = 49_000

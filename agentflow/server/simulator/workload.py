@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from agentflow.errors import BadArgument
-from agentflow.server.core.radix_cache import TokenArray
+from agentflow.server.core.radix_node import TokenArray
 from agentflow.server.core.request import Objective
 from agentflow.server.core.token_run import common_prefix_len, token_run
 
