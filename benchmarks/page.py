@@ -18,6 +18,22 @@ TITLES = {
     "scheduler": "The scheduler",
     "ablation": "What each part is worth",
 }
+REMARKS = {
+    "radix": "The cost follows the path (the number of edges that the prompt runs along), not the tree.",
+    "scheduler": (
+        "`cold-tail.json` is the known failure of plain longest-prefix-first: a burst at 1.3 times what the "
+        "machine can do, a tenth of it requests that share nothing. A step at 10,000 waiting is everything "
+        "that the scheduler does between two forward passes, with 100 requests through each of its stages; "
+        "most of it is the same under `fcfs`, which keeps no order but that of arrival."
+    ),
+    "ablation": (
+        "The pool holds half of the working set. Hints raise the hit rate where branches come and go (trees "
+        "of thought), but not the speed here: what is kept for a program's next request is not given to "
+        "others, so batches are smaller, and on this machine a row more in a batch costs about as much as "
+        "the prompt tokens that are saved. Chat and few-shot programs answer faster than their KV would be "
+        "evicted, so hints change nothing for them."
+    ),
+}
 _INTRODUCTION = """# Benchmarks
 
 Made by `python -m benchmarks.page` from the results under `benchmarks/results/`; each section names the
@@ -32,7 +48,8 @@ def write_page() -> None:
     for name, title in TITLES.items():
         files = sorted(RESULTS.glob(f"*/{name}.json"))
         if files:
-            parts.append(f"## {title}\n\n```console\n$ python -m benchmarks {name}\n```\n")
+            remark = f"{REMARKS[name]}\n" if name in REMARKS else ""
+            parts.append(f"## {title}\n\n```console\n$ python -m benchmarks {name}\n```\n\n{remark}")
         for file in files:
             parts.append("\n".join(_table(json.loads(file.read_text(encoding="utf-8")))) + "\n")
         if name == "scheduler":

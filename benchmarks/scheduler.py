@@ -1,6 +1,6 @@
 """The scheduler in figures: fairness, hits, deep queues and a full pool, in simulated time.
 
-Simulated time goes by the cost model that is in the code, so that the same commit gives the same
+Simulated time goes by the cost model that is in the package, so that the same commit gives the same
 figures everywhere; ``--only cost`` fits one to passes of the real model on this machine.
 """
 
@@ -19,14 +19,14 @@ from agentflow.sampling import SamplingParams
 from agentflow.server.core.batch import Batch, BatchOutput
 from agentflow.server.core.request import Request
 from agentflow.server.core.scheduler import Scheduler, SchedulerConfig
-from agentflow.server.simulator.cost_model import CostModel, features, fit_cost
+from agentflow.server.simulator.cost_model import CostModel, default_cost, features, fit_cost
 from agentflow.server.simulator.generators import unshared
 from agentflow.server.simulator.simulation import Simulated, simulate
 from agentflow.server.simulator.workload import Workload, read_workload
 from benchmarks.report import Report, Result, median_of
 
 WORKLOADS = Path(__file__).parent / "workloads"
-COST_FILE = Path("build/cost-model.json")
+COST_FILE = Path("agentflow/server/simulator/default_cost.json")
 NUM_WAITING = 10_000
 PER_STEP = 100
 _PARAMS = SamplingParams()
@@ -205,11 +205,10 @@ def _add(report: Report, *results: Result) -> None:
 def run(report: Report, console: Console, only: str) -> None:
     """The figures whose id contains ``only``; ``cost``: fits a cost model instead."""
     if only == "cost":
-        COST_FILE.parent.mkdir(exist_ok=True)
         fit_cost_model(console).write(COST_FILE)
         console.print(f"written to {COST_FILE}")
         return
-    cost = CostModel()
+    cost = default_cost()
     measure_fairness(report, cost)
     measure_overcommit(report, cost)
     measure_deep_queue(report)

@@ -183,7 +183,7 @@ def test_the_cost_model_is_found_again_from_what_it_says():
 
 
 def test_the_cost_model_is_read_as_it_was_written(tmp_path):
-    model = CostModel(base_s=0.5)
+    model = CostModel(base_s=0.5, row_s=1, logits_s=2, read_s=3, pair_s=4)
     model.write(tmp_path / "cost.json")
     assert CostModel.read(tmp_path / "cost.json") == model
     (tmp_path / "cost.json").write_text("[]")

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from agentflow.errors import BadArgument
 from agentflow.server.core.scheduler import SchedulerConfig
-from agentflow.server.simulator.cost_model import CostModel
+from agentflow.server.simulator.cost_model import CostModel, default_cost
 from agentflow.server.simulator.simulation import simulate
 from agentflow.server.simulator.summary import Summary, summarise
 from agentflow.server.simulator.workload import Workload, read_workload
@@ -40,7 +40,7 @@ def run_simulate(options: SimulateOptions, console: Console | None = None) -> li
     workload = read_workload(options.workload)
     if workload.is_cut:
         console.print(f"{options.workload} ends in the middle of a line: what comes before it is replayed")
-    cost = CostModel.read(options.cost) if options.cost is not None else CostModel()
+    cost = CostModel.read(options.cost) if options.cost is not None else default_cost()
     summaries = [
         _simulate_one(workload, policy, cost, options, console) for policy in dict.fromkeys(options.policies)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
@@ -16,17 +17,13 @@ from agentflow.server.core.batch import Batch
 @dataclass(frozen=True, slots=True)
 class CostModel:
     """Seconds of one pass: ``base_s``, and for each row, each row whose logits are needed, each token of
-    KV that a single row reads, and each pair of query and key within a chunk's attention.
+    KV that a single row reads, and each pair of query and key within a chunk's attention."""
 
-    The defaults are the default model in bfloat16 on two cores with AMX, as
-    ``python -m benchmarks scheduler`` fits them.
-    """
-
-    base_s: float = 0.0222
-    row_s: float = 0.00027
-    logits_s: float = 0.00030
-    read_s: float = 2.0e-6
-    pair_s: float = 2.0e-8
+    base_s: float
+    row_s: float
+    logits_s: float
+    read_s: float
+    pair_s: float
 
     def step_s(self, batch: Batch) -> float:
         """For one batch."""
@@ -43,6 +40,13 @@ class CostModel:
             return msgspec.json.decode(path.read_bytes(), type=cls)
         except (OSError, msgspec.MsgspecError) as error:
             raise BadArgument(f"cannot read the cost model {path}: {error}") from error
+
+
+@functools.cache
+def default_cost() -> CostModel:
+    """The default model in bfloat16 on two cores with AMX, as ``python -m benchmarks scheduler --only
+    cost`` fitted it."""
+    return CostModel.read(Path(__file__).with_name("default_cost.json"))
 
 
 def features(batch: Batch) -> tuple[float, float, float, float, float]:

@@ -20,7 +20,7 @@ from agentflow.sampling import SamplingParams
 from agentflow.server.core.batch import BatchOutput
 from agentflow.server.core.request import Request
 from agentflow.server.core.scheduler import Counters, Scheduler, SchedulerConfig
-from agentflow.server.simulator.cost_model import CostModel
+from agentflow.server.simulator.cost_model import CostModel, default_cost
 from agentflow.server.simulator.workload import Arrival, Workload
 
 _PARAMS = SamplingParams()
@@ -171,7 +171,7 @@ def simulate(
 ) -> Simulated:
     """Replays the workload to its end. ``kv_tokens``: another pool than the workload's own."""
     scheduler = Scheduler(num_slots=kv_tokens or workload.kv_tokens, max_context=max_context, config=config)
-    run = _Run(workload, scheduler, cost or CostModel())
+    run = _Run(workload, scheduler, cost or default_cost())
     steps: list[float] = []
     start = time.perf_counter()
     while (took_s := run.step()) is not None:
