@@ -94,10 +94,10 @@ class Returned:
         return next((r for r in self.requests.values() if not is_blocked(r, None)), None)
 
 
-class FirstCome:
-    """In order of arrival."""
+class WaitingRequests:
+    """What policies without tenants have in common: who waits, and who lost its slots."""
 
-    def __init__(self, peek: Peek, token_budget: int) -> None:
+    def __init__(self) -> None:
         self._returned = Returned()
         self._waiting: dict[int, Request] = {}
 
@@ -117,15 +117,6 @@ class FirstCome:
     def restore(self, request: Request) -> None:
         self._returned.add(request)
 
-    def next(self, is_blocked: IsBlocked) -> Request | None:
-        returned = self._returned.first(is_blocked)
-        if returned is not None:
-            return returned
-        for _, request in zip(range(MAX_PASSED_OVER), self._in_order(), strict=False):
-            if not is_blocked(request, None):
-                return request
-        return None
-
     def remove(self, request: Request) -> None:
         if not self._returned.discard(request):
             del self._waiting[request.id]
@@ -138,6 +129,22 @@ class FirstCome:
     def tokens_cached(self, identity: CacheIdentity, run: TokenRun) -> None: ...
 
     def tokens_evicted(self, identity: CacheIdentity, run: TokenRun, kept: int) -> None: ...
+
+
+class FirstCome(WaitingRequests):
+    """In order of arrival."""
+
+    def __init__(self, peek: Peek, token_budget: int) -> None:
+        super().__init__()
+
+    def next(self, is_blocked: IsBlocked) -> Request | None:
+        returned = self._returned.first(is_blocked)
+        if returned is not None:
+            return returned
+        for _, request in zip(range(MAX_PASSED_OVER), self._in_order(), strict=False):
+            if not is_blocked(request, None):
+                return request
+        return None
 
     def _in_order(self) -> Iterator[Request]:
         return iter(self._waiting.values())

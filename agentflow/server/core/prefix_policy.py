@@ -7,40 +7,24 @@ is then computed once. Neither is fair: a request that shares nothing waits for 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from agentflow.server.core.policy import IsBlocked, Peek, Returned
+from agentflow.server.core.policy import IsBlocked, Peek, WaitingRequests
 from agentflow.server.core.request import CacheIdentity, Request
 from agentflow.server.core.token_run import TokenRun
 from agentflow.server.core.waiting_tree import WaitingNode, WaitingTree
 
 
-class LongestPrefix:
+class LongestPrefix(WaitingRequests):
     """Longest cached prefix first; of equals, about the one that came first."""
 
     def __init__(self, peek: Peek, token_budget: int) -> None:
+        super().__init__()
         self._peek = peek
-        self._returned = Returned()
         self._tree = WaitingTree()
-        self._waiting: dict[int, Request] = {}
-
-    def __len__(self) -> int:
-        return len(self._returned) + len(self._waiting)
-
-    def __iter__(self) -> Iterator[Request]:
-        yield from self._returned
-        yield from self._waiting.values()
-
-    def __contains__(self, request: Request) -> bool:
-        return request.id in self._waiting or request in self._returned
 
     def add(self, request: Request) -> None:
+        super().add(request)
         run = request.reusable_run()
         self._tree.add(request, run, self._peek(request.extra_key, run))
-        self._waiting[request.id] = request
-
-    def restore(self, request: Request) -> None:
-        self._returned.add(request)
 
     def next(self, is_blocked: IsBlocked) -> Request | None:
         returned = self._returned.first(is_blocked)
@@ -50,14 +34,9 @@ class LongestPrefix:
         return found[0] if found is not None else None
 
     def remove(self, request: Request) -> None:
-        if not self._returned.discard(request):
-            del self._waiting[request.id]
+        if request.id in self._waiting:
             self._tree.remove(request)
-
-    def admit(self, request: Request, num_uncached: int) -> None:
-        self.remove(request)
-
-    def finish(self, request: Request) -> None: ...
+        super().remove(request)
 
     def tokens_cached(self, identity: CacheIdentity, run: TokenRun) -> None:
         self._tree.tokens_cached(identity, run)
