@@ -126,7 +126,10 @@ def _add_simulate_options(simulate: argparse.ArgumentParser) -> None:
     add("--max-context", type=_count, default=8192, metavar="N", help="tokens of one request (%(default)s)")
     add("--no-cache", action="store_true", help="turn the prefix cache off")
     add(
-        "--cost", type=Path, metavar="FILE", help="a cost model, as `python -m benchmarks scheduler` fits one"
+        "--cost",
+        type=Path,
+        metavar="FILE",
+        help="a cost model, as `python -m benchmarks scheduler --only cost` fits one",
     )
     add("--json", type=Path, metavar="FILE", help="also write the results there")
 

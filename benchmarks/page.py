@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import Result
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -73,14 +75,8 @@ def _table(results: dict[str, Any]) -> Iterator[str]:
         runs = ", ".join(f"{run:.4g}" for run in result["runs"])
         goal = result["goal"].replace(">=", "≥").replace("<=", "≤")
         value = f"{result['value']:.4g} {result['unit']}".replace(" ratio", "")
-        missed = " (missed)" if goal and not _is_reached(result) else ""
+        missed = " (missed)" if Result(**result).is_reached is False else ""
         yield f"| `{result['id']}` | {value} | {goal}{missed} | {runs} | {result['note']} |"
-
-
-def _is_reached(result: dict[str, Any]) -> bool:
-    comparison, _, bound = result["goal"].partition(" ")
-    reached: bool = result["value"] >= float(bound) if comparison == ">=" else result["value"] <= float(bound)
-    return reached
 
 
 def _simulations() -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 
@@ -62,13 +63,9 @@ def fit_cost_model(console: Console) -> CostModel:
                     scheduler.release(result.request)
     runner.close()
     model = fit_cost(samples)
-    errors = [abs(float(np.dot(list(_coefficients(model)), x)) / seconds - 1) for x, seconds in samples]
+    errors = [abs(float(np.dot(astuple(model), x)) / seconds - 1) for x, seconds in samples]
     console.print(f"{model}, fitted to {len(samples)} passes; median error {np.median(errors):.1%}")
     return model
-
-
-def _coefficients(model: CostModel) -> tuple[float, ...]:
-    return model.base_s, model.row_s, model.logits_s, model.read_s, model.pair_s
 
 
 def measure_fairness(report: Report, cost: CostModel) -> None:
@@ -86,8 +83,7 @@ def measure_fairness(report: Report, cost: CostModel) -> None:
     tails = [ttft_s(one, "cold", 99) for one in (fair, lpm, fcfs)]
     medians = [ttft_s(one, "", 50) for one in (fair, lpm, fcfs)]
     shown = "cold p99 {:.1f} s (lpm {:.1f}, fcfs {:.1f}); median of all {:.2f} s ({:.2f}, {:.2f})"
-    _add(
-        report,
+    report.results += [
         Result(
             "scheduler.cold_tail_of_lpm",
             round(tails[1] / medians[1], 2),
@@ -111,7 +107,7 @@ def measure_fairness(report: Report, cost: CostModel) -> None:
             note=f"{fair.hit_rate:.1%} against {lpm.hit_rate:.1%}",
             goal=">= 0.95",
         ),
-    )
+    ]
 
 
 def measure_overcommit(report: Report, cost: CostModel) -> None:
@@ -126,8 +122,7 @@ def measure_overcommit(report: Report, cost: CostModel) -> None:
 
     (once, _), (twice, retractions) = tokens_per_s(32), tokens_per_s(64)
     note = f"{twice:.0f} against {once:.0f} tokens/s; {retractions} retractions for 600 requests"
-    _add(
-        report,
+    report.results.append(
         Result(
             "scheduler.overcommit_throughput", round(twice / once, 4), "ratio", [], note=note, goal=">= 0.8"
         ),
@@ -186,8 +181,7 @@ def measure_deep_queue(report: Report) -> None:
         means = {name: float(np.median([parts[name] for parts in steps])) for name in steps[0]}
         note = ", ".join(f"{name} {ms:.2f}" for name, ms in means.items())
         is_default = policy == "fair-lpm"
-        _add(
-            report,
+        report.results.append(
             median_of(
                 "scheduler.step_ms_at_10000_waiting" + ("" if is_default else f".{policy}"),
                 [float(np.median(chunk)) for chunk in np.array_split(whole, 5)],
@@ -196,10 +190,6 @@ def measure_deep_queue(report: Report) -> None:
                 note=f"{note}; {PER_STEP} of each a step",
             ),
         )
-
-
-def _add(report: Report, *results: Result) -> None:
-    report.results += results
 
 
 def run(report: Report, console: Console, only: str) -> None:

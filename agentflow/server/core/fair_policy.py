@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 
 from agentflow.server.core.policy import IsBlocked, Peek, Returned
 from agentflow.server.core.request import CacheIdentity, Request
@@ -58,18 +58,15 @@ class Line:
         self._work: dict[int, int] = {}
         self._overtaken_from: dict[int, int] = {}  # the total of work left from which it is overtaken
         self._limits: list[tuple[float, int]] = []  # heap of (limit, request id), old entries stay
-        self._limit_of: dict[int, float] = {}
         self.work_added = 0
         self.work_left = 0
 
     def add(self, request: Request, work: int) -> None:
         """A request that has to compute so many tokens."""
-        before = self.work_added - self.work_left
-        limit = self._min_overtaken + OVERTAKEN_SHARE * before
+        limit = self._min_overtaken + OVERTAKEN_SHARE * (self.work_added - self.work_left)
         self.requests[request.id] = request
         self._work[request.id] = work
-        self._overtaken_from[request.id] = self.work_left + before
-        self._limit_of[request.id] = limit
+        self._overtaken_from[request.id] = self.work_added  # when so much has left, all before it has
         heapq.heappush(self._limits, (limit, request.id))
         self.work_added += work
 
@@ -77,8 +74,8 @@ class Line:
         """It left, admitted or not."""
         del self.requests[request.id]
         self.work_left += self._work.pop(request.id)
-        del self._overtaken_from[request.id], self._limit_of[request.id]
-        while self._limits and self._limits[0][1] not in self._limit_of:
+        del self._overtaken_from[request.id]
+        while self._limits and self._limits[0][1] not in self.requests:
             heapq.heappop(self._limits)
 
     def overdue(self) -> Request | None:
@@ -111,19 +108,20 @@ class Tenant:
 
     def next(self, is_blocked: IsBlocked) -> Request | None:
         """The order that the module's docstring gives."""
-        request = self.returned.first(is_blocked) if self.returned.requests else None
-        if request is None:
-            request = self.line.overdue()
-            if request is not None and is_blocked(request, None):
-                request = None
-        if request is None and self.current_group is not None:
-            siblings = self.groups.get(self.current_group, {})
-            request = next((r for r in siblings.values() if not is_blocked(r, None)), None)
-        for tree in self.trees.values() if request is None else ():
+        returned = self.returned.first(is_blocked)
+        if returned is not None:
+            return returned
+        overdue = self.line.overdue()
+        if overdue is not None and not is_blocked(overdue, None):
+            return overdue
+        for sibling in self.groups.get(self.current_group, {}).values():
+            if not is_blocked(sibling, None):
+                return sibling
+        for tree in self.trees.values():
             found = tree.longest_match(is_blocked)
             if found is not None:
                 return found[0]
-        return request
+        return None
 
     def remove(self, request: Request) -> None:
         """It waits no longer."""
@@ -214,13 +212,11 @@ class FairLongestPrefix:
 
     def tokens_cached(self, identity: CacheIdentity, run: TokenRun) -> None:
         for tree in self._trees(identity):
-            if identity in tree.roots:
-                tree.tokens_cached(identity, run)
+            tree.tokens_cached(identity, run)
 
     def tokens_evicted(self, identity: CacheIdentity, run: TokenRun, kept: int) -> None:
         for tree in self._trees(identity):
-            if identity in tree.roots:
-                tree.tokens_evicted(identity, run, kept)
+            tree.tokens_evicted(identity, run, kept)
 
     def _arrived(self, request: Request) -> Tenant:
         tenant = self._tenants.get(request.tenant)
@@ -237,6 +233,8 @@ class FairLongestPrefix:
         if not tenant.num_waiting and not tenant.num_admitted:
             del self._tenants[name]  # with what it owes or has left: idle tenants save up nothing
 
-    def _trees(self, identity: CacheIdentity) -> Iterable[WaitingTree]:
+    def _trees(self, identity: CacheIdentity) -> list[WaitingTree]:
+        """Those in which somebody with that identity waits."""
         tenant = self._tenants.get(identity.tenant)
-        return () if tenant is None else tenant.trees.values()
+        trees = () if tenant is None else tenant.trees.values()
+        return [tree for tree in trees if identity in tree.roots]

@@ -82,11 +82,10 @@ class KVMemory:
         return match
 
     def attach(self, request: Request, match: PrefixMatch) -> None:
-        """The request runs, on top of its match."""
+        """The request runs, on top of its match, which counts as computed already."""
         request.page_row = self._free_rows.pop()
         if match.num_tokens:
             self.page_table[request.page_row, : match.num_tokens] = self.cache.slots_of(match)
-        request.num_computed = match.num_tokens
         request.committed = match
 
     def allocate(self, work: Sequence[Work], num_rows: int) -> None:

@@ -41,10 +41,7 @@ class OutputReserve:
 
     def need(self, request: Request) -> int:
         """Slots that a running request will still take: what it has to compute, and what it generates."""
-        limit, generated = request.max_new_tokens, request.num_tokens - request.num_prompt
-        likely = int(self._reserved_share * limit) - generated
-        expected = min(limit - generated, likely if likely > LEAST else LEAST)
-        return request.num_tokens - request.num_computed + expected
+        return request.num_tokens - request.num_computed + self.expected(request)
 
     def need_at_peak(self, requests: Iterable[Request]) -> int:
         """Slots that the requests together take beyond those they have, at the worst moment: all go on

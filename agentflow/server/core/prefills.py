@@ -51,7 +51,7 @@ class Prefills:
     def will_compute(self, request: Request, match: int) -> bool:
         """Whether the first token that the request has not got cached, and could have from the cache,
         is about to be computed by another; so many of its tokens are cached."""
-        if not self._requests or match >= request.num_reusable:
+        if match >= request.num_reusable:
             return False
         here = self._at.get((request.extra_key, match, int(request.tokens[match])))
         if here is None:

@@ -51,11 +51,6 @@ class Node:
     def is_evictable(self) -> bool:
         return self.locks == 0 and not self.children and self.parent is not None
 
-    @property
-    def rank(self) -> tuple[bool, int]:
-        """The order of eviction: the least goes first."""
-        return self.keeps > 0, self.last_access
-
 
 class PrefixMatch(NamedTuple):
     """A matched prefix: its last node (to lock or keep), its length in tokens, and how many of them

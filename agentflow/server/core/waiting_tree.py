@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 
+from agentflow.server.core.policy import IsBlocked
 from agentflow.server.core.request import Request
 from agentflow.server.core.token_run import TOKEN_BYTES, TokenRun, common_prefix_len
-
-IsBlocked = Callable[[Request, int], bool]
-"""Whether a request, with so many of its tokens cached, should wait: a running one computes what it
-needs next."""
 
 
 class WaitingNode:
