@@ -4,6 +4,8 @@
 #   make demo    run examples/essay_judge.py on the default model
 #   make test    run the whole test suite (ARGS="-k radix" passes options to pytest)
 #   make lint    ruff, mypy and the directions of import
+#   make compiled       a copy of the package in build/compiled, its scheduling core compiled to C
+#   make test-compiled  the tests of the core on that copy
 #   make clean   remove what building and testing left behind; `make distclean` removes .venv too
 #
 # Variables, given as `make NAME=value demo`:
@@ -25,7 +27,7 @@ BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check --no-input install -c constraints.txt
 MODEL := smollm2-135m
 
-.PHONY: demo test lint clean distclean
+.PHONY: demo test lint compiled test-compiled clean distclean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -40,6 +42,14 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_import_directions.py
+
+# Built anew each time, beside the sources: a compiled module there would hide what is changed in them.
+compiled: $(VENV)/.installed-dev
+	@rm -rf build/compiled
+	@AGENTFLOW_COMPILE=1 $(BIN)/python setup.py -q build --build-lib build/compiled --build-temp build/objects
+
+test-compiled: compiled
+	@AGENTFLOW_COMPILED=1 PYTHONPATH=build/compiled $(BIN)/pytest tests/core
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

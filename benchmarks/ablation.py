@@ -173,7 +173,7 @@ class AblatedEngine:
 
             memory.detach = recording  # type: ignore[method-assign]
         for part, names in (
-            (memory.cache, ("match", "peek", "extend", "slots_of", "lock", "unlock", "evict")),
+            (memory.cache, ("match", "peek", "extend", "write_slots", "lock", "unlock", "evict")),
             (scheduler.waiting, ("add", "next", "admit", "tokens_cached", "tokens_evicted")),
         ):
             for name in names:

@@ -7,10 +7,7 @@ figures everywhere; ``--only cost`` fits one to passes of the real model on this
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable
 from dataclasses import astuple
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +21,11 @@ from agentflow.server.simulator.cost_model import CostModel, default_cost, featu
 from agentflow.server.simulator.generators import unshared
 from agentflow.server.simulator.simulation import Simulated, simulate
 from agentflow.server.simulator.workload import Workload, read_workload
-from benchmarks.report import Report, Result, median_of
+from benchmarks.deep_queue import measure_deep_queue
+from benchmarks.report import Report, Result
 
 WORKLOADS = Path(__file__).parent / "workloads"
 COST_FILE = Path("agentflow/server/simulator/default_cost.json")
-NUM_WAITING = 10_000
-PER_STEP = 100
 _PARAMS = SamplingParams()
 
 
@@ -129,69 +125,6 @@ def measure_overcommit(report: Report, cost: CostModel) -> None:
     )
 
 
-class DeepQueue:
-    """10,000 waiting, and in every step 100 come, 100 are admitted, 100 end, and 100 leaves are evicted."""
-
-    def __init__(self, policy: str) -> None:
-        config = SchedulerConfig(max_running=2 * PER_STEP, token_budget=64 * 256, policy=policy)
-        self.scheduler = Scheduler(num_slots=40_000, max_context=512, config=config)
-        self.numbers = np.random.default_rng(0)
-        self.prefixes = [self.numbers.integers(10, 49_000, 150, dtype=np.int32) for _ in range(500)]
-        self.num_made = 0
-        for request in self.new(NUM_WAITING):
-            self.scheduler.add(request)
-
-    def new(self, count: int) -> list[Request]:
-        made = []
-        for _ in range(count):
-            own = self.numbers.integers(10, 49_000, 50, dtype=np.int32)
-            prompt = np.concatenate((self.prefixes[self.numbers.integers(500)], own))
-            made.append(Request.create(self.num_made, prompt, 2, _PARAMS))
-            self.num_made += 1
-        return made
-
-    def step(self) -> dict[str, float]:
-        """Milliseconds of each part of one step."""
-        scheduler, arriving = self.scheduler, self.new(PER_STEP)
-        parts: dict[str, float] = {}
-
-        def timed(name: str, work: Callable[[], object]) -> object:
-            start = time.perf_counter()
-            result = work()
-            parts[name] = (time.perf_counter() - start) * 1e3
-            return result
-
-        timed("arrivals", lambda: deque(map(scheduler.add, arriving)))
-        batch = timed("schedule", scheduler.schedule)
-        assert isinstance(batch, Batch)
-        output = BatchOutput(np.zeros(len(batch.sampled.rows), dtype=np.int64), None)
-        results = timed("complete", partial(scheduler.complete, output))
-        assert isinstance(results, list)
-        ended = [r.request for r in results if r.request.num_generated == 2]
-        timed("finishes", lambda: deque(map(scheduler.release, ended)))
-        return parts
-
-
-def measure_deep_queue(report: Report) -> None:
-    """A scheduling step with very many waiting."""
-    for policy in ("fair-lpm", "lpm", "fcfs"):
-        queue = DeepQueue(policy)
-        steps = [queue.step() for _ in range(80 if report.scale == "full" else 30)][20:]
-        whole = [sum(parts.values()) for parts in steps]
-        means = {name: float(np.median([parts[name] for parts in steps])) for name in steps[0]}
-        note = ", ".join(f"{name} {ms:.2f}" for name, ms in means.items())
-        is_default = policy == "fair-lpm"
-        report.results.append(
-            median_of(
-                "scheduler.step_ms_at_10000_waiting" + ("" if is_default else f".{policy}"),
-                [float(np.median(chunk)) for chunk in np.array_split(whole, 5)],
-                "ms",
-                goal="<= 3" if is_default else "",
-                note=f"{note}; {PER_STEP} of each a step",
-            ),
-        )
-
-
 def run(report: Report, console: Console, only: str) -> None:
     """The figures whose id contains ``only``; ``cost``: fits a cost model instead."""
     if only == "cost":
@@ -201,5 +134,6 @@ def run(report: Report, console: Console, only: str) -> None:
     cost = default_cost()
     measure_fairness(report, cost)
     measure_overcommit(report, cost)
-    measure_deep_queue(report)
+    if not only or "step_ms" in only:
+        measure_deep_queue(report, console)
     report.results = [result for result in report.results if only in result.id]

@@ -16,31 +16,31 @@ Work = tuple[Request, int]
 """A request and how many of its tokens, from the first uncomputed one on, are computed in a step."""
 
 
-def build_batch(work: Sequence[Work], page_table: NDArray[np.int32]) -> Batch:
-    """The batch of ``work``, in its order: requests with one row come first. The slots of all rows
-    are in the page table already.
+def build_batch(work: Sequence[Work], slots: NDArray[np.int32], page_table: NDArray[np.int32]) -> Batch:
+    """The batch of ``work``, in its order: requests with one row come first. ``slots`` [T]: for all rows,
+    in that order; they are written to the page table.
 
-    One-row requests are gathered in Python lists, so that a decode step makes a constant number of
-    arrays however many requests it has; prefill chunks are copied as slices.
+    Nothing is made for each row, and for each request only what is in Python lists, so that the number
+    of arrays is the same however many requests there are.
     """
     single = [request for request, num_rows in work if num_rows == 1]
-    chunks = work[len(single) :]
+    num_single = len(single)
     starts = np.array([request.num_computed for request, _ in work], dtype=np.int64)
     page_rows = np.array([request.page_row for request, _ in work], dtype=np.int64)
     query_lens = np.array([num_rows for _, num_rows in work], dtype=np.int64)
-    num_single = len(single)
-    tokens = [np.array([r.tokens[r.num_computed] for r in single], dtype=np.int64)]
-    positions = [starts[:num_single]]
-    slots: list[NDArray[np.int32]] = [page_table[page_rows[:num_single], starts[:num_single]]]
-    for request, num_rows in chunks:
-        start, end = request.num_computed, request.num_computed + num_rows
-        tokens.append(request.tokens[start:end].astype(np.int64))
-        positions.append(np.arange(start, end, dtype=np.int64))
-        slots.append(page_table[request.page_row, start:end])
+    token_ids = np.array([r.tokens[r.num_computed] for r in single], dtype=np.int64)
+    positions, rows_of_table = starts, page_rows
+    if num_single < len(work):
+        prefilled = [r.tokens[r.num_computed : r.num_computed + count] for r, count in work[num_single:]]
+        token_ids = np.concatenate((token_ids, *prefilled), dtype=np.int64)
+        first_rows = np.cumsum(query_lens) - query_lens
+        positions = np.arange(len(token_ids)) + np.repeat(starts - first_rows, query_lens)
+        rows_of_table = np.repeat(page_rows, query_lens)
+    page_table[rows_of_table, positions] = slots
     return Batch(
-        token_ids=np.concatenate(tokens),
-        positions=np.concatenate(positions),
-        write_slots=np.concatenate(slots).astype(np.int64),
+        token_ids=token_ids,
+        positions=positions,
+        write_slots=slots.astype(np.int64),
         page_table=page_table,
         page_rows=page_rows,
         query_lens=query_lens,

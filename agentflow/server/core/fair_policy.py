@@ -29,8 +29,9 @@ against first-come order, waiting grows by at most that factor and a constant, w
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterator
+from typing import NamedTuple
 
 from agentflow.server.core.policy import IsBlocked, Peek, Returned
 from agentflow.server.core.request import CacheIdentity, Request
@@ -45,6 +46,15 @@ TURN_BATCHES = 16
 """So many full batches of uncached tokens may a tenant use in its turn."""
 
 
+class InLine(NamedTuple):
+    """A waiting request: what it has to compute, and the total of work left from which on what leaves
+    overtakes it, because all that was before it has left."""
+
+    request: Request
+    work: int
+    overtaken_from: int
+
+
 class Line:
     """The waiting requests of one tenant in order of arrival, and how far the oldest was overtaken.
 
@@ -53,10 +63,9 @@ class Line:
     """
 
     def __init__(self, min_overtaken: int) -> None:
-        self.requests: dict[int, Request] = {}
+        # Its first is found at once however many left before it, which a dict does not promise.
+        self.waiting: OrderedDict[int, InLine] = OrderedDict()
         self._min_overtaken = min_overtaken
-        self._work: dict[int, int] = {}
-        self._overtaken_from: dict[int, int] = {}  # the total of work left from which it is overtaken
         self._limits: list[tuple[float, int]] = []  # heap of (limit, request id), old entries stay
         self.work_added = 0
         self.work_left = 0
@@ -64,25 +73,21 @@ class Line:
     def add(self, request: Request, work: int) -> None:
         """A request that has to compute so many tokens."""
         limit = self._min_overtaken + OVERTAKEN_SHARE * (self.work_added - self.work_left)
-        self.requests[request.id] = request
-        self._work[request.id] = work
-        self._overtaken_from[request.id] = self.work_added  # when so much has left, all before it has
+        self.waiting[request.id] = InLine(request, work, self.work_added)
         heapq.heappush(self._limits, (limit, request.id))
         self.work_added += work
 
     def remove(self, request: Request) -> None:
         """It left, admitted or not."""
-        del self.requests[request.id]
-        self.work_left += self._work.pop(request.id)
-        del self._overtaken_from[request.id]
-        while self._limits and self._limits[0][1] not in self.requests:
+        self.work_left += self.waiting.pop(request.id).work
+        while self._limits and self._limits[0][1] not in self.waiting:
             heapq.heappop(self._limits)
 
     def overdue(self) -> Request | None:
         """The oldest, if one more may not overtake it."""
-        for request in self.requests.values():
-            overtaken = self.work_left - self._overtaken_from[request.id]
-            return request if overtaken >= self._limits[0][0] else None
+        for oldest in self.waiting.values():
+            overtaken = self.work_left - oldest.overtaken_from
+            return oldest.request if overtaken >= self._limits[0][0] else None
         return None
 
 
@@ -152,11 +157,12 @@ class FairLongestPrefix:
     def __iter__(self) -> Iterator[Request]:
         for tenant in self._tenants.values():
             yield from tenant.returned
-            yield from tenant.line.requests.values()
+            for waiting in tenant.line.waiting.values():
+                yield waiting.request
 
     def __contains__(self, request: Request) -> bool:
         tenant = self._tenants.get(request.tenant)
-        return tenant is not None and (request.id in tenant.line.requests or request in tenant.returned)
+        return tenant is not None and (request.id in tenant.line.waiting or request in tenant.returned)
 
     def add(self, request: Request) -> None:
         run = request.reusable_run()
@@ -211,12 +217,16 @@ class FairLongestPrefix:
         self._forget_idle(request.tenant)
 
     def tokens_cached(self, identity: CacheIdentity, run: TokenRun) -> None:
-        for tree in self._trees(identity):
-            tree.tokens_cached(identity, run)
+        tenant = self._tenants.get(identity.tenant)
+        if tenant is not None:
+            for tree in tenant.trees.values():
+                tree.tokens_cached(identity, run)
 
     def tokens_evicted(self, identity: CacheIdentity, run: TokenRun, kept: int) -> None:
-        for tree in self._trees(identity):
-            tree.tokens_evicted(identity, run, kept)
+        tenant = self._tenants.get(identity.tenant)
+        if tenant is not None:
+            for tree in tenant.trees.values():
+                tree.tokens_evicted(identity, run, kept)
 
     def _arrived(self, request: Request) -> Tenant:
         tenant = self._tenants.get(request.tenant)
@@ -232,9 +242,3 @@ class FairLongestPrefix:
         tenant = self._tenants[name]
         if not tenant.num_waiting and not tenant.num_admitted:
             del self._tenants[name]  # with what it owes or has left: idle tenants save up nothing
-
-    def _trees(self, identity: CacheIdentity) -> list[WaitingTree]:
-        """Those in which somebody with that identity waits."""
-        tenant = self._tenants.get(identity.tenant)
-        trees = () if tenant is None else tenant.trees.values()
-        return [tree for tree in trees if identity in tree.roots]

@@ -7,17 +7,16 @@ cache. Everything that a request holds comes back through ``detach``, and nowher
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
-from agentflow.server.core.batch_builder import Work
 from agentflow.server.core.kv_slots import KVSlots
 from agentflow.server.core.liveness import Liveness
 from agentflow.server.core.radix_cache import RadixCache
-from agentflow.server.core.radix_node import PrefixMatch
+from agentflow.server.core.radix_node import PrefixMatch, SlotArray
 from agentflow.server.core.request import CacheIdentity, Request
-from agentflow.server.core.token_run import TokenRun, token_run
+from agentflow.server.core.token_run import TokenRun
 
 OnCached = Callable[[CacheIdentity, TokenRun], None]
 OnEvict = Callable[[CacheIdentity, TokenRun, int], None]
@@ -40,7 +39,7 @@ class KVMemory:
         self.slots = KVSlots(num_slots)
         self.cache = RadixCache()
         self.liveness = Liveness(self.cache, num_slots)
-        self.page_table = np.zeros((max_running, max_context), dtype=np.int32)
+        self.page_table: SlotArray = np.zeros((max_running, max_context), dtype=np.int32)
         self.num_computed = 0  # tokens, since the start
         self.num_steps = 0
         self.num_evicted = 0
@@ -84,33 +83,22 @@ class KVMemory:
     def attach(self, request: Request, match: PrefixMatch) -> None:
         """The request runs, on top of its match, which counts as computed already."""
         request.page_row = self._free_rows.pop()
-        if match.num_tokens:
-            self.page_table[request.page_row, : match.num_tokens] = self.cache.slots_of(match)
+        self.cache.write_slots(match, self.page_table[request.page_row])
         request.committed = match
 
-    def allocate(self, work: Sequence[Work], num_rows: int) -> None:
-        """Slots for the rows of a batch, ``num_rows`` in all, written to the page table. Evicts what has
-        to go, once for all of them; ``num_available`` has said that there are enough."""
+    def allocate(self, num_rows: int) -> SlotArray:
+        """Slots for all rows of a batch. Evicts what has to go, once for all of them; ``num_available``
+        has said that there are enough."""
         missing = num_rows - self.slots.num_free
         if missing > 0:
             self.liveness.expire(self.num_computed)
             evicted = self.cache.evict(missing, self._on_evict)
             self.num_evicted += len(evicted)
             self.slots.release(evicted)
-        slots = self.slots.allocate(num_rows)
-        single = [request for request, count in work if count == 1]
-        rows = [request.page_row for request in single]
-        positions = [request.num_computed for request in single]
-        self.page_table[rows, positions] = slots[: len(single)]
-        first = len(single)
-        for request, count in work:
-            if count > 1:
-                start = request.num_computed
-                self.page_table[request.page_row, start : start + count] = slots[first : first + count]
-                first += count
+        return self.slots.allocate(num_rows)
 
     def give_back(self, request: Request, count: int) -> None:
-        """What ``allocate`` gave last; it was not computed."""
+        """So many slots after those computed: given to the request last, and not computed."""
         start = request.num_computed
         self.slots.release(self.page_table[request.page_row, start : start + count])
 
@@ -122,16 +110,14 @@ class KVMemory:
         if count == known.num_tokens or not self._use_cache:
             return
         row = self.page_table[request.page_row]
-        run = token_run(request.tokens[:count])
+        run = request.run(count)
         match, existing = self.cache.extend(
             known, request.extra_key, run, row[:count], num_prompt=request.num_prompt
         )
         if existing > known.num_tokens:  # somebody else was faster
             self.slots.release(row[known.num_tokens : existing])
-            row[:existing] = self.cache.slots_of(match)[:existing]
-        if match.node is not known.node:
-            self.cache.lock(match)
-            self.cache.unlock(known)
+            self.cache.write_slots(match, row)
+        self.cache.move_lock(known, match)
         request.committed = match
         self._on_cached(request.extra_key, run)
 
@@ -144,8 +130,10 @@ class KVMemory:
                 request.state, request.committed, num_computed=self.num_computed, step=self.num_steps
             )
         self.cache.unlock(request.committed)
-        row = self.page_table[request.page_row]
-        self.slots.release(row[request.committed.num_tokens : request.num_computed])
+        held_from = request.committed.num_tokens
+        if held_from < request.num_computed:
+            row = self.page_table[request.page_row]
+            self.slots.release(row[held_from : request.num_computed])
         request.committed = None
         request.num_computed = 0
         self._free_rows.append(request.page_row)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-SlotArray = NDArray[np.int32]
+from agentflow.server.core.radix_node import SlotArray
 
 
 class KVSlots:
@@ -18,7 +18,7 @@ class KVSlots:
         self.total = total
         # A stack whose top is at the end; descending at first, so that slots come out ascending.
         self._stack: SlotArray = np.arange(total - 1, -1, -1, dtype=np.int32)
-        self._is_free = np.ones(total, dtype=np.bool_)
+        self._is_free: NDArray[np.bool_] = np.ones(total, dtype=np.bool_)
         self.num_free = total
 
     def allocate(self, count: int) -> SlotArray:

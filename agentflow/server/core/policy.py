@@ -91,7 +91,10 @@ class Returned:
 
     def first(self, is_blocked: IsBlocked) -> Request | None:
         """The first that is not blocked."""
-        return next((r for r in self.requests.values() if not is_blocked(r, None)), None)
+        for request in self.requests.values():
+            if not is_blocked(request, None):
+                return request
+        return None
 
 
 class WaitingRequests:

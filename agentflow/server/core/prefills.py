@@ -17,36 +17,51 @@ class Prefills:
     """Running requests with more than one row to compute. ``moved`` when one got further."""
 
     def __init__(self) -> None:
-        self._requests: dict[int, Request] = {}
-        self._place_of: dict[int, _Place] = {}
-        self._at: dict[_Place, dict[int, Request]] = {}
+        self._requests: dict[int, tuple[Request, _Place]] = {}
+        self._at: dict[_Place, list[Request]] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(list(self._requests.values()))
+        return iter([request for request, _ in self._requests.values()])
 
     def __contains__(self, request: Request) -> bool:
         return request.id in self._requests
 
     def add(self, request: Request) -> None:
         """It has just been admitted."""
-        self._requests[request.id] = request
-        self._put(request)
+        next_index = request.num_computed
+        place = (request.extra_key, next_index, int(request.tokens[next_index]))
+        self._requests[request.id] = request, place
+        here = self._at.get(place)
+        if here is None:
+            self._at[place] = [request]
+        else:
+            here.append(request)
 
     def moved(self, request: Request) -> None:
         """It has computed more; it leaves when one row or none is left. Unknown ones are ignored."""
-        if request.num_to_compute <= 1:
-            self.discard(request)
-        elif request.id in self._requests:
-            self._take(request)
-            self._put(request)
+        known = self._requests.get(request.id)
+        if known is not None:
+            self._leave(*known)
+            if request.num_to_compute > 1:
+                self.add(request)  # in its old place among the requests
+            else:
+                del self._requests[request.id]
 
     def discard(self, request: Request) -> None:
         """It runs no longer. Unknown ones are ignored."""
-        if self._requests.pop(request.id, None) is not None:
-            self._take(request)
+        known = self._requests.pop(request.id, None)
+        if known is not None:
+            self._leave(*known)
+
+    def _leave(self, request: Request, place: _Place) -> None:
+        here = self._at[place]
+        if len(here) == 1:
+            del self._at[place]
+        else:
+            here.remove(request)
 
     def will_compute(self, request: Request, match: int) -> bool:
         """Whether the first token that the request has not got cached, and could have from the cache,
@@ -56,18 +71,5 @@ class Prefills:
         here = self._at.get((request.extra_key, match, int(request.tokens[match])))
         if here is None:
             return False
-        prefix = request.tokens[:match].tobytes()
-        return any(other.tokens[:match].tobytes() == prefix for other in here.values())
-
-    def _put(self, request: Request) -> None:
-        next_index = request.num_computed
-        place = (request.extra_key, next_index, int(request.tokens[next_index]))
-        self._place_of[request.id] = place
-        self._at.setdefault(place, {})[request.id] = request
-
-    def _take(self, request: Request) -> None:
-        place = self._place_of.pop(request.id)
-        here = self._at[place]
-        del here[request.id]
-        if not here:
-            del self._at[place]
+        run = request.run(match)
+        return any(other.run(match) == run for other in here)

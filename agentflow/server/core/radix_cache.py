@@ -25,6 +25,8 @@ from agentflow.server.core.token_run import TOKEN_BYTES, TokenRun, common_prefix
 _EMPTY: SlotArray = np.empty(0, dtype=np.int32)
 
 
+_NOTHING = PrefixMatch(Node(b"", _EMPTY, None, 0), 0)
+
 OnEvict = Callable[[Any, TokenRun, int], None]
 """Called for each evicted node: its extra key, all tokens from the root to its end, and how many of
 them are still cached."""
@@ -79,7 +81,7 @@ class RadixCache:
         a prefix of it and locked (or empty). Tokens from index ``num_prompt`` on count as generated.
 
         Returns the match of the whole of ``run`` and how many of its tokens had been cached already:
-        the caller still owns ``slots`` of that many leading tokens (``slots_of`` has the tree's own).
+        the caller still owns ``slots`` of that many leading tokens (``write_slots`` gives the tree's own).
         """
         self._clock += 1
         if match.node.parent is None:
@@ -101,20 +103,22 @@ class RadixCache:
             node = self._add_leaf(node, run, slots, existing, new_prompt)
         return PrefixMatch(node, end, num_output), existing
 
-    def slots_of(self, match: PrefixMatch) -> SlotArray:
-        """The slots of the matched tokens, in their order."""
-        found: list[SlotArray] = []
-        node = match.node
+    def write_slots(self, match: PrefixMatch, row: SlotArray) -> None:
+        """Writes the slots of the matched tokens to the front of ``row``, in their order."""
+        node, end = match.node, match.num_tokens
         while node.parent is not None:
-            found.append(node.slots)
-            node = node.parent
-        found.reverse()
-        return found[0] if len(found) == 1 else np.concatenate(found) if found else _EMPTY
+            start = end - len(node.slots)
+            row[start:end] = node.slots
+            node, end = node.parent, start
 
     def lock(self, match: PrefixMatch) -> None:
         """Protects the matched prefix from eviction until ``unlock``. Locks count."""
-        node = match.node
-        while node.parent is not None:
+        self.move_lock(_NOTHING, match)
+
+    def move_lock(self, old: PrefixMatch, new: PrefixMatch) -> None:
+        """Makes the lock on ``old`` one on ``new``, which goes on where ``old`` ends."""
+        node = new.node
+        while node.parent is not None and node is not old.node:
             if node.locks == 0:
                 self.num_locked += len(node.slots)
                 self._leaves.num_leaves -= 0 if node.children else 1

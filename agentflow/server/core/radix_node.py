@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agentflow.server.core.token_run import TokenRun
 
-TokenArray = NDArray[np.int32]
-SlotArray = NDArray[np.int32]
+TokenArray: TypeAlias = NDArray[np.int32]
+SlotArray: TypeAlias = NDArray[np.int32]
 
 
 class Node:

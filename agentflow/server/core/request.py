@@ -88,7 +88,7 @@ class Request:
         state: Hashable = None,
     ) -> Request:
         """A waiting request over a copy of ``prompt`` (int32, at least one token)."""
-        tokens = np.empty(len(prompt) + max_new_tokens, dtype=np.int32)
+        tokens: TokenArray = np.empty(len(prompt) + max_new_tokens, dtype=np.int32)
         tokens[: len(prompt)] = prompt
         return cls(
             id=request_id,
@@ -126,4 +126,8 @@ class Request:
 
     def reusable_run(self) -> TokenRun:
         """Those of its tokens that may come from the cache."""
-        return token_run(self.tokens[: self.num_reusable])
+        return self.run(self.num_reusable)
+
+    def run(self, count: int) -> TokenRun:
+        """Its first ``count`` tokens."""
+        return token_run(self.tokens[:count])

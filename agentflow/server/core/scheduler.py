@@ -127,8 +127,7 @@ class Scheduler:
         self._in_flight = work
         if not work:
             return None
-        self.memory.allocate(work, draft.num_rows)
-        return build_batch(work, self.memory.page_table)
+        return build_batch(work, self.memory.allocate(draft.num_rows), self.memory.page_table)
 
     def complete(self, output: BatchOutput) -> list[StepResult]:
         """The batch of the last ``schedule`` has run: its rows are computed now. New tokens are

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 
 from agentflow.server.core.policy import IsBlocked
 from agentflow.server.core.request import Request
@@ -136,13 +136,15 @@ class WaitingTree:
 
     def tokens_cached(self, extra_key: Hashable, run: TokenRun) -> None:
         """All of ``run`` is cached now."""
-        for child, common in self._along(extra_key, run):
+        root = self.roots.get(extra_key)
+        for child, common in _along(root, run) if root is not None else ():
             if common > child.cached:
                 self._set_cached(child, common)
 
     def tokens_evicted(self, extra_key: Hashable, run: TokenRun, kept: int) -> None:
         """What was cached of ``run`` and all its continuations is gone but for ``kept`` tokens."""
-        for child, common in self._along(extra_key, run):
+        root = self.roots.get(extra_key)
+        for child, common in _along(root, run) if root is not None else ():
             if child.cached and child.start + common > kept:
                 self._set_cached(child, min(child.cached, max(0, kept - child.start)))
 
@@ -166,22 +168,6 @@ class WaitingTree:
         for entry in blocked:
             heapq.heappush(self._frontiers, entry)
         return found
-
-    def _along(self, extra_key: Hashable, run: TokenRun) -> Iterator[tuple[WaitingNode, int]]:
-        """The edges along ``run``, each with how many of its tokens it shares with it."""
-        node = self.roots.get(extra_key)
-        done = 0
-        while node is not None and done < len(run):
-            child = node.children.get(run[done : done + TOKEN_BYTES])
-            if child is None:
-                return
-            piece = run[done : done + len(child.run)]
-            if piece != child.run:
-                yield child, common_prefix_len(piece, child.run)
-                return
-            yield child, len(piece) // TOKEN_BYTES
-            done += len(piece)
-            node = child
 
     def _set_cached(self, node: WaitingNode, cached: int) -> None:
         parent = node.parent
@@ -221,6 +207,24 @@ class WaitingTree:
         live = {id(n): (key, tie, n) for key, tie, n in self._frontiers if n.queued_match == -key}
         self._frontiers = list(live.values())
         heapq.heapify(self._frontiers)
+
+
+def _along(node: WaitingNode, run: TokenRun) -> list[tuple[WaitingNode, int]]:
+    """The edges below ``node`` along ``run``, each with how many of its tokens it shares with it."""
+    found: list[tuple[WaitingNode, int]] = []
+    done = 0
+    while done < len(run):
+        child = node.children.get(run[done : done + TOKEN_BYTES])
+        if child is None:
+            break
+        piece = run[done : done + len(child.run)]
+        if piece != child.run:
+            found.append((child, common_prefix_len(piece, child.run)))
+            break
+        found.append((child, len(piece) // TOKEN_BYTES))
+        done += len(piece)
+        node = child
+    return found
 
 
 def _unblocked(node: WaitingNode, match: int, is_blocked: IsBlocked) -> Request | None:
