@@ -8,10 +8,15 @@ from agentflow.errors import (
     BacklogFull,
     BadArgument,
     BadModelFolder,
+    BudgetExceeded,
     Cancelled,
+    ConcurrentAppend,
+    DeadlineExceeded,
     EngineFailed,
     ForeignState,
     FrameTooLarge,
+    InvalidValue,
+    LimitExceeded,
     ModelError,
     NotSupported,
     Overloaded,
@@ -29,13 +34,15 @@ from agentflow.errors import (
     UnknownModel,
     UnknownVariable,
 )
-from agentflow.expression import assistant, gen, select, system, user
+from agentflow.expression import assistant, gen, image, select, system, tool, user
 from agentflow.fork import Branches
 from agentflow.generator import Stats, Usage
 from agentflow.program import Program, ProgramStream, program
+from agentflow.reference import Transformed
 from agentflow.session import Session, session
 from agentflow.state import State
 from agentflow.stream import ProgramEvent, RunDone, TextDelta, VariableDone
+from agentflow.tool_call import ToolCall
 from agentflow.variable import Variable
 
 __version__ = "0.1.0"
@@ -46,11 +53,16 @@ __all__ = [
     "BadArgument",
     "BadModelFolder",
     "Branches",
+    "BudgetExceeded",
     "Cancelled",
+    "ConcurrentAppend",
+    "DeadlineExceeded",
     "Embedded",
     "EngineFailed",
     "ForeignState",
     "FrameTooLarge",
+    "InvalidValue",
+    "LimitExceeded",
     "ModelError",
     "NotSupported",
     "Overloaded",
@@ -75,6 +87,8 @@ __all__ = [
     "StateClosed",
     "Stats",
     "TextDelta",
+    "ToolCall",
+    "Transformed",
     "UnknownModel",
     "UnknownVariable",
     "Usage",
@@ -83,9 +97,11 @@ __all__ = [
     "__version__",
     "assistant",
     "gen",
+    "image",
     "program",
     "select",
     "session",
     "system",
+    "tool",
     "user",
 ]

@@ -9,6 +9,7 @@ from typing import Generic
 import anyio
 
 from agentflow import ops
+from agentflow.budget import Budget
 from agentflow.errors import AgentflowError
 from agentflow.events import Delta, ErrorInfo, Event, Reached, StateFailed, StatsReply, Value, VarFailed
 from agentflow.generator import ContextT
@@ -70,10 +71,12 @@ class VariableCell:
 
 @dataclass(frozen=True, slots=True)
 class PendingOp:
-    """An op in line, with the variables that its text refers to, in order: the op keeps them, whatever
-    becomes of their states."""
+    """An op in line. ``number``: which of its state's ops it is (None for those that are not counted).
+    ``sources``: the variables that its text refers to, in order: the op keeps them, whatever becomes of
+    their states."""
 
     op: ops.Op
+    number: int | None = None
     sources: tuple[VariableCell, ...] = ()
 
 
@@ -93,11 +96,26 @@ class StateCell(Generic[ContextT]):
         self.is_running = False
         self.is_closing = False
         self.scope: anyio.CancelScope | None = None
+        self.budgets: tuple[Budget, ...] = () if parent is None else parent.budgets
         self.error: AgentflowError | None = None
         self.reached = 0
         self._outbox = outbox
         self._heard_reached = 0
         self._heard_error = False
+        self._num_ops = 0
+
+    def number_of(self, op: ops.Op) -> int | None:
+        """The number of an op that is taken now, by which the client finds its line in the program."""
+        if isinstance(op, ops.Await | ops.Seal | ops.Close | ops.Expect):
+            return None
+        self._num_ops += 1
+        return self._num_ops
+
+    def restrict(self, budget: Budget) -> None:
+        """One budget more, from now on."""
+        self.budgets += (budget,)
+        if self.scope is not None:
+            self.scope.deadline = min(self.scope.deadline, budget.deadline)
 
     def begin(self, context: ContextT) -> None:
         """The state has a context: its ops can run."""

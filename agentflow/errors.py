@@ -8,12 +8,17 @@
     │   ├── UnknownVariable     (also a KeyError)
     │   ├── StateClosed         an op on a state after its scope, or on a sealed branch
     │   ├── ForeignState        objects of two sessions in one op
-    │   └── BacklogFull         too many ops wait on one state
+    │   ├── BacklogFull         too many ops wait on one state
+    │   └── ConcurrentAppend    two tasks append to one state at the same time
     ├── RequestRefused          the backend refuses one request
     │   ├── NotSupported        the backend cannot do what was asked
     │   ├── PromptTooLong       prompt + output do not fit the context or the KV pool
     │   └── FrameTooLarge       one op is larger than a frame may be
+    ├── LimitExceeded
+    │   ├── DeadlineExceeded    the time that the session, the state or the gen had is over
+    │   └── BudgetExceeded      the tokens that the session or the state had are used up
     ├── RunFailed               something a value depends on failed; the cause says what
+    │   └── InvalidValue        the text is there, and is no value of the type asked for
     ├── Cancelled               the value's state was cancelled
     ├── ModelError
     │   ├── UnknownModel        no such name or folder
@@ -39,6 +44,8 @@ class AgentflowError(Exception):
     """Root of the tree."""
 
     code: ClassVar[str] = "error"
+    place: tuple[int, int] | None = None
+    """Of the op that failed: its state's number, and the op's own number there, from 1. For the session."""
 
 
 class ProgramError(AgentflowError):
@@ -80,6 +87,12 @@ class BacklogFull(ProgramError):
     code = "backlog_full"
 
 
+class ConcurrentAppend(ProgramError):
+    """Two tasks append to one state at the same time: the order would be chance."""
+
+    code = "concurrent_append"
+
+
 class RequestRefused(AgentflowError):
     """The backend refuses one request; nothing else is affected."""
 
@@ -108,6 +121,30 @@ class RunFailed(AgentflowError):
     """Something that this value or state depends on failed; ``__cause__`` says what."""
 
     code = "run_failed"
+
+
+class InvalidValue(RunFailed, ValueError):
+    """The text is there, and is no value of the type that was asked for."""
+
+    code = "invalid_value"
+
+
+class LimitExceeded(AgentflowError):
+    """More was used than the program allowed."""
+
+    code = "limit_exceeded"
+
+
+class DeadlineExceeded(LimitExceeded):
+    """The time that the session, the state or the gen had is over."""
+
+    code = "deadline_exceeded"
+
+
+class BudgetExceeded(LimitExceeded):
+    """The tokens that the session or the state had are used up."""
+
+    code = "budget_exceeded"
 
 
 class Cancelled(AgentflowError):

@@ -15,11 +15,14 @@ MAX_CAUSES = 16
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An error of the tree in ``errors.py``, with what caused it."""
+    """An error of the tree in ``errors.py``, with what caused it. ``state`` and ``op``: whose op failed, and
+    which, counted from 1 (text, turns, gens and the like; not ``await``, ``seal``, ``close``)."""
 
     code: str
     message: str
     cause: ErrorInfo | None = None
+    state: int | None = None
+    op: int | None = None
 
     @classmethod
     def of(cls, error: BaseException) -> ErrorInfo:
@@ -31,7 +34,8 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
         for link in reversed(chain):
             code = link.code if isinstance(link, AgentflowError) else RunFailed.code
             message = str(link) if isinstance(link, AgentflowError) else repr(link)
-            info = cls(code, message, info)
+            state, op = (link.place if isinstance(link, AgentflowError) else None) or (None, None)
+            info = cls(code, message, info, state, op)
         assert info is not None
         return info
 
@@ -43,10 +47,22 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
             info = info.cause
         return info
 
+    @property
+    def place(self) -> tuple[int, int] | None:
+        """The op that failed first, of those that are named: its state and its number there."""
+        found: tuple[int, int] | None = None
+        info: ErrorInfo | None = self
+        while info is not None:
+            if info.state is not None and info.op is not None:
+                found = info.state, info.op
+            info = info.cause
+        return found
+
     def to_exception(self) -> AgentflowError:
         """The exception again, causes included."""
         error = from_code(self.code, self.message)
         error.__cause__ = self.cause.to_exception() if self.cause else None
+        error.place = None if self.state is None or self.op is None else (self.state, self.op)
         return error
 
 

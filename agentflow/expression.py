@@ -5,17 +5,25 @@ An expression is inert: the state turns it into ops when it is appended.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, TypeAlias, TypeVar, get_args
+import base64
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypedDict, TypeVar, Unpack, get_args, overload
 
 from agentflow.errors import BadArgument
 from agentflow.ops import Role, SelectMethod, check_choices
 from agentflow.sampling import SamplingParams
+from agentflow.tool_call import Tool, ToolCall
+from agentflow.value_type import ValueType, value_type
 
 if TYPE_CHECKING:
-    from agentflow.variable import Variable
+    from agentflow.reference import Reference
 
 ItemT = TypeVar("ItemT")
+ValueT = TypeVar("ValueT")
+
+_IMAGE_STARTS = {"png": b"\x89PNG\r\n", "jpeg": b"\xff\xd8\xff", "gif": b"GIF8", "webp": b"RIFF"}
 
 
 class Expression:
@@ -42,14 +50,18 @@ class Sequence_(Expression):
         self.parts: tuple[Appendable, ...] = tuple(flat)
 
 
-class GenExpression(Expression):
-    """A generation into the variable ``name``."""
+class GenExpression(Expression, Generic[ValueT]):
+    """A generation into the variable ``name``. ``s[expression]`` is that variable, with its type."""
 
-    __slots__ = ("name", "params")
+    __slots__ = ("name", "params", "timeout_s", "value_type")
 
-    def __init__(self, name: str, params: SamplingParams) -> None:
+    def __init__(
+        self, name: str, params: SamplingParams, value_type: ValueType, timeout_s: float | None = None
+    ) -> None:
         self.name = name
         self.params = params
+        self.value_type = value_type
+        self.timeout_s = timeout_s
 
 
 class SelectExpression(Expression):
@@ -73,7 +85,55 @@ class RoleExpression(Expression):
         self.parts = parts
 
 
-Appendable: TypeAlias = "str | Expression | Variable"
+class ImageExpression(Expression):
+    """An image. ``source``: a ``data:`` or ``https:`` URL."""
+
+    __slots__ = ("source",)
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+
+
+Appendable: TypeAlias = "str | Expression | Reference[Any]"
+
+
+class SamplingOptions(TypedDict, total=False):
+    """What ``gen`` takes besides its name and the type of its value; see there."""
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int | None
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    logprobs: bool
+    timeout_s: float | None
+
+
+@overload
+def gen(name: str, *, schema: type[ValueT], **options: Unpack[SamplingOptions]) -> GenExpression[ValueT]: ...
+@overload
+def gen(
+    name: str, *, schema: Mapping[str, Any], **options: Unpack[SamplingOptions]
+) -> GenExpression[Any]: ...
+@overload
+def gen(name: str, *, type: type[ValueT], **options: Unpack[SamplingOptions]) -> GenExpression[ValueT]: ...
+@overload
+def gen(
+    name: str, *, tools: Sequence[Tool], **options: Unpack[SamplingOptions]
+) -> GenExpression[list[ToolCall]]: ...
+@overload
+def gen(
+    name: str,
+    *,
+    regex: str | None = None,
+    choices: Sequence[str] | None = None,
+    grammar: str | None = None,
+    **options: Unpack[SamplingOptions],
+) -> GenExpression[str]: ...
 
 
 def gen(
@@ -89,16 +149,35 @@ def gen(
     stop_token_ids: Sequence[int] = (),
     ignore_eos: bool = False,
     logprobs: bool = False,
-) -> GenExpression:
+    timeout_s: float | None = None,
+    regex: str | None = None,
+    schema: Any = None,
+    choices: Sequence[str] | None = None,
+    type: Any = None,
+    tools: Sequence[Tool] | None = None,
+    grammar: str | None = None,
+) -> GenExpression[Any]:
     """Text that the model writes, as variable ``name``.
 
     Ends after ``max_tokens`` tokens, before the first of the ``stop`` strings (which is not part of
     the text), at one of ``stop_token_ids``, or at the model's own end token (unless ``ignore_eos``).
     ``temperature`` 0 (the default) is greedy; see ``SamplingParams`` for the others.
 
+    One of these says what the text must be, and what its value is (text where none is given):
+    ``regex`` (all of the text matches it), ``choices`` (one of these strings), ``grammar`` (Lark's
+    notation), ``type`` (``int``, ``float``, ``bool``), ``schema`` (a pydantic model, a dataclass, a
+    TypedDict, or a JSON schema as a dict: the value is of that type), ``tools`` (functions or OpenAI's
+    tool schemas: the value is a list of ``ToolCall``). ``timeout_s``: what takes longer, from the gen's
+    turn on, fails with ``DeadlineExceeded``.
+
     >>> s += af.assistant(af.gen("answer", max_tokens=32, stop="\\n"))
+    >>> report = af.gen("report", schema=Report)
+    >>> s += af.assistant(report)
+    >>> value: Report = await s[report]
     """
     _check_name(name, "gen")
+    if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s > 0):
+        raise BadArgument(f"gen: timeout_s must be a number of seconds above 0, not {timeout_s!r}")
     params = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -111,7 +190,8 @@ def gen(
         ignore_eos=ignore_eos,
         logprobs=logprobs,
     )
-    return GenExpression(name, params.check())
+    wanted = value_type(regex=regex, schema=schema, choices=choices, type=type, tools=tools, grammar=grammar)
+    return GenExpression(name, params.check(), wanted, timeout_s)
 
 
 def select(
@@ -157,6 +237,40 @@ def assistant(*parts: Appendable) -> RoleExpression:
     >>> s += af.assistant("The answer is ", af.gen("answer", max_tokens=8))
     """
     return RoleExpression("assistant", parts)
+
+
+def tool(*parts: Appendable) -> RoleExpression:
+    """A turn with what a tool gave.
+
+    >>> s += af.tool(json.dumps(result))
+    """
+    return RoleExpression("tool", parts)
+
+
+def image(source: str | bytes | os.PathLike[str]) -> ImageExpression:
+    """An image: a URL (``https:`` or ``data:``), the bytes of a file, or a file's path.
+
+    Refused where the backend's model has no vision.
+
+    >>> s += af.user(af.image("chart.png"), "What does the chart show?")
+    """
+    if isinstance(source, str) and source.startswith(("https:", "http:", "data:image/")):
+        return ImageExpression(source)
+    if isinstance(source, bytes):
+        return ImageExpression(_data_url(source))
+    if not isinstance(source, str | os.PathLike):
+        raise BadArgument(f"image: give a URL, a file's path or its bytes, not {source!r}")
+    try:
+        return ImageExpression(_data_url(Path(source).read_bytes()))
+    except OSError as error:
+        raise BadArgument(f"image: {os.fspath(source)!r} cannot be read: {error.strerror}") from None
+
+
+def _data_url(data: bytes) -> str:
+    for kind, start in _IMAGE_STARTS.items():
+        if data.startswith(start) and (kind != "webp" or data[8:12] == b"WEBP"):
+            return f"data:image/{kind};base64,{base64.b64encode(data).decode('ascii')}"
+    raise BadArgument(f"image: {data[:12]!r}… is the start of no image: PNG, JPEG, GIF and WebP are known")
 
 
 def _check_name(name: str, what: str) -> None:

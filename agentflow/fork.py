@@ -1,13 +1,16 @@
-"""The branches of a fork: a list of states, and a task group where wanted."""
+"""The branches of a fork: a list of states, a task group where wanted, and the ways to join them."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from agentflow.errors import BadArgument
 
 if TYPE_CHECKING:
     from agentflow.state import State
+    from agentflow.variable import Variable
 
 
 class Branches(list["State"]):
@@ -15,15 +18,18 @@ class Branches(list["State"]):
 
     ``async with s.fork(n) as branches`` makes them a task group: a branch's failure cancels its
     siblings and is raised at the parent's next await; leaving the block seals the branches and does
-    not wait for them; leaving it by an exception cancels them. ``await branches`` waits for all.
+    not wait for them; leaving it by an exception cancels them.
+
+    Three ways to join: ``await branches`` waits for all; ``await branches.gather("x")`` gives the
+    values of ``x``, in the order of the branches; ``s.join(branches)`` appends their texts.
     """
 
     def __init__(self, parent: State, states: list[State]) -> None:
         super().__init__(states)
-        self._parent = parent
+        self.parent = parent
 
     async def __aenter__(self) -> Branches:
-        self._parent.couple(list(self))
+        self.parent.couple(list(self))
         return self
 
     async def __aexit__(
@@ -43,3 +49,20 @@ class Branches(list["State"]):
             branch.ask()
         for branch in self:
             await branch
+
+    def variables(self, name: str) -> list[Variable[Any]]:
+        """Variable ``name`` of each branch, to be passed on unawaited. ``UnknownVariable`` where one has
+        none of that name: nobody's place shifts."""
+        if not isinstance(name, str):
+            raise BadArgument(f"variables({name!r}): give the variables' name")
+        return [branch[name] for branch in self]
+
+    async def gather(self, name: str) -> list[Any]:
+        """The values of variable ``name``, in the order of the branches; raises the first failure.
+
+        >>> judgments = await branches.gather("judgment")
+        """
+        variables = self.variables(name)
+        for branch in self:
+            branch.ask()
+        return [await variable for variable in variables]

@@ -8,10 +8,12 @@ in the engine, messages for an API. Only the generator encodes text.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import msgspec
 
+from agentflow.constraint import Constraint, ConstraintKind
+from agentflow.errors import NotSupported
 from agentflow.sampling import SamplingParams
 
 OnText = Callable[[str], None]
@@ -27,6 +29,22 @@ class Capabilities(msgspec.Struct, frozen=True):
     logprobs: bool = True
     seeds: bool = True
     max_context: int | None = None
+    constraints: tuple[ConstraintKind, ...] = ()
+    images: bool = False
+    token_ids: bool = True
+
+    def require(self, constraint: Constraint | None) -> None:
+        """``NotSupported`` where the backend could not keep the constraint."""
+        if constraint is not None and constraint.kind not in self.constraints:
+            raise NotSupported(
+                f"{self.model} cannot generate under a constraint of the kind {constraint.kind!r} "
+                f"(it can: {', '.join(self.constraints) or 'none'})"
+            )
+
+    def require_images(self) -> None:
+        """``NotSupported`` where the backend sees no images."""
+        if not self.images:
+            raise NotSupported(f"{self.model} sees no images: image() needs a model with vision")
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -97,6 +115,14 @@ class Stats(msgspec.Struct, frozen=True):
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
+class StateHint(msgspec.Struct, frozen=True):
+    """What a program knows of a state's next ops; see ``ops.Hint``."""
+
+    objective: Literal["latency", "throughput"] | None = None
+    output_tokens: int | None = None
+    forks: int | None = None
+
+
 class Generator(Protocol[ContextT]):
     """One per model. All methods belong to the event loop; those that wait can be cancelled, and
     then what they started is aborted."""
@@ -115,14 +141,33 @@ class Generator(Protocol[ContextT]):
     def end_role(self, context: ContextT) -> None:
         """Closes the turn."""
 
-    async def generate(self, context: ContextT, params: SamplingParams, on_text: OnText) -> Generated:
-        """Continues the context and appends what came. ``on_text`` hears each delta."""
+    def image(self, context: ContextT, source: str) -> None:
+        """Appends an image, given as a URL."""
+
+    async def generate(
+        self,
+        context: ContextT,
+        params: SamplingParams,
+        on_text: OnText,
+        constraint: Constraint | None = None,
+    ) -> Generated:
+        """Continues the context under the constraint, and appends what came. ``on_text`` hears each
+        delta. The constraint is of a kind that ``capabilities`` names."""
 
     async def score(self, context: ContextT, choices: Sequence[str], method: str) -> Scored:
         """Picks the choice that fits best after the context, and appends it."""
 
     async def fork(self, context: ContextT, count: int) -> list[ContextT]:
         """``count`` contexts that go on from here, sharing the prefix."""
+
+    def hint(self, context: ContextT, hint: StateHint) -> None:
+        """What the program knows of the context's next ops. Changes no result."""
+
+    def text(self, context: ContextT) -> str:
+        """All that the context holds, the marks of its turns included."""
+
+    def token_ids(self, context: ContextT) -> list[int]:
+        """Its token ids. ``NotSupported`` where ``capabilities.token_ids`` is False."""
 
     def free(self, context: ContextT) -> None:
         """The context is not needed any more."""

@@ -15,21 +15,23 @@ import anyio.lowlevel
 from anyio.abc import TaskGroup as AnyioTaskGroup
 
 from agentflow import ops
+from agentflow.budget import Budget, deadline_of
 from agentflow.cells import PendingOp, StateCell, StatsCell, VariableCell
 from agentflow.errors import (
     AgentflowError,
+    BadArgument,
     Cancelled,
+    DeadlineExceeded,
     EngineFailed,
     Overloaded,
     ProtocolError,
-    RunFailed,
-    StateClosed,
 )
 from agentflow.events import StatsReply, Value
-from agentflow.generator import ContextT, Generator, Scored, Usage
-from agentflow.ops import check_choices
+from agentflow.generator import ContextT, Generator, Usage
+from agentflow.op_execution import OpExecution
 from agentflow.outbox import Outbox
-from agentflow.state_tree import StateTree, because, origin_of
+from agentflow.state_tree import StateTree, because
+from agentflow.transform import check_transforms
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,7 @@ logger = logging.getLogger(__name__)
 MAX_PENDING_OPS = 20_000
 # A stream of pure text ops never waits by itself: let others run after so many.
 OPS_PER_TURN = 64
+_MADE = {ops.Gen: "generated", ops.Select: "generated", ops.Read: "read", ops.Expect: "provided"}
 
 
 class Interpreter(Generic[ContextT]):
@@ -49,6 +52,7 @@ class Interpreter(Generic[ContextT]):
         self._tasks = task_group
         self._states: StateTree[ContextT] = StateTree(self.outbox, free=generator.free, kick=self._kick)
         self._variables: dict[int, VariableCell] = {}
+        self._ops = OpExecution(generator, self._variables, self._start_child)
 
     def submit(self, op: ops.Op) -> None:
         """Takes an op; never waits. ``ProtocolError`` for ids that make no sense: the op is not taken."""
@@ -60,6 +64,10 @@ class Interpreter(Generic[ContextT]):
             case ops.Cancel():
                 cancelled = Cancelled(f"state {op.state} was cancelled")
                 self._states.cancel(self._states.open_state(op.state), cancelled)
+            case ops.Provide():
+                self._provide(op)
+            case ops.Limit():
+                self._limit(op)
             case ops.TaskGroup():
                 parent = self._states.open_state(op.state)
                 self._states.couple(parent, [self._states.open_state(child) for child in op.children])
@@ -85,21 +93,21 @@ class Interpreter(Generic[ContextT]):
         if len(state.pending) >= MAX_PENDING_OPS:
             raise Overloaded(f"{MAX_PENDING_OPS} ops wait on state {state.id}: await some of them first")
         sources: tuple[VariableCell, ...] = ()
+        if isinstance(op, ops.Text | ops.Set):
+            sources = tuple(self._source(part) for part in op.parts if isinstance(part, ops.Ref))
         match op:
-            case ops.Gen() | ops.Select():
+            case ops.Gen() | ops.Select() | ops.Set() | ops.Read() | ops.Expect():
                 if op.var in self._variables:
                     raise ProtocolError(f"variable {op.var} exists already")
                 variable = self._variables[op.var] = VariableCell(op.var, op.name, self.outbox)
                 state.variables.append(variable)
             case ops.Fork():
                 self._states.add_children(state, op.children)
-            case ops.Text():
-                sources = tuple(self._variable(part.var) for part in op.parts if isinstance(part, ops.Ref))
             case ops.Close():
                 state.is_closing = True
             case _:
                 pass
-        state.pending.append(PendingOp(op, sources))
+        state.pending.append(PendingOp(op, state.number_of(op), sources))
         self._kick(state)
 
     def _kick(self, state: StateCell[ContextT]) -> None:
@@ -112,8 +120,10 @@ class Interpreter(Generic[ContextT]):
         while state.pending:
             pending = state.pending.popleft()
             if state.error is None:
-                with anyio.CancelScope() as state.scope:
+                with anyio.CancelScope(deadline=deadline_of(state.budgets)) as state.scope:
                     await self._attempt(state, pending)
+                if state.scope.cancelled_caught and state.error is None:
+                    self._fail(state, pending, DeadlineExceeded("the time that was allowed is over"))
                 state.scope = None
             if state.error is not None:
                 self._skip(state, pending.op, state.error)
@@ -128,60 +138,25 @@ class Interpreter(Generic[ContextT]):
         try:
             await self._execute(state, pending)
         except AgentflowError as error:
-            self._fail(state, pending.op, error)
+            self._fail(state, pending, error)
         except Exception as error:
             logger.exception("an op failed for a reason that is not the program's")
             failure = EngineFailed(f"{type(pending.op).__name__.lower()} failed: {error!r}")
             failure.__cause__ = error
-            self._fail(state, pending.op, failure)
+            self._fail(state, pending, failure)
 
     async def _execute(self, state: StateCell[ContextT], pending: PendingOp) -> None:
-        op = pending.op
-        match op:
+        match pending.op:
             case ops.Seal():
                 self._states.free(state)
-            case ops.Await():
-                state.reach(op.ticket)
+            case ops.Await(ticket=ticket):
+                state.reach(ticket)
             case ops.Close():
                 self._forget(state)
-            case _ if state.context is None:
-                raise StateClosed(f"state {state.id} was sealed: nothing can be appended to it")
-            case ops.Text():
-                await self._fill(state.context, op.parts, pending.sources)
+            case ops.Expect():
+                pass  # the client provides it when it likes
             case _:
-                await self._extend(state.context, op)
-
-    async def _fill(
-        self, context: ContextT, parts: tuple[str | ops.Ref, ...], sources: tuple[VariableCell, ...]
-    ) -> None:
-        """Appends text; waits for the variables in it when their turn comes."""
-        left = iter(sources)
-        for part in parts:
-            text = part if isinstance(part, str) else await _value_of(next(left))
-            self._generator.fill(context, text)
-
-    async def _extend(self, context: ContextT, op: ops.Op) -> None:
-        """Ops that need the state's context."""
-        match op:
-            case ops.Begin():
-                self._generator.begin_role(context, op.role)
-            case ops.End():
-                self._generator.end_role(context)
-            case ops.Gen():
-                variable = self._variables[op.var]
-                end = await self._generator.generate(context, op.params.check(), variable.extend)
-                value = Value(op.var, 0, "", end.finish_reason, end.usage, end.logprobs)
-                variable.complete(end.text, value)
-            case ops.Select():
-                check_choices(op.name, op.choices)
-                scored = await self._generator.score(context, op.choices, op.method)
-                self._variables[op.var].complete(op.choices[scored.index], _selected(op, scored))
-            case ops.Fork():
-                contexts = await self._generator.fork(context, len(op.children))
-                for child_id, child_context in zip(op.children, contexts, strict=True):
-                    self._start_child(child_id, child_context)
-            case _:
-                raise ProtocolError(f"an op that cannot stand in a stream: {op!r}")
+                await self._ops.execute(state, pending)
 
     def _start_child(self, child_id: int, context: ContextT) -> None:
         child = self._states.get(child_id)
@@ -194,9 +169,9 @@ class Interpreter(Generic[ContextT]):
     def _skip(self, state: StateCell[ContextT], op: ops.Op, error: AgentflowError) -> None:
         """What an op leaves behind when its state has failed: its variable and its children fail too."""
         match op:
-            case ops.Gen() | ops.Select():
+            case ops.Gen() | ops.Select() | ops.Set() | ops.Read() | ops.Expect():
                 if not self._variables[op.var].done.is_set():
-                    self._variables[op.var].fail(because(f"{op.name!r} was not generated", error))
+                    self._variables[op.var].fail(because(f"{op.name!r} was not {_MADE.get(type(op), 'set')}", error))
             case ops.Fork():
                 for child in filter(None, map(self._states.get, op.children)):
                     if not child.has_begun:
@@ -208,10 +183,12 @@ class Interpreter(Generic[ContextT]):
             case _:
                 pass
 
-    def _fail(self, state: StateCell[ContextT], op: ops.Op, error: AgentflowError) -> None:
+    def _fail(self, state: StateCell[ContextT], pending: PendingOp, error: AgentflowError) -> None:
         """An op failed: so does its variable (with the error itself), its state, its task group."""
-        if isinstance(op, ops.Gen | ops.Select):
-            self._variables[op.var].fail(error)
+        if error.place is None and pending.number is not None:
+            error.place = state.id, pending.number
+        if isinstance(pending.op, ops.Declaring):
+            self._variables[pending.op.var].fail(error)
         self._states.end(state, error)
 
     def _variable(self, var_id: int) -> VariableCell:
@@ -220,6 +197,27 @@ class Interpreter(Generic[ContextT]):
             raise ProtocolError(f"there is no variable {var_id}")
         return variable
 
+    def _source(self, ref: ops.Ref) -> VariableCell:
+        variable = self._variable(ref.var)
+        try:
+            check_transforms(ref.transforms)
+        except BadArgument as error:
+            raise ProtocolError(str(error)) from error
+        return variable
+
+    def _provide(self, op: ops.Provide) -> None:
+        variable = self._variables.get(op.var)
+        if variable is None or variable.done.is_set():
+            return  # its state has failed or ended meanwhile
+        if op.error is not None:
+            variable.fail(op.error.to_exception())
+        else:
+            variable.complete(op.text, Value(op.var, 0, "", "provided", Usage()))
+
+    def _limit(self, op: ops.Limit) -> None:
+        budget = Budget(deadline_s=op.deadline_s, output_tokens=op.output_tokens)
+        self._states.restrict(self._states.open_state(op.state) if op.state else None, budget)
+
     def _forget(self, state: StateCell[ContextT]) -> None:
         self._states.forget(state)
         for variable in state.variables:
@@ -227,16 +225,3 @@ class Interpreter(Generic[ContextT]):
 
     async def _report(self, ticket: int) -> None:
         self.outbox.mark(StatsCell(StatsReply(ticket, await self._generator.stats())))
-
-
-async def _value_of(variable: VariableCell) -> str:
-    await variable.done.wait()
-    if variable.error is not None:
-        cause = origin_of(variable.error)
-        raise RunFailed(f"the text needs {variable.name!r}, which has no value") from cause
-    return variable.text
-
-
-def _selected(op: ops.Select, scored: Scored) -> Value:
-    choices = dict(zip(op.choices, scored.logprobs, strict=True))
-    return Value(op.var, 0, "", "choice", scored.usage or Usage(), None, choices)

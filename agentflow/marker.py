@@ -10,12 +10,12 @@ from __future__ import annotations
 import re
 import secrets
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from agentflow.errors import BadArgument, StateClosed
 
 if TYPE_CHECKING:
-    from agentflow.variable import Variable
+    from agentflow.reference import Reference
 
 _OPEN, _CLOSE = "\u27e6af:", "\u27e7"
 _NUM_DIGITS = 32
@@ -33,23 +33,23 @@ class Markers:
         quarters = [nonce[start : start + 8] for start in range(0, _NUM_DIGITS, 8)]
         self._remains = (*quarters, _OPEN + nonce[:4])
         self._tail = re.compile(f"{nonce[-4:]}:[0-9]+{_CLOSE}", re.IGNORECASE)
-        # Weak: a marker in some string must not keep a variable of a run that has ended.
-        self._marked: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
+        # Weak: a marker in some string must not keep a reference to a variable of a run that has ended.
+        self._marked: weakref.WeakValueDictionary[int, Reference[Any]] = weakref.WeakValueDictionary()
 
-    def mark(self, variable: Variable) -> str:
-        """The marker of ``variable``."""
-        self._marked[variable.id] = variable
-        return f"{_OPEN}{self._nonce}:{variable.id}{_CLOSE}"
+    def mark(self, reference: Reference[Any]) -> str:
+        """The marker of ``reference``."""
+        self._marked[reference.marker_id] = reference
+        return f"{_OPEN}{self._nonce}:{reference.marker_id}{_CLOSE}"
 
-    def split(self, text: str) -> list[str | Variable]:
-        """``text`` with its markers as variables. Raises ``BadArgument`` for a damaged marker,
+    def split(self, text: str) -> list[str | Reference[Any]]:
+        """``text`` with its markers as references. Raises ``BadArgument`` for a damaged marker,
         ``StateClosed`` for one whose variable is gone."""
         if not self._has_remains(text):
             return [text] if text else []
-        parts: list[str | Variable] = []
+        parts: list[str | Reference[Any]] = []
         for index, piece in enumerate(self._whole.split(text)):
             if index % 2:
-                parts.append(self._variable(int(piece)))
+                parts.append(self._reference(int(piece)))
             elif self._has_remains(piece):
                 raise BadArgument(
                     "a variable's marker in this text is damaged (cut, padded or changed): "
@@ -65,8 +65,8 @@ class Markers:
             _CLOSE in text and self._tail.search(text) is not None
         )
 
-    def _variable(self, var_id: int) -> Variable:
-        variable = self._marked.get(var_id)
-        if variable is None:
+    def _reference(self, marker_id: int) -> Reference[Any]:
+        reference = self._marked.get(marker_id)
+        if reference is None:
             raise StateClosed("a variable in this text has ended with its run: await it before that")
-        return variable
+        return reference

@@ -1,8 +1,8 @@
 """The operations: what a program records, what goes over the wire, what the interpreter runs.
 
 States and variables are numbered by the client, from 1, unique in a session. The ops of one state
-run in the order in which they were submitted; ops of different states run side by side. ``Cancel``
-and ``TaskGroup`` act at once, whatever waits before them.
+run in the order in which they were submitted; ops of different states run side by side. ``Cancel``,
+``TaskGroup``, ``Limit`` and ``Provide`` act at once, whatever waits before them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,19 @@ from typing import Literal
 
 import msgspec
 
+from agentflow.constraint import Constraint
 from agentflow.errors import BadArgument
+from agentflow.events import ErrorInfo
 from agentflow.sampling import SamplingParams
+from agentflow.transform import Transform
 
 Role = Literal["system", "user", "assistant", "tool"]
 SelectMethod = Literal[
     "token_length_normalized", "greedy_token_selection", "unconditional_likelihood_normalized"
 ]
+
+Objective = Literal["latency", "throughput"]
+ReadWhat = Literal["text", "token_ids"]
 
 MAX_CHOICES = 1000
 
@@ -27,10 +33,15 @@ class _Op(msgspec.Struct, frozen=True, tag_field="op", tag=str.lower, omit_defau
     """Common configuration: one JSON object with an ``op`` field, defaults left out."""
 
 
-class Ref(msgspec.Struct, frozen=True, tag_field="op", tag="ref"):
-    """A variable inside text: its value, once there is one, stands here as plain text."""
+class Ref(msgspec.Struct, frozen=True, tag_field="op", tag="ref", omit_defaults=True):
+    """A variable inside text: its value, once there is one, stands here as plain text, after the
+    ``transforms`` in their order."""
 
     var: int
+    transforms: tuple[Transform, ...] = ()
+
+
+Parts = tuple[str | Ref, ...]
 
 
 class Open(_Op, frozen=True):
@@ -44,7 +55,14 @@ class Text(_Op, frozen=True):
     """Appends text; references are resolved when the op's turn comes."""
 
     state: int
-    parts: tuple[str | Ref, ...]
+    parts: Parts
+
+
+class Image(_Op, frozen=True):
+    """Appends an image. ``source``: a ``data:`` or ``https:`` URL."""
+
+    state: int
+    source: str
 
 
 class Begin(_Op, frozen=True):
@@ -61,12 +79,14 @@ class End(_Op, frozen=True):
 
 
 class Gen(_Op, frozen=True):
-    """Generates text into variable ``var``."""
+    """Generates text into variable ``var``. ``timeout_s`` counts from the op's turn."""
 
     state: int
     var: int
     name: str
     params: SamplingParams
+    constraint: Constraint | None = None
+    timeout_s: float | None = None
 
 
 class Select(_Op, frozen=True):
@@ -77,6 +97,61 @@ class Select(_Op, frozen=True):
     name: str
     choices: tuple[str, ...]
     method: SelectMethod = "token_length_normalized"
+
+
+class Set(_Op, frozen=True):
+    """Variable ``var`` takes the text of ``parts``; the state's own text stays as it is."""
+
+    state: int
+    var: int
+    name: str
+    parts: Parts
+
+
+class Read(_Op, frozen=True):
+    """Variable ``var`` takes what the state holds here: its ``text``, the template's marks included, or
+    its ``token_ids`` as a JSON list."""
+
+    state: int
+    var: int
+    name: str
+    what: ReadWhat
+
+
+class Expect(_Op, frozen=True):
+    """Variable ``var`` is the client's own: a ``Provide`` will give its value."""
+
+    state: int
+    var: int
+    name: str
+
+
+class Provide(_Op, frozen=True):
+    """The value of an expected variable, or why there is none. At once."""
+
+    var: int
+    text: str = ""
+    error: ErrorInfo | None = None
+
+
+class Hint(_Op, frozen=True):
+    """What the program knows of the state's next ops: whether somebody waits for them (``latency``) or
+    only the sum of all counts, how many tokens its gens will have, how many forks come next. Changes
+    no result."""
+
+    state: int
+    objective: Objective | None = None
+    output_tokens: int | None = None
+    forks: int | None = None
+
+
+class Limit(_Op, frozen=True):
+    """From now on the state and all that is forked from it (0: all states of the session) may take so
+    many seconds, and generate so many tokens together. At once. What goes on fails."""
+
+    state: int
+    deadline_s: float | None = None
+    output_tokens: int | None = None
 
 
 class Fork(_Op, frozen=True):
@@ -125,7 +200,26 @@ class GetStats(_Op, frozen=True):
     ticket: int
 
 
-Op = Open | Text | Begin | End | Gen | Select | Fork | TaskGroup | Seal | Await | Cancel | Close | GetStats
+Declaring = Gen | Select | Set | Read | Expect
+"""Ops that declare a variable."""
+Op = (
+    Open
+    | Text
+    | Image
+    | Begin
+    | End
+    | Declaring
+    | Provide
+    | Hint
+    | Limit
+    | Fork
+    | TaskGroup
+    | Seal
+    | Await
+    | Cancel
+    | Close
+    | GetStats
+)
 
 
 def check_choices(name: str, choices: Sequence[str]) -> None:

@@ -2,62 +2,112 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from agentflow import ops
 from agentflow.errors import BadArgument, ForeignState, StateClosed
-from agentflow.expression import Appendable, GenExpression, RoleExpression, SelectExpression, Sequence_
+from agentflow.expression import (
+    Appendable,
+    GenExpression,
+    ImageExpression,
+    RoleExpression,
+    SelectExpression,
+    Sequence_,
+)
+from agentflow.reference import Reference
+from agentflow.transcript import Entry, TurnBegins, TurnEnds
+from agentflow.transform import apply_transforms
+from agentflow.value_type import TEXT, ValueType
 from agentflow.variable import Variable
 
 if TYPE_CHECKING:
-    from agentflow.state import State
+    from agentflow.appending import Appending
+
+
+class Declared(NamedTuple):
+    """A new variable, the expression it comes from, and how many of the ops are done when it is."""
+
+    variable: Variable[Any]
+    expression: object
+    num_ops: int
 
 
 class Recorder:
     """Collects the ops of what is appended in one go; the state is untouched until it submits them."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: Appending) -> None:
         self.ops: list[ops.Op] = []
-        # With each variable, how many of the ops are done when it is.
-        self.declared: list[tuple[Variable, int]] = []
+        self.declared: list[Declared] = []
+        self.entries: list[Entry] = []
+        self.open_role = state.transcript.open_role
         self._state = state
         self._text: list[str | ops.Ref] = []
 
-    def add(self, item: Appendable, *, in_role: bool) -> None:
+    def add(self, item: Appendable) -> None:
         """Records one item."""
         state_id = self._state.id
         match item:
-            case str():
-                for piece in self._state.session.markers.split(item):
-                    self._text.append(piece if isinstance(piece, str) else self._reference(piece))
-            case Variable():
-                self._text.append(self._reference(item))
+            case str() | Reference():
+                for piece in self._pieces(item):
+                    self.entries.append(piece)
+                    self._text.append(self._part(piece))
             case Sequence_():
                 for part in item.parts:
-                    self.add(part, in_role=in_role)
+                    self.add(part)
             case GenExpression():
-                params = item.params
-                if params.seed is None:
-                    params = msgspec.structs.replace(
-                        params, seed=self._state.derived_seed(len(self.declared))
-                    )
-                self._put(ops.Gen(state_id, self._new(item.name), item.name, params))
+                self._generate(item)
             case SelectExpression():
-                self._put(ops.Select(state_id, self._new(item.name), item.name, item.choices, item.method))
+                var_id = self._new(item.name, item, TEXT)
+                self._put(ops.Select(state_id, var_id, item.name, item.choices, item.method))
             case RoleExpression():
-                if in_role:
-                    raise BadArgument(f"a {item.role} turn cannot stand inside another turn")
-                self._put(ops.Begin(state_id, item.role))
+                self.begin(item.role)
                 for part in item.parts:
-                    self.add(part, in_role=True)
-                self._put_end()
+                    self.add(part)
+                self.end()
+            case ImageExpression():
+                self._state.session.capabilities.require_images()
+                self._put(ops.Image(state_id, item.source))
             case _:
                 raise BadArgument(
                     f"cannot append {type(item).__name__} {item!r}: "
-                    "append a string, a variable, gen, select or a role"
+                    "append a string, a variable, gen, select, image or a role"
                 )
+
+    def begin(self, role: ops.Role) -> None:
+        """A turn begins."""
+        if self.open_role is not None:
+            raise BadArgument(
+                f"a {role} turn cannot stand inside another turn: the {self.open_role} turn is open"
+            )
+        self.open_role = role
+        self.entries.append(TurnBegins(role))
+        self._put(ops.Begin(self._state.id, role))
+
+    def end(self) -> None:
+        """The open turn ends."""
+        if self.open_role is None:
+            raise BadArgument("no turn is open here: a turn ends that never began")
+        self.open_role = None
+        self.entries.append(TurnEnds())
+        self._put(ops.End(self._state.id))
+        # The end of a turn neither waits nor fails: it is done with the variable before it.
+        if self.declared and self.declared[-1].num_ops == len(self.ops) - 1:
+            self.declared[-1] = self.declared[-1]._replace(num_ops=len(self.ops))
+
+    def set(self, name: str, values: Sequence[str | Reference[Any]]) -> None:
+        """A variable that takes a text which is not the state's."""
+        parts = tuple([self._part(piece) for value in values for piece in self._pieces(value)])
+        variable = self._declare(name, None, TEXT)
+        self.ops.append(ops.Set(self._state.id, variable.id, name, parts))
+
+    def read(self, what: ops.ReadWhat, value_type: ValueType) -> Variable[Any]:
+        """A variable that takes what the state holds here; the program does not see it as one of its own."""
+        variable = self._declare(f"{what}()", None, value_type, is_shown=False)
+        self.ops.append(ops.Read(self._state.id, variable.id, variable.name, what))
+        return variable
 
     def flush(self) -> None:
         """Ends the run of text."""
@@ -65,30 +115,47 @@ class Recorder:
             parts, self._text = tuple(self._text), []
             self.ops.append(ops.Text(self._state.id, parts))
 
+    def _generate(self, item: GenExpression[Any]) -> None:
+        constraint = item.value_type.constraint
+        self._state.session.capabilities.require(constraint)
+        params = item.params
+        if params.seed is None:
+            params = msgspec.structs.replace(params, seed=self._state.derived_seed(len(self.declared)))
+        var_id = self._new(item.name, item, item.value_type)
+        self._put(ops.Gen(self._state.id, var_id, item.name, params, constraint, item.timeout_s))
+
     def _put(self, op: ops.Op) -> None:
         self.flush()
         self.ops.append(op)
 
-    def _put_end(self) -> None:
-        self._put(ops.End(self._state.id))
-        # The end of a turn neither waits nor fails: it is done with the variable before it.
-        if self.declared and self.declared[-1][1] == len(self.ops) - 1:
-            self.declared[-1] = (self.declared[-1][0], len(self.ops))
-
-    def _new(self, name: str) -> int:
+    def _new(self, name: str, expression: object, value_type: ValueType) -> int:
+        """The number of a variable whose value is appended to the state."""
         self.flush()
-        variable = self._state.new_variable(name)
-        self.declared.append((variable, len(self.ops) + 1))
+        variable = self._declare(name, expression, value_type)
+        self.entries.append(variable)
         return variable.id
 
-    def _reference(self, variable: Variable) -> str | ops.Ref:
-        if variable.state.session is not self._state.session:
+    def _declare(
+        self, name: str, expression: object, value_type: ValueType, *, is_shown: bool = True
+    ) -> Variable[Any]:
+        variable = self._state.new_variable(name, value_type, is_shown=is_shown)
+        self.declared.append(Declared(variable, expression, len(self.ops) + 1))
+        return variable
+
+    def _pieces(self, item: str | Reference[Any]) -> list[str | Reference[Any]]:
+        return self._state.session.markers.split(item) if isinstance(item, str) else [item]
+
+    def _part(self, piece: str | Reference[Any]) -> str | ops.Ref:
+        if isinstance(piece, str):
+            return piece
+        variable, session = piece.source, self._state.session
+        if variable.state.session is not session:
             raise ForeignState(
-                f"variable {variable.name!r} belongs to another session: await it and append its value"
+                f"{piece.shown_name} belongs to another session: await it and append its value"
             )
-        if self._state.session.is_open(variable.state):
-            return ops.Ref(variable.id)
+        if session.is_open(variable.state):
+            return ops.Ref(variable.id, piece.transforms)
         if variable.has_value:
-            return variable.text
+            return apply_transforms(variable.text, piece.transforms)
         variable.raise_failure()
-        raise StateClosed(f"the state of variable {variable.name!r} has ended: await it before its run ends")
+        raise StateClosed(f"the state of {piece.shown_name} has ended: await it before its run ends")

@@ -27,13 +27,13 @@ class Run:
         self.session = session
         self.index = session.next_run_index()
         self._states: list[State] = []
-        self._variables: dict[int, Variable] = {}
+        self._variables: dict[int, Variable[Any]] = {}
         self._told: set[ErrorInfo] = set()
         # Weak: a reader that is gone needs no news.
         self._streams: weakref.WeakSet[EventStream] = weakref.WeakSet()
         root_id = session.next_id()
         session.submit([ops.Open(root_id, cache_salt)])
-        self.root = self.adopt(State(self, root_id, (), {}))
+        self.root = self.adopt(State(self, root_id, ()))
 
     async def execute(
         self, program: Callable[..., Awaitable[ResultT]], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -59,12 +59,22 @@ class Run:
         for state in self._states:
             error = state.error
             if error is not None and error.code != Cancelled.code and error.origin not in self._told:
-                raise error.to_exception()
+                raise self._located(error)
 
     def told(self, error: ErrorInfo) -> AgentflowError:
         """The exception of a failure that is now raised in the program: how to go on is up to it."""
         self._told.add(error.origin)
-        return error.to_exception()
+        return self._located(error)
+
+    def _located(self, error: ErrorInfo) -> AgentflowError:
+        """The exception, with a note that names the program's line whose op failed."""
+        exception = error.to_exception()
+        place = error.place
+        state = self.session.state_of(place[0]) if place is not None else None
+        line = state.line_of(place[1]) if state is not None and place is not None else None
+        if line is not None:
+            exception.add_note(f"what failed was appended at {line}")
+        return exception
 
     def adopt(self, state: State) -> State:
         """A state of this run. For the run and ``State.fork``."""
@@ -72,8 +82,10 @@ class Run:
         self.session.register(state)
         return state
 
-    def touch(self, variable: Variable) -> None:
+    def touch(self, variable: Variable[Any]) -> None:
         """A variable is new, or has news: whoever watches hears of it."""
+        if not variable.is_shown:
+            return
         if variable.is_done:
             self._variables.pop(variable.id, None)
         else:
@@ -128,7 +140,7 @@ class _StateStream(EventStream):
         self._state = state
         self._has_ended = False
 
-    def touch(self, variable: Variable) -> None:
+    def touch(self, variable: Variable[Any]) -> None:
         if variable.state is self._state:
             super().touch(variable)
 

@@ -43,7 +43,7 @@ class Session:
         self._ids = itertools.count(1)
         self._run_indices = itertools.count()
         self._states: dict[int, State] = {}
-        self._variables: dict[int, Variable] = {}  # those not done yet
+        self._variables: dict[int, Variable[Any]] = {}  # those not done yet
         self._answers: dict[int, tuple[anyio.Event, list[Stats]]] = {}
 
     async def __aenter__(self) -> Session:
@@ -151,9 +151,13 @@ class Session:
         """Events of this state are for it."""
         self._states[state.id] = state
 
-    def expect(self, variable: Variable) -> None:
+    def expect(self, variable: Variable[Any]) -> None:
         """Events of this variable are for it."""
         self._variables[variable.id] = variable
+
+    def state_of(self, state_id: int) -> State | None:
+        """The state of that number, if it is open."""
+        return self._states.get(state_id)
 
     def is_open(self, state: State) -> bool:
         """Whether the backend still knows the state."""
@@ -164,7 +168,7 @@ class Session:
         if self._states.pop(state.id, None) is not None:
             self.submit([ops.Close(state.id)], quiet=True)
 
-    def settle(self, variable: Variable, error: ErrorInfo) -> None:
+    def settle(self, variable: Variable[Any], error: ErrorInfo) -> None:
         """The variable will have no value."""
         self._variables.pop(variable.id, None)
         variable.fail(error)

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Generator
-from typing import TYPE_CHECKING
-
-import anyio
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any
 
 from agentflow import ops
-from agentflow.errors import BacklogFull, BadArgument, Cancelled, StateClosed, UnknownVariable
+from agentflow.appending import Appending, Path
+from agentflow.errors import AgentflowError, BadArgument, Cancelled, ForeignState, RunFailed, StateClosed
 from agentflow.events import ErrorInfo
-from agentflow.expression import Appendable
+from agentflow.expression import Appendable, Sequence_
 from agentflow.fork import Branches
-from agentflow.recorder import Recorder
+from agentflow.reference import Reference
 from agentflow.stream import EventStream
+from agentflow.value_type import ValueType
 from agentflow.variable import Variable
 
 if TYPE_CHECKING:
     from agentflow.run import Run
-    from agentflow.session import Session
-
-MAX_BACKLOG = 10_000
-
-Path = tuple[int, ...]
-"""Where a state stands in its fork tree: () is the root, (2,) its third branch, (2, 0) a branch of that."""
 
 
-class State:
+class State(Appending):
     """Made by a session (the root, handed to a program) or by ``fork``.
 
     ``s += x`` appends text, a variable, ``gen``, ``select`` or a role and never waits. ``s["x"]`` is
@@ -35,66 +28,77 @@ class State:
     ``async for event in s`` gives the text of its variables as it comes.
     """
 
-    def __init__(self, run: Run, state_id: int, path: Path, names: dict[str, Variable]) -> None:
-        self.session: Session = run.session
-        self.path = path
-        self._run = run
-        self._id = state_id
-        self._names = names
-        self._own: list[Variable] = []
+    def __init__(self, run: Run, state_id: int, path: Path, parent: State | None = None) -> None:
+        super().__init__(run, state_id, path, parent)
         self._children: list[State] = []
         self._error: ErrorInfo | None = None
-        self._closed: str | None = None
-        self._num_submitted = 0
-        self._num_settled = 0
-        self._marks: dict[int, int] = {}  # variable id or -ticket → ops submitted up to it
-        self._ticket = 0
-        self._changed = anyio.Event()
 
     def __repr__(self) -> str:
         return f"<State {self.path} with {', '.join(map(repr, self._names)) or 'no variables'}>"
 
-    def __iadd__(self, item: Appendable) -> State:
-        return self.add(item)
-
-    def add(self, item: Appendable) -> State:
-        """``s += item``, for where Python's rebinding gets in the way."""
-        self._check_open()
-        recorder = Recorder(self)
-        recorder.add(item, in_role=False)
-        recorder.flush()
-        num_before = self._num_submitted
-        self._submit(recorder.ops)
-        for variable, num_ops in recorder.declared:
-            self._declare(variable, num_before + num_ops)
-        return self
-
-    def __getitem__(self, name: str) -> Variable:
-        if name not in self._names:
-            known = ", ".join(repr(known) for known in self._names) or "none yet"
-            raise UnknownVariable(
-                f"this state has no variable {name!r} (it has: {known}): append its gen first"
-            )
-        return self._names[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
     def fork(self, count: int) -> Branches:
         """``count`` states that go on from here independently and share the prefix. As ``async
         with s.fork(3) as branches`` they are a task group: see ``Branches``."""
-        self._check_open()
+        self._check_appendable()
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise BadArgument(f"fork({count!r}): say how many branches, 1 or more")
         ids = [self.session.next_id() for _ in range(count)]
         self._submit([ops.Fork(self._id, tuple(ids))])
         first = len(self._children)
         children = [
-            self._run.adopt(State(self._run, state_id, (*self.path, first + i), dict(self._names)))
+            self._run.adopt(State(self._run, state_id, (*self.path, first + i), self))
             for i, state_id in enumerate(ids)
         ]
         self._children += children
         return Branches(self, children)
+
+    def copy(self) -> State:
+        """A state that goes on from here by itself: a fork of one."""
+        return self.fork(1)[0]
+
+    def join(self, branches: Branches, *, separator: str = "") -> State:
+        """Appends what each branch of a fork of this state appended, in the order of the branches, with
+        ``separator`` between them; turns lose their marks. Waits for nothing: what is still generated is
+        passed on when it is there. A failed branch fails this state, with its cause.
+
+        >>> async with s.fork(3) as branches:
+        ...     for branch in branches:
+        ...         branch += af.gen("paragraph")
+        >>> s.join(branches, separator="\\n")
+        """
+        if not isinstance(branches, Branches) or branches.parent is not self:
+            raise ForeignState("join: these are no branches of this state: give what its fork returned")
+        parts: list[Appendable] = []
+        for branch in branches:
+            parts += [separator, *branch.transcript.own_content()]
+        return self.add(Sequence_(tuple(parts[1:])))
+
+    def mapped(self, reference: Reference[Any], function: Callable[[Any], str]) -> Variable[str]:
+        """What ``function`` makes of the value of ``reference``, a variable of this state. For ``map``."""
+        self.session.check_alive()
+        if not callable(function):
+            raise BadArgument(f"map: give a function of the value, not {function!r}")
+        variable = Variable[str](self.session.next_id(), f"{reference.source.name}.map", self, is_shown=False)
+        self.session.submit([ops.Expect(self._id, variable.id, variable.name)])
+        self._own.append(variable)
+        self.session.expect(variable)
+        self.session.start_soon(self._provide, variable, reference, function)
+        return variable
+
+    async def _provide(
+        self, variable: Variable[str], reference: Reference[Any], function: Callable[[Any], str]
+    ) -> None:
+        """Gives an expected variable its value, or the reason why it has none."""
+        try:
+            value = function(await reference)
+            if not isinstance(value, str):
+                raise BadArgument(f"map: the function must return a string, not {value!r}")
+        except Exception as error:
+            failure = error if isinstance(error, AgentflowError) else RunFailed(f"map failed: {error!r}")
+            failure.__cause__ = None if failure is error else error
+            self.session.submit([ops.Provide(variable.id, error=ErrorInfo.of(failure))], quiet=True)
+        else:
+            self.session.submit([ops.Provide(variable.id, value)], quiet=True)
 
     def cancel(self) -> None:
         """Aborts what this state and its forks still run; their unfinished variables raise
@@ -124,40 +128,27 @@ class State:
 
     def ask(self) -> None:
         """Tells the backend that somebody waits for what was appended so far. For ``settled``."""
-        if self._is_settled or self._marks.get(-self._ticket) == self._num_submitted:
-            return
-        self._ticket += 1
-        self._marks[-self._ticket] = self._num_submitted
-        self.session.submit([ops.Await(self._id, self._ticket)])
+        ticket = self._backlog.next_ticket() if self._error is None else None
+        if ticket is not None:
+            self.session.submit([ops.Await(self._id, ticket)])
 
     async def settled(self) -> None:
         """Waits until all that was appended is done or the state has failed; raises neither."""
         self.ask()
-        num_awaited = self._num_submitted
-        while self._num_settled < num_awaited and self._error is None:
-            await self._changed.wait()
-
-    @property
-    def _is_settled(self) -> bool:
-        return self._num_settled >= self._num_submitted or self._error is not None
+        num_awaited = self._backlog.num_submitted
+        while not self._backlog.is_done(num_awaited) and self._error is None:
+            await self._backlog.change()
 
     def __aiter__(self) -> EventStream:
         return self._run.watch_state(self)
 
-    @property
-    def id(self) -> int:
-        """Its number in the session."""
-        return self._id
+    def new_variable(self, name: str, value_type: ValueType, *, is_shown: bool) -> Variable[Any]:
+        return Variable(self.session.next_id(), name, self, value_type, is_shown=is_shown)
 
     @property
-    def run(self) -> Run:
-        """The run it belongs to."""
-        return self._run
-
-    @property
-    def variables(self) -> list[Variable]:
+    def variables(self) -> list[Variable[Any]]:
         """Its own variables, in the order in which they were declared (not those of its parent)."""
-        return list(self._own)
+        return [variable for variable in self._own if variable.is_shown]
 
     @property
     def error(self) -> ErrorInfo | None:
@@ -166,16 +157,16 @@ class State:
 
     def reach(self, ticket: int) -> None:
         """The backend has got to this ticket. For the session."""
-        self._settle(-ticket)
+        self._backlog.reach(ticket)
 
     def end_variable(self, var_id: int) -> None:
         """The backend is done with this variable. For the session."""
-        self._settle(var_id)
+        self._backlog.end_variable(var_id)
 
     def fail(self, error: ErrorInfo) -> None:
         """Nothing more will be done here, unless it has failed before. For the session."""
         self._error = self._error or error
-        self._wake()
+        self._backlog.wake()
 
     def seal(self, why: str = "was sealed when its fork's block was left") -> None:
         """Nothing more may be appended; variables stay readable."""
@@ -194,41 +185,5 @@ class State:
         """The state is not needed any more. For its run."""
         self._closed = self._closed or "has ended with its run"
         self.session.forget(self)
-        if not self._is_settled:  # nobody will hear of the rest
+        if self._error is None and not self._backlog.is_settled:  # nobody will hear of the rest
             self.fail(ErrorInfo.of(StateClosed(f"state {self.path} {self._closed}")))
-
-    def new_variable(self, name: str) -> Variable:
-        """A variable of this state, not declared yet. For the recorder."""
-        return Variable(self.session.next_id(), name, self)
-
-    def derived_seed(self, ordinal: int) -> int:
-        """The seed of a gen that names none: it follows from the session's seed, the run, the path
-        in the fork tree and the gen's place in the state, so that a replay draws the same."""
-        place = f"{self.session.seed}/{self._run.index}/{self.path}/{len(self._own) + ordinal}"
-        return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "big") >> 1
-
-    def _declare(self, variable: Variable, num_ops: int) -> None:
-        self._own.append(variable)
-        self._names[variable.name] = variable
-        self._marks[variable.id] = num_ops
-        self.session.expect(variable)
-        self._run.touch(variable)
-
-    def _submit(self, recorded: list[ops.Op]) -> None:
-        if self._num_submitted + len(recorded) - self._num_settled > MAX_BACKLOG:
-            raise BacklogFull(f"{MAX_BACKLOG} ops wait on this state: await something before appending more")
-        self.session.submit(recorded)
-        self._num_submitted += len(recorded)
-
-    def _settle(self, key: int) -> None:
-        self._num_settled = max(self._num_settled, self._marks.pop(key, 0))
-        self._wake()
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
-
-    def _check_open(self) -> None:
-        self.session.check_alive()
-        if self._closed is not None:
-            raise StateClosed(f"state {self.path} {self._closed}: nothing can be appended to it")

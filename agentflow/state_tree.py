@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Generic
 
+from agentflow.budget import Budget
 from agentflow.cells import StateCell
 from agentflow.errors import AgentflowError, Cancelled, Overloaded, ProtocolError, RunFailed
 from agentflow.generator import ContextT
@@ -31,6 +32,7 @@ class StateTree(Generic[ContextT]):
         self._give_back = free
         self._kick = kick
         self._states: dict[int, StateCell[ContextT]] = {}
+        self._budgets: tuple[Budget, ...] = ()
 
     def __iter__(self) -> Iterator[StateCell[ContextT]]:
         return iter(self._states.values())
@@ -60,6 +62,16 @@ class StateTree(Generic[ContextT]):
         self._check_new(children)
         for child in children:
             parent.children[child] = self._add(child, parent)
+
+    def restrict(self, root: StateCell[ContextT] | None, budget: Budget) -> None:
+        """``root`` and all that comes of it (None: every state, and those to come) share the budget."""
+        if root is None:
+            self._budgets += (budget,)
+        restricted = [root] if root is not None else [s for s in self._states.values() if s.parent is None]
+        while restricted:
+            state = restricted.pop()
+            restricted += state.children.values()
+            state.restrict(budget)
 
     def couple(self, parent: StateCell[ContextT], children: list[StateCell[ContextT]]) -> None:
         """Makes forked states a task group."""
@@ -129,6 +141,8 @@ class StateTree(Generic[ContextT]):
 
     def _add(self, state_id: int, parent: StateCell[ContextT] | None) -> StateCell[ContextT]:
         state = self._states[state_id] = StateCell[ContextT](state_id, parent, self._outbox)
+        if parent is None:
+            state.budgets = self._budgets
         return state
 
     def _check_new(self, state_ids: tuple[int, ...]) -> None:

@@ -47,11 +47,11 @@ class EventStream:
 
     def __init__(self, is_over: Callable[[], bool]) -> None:
         self._is_over = is_over
-        self._fresh: dict[int, Variable] = {}
+        self._fresh: dict[int, Variable[Any]] = {}
         self._heard: dict[int, int] = {}
         self._changed = anyio.Event()
 
-    def touch(self, variable: Variable) -> None:
+    def touch(self, variable: Variable[Any]) -> None:
         """``variable`` has news. For the run."""
         self._fresh[variable.id] = variable
         self.wake()

@@ -7,34 +7,53 @@ One shared text, thin readers: awaiting gives the whole value, iterating gives t
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Generator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from agentflow.errors import BadArgument
+from agentflow.errors import BadArgument, InvalidValue
 from agentflow.events import ErrorInfo, Value
-from agentflow.expression import Appendable, Sequence_
 from agentflow.generator import Usage
+from agentflow.reference import Reference, Transformed, ValueT_co
+from agentflow.transform import Transform
+from agentflow.value_type import TEXT, ValueType
 
 if TYPE_CHECKING:
     from agentflow.state import State
 
 
-class Variable:
-    """The value of one ``gen`` or ``select``. Made by states; ``s["x"]`` finds it."""
+class Variable(Reference[ValueT_co]):
+    """The value of one ``gen``, ``select`` or ``set``. Made by states; ``s["x"]`` finds it."""
 
-    def __init__(self, var_id: int, name: str, state: State) -> None:
-        self._id = var_id
+    def __init__(
+        self, var_id: int, name: str, state: State, value_type: ValueType = TEXT, *, is_shown: bool = True
+    ) -> None:
+        self.source: Variable[Any] = self
+        self.transforms = ()
         self.name = name
+        self.is_shown = is_shown
+        """Whether it is the program's own: streams tell of it."""
+        self._id = var_id
         self._state = state
+        self._type = value_type
         self._text = ""
         self._value: Value | None = None
         self._error: ErrorInfo | None = None
         self._changed: anyio.Event | None = None
+        # Held here, so that a marker in a string finds it again for as long as the variable lives.
+        self._transformed: dict[tuple[Transform, ...], Transformed] = {}
 
     def __repr__(self) -> str:
         progress = "failed" if self._error else "done" if self._value else f"{len(self._text)} chars so far"
         return f"<Variable {self.name!r} of {self._state.path}: {progress}>"
+
+    @property
+    def shown_name(self) -> str:
+        return f"variable {self.name!r}"
+
+    @property
+    def marker_id(self) -> int:
+        return self._id
 
     @property
     def id(self) -> int:
@@ -63,7 +82,8 @@ class Variable:
 
     @property
     def finish_reason(self) -> str:
-        """``eos``, ``stop``, ``length`` or ``choice``. Await the variable first."""
+        """``eos``, ``stop``, ``length`` or ``choice``; ``set``, ``read`` or ``provided`` of what no model
+        wrote. Await the variable first."""
         return self._end().finish_reason
 
     @property
@@ -82,14 +102,27 @@ class Variable:
         """Of a select: each choice's log-probability. Await the variable first."""
         found = self._end().choices
         if found is None:
-            raise BadArgument(f"{self.name!r} comes from a gen: only a select has choices")
+            raise BadArgument(f"{self.name!r} comes from no select: only a select has choices")
         return dict(found)
 
-    def __await__(self) -> Generator[object, None, str]:
+    def __await__(self) -> Generator[object, None, ValueT_co]:
         return self._wait().__await__()
 
-    async def _wait(self) -> str:
-        """The whole text; raises what failed."""
+    async def _wait(self) -> ValueT_co:
+        """The whole value; raises what failed."""
+        text = await self.whole_text()
+        try:
+            value: ValueT_co = self._type.read(text)
+        except ValueError as error:
+            shown = text if len(text) <= 200 else f"{text[:199]}…"
+            raise InvalidValue(
+                f"{self.name!r} ended ({self.finish_reason}) with a text that is no {self._type.shown}: "
+                f"{shown!r}"
+            ) from error
+        return value
+
+    async def whole_text(self) -> str:
+        """The whole text, whatever its type; raises what failed."""
         await self.settled()
         self.raise_failure()
         return self._text
@@ -102,25 +135,12 @@ class Variable:
     def __aiter__(self) -> AsyncIterator[str]:
         return _Reader(self)
 
-    def __format__(self, spec: str) -> str:
-        if spec:
-            raise BadArgument(
-                f"variable {self.name!r} is passed on by reference and cannot be formatted with {spec!r}: "
-                "use a plain {…}, or await it and format its value"
-            )
-        return self._state.session.markers.mark(self)
-
-    def __add__(self, other: Appendable) -> Sequence_:
-        return Sequence_((self, other))
-
-    def __radd__(self, other: Appendable) -> Sequence_:
-        return Sequence_((other, self))
-
-    def __str__(self) -> str:
-        raise BadArgument(
-            f"str() of variable {self.name!r}: await it for its value, or append it (or an f-string with it) "
-            "to a state to pass it on unawaited"
-        )
+    def transformed(self, transforms: tuple[Transform, ...]) -> Transformed:
+        """Its text after these. For ``strip`` and its like."""
+        found = self._transformed.get(transforms)
+        if found is None:
+            found = self._transformed[transforms] = Transformed(self, transforms)
+        return found
 
     async def change(self) -> None:
         """Waits until there is news. For its readers."""
@@ -166,7 +186,7 @@ class Variable:
 class _Reader:
     """One reader of a variable's text. Not a generator: it may be left at any point."""
 
-    def __init__(self, variable: Variable) -> None:
+    def __init__(self, variable: Variable[Any]) -> None:
         self._variable = variable
         self._num_heard = 0
 

@@ -8,6 +8,7 @@ import anyio
 
 from agentflow import ops
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
+from agentflow.constraint import Constraint
 from agentflow.errors import AgentflowError
 from agentflow.events import Delta, Event, Reached, StateFailed, StatsReply, Value, VarFailed
 from agentflow.generator import Generated, OnText, Stats
@@ -33,9 +34,15 @@ class WireGenerator(ScriptedGenerator):
         self.stats_fault: Exception | None = None
         self.has_hung = anyio.Event()
 
-    async def generate(self, context: ScriptedContext, params: SamplingParams, on_text: OnText) -> Generated:
+    async def generate(
+        self,
+        context: ScriptedContext,
+        params: SamplingParams,
+        on_text: OnText,
+        constraint: Constraint | None = None,
+    ) -> Generated:
         if not context.text.endswith(HANG):
-            return await super().generate(context, params, on_text)
+            return await super().generate(context, params, on_text, constraint)
         self.num_running += 1
         self.has_hung.set()
         try:

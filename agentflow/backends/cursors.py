@@ -57,7 +57,7 @@ class Cursors:
                 self._states[op.state] = _StateCursor()
             case ops.Fork():
                 self._states |= {child: _StateCursor() for child in op.children}
-            case ops.Gen() | ops.Select():
+            case ops.Gen() | ops.Select() | ops.Set() | ops.Read() | ops.Expect():
                 self._variables[op.var] = _VariableCursor(op.state)
                 if op.state in self._states:
                     self._states[op.state].num_unfinished += 1

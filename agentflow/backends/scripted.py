@@ -5,6 +5,7 @@ The whole frontend and the interpreter run as they do elsewhere; only the genera
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -13,9 +14,11 @@ import anyio.lowlevel
 
 from agentflow.backend import Connection, Deliver, Lost
 from agentflow.backends.interpreted import interpreted
-from agentflow.errors import BadArgument, RunFailed
-from agentflow.generator import Capabilities, Generated, OnText, Scored, Stats, Usage
+from agentflow.constraint import CONSTRAINT_KINDS, Constraint
+from agentflow.errors import BadArgument, NotSupported, RunFailed
+from agentflow.generator import Capabilities, Generated, OnText, Scored, StateHint, Stats, Usage
 from agentflow.sampling import SamplingParams
+from agentflow.transform import compiled
 
 Answer = str | Exception
 Script = Callable[[str], Answer] | Mapping[str, Answer] | Sequence[Answer]
@@ -35,7 +38,9 @@ class ScriptedGenerator:
     """Answers from a script, one word at a time, with a checkpoint between words. Tokens are words."""
 
     def __init__(self, script: Script) -> None:
-        self.capabilities = Capabilities(model="scripted", logprobs=False)
+        self.capabilities = Capabilities(
+            model="scripted", logprobs=False, constraints=CONSTRAINT_KINDS, images=True, token_ids=False
+        )
         self.num_open = 0
         self.num_running = 0
         self._script = script
@@ -62,10 +67,23 @@ class ScriptedGenerator:
             raise BadArgument("a turn ends that never began")
         context.text += f"</{context.open_roles.pop()}>"
 
-    async def generate(self, context: ScriptedContext, params: SamplingParams, on_text: OnText) -> Generated:
-        """The script's answer, cut at ``stop`` and ``max_tokens``."""
+    def image(self, context: ScriptedContext, source: str) -> None:
+        """Writes ``<image>``."""
+        context.text += "<image>"
+
+    async def generate(
+        self,
+        context: ScriptedContext,
+        params: SamplingParams,
+        on_text: OnText,
+        constraint: Constraint | None = None,
+    ) -> Generated:
+        """The script's answer, cut at ``stop`` and ``max_tokens``. ``RunFailed`` where it does not keep the
+        constraint (of a schema only that it is JSON is looked at; of a grammar, nothing)."""
         prompt = context.text
         answer, reason = _ended(self._answer(prompt), params)
+        if constraint is not None:
+            _check_kept(constraint, answer)
         self.num_running += 1
         try:
             for index, piece in enumerate(answer.split(" ")):
@@ -95,6 +113,17 @@ class ScriptedGenerator:
         """Copies of the text."""
         self.num_open += count
         return [ScriptedContext(context.text, list(context.open_roles)) for _ in range(count)]
+
+    def hint(self, context: ScriptedContext, hint: StateHint) -> None:
+        """Nothing to be gained here."""
+
+    def text(self, context: ScriptedContext) -> str:
+        """The text, turns written as they are here."""
+        return context.text
+
+    def token_ids(self, context: ScriptedContext) -> list[int]:
+        """There are none."""
+        raise NotSupported("a script has no token ids")
 
     def free(self, context: ScriptedContext) -> None:
         """Counts the context as closed."""
@@ -138,6 +167,21 @@ def _ended(answer: str, params: SamplingParams) -> tuple[str, str]:
     if len(words) > params.max_tokens:
         answer, reason = " ".join(words[: params.max_tokens]), "length"
     return answer, reason
+
+
+def _check_kept(constraint: Constraint, answer: str) -> None:
+    kept = True
+    if constraint.kind == "choices":
+        kept = answer in constraint.choices
+    elif constraint.kind == "regex":
+        kept = compiled(constraint.source).fullmatch(answer) is not None
+    elif constraint.kind == "schema":
+        try:
+            json.loads(answer)
+        except ValueError:
+            kept = False
+    if not kept:
+        raise RunFailed(f"the script answers {answer!r}, which is not what the {constraint.kind} asks for")
 
 
 class Scripted:

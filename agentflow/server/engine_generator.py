@@ -9,8 +9,9 @@ import anyio
 import anyio.to_thread
 import msgspec
 
+from agentflow.constraint import Constraint
 from agentflow.errors import AgentflowError, BadArgument, NotSupported
-from agentflow.generator import Capabilities, Generated, OnText, Scored, Stats, Usage
+from agentflow.generator import Capabilities, Generated, OnText, Scored, StateHint, Stats, Usage
 from agentflow.sampling import SamplingParams
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.engine_client import EngineClient, RequestObserver
@@ -74,8 +75,19 @@ class EngineGenerator:
         """Closes the turn."""
         context.tokens.end_role()
 
-    async def generate(self, context: EngineContext, params: SamplingParams, on_text: OnText) -> Generated:
+    def image(self, context: EngineContext, source: str) -> None:
+        """Refused: ``capabilities`` says that there is no vision."""
+        self.capabilities.require_images()
+
+    async def generate(
+        self,
+        context: EngineContext,
+        params: SamplingParams,
+        on_text: OnText,
+        constraint: Constraint | None = None,
+    ) -> Generated:
         """Generates, and appends the ids as they were generated."""
+        self.capabilities.require(constraint)
         token_ids = await self._prompt(context, "gen")
         context.has_run = True
         end = await self._client.generate(
@@ -131,6 +143,21 @@ class EngineGenerator:
             context.num_computed, context.has_run = len(token_ids), True
         group = self._new_number() if count > 1 else 0
         return [self._forked(context, group) for _ in range(count)]
+
+    def hint(self, context: EngineContext, hint: StateHint) -> None:
+        """Goes with the state's next requests. A fork that is announced has its prefix computed now."""
+        if not self._use_hints:
+            return
+        if hint.objective is not None:
+            context.origin = msgspec.structs.replace(context.origin, objective=hint.objective)
+
+    def text(self, context: EngineContext) -> str:
+        """All text, the template's marks included."""
+        return context.tokens.text_view()
+
+    def token_ids(self, context: EngineContext) -> list[int]:
+        """The ids that the model would be given now."""
+        return context.tokens.ids()
 
     def free(self, context: EngineContext) -> None:
         """Nothing is held for an idle context, but its KV is kept longer than other cache: no more."""

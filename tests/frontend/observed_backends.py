@@ -13,6 +13,7 @@ from agentflow import ops
 from agentflow.backend import Backend, Connection, Deliver, Lost
 from agentflow.backends.interpreted import interpreted
 from agentflow.backends.scripted import Script, Scripted, ScriptedContext, ScriptedGenerator
+from agentflow.constraint import Constraint
 from agentflow.events import Event
 from agentflow.generator import Generated, OnText, Usage
 from agentflow.sampling import SamplingParams
@@ -91,7 +92,13 @@ class SpokenGenerator(ScriptedGenerator):
             self._allowance.release()
             await settle()
 
-    async def generate(self, context: ScriptedContext, params: SamplingParams, on_text: OnText) -> Generated:
+    async def generate(
+        self,
+        context: ScriptedContext,
+        params: SamplingParams,
+        on_text: OnText,
+        constraint: Constraint | None = None,
+    ) -> Generated:
         words = self._answer(context.text).split(" ")
         self.num_running += 1
         try:

@@ -337,7 +337,7 @@ async def test_ops_after_a_seal_fail():
         await at.listen_until_all_ended([2])
         assert at.heard.reached == {1: 1}
         assert at.heard.ends[2] == ErrorInfo(
-            "state_closed", "state 1 was sealed: nothing can be appended to it"
+            "state_closed", "state 1 was sealed: nothing can be appended to it", state=1, op=2
         )
         assert at.generator.num_open == 0
 
@@ -414,9 +414,13 @@ async def test_a_fault_of_the_generator_fails_the_op_with_what_happened(caplog):
             "engine_failed",
             "gen failed: ZeroDivisionError('division by zero')",
             ErrorInfo("run_failed", "ZeroDivisionError('division by zero')"),
+            state=1,
+            op=1,
         )
         assert "an op failed" in caplog.text
-        assert at.heard.failures[3] == ErrorInfo("bad_argument", "a turn ends that never began")
+        assert at.heard.failures[3] == ErrorInfo(
+            "bad_argument", "a turn ends that never began", state=3, op=1
+        )
 
 
 async def test_a_rewind_knows_only_what_is_there():
@@ -455,6 +459,6 @@ async def test_cancelling_while_a_fork_is_under_way(num_turns):
 
 
 def test_the_backlog_of_a_frontend_fits_into_the_interpreters():
-    from agentflow.state import MAX_BACKLOG
+    from agentflow.backlog import MAX_BACKLOG
 
     assert MAX_BACKLOG * 2 <= interpreter_module.MAX_PENDING_OPS

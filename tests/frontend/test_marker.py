@@ -27,7 +27,7 @@ def test_variables_are_found_between_any_texts(pieces):
     for piece in pieces:
         if isinstance(piece, str) and merged and isinstance(merged[-1], str):
             merged[-1] += piece
-        elif piece != "":
+        elif not isinstance(piece, str) or piece:
             merged.append(piece)
     assert MARKERS.split(text) == merged
 

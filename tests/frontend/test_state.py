@@ -9,7 +9,7 @@ from observed_backends import Dribbling, Noted, Spoken, settle
 
 import agentflow as af
 from agentflow import ops
-from agentflow.state import MAX_BACKLOG
+from agentflow.backlog import MAX_BACKLOG
 
 pytestmark = pytest.mark.anyio
 

@@ -1,0 +1,240 @@
+"""What a state takes: text, generations, turns, and what else goes into its stream of ops."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, Self, TypeVar, get_args, overload
+
+from agentflow import ops
+from agentflow.appenders import Appenders
+from agentflow.backlog import Backlog
+from agentflow.budget import limit_op
+from agentflow.errors import BadArgument, NotSupported, StateClosed, UnknownVariable
+from agentflow.expression import Appendable, GenExpression, Sequence_
+from agentflow.ops import Objective, ReadWhat, Role
+from agentflow.program_line import LineTable, ProgramLine, calling_line
+from agentflow.recorder import Recorder
+from agentflow.reference import Reference
+from agentflow.transcript import Transcript
+from agentflow.transform import apply_transforms
+from agentflow.turn import Turn
+from agentflow.value_type import TEXT, ValueType
+from agentflow.variable import Variable
+
+if TYPE_CHECKING:
+    from agentflow.run import Run
+    from agentflow.session import Session
+    from agentflow.state import State
+
+ValueT = TypeVar("ValueT")
+
+Path = tuple[int, ...]
+"""Where a state stands in its fork tree: () is the root, (2,) its third branch, (2, 0) a branch of that."""
+
+
+class Appending:
+    """The part of ``State`` that puts ops into its stream, and finds the variables that they declare."""
+
+    def __init__(self, run: Run, state_id: int, path: Path, parent: State | None) -> None:
+        self.session: Session = run.session
+        self.path = path
+        self.transcript: Transcript = Transcript(parent.transcript if parent is not None else None)
+        self._run = run
+        self._id = state_id
+        self._names: dict[str, Variable[Any]] = dict(parent._names) if parent is not None else {}
+        self._own: list[Variable[Any]] = []
+        self._closed: str | None = None
+        self._num_gens = 0
+        self._backlog = Backlog()
+        self._lines = LineTable()
+        self._appenders = Appenders()
+
+    @property
+    def id(self) -> int:
+        """Its number in the session."""
+        return self._id
+
+    @property
+    def run(self) -> Run:
+        """The run it belongs to."""
+        return self._run
+
+    def __iadd__(self, item: Appendable) -> Self:
+        return self.add(item)
+
+    def add(self, item: Appendable) -> Self:
+        """``s += item``, for where Python's rebinding gets in the way."""
+        recorder = self._recorder()
+        recorder.add(item)
+        self._take(recorder)
+        return self
+
+    def begin(self, role: Role) -> None:
+        """Opens a turn; what is appended from now on is in it, until ``end``."""
+        if role not in get_args(Role):
+            raise BadArgument(f"begin({role!r}): a turn is one of {', '.join(get_args(Role))}")
+        recorder = self._recorder()
+        recorder.begin(role)
+        self._take(recorder)
+
+    def end(self) -> None:
+        """Closes the open turn."""
+        recorder = self._recorder()
+        recorder.end()
+        self._take(recorder)
+
+    def system(self) -> Turn:
+        """``async with s.system():`` a system turn around what the block appends."""
+        return Turn(self, "system")
+
+    def user(self) -> Turn:
+        """``async with s.user():`` a user turn around what the block appends."""
+        return Turn(self, "user")
+
+    def assistant(self) -> Turn:
+        """``async with s.assistant():`` an assistant turn around what the block appends."""
+        return Turn(self, "assistant")
+
+    def tool(self) -> Turn:
+        """``async with s.tool():`` a tool's turn around what the block appends."""
+        return Turn(self, "tool")
+
+    def set(self, name: str, value: str | Reference[Any] | Sequence_) -> Variable[str]:
+        """A variable with a text of the program's own; the state's text stays as it is. ``value`` may hold
+        variables, which need not be there yet.
+
+        >>> s.set("question", f"What follows from {s['claim']}?")
+        """
+        if not isinstance(name, str) or not name:
+            raise BadArgument(f"set({name!r}, …): give the variable a name")
+        parts = value.parts if isinstance(value, Sequence_) else (value,)
+        if not all(isinstance(part, str | Reference) for part in parts):
+            raise BadArgument(f"set({name!r}, {value!r}): the value must be text, which may hold variables")
+        recorder = self._recorder()
+        recorder.set(name, [part for part in parts if isinstance(part, str | Reference)])
+        self._take(recorder)
+        return self._names[name]
+
+    def text(self) -> Variable[str]:
+        """All that the state holds here, once that is there: the template's marks included.
+
+        >>> print(await s.text())
+        """
+        return self._read("text", TEXT)
+
+    def token_ids(self) -> Variable[list[int]]:
+        """The token ids that the state holds here; refused where the backend has none."""
+        if not self.session.capabilities.token_ids:
+            raise NotSupported(f"{self.session.capabilities.model} does not tell its token ids")
+        return self._read("token_ids", ValueType("list of token ids", None, json.loads))
+
+    def _read(self, what: ReadWhat, value_type: ValueType) -> Variable[Any]:
+        recorder = self._recorder()
+        variable = recorder.read(what, value_type)
+        self._take(recorder)
+        return variable
+
+    async def messages(self) -> list[dict[str, str]]:
+        """The conversation so far as ``{"role": …, "content": …}``; waits for what is being generated.
+        Text outside turns is in none of them."""
+        found = []
+        for message in self.transcript.messages():
+            pieces = [
+                part
+                if isinstance(part, str)
+                else apply_transforms(await part.source.whole_text(), part.transforms)
+                for part in message.content
+            ]
+            found.append({"role": message.role, "content": "".join(pieces)})
+        return found
+
+    def hint(
+        self,
+        *,
+        objective: Objective | None = None,
+        output_tokens: int | None = None,
+        forks: int | None = None,
+    ) -> None:
+        """What the program knows and the backend cannot: whether somebody waits for the next generations
+        (``objective="latency"``) or only the sum of all counts (``"throughput"``), how many tokens they
+        will have, how many ``forks`` come next. Changes no result."""
+        if objective not in (None, *get_args(Objective)):
+            raise BadArgument(f"hint: objective must be latency or throughput, not {objective!r}")
+        for name, value in (("output_tokens", output_tokens), ("forks", forks)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise BadArgument(f"hint: {name} must be a whole number above 0, not {value!r}")
+        recorder = self._recorder()
+        recorder.ops.append(ops.Hint(self._id, objective, output_tokens, forks))
+        self._take(recorder)
+
+    def limit(self, *, deadline_s: float | None = None, output_tokens: int | None = None) -> None:
+        """From now on this state and its forks may take so many seconds, and generate so many tokens
+        together. What goes on after that fails with ``DeadlineExceeded`` or ``BudgetExceeded``."""
+        self._check_open()
+        self.session.submit([limit_op(self._id, deadline_s, output_tokens)])
+
+    @overload
+    def __getitem__(self, name: GenExpression[ValueT]) -> Variable[ValueT]: ...
+    @overload
+    def __getitem__(self, name: str) -> Variable[str]: ...
+    def __getitem__(self, name: Any) -> Variable[Any]:
+        wanted = name.name if isinstance(name, GenExpression) else name
+        if wanted not in self._names:
+            known = ", ".join(repr(known) for known in self._names) or "none yet"
+            raise UnknownVariable(
+                f"this state has no variable {wanted!r} (it has: {known}): append its gen first"
+            )
+        return self._names[wanted]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    @abstractmethod
+    def new_variable(self, name: str, value_type: ValueType, *, is_shown: bool) -> Variable[Any]:
+        """A variable of this state, not declared yet. For the recorder."""
+
+    def derived_seed(self, ordinal: int) -> int:
+        """The seed of a gen that names none: it follows from the session's seed, the run, the path
+        in the fork tree and the gen's place in the state, so that a replay draws the same."""
+        place = f"{self.session.seed}/{self._run.index}/{self.path}/{self._num_gens + ordinal}"
+        return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "big") >> 1
+
+    def line_of(self, number: int) -> ProgramLine | None:
+        """The program's line that appended op ``number``. For its run."""
+        return self._lines.line_of(number)
+
+    def _recorder(self) -> Recorder:
+        self._check_appendable()
+        return Recorder(self)
+
+    def _take(self, recorder: Recorder) -> None:
+        """Submits what was recorded, all of it or (where that raises) nothing."""
+        recorder.flush()
+        num_before = self._backlog.num_submitted
+        self._submit(recorder.ops)
+        self.transcript.extend(recorder.entries, recorder.open_role)
+        for variable, expression, num_ops in recorder.declared:
+            self._num_gens += isinstance(expression, GenExpression)
+            self._own.append(variable)
+            if variable.is_shown:
+                self._names[variable.name] = variable
+            self._backlog.expect(variable.id, num_before + num_ops)
+            self.session.expect(variable)
+            self._run.touch(variable)
+
+    def _submit(self, recorded: list[ops.Op]) -> None:
+        self._backlog.check_room(len(recorded))
+        self.session.submit(recorded)
+        self._backlog.num_submitted += len(recorded)
+        self._lines.add(self._backlog.num_submitted, calling_line())
+
+    def _check_appendable(self) -> None:
+        self._check_open()
+        self._appenders.check()
+
+    def _check_open(self) -> None:
+        self.session.check_alive()
+        if self._closed is not None:
+            raise StateClosed(f"state {self.path} {self._closed}: nothing can be appended to it")

@@ -1,0 +1,121 @@
+"""What each op does with its state's context, once its turn has come."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Generic
+
+import anyio
+import anyio.to_thread
+
+from agentflow import ops
+from agentflow.budget import clipped, spend
+from agentflow.cells import PendingOp, StateCell, VariableCell
+from agentflow.errors import DeadlineExceeded, ProtocolError, RunFailed, StateClosed
+from agentflow.events import Value
+from agentflow.generator import ContextT, Generator, Scored, StateHint, Usage
+from agentflow.ops import check_choices
+from agentflow.state_tree import origin_of
+from agentflow.transform import apply_transforms
+
+
+class OpExecution(Generic[ContextT]):
+    """Executes ops on ``generator``. ``start_child`` takes the context of a forked state."""
+
+    def __init__(
+        self,
+        generator: Generator[ContextT],
+        variables: Mapping[int, VariableCell],
+        start_child: Callable[[int, ContextT], None],
+    ) -> None:
+        self._generator = generator
+        self._variables = variables
+        self._start_child = start_child
+
+    async def execute(self, state: StateCell[ContextT], pending: PendingOp) -> None:
+        """Runs an op that needs the state's context; waits for the variables in it, in their order."""
+        context, op = state.context, pending.op
+        if context is None:
+            raise StateClosed(f"state {state.id} was sealed: nothing can be appended to it")
+        match op:
+            case ops.Text():
+                await self._fill(context, pending)
+            case ops.Begin():
+                self._generator.begin_role(context, op.role)
+            case ops.End():
+                self._generator.end_role(context)
+            case ops.Gen():
+                await self._generate(state, context, op)
+            case ops.Select():
+                check_choices(op.name, op.choices)
+                scored = await self._generator.score(context, op.choices, op.method)
+                self._variables[op.var].complete(op.choices[scored.index], _selected(op, scored))
+            case ops.Fork():
+                contexts = await self._generator.fork(context, len(op.children))
+                for child_id, child_context in zip(op.children, contexts, strict=True):
+                    self._start_child(child_id, child_context)
+            case _:
+                await self._look(context, pending)
+
+    async def _look(self, context: ContextT, pending: PendingOp) -> None:
+        """Ops that leave the state's text as it is, and images."""
+        op = pending.op
+        match op:
+            case ops.Set():
+                sources = iter(pending.sources)
+                self._complete(op, "".join([await _resolved(part, sources) for part in op.parts]), "set")
+            case ops.Read():
+                if op.what == "token_ids":
+                    self._complete(op, json.dumps(self._generator.token_ids(context)), "read")
+                else:
+                    self._complete(op, self._generator.text(context), "read")
+            case ops.Hint():
+                self._generator.hint(context, StateHint(op.objective, op.output_tokens, op.forks))
+            case ops.Image():
+                self._generator.capabilities.require_images()
+                self._generator.image(context, op.source)
+            case _:
+                raise ProtocolError(f"an op that cannot stand in a stream: {op!r}")
+
+    async def _fill(self, context: ContextT, pending: PendingOp) -> None:
+        """Appends text; waits for the variables in it when their turn comes."""
+        assert isinstance(pending.op, ops.Text)
+        sources = iter(pending.sources)
+        for part in pending.op.parts:
+            self._generator.fill(context, await _resolved(part, sources))
+
+    async def _generate(self, state: StateCell[ContextT], context: ContextT, op: ops.Gen) -> None:
+        self._generator.capabilities.require(op.constraint)
+        params = clipped(op.params.check(), state.budgets)
+        variable = self._variables[op.var]
+        constraint = None if op.constraint is None else op.constraint.check()
+        with anyio.move_on_after(op.timeout_s) as scope:
+            end = await self._generator.generate(context, params, variable.extend, constraint)
+        if scope.cancelled_caught:
+            raise DeadlineExceeded(f"{op.name!r} took longer than its {op.timeout_s} s")
+        was_cut = end.finish_reason == "length" and params.max_tokens < op.params.max_tokens
+        spend(end.usage.output_tokens, state.budgets, was_cut=was_cut)
+        variable.complete(end.text, Value(op.var, 0, "", end.finish_reason, end.usage, end.logprobs))
+
+    def _complete(self, op: ops.Declaring, text: str, reason: str) -> None:
+        self._variables[op.var].complete(text, Value(op.var, 0, "", reason, Usage()))
+
+
+async def _resolved(part: str | ops.Ref, sources: Iterator[VariableCell]) -> str:
+    """The text of a part, once it is there; ``sources``: the variables of the parts from here on."""
+    if isinstance(part, str):
+        return part
+    variable = next(sources)
+    await variable.done.wait()
+    if variable.error is not None:
+        cause = origin_of(variable.error)
+        raise RunFailed(f"the text needs {variable.name!r}, which has no value") from cause
+    if any(transform.name == "regex" for transform in part.transforms):  # may take its time
+        return await anyio.to_thread.run_sync(apply_transforms, variable.text, part.transforms)
+    return apply_transforms(variable.text, part.transforms)
+
+
+def _selected(op: ops.Select, scored: Scored) -> Value:
+    choices = dict(zip(op.choices, scored.logprobs, strict=True))
+    return Value(op.var, 0, "", "choice", scored.usage or Usage(), None, choices)

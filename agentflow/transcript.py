@@ -1,0 +1,74 @@
+"""What was appended to a state, as the client knows it: for ``messages()`` and for joins.
+
+Texts, variables and the beginnings and ends of turns, in order. A fork's transcript goes on from where
+its parent's was, without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
+
+if TYPE_CHECKING:
+    from agentflow.reference import Reference
+
+
+class TurnBegins(NamedTuple):
+    """A turn of this role begins."""
+
+    role: str
+
+
+class TurnEnds(NamedTuple):
+    """The turn ends."""
+
+
+Entry = Union["str", "Reference[Any]", TurnBegins, TurnEnds]
+
+
+class Message(NamedTuple):
+    """A turn, its content not resolved yet."""
+
+    role: str
+    content: list[str | Reference[Any]]
+
+
+class Transcript:
+    """Append-only. ``open_role``: of the turn that is not closed yet."""
+
+    def __init__(self, parent: Transcript | None = None) -> None:
+        self._parent = parent
+        self._num_inherited = len(parent._entries) if parent is not None else 0
+        self._entries: list[Entry] = []
+        self.open_role: str | None = parent.open_role if parent is not None else None
+
+    def extend(self, entries: Sequence[Entry], open_role: str | None) -> None:
+        """These were appended, and this turn is open after them."""
+        self._entries += entries
+        self.open_role = open_role
+
+    def own_content(self) -> list[str | Reference[Any]]:
+        """What was appended since the fork, without the marks of turns."""
+        return [entry for entry in self._entries if not isinstance(entry, TurnBegins | TurnEnds)]
+
+    def messages(self) -> list[Message]:
+        """The turns so far, the open one included. Text outside turns belongs to none."""
+        found: list[Message] = []
+        is_open = False
+        for entry in self._all():
+            if isinstance(entry, TurnBegins):
+                found.append(Message(entry.role, []))
+                is_open = True
+            elif isinstance(entry, TurnEnds):
+                is_open = False
+            elif is_open:
+                found[-1].content.append(entry)
+        return found
+
+    def _all(self) -> Iterator[Entry]:
+        chain: list[tuple[Transcript, int]] = [(self, len(self._entries))]
+        while (parent := chain[-1][0]._parent) is not None:
+            chain.append((parent, chain[-1][0]._num_inherited))
+        for transcript, length in reversed(chain):
+            yield from islice(transcript._entries, length)

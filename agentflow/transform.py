@@ -1,0 +1,95 @@
+"""Transforms: what happens to a variable's text on its way into another state.
+
+Named ones run where the ops run, so that a value passes from one state to the next without the client.
+A Python function runs in the client (``Variable.map``), and never on a server.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+import regex
+
+from agentflow.errors import BadArgument, RunFailed
+
+TransformName = Literal["strip", "lower", "upper", "first_line", "json", "regex"]
+
+MAX_TRANSFORMS = 16
+MAX_PATTERN_CHARS = 1000
+REGEX_TIMEOUT_S = 0.2
+"""A pattern that takes longer fails its own state; this is what it can cost others."""
+
+
+class Transform(msgspec.Struct, frozen=True, array_like=True):
+    """One step. ``argument``: the path of ``json`` (``a.b.0``) or the pattern of ``regex``."""
+
+    name: TransformName
+    argument: str = ""
+
+
+def check_transforms(transforms: tuple[Transform, ...]) -> None:
+    """``BadArgument`` where one of them could never be applied."""
+    if len(transforms) > MAX_TRANSFORMS:
+        raise BadArgument(f"at most {MAX_TRANSFORMS} transforms may follow each other, not {len(transforms)}")
+    for transform in transforms:
+        if transform.name == "regex":
+            compiled(transform.argument)
+
+
+def compiled(pattern: str) -> regex.Pattern[str]:
+    """The pattern, ready to search with; ``BadArgument`` where it is none."""
+    if not isinstance(pattern, str) or not 0 < len(pattern) <= MAX_PATTERN_CHARS:
+        raise BadArgument(
+            f"a pattern is a string of 1 to {MAX_PATTERN_CHARS} characters, not {pattern!r:.60}"
+        )
+    try:
+        return regex.compile(pattern)
+    except regex.error as error:
+        raise BadArgument(f"{pattern!r} is no regular expression: {error}") from None
+
+
+def apply_transforms(text: str, transforms: tuple[Transform, ...]) -> str:
+    """``text`` after all of them. ``RunFailed`` where it does not have what one of them looks for."""
+    for transform in transforms:
+        text = _STEPS[transform.name](text, transform.argument)
+    return text
+
+
+def _json(text: str, path: str) -> str:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise RunFailed(f"json({path!r}): the text is no JSON ({error}): {_shown(text)}") from None
+    for step in path.split(".") if path else ():
+        try:
+            value = value[int(step)] if isinstance(value, list) else value[step]
+        except (KeyError, IndexError, ValueError, TypeError):
+            raise RunFailed(f"json({path!r}): there is no {step!r} in {_shown(json.dumps(value))}") from None
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _regex(text: str, pattern: str) -> str:
+    try:
+        found = compiled(pattern).search(text, timeout=REGEX_TIMEOUT_S)
+    except TimeoutError:
+        raise RunFailed(f"regex({pattern!r}): the search takes too long: simplify the pattern") from None
+    if found is None:
+        raise RunFailed(f"regex({pattern!r}) finds nothing in {_shown(text)}")
+    return str(found.group(1) or "") if compiled(pattern).groups else str(found.group())
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 80 else f"{text[:79]}…")
+
+
+_STEPS: dict[str, Callable[[str, str], str]] = {
+    "strip": lambda text, _: text.strip(),
+    "lower": lambda text, _: text.lower(),
+    "upper": lambda text, _: text.upper(),
+    "first_line": lambda text, _: text.strip().partition("\n")[0].strip(),
+    "json": _json,
+    "regex": _regex,
+}

@@ -1,0 +1,117 @@
+"""From text to a value: what ``gen``'s ``schema``, ``type``, ``choices`` and ``tools`` mean on both ends.
+
+Each gives a constraint for the backend and a reader that makes a Python value of the text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from agentflow.constraint import Constraint
+from agentflow.errors import BadArgument
+from agentflow.tool_call import Tool, Toolbox
+
+_SCALARS: dict[type, Constraint] = {
+    int: Constraint("regex", r"-?(0|[1-9][0-9]{0,17})"),
+    float: Constraint("regex", r"-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,3})?"),
+    bool: Constraint("choices", choices=("true", "false")),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ValueType:
+    """``constraint``: what the text must look like, if anything. ``read``: the value of a text, or
+    ``ValueError``. ``shown``: what the value is, for messages."""
+
+    shown: str
+    constraint: Constraint | None
+    read: Callable[[str], Any]
+
+
+TEXT = ValueType("text", None, str)
+
+
+def value_type(
+    *,
+    regex: str | None = None,
+    schema: Any = None,
+    choices: Sequence[str] | None = None,
+    type: type | None = None,
+    tools: Sequence[Tool] | None = None,
+    grammar: str | None = None,
+) -> ValueType:
+    """What one of these arguments asks for. ``BadArgument`` where it makes no sense, or two are given."""
+    given = {"regex": regex, "schema": schema, "choices": choices, "type": type, "tools": tools}
+    names = [name for name, value in {**given, "grammar": grammar}.items() if value is not None]
+    if len(names) > 1:
+        raise BadArgument(f"gen: {' and '.join(names)} exclude each other: give one of them")
+    if schema is not None:
+        return _of_schema(schema)
+    if type is not None:
+        return _of_type(type)
+    if tools is not None:
+        toolbox = Toolbox(tools)
+        return ValueType("list of tool calls", _schema(toolbox.schema()), toolbox.read)
+    if choices is not None:
+        return _of_choices(choices)
+    if regex is not None:
+        return ValueType("text", Constraint("regex", regex).check(), str)
+    if grammar is not None:
+        return ValueType("text", Constraint("grammar", grammar).check(), str)
+    return TEXT
+
+
+def _of_choices(choices: Sequence[str]) -> ValueType:
+    if isinstance(choices, str) or not isinstance(choices, Sequence):
+        raise BadArgument(f"choices must be a list of strings, not {choices!r}")
+    return ValueType("one of the choices", Constraint("choices", choices=tuple(choices)).check(), str)
+
+
+def _of_type(wanted: type) -> ValueType:
+    if wanted is str:
+        return TEXT
+    constraint = _SCALARS.get(wanted)
+    if constraint is None:
+        raise BadArgument(f"gen: type must be int, float, bool or str, not {wanted!r}; for others use schema")
+    read = _read_bool if wanted is bool else wanted
+    return ValueType(wanted.__name__, constraint, lambda text: read(text.strip()))
+
+
+def _read_bool(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError(f"{text!r} is neither true nor false")
+    return text.lower() == "true"
+
+
+def _of_schema(schema: Any) -> ValueType:
+    """A pydantic model, a dataclass, a TypedDict, anything else that msgspec knows, or a JSON schema."""
+    if isinstance(schema, Mapping):
+        return ValueType("JSON value", _schema(schema), json.loads)
+    name = getattr(schema, "__name__", repr(schema))
+    if hasattr(schema, "model_json_schema"):  # pydantic, which need not be installed
+        return ValueType(name, _schema(schema.model_json_schema()), schema.model_validate_json)
+    try:
+        described = msgspec.json.schema(schema)
+        decoder = msgspec.json.Decoder(schema)
+    except (TypeError, RuntimeError) as error:
+        raise BadArgument(
+            f"gen: schema {name!r} cannot be expressed as JSON ({_first_line(error)}): "
+            "give a pydantic model, a dataclass, a TypedDict or a JSON schema"
+        ) from None
+    return ValueType(name, _schema(described), decoder.decode)
+
+
+def _schema(schema: Mapping[str, Any]) -> Constraint:
+    try:
+        return Constraint("schema", json.dumps(schema, ensure_ascii=False)).check()
+    except TypeError as error:
+        raise BadArgument(f"gen: schema is no JSON schema: {error}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
