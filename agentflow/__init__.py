@@ -33,9 +33,11 @@ from agentflow.expression import assistant, gen, select, system, user
 from agentflow.fork import Branches
 from agentflow.generator import Stats, Usage
 from agentflow.program import Program, ProgramStream, program
+from agentflow.program_map import ProgramMap
 from agentflow.session import Session, session
 from agentflow.state import State
 from agentflow.stream import ProgramEvent, RunDone, TextDelta, VariableDone
+from agentflow.synchronous import map, run
 from agentflow.variable import Variable
 
 __version__ = "0.1.0"
@@ -58,6 +60,7 @@ __all__ = [
     "Program",
     "ProgramError",
     "ProgramEvent",
+    "ProgramMap",
     "ProgramStream",
     "PromptTooLong",
     "ProtocolError",
@@ -83,7 +86,9 @@ __all__ = [
     "__version__",
     "assistant",
     "gen",
+    "map",
     "program",
+    "run",
     "select",
     "session",
     "system",
