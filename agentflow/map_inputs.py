@@ -69,7 +69,10 @@ def short(item: object) -> str:
     """A repr that fits a line, of any object."""
     shortened = reprlib.Repr()
     shortened.maxstring = shortened.maxother = 60
-    text = " ".join(shortened.repr(item).split())
+    try:
+        text = " ".join(shortened.repr(item).split())
+    except Exception:  # an error message must not fail for what it tells of
+        text = f"a {type(item).__name__} without a repr"
     return text if len(text) <= MAX_REPR else f"{text[: MAX_REPR - 1]}…"
 
 

@@ -26,9 +26,17 @@ S_BETWEEN_LINES: Final = 30.0
 DISPENSABLE: Final = ("left", "hits", "rate", "failed")
 
 
+class ProgressConsole(Console):
+    """A console that falls silent when its reader is gone. rich would end the process, and results are
+    worth more than their progress."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 def stderr_console() -> Console:
     """Where progress goes: never into a program's own output."""
-    return Console(stderr=True)
+    return ProgressConsole(stderr=True)
 
 
 @contextmanager
@@ -89,7 +97,7 @@ class MapProgress:
         if self._took_s is not None:
             found["left"] = f"in {_duration(elapsed_s)}"
         elif tally.total is not None and per_s:
-            found["left"] = f"{_duration((tally.total - tally.num_done) / per_s)} left"
+            found["left"] = f"{_duration(max(0, tally.total - tally.num_done) / per_s)} left"
         return found
 
     def line(self, width: int | None = None) -> str:

@@ -116,13 +116,31 @@ async def test_an_input_with_a_wild_repr_is_named_in_a_line():
         raise KeyError
 
     async with af.session(backend=af.Scripted(echo)) as flow:
-        for item in (Wild(), "x\n" * 10**6, [{"a": "b" * 100}] * 1000, 10**3000):
+        for item in (Wild(), "x\n" * 10**6, [{"a": "b" * 100}] * 1000, 10**5000):
             with pytest.raises(KeyError) as failure:
                 await flow.map(fails, [item])
             [note] = failure.value.__notes__
             assert note.startswith("in map: input 0 was ")
             assert len(note) < 150
             assert "\n" not in note
+
+
+async def test_a_program_that_is_cancelled_from_within_leaves_nobody_waiting(anyio_backend_name):
+    """A task of another library was cancelled, and the program waited for it."""
+    if anyio_backend_name == "trio":
+        pytest.skip("trio lets nobody raise a cancellation")
+
+    async def cancelled(s: af.State, i: int) -> int:
+        if i == 2:
+            raise anyio.get_cancelled_exc_class()
+        return i
+
+    async with af.session(backend=af.Scripted(echo)) as flow:
+        for on_error in ("raise", "return"):
+            results = flow.map(cancelled, range(5), on_error=on_error, concurrency=1)
+            assert [await anext(results), await anext(results)] == [0, 1]
+            with pytest.raises(af.Cancelled, match="left or cancelled"):
+                await anext(results)
 
 
 @given(
