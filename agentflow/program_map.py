@@ -89,8 +89,14 @@ class ProgramMap(Generic[ResultT]):
         return self
 
     async def __anext__(self) -> ResultT:
-        self._work.start()
-        return cast(ResultT, await self._work.take())
+        work = self._work
+        work.start()
+        try:
+            return cast(ResultT, await work.take())
+        finally:
+            # The traceback of an exception (a cancellation of the reader, say) keeps this frame, and would
+            # keep a map that has been left from being dropped.
+            del self
 
     async def aclose(self) -> None:
         """Cancels what still runs and waits for its end. May be repeated; iterating any further

@@ -7,10 +7,13 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 
 import anyio
+import anyio.lowlevel
 import pytest
 from fake_engine import FakeEngine
-from map_programs import ask, echo
-from observed_backends import Spoken, settle
+from hypothesis import given
+from hypothesis import strategies as st
+from map_programs import agen, ask, echo
+from observed_backends import Spoken, assert_left_nothing, settle
 
 import agentflow as af
 
@@ -153,3 +156,56 @@ async def test_leaving_frees_the_slots_of_an_engine():
         async with flow.map(long, range(100), concurrency=8) as results:
             assert len(await anext(results)) > 0
         await engine.assert_idle()
+
+
+@given(
+    num_turns=st.integers(0, 60),
+    num_taken=st.integers(0, 12),
+    concurrency=st.integers(1, 6),
+    way=st.sampled_from(["list", "block", "loop"]),
+)
+async def test_a_map_may_be_cancelled_at_any_turn(num_turns, num_taken, concurrency, way):
+    """After so many turns of the loop, or with so many results, whichever comes first."""
+
+    @af.program
+    async def forking(s: af.State, i: int) -> int:
+        s += f"{i}" + af.gen("x")
+        async with s.fork(2) as branches:
+            for branch in branches:
+                branch += af.gen("y")
+        s += branches[0]["y"] + af.gen("z")
+        await s["z"]
+        return i
+
+    def mapped(flow: af.Session) -> af.ProgramMap[int]:
+        return flow.map(forking, agen([*range(20)]), concurrency=concurrency)
+
+    async def read(flow: af.Session) -> None:
+        if way == "list":
+            assert await mapped(flow) == [*range(20)]
+        elif way == "block":
+            async with mapped(flow) as results:
+                assert [await anext(results) for _ in range(num_taken)] == [*range(num_taken)]
+            running.append(len(flow._states))
+        else:
+            found = 0
+            async for result in mapped(flow):
+                assert result == found
+                found += 1
+                if found > num_taken:
+                    break
+
+    backend = af.Scripted(echo)
+    running: list[int] = []
+    async with af.session(backend=backend) as flow:
+        async with anyio.create_task_group() as group:
+            group.start_soon(read, flow)
+            for _ in range(num_turns):
+                await anyio.lowlevel.checkpoint()
+            group.cancel_scope.cancel()
+        if way != "loop":
+            assert flow._states == {}
+        await settle()
+        assert (flow._states, flow._variables) == ({}, {})
+        assert_left_nothing(backend)
+    assert running in ([], [0])
