@@ -46,7 +46,7 @@ class Tally:
 
 
 class MapWork(Generic[ResultT]):
-    """``live`` is the work, ``take`` the results in the order of the inputs."""
+    """``start`` begins the work; ``take`` gives the results in the order of the inputs."""
 
     def __init__(
         self,
@@ -186,8 +186,9 @@ class MapWork(Generic[ResultT]):
         if self._failure is not None or self._scope.cancel_called:
             return  # a program that was cancelled may fail as well: what cancelled it is what matters
         self.tally.num_failed += 1
-        # Where the session is lost, so are all inputs to come: that is no failure of one of them.
-        if self._on_error == "return" and self._session.is_alive:
+        if not self._session.is_alive:
+            self._fail(error)  # and no failure of this input: all that are to come would meet it
+        elif self._on_error == "return":
             self._end_item(index, error)
         else:
             error.add_note(f"in map: input {index} was {short(item)}")

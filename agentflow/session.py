@@ -125,7 +125,8 @@ class Session:
 
         ``inputs``: any iterable or async iterable, also one without end. Each input is the program's
         one argument after the state; a tuple is its positional arguments, a dict its keyword
-        arguments. To pass a tuple or a dict itself, wrap it: ``((item,) for item in items)``.
+        arguments. To pass a tuple or a dict itself, wrap it: ``((item,) for item in items)``. A
+        generator is closed when the map ends.
         ``on_error``: with ``"raise"``, the first failure that happens cancels the rest and is raised,
         with a note that names the input; with ``"return"``, failures stand among the results, and
         only what ends the session or comes from ``inputs`` itself is raised. ``progress``: a bar on
