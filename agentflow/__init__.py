@@ -38,10 +38,12 @@ from agentflow.expression import assistant, gen, image, select, system, tool, us
 from agentflow.fork import Branches
 from agentflow.generator import Stats, Usage
 from agentflow.program import Program, ProgramStream, program
+from agentflow.program_map import ProgramMap
 from agentflow.reference import Transformed
 from agentflow.session import Session, session
 from agentflow.state import State
 from agentflow.stream import ProgramEvent, RunDone, TextDelta, VariableDone
+from agentflow.synchronous import map, run
 from agentflow.tool_call import ToolCall
 from agentflow.variable import Variable
 
@@ -70,6 +72,7 @@ __all__ = [
     "Program",
     "ProgramError",
     "ProgramEvent",
+    "ProgramMap",
     "ProgramStream",
     "PromptTooLong",
     "ProtocolError",
@@ -98,7 +101,9 @@ __all__ = [
     "assistant",
     "gen",
     "image",
+    "map",
     "program",
+    "run",
     "select",
     "session",
     "system",

@@ -171,7 +171,9 @@ class Interpreter(Generic[ContextT]):
         match op:
             case ops.Gen() | ops.Select() | ops.Set() | ops.Read() | ops.Expect():
                 if not self._variables[op.var].done.is_set():
-                    self._variables[op.var].fail(because(f"{op.name!r} was not {_MADE.get(type(op), 'set')}", error))
+                    self._variables[op.var].fail(
+                        because(f"{op.name!r} was not {_MADE.get(type(op), 'set')}", error)
+                    )
             case ops.Fork():
                 for child in filter(None, map(self._states.get, op.children)):
                     if not child.has_begun:

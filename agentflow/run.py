@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from agentflow import ops
 from agentflow.errors import AgentflowError, Cancelled
 from agentflow.events import ErrorInfo
+from agentflow.generator import Usage
 from agentflow.state import State
 from agentflow.stream import EventStream, TextDelta, VariableDone
 from agentflow.variable import Variable
@@ -21,11 +22,13 @@ ResultT = TypeVar("ResultT")
 
 
 class Run:
-    """The states of one call of a program, or of one ``flow.state()``."""
+    """The states of one call of a program, or of one ``flow.state()``. ``index``: from
+    ``next_run_index``, where its order matters. ``usage``: of its variables that are complete."""
 
-    def __init__(self, session: Session, *, cache_salt: str = "") -> None:
+    def __init__(self, session: Session, *, cache_salt: str = "", index: int | None = None) -> None:
         self.session = session
-        self.index = session.next_run_index()
+        self.index = session.next_run_index() if index is None else index
+        self.usage = Usage()
         self._states: list[State] = []
         self._variables: dict[int, Variable[Any]] = {}
         self._told: set[ErrorInfo] = set()

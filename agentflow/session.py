@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import anyio
 from anyio.abc import TaskGroup
@@ -18,8 +18,11 @@ from agentflow.backend import Backend, Connection
 from agentflow.errors import AgentflowError, BadArgument, Cancelled, ServerLost, StateClosed
 from agentflow.events import Delta, ErrorInfo, Event, Reached, StateFailed, StatsReply, Value, VarFailed
 from agentflow.generator import Capabilities, Stats
+from agentflow.map_inputs import Inputs
+from agentflow.map_work import OnError
 from agentflow.marker import Markers
 from agentflow.program import ProgramStream
+from agentflow.program_map import DEFAULT_CONCURRENCY, ProgramMap
 from agentflow.run import Run
 from agentflow.state import State
 from agentflow.task_group import open_task_group
@@ -84,6 +87,61 @@ class Session:
         """Runs a program and gives its events as they come: ``TextDelta`` of every branch,
         ``VariableDone``, and ``RunDone`` with the result at the end."""
         return ProgramStream(self, lambda state: program(state, *args, **kwargs))
+
+    @overload
+    def map(
+        self,
+        program: Callable[Concatenate[State, ...], Awaitable[ResultT]],
+        inputs: Inputs,
+        *,
+        concurrency: int = ...,
+        progress: bool = ...,
+        on_error: Literal["raise"] = ...,
+    ) -> ProgramMap[ResultT]: ...
+
+    @overload
+    def map(
+        self,
+        program: Callable[Concatenate[State, ...], Awaitable[ResultT]],
+        inputs: Inputs,
+        *,
+        concurrency: int = ...,
+        progress: bool = ...,
+        on_error: Literal["return"],
+    ) -> ProgramMap[ResultT | Exception]: ...
+
+    def map(
+        self,
+        program: Callable[Concatenate[State, ...], Awaitable[Any]],
+        inputs: Inputs,
+        *,
+        concurrency: int = DEFAULT_CONCURRENCY,
+        progress: bool = False,
+        on_error: OnError = "raise",
+    ) -> ProgramMap[Any]:
+        """Runs a program on each of many inputs, at most ``concurrency`` at once; results come in the
+        order of the inputs. Await it for the list of them, or iterate it in bounded memory (see
+        ``ProgramMap``: enter it where you may stop early).
+
+        ``inputs``: any iterable or async iterable, also one without end. Each input is the program's
+        one argument after the state; a tuple is its positional arguments, a dict its keyword
+        arguments. To pass a tuple or a dict itself, wrap it: ``((item,) for item in items)``. A
+        generator is closed when the map ends.
+        ``on_error``: with ``"raise"``, the first failure that happens cancels the rest and is raised,
+        with a note that names the input; with ``"return"``, failures stand among the results, and
+        only what ends the session or comes from ``inputs`` itself is raised. ``progress``: a bar on
+        stderr, with the rate, the time left, failures, and the cached share of the prompt tokens.
+
+        >>> grades = await flow.map(judge, essays, progress=True)
+        >>> async for grade in flow.map(judge, open("essays.txt")):
+        ...     print(grade)
+        """
+        console = None
+        if progress:
+            from agentflow.map_progress import stderr_console
+
+            console = stderr_console()
+        return ProgramMap(self, program, inputs, concurrency=concurrency, on_error=on_error, console=console)
 
     def state(self, *, cache_salt: str = "") -> Run:
         """A state without a program: ``async with flow.state() as s``. What still runs at the end
@@ -202,6 +260,7 @@ class Session:
         if isinstance(event, Value):
             variable.complete(event)
             variable.state.end_variable(event.var)
+            variable.state.run.usage += event.usage
         else:  # its state fails too, and says so itself
             variable.fail(event.error)
         variable.state.run.touch(variable)

@@ -13,10 +13,11 @@ from server.small_tokenizers import byte_level
 
 from agentflow.backend import Connection, Deliver, Lost
 from agentflow.backends.interpreted import interpreted
+from agentflow.loop_caller import loop_caller
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.core.batch import Batch
 from agentflow.server.core.scheduler import SchedulerConfig
-from agentflow.server.engine_client import EngineClient, loop_caller, running_engine
+from agentflow.server.engine_client import EngineClient, running_engine
 from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.fake_runner import FakeRunner
 from agentflow.server.tokenizer import Tokenizer

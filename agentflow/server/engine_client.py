@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
-import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
@@ -14,6 +12,7 @@ import anyio
 import anyio.to_thread
 
 from agentflow.errors import AgentflowError, EngineFailed, Overloaded, from_code
+from agentflow.loop_caller import loop_caller
 from agentflow.sampling import SamplingParams
 from agentflow.server.core.scheduler import SchedulerConfig
 from agentflow.server.engine import Engine
@@ -229,22 +228,6 @@ class EngineClient:
             call.ended.set()
         for report in self._reports.values():
             report.ended.set()
-
-
-CallInLoop = Callable[[Callable[[], object]], object]
-
-
-def loop_caller() -> CallInLoop:
-    """A function that other threads may call to have something called in this event loop."""
-    trio = sys.modules.get("trio")  # where trio runs, somebody has imported it
-    if trio is not None:
-        try:
-            call_soon: CallInLoop = trio.lowlevel.current_trio_token().run_sync_soon
-        except RuntimeError:
-            pass  # another loop runs
-        else:
-            return call_soon
-    return asyncio.get_running_loop().call_soon_threadsafe
 
 
 @asynccontextmanager

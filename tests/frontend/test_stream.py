@@ -283,3 +283,64 @@ async def test_a_stream_asks_the_backend_for_nothing():
     async with af.session(backend=noted) as flow:
         await events_of(flow.stream(tree, "ab"))
     assert noted.of(ops.Await) == []
+
+
+# Where an event comes from.
+
+TREES = st.recursive(st.just([]), lambda children: st.lists(children, max_size=3), max_leaves=12)
+"""A fork tree as nested lists: each state has as many forks as its list is long."""
+
+
+def paths_of(shape: list, path: tuple[int, ...] = ()) -> dict[tuple[int, ...], str]:
+    """The twin: each state's path, and what a gen there says, which is all that stands before it."""
+    found = {path: "".join(f"/{index}" for index in path)}
+    for index, child in enumerate(shape):
+        found |= paths_of(child, (*path, index))
+    return found
+
+
+@given(shape=TREES, coupled=st.booleans(), at_once=st.booleans())
+async def test_every_event_carries_the_path_of_its_branch(shape, coupled, at_once):
+    async def grow(s: af.State, shape: list) -> None:
+        groups = [shape] if at_once else [[child] for child in shape]  # paths go on from fork to fork
+        for group in filter(None, groups):
+            branches = s.fork(len(group))
+            if coupled:
+                async with branches:
+                    await plant(branches, group)
+            else:
+                await plant(branches, group)
+        s += af.gen("x")
+
+    async def plant(branches: list[af.State], group: list) -> None:
+        for branch, child in zip(branches, group, strict=True):
+            branch += f"/{branch.path[-1]}"
+            await grow(branch, child)
+
+    async with af.session(backend=af.Scripted(lambda prompt: f"I am {prompt}")) as flow:
+        *events, last = await events_of(flow.stream(grow, shape))
+    assert isinstance(last, af.RunDone)
+    heard: dict[tuple[int, ...], str] = {}
+    for event in events:
+        if isinstance(event, af.TextDelta):
+            heard[event.path] = heard.get(event.path, "") + event.text
+    done = {event.path: event.value for event in events if isinstance(event, af.VariableDone)}
+    assert done == heard == {path: f"I am {says}" for path, says in paths_of(shape).items()}
+
+
+async def test_a_program_within_a_program_has_the_paths_of_the_state_it_runs_on():
+    @af.program
+    async def inner(s: af.State) -> None:
+        for branch in s.fork(2):
+            branch += af.gen("leaf")
+
+    @af.program
+    async def outer(s: af.State) -> None:
+        for branch in s.fork(2):
+            await inner(branch)
+        await inner(s)
+
+    async with af.session(backend=af.Scripted(echo)) as flow:
+        events = await events_of(flow.stream(outer))
+    done = [event.path for event in events if isinstance(event, af.VariableDone)]
+    assert sorted(done) == [(0, 0), (0, 1), (1, 0), (1, 1), (2,), (3,)]

@@ -1,0 +1,151 @@
+"""How far a map has got, for whoever sits before the terminal: one line with a bar that is drawn again
+and again; elsewhere (a log, a pipe) a plain line every half minute and one at the end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from agentflow.map_work import Tally
+
+MAX_BAR: Final = 40
+MIN_BAR: Final = 10
+DRAWN_PER_S: Final = 4
+S_BETWEEN_LINES: Final = 30.0
+# What goes first where the line is narrow, as places in ``MapProgress.parts``.
+DISPENSABLE: Final = ("left", "hits", "rate", "failed")
+
+
+class ProgressConsole(Console):
+    """A console that falls silent when its reader is gone. rich would end the process, and results are
+    worth more than their progress."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
+def stderr_console() -> Console:
+    """Where progress goes: never into a program's own output."""
+    return ProgressConsole(stderr=True)
+
+
+@contextmanager
+def shown_on(
+    console: Console, tally: Tally, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[], None]]:
+    """Shows ``tally`` on the console while the block lasts, and as it was at its end. Call what it
+    yields after each change."""
+    progress = MapProgress(tally, clock)
+    if not console.is_terminal or console.is_dumb_terminal:
+        lines = _Lines(console, progress, clock)
+        try:
+            yield lines.tick
+        finally:
+            progress.finish()
+            lines.say()
+        return
+    live = Live(
+        progress,
+        console=console,
+        refresh_per_second=DRAWN_PER_S,
+        # What the program prints goes above the bar; but into its file, where it is redirected to one.
+        redirect_stdout=sys.stdout.isatty(),
+    )
+    with live:
+        try:
+            yield lambda: None  # it looks by itself
+        finally:
+            progress.finish()
+
+
+class MapProgress:
+    """The line, as something that rich can draw in any width."""
+
+    def __init__(self, tally: Tally, clock: Callable[[], float]) -> None:
+        self._tally = tally
+        self._clock = clock
+        self._began_s = clock()
+        self._took_s: float | None = None
+
+    def finish(self) -> None:
+        """The clock stops."""
+        self._took_s = self._clock() - self._began_s
+
+    def parts(self) -> dict[str, str]:
+        """What the line says, by name, in order."""
+        tally = self._tally
+        elapsed_s = self._clock() - self._began_s if self._took_s is None else self._took_s
+        per_s = tally.num_done / elapsed_s if elapsed_s > 0 else 0.0
+        done = f"{tally.num_done:,}"
+        found = {"count": f"{done} done" if tally.total is None else f"{done}/{tally.total:,}"}
+        if per_s:
+            found["rate"] = f"{per_s:,.0f}/s" if per_s >= 100 else f"{per_s:.3g}/s"
+        if tally.usage.prompt_tokens:
+            found["hits"] = f"{tally.usage.hit_rate:.0%} hits"
+        if tally.num_failed:
+            found["failed"] = f"{tally.num_failed:,} failed"
+        if self._took_s is not None:
+            found["left"] = f"in {_duration(elapsed_s)}"
+        elif tally.total is not None and per_s:
+            found["left"] = f"{_duration(max(0, tally.total - tally.num_done) / per_s)} left"
+        return found
+
+    def line(self, width: int | None = None) -> str:
+        """The line without a bar, in at most so many cells: what matters least is left out."""
+        parts = self.parts()
+        for name in DISPENSABLE:
+            if width is None or cell_len("  ".join(parts.values())) <= width:
+                break
+            parts.pop(name, None)
+        return "  ".join(parts.values())
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        line = Text(self.line(width), no_wrap=True, overflow="ellipsis")
+        room = width - cell_len(line.plain) - 1
+        if self._tally.total is None or room < MIN_BAR:
+            yield line
+            return
+        row = Table.grid(padding=(0, 1, 0, 0))
+        bar = ProgressBar(self._tally.total or 1, self._completed, width=min(room, MAX_BAR))
+        row.add_row(bar, line)
+        yield row
+
+    @property
+    def _completed(self) -> int:
+        return self._tally.num_done if self._tally.total else 1  # nothing to do is all done
+
+
+class _Lines:
+    """Plain lines, rarely."""
+
+    def __init__(self, console: Console, progress: MapProgress, clock: Callable[[], float]) -> None:
+        self._console = console
+        self._progress = progress
+        self._clock = clock
+        self._next_s = clock() + S_BETWEEN_LINES
+
+    def tick(self) -> None:
+        if self._clock() >= self._next_s:
+            self.say()
+
+    def say(self) -> None:
+        self._next_s = self._clock() + S_BETWEEN_LINES
+        text = f"map: {', '.join(self._progress.parts().values())}"
+        self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def _duration(seconds: float) -> str:
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

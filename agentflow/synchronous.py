@@ -1,0 +1,112 @@
+"""The synchronous doors, for scripts: a program run from ordinary code, with an event loop of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Concatenate, Literal, TypeVar, overload
+
+import anyio
+
+from agentflow.errors import ProgramError
+from agentflow.map_inputs import Inputs
+from agentflow.map_work import OnError
+from agentflow.program_map import DEFAULT_CONCURRENCY
+from agentflow.session import Session
+from agentflow.session import session as open_session
+from agentflow.state import State
+
+ResultT = TypeVar("ResultT")
+
+
+def run(
+    program: Callable[Concatenate[State, ...], Awaitable[ResultT]],
+    *args: Any,
+    session: Session | None = None,
+    **kwargs: Any,
+) -> ResultT:
+    """Runs a program and gives what it returns, as ``await flow.run(...)`` does in a session. For
+    scripts: it opens ``session`` (default: ``af.session()``), runs, and closes it again.
+
+    All keyword arguments but ``session`` are the program's. ``ProgramError`` inside a running event
+    loop (a notebook has one): await ``flow.run`` there. Ctrl-C cancels the program and raises
+    ``KeyboardInterrupt``.
+
+    >>> af.run(judge, essay)
+    >>> af.run(judge, essay, session=af.session("ws://127.0.0.1:8410", seed=7))
+    """
+
+    async def main() -> ResultT:
+        async with open_session() if session is None else session as flow:
+            return await flow.run(program, *args, **kwargs)
+
+    return _wait_for(main, "run")
+
+
+@overload
+def map(
+    program: Callable[Concatenate[State, ...], Awaitable[ResultT]],
+    inputs: Inputs,
+    *,
+    concurrency: int = ...,
+    progress: bool = ...,
+    on_error: Literal["raise"] = ...,
+    session: Session | None = ...,
+) -> list[ResultT]: ...
+
+
+@overload
+def map(
+    program: Callable[Concatenate[State, ...], Awaitable[ResultT]],
+    inputs: Inputs,
+    *,
+    concurrency: int = ...,
+    progress: bool = ...,
+    on_error: Literal["return"],
+    session: Session | None = ...,
+) -> list[ResultT | Exception]: ...
+
+
+def map(
+    program: Callable[Concatenate[State, ...], Awaitable[Any]],
+    inputs: Inputs,
+    *,
+    concurrency: int = DEFAULT_CONCURRENCY,
+    progress: bool = False,
+    on_error: OnError = "raise",
+    session: Session | None = None,
+) -> list[Any]:
+    """Runs a program on many inputs and gives the list of its results, as ``await flow.map(...)``
+    does in a session; see there. For scripts: it opens ``session`` (default: ``af.session()``) and
+    closes it again. ``ProgramError`` inside a running event loop.
+
+    >>> af.map(judge, essays, progress=True)
+    """
+
+    async def main() -> list[Any]:
+        async with open_session() if session is None else session as flow:
+            return await flow.map(
+                program, inputs, concurrency=concurrency, progress=progress, on_error=on_error
+            )
+
+    return _wait_for(main, "map")
+
+
+def _wait_for(main: Callable[[], Awaitable[ResultT]], name: str) -> ResultT:
+    if _is_in_a_loop():
+        raise ProgramError(
+            f"af.{name}(...) waits for its result and would block the event loop that runs here: "
+            f"use `await flow.{name}(...)` inside `async with af.session() as flow`"
+        )
+    try:
+        return anyio.run(main)
+    except KeyboardInterrupt:
+        # How the loop and its tasks were cancelled says nothing to whoever pressed the keys.
+        raise KeyboardInterrupt from None
+
+
+def _is_in_a_loop() -> bool:
+    try:
+        anyio.get_cancelled_exc_class()
+    except RuntimeError:
+        return False
+    return True
