@@ -11,6 +11,7 @@ from agentflow.errors import (
     BudgetExceeded,
     Cancelled,
     ConcurrentAppend,
+    DataDependent,
     DeadlineExceeded,
     EngineFailed,
     ForeignState,
@@ -37,10 +38,12 @@ from agentflow.errors import (
 from agentflow.expression import assistant, gen, image, select, system, tool, user
 from agentflow.fork import Branches
 from agentflow.generator import Stats, Usage
+from agentflow.graph import Graph
+from agentflow.open_session import session
 from agentflow.program import Program, ProgramStream, program
 from agentflow.program_map import ProgramMap
 from agentflow.reference import Transformed
-from agentflow.session import Session, session
+from agentflow.session import Session
 from agentflow.state import State
 from agentflow.stream import ProgramEvent, RunDone, TextDelta, VariableDone
 from agentflow.synchronous import map, run
@@ -58,11 +61,13 @@ __all__ = [
     "BudgetExceeded",
     "Cancelled",
     "ConcurrentAppend",
+    "DataDependent",
     "DeadlineExceeded",
     "Embedded",
     "EngineFailed",
     "ForeignState",
     "FrameTooLarge",
+    "Graph",
     "InvalidValue",
     "LimitExceeded",
     "ModelError",

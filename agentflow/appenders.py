@@ -34,15 +34,19 @@ class Appenders:
 
 
 def _running() -> object | None:
-    """The coroutine of the running task."""
+    """The coroutine of the running task; None outside of all event loops, as in a trace."""
     try:
         task: Any = asyncio.current_task()
+        return None if task is None else _object(task.get_coro())
     except RuntimeError:  # no asyncio here
         trio = sys.modules.get("trio")
-        if trio is None:
-            return None
-        return trio.lowlevel.current_task().coro  # type: ignore[no-any-return]
-    coroutine: object = None if task is None else task.get_coro()
+    try:
+        return None if trio is None else _object(trio.lowlevel.current_task().coro)
+    except RuntimeError:
+        return None
+
+
+def _object(coroutine: object) -> object:
     return coroutine
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, Self, TypeVar, get_args, overload
@@ -173,7 +172,7 @@ class Appending:
         """From now on this state and its forks may take so many seconds, and generate so many tokens
         together. What goes on after that fails with ``DeadlineExceeded`` or ``BudgetExceeded``."""
         self._check_open()
-        self.session.submit([limit_op(self._id, deadline_s, output_tokens)])
+        self.session.send([limit_op(self._id, deadline_s, output_tokens)])
 
     @overload
     def __getitem__(self, name: GenExpression[ValueT]) -> Variable[ValueT]: ...
@@ -195,11 +194,9 @@ class Appending:
     def new_variable(self, name: str, value_type: ValueType, *, is_shown: bool) -> Variable[Any]:
         """A variable of this state, not declared yet. For the recorder."""
 
-    def derived_seed(self, ordinal: int) -> int:
-        """The seed of a gen that names none: it follows from the session's seed, the run, the path
-        in the fork tree and the gen's place in the state, so that a replay draws the same."""
-        place = f"{self.session.seed}/{self._run.index}/{self.path}/{self._num_gens + ordinal}"
-        return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "big") >> 1
+    def seed_place(self, ordinal: int) -> str:
+        """Where a gen stands, for its seed: the path in the fork tree, and the gen's number here."""
+        return f"{self.path}/{self._num_gens + ordinal}"
 
     def line_of(self, number: int) -> ProgramLine | None:
         """The program's line that appended op ``number``. For its run."""
@@ -226,7 +223,7 @@ class Appending:
 
     def _submit(self, recorded: list[ops.Op]) -> None:
         self._backlog.check_room(len(recorded))
-        self.session.submit(recorded)
+        self.session.send(recorded)
         self._backlog.num_submitted += len(recorded)
         self._lines.add(self._backlog.num_submitted, calling_line())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Generic
+from typing import TYPE_CHECKING, Generic
 
 import anyio
 
@@ -14,6 +14,9 @@ from agentflow.errors import AgentflowError
 from agentflow.events import Delta, ErrorInfo, Event, Reached, StateFailed, StatsReply, Value, VarFailed
 from agentflow.generator import ContextT
 from agentflow.outbox import Outbox
+
+if TYPE_CHECKING:
+    from agentflow.graph_execution import GraphExecution
 
 
 class VariableCell:
@@ -27,13 +30,15 @@ class VariableCell:
         self.error: AgentflowError | None = None
         self.done = anyio.Event()
         self._outbox = outbox
+        self.is_output = False
         self._heard = 0
         self._heard_end = False
 
     def extend(self, delta: str) -> None:
-        """More text."""
+        """More text. Of a graph's output only the end is told."""
         self.text += delta
-        self._outbox.mark(self)
+        if not self.is_output:
+            self._outbox.mark(self)
 
     def complete(self, text: str, value: Value) -> None:
         """The end: ``text`` is all of it; ``value`` says the rest."""
@@ -100,6 +105,8 @@ class StateCell(Generic[ContextT]):
         self.error: AgentflowError | None = None
         self.reached = 0
         self._outbox = outbox
+        self.graph: GraphExecution[ContextT] | None = None
+        self.is_silent = False
         self._heard_reached = 0
         self._heard_error = False
         self._num_ops = 0
@@ -137,6 +144,8 @@ class StateCell(Generic[ContextT]):
 
     def news(self) -> list[Event]:
         events: list[Event] = []
+        if self.is_silent:
+            return events
         if self.reached > self._heard_reached:
             self._heard_reached = self.reached
             events.append(Reached(self.id, self.reached))

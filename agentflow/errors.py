@@ -9,6 +9,7 @@
     │   ├── StateClosed         an op on a state after its scope, or on a sealed branch
     │   ├── ForeignState        objects of two sessions in one op
     │   ├── BacklogFull         too many ops wait on one state
+    │   ├── DataDependent       a trace cannot know what the program asks there
     │   └── ConcurrentAppend    two tasks append to one state at the same time
     ├── RequestRefused          the backend refuses one request
     │   ├── NotSupported        the backend cannot do what was asked
@@ -85,6 +86,12 @@ class BacklogFull(ProgramError):
     """Too many ops wait on one state: await something first."""
 
     code = "backlog_full"
+
+
+class DataDependent(ProgramError):
+    """The program's course follows from a value, and a trace has none."""
+
+    code = "data_dependent"
 
 
 class ConcurrentAppend(ProgramError):

@@ -28,6 +28,8 @@ from agentflow.errors import (
 )
 from agentflow.events import StatsReply, Value
 from agentflow.generator import ContextT, Generator, Usage
+from agentflow.graph import ROOT
+from agentflow.graph_execution import GraphExecution, expanded
 from agentflow.op_execution import OpExecution
 from agentflow.outbox import Outbox
 from agentflow.state_tree import StateTree, because
@@ -59,6 +61,8 @@ class Interpreter(Generic[ContextT]):
         match op:
             case ops.Open():
                 self._states.add_root(op.state).begin(self._generator.open(op.cache_salt))
+            case ops.Submit():
+                self._start_graph(op)
             case ops.GetStats():
                 self._tasks.start_soon(self._report, op.ticket)
             case ops.Cancel():
@@ -89,7 +93,7 @@ class Interpreter(Generic[ContextT]):
         self._states.clear()
         self._variables.clear()
 
-    def _enqueue(self, state: StateCell[ContextT], op: ops.Op) -> None:
+    def _enqueue(self, state: StateCell[ContextT], op: ops.Op, outbox: Outbox | None = None) -> None:
         if len(state.pending) >= MAX_PENDING_OPS:
             raise Overloaded(f"{MAX_PENDING_OPS} ops wait on state {state.id}: await some of them first")
         sources: tuple[VariableCell, ...] = ()
@@ -99,7 +103,7 @@ class Interpreter(Generic[ContextT]):
             case ops.Gen() | ops.Select() | ops.Set() | ops.Read() | ops.Expect():
                 if op.var in self._variables:
                     raise ProtocolError(f"variable {op.var} exists already")
-                variable = self._variables[op.var] = VariableCell(op.var, op.name, self.outbox)
+                variable = self._variables[op.var] = VariableCell(op.var, op.name, outbox or self.outbox)
                 state.variables.append(variable)
             case ops.Fork():
                 self._states.add_children(state, op.children)
@@ -133,6 +137,8 @@ class Interpreter(Generic[ContextT]):
         state.is_running = False
         if state.error is not None:
             self._states.free(state)
+        if state.graph is not None:
+            state.graph.ended()
 
     async def _attempt(self, state: StateCell[ContextT], pending: PendingOp) -> None:
         try:
@@ -221,9 +227,35 @@ class Interpreter(Generic[ContextT]):
         self._states.restrict(self._states.open_state(op.state) if op.state else None, budget)
 
     def _forget(self, state: StateCell[ContextT]) -> None:
-        self._states.forget(state)
-        for variable in state.variables:
-            self._variables.pop(variable.id, None)
+        graph, state.graph = state.graph, None
+        for one in [state] if graph is None else graph.states:
+            self._states.forget(one)
+            for variable in one.variables:
+                self._variables.pop(variable.id, None)
+
+    def _start_graph(self, op: ops.Submit) -> None:
+        """All its ops are in line before the first of them runs."""
+        outputs = {op.state - ROOT + number for number in op.outputs}
+        inputs = {op.state - ROOT + number: text for number, text in op.inputs.items()}
+        unheard = Outbox()
+        graph: GraphExecution[ContextT] | None = None
+        for part in expanded(op):
+            if isinstance(part, ops.Declaring):
+                self._enqueue(
+                    self._states.open_state(part.state), part, None if part.var in outputs else unheard
+                )
+                self._variables[part.var].is_output = True
+                if part.var in inputs:
+                    self._provide(ops.Provide(part.var, inputs[part.var]))
+            else:
+                self.submit(part)
+            if isinstance(part, ops.Open):
+                root = self._states.open_state(part.state)
+                graph = GraphExecution(root)
+                graph.add(root)
+            elif isinstance(part, ops.Fork) and graph is not None:
+                for child in part.children:
+                    graph.add(self._states.open_state(child))
 
     async def _report(self, ticket: int) -> None:
         self.outbox.mark(StatsCell(StatsReply(ticket, await self._generator.stats())))

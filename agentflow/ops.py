@@ -154,6 +154,21 @@ class Limit(_Op, frozen=True):
     output_tokens: int | None = None
 
 
+class Submit(_Op, frozen=True):
+    """Runs a whole graph. In ``ops`` states and variables are numbered from 1, the root first; number n is
+    the session's ``state`` + n - 1. ``inputs``: the values of its expected variables. Of its variables only
+    ``outputs`` are told, each when it is complete; the root says when all has ended, as if asked by an
+    ``Await`` with ticket 1. ``seeds`` and ``places``: what the seed of a gen that has none is derived from.
+    ``Close`` of the root closes all its states."""
+
+    state: int
+    ops: tuple[Op, ...]
+    inputs: dict[int, str] = {}
+    outputs: tuple[int, ...] = ()
+    seeds: str = ""
+    places: dict[int, str] = {}
+
+
 class Fork(_Op, frozen=True):
     """New states ``children`` that go on from here, independently."""
 
@@ -204,6 +219,7 @@ Declaring = Gen | Select | Set | Read | Expect
 """Ops that declare a variable."""
 Op = (
     Open
+    | Submit
     | Text
     | Image
     | Begin

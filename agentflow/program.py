@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 import anyio
 
 from agentflow.errors import BadArgument, Cancelled
+from agentflow.graph import Graph
 from agentflow.run import Run
 from agentflow.state import State
 from agentflow.stream import EventStream, ProgramEvent, RunDone
@@ -36,6 +37,24 @@ class Program(Generic[P, ResultT]):
                 "run it with flow.run(program, ...), or hand it the state of the program that calls it"
             )
         return await self._function(state, *args, **kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Graph:
+        """The program as a graph, made by running it without a model: with these arguments after its
+        state, and stand-ins for the text arguments that are not given. ``flow.submit`` runs it.
+
+        ``DataDependent`` names the line where the program's course follows from a value.
+
+        >>> graph = judge.trace(dimensions=["clarity", "evidence"])
+        >>> print(graph.draw())
+        """
+        from agentflow.tracing import trace
+
+        return trace(self._function, args, kwargs)
+
+    @property
+    def function(self) -> ProgramFunction[P, ResultT]:
+        """The function that was decorated."""
+        return self._function
 
 
 def program(function: ProgramFunction[P, ResultT]) -> Program[P, ResultT]:

@@ -118,10 +118,12 @@ class Recorder:
     def _generate(self, item: GenExpression[Any]) -> None:
         constraint = item.value_type.constraint
         self._state.session.capabilities.require(constraint)
+        num_gens = sum([isinstance(declared.expression, GenExpression) for declared in self.declared])
+        var_id = self._new(item.name, item, item.value_type)
         params = item.params
         if params.seed is None:
-            params = msgspec.structs.replace(params, seed=self._state.derived_seed(len(self.declared)))
-        var_id = self._new(item.name, item, item.value_type)
+            seed = self._state.run.seed_at(var_id, self._state.seed_place(num_gens))
+            params = msgspec.structs.replace(params, seed=seed)
         self._put(ops.Gen(self._state.id, var_id, item.name, params, constraint, item.timeout_s))
 
     def _put(self, op: ops.Op) -> None:

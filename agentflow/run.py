@@ -11,6 +11,7 @@ from agentflow import ops
 from agentflow.errors import AgentflowError, Cancelled
 from agentflow.events import ErrorInfo
 from agentflow.generator import Usage
+from agentflow.seeds import derived_seed
 from agentflow.state import State
 from agentflow.stream import EventStream, TextDelta, VariableDone
 from agentflow.variable import Variable
@@ -25,17 +26,27 @@ class Run:
     """The states of one call of a program, or of one ``flow.state()``. ``index``: from
     ``next_run_index``, where its order matters. ``usage``: of its variables that are complete."""
 
-    def __init__(self, session: Session, *, cache_salt: str = "", index: int | None = None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        *,
+        cache_salt: str = "",
+        index: int | None = None,
+        root_id: int | None = None,
+    ) -> None:
         self.session = session
         self.index = session.next_run_index() if index is None else index
         self.usage = Usage()
+        self.places: dict[int, str] = {}
+        """Of a trace: where its gens stand."""
         self._states: list[State] = []
         self._variables: dict[int, Variable[Any]] = {}
         self._told: set[ErrorInfo] = set()
         # Weak: a reader that is gone needs no news.
         self._streams: weakref.WeakSet[EventStream] = weakref.WeakSet()
-        root_id = session.next_id()
-        session.submit([ops.Open(root_id, cache_salt)])
+        if root_id is None:  # otherwise it is opened by a graph
+            root_id = session.next_id()
+            session.send([ops.Open(root_id, cache_salt)])
         self.root = self.adopt(State(self, root_id, ()))
 
     async def execute(
@@ -63,6 +74,23 @@ class Run:
             error = state.error
             if error is not None and error.code != Cancelled.code and error.origin not in self._told:
                 raise self._located(error)
+
+    @property
+    def seed_prefix(self) -> str:
+        """What the seeds of this run have in common."""
+        return f"{self.session.seed}/{self.index}"
+
+    def seed_at(self, var_id: int, place: str) -> int | None:
+        """The seed of a gen that names none; in a trace None, and the place is kept."""
+        if self.session.is_tracing:
+            self.places[var_id] = place
+            return None
+        return derived_seed(self.seed_prefix, place)
+
+    @property
+    def states(self) -> list[State]:
+        """Its states so far, the root first."""
+        return list(self._states)
 
     def told(self, error: ErrorInfo) -> AgentflowError:
         """The exception of a failure that is now raised in the program: how to go on is up to it."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import os
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
@@ -15,9 +14,12 @@ from anyio.abc import TaskGroup
 
 from agentflow import ops
 from agentflow.backend import Backend, Connection
+from agentflow.budget import limit_op
 from agentflow.errors import AgentflowError, BadArgument, Cancelled, ServerLost, StateClosed
 from agentflow.events import Delta, ErrorInfo, Event, Reached, StateFailed, StatsReply, Value, VarFailed
 from agentflow.generator import Capabilities, Stats
+from agentflow.graph import Graph
+from agentflow.graph_submission import submit
 from agentflow.map_inputs import Inputs
 from agentflow.map_work import OnError
 from agentflow.marker import Markers
@@ -35,10 +37,18 @@ ResultT = TypeVar("ResultT")
 class Session:
     """Use it as ``async with af.session() as flow``. Nothing it started outlives the block."""
 
-    def __init__(self, backend: Backend, *, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        seed: int | None = None,
+        deadline_s: float | None = None,
+        output_tokens: int | None = None,
+    ) -> None:
         self.seed = secrets.randbits(63) if seed is None else seed
         self.markers = Markers()
         self._backend = backend
+        self._limit = limit_op(0, deadline_s, output_tokens)
         self._connection: Connection | None = None
         self._tasks: TaskGroup | None = None
         self._stack = AsyncExitStack()
@@ -57,6 +67,8 @@ class Session:
             self._connection = await stack.enter_async_context(connecting)
             self._tasks = await stack.enter_async_context(open_task_group())
             self._stack = stack.pop_all()
+        if self._limit != ops.Limit(0):
+            self.send([self._limit])
         return self
 
     async def __aexit__(
@@ -143,6 +155,15 @@ class Session:
             console = stderr_console()
         return ProgramMap(self, program, inputs, concurrency=concurrency, on_error=on_error, console=console)
 
+    async def submit(self, graph: Graph, inputs: Mapping[str, str] | None = None) -> Any:
+        """Runs a compiled program (``program.trace(...)``) with the texts of its arguments: all of it goes
+        to the backend in one op, and only its result comes back.
+
+        >>> graph = judge.trace(dimensions=["clarity", "evidence"])
+        >>> report = await flow.submit(graph, {"essay": essay})
+        """
+        return await submit(self, graph, inputs or {})
+
     def state(self, *, cache_salt: str = "") -> Run:
         """A state without a program: ``async with flow.state() as s``. What still runs at the end
         of the block is cancelled. States share cached KV only under an equal ``cache_salt``."""
@@ -154,7 +175,7 @@ class Session:
         ticket = self.next_id()
         answer: tuple[anyio.Event, list[Stats]] = (anyio.Event(), [])
         self._answers[ticket] = answer
-        self.submit([ops.GetStats(ticket)])
+        self.send([ops.GetStats(ticket)])
         try:
             await answer[0].wait()
         finally:
@@ -187,11 +208,17 @@ class Session:
         """A number that no state, variable or ticket of this session has."""
         return next(self._ids)
 
+    def reserve_ids(self, count: int) -> int:
+        """So many numbers in a row for a graph; the number before the first."""
+        first = next(self._ids)
+        self._ids = itertools.count(first + count)
+        return first - 1
+
     def next_run_index(self) -> int:
         """A number for a run."""
         return next(self._run_indices)
 
-    def submit(self, recorded: list[ops.Op], *, quiet: bool = False) -> None:
+    def send(self, recorded: list[ops.Op], *, quiet: bool = False) -> None:
         """Sends ops; ``quiet``: nothing happens when the session has ended."""
         if quiet and not self.is_alive:
             return
@@ -213,6 +240,15 @@ class Session:
         """Events of this variable are for it."""
         self._variables[variable.id] = variable
 
+    @property
+    def is_tracing(self) -> bool:
+        """Whether nothing runs here: awaits end at once."""
+        return False
+
+    def awaited(self, variable: Variable[Any]) -> Any:
+        """What stands for the value of ``variable`` where no value will come: only in a trace."""
+        return None
+
     def state_of(self, state_id: int) -> State | None:
         """The state of that number, if it is open."""
         return self._states.get(state_id)
@@ -224,7 +260,7 @@ class Session:
     def forget(self, state: State) -> None:
         """The backend may drop the state and its variables."""
         if self._states.pop(state.id, None) is not None:
-            self.submit([ops.Close(state.id)], quiet=True)
+            self.send([ops.Close(state.id)], quiet=True)
 
     def settle(self, variable: Variable[Any], error: ErrorInfo) -> None:
         """The variable will have no value."""
@@ -280,37 +316,3 @@ class Session:
             state.fail(error)
         for arrived, _ in self._answers.values():
             arrived.set()
-
-
-def session(
-    url: str | None = None,
-    *,
-    model: str | None = None,
-    api_key: str | None = None,
-    backend: Backend | None = None,
-    seed: int | None = None,
-) -> Session:
-    """A session on a backend.
-
-    With ``url`` (``ws://…`` or ``wss://…``; default: the variable AGENTFLOW_URL) on that server;
-    with ``backend`` on that; otherwise on the embedded engine, which runs ``model`` (a name that
-    ``agentflow pull`` knows, or a Hugging Face folder; default ``smollm2-135m``) in this process.
-    ``seed``: sampling without a seed of its own draws the same again for the same seed.
-
-    >>> async with af.session() as flow:
-    ...     answer = await flow.run(my_program, "a question")
-    """
-    if backend is not None:
-        if url is not None or model is not None:
-            raise BadArgument("session: give a backend, or a url, or a model, not several of them")
-        return Session(backend, seed=seed)
-    url = url or (os.environ.get("AGENTFLOW_URL") if model is None else None)
-    if url is None:
-        from agentflow.backends.embedded import Embedded
-
-        return Session(Embedded(model) if model is not None else Embedded(), seed=seed)
-    if model is not None:
-        raise BadArgument("session: a server has its own model; give a url or a model, not both")
-    from agentflow.backends.remote import Remote
-
-    return Session(Remote(url, api_key=api_key), seed=seed)

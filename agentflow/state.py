@@ -11,6 +11,7 @@ from agentflow.errors import AgentflowError, BadArgument, Cancelled, ForeignStat
 from agentflow.events import ErrorInfo
 from agentflow.expression import Appendable, Sequence_
 from agentflow.fork import Branches
+from agentflow.graph import Graph
 from agentflow.reference import Reference
 from agentflow.stream import EventStream
 from agentflow.value_type import ValueType
@@ -78,11 +79,26 @@ class State(Appending):
         self.session.check_alive()
         if not callable(function):
             raise BadArgument(f"map: give a function of the value, not {function!r}")
-        variable = Variable[str](self.session.next_id(), f"{reference.source.name}.map", self, is_shown=False)
-        self.session.submit([ops.Expect(self._id, variable.id, variable.name)])
+        variable = self.argument(f"{reference.source.name}.map")
+        self.session.start_soon(self._provide, variable, reference, function)
+        return variable
+
+    def argument(self, name: str) -> Variable[str]:
+        """A variable whose value this side provides. For ``map`` and traces."""
+        variable = Variable[str](self.session.next_id(), name, self, is_shown=False)
+        self.session.send([ops.Expect(self._id, variable.id, name)])
         self._own.append(variable)
         self.session.expect(variable)
-        self.session.start_soon(self._provide, variable, reference, function)
+        return variable
+
+    def output(self, var_id: int, graph: Graph, number: int) -> Variable[Any]:
+        """The variable that hears of output ``number`` of a graph whose root this is. For ``submit``."""
+        variable = Variable[Any](var_id, graph.names[number], self, graph.type_of(number))
+        if not self._own:
+            self._backlog.num_submitted += 1
+            self._backlog.next_ticket()
+        self._own.append(variable)
+        self.session.expect(variable)
         return variable
 
     async def _provide(
@@ -96,15 +112,15 @@ class State(Appending):
         except Exception as error:
             failure = error if isinstance(error, AgentflowError) else RunFailed(f"map failed: {error!r}")
             failure.__cause__ = None if failure is error else error
-            self.session.submit([ops.Provide(variable.id, error=ErrorInfo.of(failure))], quiet=True)
+            self.session.send([ops.Provide(variable.id, error=ErrorInfo.of(failure))], quiet=True)
         else:
-            self.session.submit([ops.Provide(variable.id, value)], quiet=True)
+            self.session.send([ops.Provide(variable.id, value)], quiet=True)
 
     def cancel(self) -> None:
         """Aborts what this state and its forks still run; their unfinished variables raise
         ``Cancelled``. May be repeated."""
         if self.session.is_open(self):
-            self.session.submit([ops.Cancel(self._id)], quiet=True)
+            self.session.send([ops.Cancel(self._id)], quiet=True)
         self._cancel_here(ErrorInfo.of(Cancelled("its state was cancelled")))
 
     def _cancel_here(self, error: ErrorInfo) -> None:
@@ -130,10 +146,12 @@ class State(Appending):
         """Tells the backend that somebody waits for what was appended so far. For ``settled``."""
         ticket = self._backlog.next_ticket() if self._error is None else None
         if ticket is not None:
-            self.session.submit([ops.Await(self._id, ticket)])
+            self.session.send([ops.Await(self._id, ticket)])
 
     async def settled(self) -> None:
         """Waits until all that was appended is done or the state has failed; raises neither."""
+        if self.session.is_tracing:
+            return
         self.ask()
         num_awaited = self._backlog.num_submitted
         while not self._backlog.is_done(num_awaited) and self._error is None:
@@ -172,14 +190,14 @@ class State(Appending):
         """Nothing more may be appended; variables stay readable."""
         if self._closed is None:
             self._closed = why
-            self.session.submit([ops.Seal(self._id)], quiet=True)
+            self.session.send([ops.Seal(self._id)], quiet=True)
 
     def couple(self, children: list[State]) -> None:
         """Makes forked states a task group. For ``Branches``."""
         self.session.check_alive()
         if not self.session.is_open(self):
             raise StateClosed(f"state {self.path} {self._closed}: its branches cannot become a task group")
-        self.session.submit([ops.TaskGroup(self._id, tuple(child._id for child in children))])
+        self.session.send([ops.TaskGroup(self._id, tuple(child._id for child in children))])
 
     def close(self) -> None:
         """The state is not needed any more. For its run."""

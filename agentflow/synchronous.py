@@ -10,9 +10,9 @@ import anyio
 from agentflow.errors import ProgramError
 from agentflow.map_inputs import Inputs
 from agentflow.map_work import OnError
+from agentflow.open_session import session as open_session
 from agentflow.program_map import DEFAULT_CONCURRENCY
 from agentflow.session import Session
-from agentflow.session import session as open_session
 from agentflow.state import State
 
 ResultT = TypeVar("ResultT")

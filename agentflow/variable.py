@@ -42,6 +42,7 @@ class Variable(Reference[ValueT_co]):
         self._changed: anyio.Event | None = None
         # Held here, so that a marker in a string finds it again for as long as the variable lives.
         self._transformed: dict[tuple[Transform, ...], Transformed] = {}
+        self._held: list[object] = []
 
     def __repr__(self) -> str:
         progress = "failed" if self._error else "done" if self._value else f"{len(self._text)} chars so far"
@@ -110,6 +111,9 @@ class Variable(Reference[ValueT_co]):
 
     async def _wait(self) -> ValueT_co:
         """The whole value; raises what failed."""
+        stand_in = self._state.session.awaited(self)
+        if stand_in is not None:
+            return stand_in  # type: ignore[no-any-return]
         text = await self.whole_text()
         try:
             value: ValueT_co = self._type.read(text)
@@ -134,6 +138,15 @@ class Variable(Reference[ValueT_co]):
 
     def __aiter__(self) -> AsyncIterator[str]:
         return _Reader(self)
+
+    @property
+    def value_type(self) -> ValueType:
+        """What its value is, and how it is made of the text."""
+        return self._type
+
+    def hold(self, reference: object) -> None:
+        """Keeps ``reference`` for as long as the variable lives. For traces."""
+        self._held.append(reference)
 
     def transformed(self, transforms: tuple[Transform, ...]) -> Transformed:
         """Its text after these. For ``strip`` and its like."""

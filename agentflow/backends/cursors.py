@@ -57,6 +57,10 @@ class Cursors:
                 self._states[op.state] = _StateCursor()
             case ops.Fork():
                 self._states |= {child: _StateCursor() for child in op.children}
+            case ops.Submit():
+                self._states[op.state] = _StateCursor(num_unfinished=len(op.outputs), ticket=1)
+                for number in op.outputs:
+                    self._variables[op.state + number - 1] = _VariableCursor(op.state)
             case ops.Gen() | ops.Select() | ops.Set() | ops.Read() | ops.Expect():
                 self._variables[op.var] = _VariableCursor(op.state)
                 if op.state in self._states:

@@ -40,7 +40,7 @@ async def test_the_first_failure_is_raised_and_cancels_the_rest():
         async def collect() -> None:
             with pytest.raises(KeyError, match="bad") as failure:
                 await flow.map(fragile, ["a", "b", ("bad",), "c", "d"], concurrency=4)
-            assert failure.value.__notes__ == ["in map: input 2 was ('bad',)"]
+            assert failure.value.__notes__[-1:] == ["in map: input 2 was ('bad',)"]
 
         group.start_soon(collect)
         await settle()
@@ -90,7 +90,7 @@ async def test_a_failure_of_the_inputs_is_raised_in_any_case(flow, on_error, is_
 
     with pytest.raises(OSError, match="the disk is gone") as failure:
         await flow.map(ask, also_broken() if is_async else broken(), on_error=on_error)
-    assert failure.value.__notes__ == ["in map: raised by the inputs, after 2 of them"]
+    assert failure.value.__notes__[-1:] == ["in map: raised by the inputs, after 2 of them"]
     assert flow.is_alive
 
 

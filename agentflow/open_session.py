@@ -1,0 +1,49 @@
+"""``af.session``: which backend a session runs on."""
+
+from __future__ import annotations
+
+import os
+
+from agentflow.backend import Backend
+from agentflow.errors import BadArgument
+from agentflow.session import Session
+
+
+def session(
+    url: str | None = None,
+    *,
+    model: str | None = None,
+    api_key: str | None = None,
+    backend: Backend | None = None,
+    seed: int | None = None,
+    deadline_s: float | None = None,
+    output_tokens: int | None = None,
+) -> Session:
+    """A session on a backend.
+
+    With ``url`` (``ws://…`` or ``wss://…``; default: the variable AGENTFLOW_URL) on that server;
+    with ``backend`` on that; otherwise on the embedded engine, which runs ``model`` (a name that
+    ``agentflow pull`` knows, or a Hugging Face folder; default ``smollm2-135m``) in this process.
+    ``deadline_s`` and ``output_tokens``: what all states of the session together may take, from when
+    it is entered; more raises ``DeadlineExceeded`` or ``BudgetExceeded``. ``seed``: sampling without
+    a seed of its own draws the same again for the same seed.
+
+    >>> async with af.session() as flow:
+    ...     answer = await flow.run(my_program, "a question")
+    """
+    if backend is not None:
+        if url is not None or model is not None:
+            raise BadArgument("session: give a backend, or a url, or a model, not several of them")
+        return Session(backend, seed=seed, deadline_s=deadline_s, output_tokens=output_tokens)
+    if model is not None and url is not None:
+        raise BadArgument("session: a server has its own model; give a url or a model, not both")
+    url = url or (os.environ.get("AGENTFLOW_URL") if model is None else None)
+    if url is None:
+        from agentflow.backends.embedded import Embedded
+
+        chosen: Backend = Embedded(model) if model is not None else Embedded()
+    else:
+        from agentflow.backends.remote import Remote
+
+        chosen = Remote(url, api_key=api_key)
+    return Session(chosen, seed=seed, deadline_s=deadline_s, output_tokens=output_tokens)

@@ -1,0 +1,196 @@
+"""Tracing: a program is run with abstract arguments and without a model, and what it appends is collected
+as a graph.
+
+Text arguments that are not given, and every awaited value, are stand-ins: they can be appended, wired,
+transformed and returned, and whoever looks at them is refused with the line that does so. What the
+program does between its ops (a loop over a given list, say) is done once, now.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, NoReturn
+
+from agentflow import ops
+from agentflow.backend import Connection, Deliver, Lost
+from agentflow.constraint import CONSTRAINT_KINDS
+from agentflow.errors import BadArgument, DataDependent
+from agentflow.generator import Capabilities
+from agentflow.graph import Graph, Output
+from agentflow.program_line import calling_line
+from agentflow.reference import Reference
+from agentflow.run import Run
+from agentflow.session import Session
+from agentflow.state import State
+from agentflow.transform import Transform
+from agentflow.variable import Variable
+
+_LEFT_OUT = ops.Await | ops.Close | ops.GetStats
+_EVERYTHING = Capabilities(model="a trace", constraints=CONSTRAINT_KINDS, images=True)
+
+
+class StandIn(Reference[str]):
+    """A text that is not there: an argument of the program, or a value that it has awaited."""
+
+    def __init__(self, source: Variable[Any], transforms: tuple[Transform, ...] = ()) -> None:
+        self.source = source
+        self.transforms = transforms
+        self._marker_id = source.state.session.next_id()
+        source.hold(self)
+
+    @property
+    def shown_name(self) -> str:
+        return f"the value of {self.source.name!r}"
+
+    @property
+    def marker_id(self) -> int:
+        return self._marker_id
+
+    def __await__(self) -> Generator[object, None, NoReturn]:
+        raise BadArgument(f"{self.shown_name} is a value already: it cannot be awaited")
+
+    def _refuse(self, what: str) -> NoReturn:
+        line = calling_line()
+        raise DataDependent(
+            f"{line or 'the program'}: {self.shown_name} is {what}, and what the program does next would "
+            "follow from it: a trace has no values. Use flow.run, or give the value to trace(...)"
+        )
+
+    def __str__(self) -> str:
+        self._refuse("turned into a string")
+
+    def __iter__(self) -> NoReturn:
+        self._refuse("iterated over")
+
+    def __int__(self) -> NoReturn:
+        self._refuse("turned into a number")
+
+    def __float__(self) -> NoReturn:
+        self._refuse("turned into a number")
+
+    def __lt__(self, other: object) -> NoReturn:
+        self._refuse("compared")
+
+    __le__ = __gt__ = __ge__ = __lt__
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse(f"asked for its {name!r}")
+
+
+class _Collector:
+    """A connection that keeps what is sent, and answers nothing."""
+
+    capabilities = _EVERYTHING
+
+    def __init__(self) -> None:
+        self.ops: list[ops.Op] = []
+
+    def send(self, sent: Sequence[ops.Op]) -> None:
+        self.ops += sent
+
+
+class _Tracer:
+    def connect(self, deliver: Deliver, lost: Lost) -> AbstractAsyncContextManager[Connection]:
+        return _collecting()
+
+
+@asynccontextmanager
+async def _collecting() -> AsyncIterator[Connection]:
+    yield _Collector()
+
+
+class TraceSession(Session):
+    """A session in which nothing runs: awaits give stand-ins at once."""
+
+    def __init__(self) -> None:
+        super().__init__(_Tracer(), seed=0)
+        self.collected = _Collector()
+        self._connection = self.collected
+
+    @property
+    def is_tracing(self) -> bool:
+        return True
+
+    def awaited(self, variable: Variable[Any]) -> StandIn:
+        """What an await of ``variable`` gives."""
+        return StandIn(variable)
+
+
+def trace(function: Callable[..., Awaitable[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+    """The graph of ``function``, called with these arguments after its state; see ``Program.trace``."""
+    session = TraceSession()
+    run = Run(session)
+    arguments, bound = _abstract(function, run.root, args, kwargs)
+    result = _driven(function(*bound.args, **bound.kwargs), function.__name__)
+    recorded = [op for op in session.collected.ops if not isinstance(op, _LEFT_OUT)]
+    unfit = next((op for op in recorded if isinstance(op, ops.Provide | ops.Cancel)), None)
+    if unfit is not None:
+        raise DataDependent(f"{function.__name__}: a graph cannot {type(unfit).__name__.lower()}")
+    variables = {variable.id: variable for state in run.states for variable in state.variables}
+    return Graph(
+        name=function.__name__,
+        ops=tuple(recorded),
+        arguments={name: variable.id for name, variable in arguments.items()},
+        result=_as_output(result, function.__name__),
+        places=run.places,
+        value_types={number: variable.value_type for number, variable in variables.items()},
+    )
+
+
+def _abstract(
+    function: Callable[..., Any], root: State, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[dict[str, Variable[str]], inspect.BoundArguments]:
+    """Stand-ins for the text parameters that are not given; what has another type must be given."""
+    signature = inspect.signature(function)
+    try:
+        bound = signature.bind_partial(root, *args, **kwargs)
+    except TypeError as error:
+        raise BadArgument(f"trace of {function.__name__}: {error}") from None
+    arguments: dict[str, Variable[str]] = {}
+    for parameter in signature.parameters.values():
+        if parameter.name in bound.arguments or parameter.kind in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+        ):
+            continue
+        if parameter.annotation in (str, "str", parameter.empty):
+            arguments[parameter.name] = root.argument(parameter.name)
+            bound.arguments[parameter.name] = StandIn(arguments[parameter.name])
+        elif parameter.default is parameter.empty:
+            raise BadArgument(
+                f"trace of {function.__name__}: {parameter.name!r} is no text, so give its value: "
+                f"trace({parameter.name}=…)"
+            )
+    bound.apply_defaults()
+    return arguments, bound
+
+
+def _driven(awaitable: Awaitable[Any], name: str) -> Any:
+    """What it returns: nothing in a trace waits, so its first step is its last."""
+    steps = awaitable.__await__()
+    try:
+        next(steps)
+    except StopIteration as stop:
+        return stop.value
+    steps.close()
+    raise DataDependent(f"{name} waits for something that is not the model: a trace cannot")
+
+
+def _as_output(result: Any, name: str) -> Any:
+    match result:
+        case StandIn() if not result.transforms:
+            return Output(result.source.id)
+        case list():
+            return [_as_output(item, name) for item in result]
+        case tuple():
+            return tuple([_as_output(item, name) for item in result])
+        case dict():
+            return {key: _as_output(item, name) for key, item in result.items()}
+        case Reference():
+            raise BadArgument(f"{name} returns {result.shown_name}, not awaited: await it, or set a variable")
+        case _:
+            return result

@@ -1,0 +1,72 @@
+"""Graphs over the wire: one op, one answer, in both encodings and across a broken connection."""
+
+from __future__ import annotations
+
+import pytest
+from random_programs import Step, answer, whole
+from wire_server import Budget, proxied, thread_server
+
+import agentflow as af
+from agentflow import ops
+from agentflow.backends.interpreted import interpreted
+from agentflow.backends.scripted import ScriptedGenerator
+from agentflow.errors import ProtocolError
+from agentflow.sampling import SamplingParams
+
+pytestmark = pytest.mark.anyio
+
+TODO = [
+    Step("text", "a"),
+    Step("argument"),
+    Step("gen", number=1),
+    Step("group", inner=[[Step("wire"), Step("gen", number=2)], [Step("gen", number=2), Step("strip")]]),
+    Step("turn", "x", 3),
+]
+
+
+@pytest.mark.parametrize("encoding", ["msgpack", "json"])
+async def test_a_graph_over_the_wire(encoding):
+    graph = whole.trace(todo=TODO)
+    with thread_server() as server:
+        async with af.session(backend=af.Remote(server.url, encoding=encoding), seed=3) as flow:
+            wanted = await flow.run(whole, "über", TODO)
+            assert await flow.submit(graph, {"argument": "über"}) == wanted
+        await server.wait_until_idle()
+
+
+@pytest.mark.parametrize("side", ["up", "down"])
+async def test_a_graph_survives_broken_connections(side):
+    graph = whole.trace(todo=TODO)
+    with thread_server() as server:
+        async with proxied(server.port) as proxy:
+            proxy.budgets += [Budget(**{side: num_bytes}) for num_bytes in (900, 1000, 1200, 1500)]
+            async with af.session(proxy.url, seed=3) as flow:
+                found = [await flow.submit(graph, {"argument": "x"}) for _ in range(3)]
+                assert proxy.num_connections > 1
+                assert found == [await flow.run(whole, "x", TODO)] * 3
+        await server.wait_until_idle()
+
+
+OPEN = ops.Open(1)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        (),
+        (ops.Open(2),),
+        (OPEN, ops.Open(2)),
+        (OPEN, ops.Await(1, 1)),
+        (OPEN, ops.Cancel(1)),
+        (OPEN, ops.Submit(2, (OPEN,))),
+        (OPEN, ops.Text(2, ("x",))),
+        (OPEN, ops.Text(1, (ops.Ref(9),))),
+        (OPEN, ops.Gen(1, 2, "x", SamplingParams()), ops.Gen(1, 2, "x", SamplingParams())),
+    ],
+)
+async def test_what_is_no_graph_is_refused(bad):
+    generator = ScriptedGenerator(answer)
+    async with interpreted(generator, lambda events: None) as connection:
+        with pytest.raises(ProtocolError):
+            connection.send([ops.Submit(5, bad)])
+    assert generator.num_open == 0
