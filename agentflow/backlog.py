@@ -48,14 +48,15 @@ class Backlog:
 
     def end_variable(self, var_id: int) -> None:
         """The variable has ended."""
-        self._settle(var_id)
+        self.settle(self._marks.pop(var_id, 0))
 
     def reach(self, ticket: int) -> None:
         """The ticket was reached."""
-        self._settle(-ticket)
+        self.settle(self._marks.pop(-ticket, 0))
 
-    def _settle(self, mark: int) -> None:
-        self._num_settled = max(self._num_settled, self._marks.pop(mark, 0))
+    def settle(self, num_ops: int) -> None:
+        """The first ``num_ops`` ops are done."""
+        self._num_settled = max(self._num_settled, num_ops)
         self.wake()
 
     def wake(self) -> None:

@@ -32,6 +32,8 @@ class State(Appending):
     def __init__(self, run: Run, state_id: int, path: Path, parent: State | None = None) -> None:
         super().__init__(run, state_id, path, parent)
         self._children: list[State] = []
+        self._parent = parent
+        self._forked_after = parent._backlog.num_submitted if parent is not None else 0
         self._error: ErrorInfo | None = None
 
     def __repr__(self) -> str:
@@ -176,10 +178,19 @@ class State(Appending):
     def reach(self, ticket: int) -> None:
         """The backend has got to this ticket. For the session."""
         self._backlog.reach(ticket)
+        self._has_begun()
 
     def end_variable(self, var_id: int) -> None:
         """The backend is done with this variable. For the session."""
         self._backlog.end_variable(var_id)
+        self._has_begun()
+
+    def _has_begun(self) -> None:
+        """Something was done here, so the fork was: nobody has to ask about it."""
+        state, parent = self, self._parent
+        while parent is not None and not parent._backlog.is_done(state._forked_after):
+            parent._backlog.settle(state._forked_after)
+            state, parent = parent, parent._parent
 
     def fail(self, error: ErrorInfo) -> None:
         """Nothing more will be done here, unless it has failed before. For the session."""

@@ -15,6 +15,7 @@ NAMES = {
     "foundation": "the engine against transformers, and the prefix cache against none",
     "radix": "the radix cache on a tree of a million tokens",
     "scheduler": "fairness, deep queues and a full pool, simulated",
+    "frontend": "what a client costs: CPU for each op and token, round trips, stalls",
     "ablation": "what each part of the design is worth, on the real model",
 }
 

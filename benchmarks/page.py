@@ -18,6 +18,7 @@ TITLES = {
     "foundation": "The engine against transformers",
     "radix": "The radix cache",
     "scheduler": "The scheduler",
+    "frontend": "What a client costs",
     "ablation": "What each part is worth",
 }
 REMARKS = {

@@ -12,6 +12,7 @@ import random
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import anyio
+import anyio.lowlevel
 
 from agentflow.backend import Deliver, Lost
 from agentflow.backends.cursors import Cursors
@@ -61,6 +62,10 @@ FINAL_CODES = {
     1012: "the server was shut down, and the session ended with it",
     TAKEN_OVER: "another connection has taken the session over",
 }
+
+
+# A frame with news of thousands of variables must not stop the loop: others run after so many.
+EVENTS_PER_TURN = 128
 
 
 class RemoteConnection:
@@ -154,7 +159,7 @@ class RemoteConnection:
             group.start_soon(self._write, websocket, group.cancel_scope)
             try:
                 while True:
-                    self._take(await websocket.receive())
+                    await self._take(await websocket.receive())
             except WebSocketEnded as error:
                 ended = error
             except AgentflowError as error:
@@ -180,13 +185,16 @@ class RemoteConnection:
             self._websocket.close()
         return None
 
-    def _take(self, message: bytes | str) -> None:
+    async def _take(self, message: bytes | str) -> None:
         match self._decoder.decode(message):
             case Events(ack=ack, events=events):
                 self._queue.acknowledge(ack)
                 new = self._cursors.hear(events)
-                if new:
-                    self._deliver(new)
+                for start in range(0, len(new), EVENTS_PER_TURN):
+                    if start:
+                        with anyio.CancelScope(shield=True):  # what has been heard must be told
+                            await anyio.lowlevel.checkpoint()
+                    self._deliver(new[start : start + EVENTS_PER_TURN])
                 self._send_due_closes()
             case Refused(error=error):
                 raise error.to_exception()

@@ -247,8 +247,8 @@ class WsSession(Generic[ContextT]):
                 if error is not None:
                     await self._send(Refused(ErrorInfo.of(error)))
                 await self._socket.close(code, error.code if error is not None else None)
-            except WebSocketDisconnect:
-                pass  # it is gone, and needs no reason any more
+            except (WebSocketDisconnect, RuntimeError):
+                pass  # it is gone, or closing already, and needs no reason any more
 
 
 def _kind(binary: bool) -> str:

@@ -1,0 +1,36 @@
+"""``python -m benchmarks.scripted_server``: a real server whose generator is a script, for measuring clients.
+
+A gen answers with as many words as its ``max_tokens`` says. The address is the first line printed; it
+serves until its input ends.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import anyio.to_thread
+
+from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
+from agentflow.generator import Generator
+from agentflow.server.serve import running_server
+
+ENDLESS = " ".join(["word"] * 4096)
+
+
+@asynccontextmanager
+async def _open_generator() -> AsyncIterator[Generator[ScriptedContext]]:
+    yield ScriptedGenerator(lambda prompt: ENDLESS)
+
+
+async def main() -> None:
+    """Serves until standard input ends."""
+    async with running_server(_open_generator) as server:
+        print(server.url, flush=True)
+        await anyio.to_thread.run_sync(sys.stdin.read)
+
+
+if __name__ == "__main__":
+    anyio.run(main)
