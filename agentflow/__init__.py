@@ -36,6 +36,7 @@ from agentflow.program import Program, ProgramStream, program
 from agentflow.session import Session, session
 from agentflow.state import State
 from agentflow.stream import ProgramEvent, RunDone, TextDelta, VariableDone
+from agentflow.token_logprob import TokenLogprob
 from agentflow.variable import Variable
 
 __version__ = "0.1.0"
@@ -75,6 +76,7 @@ __all__ = [
     "StateClosed",
     "Stats",
     "TextDelta",
+    "TokenLogprob",
     "UnknownModel",
     "UnknownVariable",
     "Usage",

@@ -5,7 +5,7 @@ An expression is inert: the state turns it into ops when it is appended.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias, TypeVar, get_args
 
 from agentflow.errors import BadArgument
@@ -80,36 +80,61 @@ def gen(
     name: str,
     *,
     max_tokens: int = 256,
+    min_tokens: int = 0,
     temperature: float = 0.0,
     top_p: float = 1.0,
     top_k: int = 0,
     min_p: float = 0.0,
+    frequency_penalty: float = 0.0,
+    presence_penalty: float = 0.0,
+    repetition_penalty: float = 1.0,
+    logit_bias: Mapping[int, float] | None = None,
     seed: int | None = None,
     stop: str | Sequence[str] = (),
+    stop_regex: str | None = None,
     stop_token_ids: Sequence[int] = (),
     ignore_eos: bool = False,
     logprobs: bool = False,
+    top_logprobs: int = 0,
 ) -> GenExpression:
     """Text that the model writes, as variable ``name``.
 
-    Ends after ``max_tokens`` tokens, before the first of the ``stop`` strings (which is not part of
-    the text), at one of ``stop_token_ids``, or at the model's own end token (unless ``ignore_eos``).
-    ``temperature`` 0 (the default) is greedy; see ``SamplingParams`` for the others.
+    Ends after ``max_tokens`` tokens (256), before the first of the ``stop`` strings or the first match of
+    ``stop_regex`` (neither is part of the text), at one of ``stop_token_ids``, or at the model's own end
+    token (unless ``ignore_eos``); none of these acts before ``min_tokens`` tokens (0).
+
+    ``temperature`` 0 (the default) is greedy; ``top_k`` (0: off), ``top_p`` (1.0: off) and ``min_p``
+    (0.0: off) cut the distribution. ``frequency_penalty`` and ``presence_penalty`` (-2 to 2, 0.0: off)
+    act against tokens that were generated, ``repetition_penalty`` (1.0: off) also against those of the
+    prompt; ``logit_bias`` maps token ids to what is added to their logits, -100 to 100. ``seed``: None
+    takes one from the session's.
+
+    ``logprobs``: the variable's ``logprobs`` are wanted; ``top_logprobs`` (0 to 20): and at each place so
+    many likeliest tokens. ``SamplingParams`` says in which order these act. ``BadArgument`` names what is
+    wrong; a backend that cannot do what is asked says so.
 
     >>> s += af.assistant(af.gen("answer", max_tokens=32, stop="\\n"))
+    >>> s += af.assistant(af.gen("idea", temperature=1.0, min_tokens=8, presence_penalty=0.5))
     """
     _check_name(name, "gen")
     params = SamplingParams(
         max_tokens=max_tokens,
+        min_tokens=min_tokens,
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
         min_p=min_p,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        repetition_penalty=repetition_penalty,
+        logit_bias=_bias_pairs(logit_bias),
         seed=seed,
         stop=(stop,) if isinstance(stop, str) else _tuple_of(stop, "gen: stop", "strings"),
+        stop_regex=stop_regex,
         stop_token_ids=_tuple_of(stop_token_ids, "gen: stop_token_ids", "token ids"),
         ignore_eos=ignore_eos,
         logprobs=logprobs,
+        top_logprobs=top_logprobs,
     )
     return GenExpression(name, params.check())
 
@@ -169,3 +194,13 @@ def _tuple_of(values: Iterable[ItemT], where: str, wanted: str) -> tuple[ItemT, 
         return tuple(values)
     except TypeError:
         raise BadArgument(f"{where} must be a list of {wanted}, not {values!r}") from None
+
+
+def _bias_pairs(biases: Mapping[int, float] | None) -> tuple[tuple[int, float], ...]:
+    if biases is None:
+        return ()
+    if not isinstance(biases, Mapping):
+        raise BadArgument(f"gen: logit_bias must be a dict of token id to number, not {biases!r}")
+    pairs = tuple(biases.items())
+    # Equal biases are equal parameters, whatever their order; what is no id, the check refuses.
+    return tuple(sorted(pairs)) if all(isinstance(token, int) for token in biases) else pairs

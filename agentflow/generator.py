@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from agentflow.sampling import SamplingParams
+from agentflow.token_logprob import TopLogprobs
 
 OnText = Callable[[str], None]
 ContextT = TypeVar("ContextT")
@@ -56,6 +57,7 @@ class Generated(msgspec.Struct, frozen=True):
     finish_reason: str
     usage: Usage
     logprobs: tuple[float | None, ...] | None = None
+    top_logprobs: TopLogprobs | None = None
 
 
 class Scored(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ from typing import Generic
 
 import anyio
 import anyio.lowlevel
+import msgspec
 from anyio.abc import TaskGroup as AnyioTaskGroup
 
 from agentflow import ops
@@ -170,7 +171,9 @@ class Interpreter(Generic[ContextT]):
             case ops.Gen():
                 variable = self._variables[op.var]
                 end = await self._generator.generate(context, op.params.check(), variable.extend)
-                value = Value(op.var, 0, "", end.finish_reason, end.usage, end.logprobs)
+                value = Value(
+                    op.var, 0, "", end.finish_reason, end.usage, end.logprobs, None, end.top_logprobs
+                )
                 variable.complete(end.text, value)
             case ops.Select():
                 check_choices(op.name, op.choices)

@@ -5,6 +5,7 @@ The whole frontend and the interpreter run as they do elsewhere; only the genera
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ import anyio.lowlevel
 
 from agentflow.backend import Connection, Deliver, Lost
 from agentflow.backends.interpreted import interpreted
-from agentflow.errors import BadArgument, RunFailed
+from agentflow.errors import BadArgument, NotSupported, RunFailed
 from agentflow.generator import Capabilities, Generated, OnText, Scored, Stats, Usage
 from agentflow.sampling import SamplingParams
 
@@ -32,7 +33,14 @@ class ScriptedContext:
 
 
 class ScriptedGenerator:
-    """Answers from a script, one word at a time, with a checkpoint between words. Tokens are words."""
+    """Answers from a script, one word at a time, with a checkpoint between words. Tokens are words.
+
+    ``max_tokens``, ``min_tokens``, ``stop`` and ``stop_regex`` cut the answer as they would cut a model's
+    (an answer of fewer words than ``min_tokens`` stays as it is). Nothing is sampled, so what only steers
+    sampling is ignored: ``temperature``, ``top_p``, ``top_k``, ``min_p``, ``seed``, the penalties and
+    ``logit_bias``; and words have no ids, so ``stop_token_ids`` and ``ignore_eos`` are too. There are no
+    log-probabilities: who asks for them gets ``NotSupported``.
+    """
 
     def __init__(self, script: Script) -> None:
         self.capabilities = Capabilities(model="scripted", logprobs=False)
@@ -63,7 +71,9 @@ class ScriptedGenerator:
         context.text += f"</{context.open_roles.pop()}>"
 
     async def generate(self, context: ScriptedContext, params: SamplingParams, on_text: OnText) -> Generated:
-        """The script's answer, cut at ``stop`` and ``max_tokens``."""
+        """The script's answer, cut as the parameters say."""
+        if params.wants_logprobs:
+            raise NotSupported("a scripted backend has no log-probabilities: ask an engine for them")
         prompt = context.text
         answer, reason = _ended(self._answer(prompt), params)
         self.num_running += 1
@@ -131,13 +141,28 @@ class ScriptedGenerator:
 
 def _ended(answer: str, params: SamplingParams) -> tuple[str, str]:
     reason = "eos"
-    found = [answer.index(stop) for stop in params.stop if stop in answer]
-    if found:
-        answer, reason = answer[: min(found)], "stop"
     words = answer.split(" ")
+    if params.stop or params.stop_regex is not None:
+        end = _stop_in(answer, params, len(" ".join(words[: params.min_tokens])))
+        if end is not None:
+            answer, reason = answer[:end], "stop"
+            words = answer.split(" ")
     if len(words) > params.max_tokens:
         answer, reason = " ".join(words[: params.max_tokens]), "length"
     return answer, reason
+
+
+def _stop_in(answer: str, params: SamplingParams, first: int) -> int | None:
+    """Where the stop begins that is complete first, of those that begin at ``first`` or later."""
+    pattern = None if params.stop_regex is None else re.compile(params.stop_regex)
+    for end in range(first + 1, len(answer) + 1):
+        begins = [end - len(stop) for stop in params.stop if answer.endswith(stop, first, end)]
+        found = None if pattern is None else pattern.search(answer, first, end)
+        if found is not None:
+            begins.append(found.start())
+        if begins:
+            return min(begins)
+    return None
 
 
 class Scripted:

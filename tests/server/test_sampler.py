@@ -96,10 +96,10 @@ def test_a_batch_equals_the_loop_over_its_rows(
     logits = random_logits(len(rows), vocab_size, seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampler, "_HEAD_SIZE", head_size)
-        tokens, logprobs = choose_tokens(logits, sampled_rows(rows))
+        output = choose_tokens(logits, sampled_rows(rows))
     sampled = sampled_rows(rows)  # the parameters as float32, as the sampler sees them
     for i, row in enumerate(logits.double().tolist()):
-        assert tokens[i] == plain_choice(
+        assert output.token_ids[i] == plain_choice(
             row,
             float(sampled.temperatures[i]),
             rows[i][1],
@@ -108,7 +108,7 @@ def test_a_batch_equals_the_loop_over_its_rows(
             rows[i][4],
             rows[i][5],
         )
-    assert logprobs is None
+    assert output.logprobs is None
 
 
 @pytest.mark.parametrize("head_size", [4, 1024])
@@ -146,8 +146,8 @@ def test_a_row_chooses_the_same_alone(
     rows: list[tuple[float, int, float, float, int, int]], seed: int
 ) -> None:
     logits = random_logits(len(rows), 5000, seed)
-    together, _ = choose_tokens(logits, sampled_rows(rows))
-    alone = [choose_tokens(logits[i : i + 1], sampled_rows([row]))[0][0] for i, row in enumerate(rows)]
+    together = choose_tokens(logits, sampled_rows(rows)).token_ids
+    alone = [choose_tokens(logits[i : i + 1], sampled_rows([row])).token_ids[0] for i, row in enumerate(rows)]
     assert together.tolist() == alone
 
 
@@ -171,7 +171,7 @@ def test_samples_follow_the_softmax() -> None:
     logits = torch.tensor([[1.0, 0.0, -1.0, 2.5, 0.3, -4.0, 1.1, 0.0]])
     n = 20_000
     rows = [(0.8, 0, 1.0, 0.0, 11, position) for position in range(n)]
-    tokens, _ = choose_tokens(logits.expand(n, -1), sampled_rows(rows))
+    tokens = choose_tokens(logits.expand(n, -1), sampled_rows(rows)).token_ids
     expected = n * torch.softmax(logits[0].double() / 0.8, -1).numpy()
     counts = np.bincount(tokens, minlength=8)
     # Chi-squared of 7 degrees of freedom: 24.3 is the 99.9th percentile.
@@ -183,7 +183,7 @@ def test_the_cuts_leave_what_they_should() -> None:
 
     def seen(top_k: int, top_p: float, min_p: float) -> set[int]:
         rows = [(1.0, top_k, top_p, min_p, 5, position) for position in range(400)]
-        return set(choose_tokens(logits.expand(400, -1), sampled_rows(rows))[0].tolist())
+        return set(choose_tokens(logits.expand(400, -1), sampled_rows(rows)).token_ids.tolist())
 
     assert seen(0, 1.0, 0.0) == {0, 1, 2, 3, 4}
     assert seen(2, 1.0, 0.0) == {0, 1}
@@ -197,16 +197,15 @@ def test_the_cuts_leave_what_they_should() -> None:
 def test_equally_likely_tokens_are_kept_or_cut_together() -> None:
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, -9.0]])
     rows = [(1.0, 2, 1.0, 0.0, 5, position) for position in range(200)]
-    tokens, _ = choose_tokens(logits.expand(200, -1), sampled_rows(rows))
+    tokens = choose_tokens(logits.expand(200, -1), sampled_rows(rows)).token_ids
     assert set(tokens.tolist()) == {0, 1, 2, 3}
 
 
 def test_targets_are_kept_and_logprobs_are_of_the_unmodified_logits() -> None:
     logits = random_logits(3, 100, 0)
     rows = [(0.0, 0, 1.0, 0.0, 0, 0), (0.0, 0, 1.0, 0.0, 0, 1), (0.5, 3, 0.9, 0.1, 0, 2)]
-    tokens, logprobs = choose_tokens(
-        logits, sampled_rows(rows, target_ids=np.array([17, -1, -1]), needs_logprobs=True)
-    )
+    output = choose_tokens(logits, sampled_rows(rows, target_ids=np.array([17, -1, -1]), needs_logprobs=True))
+    tokens, logprobs = output.token_ids, output.logprobs
     assert tokens[0] == 17
     assert tokens[1] == logits[1].argmax()
     exact = torch.log_softmax(logits.double(), -1)[torch.arange(3), torch.from_numpy(tokens)]
@@ -216,7 +215,9 @@ def test_targets_are_kept_and_logprobs_are_of_the_unmodified_logits() -> None:
 
 
 def test_greedy_takes_the_first_of_equals() -> None:
-    tokens, _ = choose_tokens(torch.tensor([[0.0, 3.0, 3.0]]), sampled_rows([(0.0, 0, 1.0, 0.0, 0, 0)]))
+    tokens = choose_tokens(
+        torch.tensor([[0.0, 3.0, 3.0]]), sampled_rows([(0.0, 0, 1.0, 0.0, 0, 0)])
+    ).token_ids
     assert tokens.tolist() == [1]
 
 
@@ -231,8 +232,8 @@ def test_the_caller_keeps_its_logits_and_targets() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_not_numbers_give_a_token_and_harm_no_other_row(temperature: float) -> None:
     logits = random_logits(2, 50, 0)
-    alone, _ = choose_tokens(logits[1:], sampled_rows([(temperature, 0, 0.9, 0.0, 1, 2)]))
+    alone = choose_tokens(logits[1:], sampled_rows([(temperature, 0, 0.9, 0.0, 1, 2)])).token_ids
     logits[0] = math.nan
-    tokens, _ = choose_tokens(logits, sampled_rows([(temperature, 0, 0.9, 0.0, 1, 2)] * 2))
+    tokens = choose_tokens(logits, sampled_rows([(temperature, 0, 0.9, 0.0, 1, 2)] * 2)).token_ids
     assert 0 <= tokens[0] < 50
     assert tokens[1] == alone[0]

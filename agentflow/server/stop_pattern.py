@@ -1,0 +1,69 @@
+"""Searches a text that still grows for a regular expression, and bounds what that may cost.
+
+The package ``regex`` can say of a text whether its end may be the beginning of a match, and gives up
+when a search takes too long; Python's own ``re`` can do neither.
+"""
+
+from __future__ import annotations
+
+import time
+
+import regex
+
+from agentflow.errors import BadArgument, RequestRefused
+
+# Processor time that one request may take the engine for its searches: so much at once, and so much more
+# with each token. A search is a microsecond where the pattern is sound.
+BURST_S = 0.05
+PER_TOKEN_S = 0.0005
+
+
+class StopPattern:
+    """Reads a text character by character: the text ends where the pattern first has a match in what was
+    read so far, before the leftmost one. ``num_safe``: characters at the front that no match can begin in,
+    now or later.
+
+    ``BadArgument`` for what is no pattern; ``RequestRefused``, from any ``step``, when it takes too long.
+    """
+
+    def __init__(self, source: str) -> None:
+        try:
+            self._pattern = regex.compile(source)
+        except (regex.error, OverflowError, RecursionError, MemoryError) as error:
+            raise BadArgument(f"gen: stop_regex cannot be used ({error}): {source[:80]!r}") from None
+        self._text = ""
+        self._num_read = 0
+        self._left_s = BURST_S
+        self.num_safe = 0
+
+    def skip(self, new: str) -> None:
+        """More text, in which no match may begin; look-behinds see it."""
+        self._text += new
+        self._num_read = self.num_safe = len(self._text)
+
+    def add(self, new: str) -> None:
+        """More text, the next token's: to be read by one ``step`` for each character."""
+        self._text += new
+        self._left_s = min(BURST_S, self._left_s + PER_TOKEN_S)
+
+    def step(self) -> int | None:
+        """Reads one character; where the match begins, if there is one now. Not called after that."""
+        self._num_read += 1
+        began = time.thread_time()
+        try:
+            found = self._pattern.search(
+                self._text, self.num_safe, self._num_read, partial=True, timeout=max(self._left_s, 1e-6)
+            )
+        except (TimeoutError, MemoryError):
+            self._left_s = 0.0
+        else:
+            self._left_s -= time.thread_time() - began
+        if self._left_s <= 0:
+            raise RequestRefused(
+                f"stop_regex takes too long to search for: more than {BURST_S * 1000:g} ms of processor time "
+                "beyond its share of each token; write it without repeats within repeats, or use stop strings"
+            )
+        if found is not None and not found.partial:
+            return int(found.start())
+        self.num_safe = self._num_read if found is None else found.start()
+        return None
