@@ -171,9 +171,8 @@ class Interpreter(Generic[ContextT]):
             case ops.Gen():
                 variable = self._variables[op.var]
                 end = await self._generator.generate(context, op.params.check(), variable.extend)
-                value = Value(
-                    op.var, 0, "", end.finish_reason, end.usage, end.logprobs, None, end.top_logprobs
-                )
+                value = Value(op.var, 0, "", end.finish_reason, end.usage, end.logprobs)
+                value = msgspec.structs.replace(value, top_logprobs=end.top_logprobs)
                 variable.complete(end.text, value)
             case ops.Select():
                 check_choices(op.name, op.choices)

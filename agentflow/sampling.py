@@ -14,6 +14,9 @@ MAX_TOP_LOGPROBS = 20
 # Counts and ids are 32-bit in the engine.
 MAX_INT = 2**31 - 1
 
+_Check = tuple[str, bool, str]
+"""A field, whether it is right, and what it must be."""
+
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Parameters of one generation.
@@ -75,46 +78,40 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
 
     def check(self) -> SamplingParams:
         """Itself, or ``BadArgument`` naming the field that is wrong."""
-        checks = (
-            ("max_tokens", _is_whole(self.max_tokens, 1, MAX_INT), "a whole number, at least 1"),
-            (
-                "min_tokens",
-                _is_whole(self.min_tokens, 0, MAX_INT) and self.min_tokens <= self.max_tokens,
-                "a whole number from 0 to max_tokens",
-            ),
-            ("temperature", _is_number(self.temperature, 0.0, 100.0), "a number between 0 and 100"),
-            ("top_p", _is_number(self.top_p, 0.0, 1.0) and self.top_p > 0, "above 0 and at most 1"),
-            ("top_k", _is_whole(self.top_k, 0, MAX_INT), "0 (off) or a positive whole number"),
-            ("min_p", _is_number(self.min_p, 0.0, 1.0), "a number between 0 and 1"),
-            ("frequency_penalty", _is_number(self.frequency_penalty, -2.0, 2.0), "a number from -2 to 2"),
-            ("presence_penalty", _is_number(self.presence_penalty, -2.0, 2.0), "a number from -2 to 2"),
-            (
-                "repetition_penalty",
-                _is_number(self.repetition_penalty, 0.01, 100.0),
-                "a number from 0.01 to 100 (1 is off)",
-            ),
-            (
-                "logit_bias",
-                _are_biases(self.logit_bias),
-                f"at most {MAX_BIASES} different token ids, each with a number from -100 to 100",
-            ),
-            ("seed", self.seed is None or _is_whole(self.seed, 0, 2**63 - 1), "a whole number below 2**63"),
-            ("stop", _are_stops(self.stop), f"at most {MAX_STOPS} strings, of 1 to {MAX_STOP_CHARS} chars"),
-            ("stop_token_ids", _are_ids(self.stop_token_ids), "token ids, 0 or more"),
-            ("ignore_eos", isinstance(self.ignore_eos, bool), "True or False"),
-            ("logprobs", isinstance(self.logprobs, bool), "True or False"),
-            (
-                "top_logprobs",
-                _is_whole(self.top_logprobs, 0, MAX_TOP_LOGPROBS),
-                f"a whole number from 0 to {MAX_TOP_LOGPROBS}",
-            ),
-        )
-        for field, holds, wanted in checks:
+        for field, holds, wanted in (*self._checks_of_length(), *self._checks_of_choice()):
             if not holds:
                 raise BadArgument(f"gen: {field} must be {wanted}, not {getattr(self, field)!r}")
         if self.stop_regex is not None:
             check_stop_regex(self.stop_regex)
         return self
+
+    def _checks_of_length(self) -> tuple[_Check, ...]:
+        most = self.max_tokens if isinstance(self.max_tokens, int) else MAX_INT
+        return (
+            ("max_tokens", _is_whole(self.max_tokens, 1, MAX_INT), "a whole number, at least 1"),
+            ("min_tokens", _is_whole(self.min_tokens, 0, most), "a whole number from 0 to max_tokens"),
+            ("stop", _are_stops(self.stop), f"at most {MAX_STOPS} strings, of 1 to {MAX_STOP_CHARS} chars"),
+            ("stop_token_ids", _are_ids(self.stop_token_ids), "token ids, 0 or more"),
+            ("ignore_eos", isinstance(self.ignore_eos, bool), "True or False"),
+        )
+
+    def _checks_of_choice(self) -> tuple[_Check, ...]:
+        penalty, biases = "a number from -2 to 2", f"at most {MAX_BIASES} different token ids"
+        top = f"a whole number from 0 to {MAX_TOP_LOGPROBS}"
+        repetition = _is_number(self.repetition_penalty, 0.01, 100.0)
+        return (
+            ("temperature", _is_number(self.temperature, 0.0, 100.0), "a number between 0 and 100"),
+            ("top_p", _is_number(self.top_p, 0.0, 1.0) and self.top_p > 0, "above 0 and at most 1"),
+            ("top_k", _is_whole(self.top_k, 0, MAX_INT), "0 (off) or a positive whole number"),
+            ("min_p", _is_number(self.min_p, 0.0, 1.0), "a number between 0 and 1"),
+            ("frequency_penalty", _is_number(self.frequency_penalty, -2.0, 2.0), penalty),
+            ("presence_penalty", _is_number(self.presence_penalty, -2.0, 2.0), penalty),
+            ("repetition_penalty", repetition, "a number from 0.01 to 100 (1 is off)"),
+            ("logit_bias", _are_biases(self.logit_bias), f"{biases}, each with a number from -100 to 100"),
+            ("seed", self.seed is None or _is_whole(self.seed, 0, 2**63 - 1), "a whole number below 2**63"),
+            ("logprobs", isinstance(self.logprobs, bool), "True or False"),
+            ("top_logprobs", _is_whole(self.top_logprobs, 0, MAX_TOP_LOGPROBS), top),
+        )
 
 
 def _is_whole(value: object, low: int, high: int) -> bool:

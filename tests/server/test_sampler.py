@@ -10,56 +10,11 @@ import runner_driver
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_sampler import MASK, plain_choice, plain_uniform
 
 from agentflow.server.core.batch import SampledRows
 from agentflow.server.model import sampler
 from agentflow.server.model.sampler import choose_tokens, uniforms
-
-MASK = 2**64 - 1
-
-
-def plain_uniform(seed: int, position: int) -> float:
-    def mix(x: int) -> int:
-        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & MASK
-        x = (x ^ (x >> 27)) * 0x94D049BB133111EB & MASK
-        return x ^ (x >> 31)
-
-    golden = 0x9E3779B97F4A7C15
-    return (mix((mix((seed + golden) & MASK) + position * golden) & MASK) >> 11) / 2**53
-
-
-def plain_choice(
-    logits: list[float],
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    seed: int,
-    position: int,
-) -> int:
-    """One row, one token, as the docstring of ``sample`` says it."""
-    highest = max(logits)
-    if temperature == 0:
-        return logits.index(highest)
-    weights = [math.exp((logit - highest) / temperature) for logit in logits]
-    if 0 < top_k < len(weights):
-        kth = sorted(weights, reverse=True)[top_k - 1]
-        weights = [w if w >= kth else 0.0 for w in weights]
-    if top_p < 1:
-        wanted, reached = top_p * sum(weights), 0.0
-        for last in sorted(weights, reverse=True):
-            reached += last
-            if reached >= wanted:
-                break
-        weights = [w if w >= last else 0.0 for w in weights]
-    weights = [w if w >= min_p else 0.0 for w in weights]
-    drawn, reached = plain_uniform(seed, position) * sum(weights), 0.0
-    for token, weight in enumerate(weights):
-        reached += weight
-        if reached > drawn:
-            return token
-    raise AssertionError("the drawn point lies behind the last token")
-
 
 ROW = st.tuples(
     st.sampled_from([0.0, 1e-30, 0.3, 1.0, 1.7, 50.0]),
