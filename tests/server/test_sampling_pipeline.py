@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from fake_engine import TOKENIZER
 from hypothesis import given
 from hypothesis import strategies as st
 from logit_runner import alone_by_logits, logit_engine, logit_runner, logits_after
@@ -17,7 +18,7 @@ from plain_engine import END_ID, PLAIN_IDS
 from plain_sampler import MASK, plain_token_of
 
 from agentflow.errors import BadArgument
-from agentflow.sampling import MAX_TOP_LOGPROBS, SamplingParams
+from agentflow.sampling import SamplingParams
 from agentflow.server.core.batch import SampledRows
 from agentflow.server.core.request import Request
 from agentflow.server.core.sampling_table import SamplingTable
@@ -268,8 +269,6 @@ def run_by_hand(submit: Submit) -> list[object]:
         if any(isinstance(message, Finished) for message in messages):
             engine.send(Stop())
 
-    from fake_engine import TOKENIZER
-
     engine = Engine(logit_runner(), TOKENIZER, SchedulerConfig(), deliver)
     engine.send(submit)
     engine.run()
@@ -312,4 +311,3 @@ def test_the_twin_meets_the_end_token_only_after_min_tokens():
     longer = alone_by_logits(short, SamplingParams(max_tokens=40, min_tokens=6))
     assert len(longer.ids) >= 6
     assert END_ID not in longer.ids
-    assert MAX_TOP_LOGPROBS == 20
