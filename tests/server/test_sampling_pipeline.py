@@ -91,9 +91,7 @@ def sampled(batch: list[Row], page_rows: list[int]) -> SampledRows:
         request.page_row = page_row
         table.attach(request)
     positions = [len(row.prompt) + len(row.generated) for row in batch]
-    return table.sampled_rows(
-        np.arange(len(batch)), np.array(page_rows), np.full(len(batch), -1), np.array(positions)
-    )
+    return table.sampled_rows(np.arange(len(batch)), np.array(page_rows), np.array(positions))
 
 
 def random_logits(num_rows: int, seed: int) -> torch.Tensor:
@@ -144,8 +142,8 @@ def test_a_page_row_forgets_its_last_request() -> None:
         request.page_row = 1
         table.attach(request)
         assert table.num_scoring == (request is scoring)
-        assert table.generates[1] == (request is not scoring)
-        got = table.sampled_rows(np.array([0]), np.array([1]), np.array([-1]), np.array([1]))
+        assert table.num_silent == (request is scoring)
+        got = table.sampled_rows(np.array([0]), np.array([1]), np.array([1]))
         assert (got.edits is not None) == (got.top_counts is not None) == (request is first)
         table.detach(request)
     assert got.seeds.tolist() == [6]

@@ -71,15 +71,16 @@ def _sampled_rows(
     kv_lens: IntArray,
     sampling: SamplingTable,
 ) -> SampledRows:
-    """``targets_of`` of all requests. Only where some are scored is each looked at."""
+    """``targets_of`` of all requests. In most steps each gives a token, from its last row."""
     if sampling.num_scoring:
         return _scored_and_sampled_rows(work, page_rows, sampling)
-    num_tokens = np.array([request.num_tokens for request, _ in work], dtype=np.int64)
-    rows = np.cumsum(query_lens) - 1
-    is_sampled = (kv_lens == num_tokens) & sampling.generates[page_rows]
-    if not is_sampled.all():
-        rows, page_rows, kv_lens = rows[is_sampled], page_rows[is_sampled], kv_lens[is_sampled]
-    return sampling.sampled_rows(rows, page_rows, np.full(len(rows), -1, dtype=np.int64), kv_lens)
+    rows: IntArray = query_lens.cumsum() - 1
+    at_end = [request.num_tokens - request.num_computed == num_rows for request, num_rows in work]
+    if sampling.num_silent or not all(at_end):
+        sampled = [index for index, is_last in enumerate(at_end) if is_last and work[index][0].max_new_tokens]
+        chosen = np.array(sampled, dtype=np.int64)
+        rows, page_rows, kv_lens = rows[chosen], page_rows[chosen], kv_lens[chosen]
+    return sampling.sampled_rows(rows, page_rows, kv_lens)
 
 
 def _scored_and_sampled_rows(
@@ -100,6 +101,6 @@ def _scored_and_sampled_rows(
     return sampling.sampled_rows(
         np.array(rows, dtype=np.int64),
         page_rows[np.array(owners, dtype=np.int64)],
-        np.array(targets, dtype=np.int64),
         np.array(positions, dtype=np.int64),
+        np.array(targets, dtype=np.int64),
     )

@@ -9,6 +9,7 @@ without any of them does not even look.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from agentflow.server.core.batch import FloatArray, IntArray, LogitEdits, SampledRows
 from agentflow.server.core.request import Request
@@ -18,71 +19,88 @@ _MASK_64 = 2**64 - 1
 
 
 class SamplingTable:
-    """Parameters of at most ``max_running`` requests, by page row. ``num_scoring`` of them only score;
-    ``generates`` says of each row whether its request generates."""
+    """Parameters of at most ``max_running`` requests, by page row. ``num_scoring`` of those that run only
+    score, and ``num_silent`` (these among them) do not generate.
+
+    What is gathered together lies together: to take one array of three rows is as quick as to take one of
+    one, and a step's time here is the number of calls.
+    """
 
     def __init__(self, max_running: int) -> None:
         self.num_scoring = 0
-        self.generates = np.zeros(max_running, dtype=np.bool_)
-        self._temperatures = np.zeros(max_running, dtype=np.float32)
-        self._top_ps = np.zeros(max_running, dtype=np.float32)
-        self._top_ks = np.zeros(max_running, dtype=np.int64)
-        self._min_ps = np.zeros(max_running, dtype=np.float32)
-        self._seeds = np.zeros(max_running, dtype=np.uint64)
-        self._needs_logprobs = np.zeros(max_running, dtype=np.bool_)
+        self.num_silent = 0
+        self._num_logprobs = 0
+        self._floats: FloatArray = np.zeros((3, max_running), dtype=np.float32)
+        self._temperatures, self._top_ps, self._min_ps = self._floats
+        self._ints: IntArray = np.zeros((2, max_running), dtype=np.int64)
+        self._top_ks = self._ints[0]
+        self._seeds: NDArray[np.uint64] = self._ints[1].view(np.uint64)
+        self._no_targets: IntArray = np.full(max_running, -1, dtype=np.int64)
         self._special: dict[int, _Special] = {}
 
     def attach(self, request: Request) -> None:
         """The request runs, in its page row."""
         row, params = request.page_row, request.params
-        is_scoring = request.score_from > 0
-        self.num_scoring += is_scoring
-        self.generates[row] = request.max_new_tokens > 0 and not is_scoring
+        self._count(request, 1)
         self._temperatures[row] = params.temperature
         self._top_ps[row] = params.top_p
         self._top_ks[row] = params.top_k
         self._min_ps[row] = params.min_p
         self._seeds[row] = request.seed & _MASK_64
-        self._needs_logprobs[row] = params.wants_logprobs
         if params.has_penalties or params.logit_bias or params.min_tokens or params.top_logprobs:
             self._special[row] = _Special(request)
 
     def detach(self, request: Request) -> None:
         """It runs no longer, and is about to lose its page row."""
-        self.num_scoring -= request.score_from > 0
+        self._count(request, -1)
         self._special.pop(request.page_row, None)
 
+    def _count(self, request: Request, change: int) -> None:
+        is_scoring = request.score_from > 0
+        if is_scoring:
+            self.num_scoring += change
+        if is_scoring or not request.max_new_tokens:
+            self.num_silent += change
+        if request.params.wants_logprobs:
+            self._num_logprobs += change
+
     def sampled_rows(
-        self, rows: IntArray, page_rows: IntArray, target_ids: IntArray, positions: IntArray
+        self, rows: IntArray, page_rows: IntArray, positions: IntArray, target_ids: IntArray | None = None
     ) -> SampledRows:
-        """How a token is chosen from each of ``rows``, which belong to ``page_rows``."""
+        """How a token is chosen from each of ``rows``, which belong to ``page_rows``; with ``target_ids``
+        some have a target. One that wants log-probabilities has them made for all in its batch."""
         edits, top_counts = None, None
         if self._special:
             edits, top_counts = self._edits_of(page_rows, target_ids)
+        floats: FloatArray = self._floats.take(page_rows, axis=1)
+        ints: IntArray = self._ints.take(page_rows, axis=1)
         return SampledRows(
             rows=rows,
-            target_ids=target_ids,
-            temperatures=self._temperatures[page_rows],
-            top_ps=self._top_ps[page_rows],
-            top_ks=self._top_ks[page_rows],
-            min_ps=self._min_ps[page_rows],
-            seeds=self._seeds[page_rows],
+            target_ids=self._no_targets[: len(rows)] if target_ids is None else target_ids,
+            temperatures=floats[0],
+            top_ps=floats[1],
+            top_ks=ints[0],
+            min_ps=floats[2],
+            seeds=ints[1].view(np.uint64),
             positions=positions,
-            needs_logprobs=bool(self._needs_logprobs[page_rows].any()) or bool((target_ids >= 0).any()),
+            needs_logprobs=self._num_logprobs > 0
+            or (target_ids is not None and bool((target_ids >= 0).any())),
             edits=edits,
             top_counts=top_counts,
         )
 
     def _edits_of(
-        self, page_rows: IntArray, target_ids: IntArray
+        self, page_rows: IntArray, target_ids: IntArray | None
     ) -> tuple[LogitEdits | None, IntArray | None]:
         """The edits of the rows that are sampled, and how many likeliest tokens each wants told."""
         found = [
             (index, self._special[page_row])
             for index, page_row in enumerate(page_rows.tolist())
-            if page_row in self._special and target_ids[index] < 0
+            if page_row in self._special and (target_ids is None or target_ids[index] < 0)
         ]
-        top_counts = np.zeros(len(page_rows), dtype=np.int64)
+        if not found:
+            return None, None
+        top_counts: IntArray = np.zeros(len(page_rows), dtype=np.int64)
         for index, special in found:
             top_counts[index] = special.params.top_logprobs
         return _edits(found), top_counts if top_counts.any() else None

@@ -23,8 +23,8 @@ class TokenCounts:
         self._num_read = request.num_prompt
         self._num_ids = len(known)
         room = len(known) + max(16, request.num_generated + 1)
-        self._ids = np.zeros(room, dtype=np.int64)
-        self._counts = np.zeros(room, dtype=np.float32)
+        self._ids: IntArray = np.zeros(room, dtype=np.int64)
+        self._counts: FloatArray = np.zeros(room, dtype=np.float32)
         self._ids[: len(known)] = known
         self._place_of: dict[int, int] = {token: place for place, token in enumerate(known.tolist())}
 
