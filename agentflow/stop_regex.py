@@ -8,18 +8,17 @@ take much time or memory to compile: ``regex`` writes out what is repeated a cou
 from __future__ import annotations
 
 import functools
-import math
 import re
 import warnings
 
 from agentflow.errors import BadArgument
 
 MAX_STOP_REGEX_CHARS = 512
-# The pattern's length times all its repeat counts: its size if each repeat stood within another. At this
-# limit compiling takes a tenth of a second and 100 MB; a UUID written with its five counts has 400,000.
-MAX_WRITTEN_OUT_CHARS = 500_000
+# Characters, classes and groups with all counted repeats written out. At this limit compiling takes some
+# milliseconds and 4 MB.
+MAX_WRITTEN_OUT = 20_000
 
-_COUNTED = re.compile(r"\{(\d*,?\d*)\}")
+_PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(\d*),?(\d*)\}|.", re.DOTALL)
 # What stands in braces and is text to ``re``, but approximate matching to ``regex``, as in ``(?:end){e<=1}``.
 _APPROXIMATE = re.compile(r"(?<!\\)\{[\s\d<=]*[deis]\s*[<,}+:]")
 # The one flag under which the two read braces differently.
@@ -36,8 +35,17 @@ def check_stop_regex(pattern: str) -> None:
     else:
         wrong = f"must be a regular expression of 1 to {MAX_STOP_REGEX_CHARS} characters"
     if wrong:
-        shown = repr(pattern) if len(repr(pattern)) <= 100 else f"{pattern[:80]!r}…"
-        raise BadArgument(f"gen: stop_regex {wrong}, not {shown}")
+        raise refused(wrong, pattern)
+
+
+def refused(wrong: str, pattern: str) -> BadArgument:
+    """The error about a pattern; ``wrong`` says what it must be."""
+    shown = repr(pattern) if len(repr(pattern)) <= 100 else f"{pattern[:80]!r}…"
+    return BadArgument(f"gen: stop_regex {wrong}, not {shown}")
+
+
+MATCHES_NOTHING = "must not match the empty text, or it would end every text at once"
+"""What is wrong with ``a*``. Who searches finds out: the check runs no pattern, for that can take long."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -46,14 +54,31 @@ def _what_is_wrong(pattern: str) -> str:
         return "must not have braces that ask for approximate matching (a literal brace is \\{)"
     if _VERBOSE.search(pattern):
         return "must not use the verbose flag x"
-    counts = [number for found in _COUNTED.findall(pattern) for number in found.split(",") if number]
-    # No count of a pattern so short has a number of digits that Python refuses to read.
-    if math.prod(max(1, int(number)) for number in counts) * len(pattern) > MAX_WRITTEN_OUT_CHARS:
-        return "must have smaller repeat counts (it is written out in memory)"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # a set that will mean something else some day
-            compiled = re.compile(pattern)
+            re.compile(pattern)
     except (re.error, Warning, OverflowError, RecursionError) as error:
         return f"must be a regular expression that Python's re takes ({error})"
-    return "must not match the empty text, or it would end every text at once" if compiled.match("") else ""
+    if _written_out(pattern) > MAX_WRITTEN_OUT:
+        return "must have smaller repeat counts (they are written out in memory)"
+    return ""
+
+
+def _written_out(pattern: str) -> int:
+    """How large a pattern that ``re`` takes is once each counted repeat stands there as often as it may."""
+    sizes = [0]  # of the groups that are open, the outermost first
+    last = 0  # what a repeat would repeat
+    for piece in _PIECE.finditer(pattern):
+        text = piece[0]
+        if text == "(":
+            sizes.append(1)
+            continue
+        if piece[1] or piece[2]:
+            times = max(1, int(piece[1] or 0), int(piece[2] or 0))
+            sizes[-1] += last * (times - 1)
+            last *= times
+            continue
+        last = sizes.pop() if text == ")" and len(sizes) > 1 else 1
+        sizes[-1] += last
+    return sum(sizes)

@@ -17,6 +17,7 @@ from agentflow.backends.interpreted import interpreted
 from agentflow.errors import BadArgument, NotSupported, RunFailed
 from agentflow.generator import Capabilities, Generated, OnText, Scored, Stats, Usage
 from agentflow.sampling import SamplingParams
+from agentflow.stop_regex import MATCHES_NOTHING, refused
 
 Answer = str | Exception
 Script = Callable[[str], Answer] | Mapping[str, Answer] | Sequence[Answer]
@@ -155,6 +156,8 @@ def _ended(answer: str, params: SamplingParams) -> tuple[str, str]:
 def _stop_in(answer: str, params: SamplingParams, first: int) -> int | None:
     """Where the stop begins that is complete first, of those that begin at ``first`` or later."""
     pattern = None if params.stop_regex is None else re.compile(params.stop_regex)
+    if pattern is not None and pattern.match(""):
+        raise refused(MATCHES_NOTHING, pattern.pattern)
     for end in range(first + 1, len(answer) + 1):
         begins = [end - len(stop) for stop in params.stop if answer.endswith(stop, first, end)]
         found = None if pattern is None else pattern.search(answer, first, end)

@@ -6,11 +6,13 @@ when a search takes too long; Python's own ``re`` can do neither.
 
 from __future__ import annotations
 
+import functools
 import time
 
 import regex
 
-from agentflow.errors import BadArgument, RequestRefused
+from agentflow.errors import RequestRefused
+from agentflow.stop_regex import MATCHES_NOTHING, refused
 
 # Processor time that one request may take the engine for its searches: so much at once, and so much more
 # with each token. A search is a microsecond where the pattern is sound.
@@ -23,14 +25,20 @@ class StopPattern:
     read so far, before the leftmost one. ``num_safe``: characters at the front that no match can begin in,
     now or later.
 
-    ``BadArgument`` for what is no pattern; ``RequestRefused``, from any ``step``, when it takes too long.
+    ``BadArgument`` for what is no pattern, or matches the empty text; ``RequestRefused``, then or from any
+    ``step``, when it takes too long.
     """
 
     def __init__(self, source: str) -> None:
         try:
-            self._pattern = regex.compile(source)
+            self._pattern = _compiled(source)
+            matches_nothing = self._pattern.search("", timeout=BURST_S) is not None
+        except TimeoutError:
+            raise _too_slow() from None
         except (regex.error, OverflowError, RecursionError, MemoryError) as error:
-            raise BadArgument(f"gen: stop_regex cannot be used ({error}): {source[:80]!r}") from None
+            raise refused(f"must be a regular expression that the engine takes ({error})", source) from None
+        if matches_nothing:
+            raise refused(MATCHES_NOTHING, source)
         self._text = ""
         self._num_read = 0
         self._left_s = BURST_S
@@ -59,11 +67,20 @@ class StopPattern:
         else:
             self._left_s -= time.thread_time() - began
         if self._left_s <= 0:
-            raise RequestRefused(
-                f"stop_regex takes too long to search for: more than {BURST_S * 1000:g} ms of processor time "
-                "beyond its share of each token; write it without repeats within repeats, or use stop strings"
-            )
+            raise _too_slow()
         if found is not None and not found.partial:
             return int(found.start())
         self.num_safe = self._num_read if found is None else found.start()
         return None
+
+
+@functools.lru_cache(maxsize=32)  # its own: that of ``regex`` is large, and a pattern may be too
+def _compiled(source: str) -> regex.Pattern[str]:
+    return regex.compile(source, cache_pattern=False)
+
+
+def _too_slow() -> RequestRefused:
+    return RequestRefused(
+        f"stop_regex takes too long to search for: more than {BURST_S * 1000:g} ms of processor time "
+        "beyond its share of each token; write it without repeats within repeats, or use stop strings"
+    )

@@ -49,3 +49,8 @@ async def test_the_answer_is_cut(options, text, reason):
 async def test_log_probabilities_are_refused(options):
     with pytest.raises(af.NotSupported, match="a scripted backend has no log-probabilities"):
         await cut(**options)
+
+
+async def test_a_regex_that_matches_nothing_is_refused():
+    with pytest.raises(af.BadArgument, match="must not match the empty text"):
+        await cut(stop_regex="a*")

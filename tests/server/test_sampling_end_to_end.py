@@ -184,3 +184,7 @@ async def test_what_the_model_cannot_do_is_refused(backend: Backend) -> None:
         s += PROMPT + af.gen("x", logit_bias={10**6: 1})
         with pytest.raises(af.BadArgument, match="logit_bias names token 1000000"):
             await s["x"]
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        s += PROMPT + af.gen("x", stop_regex="a*")
+        with pytest.raises(af.BadArgument, match="stop_regex must not match the empty text"):
+            await s["x"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import re
 from dataclasses import dataclass
 
@@ -13,7 +14,6 @@ from hypothesis import strategies as st
 
 from agentflow.errors import BadArgument, RequestRefused
 from agentflow.server import stop_pattern
-from agentflow.server.stop_pattern import StopPattern
 from agentflow.server.text_end import TextEnd
 from agentflow.server.tokenizer import Tokenizer
 
@@ -198,9 +198,23 @@ def test_a_pattern_that_costs_a_little_at_each_token_is_refused_in_the_end(
         push_all(end, "a")
 
 
-def test_what_the_engine_cannot_compile_is_a_bad_argument() -> None:
-    with pytest.raises(BadArgument, match="stop_regex cannot be used"):
-        StopPattern("(a")
+@pytest.mark.parametrize(
+    ("pattern", "why"),
+    [
+        ("(a", "that the engine takes"),
+        ("a*", "not match the empty text"),
+        ("b|(a?)", "not match the empty text"),
+    ],
+)
+def test_a_pattern_that_makes_no_sense_is_a_bad_argument(pattern: str, why: str) -> None:
+    with pytest.raises(BadArgument, match=f"^gen: stop_regex must .*{why}"):
+        TextEnd(TINY, stop_regex=pattern)
+
+
+@pytest.mark.parametrize("pattern", ["(?:a?|b?){99}(?!)", "(|a|){99}(?<=x)"])
+def test_a_pattern_that_takes_for_ever_on_nothing_harms_nobody(pattern: str) -> None:
+    with contextlib.suppress(RequestRefused):
+        push_all(TextEnd(TINY, stop_regex=pattern), "a")
 
 
 def pushed(ids: list[int], *stop: str) -> tuple[list[str], TextEnd]:
