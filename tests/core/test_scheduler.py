@@ -111,7 +111,7 @@ jobs = st.lists(
     st.builds(
         Job,
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=40),
-        count=st.integers(1, 12),
+        count=st.integers(0, 12),  # 0: the prompt is only computed
         extra=st.sampled_from(["", "", "x"]),
         arrives=st.integers(0, 20),
         aborts_at=st.one_of(st.none(), st.none(), st.integers(0, 30)),
