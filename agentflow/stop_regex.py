@@ -20,7 +20,7 @@ MAX_WRITTEN_OUT = 20_000
 
 _PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(\d*),?(\d*)\}|.", re.DOTALL)
 # What stands in braces and is text to ``re``, but approximate matching to ``regex``, as in ``(?:end){e<=1}``.
-_APPROXIMATE = re.compile(r"(?<!\\)\{[\s\d<=]*[deis]\s*[<,}+:]")
+_APPROXIMATE = re.compile(r"(?<!\\)(?:\\\\)*\{[\s\d<=]*[deis]\s*[<,}+:]")
 # The one flag under which the two read braces differently.
 _VERBOSE = re.compile(r"\(\?[a-zA-Z]*x[a-zA-Z]*[-:)]")
 

@@ -57,21 +57,31 @@ class StopPattern:
     def step(self) -> int | None:
         """Reads one character; where the match begins, if there is one now. Not called after that."""
         self._num_read += 1
-        began = time.thread_time()
-        try:
-            found = self._pattern.search(
-                self._text, self.num_safe, self._num_read, partial=True, timeout=max(self._left_s, 1e-6)
-            )
-        except (TimeoutError, MemoryError):
-            self._left_s = 0.0
-        else:
-            self._left_s -= time.thread_time() - began
-        if self._left_s <= 0:
-            raise _too_slow()
+        found = self._search()
         if found is not None and not found.partial:
             return int(found.start())
         self.num_safe = self._num_read if found is None else found.start()
         return None
+
+    def _search(self) -> regex.Match[str] | None:
+        """A match in what was read, a partial one, or None. ``regex`` looks at the clock on the wall, which
+        also runs while others have the processor: only what this thread has used counts."""
+        while True:
+            began = time.thread_time()
+            try:
+                found = self._pattern.search(
+                    self._text, self.num_safe, self._num_read, partial=True, timeout=self._left_s
+                )
+                is_done = True
+            except TimeoutError:
+                is_done = False
+            except MemoryError:
+                raise _too_slow() from None
+            self._left_s -= time.thread_time() - began
+            if self._left_s <= 0:
+                raise _too_slow()
+            if is_done:
+                return found
 
 
 @functools.lru_cache(maxsize=32)  # its own: that of ``regex`` is large, and a pattern may be too

@@ -146,6 +146,7 @@ def test_equal_biases_are_equal_parameters_and_can_be_hashed():
         # What another reading would be possible of:
         ("(?:end){e<=1}", "approximate matching"),
         ("(?:end){i}", "approximate matching"),
+        (r"\\{s}", "approximate matching"),
         ("(?:end){2i+1d<=3}", "approximate matching"),
         ("[[a]b]", "Possible nested set"),
         ("(?x)a{1 0}", "verbose"),
