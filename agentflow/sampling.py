@@ -25,9 +25,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     the text: the ids that would are forbidden, and no stop begins in the text of these tokens. ``stop``:
     strings that end the text and are not part of it. ``stop_regex``: a regular expression (of Python's
     ``re``) that ends the text before its match, as soon as what was generated so far has one; ``$``,
-    ``\\b`` and look-aheads see the text as if it ended there, so write ``END\\n`` rather than ``END$``. It may
-    not match the empty text.
-    ``stop_token_ids``: tokens that end it. ``ignore_eos``: the model's own end token does not end it.
+    ``\\b`` and look-aheads see the text as if it ended there, so write ``END\\n`` rather than ``END$``.
+    It may not match the empty text. ``stop_token_ids``: tokens that end it. ``ignore_eos``: the model's
+    own end token does not end it.
 
     **Which token.** The logits go through these, in this order:
 
