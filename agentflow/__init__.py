@@ -35,10 +35,11 @@ from agentflow.errors import (
     UnknownModel,
     UnknownVariable,
 )
-from agentflow.expression import assistant, gen, image, select, system, tool, user
+from agentflow.expression import assistant, gen, select, system, tool, user
 from agentflow.fork import Branches
 from agentflow.generator import Stats, Usage
 from agentflow.graph import Graph
+from agentflow.image import image
 from agentflow.open_session import session
 from agentflow.program import Program, ProgramStream, program
 from agentflow.program_map import ProgramMap
@@ -47,6 +48,7 @@ from agentflow.session import Session
 from agentflow.state import State
 from agentflow.stream import ProgramEvent, RunDone, TextDelta, VariableDone
 from agentflow.synchronous import map, run
+from agentflow.token_logprob import TokenLogprob
 from agentflow.tool_call import ToolCall
 from agentflow.variable import Variable
 
@@ -95,6 +97,7 @@ __all__ = [
     "StateClosed",
     "Stats",
     "TextDelta",
+    "TokenLogprob",
     "ToolCall",
     "Transformed",
     "UnknownModel",

@@ -35,7 +35,7 @@ def clipped(params: SamplingParams, budgets: Sequence[Budget]) -> SamplingParams
             raise _exceeded(budget)
         if budget.tokens_left < params.max_tokens:
             left = int(budget.tokens_left)
-            params = msgspec.structs.replace(params, max_tokens=left)
+            params = msgspec.structs.replace(params, max_tokens=left, min_tokens=min(params.min_tokens, left))
     return params
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic
 
 import anyio
+import msgspec
 
 from agentflow import ops
 from agentflow.budget import Budget
@@ -69,8 +70,7 @@ class VariableCell:
             return [*events, VarFailed(self.id, ErrorInfo.of(self.error))]
         if self.value is not None:
             self._heard_end = True
-            end = self.value
-            return [Value(self.id, at, rest, end.finish_reason, end.usage, end.logprobs, end.choices)]
+            return [msgspec.structs.replace(self.value, var=self.id, at=at, text=rest)]
         return [Delta(self.id, at, rest)] if rest else []
 
 

@@ -10,6 +10,7 @@ import msgspec
 
 from agentflow.errors import AgentflowError, RunFailed, from_code
 from agentflow.generator import Stats, Usage
+from agentflow.token_logprob import TopLogprobs
 
 MAX_CAUSES = 16
 
@@ -80,7 +81,7 @@ class Delta(_Event, frozen=True):
 
 class Value(_Event, frozen=True):
     """Variable ``var`` is complete: ``text`` from character ``at`` on is its rest. ``choices``: of a
-    select, each choice with its log-probability."""
+    select, each choice with its log-probability. ``top_logprobs``: for each token the likeliest there."""
 
     var: int
     at: int
@@ -89,6 +90,7 @@ class Value(_Event, frozen=True):
     usage: Usage
     logprobs: tuple[float | None, ...] | None = None
     choices: dict[str, float] | None = None
+    top_logprobs: TopLogprobs | None = None
 
 
 class VarFailed(_Event, frozen=True):

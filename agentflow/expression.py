@@ -5,10 +5,7 @@ An expression is inert: the state turns it into ops when it is appended.
 
 from __future__ import annotations
 
-import base64
-import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypedDict, TypeVar, Unpack, get_args, overload
 
 from agentflow.errors import BadArgument
@@ -22,8 +19,6 @@ if TYPE_CHECKING:
 
 ItemT = TypeVar("ItemT")
 ValueT = TypeVar("ValueT")
-
-_IMAGE_STARTS = {"png": b"\x89PNG\r\n", "jpeg": b"\xff\xd8\xff", "gif": b"GIF8", "webp": b"RIFF"}
 
 
 class Expression:
@@ -110,6 +105,13 @@ class SamplingOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     logprobs: bool
+    min_tokens: int
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float] | None
+    stop_regex: str | None
+    top_logprobs: int
     timeout_s: float | None
 
 
@@ -140,15 +142,22 @@ def gen(
     name: str,
     *,
     max_tokens: int = 256,
+    min_tokens: int = 0,
     temperature: float = 0.0,
     top_p: float = 1.0,
     top_k: int = 0,
     min_p: float = 0.0,
+    frequency_penalty: float = 0.0,
+    presence_penalty: float = 0.0,
+    repetition_penalty: float = 1.0,
+    logit_bias: Mapping[int, float] | None = None,
     seed: int | None = None,
     stop: str | Sequence[str] = (),
+    stop_regex: str | None = None,
     stop_token_ids: Sequence[int] = (),
     ignore_eos: bool = False,
     logprobs: bool = False,
+    top_logprobs: int = 0,
     timeout_s: float | None = None,
     regex: str | None = None,
     schema: Any = None,
@@ -159,9 +168,19 @@ def gen(
 ) -> GenExpression[Any]:
     """Text that the model writes, as variable ``name``.
 
-    Ends after ``max_tokens`` tokens, before the first of the ``stop`` strings (which is not part of
-    the text), at one of ``stop_token_ids``, or at the model's own end token (unless ``ignore_eos``).
-    ``temperature`` 0 (the default) is greedy; see ``SamplingParams`` for the others.
+    Ends after ``max_tokens`` tokens (256), before the first of the ``stop`` strings or the first match of
+    ``stop_regex`` (neither is part of the text), at one of ``stop_token_ids``, or at the model's own end
+    token (unless ``ignore_eos``); none of these acts before ``min_tokens`` tokens (0).
+
+    ``temperature`` 0 (the default) is greedy; ``top_k`` (0: off), ``top_p`` (1.0: off) and ``min_p``
+    (0.0: off) cut the distribution. ``frequency_penalty`` and ``presence_penalty`` (-2 to 2, 0.0: off)
+    act against tokens that were generated, ``repetition_penalty`` (1.0: off) also against those of the
+    prompt; ``logit_bias`` maps token ids to what is added to their logits, -100 to 100. ``seed``: None
+    takes one from the session's.
+
+    ``logprobs``: the variable's ``logprobs`` are wanted; ``top_logprobs`` (0 to 20): and at each place so
+    many likeliest tokens. ``SamplingParams`` says in which order these act. ``BadArgument`` names what is
+    wrong; a backend that cannot do what is asked says so.
 
     One of these says what the text must be, and what its value is (text where none is given):
     ``regex`` (all of the text matches it), ``choices`` (one of these strings), ``grammar`` (Lark's
@@ -174,21 +193,29 @@ def gen(
     >>> report = af.gen("report", schema=Report)
     >>> s += af.assistant(report)
     >>> value: Report = await s[report]
+    >>> s += af.assistant(af.gen("idea", temperature=1.0, min_tokens=8, presence_penalty=0.5))
     """
     _check_name(name, "gen")
     if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s > 0):
         raise BadArgument(f"gen: timeout_s must be a number of seconds above 0, not {timeout_s!r}")
     params = SamplingParams(
         max_tokens=max_tokens,
+        min_tokens=min_tokens,
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
         min_p=min_p,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        repetition_penalty=repetition_penalty,
+        logit_bias=_bias_pairs(logit_bias),
         seed=seed,
         stop=(stop,) if isinstance(stop, str) else _tuple_of(stop, "gen: stop", "strings"),
+        stop_regex=stop_regex,
         stop_token_ids=_tuple_of(stop_token_ids, "gen: stop_token_ids", "token ids"),
         ignore_eos=ignore_eos,
         logprobs=logprobs,
+        top_logprobs=top_logprobs,
     )
     wanted = value_type(regex=regex, schema=schema, choices=choices, type=type, tools=tools, grammar=grammar)
     return GenExpression(name, params.check(), wanted, timeout_s)
@@ -247,32 +274,6 @@ def tool(*parts: Appendable) -> RoleExpression:
     return RoleExpression("tool", parts)
 
 
-def image(source: str | bytes | os.PathLike[str]) -> ImageExpression:
-    """An image: a URL (``https:`` or ``data:``), the bytes of a file, or a file's path.
-
-    Refused where the backend's model has no vision.
-
-    >>> s += af.user(af.image("chart.png"), "What does the chart show?")
-    """
-    if isinstance(source, str) and source.startswith(("https:", "http:", "data:image/")):
-        return ImageExpression(source)
-    if isinstance(source, bytes):
-        return ImageExpression(_data_url(source))
-    if not isinstance(source, str | os.PathLike):
-        raise BadArgument(f"image: give a URL, a file's path or its bytes, not {source!r}")
-    try:
-        return ImageExpression(_data_url(Path(source).read_bytes()))
-    except OSError as error:
-        raise BadArgument(f"image: {os.fspath(source)!r} cannot be read: {error.strerror}") from None
-
-
-def _data_url(data: bytes) -> str:
-    for kind, start in _IMAGE_STARTS.items():
-        if data.startswith(start) and (kind != "webp" or data[8:12] == b"WEBP"):
-            return f"data:image/{kind};base64,{base64.b64encode(data).decode('ascii')}"
-    raise BadArgument(f"image: {data[:12]!r}… is the start of no image: PNG, JPEG, GIF and WebP are known")
-
-
 def _check_name(name: str, what: str) -> None:
     if not isinstance(name, str) or not name:
         raise BadArgument(f'{what} needs a name for its variable, as in {what}("answer"), not {name!r}')
@@ -283,3 +284,13 @@ def _tuple_of(values: Iterable[ItemT], where: str, wanted: str) -> tuple[ItemT, 
         return tuple(values)
     except TypeError:
         raise BadArgument(f"{where} must be a list of {wanted}, not {values!r}") from None
+
+
+def _bias_pairs(biases: Mapping[int, float] | None) -> tuple[tuple[int, float], ...]:
+    if biases is None:
+        return ()
+    if not isinstance(biases, Mapping):
+        raise BadArgument(f"gen: logit_bias must be a dict of token id to number, not {biases!r}")
+    pairs = tuple(biases.items())
+    # Equal biases are equal parameters, whatever their order; what is no id, the check refuses.
+    return tuple(sorted(pairs)) if all(isinstance(token, int) for token in biases) else pairs

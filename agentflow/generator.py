@@ -15,6 +15,7 @@ import msgspec
 from agentflow.constraint import Constraint, ConstraintKind
 from agentflow.errors import NotSupported
 from agentflow.sampling import SamplingParams
+from agentflow.token_logprob import TopLogprobs
 
 OnText = Callable[[str], None]
 ContextT = TypeVar("ContextT")
@@ -74,6 +75,7 @@ class Generated(msgspec.Struct, frozen=True):
     finish_reason: str
     usage: Usage
     logprobs: tuple[float | None, ...] | None = None
+    top_logprobs: TopLogprobs | None = None
 
 
 class Scored(msgspec.Struct, frozen=True):

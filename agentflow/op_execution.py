@@ -8,6 +8,7 @@ from typing import Generic
 
 import anyio
 import anyio.to_thread
+import msgspec
 
 from agentflow import ops
 from agentflow.budget import clipped, spend
@@ -96,7 +97,8 @@ class OpExecution(Generic[ContextT]):
             raise DeadlineExceeded(f"{op.name!r} took longer than its {op.timeout_s} s")
         was_cut = end.finish_reason == "length" and params.max_tokens < op.params.max_tokens
         spend(end.usage.output_tokens, state.budgets, was_cut=was_cut)
-        variable.complete(end.text, Value(op.var, 0, "", end.finish_reason, end.usage, end.logprobs))
+        value = Value(op.var, 0, "", end.finish_reason, end.usage, end.logprobs)
+        variable.complete(end.text, msgspec.structs.replace(value, top_logprobs=end.top_logprobs))
 
     def _complete(self, op: ops.Declaring, text: str, reason: str) -> None:
         self._variables[op.var].complete(text, Value(op.var, 0, "", reason, Usage()))

@@ -5,54 +5,114 @@ from __future__ import annotations
 import msgspec
 
 from agentflow.errors import BadArgument
+from agentflow.stop_regex import check_stop_regex
 
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
+MAX_BIASES = 1024
+MAX_TOP_LOGPROBS = 20
 # Counts and ids are 32-bit in the engine.
 MAX_INT = 2**31 - 1
+
+_Check = tuple[str, bool, str]
+"""A field, whether it is right, and what it must be."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Parameters of one generation.
 
-    ``max_tokens``: tokens to generate at most. ``temperature``: 0 is greedy (the default).
-    ``top_p`` (0 to 1], ``top_k`` (0 is off) and ``min_p`` [0, 1] cut the distribution, in the order
-    top_k, top_p, min_p, after the temperature. ``seed``: same seed, same prompt, same text; without
-    one the seed follows from the session's seed and the op's place in its fork tree. ``stop``:
-    strings that end the text and are not part of it. ``stop_token_ids``: tokens that end it.
-    ``ignore_eos``: the model's own end token does not end it. ``logprobs``: also return each
-    token's log-probability.
+    **How long.** ``max_tokens``: tokens to generate at most. ``min_tokens``: before so many, nothing ends
+    the text: the ids that would are forbidden, and no stop begins in the text of these tokens. ``stop``:
+    strings that end the text and are not part of it. ``stop_regex``: a regular expression (of Python's
+    ``re``) that ends the text before its match, as soon as what was generated so far has one; ``$``,
+    ``\\b`` and look-aheads see the text as if it ended there, so write ``END\\n`` rather than ``END$``.
+    It may not match the empty text. ``stop_token_ids``: tokens that end it. ``ignore_eos``: the model's
+    own end token does not end it.
+
+    **Which token.** The logits go through these, in this order:
+
+    1. ``repetition_penalty`` r, of all tokens in the prompt and the output: a logit above 0 is divided
+       by r, another multiplied (Keskar et al., "CTRL", 2019). ``frequency_penalty``, times how often the
+       token was generated, and ``presence_penalty``, if it was, are then taken off the logit.
+    2. ``logit_bias``: pairs of token id and what is added to its logit, -100 to 100.
+    3. The ids that ``min_tokens`` forbids.
+    4. ``temperature``: 0 is greedy (the default): the likeliest token, and nothing below applies.
+    5. ``top_k`` (0 is off), ``top_p`` (0 to 1], and ``min_p`` [0, 1] cut the distribution.
+
+    ``seed``: same seed, same prompt, same text; without one the seed follows from the session's seed and
+    the op's place in its fork tree.
+
+    **What is told.** ``logprobs``: also each token's log-probability. ``top_logprobs``: also the so many
+    likeliest tokens at each place; implies ``logprobs``. Both are of the logits before all of the above.
+
+    >>> SamplingParams(temperature=0.8, top_p=0.9, logit_bias=((42, -100.0),)).check().top_p
+    0.9
     """
 
     max_tokens: int = 256
+    min_tokens: int = 0
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    stop_regex: str | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: bool = False
+    top_logprobs: int = 0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether what was said before changes what is likely."""
+        return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether each token's log-probability is asked for."""
+        return self.logprobs or self.top_logprobs > 0
 
     def check(self) -> SamplingParams:
         """Itself, or ``BadArgument`` naming the field that is wrong."""
-        checks = (
+        for field, holds, wanted in (*self._checks_of_length(), *self._checks_of_choice()):
+            if not holds:
+                raise BadArgument(f"gen: {field} must be {wanted}, not {getattr(self, field)!r}")
+        if self.stop_regex is not None:
+            check_stop_regex(self.stop_regex)
+        return self
+
+    def _checks_of_length(self) -> tuple[_Check, ...]:
+        most = self.max_tokens if isinstance(self.max_tokens, int) else MAX_INT
+        return (
             ("max_tokens", _is_whole(self.max_tokens, 1, MAX_INT), "a whole number, at least 1"),
+            ("min_tokens", _is_whole(self.min_tokens, 0, most), "a whole number from 0 to max_tokens"),
+            ("stop", _are_stops(self.stop), f"at most {MAX_STOPS} strings, of 1 to {MAX_STOP_CHARS} chars"),
+            ("stop_token_ids", _are_ids(self.stop_token_ids), "token ids, 0 or more"),
+            ("ignore_eos", isinstance(self.ignore_eos, bool), "True or False"),
+        )
+
+    def _checks_of_choice(self) -> tuple[_Check, ...]:
+        penalty, biases = "a number from -2 to 2", f"at most {MAX_BIASES} different token ids"
+        top = f"a whole number from 0 to {MAX_TOP_LOGPROBS}"
+        repetition = _is_number(self.repetition_penalty, 0.01, 100.0)
+        return (
             ("temperature", _is_number(self.temperature, 0.0, 100.0), "a number between 0 and 100"),
             ("top_p", _is_number(self.top_p, 0.0, 1.0) and self.top_p > 0, "above 0 and at most 1"),
             ("top_k", _is_whole(self.top_k, 0, MAX_INT), "0 (off) or a positive whole number"),
             ("min_p", _is_number(self.min_p, 0.0, 1.0), "a number between 0 and 1"),
+            ("frequency_penalty", _is_number(self.frequency_penalty, -2.0, 2.0), penalty),
+            ("presence_penalty", _is_number(self.presence_penalty, -2.0, 2.0), penalty),
+            ("repetition_penalty", repetition, "a number from 0.01 to 100 (1 is off)"),
+            ("logit_bias", _are_biases(self.logit_bias), f"{biases}, each with a number from -100 to 100"),
             ("seed", self.seed is None or _is_whole(self.seed, 0, 2**63 - 1), "a whole number below 2**63"),
-            ("stop", _are_stops(self.stop), f"at most {MAX_STOPS} strings, of 1 to {MAX_STOP_CHARS} chars"),
-            ("stop_token_ids", _are_ids(self.stop_token_ids), "token ids, 0 or more"),
-            ("ignore_eos", isinstance(self.ignore_eos, bool), "True or False"),
             ("logprobs", isinstance(self.logprobs, bool), "True or False"),
+            ("top_logprobs", _is_whole(self.top_logprobs, 0, MAX_TOP_LOGPROBS), top),
         )
-        for field, holds, wanted in checks:
-            if not holds:
-                raise BadArgument(f"gen: {field} must be {wanted}, not {getattr(self, field)!r}")
-        return self
 
 
 def _is_whole(value: object, low: int, high: int) -> bool:
@@ -74,3 +134,13 @@ def _are_stops(values: object) -> bool:
 
 def _are_ids(values: object) -> bool:
     return isinstance(values, tuple) and all(_is_whole(token_id, 0, MAX_INT) for token_id in values)
+
+
+def _are_biases(values: object) -> bool:
+    return (
+        isinstance(values, tuple)
+        and len(values) <= MAX_BIASES
+        and all(isinstance(pair, tuple) and len(pair) == 2 for pair in values)
+        and all(_is_whole(token, 0, MAX_INT) and _is_number(bias, -100.0, 100.0) for token, bias in values)
+        and len({token for token, _ in values}) == len(values)
+    )

@@ -15,6 +15,7 @@ from agentflow.errors import BadArgument, InvalidValue
 from agentflow.events import ErrorInfo, Value
 from agentflow.generator import Usage
 from agentflow.reference import Reference, Transformed, ValueT_co
+from agentflow.token_logprob import TopLogprobs
 from agentflow.transform import Transform
 from agentflow.value_type import TEXT, ValueType
 
@@ -97,6 +98,12 @@ class Variable(Reference[ValueT_co]):
         """Each token's log-probability, where ``gen(..., logprobs=True)`` asked for it (None for a
         token that was encoded anew at the end of the text). Await the variable first."""
         return self._end().logprobs
+
+    @property
+    def top_logprobs(self) -> TopLogprobs | None:
+        """The likeliest tokens at each token's place, likeliest first, where ``gen(..., top_logprobs=k)``
+        asked for them (None for a token that was encoded anew). Await the variable first."""
+        return self._end().top_logprobs
 
     @property
     def choices(self) -> dict[str, float]:

@@ -6,6 +6,7 @@ The whole frontend and the interpreter run as they do elsewhere; only the genera
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from agentflow.constraint import CONSTRAINT_KINDS, Constraint
 from agentflow.errors import BadArgument, NotSupported, RunFailed
 from agentflow.generator import Capabilities, Generated, OnText, Scored, StateHint, Stats, Usage
 from agentflow.sampling import SamplingParams
+from agentflow.stop_regex import MATCHES_NOTHING, refused
 from agentflow.transform import compiled
 
 Answer = str | Exception
@@ -35,7 +37,14 @@ class ScriptedContext:
 
 
 class ScriptedGenerator:
-    """Answers from a script, one word at a time, with a checkpoint between words. Tokens are words."""
+    """Answers from a script, one word at a time, with a checkpoint between words. Tokens are words.
+
+    ``max_tokens``, ``min_tokens``, ``stop`` and ``stop_regex`` cut the answer as they would cut a model's
+    (an answer of fewer words than ``min_tokens`` stays as it is). Nothing is sampled, so what only steers
+    sampling is ignored: ``temperature``, ``top_p``, ``top_k``, ``min_p``, ``seed``, the penalties and
+    ``logit_bias``; and words have no ids, so ``stop_token_ids`` and ``ignore_eos`` are too. There are no
+    log-probabilities: who asks for them gets ``NotSupported``.
+    """
 
     def __init__(self, script: Script) -> None:
         self.capabilities = Capabilities(
@@ -78,8 +87,10 @@ class ScriptedGenerator:
         on_text: OnText,
         constraint: Constraint | None = None,
     ) -> Generated:
-        """The script's answer, cut at ``stop`` and ``max_tokens``. ``RunFailed`` where it does not keep the
+        """The script's answer, cut as the parameters say. ``RunFailed`` where it does not keep the
         constraint (of a schema only that it is JSON is looked at; of a grammar, nothing)."""
+        if params.wants_logprobs:
+            raise NotSupported("a scripted backend has no log-probabilities: ask an engine for them")
         prompt = context.text
         answer, reason = _ended(self._answer(prompt), params)
         if constraint is not None:
@@ -160,10 +171,12 @@ class ScriptedGenerator:
 
 def _ended(answer: str, params: SamplingParams) -> tuple[str, str]:
     reason = "eos"
-    found = [answer.index(stop) for stop in params.stop if stop in answer]
-    if found:
-        answer, reason = answer[: min(found)], "stop"
     words = answer.split(" ")
+    if params.stop or params.stop_regex is not None:
+        end = _stop_in(answer, params, len(" ".join(words[: params.min_tokens])))
+        if end is not None:
+            answer, reason = answer[:end], "stop"
+            words = answer.split(" ")
     if len(words) > params.max_tokens:
         answer, reason = " ".join(words[: params.max_tokens]), "length"
     return answer, reason
@@ -182,6 +195,21 @@ def _check_kept(constraint: Constraint, answer: str) -> None:
             kept = False
     if not kept:
         raise RunFailed(f"the script answers {answer!r}, which is not what the {constraint.kind} asks for")
+
+
+def _stop_in(answer: str, params: SamplingParams, first: int) -> int | None:
+    """Where the stop begins that is complete first, of those that begin at ``first`` or later."""
+    pattern = None if params.stop_regex is None else re.compile(params.stop_regex)
+    if pattern is not None and pattern.match(""):
+        raise refused(MATCHES_NOTHING, pattern.pattern)
+    for end in range(first + 1, len(answer) + 1):
+        begins = [end - len(stop) for stop in params.stop if answer.endswith(stop, first, end)]
+        found = None if pattern is None else pattern.search(answer, first, end)
+        if found is not None:
+            begins.append(found.start())
+        if begins:
+            return min(begins)
+    return None
 
 
 class Scripted:

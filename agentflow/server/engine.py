@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import logging
 import queue
-import resource
-import sys
 import time
 from collections.abc import Callable
-from copy import deepcopy
 
 import numpy as np
 
-from agentflow.errors import AgentflowError, Cancelled, EngineFailed
+from agentflow.errors import AgentflowError, BadArgument, Cancelled, EngineFailed
 from agentflow.sampling import SamplingParams
-from agentflow.server.core.request import Request, Status
+from agentflow.server.core.request import Request, Status, TopTokens
 from agentflow.server.core.scheduler import Scheduler, SchedulerConfig, StepResult
 from agentflow.server.engine_messages import (
     Abort,
     CloseState,
-    EngineStats,
     Failed,
     Finished,
     FromEngine,
@@ -34,7 +30,8 @@ from agentflow.server.engine_messages import (
     Submit,
     ToEngine,
 )
-from agentflow.server.runner import ModelRunner
+from agentflow.server.engine_stats import engine_stats
+from agentflow.server.runner import ModelRunner, RunnerInfo
 from agentflow.server.step_times import COMPLETE, DELIVER, RUN, SCHEDULE, StepTimes
 from agentflow.server.text_end import TextEnd
 from agentflow.server.tokenizer import Tokenizer
@@ -102,6 +99,8 @@ class Engine:
         for result in self.scheduler.complete(output):
             try:
                 self._advance(result)
+            except AgentflowError as error:
+                self._fail(result.request.id, error)
             except Exception as error:
                 logger.exception("a request's output cannot be used")
                 request_id = result.request.id
@@ -139,30 +138,18 @@ class Engine:
                 case CloseState():
                     self.scheduler.close_state(message.state)
                 case Report():
-                    self._outbox.append(self._stats(message.ticket))
+                    model = self._runner.info.model
+                    stats = engine_stats(message.ticket, model, self.scheduler, self._times)
+                    self._outbox.append(stats)
                 case Stop():
                     self._is_stopping = True
                     return
 
     def _submit(self, message: Submit) -> None:
-        params, origin = message.params, message.origin
         try:
-            if not message.token_ids:
-                raise EngineFailed("a request without a single token cannot be computed")
-            request = Request.create(
-                message.request_id,
-                np.array(message.token_ids, dtype=np.int32),
-                self._output_limit(message),
-                params or _GREEDY,
-                seed=message.seed,
-                tenant=origin.tenant,
-                salt=origin.cache_salt,
-                score_from=message.score_from,
-                objective=origin.objective,
-                task_group=origin.task_group or None,
-                state=origin.state or None,
-            )
+            request = self._request_of(message)
             _take_generated(request, message)
+            text = self._text_of(message)
             self.scheduler.add(request)
         except AgentflowError as error:
             self._fail(message.request_id, error)
@@ -172,12 +159,41 @@ class Engine:
             self._fail(message.request_id, EngineFailed(f"the request cannot be taken: {error!r}"))
             return
         self._requests[request.id] = request
-        if params is not None and not message.score_from:
-            text = self._texts[request.id] = TextEnd(self._tokenizer, params.stop)
-            for token_id in message.generated_ids:
-                text.push(token_id)  # the text it gives is at the other side already
+        if text is not None:
+            self._texts[request.id] = text
             if message.generated_ids:
                 self._finish_if_complete(request, text)
+
+    def _request_of(self, message: Submit) -> Request:
+        params, origin = message.params or _GREEDY, message.origin
+        if not message.token_ids:
+            raise EngineFailed("a request without a single token cannot be computed")
+        return Request.create(
+            message.request_id,
+            np.array(message.token_ids, dtype=np.int32),
+            self._output_limit(message),
+            params,
+            seed=message.seed,
+            tenant=origin.tenant,
+            salt=origin.cache_salt,
+            score_from=message.score_from,
+            objective=origin.objective,
+            task_group=origin.task_group or None,
+            state=origin.state or None,
+            end_ids=_end_ids(params, self._runner.info),
+        )
+
+    def _text_of(self, message: Submit) -> TextEnd | None:
+        """Follows the text of what is generated, from where an engine that died had got to."""
+        params = message.params
+        if params is None or message.score_from:
+            return None
+        text = TextEnd(
+            self._tokenizer, params.stop, stop_regex=params.stop_regex, min_tokens=params.min_tokens
+        )
+        for token_id in message.generated_ids:
+            text.push(token_id)  # the text it gives is at the other side already
+        return text
 
     def _output_limit(self, message: Submit) -> int:
         if message.params is None or message.score_from:
@@ -188,22 +204,25 @@ class Engine:
         request = result.request
         if request.status is Status.FINISHED:
             return
-        if request.params.logprobs or request.score_from:  # others get some too, beside those that asked
+        params = request.params
+        if params.wants_logprobs or request.score_from:  # others get some too, beside those that asked
             request.logprobs += result.logprobs
         if result.token_id is None:
             if request.num_to_compute == 0:
                 self._finish(request, "length")
             return
+        if params.top_logprobs:
+            request.top_logprobs.append(result.top)
         text = self._texts[request.id]
-        params = request.params
         if result.token_id in self._runner.info.end_token_ids and not params.ignore_eos:
             self._finish(request, "eos")
         elif result.token_id in params.stop_token_ids:
             self._finish(request, "stop")
         else:
             delta = text.push(result.token_id)
-            logprobs = result.logprobs if params.logprobs else ()
-            self._outbox.append(Progress(request.id, delta, (result.token_id,), logprobs))
+            logprobs = result.logprobs if params.wants_logprobs else ()
+            top = (result.top,) if params.top_logprobs else ()
+            self._outbox.append(Progress(request.id, delta, (result.token_id,), logprobs, top))
             self._finish_if_complete(request, text)
 
     def _finish_if_complete(self, request: Request, text: TextEnd) -> None:
@@ -217,12 +236,13 @@ class Engine:
         token_ids: list[int] = []
         text = ""
         logprobs: list[float | None] = [*request.logprobs]
+        top_logprobs: list[TopTokens | None] = [*request.top_logprobs]
         if text_end is not None:
             ending = text_end.finish()
             token_ids, text = ending.ids, ending.text
-            logprobs = (
-                [*logprobs[: ending.kept], *[None] * (len(token_ids) - ending.kept)] if logprobs else []
-            )
+            anew: list[None] = [None] * (len(token_ids) - ending.kept)
+            logprobs = [*logprobs[: ending.kept], *anew] if logprobs else []
+            top_logprobs = [*top_logprobs[: ending.kept], *anew] if top_logprobs else []
         self._outbox.append(
             Finished(
                 request_id=request.id,
@@ -233,6 +253,7 @@ class Engine:
                 cached_tokens=request.num_cached,
                 output_tokens=request.num_generated,
                 logprobs=logprobs,
+                top_logprobs=top_logprobs,
             )
         )
         self._drop(request.id)
@@ -248,31 +269,6 @@ class Engine:
         if request is not None:
             self.scheduler.release(request)
 
-    def _stats(self, ticket: int) -> EngineStats:
-        scheduler = self.scheduler
-        memory = scheduler.memory
-        counters = scheduler.counters
-        return EngineStats(
-            ticket=ticket,
-            model=self._runner.info.model,
-            steps=counters.steps,
-            prompt_tokens=counters.prompt_tokens,
-            cached_tokens=counters.cached_tokens,
-            cached_output_tokens=counters.cached_output_tokens,
-            computed_tokens=counters.computed_tokens,
-            generated_tokens=counters.generated_tokens,
-            evicted_tokens=counters.evicted_tokens,
-            retractions=counters.retractions,
-            free_slots=memory.slots.num_free,
-            cached_slots=memory.cache.num_cached,
-            held_slots=memory.num_held,
-            total_slots=memory.slots.total,
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            peak_resident_bytes=peak_resident_bytes(),
-            step_times=deepcopy(self._times.phases),  # read in another thread, while this one counts on
-        )
-
 
 def _take_generated(request: Request, message: Submit) -> None:
     """As after a retraction: the tokens are known, and none of them is computed."""
@@ -280,9 +276,15 @@ def _take_generated(request: Request, message: Submit) -> None:
     request.tokens[request.num_prompt : end] = message.generated_ids
     request.num_tokens = end
     request.logprobs += message.generated_logprobs
+    request.top_logprobs += message.generated_top_logprobs
 
 
-def peak_resident_bytes() -> int:
-    """Largest resident memory of this process so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+def _end_ids(params: SamplingParams, info: RunnerInfo) -> tuple[int, ...]:
+    """The tokens of the vocabulary that end a generation. BadArgument for a bias beyond the vocabulary."""
+    for token_id, _ in params.logit_bias:
+        if token_id >= info.vocab_size:
+            raise BadArgument(
+                f"gen: logit_bias names token {token_id}; this model's ids are 0 to {info.vocab_size - 1}"
+            )
+    own = () if params.ignore_eos else info.end_token_ids
+    return tuple({token_id for token_id in (*own, *params.stop_token_ids) if token_id < info.vocab_size})

@@ -14,9 +14,11 @@ from agentflow.errors import AgentflowError, BadArgument, NotSupported
 from agentflow.generator import Capabilities, Generated, OnText, Scored, StateHint, Stats, Usage
 from agentflow.sampling import SamplingParams
 from agentflow.server.chat_template import ChatTemplate
+from agentflow.server.core.request import TopTokens
 from agentflow.server.engine_client import EngineClient, RequestObserver
 from agentflow.server.engine_messages import EngineStats, Finished, Origin
 from agentflow.server.token_state import TokenState
+from agentflow.token_logprob import TokenLogprob, TopLogprobs
 
 # Text longer than this is encoded in a worker thread: about a millisecond of encoding.
 MAX_INLINE_CHARS = 4000
@@ -95,8 +97,19 @@ class EngineGenerator:
         )
         context.tokens.generated(end.token_ids, end.text)
         context.num_computed = len(token_ids) + len(end.token_ids)
-        logprobs = tuple(end.logprobs) if params.logprobs else None
-        return Generated(end.text, end.finish_reason, _usage(end), logprobs)
+        logprobs = tuple(end.logprobs) if params.wants_logprobs else None
+        top_logprobs = self._with_texts(end.top_logprobs) if params.top_logprobs else None
+        return Generated(end.text, end.finish_reason, _usage(end), logprobs, top_logprobs)
+
+    def _with_texts(self, places: Sequence[TopTokens | None]) -> TopLogprobs:
+        decode = self._client.tokenizer.decode
+        text_of = {token: "" for place in places for token, _ in place or ()}
+        for token in text_of:
+            text_of[token] = decode([token], skip_special=False, continues=True)
+        return tuple(
+            None if place is None else tuple(TokenLogprob(token, text_of[token], p) for token, p in place)
+            for place in places
+        )
 
     async def score(self, context: EngineContext, choices: Sequence[str], method: str) -> Scored:
         """Scores each choice's tokens after the context. The choices share the prefix: whichever

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from agentflow.errors import Cancelled, EngineFailed
+from agentflow.server.core.request import TopTokens
 from agentflow.server.engine_messages import Failed, Finished, FromEngine, Progress, Started, Submit
 
 # Deaths without progress between them that make a suspect.
@@ -28,6 +29,7 @@ class _Entry:
     submit: Submit
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopTokens] = field(default_factory=list)
     is_running: bool = False
     is_aborted: bool = False
     deaths: int = 0
@@ -41,7 +43,10 @@ class _Entry:
         if not self.ids:
             return self.submit
         return msgspec.structs.replace(
-            self.submit, generated_ids=[*self.ids], generated_logprobs=[*self.logprobs]
+            self.submit,
+            generated_ids=[*self.ids],
+            generated_logprobs=[*self.logprobs],
+            generated_top_logprobs=[*self.top_logprobs],
         )
 
 
@@ -98,6 +103,7 @@ class EngineLedger:
                 if entry is not None:
                     entry.ids += message.token_ids
                     entry.logprobs += message.logprobs
+                    entry.top_logprobs += message.top_logprobs
                     if entry.deaths_since_progress:
                         self._num_suspects -= entry.is_suspect
                         entry.deaths_since_progress = 0

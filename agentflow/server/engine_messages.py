@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from agentflow.sampling import SamplingParams
-from agentflow.server.core.request import Objective
+from agentflow.server.core.request import Objective, TopTokens
 from agentflow.server.step_times import BucketCounts
 
 
@@ -32,7 +32,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     (``params`` None), or score the tokens from index ``score_from`` on.
 
     ``generated_ids``: what an engine that died had generated already, as told in ``Progress``. They
-    count as output, with ``generated_logprobs``; their text is not told again."""
+    count as output, with ``generated_logprobs`` and ``generated_top_logprobs``; their text is not told
+    again."""
 
     request_id: int
     token_ids: list[int]
@@ -42,6 +43,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     score_from: int = 0
     generated_ids: Sequence[int] = ()
     generated_logprobs: Sequence[float] = ()
+    generated_top_logprobs: Sequence[TopTokens] = ()
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -77,19 +79,21 @@ class Started(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A request went on by ``token_ids``, with a log-probability each where asked for. ``text`` is what
-    became certain with them, often nothing; deltas are never taken back."""
+    """A request went on by ``token_ids``, with a log-probability and the likeliest tokens each where asked
+    for. ``text`` is what became certain with them, often nothing; deltas are never taken back."""
 
     request_id: int
     text: str
     token_ids: Sequence[int]
     logprobs: Sequence[float]
+    top_logprobs: Sequence[TopTokens] = ()
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The end of a request. ``token_ids`` and ``text`` are all of the generation; ``finish_reason``
     is ``eos`` (the model's end token), ``stop`` or ``length``. ``logprobs``: one per generated (or
-    scored) token, None for a token that was re-encoded; empty where not asked for."""
+    scored) token, None for a token that was re-encoded; empty where not asked for. ``top_logprobs``: the
+    same for the likeliest tokens at each place."""
 
     request_id: int
     token_ids: list[int]
@@ -99,6 +103,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True, array_like=True):
     cached_tokens: int
     output_tokens: int
     logprobs: list[float | None]
+    top_logprobs: list[TopTokens | None] = []
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -3,6 +3,9 @@
 Its "KV" is the token id and position that was written to each slot. The next token is a hash of
 all tokens the page table shows, so a wrong slot, a wrong order or a slot that was given to somebody
 else changes the output; and a slot that does not hold the position it should raises at once.
+
+It has no logits: what edits logits is refused, except that a forbidden token is never chosen. The
+likeliest tokens that it tells are the chosen one and those that follow it in number.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from agentflow.server.core.batch import Batch, BatchOutput
+from agentflow.server.core.batch import Batch, BatchOutput, LogitEdits, SampledRows
 from agentflow.server.runner import RunnerInfo
 
 NextToken = Callable[[NDArray[np.int64]], int | None]
@@ -54,19 +57,30 @@ class FakeRunner:
         self._slot_tokens[batch.write_slots] = batch.token_ids
         self._slot_positions[batch.write_slots] = batch.positions
         owners = np.repeat(np.arange(len(batch.query_lens)), batch.query_lens)
-        sampled = batch.sampled
+        seen = [
+            self._tokens_before(batch, int(owners[row]), int(batch.positions[row]) + 1)
+            for row in batch.sampled.rows.tolist()
+        ]
+        return self.choose(seen, batch.sampled)
+
+    def choose(self, seen: list[NDArray[np.int64]], sampled: SampledRows) -> BatchOutput:
+        """A token for each sampled row, of which ``seen`` are all tokens before it. Tests put another
+        model here."""
+        forbidden = _forbidden(sampled.edits, len(seen))
         tokens, logprobs = [], []
-        for i, row in enumerate(sampled.rows.tolist()):
-            seen = self._tokens_before(batch, int(owners[row]), int(batch.positions[row]) + 1)
+        for i, before in enumerate(seen):
             token = int(sampled.target_ids[i])
             if token < 0:
-                token = self._choose(seen, float(sampled.temperatures[i]), int(sampled.seeds[i]))
+                token = self._choose(before, float(sampled.temperatures[i]), int(sampled.seeds[i]))
+                while token in forbidden[i]:
+                    token = (token + 1) % self.info.vocab_size
             tokens.append(token)
-            logprobs.append(-(zlib.crc32(seen.tobytes() + b"%d" % token) % 5000) / 1000)
-        return BatchOutput(
+            logprobs.append(-(zlib.crc32(before.tobytes() + b"%d" % token) % 5000) / 1000)
+        output = BatchOutput(
             token_ids=np.array(tokens, dtype=np.int64),
             logprobs=np.array(logprobs, dtype=np.float32) if sampled.needs_logprobs else None,
         )
+        return output if sampled.top_counts is None else self._with_top(output, int(sampled.top_counts.max()))
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -83,3 +97,22 @@ class FakeRunner:
             return chosen
         salt = b"%d" % seed if temperature > 0 else b""
         return zlib.crc32(seen.tobytes() + salt) % self.info.vocab_size
+
+    def _with_top(self, output: BatchOutput, count: int) -> BatchOutput:
+        assert output.logprobs is not None
+        rank = np.arange(count)
+        ids = (output.token_ids[:, None] + rank) % self.info.vocab_size
+        logprobs = output.logprobs[:, None] - rank.astype(np.float32)
+        return BatchOutput(output.token_ids, output.logprobs, ids, logprobs)
+
+
+def _forbidden(edits: LogitEdits | None, num_rows: int) -> list[set[int]]:
+    """Of each row the tokens that it may not choose."""
+    found: list[set[int]] = [set() for _ in range(num_rows)]
+    if edits is None:
+        return found
+    if len(edits.penalized_rows) or len(edits.biased_rows):
+        raise NotImplementedError("the fake model has no logits: it cannot do penalties and logit_bias")
+    for row, token in zip(edits.forbidden_rows.tolist(), edits.forbidden_ids.tolist(), strict=True):
+        found[row].add(token)
+    return found

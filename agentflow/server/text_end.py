@@ -1,4 +1,4 @@
-"""Where the text of a generation ends: stop strings, half characters, and the ids that are left.
+"""Where the text of a generation ends: stops, half characters, and the ids that are left.
 
 The stop that is complete first ends the text; of several that are complete at the same character, the
 one that begins first. Read character by character, that does not depend on how the text came in tokens.
@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from agentflow.server.detokenizer import Detokenizer
+from agentflow.server.stop_pattern import StopPattern
 from agentflow.server.tokenizer import Tokenizer
 
 
@@ -25,23 +26,35 @@ class Ending:
 
 
 class TextEnd:
-    """Follows the text of one generation and delivers what can no longer be part of a stop string.
+    """Follows the text of one generation and delivers what can no longer be part of a stop: a string of
+    ``stop`` or a match of ``stop_regex``. No stop begins in the text of the first ``min_tokens`` tokens.
 
     ``continues``: the generation stands after other text, as in all but an empty state. Each ``push``
-    costs what the new text costs, times the number of stop strings.
+    costs what the new text costs, times the number of stop strings; ``stop_regex`` costs a search for
+    each character, and ``StopPattern`` says what it raises.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Iterable[str] = (), *, continues: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Iterable[str] = (),
+        *,
+        stop_regex: str | None = None,
+        min_tokens: int = 0,
+        continues: bool = True,
+    ) -> None:
         self._detokenizer = Detokenizer(tokenizer, continues=continues)
         self._stops = [_Stop(string) for string in stop]
+        self._pattern = None if stop_regex is None else StopPattern(stop_regex)
         self._beginnings = frozenset(one.string[0] for one in self._stops)
+        self._num_unstoppable = min_tokens
         self._held = ""
         self._num_delivered = 0
         self._stopped_at: int | None = None
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string is complete; ids that come later change nothing."""
+        """Whether a stop is complete; ids that come later change nothing."""
         return self._stopped_at is not None
 
     def push(self, token_id: int) -> str:
@@ -53,7 +66,11 @@ class TextEnd:
             return ""
         before = self._detokenizer.num_chars
         new = self._detokenizer.push(token_id)
-        if not self._held and self._beginnings.isdisjoint(new):
+        is_free = self._num_unstoppable > 0
+        self._num_unstoppable -= is_free
+        if is_free and self._pattern is not None:
+            self._pattern.skip(new)
+        if is_free or (self._pattern is None and not self._held and self._beginnings.isdisjoint(new)):
             self._num_delivered += len(new)
             return new
         self._held += new
@@ -73,17 +90,21 @@ class TextEnd:
 
     def _search(self, new: str, at: int) -> int:
         """Reads ``new``, whose first character is number ``at``; gives the end of what may be delivered."""
-        stops = self._stops
-        for offset, char in enumerate(new, start=1):
-            longest = 0
+        stops, pattern = self._stops, self._pattern
+        if pattern is not None:
+            pattern.add(new)
+        for end, char in enumerate(new, start=at + 1):
+            begin = None if pattern is None else pattern.step()
             for stop in stops:
                 stop.step(char)
                 if stop.num_matched == len(stop.string):
-                    longest = max(longest, stop.num_matched)
-            if longest:
-                self._stopped_at = at + offset - longest
-                return self._stopped_at
-        return at + len(new) - max([stop.num_matched for stop in stops])
+                    begin = end - stop.num_matched if begin is None else min(begin, end - stop.num_matched)
+            if begin is not None:
+                self._stopped_at = begin
+                return begin
+        end = at + len(new)
+        safe = end - max([stop.num_matched for stop in stops], default=0)
+        return safe if pattern is None else min(safe, pattern.num_safe)
 
 
 class _Stop:

@@ -111,7 +111,7 @@ jobs = st.lists(
     st.builds(
         Job,
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=40),
-        count=st.integers(1, 12),
+        count=st.integers(0, 12),  # 0: the prompt is only computed
         extra=st.sampled_from(["", "", "x"]),
         arrives=st.integers(0, 20),
         aborts_at=st.one_of(st.none(), st.none(), st.integers(0, 30)),
@@ -229,6 +229,26 @@ def test_scoring_gives_one_logprob_per_scored_token():
     assert len(first.logprobs) == len(tokens) - 6
     assert again.num_cached == 5
     assert again.logprobs == first.logprobs
+
+
+@pytest.mark.parametrize("with_scoring", [False, True])
+def test_each_token_goes_to_the_request_that_it_was_sampled_for(with_scoring):
+    """Beside prompts that are only computed, chunks that end within a prompt, and scorings."""
+    harness = Harness(token_budget=12)
+    prompts = {number: [number] * (number % 4 + 1) for number in range(9)}
+    for number, prompt in prompts.items():
+        harness.add(number, prompt, number % 3 and 4)
+    if with_scoring:
+        scored = harness.add(20, [7, 8, 9, 10, 11], 0, score_from=2)
+    harness.add(21, [5] * 40, 3)
+    while harness.step():
+        pass
+    for number, prompt in prompts.items():
+        assert harness.output(number) == expected_output(prompt, number % 3 and 4)
+    assert harness.output(21) == expected_output([5] * 40, 3)
+    if with_scoring:
+        assert len(scored.logprobs) == 3
+    harness.scheduler.check_idle()
 
 
 def test_what_can_never_run_is_refused_at_once():

@@ -90,8 +90,8 @@ def on_engine(runner: Kept, tokenizer: Tokenizer, use, **config):
     return anyio.run(main)
 
 
-async def generate(client: EngineClient, prompt: list[int], count: int = 24) -> list[int]:
-    params = SamplingParams(max_tokens=count, ignore_eos=True)
+async def generate(client: EngineClient, prompt: list[int], count: int = 24, **options) -> list[int]:
+    params = SamplingParams(**({"max_tokens": count, "ignore_eos": True} | options))
     end = await client.generate(prompt, params, seed=0, on_text=lambda _: None)
     return end.token_ids
 
@@ -130,6 +130,52 @@ def test_alone_is_what_transformers_generates(model_folder, prompts, alone):
             do_sample=False,
         )
         assert ours == theirs[0, len(prompt) :].tolist()
+
+
+END = 2  # the default model's own end token
+# What a request is given, and what transformers is; by default both forbid the end for all 24 tokens.
+OPTIONS = {
+    "repetition_penalty": ({"repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
+    "logit_bias": ({"logit_bias": ((28, 4.0), (30, -6.0))}, {"sequence_bias": {(28,): 4.0, (30,): -6.0}}),
+    "min_tokens": (
+        {"min_tokens": 10, "logit_bias": ((END, 100.0),)},
+        {"min_new_tokens": 10, "sequence_bias": {(END,): 100.0}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_what_edits_logits_does_as_in_transformers(model_folder, runner, tokenizer, prompts, alone, name):
+    """In one batch with a request that has none of it."""
+    ours, theirs = OPTIONS[name]
+    ours = {"min_tokens": 24, "ignore_eos": False} | ours
+    chosen = prompts[:4]
+    got: dict[int, list[int]] = {}
+
+    async def use(client):
+        async def one(index: int, **options) -> None:
+            got[index] = await generate(client, prompts[index], **options)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(one, 4)
+            for index in range(len(chosen)):
+                group.start_soon(lambda index=index: one(index, **ours))
+
+    on_engine(runner, tokenizer, use)
+    assert got[4] == alone[4]
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    for index, prompt in enumerate(chosen):
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids,
+            **({"max_new_tokens": 24, "min_new_tokens": 24} | theirs),
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            eos_token_id=END,
+        )
+        expected = [token for token in out[0, len(prompt) :].tolist() if token != END]
+        assert got[index] == expected
+        assert got[index] != alone[index]
 
 
 def test_in_a_batch_of_sixteen_of_mixed_lengths(runner, tokenizer, prompts, alone):

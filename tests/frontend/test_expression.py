@@ -23,11 +23,18 @@ def test_one_stop_string_needs_no_list():
 
 
 @given(
-    max_tokens=st.integers(1, 2**31 - 1),
+    max_tokens=st.integers(100, 2**31 - 1),
+    min_tokens=st.integers(0, 100),
     temperature=st.floats(0, 100),
     top_p=st.floats(0, 1, exclude_min=True),
     top_k=st.integers(0, 2**31 - 1),
     min_p=st.floats(0, 1),
+    frequency_penalty=st.floats(-2, 2),
+    presence_penalty=st.floats(-2, 2),
+    repetition_penalty=st.floats(0.01, 100),
+    stop_regex=st.none()
+    | st.sampled_from(["a", r"\n\d+\.", "(?i)stop", "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", '{"e']),
+    top_logprobs=st.integers(0, 20),
     seed=st.none() | st.integers(0, 2**63 - 1),
     stop=st.lists(st.text(min_size=1, max_size=1024), max_size=3),
     stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=3),
@@ -81,6 +88,36 @@ WRONG = [
     ("ignore_eos", 1),
     ("ignore_eos", None),
     ("logprobs", "yes"),
+    ("min_tokens", -1),
+    ("min_tokens", 257),  # more than max_tokens
+    ("min_tokens", 1.0),
+    ("frequency_penalty", 2.01),
+    ("frequency_penalty", math.nan),
+    ("presence_penalty", -2.01),
+    ("presence_penalty", None),
+    ("repetition_penalty", 0),
+    ("repetition_penalty", -1),
+    ("repetition_penalty", 101),
+    ("repetition_penalty", math.inf),
+    ("logit_bias", {1: 100.1}),
+    ("logit_bias", {1: math.nan}),
+    ("logit_bias", {-1: 1}),
+    ("logit_bias", {2**31: 1}),
+    ("logit_bias", {"42": 1}),
+    ("logit_bias", {True: 1}),
+    ("logit_bias", {1: "much"}),
+    ("logit_bias", dict.fromkeys(range(1025), 1.0)),
+    ("logit_bias", [(1, 1.0)]),
+    ("logit_bias", 3),
+    ("stop_regex", ""),
+    ("stop_regex", "("),
+    ("stop_regex", 5),
+    ("stop_regex", b"x"),
+    ("stop_regex", ["x"]),
+    ("stop_regex", "x" * 513),
+    ("top_logprobs", -1),
+    ("top_logprobs", 21),
+    ("top_logprobs", True),
 ]
 
 
@@ -88,6 +125,47 @@ WRONG = [
 def test_a_wrong_argument_is_refused_by_name(field, value):
     with pytest.raises(af.BadArgument, match=rf"^gen: {field} must be .* not "):
         af.gen("x", **{field: value})
+
+
+def test_equal_biases_are_equal_parameters_and_can_be_hashed():
+    one, other = (af.gen("x", logit_bias=bias).params for bias in ({5: 1, 3: -2.5}, {3: -2.5, 5: 1}))
+    assert one.logit_bias == ((3, -2.5), (5, 1))
+    assert hash(one) == hash(other)
+    assert af.gen("x", logit_bias={}).params == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "why"),
+    [
+        ("a{20001}", "smaller repeat counts"),
+        ("a{3,20001}", "smaller repeat counts"),
+        ("(?:(?:a?){60000}){60000}", "smaller repeat counts"),
+        ("(?:[](]b{2}){5000}|" * 2 + "c", "smaller repeat counts"),
+        ("(?:(?:a{30}){30}){30}", "smaller repeat counts"),
+        ("a{" + "9" * 400 + "}", "repetition number is too large"),
+        # What another reading would be possible of:
+        ("(?:end){e<=1}", "approximate matching"),
+        ("(?:end){i}", "approximate matching"),
+        (r"\\{s}", "approximate matching"),
+        ("(?:end){2i+1d<=3}", "approximate matching"),
+        ("[[a]b]", "Possible nested set"),
+        ("(?x)a{1 0}", "verbose"),
+        ("(?im-x:a)|(?ix:b)", "verbose"),
+        # What only the engine would take:
+        (r"\p{Lu}", "bad escape"),
+        ("(?R)", "unknown extension"),
+        ("(a)|b(?i)", "global flags"),
+    ],
+)
+def test_a_regex_that_the_engine_could_not_use_well_is_refused(pattern, why):
+    with pytest.raises(af.BadArgument, match=rf"^gen: stop_regex must .*{why}.* not "):
+        af.gen("x", stop_regex=pattern)
+
+
+def test_no_pattern_is_run_to_check_it():
+    """This one would take until the sun goes out, on a text of no characters."""
+    for pattern in ("(?:a?|b?){99}(?!)", "(|){99}(?<=x)"):
+        assert af.gen("x", stop_regex=pattern).params.stop_regex == pattern
 
 
 @pytest.mark.parametrize("name", ["", None, 3, b"x", ["x"]])

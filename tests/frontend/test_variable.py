@@ -75,7 +75,7 @@ async def test_what_is_known_at_the_end_is_not_known_before():
     async with af.session(backend=backend) as flow, flow.state() as s:
         s += af.gen("x")
         await backend.allow(1)
-        for field in ("finish_reason", "usage", "logprobs", "choices"):
+        for field in ("finish_reason", "usage", "logprobs", "top_logprobs", "choices"):
             with pytest.raises(af.BadArgument, match="'x' is not complete yet: await it first"):
                 getattr(s["x"], field)
         assert (s["x"].text, s["x"].is_done, s["x"].has_value) == ("yes", False, False)
@@ -83,7 +83,7 @@ async def test_what_is_known_at_the_end_is_not_known_before():
         await backend.allow(1)
         assert s["x"].finish_reason == "eos"
         assert s["x"].usage == af.Usage(1, 0, 2)
-        assert s["x"].logprobs is None
+        assert (s["x"].logprobs, s["x"].top_logprobs) == (None, None)
         with pytest.raises(af.BadArgument, match="only a select has choices"):
             _ = s["x"].choices
         assert (s["x"].is_done, s["x"].has_value) == (True, True)

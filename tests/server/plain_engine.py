@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import zlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -63,12 +64,27 @@ class Expected:
     sampled: list[int]
 
 
-def alone(prompt: Sequence[int], params: SamplingParams) -> Expected:
-    """One greedy request by itself."""
+Choose = Callable[[list[int], list[int], set[int]], int]
+"""The token after a prompt and an output, none of those that are forbidden."""
+
+
+def plain_choose(prompt: list[int], ids: list[int], forbidden: set[int]) -> int:
+    """The choice of the fake model that writes plain text."""
+    token = plain_token([*prompt, *ids])
+    while token in forbidden:
+        token = (token + 1) % TOKENIZER.vocab_size
+    return token
+
+
+def alone(prompt: Sequence[int], params: SamplingParams, choose: Choose = plain_choose) -> Expected:
+    """One request by itself, token by token and character by character."""
     ids: list[int] = []
     text = ""
+    stoppable_from = 0
+    ends = {*params.stop_token_ids} | (set() if params.ignore_eos else {END_ID})
     while True:
-        token = plain_token([*prompt, *ids])
+        is_free = len(ids) < params.min_tokens
+        token = choose([*prompt], ids, ends if is_free else set())
         sampled = [*ids, token]
         if token == END_ID and not params.ignore_eos:
             return Expected(text, ids, "eos", sampled)
@@ -76,10 +92,14 @@ def alone(prompt: Sequence[int], params: SamplingParams) -> Expected:
             return Expected(text, ids, "stop", sampled)
         for char in TOKENIZER.decode([token]):
             text += char
-            complete = [stop for stop in params.stop if text.endswith(stop)]
-            if complete:
-                kept = text[: -max(map(len, complete))]
+            begins = [len(text) - len(s) for s in params.stop if text.endswith(s, stoppable_from)]
+            if params.stop_regex is not None:
+                found = re.compile(params.stop_regex).search(text, stoppable_from)
+                begins += [] if found is None else [found.start()]
+            if begins and not is_free:
+                kept = text[: min(begins)]
                 return Expected(kept, ids_within(ids, kept), "stop", sampled)
+        stoppable_from = len(text) if is_free else stoppable_from
         ids = sampled
         if len(ids) == params.max_tokens:
             return Expected(text, ids, "length", sampled)

@@ -71,11 +71,14 @@ jobs = st.builds(
     prompt=st.lists(st.integers(2, 4), min_size=1, max_size=30),
     params=st.builds(
         SamplingParams,
-        max_tokens=st.integers(1, 25),
+        max_tokens=st.integers(8, 25),
+        min_tokens=st.sampled_from([0, 0, 3, 8]),
+        stop_regex=st.sampled_from([None, None, "[aeiou][^aeiou]", "(?i)an|t.e", " +q", "e{2}|o"]),
         stop=st.lists(stops, max_size=3, unique=True).map(tuple),
         stop_token_ids=st.sampled_from([(), (), tuple(PLAIN_IDS[:8])]),
         ignore_eos=st.booleans(),
         logprobs=st.booleans(),
+        top_logprobs=st.sampled_from([0, 0, 3]),
     ),
     cache_key=st.sampled_from(["", "", "other"]),
 )
@@ -106,8 +109,8 @@ async def run_and_check(client: EngineClient, job: Job) -> None:
     assert all(deltas)
     assert (end.prompt_tokens, end.output_tokens) == (len(job.prompt), len(expected.sampled))
     assert 0 <= end.cached_tokens < len(job.prompt)
-    if not job.params.logprobs:
-        assert end.logprobs == []
+    if not job.params.wants_logprobs:
+        assert end.logprobs == end.top_logprobs == []
         return
     assert len(end.logprobs) == len(end.token_ids)
     for index, (token, logprob) in enumerate(zip(end.token_ids, end.logprobs, strict=True)):
@@ -117,6 +120,15 @@ async def run_and_check(client: EngineClient, job: Job) -> None:
             assert logprob == fake_logprob(job.prompt + end.token_ids[:index], token)
         else:
             assert expected.reason == "stop"  # encoded anew before a stop string
+    if job.params.top_logprobs:
+        for token, logprob, top in zip(end.token_ids, end.logprobs, end.top_logprobs, strict=True):
+            assert (top is None) == (logprob is None)
+            if top is not None:
+                assert top[0] == (token, logprob)
+                assert [number for number, _ in top] == [(token + n) % TOKENIZER.vocab_size for n in range(3)]
+                assert len({value for _, value in top}) == 3
+    else:
+        assert end.top_logprobs == []
 
 
 def test_the_twin_meets_every_kind_of_end():
@@ -454,6 +466,7 @@ def test_what_was_generated_before_is_gone_on_from(job, at):
         submit,
         generated_ids=[i for step in before for i in step.token_ids],
         generated_logprobs=[value for step in before for value in step.logprobs],
+        generated_top_logprobs=[top for step in before for top in step.top_logprobs],
     )
     again = [*chain(*ByHand(None).run(resumed))]
     assert [message for message in again if isinstance(message, Progress)] == after

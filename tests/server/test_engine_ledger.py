@@ -43,14 +43,15 @@ def test_after_a_death_all_that_has_not_ended_is_given_out_again_with_what_it_ha
     ledger = ledger_of(1, 2, 3)
     ledger.release()
     ledger.hear(Started([1, 2]))
-    ledger.hear(Progress(2, "a", [7], [-0.5]))
+    ledger.hear(Progress(2, "a", [7], [-0.5], [[(7, -0.5), (3, -1.0)]]))
     ledger.hear(finished(1))
-    ledger.hear(Progress(2, "", [8], [-0.25]))
+    ledger.hear(Progress(2, "", [8], [-0.25], [[(8, -0.25)]]))
     ledger.add(submit(4))
     assert ledger.bury() == ([], False)
     again = ledger.release()
     assert ids(again) == [2, 3, 4]
     assert (again[0].generated_ids, again[0].generated_logprobs) == ([7, 8], [-0.5, -0.25])
+    assert again[0].generated_top_logprobs == [[(7, -0.5), (3, -1.0)], [(8, -0.25)]]
     assert again[1:] == [submit(3), submit(4)]
 
 

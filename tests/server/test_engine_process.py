@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from contextlib import asynccontextmanager
 
@@ -36,8 +37,22 @@ SHOWN = TOKENIZER.decode(PLAIN.ids[:6])
         {"logprobs": True},
         {"stop": (PLAIN.text[len(SHOWN) - 1 : len(SHOWN) + 1],), "logprobs": True},
         {"stop": (SHOWN[-3:] + "no",)},
+        {"top_logprobs": 3},
+        {"stop_regex": re.escape(PLAIN.text[len(SHOWN) - 1 : len(SHOWN) + 1]), "top_logprobs": 2},
+        {"stop_regex": re.escape(SHOWN[-3:]) + "(no|never)"},
+        {"stop_token_ids": (PLAIN.ids[8],), "min_tokens": 12, "ignore_eos": False},
     ],
-    ids=["greedy", "sampled", "logprobs", "stop across the kill", "held back across the kill"],
+    ids=[
+        "greedy",
+        "sampled",
+        "logprobs",
+        "stop across the kill",
+        "held back across the kill",
+        "top logprobs",
+        "regex across the kill",
+        "regex held back across the kill",
+        "min_tokens",
+    ],
 )
 async def test_a_stream_goes_on_after_a_kill_as_if_nothing_had_been(tmp_path, params):
     is_random = "temperature" in params

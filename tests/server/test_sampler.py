@@ -10,56 +10,11 @@ import runner_driver
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_sampler import MASK, plain_choice, plain_uniform
 
 from agentflow.server.core.batch import SampledRows
 from agentflow.server.model import sampler
 from agentflow.server.model.sampler import choose_tokens, uniforms
-
-MASK = 2**64 - 1
-
-
-def plain_uniform(seed: int, position: int) -> float:
-    def mix(x: int) -> int:
-        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & MASK
-        x = (x ^ (x >> 27)) * 0x94D049BB133111EB & MASK
-        return x ^ (x >> 31)
-
-    golden = 0x9E3779B97F4A7C15
-    return (mix((mix((seed + golden) & MASK) + position * golden) & MASK) >> 11) / 2**53
-
-
-def plain_choice(
-    logits: list[float],
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    seed: int,
-    position: int,
-) -> int:
-    """One row, one token, as the docstring of ``sample`` says it."""
-    highest = max(logits)
-    if temperature == 0:
-        return logits.index(highest)
-    weights = [math.exp((logit - highest) / temperature) for logit in logits]
-    if 0 < top_k < len(weights):
-        kth = sorted(weights, reverse=True)[top_k - 1]
-        weights = [w if w >= kth else 0.0 for w in weights]
-    if top_p < 1:
-        wanted, reached = top_p * sum(weights), 0.0
-        for last in sorted(weights, reverse=True):
-            reached += last
-            if reached >= wanted:
-                break
-        weights = [w if w >= last else 0.0 for w in weights]
-    weights = [w if w >= min_p else 0.0 for w in weights]
-    drawn, reached = plain_uniform(seed, position) * sum(weights), 0.0
-    for token, weight in enumerate(weights):
-        reached += weight
-        if reached > drawn:
-            return token
-    raise AssertionError("the drawn point lies behind the last token")
-
 
 ROW = st.tuples(
     st.sampled_from([0.0, 1e-30, 0.3, 1.0, 1.7, 50.0]),
@@ -96,10 +51,10 @@ def test_a_batch_equals_the_loop_over_its_rows(
     logits = random_logits(len(rows), vocab_size, seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampler, "_HEAD_SIZE", head_size)
-        tokens, logprobs = choose_tokens(logits, sampled_rows(rows))
+        output = choose_tokens(logits, sampled_rows(rows))
     sampled = sampled_rows(rows)  # the parameters as float32, as the sampler sees them
     for i, row in enumerate(logits.double().tolist()):
-        assert tokens[i] == plain_choice(
+        assert output.token_ids[i] == plain_choice(
             row,
             float(sampled.temperatures[i]),
             rows[i][1],
@@ -108,7 +63,7 @@ def test_a_batch_equals_the_loop_over_its_rows(
             rows[i][4],
             rows[i][5],
         )
-    assert logprobs is None
+    assert output.logprobs is None
 
 
 @pytest.mark.parametrize("head_size", [4, 1024])
@@ -146,8 +101,8 @@ def test_a_row_chooses_the_same_alone(
     rows: list[tuple[float, int, float, float, int, int]], seed: int
 ) -> None:
     logits = random_logits(len(rows), 5000, seed)
-    together, _ = choose_tokens(logits, sampled_rows(rows))
-    alone = [choose_tokens(logits[i : i + 1], sampled_rows([row]))[0][0] for i, row in enumerate(rows)]
+    together = choose_tokens(logits, sampled_rows(rows)).token_ids
+    alone = [choose_tokens(logits[i : i + 1], sampled_rows([row])).token_ids[0] for i, row in enumerate(rows)]
     assert together.tolist() == alone
 
 
@@ -171,7 +126,7 @@ def test_samples_follow_the_softmax() -> None:
     logits = torch.tensor([[1.0, 0.0, -1.0, 2.5, 0.3, -4.0, 1.1, 0.0]])
     n = 20_000
     rows = [(0.8, 0, 1.0, 0.0, 11, position) for position in range(n)]
-    tokens, _ = choose_tokens(logits.expand(n, -1), sampled_rows(rows))
+    tokens = choose_tokens(logits.expand(n, -1), sampled_rows(rows)).token_ids
     expected = n * torch.softmax(logits[0].double() / 0.8, -1).numpy()
     counts = np.bincount(tokens, minlength=8)
     # Chi-squared of 7 degrees of freedom: 24.3 is the 99.9th percentile.
@@ -183,7 +138,7 @@ def test_the_cuts_leave_what_they_should() -> None:
 
     def seen(top_k: int, top_p: float, min_p: float) -> set[int]:
         rows = [(1.0, top_k, top_p, min_p, 5, position) for position in range(400)]
-        return set(choose_tokens(logits.expand(400, -1), sampled_rows(rows))[0].tolist())
+        return set(choose_tokens(logits.expand(400, -1), sampled_rows(rows)).token_ids.tolist())
 
     assert seen(0, 1.0, 0.0) == {0, 1, 2, 3, 4}
     assert seen(2, 1.0, 0.0) == {0, 1}
@@ -197,16 +152,15 @@ def test_the_cuts_leave_what_they_should() -> None:
 def test_equally_likely_tokens_are_kept_or_cut_together() -> None:
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, -9.0]])
     rows = [(1.0, 2, 1.0, 0.0, 5, position) for position in range(200)]
-    tokens, _ = choose_tokens(logits.expand(200, -1), sampled_rows(rows))
+    tokens = choose_tokens(logits.expand(200, -1), sampled_rows(rows)).token_ids
     assert set(tokens.tolist()) == {0, 1, 2, 3}
 
 
 def test_targets_are_kept_and_logprobs_are_of_the_unmodified_logits() -> None:
     logits = random_logits(3, 100, 0)
     rows = [(0.0, 0, 1.0, 0.0, 0, 0), (0.0, 0, 1.0, 0.0, 0, 1), (0.5, 3, 0.9, 0.1, 0, 2)]
-    tokens, logprobs = choose_tokens(
-        logits, sampled_rows(rows, target_ids=np.array([17, -1, -1]), needs_logprobs=True)
-    )
+    output = choose_tokens(logits, sampled_rows(rows, target_ids=np.array([17, -1, -1]), needs_logprobs=True))
+    tokens, logprobs = output.token_ids, output.logprobs
     assert tokens[0] == 17
     assert tokens[1] == logits[1].argmax()
     exact = torch.log_softmax(logits.double(), -1)[torch.arange(3), torch.from_numpy(tokens)]
@@ -216,7 +170,9 @@ def test_targets_are_kept_and_logprobs_are_of_the_unmodified_logits() -> None:
 
 
 def test_greedy_takes_the_first_of_equals() -> None:
-    tokens, _ = choose_tokens(torch.tensor([[0.0, 3.0, 3.0]]), sampled_rows([(0.0, 0, 1.0, 0.0, 0, 0)]))
+    tokens = choose_tokens(
+        torch.tensor([[0.0, 3.0, 3.0]]), sampled_rows([(0.0, 0, 1.0, 0.0, 0, 0)])
+    ).token_ids
     assert tokens.tolist() == [1]
 
 
@@ -231,8 +187,8 @@ def test_the_caller_keeps_its_logits_and_targets() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_not_numbers_give_a_token_and_harm_no_other_row(temperature: float) -> None:
     logits = random_logits(2, 50, 0)
-    alone, _ = choose_tokens(logits[1:], sampled_rows([(temperature, 0, 0.9, 0.0, 1, 2)]))
+    alone = choose_tokens(logits[1:], sampled_rows([(temperature, 0, 0.9, 0.0, 1, 2)])).token_ids
     logits[0] = math.nan
-    tokens, _ = choose_tokens(logits, sampled_rows([(temperature, 0, 0.9, 0.0, 1, 2)] * 2))
+    tokens = choose_tokens(logits, sampled_rows([(temperature, 0, 0.9, 0.0, 1, 2)] * 2)).token_ids
     assert 0 <= tokens[0] < 50
     assert tokens[1] == alone[0]

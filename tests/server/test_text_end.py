@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -10,6 +12,8 @@ import small_tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentflow.errors import BadArgument, RequestRefused
+from agentflow.server import stop_pattern
 from agentflow.server.text_end import TextEnd
 from agentflow.server.tokenizer import Tokenizer
 
@@ -35,12 +39,15 @@ def certain(tokenizer: Tokenizer, ids: list[int]) -> str:
     return codecs.utf_8_decode(b"".join(map(tokenizer.token_bytes, ids)), "replace", False)[0]
 
 
-def search(text: str, stop: list[str]) -> int | None:
-    """Where the text ends: before the stop that is complete first, and of these the longest."""
-    for end in range(1, len(text) + 1):
-        complete = [len(s) for s in stop if text[:end].endswith(s)]
-        if complete:
-            return end - max(complete)
+def search(text: str, stop: list[str], pattern: str | None = None, first: int = 0) -> int | None:
+    """Where the text ends: before the stop that is complete first, and of these the one that begins first;
+    none begins before ``first``."""
+    for end in range(first + 1, len(text) + 1):
+        begins = [end - len(s) for s in stop if text.endswith(s, first, end)]
+        found = None if pattern is None else re.compile(pattern).search(text, first, end)
+        begins += [] if found is None else [found.start()]
+        if begins:
+            return min(begins)
     return None
 
 
@@ -97,6 +104,117 @@ def test_ids_stand_for_the_text_in_the_other_family(data: st.DataObject, continu
     assert ending.text == delivered + ending.rest
     assert SENTENCEPIECE.decode(ending.ids, continues=continues) == ending.text
     assert ending.ids[: ending.kept] == ids[: ending.kept]
+
+
+PATTERNS = [
+    None,
+    "ab+a",
+    "(?i)BA.",
+    "a(b|é)?a|bbb",
+    "[^a]{3}",
+    "(a|b)\\1",
+    "(?<=b)a",
+    "^a",
+    "a.*é",
+    "a(?=b)",
+    "\\bb",
+    "abé$",
+    "é*b",
+    ".👩",
+]
+atoms = st.sampled_from(["a", "b", "é", ".", "[ab]", "(?:ab|é)", "(b)", "\\1"])
+repeated = st.tuples(atoms, st.sampled_from(["", "", "+", "*", "?", "{2}", "{1,2}?"])).map("".join)
+built = st.lists(repeated, min_size=1, max_size=5).map(lambda parts: "(a|b)" + "".join(parts))
+
+
+@settings(max_examples=500)
+@given(
+    ids=tokens,
+    stop=st.lists(st.sampled_from(["ab", "b", "éa", "bbé"]), max_size=2),
+    pattern=st.one_of(st.sampled_from(PATTERNS), built),
+    min_tokens=st.sampled_from([0, 0, 1, 2, 5]),
+)
+def test_a_regex_and_a_least_length_like_brute_force(
+    ids: list[int], stop: list[str], pattern: str | None, min_tokens: int
+) -> None:
+    """The text ends where a search of every beginning of it first finds a match, however it came in tokens;
+    what was delivered is never taken back."""
+    end = TextEnd(TINY, stop, stop_regex=pattern, min_tokens=min_tokens)
+    first = len(certain(TINY, ids[:min_tokens]))
+    delivered = ""
+    for n, token_id in enumerate(ids, start=1):
+        delivered += end.push(token_id)
+        assert end.stopped == (search(certain(TINY, ids[:n]), stop, pattern, first) is not None)
+        if n <= min_tokens:
+            assert delivered == certain(TINY, ids[:n])
+    text = certain(TINY, ids)
+    ending = end.finish()
+    assert ending.text == text[: search(text, stop, pattern, first)]
+    assert ending.text == delivered + ending.rest
+    assert TINY.decode(ending.ids, continues=True) == ending.text
+
+
+def test_what_can_be_no_match_is_delivered_at_once() -> None:
+    end = TextEnd(TINY, stop_regex="a(bb|é)")
+    ids = [one("b"), one("a"), one("b"), one("a"), one("b"), one("b")]
+    assert [end.push(i) for i in ids] == ["b", "", "", "ab", "", ""]
+    assert end.stopped
+    assert end.finish().text == "bab"
+
+
+def test_a_regex_that_is_not_found_holds_nothing_back_in_the_end() -> None:
+    end = TextEnd(TINY, stop_regex="ab.*é")
+    assert [end.push(one(text)) for text in ("b", "ab", "ba")] == ["b", "", ""]
+    ending = end.finish()
+    assert (ending.text, ending.rest, ending.kept) == ("babba", "abba", 3)
+
+
+@pytest.mark.parametrize("pattern", ["(a|aa)+[éx]", "((a*)*)*[éx]", "(a?){30}a{30}é", "(?=(a+a+)+é)a"])
+def test_a_pattern_that_takes_for_ever_is_refused(pattern: str) -> None:
+    """It would not end before the sun does; the refusal is what ends this test."""
+    end = TextEnd(TINY, stop_regex=pattern, min_tokens=40)
+    for _ in range(40):
+        end.push(one("a"))
+    with pytest.raises(RequestRefused, match="stop_regex takes too long to search for"):
+        push_all(end, "a")
+
+
+def push_all(end: TextEnd, text: str) -> None:
+    """The same token again and again, up to a length that no search of this kind survives."""
+    for _ in range(2000):
+        end.push(one(text))
+
+
+def test_a_pattern_that_costs_a_little_at_each_token_is_refused_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = iter(range(10_000))
+    monkeypatch.setattr(stop_pattern.time, "thread_time", lambda: next(clock) * 0.001)
+    end = TextEnd(TINY, stop_regex="é")
+    # A millisecond each: half of it is a token's share, the rest eats up the burst.
+    for _ in range(98):
+        end.push(one("a"))
+    with pytest.raises(RequestRefused):
+        push_all(end, "a")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "why"),
+    [
+        ("(a", "that the engine takes"),
+        ("a*", "not match the empty text"),
+        ("b|(a?)", "not match the empty text"),
+    ],
+)
+def test_a_pattern_that_makes_no_sense_is_a_bad_argument(pattern: str, why: str) -> None:
+    with pytest.raises(BadArgument, match=f"^gen: stop_regex must .*{why}"):
+        TextEnd(TINY, stop_regex=pattern)
+
+
+@pytest.mark.parametrize("pattern", ["(?:a?|b?){99}(?!)", "(|a|){99}(?<=x)"])
+def test_a_pattern_that_takes_for_ever_on_nothing_harms_nobody(pattern: str) -> None:
+    with contextlib.suppress(RequestRefused):
+        push_all(TextEnd(TINY, stop_regex=pattern), "a")
 
 
 def pushed(ids: list[int], *stop: str) -> tuple[list[str], TextEnd]:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from agentflow.errors import BadArgument, UnknownModel
 from agentflow.kernels.attention_plan import plan_attention
 from agentflow.kernels.ops import kernels_for
+from agentflow.server.core.batch import LogitEdits
 from agentflow.server.model.config import read_config
 from agentflow.server.model.kv_pool import KvPool
 from agentflow.server.model.loader import load_llama
@@ -180,6 +181,47 @@ def test_targets_get_the_log_probabilities_of_transformers(
     assert output.token_ids.tolist() == tokens[1:]
     assert output.logprobs is not None
     np.testing.assert_allclose(output.logprobs, exact, atol=1e-3)
+
+
+def test_edits_and_likeliest_tokens_are_those_of_their_rows(
+    driver: Driver, transformers_model: PreTrainedModel, prompts: list[list[int]]
+) -> None:
+    """Of 300 rows, in more than one part: one early and one late row may not take their likeliest token,
+    and two others are told which these are."""
+    tokens = (prompts[13] * 8)[:300]
+    with torch.inference_mode():
+        exact = torch.log_softmax(transformers_model(torch.tensor([tokens])).logits[0], -1)
+    best = exact.topk(3, dim=-1)
+    forbidden = np.array([10, 290])
+    nothing = np.zeros(0, dtype=np.int64)
+    no_numbers = np.zeros(0, dtype=np.float32)
+    edits = LogitEdits(
+        *(nothing, nothing, no_numbers, no_numbers, no_numbers, no_numbers),
+        *(nothing, nothing, no_numbers),
+        forbidden_rows=forbidden,
+        forbidden_ids=best.indices[forbidden, 0].numpy(),
+    )
+    top_counts = np.zeros(300, dtype=np.int64)
+    top_counts[[5, 295]] = 3
+    output = driver.step(
+        [(driver.add(tokens), 300)],
+        rows=np.arange(300),
+        target_ids=np.full(300, -1),
+        needs_logprobs=True,
+        edits=edits,
+        top_counts=top_counts,
+    )
+    place = np.zeros(300, dtype=np.int64)
+    place[forbidden] = 1
+    expected = best.indices.gather(1, torch.from_numpy(place)[:, None])[:, 0]
+    # Where two tokens are as likely to within rounding, either may come first.
+    is_clear = (best.values[:, :-1] - best.values[:, 1:] > 1e-3).all(dim=-1)
+    assert is_clear[[5, 10, 290, 295]].all()
+    assert output.token_ids[is_clear].tolist() == expected[is_clear].tolist()
+    for row in (5, 295):
+        top = output.top_of(row, 3)
+        assert [token for token, _ in top] == best.indices[row].tolist()
+        np.testing.assert_allclose([value for _, value in top], best.values[row], atol=1e-3)
 
 
 def test_in_bfloat16_logits_stay_within_the_spread_of_transformers(

@@ -6,7 +6,7 @@ stand one after the other; those that decode (one row each) come before those th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +16,58 @@ FloatArray = NDArray[np.float32]
 
 
 @dataclass(slots=True, frozen=True)
+class LogitEdits:
+    """What is done to single logits before the temperature, in this order. ``rows`` are indices into the
+    sampled rows, and no token stands twice for one row in one of the three lists.
+
+    *Penalties*: token ``penalized_ids[i]`` of row ``penalized_rows[i]`` was generated
+    ``penalized_counts[i]`` times (0: it is in the prompt only), and ``repetitions[i]``,
+    ``frequencies[i]`` and ``presences[i]`` are the penalties of that row. *Biases*: ``biases[i]`` is
+    added. *Forbidden*: the token cannot be chosen.
+    """
+
+    penalized_rows: IntArray
+    penalized_ids: IntArray
+    penalized_counts: FloatArray
+    repetitions: FloatArray
+    frequencies: FloatArray
+    presences: FloatArray
+    biased_rows: IntArray
+    biased_ids: IntArray
+    biases: FloatArray
+    forbidden_rows: IntArray
+    forbidden_ids: IntArray
+
+    def part(self, first: int, end: int) -> LogitEdits:
+        """Those of the rows from ``first`` up to ``end``, counted from ``first``."""
+        penalized = (self.penalized_rows >= first) & (self.penalized_rows < end)
+        biased = (self.biased_rows >= first) & (self.biased_rows < end)
+        forbidden = (self.forbidden_rows >= first) & (self.forbidden_rows < end)
+        return LogitEdits(
+            self.penalized_rows[penalized] - first,
+            self.penalized_ids[penalized],
+            self.penalized_counts[penalized],
+            self.repetitions[penalized],
+            self.frequencies[penalized],
+            self.presences[penalized],
+            self.biased_rows[biased] - first,
+            self.biased_ids[biased],
+            self.biases[biased],
+            self.forbidden_rows[forbidden] - first,
+            self.forbidden_ids[forbidden],
+        )
+
+
+@dataclass(slots=True, frozen=True)
 class SampledRows:
     """The rows whose logits are needed, and how a token is chosen from each. All arrays have length S.
 
     ``rows``: index into the batch's rows. ``target_ids``: -1 to sample, otherwise the token whose
     log-probability is asked for (nothing is sampled). ``positions``: the position the chosen token
     will have in its sequence; with ``seeds`` it is the counter of the random number.
-    ``needs_logprobs``: whether any row wants the log-probability of its token.
+    ``needs_logprobs``: whether any row wants the log-probability of its token. ``edits`` and
+    ``top_counts`` (how many likeliest tokens each row wants told) are None in the many batches where no
+    row has any.
     """
 
     rows: IntArray
@@ -34,6 +79,25 @@ class SampledRows:
     seeds: NDArray[np.uint64]
     positions: IntArray
     needs_logprobs: bool
+    edits: LogitEdits | None = None
+    top_counts: IntArray | None = None
+
+    def part(self, first: int, end: int) -> SampledRows:
+        """The sampled rows from ``first`` up to ``end``."""
+        cut = slice(first, end)
+        return replace(
+            self,
+            rows=self.rows[cut],
+            target_ids=self.target_ids[cut],
+            temperatures=self.temperatures[cut],
+            top_ps=self.top_ps[cut],
+            top_ks=self.top_ks[cut],
+            min_ps=self.min_ps[cut],
+            seeds=self.seeds[cut],
+            positions=self.positions[cut],
+            edits=None if self.edits is None else self.edits.part(first, end),
+            top_counts=None if self.top_counts is None else self.top_counts[cut],
+        )
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,7 +126,18 @@ class Batch:
 @dataclass(slots=True, frozen=True)
 class BatchOutput:
     """One token per sampled row: ``token_ids`` [S] (the target where one was asked for), and
-    ``logprobs`` [S], its log-probability under the unmodified logits (None where nobody asked)."""
+    ``logprobs`` [S], its log-probability under the unmodified logits (None where nobody asked).
+    ``top_ids`` and ``top_logprobs`` [S, any]: each row's likeliest tokens under the same logits, likeliest
+    first, at least as many as its ``top_counts`` (None where nobody asked)."""
 
     token_ids: IntArray
     logprobs: FloatArray | None
+    top_ids: IntArray | None = None
+    top_logprobs: FloatArray | None = None
+
+    def top_of(self, row: int, count: int) -> list[tuple[int, float]]:
+        """The ``count`` likeliest tokens of one sampled row, or as many as were found."""
+        if self.top_ids is None or self.top_logprobs is None:
+            return []
+        ids, logprobs = self.top_ids[row, :count].tolist(), self.top_logprobs[row, :count].tolist()
+        return list(zip(ids, logprobs, strict=True))

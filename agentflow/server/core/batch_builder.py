@@ -7,16 +7,17 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from agentflow.server.core.batch import Batch, SampledRows
+from agentflow.server.core.batch import Batch, IntArray, SampledRows
 from agentflow.server.core.request import Request
-
-_MASK_64 = 2**64 - 1
+from agentflow.server.core.sampling_table import SamplingTable
 
 Work = tuple[Request, int]
 """A request and how many of its tokens, from the first uncomputed one on, are computed in a step."""
 
 
-def build_batch(work: Sequence[Work], slots: NDArray[np.int32], page_table: NDArray[np.int32]) -> Batch:
+def build_batch(
+    work: Sequence[Work], slots: NDArray[np.int32], page_table: NDArray[np.int32], sampling: SamplingTable
+) -> Batch:
     """The batch of ``work``, in its order: requests with one row come first. ``slots`` [T]: for all rows,
     in that order; they are written to the page table.
 
@@ -37,6 +38,7 @@ def build_batch(work: Sequence[Work], slots: NDArray[np.int32], page_table: NDAr
         positions = np.arange(len(token_ids)) + np.repeat(starts - first_rows, query_lens)
         rows_of_table = np.repeat(page_rows, query_lens)
     page_table[rows_of_table, positions] = slots
+    kv_lens = starts + query_lens
     return Batch(
         token_ids=token_ids,
         positions=positions,
@@ -44,9 +46,9 @@ def build_batch(work: Sequence[Work], slots: NDArray[np.int32], page_table: NDAr
         page_table=page_table,
         page_rows=page_rows,
         query_lens=query_lens,
-        kv_lens=starts + query_lens,
+        kv_lens=kv_lens,
         num_decode=num_single,
-        sampled=_sampled_rows(work),
+        sampled=_sampled_rows(work, page_rows, query_lens, kv_lens, sampling),
     )
 
 
@@ -62,28 +64,43 @@ def targets_of(request: Request, num_rows: int) -> Sequence[tuple[int, int]]:
     return ()
 
 
-def _sampled_rows(work: Sequence[Work]) -> SampledRows:
+def _sampled_rows(
+    work: Sequence[Work],
+    page_rows: IntArray,
+    query_lens: IntArray,
+    kv_lens: IntArray,
+    sampling: SamplingTable,
+) -> SampledRows:
+    """``targets_of`` of all requests. In most steps each gives a token, from its last row."""
+    if sampling.num_scoring:
+        return _scored_and_sampled_rows(work, page_rows, sampling)
+    rows: IntArray = query_lens.cumsum() - 1
+    at_end = [request.num_tokens - request.num_computed == num_rows for request, num_rows in work]
+    if sampling.num_silent or not all(at_end):
+        sampled = [index for index, is_last in enumerate(at_end) if is_last and work[index][0].max_new_tokens]
+        chosen = np.array(sampled, dtype=np.int64)
+        rows, page_rows, kv_lens = rows[chosen], page_rows[chosen], kv_lens[chosen]
+    return sampling.sampled_rows(rows, page_rows, kv_lens)
+
+
+def _scored_and_sampled_rows(
+    work: Sequence[Work], page_rows: IntArray, sampling: SamplingTable
+) -> SampledRows:
     rows: list[int] = []
     targets: list[int] = []
-    owners: list[Request] = []
+    owners: list[int] = []
     positions: list[int] = []
     first_row = 0
-    for request, num_rows in work:
+    for owner, (request, num_rows) in enumerate(work):
         for row, target in targets_of(request, num_rows):
             rows.append(first_row + row)
             targets.append(target)
-            owners.append(request)
+            owners.append(owner)
             positions.append(request.num_computed + row + 1)
         first_row += num_rows
-    params = [r.params for r in owners]
-    return SampledRows(
-        rows=np.array(rows, dtype=np.int64),
-        target_ids=np.array(targets, dtype=np.int64),
-        temperatures=np.array([p.temperature for p in params], dtype=np.float32),
-        top_ps=np.array([p.top_p for p in params], dtype=np.float32),
-        top_ks=np.array([p.top_k for p in params], dtype=np.int64),
-        min_ps=np.array([p.min_p for p in params], dtype=np.float32),
-        seeds=np.array([r.seed & _MASK_64 for r in owners], dtype=np.uint64),
-        positions=np.array(positions, dtype=np.int64),
-        needs_logprobs=any(p.logprobs for p in params) or any(t >= 0 for t in targets),
+    return sampling.sampled_rows(
+        np.array(rows, dtype=np.int64),
+        page_rows[np.array(owners, dtype=np.int64)],
+        np.array(positions, dtype=np.int64),
+        np.array(targets, dtype=np.int64),
     )

@@ -16,6 +16,9 @@ from agentflow.server.core.token_run import TokenRun, token_run
 Objective = Literal["latency", "throughput"]
 """What the program wants of a request: somebody waits for it, or only the sum of all counts."""
 
+TopTokens = list[tuple[int, float]]
+"""The likeliest tokens at one place with their log-probabilities, likeliest first."""
+
 
 class CacheIdentity(NamedTuple):
     """Whose KV a request may share: that of requests with an equal one, and of nobody else."""
@@ -42,6 +45,7 @@ class Request:
 
     ``task_group``: names the siblings that one consumer waits for. ``state``: the program's state that
     this request belongs to; what it computed is kept longer while that is open.
+    ``end_ids``: tokens that end it, forbidden before ``params.min_tokens``.
     ``forced``: ids that a grammar has decided on and that are not appended yet. ``num_cached`` of its
     prompt came from the cache when it was first admitted, ``num_shared`` of its tokens when it was last.
     ``arrival``: its place among all requests, given by the scheduler and kept for good.
@@ -59,6 +63,7 @@ class Request:
     objective: Objective = "latency"
     task_group: Hashable = None
     state: Hashable = None
+    end_ids: tuple[int, ...] = ()
     forced: list[int] = field(default_factory=list)
     arrival: int = -1
     num_retractions: int = 0
@@ -70,6 +75,7 @@ class Request:
     page_row: int = -1
     committed: PrefixMatch | None = None
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopTokens] = field(default_factory=list)
 
     @classmethod
     def create(
@@ -86,6 +92,7 @@ class Request:
         objective: Objective = "latency",
         task_group: Hashable = None,
         state: Hashable = None,
+        end_ids: tuple[int, ...] = (),
     ) -> Request:
         """A waiting request over a copy of ``prompt`` (int32, at least one token)."""
         tokens: TokenArray = np.empty(len(prompt) + max_new_tokens, dtype=np.int32)
@@ -103,6 +110,7 @@ class Request:
             objective=objective,
             task_group=task_group,
             state=state,
+            end_ids=end_ids,
         )
 
     @property

@@ -17,11 +17,13 @@ from typing import NamedTuple
 from agentflow.errors import PromptTooLong
 from agentflow.server.core.batch import Batch, BatchOutput
 from agentflow.server.core.batch_builder import Work, build_batch, targets_of
+from agentflow.server.core.counters import Counters
 from agentflow.server.core.kv_memory import KVMemory
 from agentflow.server.core.output_reserve import OutputReserve
 from agentflow.server.core.policies import DEFAULT_POLICY, policy_named
 from agentflow.server.core.prefills import Prefills
-from agentflow.server.core.request import CacheIdentity, Request, Status
+from agentflow.server.core.request import CacheIdentity, Request, Status, TopTokens
+from agentflow.server.core.sampling_table import SamplingTable
 from agentflow.server.core.token_run import TokenRun
 
 
@@ -35,28 +37,15 @@ class SchedulerConfig:
     use_cache: bool = True
 
 
-@dataclass(slots=True)
-class Counters:
-    """What happened since the start, in tokens unless the name says otherwise. ``cached_tokens`` of the
-    prompts came from the cache; ``cached_output_tokens`` of these had been generated, not prompts."""
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    cached_output_tokens: int = 0
-    computed_tokens: int = 0
-    generated_tokens: int = 0
-    evicted_tokens: int = 0
-    retractions: int = 0
-
-
 class StepResult(NamedTuple):
     """What one step gave a request: a sampled token (None while it prefills or scores), and the
-    log-probabilities of its sampled or scored tokens where they were asked for."""
+    log-probabilities of its sampled or scored tokens where they were asked for. ``top``: the likeliest
+    tokens where that one was sampled, as many as the request wants told."""
 
     request: Request
     token_id: int | None
     logprobs: list[float]
+    top: TopTokens
 
 
 @dataclass(slots=True)
@@ -89,6 +78,7 @@ class Scheduler:
             on_cached=self.waiting.tokens_cached,
             on_evict=self.waiting.tokens_evicted,
         )
+        self._sampling = SamplingTable(config.max_running)
         self._counters = Counters()
         self._reserve = OutputReserve()
         self._arrivals = itertools.count()
@@ -127,7 +117,8 @@ class Scheduler:
         self._in_flight = work
         if not work:
             return None
-        return build_batch(work, self.memory.allocate(draft.num_rows), self.memory.page_table)
+        slots = self.memory.allocate(draft.num_rows)
+        return build_batch(work, slots, self.memory.page_table, self._sampling)
 
     def complete(self, output: BatchOutput) -> list[StepResult]:
         """The batch of the last ``schedule`` has run: its rows are computed now. New tokens are
@@ -149,14 +140,16 @@ class Scheduler:
                 self.memory.commit(request)
                 self._prefills.moved(request)
             token_id = None
+            top: TopTokens = []
             if targets and targets[0][1] < 0:
                 token_id = token_ids[next_output]
                 request.tokens[request.num_tokens] = token_id
                 request.num_tokens += 1
                 self._counters.generated_tokens += 1
-            results.append(
-                StepResult(request, token_id, [] if logprobs is None else logprobs[next_output:end])
-            )
+                if request.params.top_logprobs:
+                    top = output.top_of(next_output, request.params.top_logprobs)
+            told = [] if logprobs is None else logprobs[next_output:end]
+            results.append(StepResult(request, token_id, told, top))
             next_output = end
         self._in_flight = []
         return results
@@ -253,6 +246,7 @@ class Scheduler:
         self.running[request.id] = request
         request.status = Status.RUNNING
         self.memory.attach(request, match)
+        self._sampling.attach(request)
         if request.num_to_compute > 1:
             self._prefills.add(request)
         if not request.was_admitted:
@@ -288,6 +282,7 @@ class Scheduler:
         self.retract(min(self.running.values(), key=cost))
 
     def _stop_running(self, request: Request) -> None:
+        self._sampling.detach(request)
         self.memory.detach(request)
         del self.running[request.id]
         self._prefills.discard(request)

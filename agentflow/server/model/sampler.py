@@ -12,7 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentflow.server.core.batch import FloatArray, IntArray, SampledRows
+from agentflow.sampling import MAX_TOP_LOGPROBS
+from agentflow.server.core.batch import BatchOutput, FloatArray, IntArray, SampledRows
+from agentflow.server.model.logit_edits import edited
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST_MULTIPLIER = np.uint64(0xBF58476D1CE4E5B9)
@@ -21,12 +23,29 @@ _HEAD_SIZE = 1024
 """So many of the likeliest tokens are sorted at first: a nucleus is rarely larger."""
 
 
-def choose_tokens(logits: Tensor, sampled: SampledRows) -> tuple[IntArray, FloatArray | None]:
-    """The token of each row, and its log-probability where any row needs one.
+def choose_tokens(logits: Tensor, sampled: SampledRows) -> BatchOutput:
+    """The token of each row, and its log-probability and the likeliest tokens where any row needs them.
 
-    ``logits`` [S, vocabulary] float32. Rows with a target keep it; temperature 0 takes the likeliest
-    token (the first of equals); the others are sampled as ``sample`` says.
+    ``logits`` [S, vocabulary] float32, changed meanwhile and left as they were. Rows with a target keep
+    it; temperature 0 takes the likeliest token (the first of equals); the others are sampled as
+    ``sample`` says. ``sampled.edits`` come before either.
     """
+    if sampled.edits is None:
+        tokens = _choose(logits, sampled)
+    else:
+        with edited(logits, sampled.edits):
+            tokens = _choose(logits, sampled)
+    if not sampled.needs_logprobs:
+        return BatchOutput(tokens, None)
+    totals = logits.logsumexp(dim=-1)
+    chosen = logits.gather(1, torch.from_numpy(tokens).to(logits.device).unsqueeze(1)).squeeze(1)
+    logprobs = _host(chosen - totals)
+    if sampled.top_counts is None:
+        return BatchOutput(tokens, logprobs)
+    return BatchOutput(tokens, logprobs, *_top(logits, totals, sampled.top_counts > 0))
+
+
+def _choose(logits: Tensor, sampled: SampledRows) -> IntArray:
     tokens = sampled.target_ids.copy()
     is_open = tokens < 0
     is_random = is_open & (sampled.temperatures > 0)
@@ -42,11 +61,19 @@ def choose_tokens(logits: Tensor, sampled: SampledRows) -> tuple[IntArray, Float
             min_ps=sampled.min_ps[is_random],
             uniforms=uniforms(sampled.seeds[is_random], sampled.positions[is_random]),
         )
-    if not sampled.needs_logprobs:
-        return tokens, None
-    chosen = logits.gather(1, torch.from_numpy(tokens).to(logits.device).unsqueeze(1)).squeeze(1)
-    logprobs: FloatArray = (chosen - logits.logsumexp(dim=-1)).cpu().numpy()
-    return tokens, logprobs
+    return tokens
+
+
+def _top(logits: Tensor, totals: Tensor, chosen: NDArray[np.bool_]) -> tuple[IntArray, FloatArray]:
+    """The likeliest tokens of the chosen rows, and their log-probabilities; -1 and 0 in the other rows.
+    Always as many, so that which of equals are found does not depend on what other rows want."""
+    count = min(MAX_TOP_LOGPROBS, logits.shape[1])
+    found = _rows(logits, chosen).topk(count, dim=-1)
+    ids = np.full((len(chosen), count), -1, dtype=np.int64)
+    logprobs = np.zeros((len(chosen), count), dtype=np.float32)
+    ids[chosen] = found.indices.cpu().numpy()
+    logprobs[chosen] = _host(found.values - _rows(totals, chosen).unsqueeze(1))
+    return ids, logprobs
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: IntArray) -> NDArray[np.float64]:

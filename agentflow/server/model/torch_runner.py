@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -91,12 +90,11 @@ class TorchRunner:
         )
         if len(hidden) <= _MAX_LOGIT_ROWS:
             return self._choose(hidden, batch.sampled)
-        return _joined(
-            [
-                self._choose(hidden[first : first + _MAX_LOGIT_ROWS], part)
-                for first, part in _parts(batch.sampled)
-            ]
-        )
+        outputs = []
+        for first in range(0, len(hidden), _MAX_LOGIT_ROWS):
+            end = first + _MAX_LOGIT_ROWS
+            outputs.append(self._choose(hidden[first:end], batch.sampled.part(first, end)))
+        return _joined(outputs)
 
     def close(self) -> None:
         """Give the memory back; the runner cannot be used any more."""
@@ -105,8 +103,7 @@ class TorchRunner:
     def _choose(self, hidden: Tensor, sampled: SampledRows) -> BatchOutput:
         if not len(hidden):
             return BatchOutput(sampled.target_ids.copy(), None)
-        tokens, logprobs = choose_tokens(self._model.logits(hidden), sampled)
-        return BatchOutput(tokens, logprobs)
+        return choose_tokens(self._model.logits(hidden), sampled)
 
     def _tensor(self, values: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
         return torch.from_numpy(values).to(self._device)
@@ -127,19 +124,13 @@ def _kernels(device: torch.device) -> Kernels:
         raise BadArgument(str(error)) from error
 
 
-def _parts(sampled: SampledRows) -> list[tuple[int, SampledRows]]:
-    """The sampled rows, a bounded number at a time, each with where it starts."""
-    per_row = ("rows", "target_ids", "temperatures", "top_ps", "top_ks", "min_ps", "seeds", "positions")
-    parts = []
-    for first in range(0, len(sampled.rows), _MAX_LOGIT_ROWS):
-        cut = slice(first, first + _MAX_LOGIT_ROWS)
-        parts.append((first, replace(sampled, **{name: getattr(sampled, name)[cut] for name in per_row})))
-    return parts
-
-
 def _joined(outputs: list[BatchOutput]) -> BatchOutput:
     logprobs = [output.logprobs for output in outputs if output.logprobs is not None]
+    top_ids = [output.top_ids for output in outputs if output.top_ids is not None]
+    top_logprobs = [output.top_logprobs for output in outputs if output.top_logprobs is not None]
     return BatchOutput(
         np.concatenate([output.token_ids for output in outputs]),
         np.concatenate(logprobs) if logprobs else None,
+        np.concatenate(top_ids) if top_ids else None,
+        np.concatenate(top_logprobs) if top_logprobs else None,
     )

@@ -18,8 +18,9 @@ import numpy as np
 from agentflow.errors import PromptTooLong
 from agentflow.sampling import SamplingParams
 from agentflow.server.core.batch import BatchOutput
+from agentflow.server.core.counters import Counters
 from agentflow.server.core.request import Request
-from agentflow.server.core.scheduler import Counters, Scheduler, SchedulerConfig
+from agentflow.server.core.scheduler import Scheduler, SchedulerConfig
 from agentflow.server.simulator.cost_model import CostModel, default_cost
 from agentflow.server.simulator.workload import Arrival, Workload
 

@@ -1,0 +1,20 @@
+"""What a scheduler counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened since the start, in tokens unless the name says otherwise. ``cached_tokens`` of the
+    prompts came from the cache; ``cached_output_tokens`` of these had been generated, not prompts."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    cached_output_tokens: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    evicted_tokens: int = 0
+    retractions: int = 0
