@@ -27,7 +27,7 @@ from agentflow.errors import (
     ProtocolError,
 )
 from agentflow.events import StatsReply, Value
-from agentflow.generator import ContextT, Generator, Usage
+from agentflow.generator import ContextT, Generator, StateHint, Usage
 from agentflow.graph import ROOT
 from agentflow.graph_execution import GraphExecution, expanded
 from agentflow.op_execution import OpExecution
@@ -60,7 +60,11 @@ class Interpreter(Generic[ContextT]):
         """Takes an op; never waits. ``ProtocolError`` for ids that make no sense: the op is not taken."""
         match op:
             case ops.Open():
-                self._states.add_root(op.state).begin(self._generator.open(op.cache_salt))
+                root = self._states.add_root(op.state)
+                context = self._generator.open(op.cache_salt)
+                root.begin(context)
+                if op.objective is not None:
+                    self._generator.hint(context, StateHint(op.objective))
             case ops.Submit():
                 self._start_graph(op)
             case ops.GetStats():

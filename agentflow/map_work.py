@@ -165,7 +165,7 @@ class MapWork(Generic[ResultT]):
         run: Run | None = None
         try:
             args, kwargs = arguments_of(item)
-            run = Run(self._session, index=run_index)
+            run = Run(self._session, index=run_index, objective="throughput")
             self._end_item(index, await run.execute(self._program, args, kwargs))
         except Exception as error:
             self._end_in_failure(index, item, error)

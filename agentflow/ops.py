@@ -45,10 +45,12 @@ Parts = tuple[str | Ref, ...]
 
 
 class Open(_Op, frozen=True):
-    """A new root state. States share cached KV only under an equal ``cache_salt``."""
+    """A new root state. States share cached KV only under an equal ``cache_salt``. ``objective``: as if a
+    ``Hint`` came first."""
 
     state: int
     cache_salt: str = ""
+    objective: Objective | None = None
 
 
 class Text(_Op, frozen=True):

@@ -24,7 +24,8 @@ ResultT = TypeVar("ResultT")
 
 class Run:
     """The states of one call of a program, or of one ``flow.state()``. ``index``: from
-    ``next_run_index``, where its order matters. ``usage``: of its variables that are complete."""
+    ``next_run_index``, where its order matters. ``objective``: a hint for all its states. ``usage``: of
+    its variables that are complete."""
 
     def __init__(
         self,
@@ -33,6 +34,7 @@ class Run:
         cache_salt: str = "",
         index: int | None = None,
         root_id: int | None = None,
+        objective: ops.Objective | None = None,
     ) -> None:
         self.session = session
         self.index = session.next_run_index() if index is None else index
@@ -46,7 +48,7 @@ class Run:
         self._streams: weakref.WeakSet[EventStream] = weakref.WeakSet()
         if root_id is None:  # otherwise it is opened by a graph
             root_id = session.next_id()
-            session.send([ops.Open(root_id, cache_salt)])
+            session.send([ops.Open(root_id, cache_salt, objective)])
         self.root = self.adopt(State(self, root_id, ()))
 
     async def execute(

@@ -180,6 +180,7 @@ class Engine:
             objective=origin.objective,
             task_group=origin.task_group or None,
             state=origin.state or None,
+            expected_output=origin.output_tokens,
             end_ids=_end_ids(params, self._runner.info),
         )
 

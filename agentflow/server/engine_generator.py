@@ -149,11 +149,8 @@ class EngineGenerator:
         """Contexts with the same ids: one task group. What they share and nobody has computed yet is
         computed now, before the first of them asks for it."""
         await self._encode(context)
-        token_ids = context.tokens.ids()
-        num_new = len(token_ids) - context.num_computed
-        if self._use_hints and count > 1 and num_new >= MIN_AHEAD_TOKENS:
-            context.computing_ahead = self._client.compute_ahead(token_ids, origin=context.origin)
-            context.num_computed, context.has_run = len(token_ids), True
+        if self._use_hints and count > 1:
+            self._compute_ahead(context)
         group = self._new_number() if count > 1 else 0
         return [self._forked(context, group) for _ in range(count)]
 
@@ -161,8 +158,15 @@ class EngineGenerator:
         """Goes with the state's next requests. A fork that is announced has its prefix computed now."""
         if not self._use_hints:
             return
-        if hint.objective is not None:
-            context.origin = msgspec.structs.replace(context.origin, objective=hint.objective)
+        origin = context.origin
+        context.origin = msgspec.structs.replace(
+            origin,
+            objective=hint.objective or origin.objective,
+            output_tokens=hint.output_tokens or origin.output_tokens,
+        )
+        if hint.forks is not None and hint.forks > 1 and context.num_unencoded_chars <= MAX_INLINE_CHARS:
+            context.tokens.cut()
+            self._compute_ahead(context)
 
     def text(self, context: EngineContext) -> str:
         """All text, the template's marks included."""
@@ -171,6 +175,16 @@ class EngineGenerator:
     def token_ids(self, context: EngineContext) -> list[int]:
         """The ids that the model would be given now."""
         return context.tokens.ids()
+
+    def _compute_ahead(self, context: EngineContext) -> None:
+        """Has the prefix computed before forks ask for it, where that is worth a request."""
+        token_ids = context.tokens.ids()
+        if len(token_ids) - context.num_computed < MIN_AHEAD_TOKENS:
+            return
+        if context.computing_ahead is not None:
+            self._client.forget(context.computing_ahead)
+        context.computing_ahead = self._client.compute_ahead(token_ids, origin=context.origin)
+        context.num_computed, context.has_run = len(token_ids), True
 
     def free(self, context: EngineContext) -> None:
         """Nothing is held for an idle context, but its KV is kept longer than other cache: no more."""

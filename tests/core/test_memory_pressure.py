@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentflow.sampling import SamplingParams
-from agentflow.server.core.output_reserve import OutputReserve
+from agentflow.server.core.output_reserve import LEAST, OutputReserve
 from agentflow.server.core.request import Request, Status
 from agentflow.server.core.scheduler import Scheduler, SchedulerConfig
 from agentflow.server.fake_runner import FakeRunner
@@ -133,3 +133,14 @@ def test_a_pool_half_as_large_as_asked_for_costs_little_and_loses_nothing():
     # No thrash: what is redone is a small part of the work.
     assert often.counters.retractions < len(arrivals)
     assert often.counters.computed_tokens < 1.1 * once.counters.computed_tokens
+
+
+def test_what_a_program_expects_goes_before_what_others_used():
+    reserve = OutputReserve()
+    told, untold = request(1, 10, 100), request(2, 10, 100)
+    told.expected_output = 20
+    assert (reserve.expected(told), reserve.expected(untold)) == (20, 50)
+    told.num_tokens += 15
+    assert reserve.expected(told) == LEAST  # a little is left for whoever goes on
+    told.expected_output = 1000
+    assert reserve.expected(told) == 85

@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from plain_engine import alone, fake_logprob, plain_engine, plain_token
 
 import agentflow as af
+from agentflow.generator import StateHint
 from agentflow.sampling import SamplingParams
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.core.scheduler import SchedulerConfig
 from agentflow.server.engine_client import EngineClient
 from agentflow.server.engine_generator import MAX_INLINE_CHARS, EngineContext, EngineGenerator
+from agentflow.server.engine_messages import Submit
 
 pytestmark = pytest.mark.anyio
 
@@ -416,3 +418,42 @@ async def test_a_forward_pass_that_fails_is_survived(caplog):
             await flow.run(ask)
         assert len(await flow.run(ask)) >= 5
         await engine.assert_idle()
+
+
+class Overhearing:
+    """What is sent to the engine."""
+
+    def __init__(self) -> None:
+        self.submits: list[Submit] = []
+
+    def sent(self, submit: Submit) -> None:
+        self.submits.append(submit)
+
+    def heard(self, messages) -> None:
+        pass
+
+
+async def test_hints_go_with_the_requests_that_follow():
+    heard = Overhearing()
+    async with plain_engine(SchedulerConfig(), max_context=2048, num_slots=4096) as client:
+        generator = generator_on(client)
+        generator.observe(heard)
+        context = generator.open("")
+        generator.fill(context, "one two three " * 20)
+        await generator.generate(context, SamplingParams(max_tokens=2), lambda text: None)
+        generator.hint(context, StateHint("throughput", 7, None))
+        await generator.generate(context, SamplingParams(max_tokens=2), lambda text: None)
+        generator.fill(context, "four five six " * 20)
+        generator.hint(context, StateHint(None, None, 3))
+        before = len(heard.submits)
+        children = await generator.fork(context, 3)
+        await generator.generate(children[0], SamplingParams(max_tokens=2), lambda text: None)
+        for one in (context, *children):
+            generator.free(one)
+    first, second, ahead, last = heard.submits
+    assert (first.origin.objective, first.origin.output_tokens) == ("latency", 0)
+    for later in (second, ahead, last):
+        assert (later.origin.objective, later.origin.output_tokens) == ("throughput", 7)
+    assert before == 3  # the prefix was computed when the forks were announced, and not again
+    assert ahead.params is None
+    assert last.token_ids[: len(ahead.token_ids)] == ahead.token_ids

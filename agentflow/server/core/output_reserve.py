@@ -34,9 +34,10 @@ class OutputReserve:
         self._reserved_share = FIRST_SHARE
 
     def expected(self, request: Request) -> int:
-        """Tokens that the request will probably generate from now on."""
+        """Tokens that the request will probably generate from now on: what its program says, or what
+        others used of their limits."""
         limit, generated = request.max_new_tokens, request.num_generated
-        likely = int(self._reserved_share * limit) - generated
+        likely = (request.expected_output or int(self._reserved_share * limit)) - generated
         return min(limit - generated, likely if likely > LEAST else LEAST)
 
     def need(self, request: Request) -> int:

@@ -48,6 +48,7 @@ class Request:
     ``end_ids``: tokens that end it, forbidden before ``params.min_tokens``.
     ``forced``: ids that a grammar has decided on and that are not appended yet. ``num_cached`` of its
     prompt came from the cache when it was first admitted, ``num_shared`` of its tokens when it was last.
+    ``expected_output``: tokens that the program expects it to generate (0: nothing is known).
     ``arrival``: its place among all requests, given by the scheduler and kept for good.
     """
 
@@ -64,6 +65,7 @@ class Request:
     task_group: Hashable = None
     state: Hashable = None
     end_ids: tuple[int, ...] = ()
+    expected_output: int = 0
     forced: list[int] = field(default_factory=list)
     arrival: int = -1
     num_retractions: int = 0
@@ -92,6 +94,7 @@ class Request:
         objective: Objective = "latency",
         task_group: Hashable = None,
         state: Hashable = None,
+        expected_output: int = 0,
         end_ids: tuple[int, ...] = (),
     ) -> Request:
         """A waiting request over a copy of ``prompt`` (int32, at least one token)."""
@@ -110,6 +113,7 @@ class Request:
             objective=objective,
             task_group=task_group,
             state=state,
+            expected_output=expected_output,
             end_ids=end_ids,
         )
 
