@@ -2,12 +2,14 @@
 
 from agentflow.backends.embedded import Embedded
 from agentflow.backends.remote import Remote
+from agentflow.backends.replay import Replay
 from agentflow.backends.scripted import Scripted
 from agentflow.errors import (
     AgentflowError,
     BacklogFull,
     BadArgument,
     BadModelFolder,
+    BadRecording,
     Cancelled,
     EngineFailed,
     ForeignState,
@@ -20,6 +22,8 @@ from agentflow.errors import (
     PromptTooLong,
     ProtocolError,
     PullFailed,
+    RecordingError,
+    ReplayDiffers,
     RequestRefused,
     RunFailed,
     ServerError,
@@ -45,6 +49,7 @@ __all__ = [
     "BacklogFull",
     "BadArgument",
     "BadModelFolder",
+    "BadRecording",
     "Branches",
     "Cancelled",
     "Embedded",
@@ -62,7 +67,10 @@ __all__ = [
     "PromptTooLong",
     "ProtocolError",
     "PullFailed",
+    "RecordingError",
     "Remote",
+    "Replay",
+    "ReplayDiffers",
     "RequestRefused",
     "RunDone",
     "RunFailed",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import msgspec
 
 from agentflow.errors import BadArgument
@@ -53,6 +55,13 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
             if not holds:
                 raise BadArgument(f"gen: {field} must be {wanted}, not {getattr(self, field)!r}")
         return self
+
+
+def derived_seed(session_seed: int, run: int, path: tuple[int, ...], ordinal: int) -> int:
+    """The seed of a gen that names none: it follows from the session's seed, the run's index, the path in
+    the fork tree and the gen's place in the state, so that a replay draws the same."""
+    place = f"{session_seed}/{run}/{path}/{ordinal}"
+    return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def _is_whole(value: object, low: int, high: int) -> bool:

@@ -7,6 +7,7 @@ import os
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack
+from os import PathLike
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -15,11 +16,13 @@ from anyio.abc import TaskGroup
 
 from agentflow import ops
 from agentflow.backend import Backend, Connection
+from agentflow.backends.replay import replayed_seed
 from agentflow.errors import AgentflowError, BadArgument, Cancelled, ServerLost, StateClosed
 from agentflow.events import Delta, ErrorInfo, Event, Reached, StateFailed, StatsReply, Value, VarFailed
 from agentflow.generator import Capabilities, Stats
 from agentflow.marker import Markers
 from agentflow.program import ProgramStream
+from agentflow.recording import Recorded
 from agentflow.run import Run
 from agentflow.state import State
 from agentflow.task_group import open_task_group
@@ -226,6 +229,7 @@ def session(
     api_key: str | None = None,
     backend: Backend | None = None,
     seed: int | None = None,
+    record: str | PathLike[str] | None = None,
 ) -> Session:
     """A session on a backend.
 
@@ -233,21 +237,31 @@ def session(
     with ``backend`` on that; otherwise on the embedded engine, which runs ``model`` (a name that
     ``agentflow pull`` knows, or a Hugging Face folder; default ``smollm2-135m``) in this process.
     ``seed``: sampling without a seed of its own draws the same again for the same seed.
+    ``record``: a file to write all ops and events to, for ``af.Replay`` and ``agentflow replay``. It
+    holds prompts and answers as they are.
 
     >>> async with af.session() as flow:
     ...     answer = await flow.run(my_program, "a question")
     """
-    if backend is not None:
-        if url is not None or model is not None:
-            raise BadArgument("session: give a backend, or a url, or a model, not several of them")
-        return Session(backend, seed=seed)
+    if backend is None:
+        backend = _chosen_backend(url, model, api_key)
+    elif url is not None or model is not None:
+        raise BadArgument("session: give a backend, or a url, or a model, not several of them")
+    seed = replayed_seed(backend, seed)
+    if record is not None:
+        seed = secrets.randbits(63) if seed is None else seed
+        backend = Recorded(backend, record, seed)
+    return Session(backend, seed=seed)
+
+
+def _chosen_backend(url: str | None, model: str | None, api_key: str | None) -> Backend:
     url = url or (os.environ.get("AGENTFLOW_URL") if model is None else None)
     if url is None:
         from agentflow.backends.embedded import Embedded
 
-        return Session(Embedded(model) if model is not None else Embedded(), seed=seed)
+        return Embedded(model) if model is not None else Embedded()
     if model is not None:
         raise BadArgument("session: a server has its own model; give a url or a model, not both")
     from agentflow.backends.remote import Remote
 
-    return Session(Remote(url, api_key=api_key), seed=seed)
+    return Remote(url, api_key=api_key)

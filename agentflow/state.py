@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Generator
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from agentflow.events import ErrorInfo
 from agentflow.expression import Appendable
 from agentflow.fork import Branches
 from agentflow.recorder import Recorder
+from agentflow.sampling import derived_seed
 from agentflow.stream import EventStream
 from agentflow.variable import Variable
 
@@ -202,10 +202,8 @@ class State:
         return Variable(self.session.next_id(), name, self)
 
     def derived_seed(self, ordinal: int) -> int:
-        """The seed of a gen that names none: it follows from the session's seed, the run, the path
-        in the fork tree and the gen's place in the state, so that a replay draws the same."""
-        place = f"{self.session.seed}/{self._run.index}/{self.path}/{len(self._own) + ordinal}"
-        return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "big") >> 1
+        """The seed of a gen that names none, the ``ordinal``-th of what is being appended."""
+        return derived_seed(self.session.seed, self._run.index, self.path, len(self._own) + ordinal)
 
     def _declare(self, variable: Variable, num_ops: int) -> None:
         self._own.append(variable)
