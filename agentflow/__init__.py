@@ -2,12 +2,14 @@
 
 from agentflow.backends.embedded import Embedded
 from agentflow.backends.remote import Remote
+from agentflow.backends.replay import Replay
 from agentflow.backends.scripted import Scripted
 from agentflow.errors import (
     AgentflowError,
     BacklogFull,
     BadArgument,
     BadModelFolder,
+    BadRecording,
     BudgetExceeded,
     Cancelled,
     ConcurrentAppend,
@@ -26,6 +28,8 @@ from agentflow.errors import (
     PromptTooLong,
     ProtocolError,
     PullFailed,
+    RecordingError,
+    ReplayDiffers,
     RequestRefused,
     RunFailed,
     ServerError,
@@ -59,6 +63,7 @@ __all__ = [
     "BacklogFull",
     "BadArgument",
     "BadModelFolder",
+    "BadRecording",
     "Branches",
     "BudgetExceeded",
     "Cancelled",
@@ -84,7 +89,10 @@ __all__ = [
     "PromptTooLong",
     "ProtocolError",
     "PullFailed",
+    "RecordingError",
     "Remote",
+    "Replay",
+    "ReplayDiffers",
     "RequestRefused",
     "RunDone",
     "RunFailed",

@@ -1,5 +1,5 @@
 """The ``agentflow`` command: ``pull`` fetches a model, ``serve`` runs the server, ``simulate`` replays a
-workload against its scheduler."""
+workload against its scheduler, ``replay`` shows a recording."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return _pull(options)
             case "serve":
                 return _serve(options)
+            case "replay":
+                return _replay(options)
             case _:
                 return _simulate(options)
     except AgentflowError as error:
@@ -66,6 +68,13 @@ def _parser() -> argparse.ArgumentParser:
         "waiting times, fairness, evictions. Several policies give a line each.",
     )
     _add_simulate_options(simulate)
+    replay = commands.add_parser(
+        "replay",
+        help="show the recording of a session",
+        description="Shows what af.session(record=FILE) recorded: the fork tree of each run, with texts, "
+        "tokens and times. (af.Replay(FILE) runs the program again on it.)",
+    )
+    replay.add_argument("recording", type=Path, metavar="FILE", help="a recording (.jsonl)")
     return parser
 
 
@@ -175,6 +184,13 @@ def _serve(options: argparse.Namespace) -> int:
         port=options.port,
         limits=ServerLimits(resume_grace_s=options.resume_grace),
     )
+    return 0
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from agentflow.replay_command import run_replay
+
+    run_replay(options.recording)
     return 0
 
 

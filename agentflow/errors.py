@@ -21,6 +21,9 @@
     ├── RunFailed               something a value depends on failed; the cause says what
     │   └── InvalidValue        the text is there, and is no value of the type asked for
     ├── Cancelled               the value's state was cancelled
+    ├── RecordingError
+    │   ├── BadRecording        a file that is no recording, or of another version
+    │   └── ReplayDiffers       the program does something else than what was recorded
     ├── ModelError
     │   ├── UnknownModel        no such name or folder
     │   ├── BadModelFolder      a folder that holds no usable model
@@ -158,6 +161,24 @@ class Cancelled(AgentflowError):
     """The state was cancelled before this value was there."""
 
     code = "cancelled"
+
+
+class RecordingError(AgentflowError):
+    """The recording of a run, or its replay."""
+
+    code = "recording_error"
+
+
+class BadRecording(RecordingError):
+    """The file is no recording, is damaged, or was written by another version."""
+
+    code = "bad_recording"
+
+
+class ReplayDiffers(RecordingError):
+    """The program does something else than what was recorded; the message says where and what."""
+
+    code = "replay_differs"
 
 
 class ModelError(AgentflowError):

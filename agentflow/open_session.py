@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import secrets
 
 from agentflow.backend import Backend
+from agentflow.backends.replay import replayed_seed
 from agentflow.errors import BadArgument
+from agentflow.recording import Recorded
 from agentflow.session import Session
 
 
@@ -18,6 +21,7 @@ def session(
     seed: int | None = None,
     deadline_s: float | None = None,
     output_tokens: int | None = None,
+    record: str | os.PathLike[str] | None = None,
 ) -> Session:
     """A session on a backend.
 
@@ -26,24 +30,31 @@ def session(
     ``agentflow pull`` knows, or a Hugging Face folder; default ``smollm2-135m``) in this process.
     ``deadline_s`` and ``output_tokens``: what all states of the session together may take, from when
     it is entered; more raises ``DeadlineExceeded`` or ``BudgetExceeded``. ``seed``: sampling without
-    a seed of its own draws the same again for the same seed.
+    a seed of its own draws the same again for the same seed. ``record``: a file to write all ops and
+    events to, for ``af.Replay`` and ``agentflow replay``. It holds prompts and answers as they are.
 
     >>> async with af.session() as flow:
     ...     answer = await flow.run(my_program, "a question")
     """
-    if backend is not None:
-        if url is not None or model is not None:
-            raise BadArgument("session: give a backend, or a url, or a model, not several of them")
-        return Session(backend, seed=seed, deadline_s=deadline_s, output_tokens=output_tokens)
-    if model is not None and url is not None:
-        raise BadArgument("session: a server has its own model; give a url or a model, not both")
+    if backend is None:
+        backend = _chosen_backend(url, model, api_key)
+    elif url is not None or model is not None:
+        raise BadArgument("session: give a backend, or a url, or a model, not several of them")
+    seed = replayed_seed(backend, seed)
+    if record is not None:
+        seed = secrets.randbits(63) if seed is None else seed
+        backend = Recorded(backend, record, seed)
+    return Session(backend, seed=seed, deadline_s=deadline_s, output_tokens=output_tokens)
+
+
+def _chosen_backend(url: str | None, model: str | None, api_key: str | None) -> Backend:
     url = url or (os.environ.get("AGENTFLOW_URL") if model is None else None)
     if url is None:
         from agentflow.backends.embedded import Embedded
 
-        chosen: Backend = Embedded(model) if model is not None else Embedded()
-    else:
-        from agentflow.backends.remote import Remote
+        return Embedded(model) if model is not None else Embedded()
+    if model is not None:
+        raise BadArgument("session: a server has its own model; give a url or a model, not both")
+    from agentflow.backends.remote import Remote
 
-        chosen = Remote(url, api_key=api_key)
-    return Session(chosen, seed=seed, deadline_s=deadline_s, output_tokens=output_tokens)
+    return Remote(url, api_key=api_key)

@@ -1,0 +1,200 @@
+"""Where the ops of a session stand, whatever numbers the client gave: the run, the path in its fork tree,
+the place in the state's stream.
+
+A client numbers states and variables in the order in which things happen, and that order may differ
+between two runs of a program whose branches run side by side. A *place* does not differ: it follows
+from each state's own stream. ``content`` says what an op is with places instead of numbers, so that
+the contents of a recorded op and of one that comes now can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+
+from agentflow import ops
+from agentflow.errors import ProtocolError
+from agentflow.op_shapes import declared, shape_of
+from agentflow.sampling import SamplingParams
+from agentflow.seeds import derived_seed
+from agentflow.transform import Transform
+
+Path = tuple[int, ...]
+
+DERIVED = "derived"
+"""Stands for a seed that follows from the session's seed and the gen's place."""
+
+
+class Content(NamedTuple):
+    """An op's kind and fields, without numbers."""
+
+    kind: str
+    fields: tuple[tuple[str, Any], ...]
+
+
+class VariablePlace(NamedTuple):
+    """A variable in the content of an op. ``run``: None for the op's own."""
+
+    run: int | None
+    path: Path
+    ordinal: int
+    name: str
+    transforms: tuple[Transform, ...] = ()
+
+
+class Node:
+    """A state: its run (numbered from 0 as they are opened), its path, its variables and its forks."""
+
+    def __init__(self, run: int, path: Path, parent: Node | None) -> None:
+        self.run = run
+        self.path = path
+        self.parent = parent
+        self.forks: list[Node] = []
+        self.num_variables = 0
+        self.num_gens = 0
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        """Marks it and everything that was forked from it."""
+        doomed: list[Node] = [self]
+        while doomed:  # a chain of forks may be deeper than Python's stack
+            node = doomed.pop()
+            node.is_cancelled = True
+            doomed += node.forks
+
+
+NodeT = TypeVar("NodeT", bound=Node)
+
+
+class ForkTree(Generic[NodeT]):
+    """The states of one session. ``run_name`` says how the content of an op names another run than its
+    own."""
+
+    def __init__(
+        self,
+        make_node: Callable[[int, Path, NodeT | None], NodeT],
+        seed: int,
+        run_name: Callable[[int], int] = lambda run: run,
+    ) -> None:
+        self.num_runs = 0
+        self._make_node = make_node
+        self._seed = seed
+        self._run_name = run_name
+        self._nodes: dict[int, NodeT] = {}
+        self._variables: dict[int, tuple[NodeT, int, str]] = {}
+        self._declared: dict[int, list[int]] = {}
+
+    def open(self, op: ops.Open | ops.Submit) -> NodeT:
+        """A new run."""
+        node = self._nodes[op.state] = self._make_node(self.num_runs, (), None)
+        self.num_runs += 1
+        return node
+
+    def node(self, state_id: int) -> NodeT:
+        """The state of that number, or ``ProtocolError``."""
+        if state_id not in self._nodes:
+            raise ProtocolError(f"there is no state {state_id}")
+        return self._nodes[state_id]
+
+    def variable(self, var_id: int) -> tuple[NodeT, int]:
+        """The state that declared the variable, and which of its variables it is."""
+        if var_id not in self._variables:
+            raise ProtocolError(f"there is no variable {var_id}")
+        return self._variables[var_id][:2]
+
+    def content(self, op: ops.Op, node: NodeT) -> Content:
+        """What the op says, with places for numbers. A graph has its own numbers, which do not change."""
+        if isinstance(op, ops.Submit):
+            graph = msgspec.json.encode((op.ops, op.outputs, op.places)).decode()
+            return Content("submit", (("ops", graph), ("inputs", tuple(op.inputs.items()))))
+        shape = shape_of(op)
+        fields: list[tuple[str, Any]] = []
+        for name in op.__struct_fields__:
+            value = getattr(op, name)
+            if name in shape.states:
+                fields.append((name, tuple(self.node(state_id).path for state_id in value)))
+            elif name in shape.reads:
+                fields.append((name, tuple(self._place(var_id, node) for var_id in value)))
+            elif name == shape.children:
+                fields.append((name, len(value)))
+            elif name not in shape.numbers:
+                fields.append((name, self._plain(value, node)))
+        return Content(type(op).__name__.lower(), tuple(fields))
+
+    def sources(self, op: ops.Op) -> list[int]:
+        """The numbers of the variables that the op reads."""
+        if isinstance(op, ops.Submit):
+            return []
+        shape = shape_of(op)
+        found = [var_id for name in shape.reads for var_id in getattr(op, name)]
+        content = (getattr(op, name) for name in op.__struct_fields__ if name not in shape.numbers)
+        return found + [ref.var for value in content for ref in _refs(value)]
+
+    def enter(self, op: ops.Op, node: NodeT) -> list[NodeT]:
+        """Takes note of what the op declares; the new states."""
+        shape = shape_of(op)
+        for var_id, name in declared(op):
+            self._variables[var_id] = (node, node.num_variables, name)
+            self._declared.setdefault(op.state, []).append(var_id)  # type: ignore[union-attr]
+            node.num_variables += 1
+        node.num_gens += isinstance(op, ops.Gen)
+        if shape.children is None:
+            return []
+        first = len(node.forks)
+        children = getattr(op, shape.children)
+        forks = [self._make_node(node.run, (*node.path, first + i), node) for i in range(len(children))]
+        self._nodes.update(zip(children, forks, strict=True))
+        node.forks += forks
+        return forks
+
+    def forget(self, state_id: int) -> None:
+        """The client has closed the state and refers to it no more."""
+        self._nodes.pop(state_id, None)
+        for var_id in self._declared.pop(state_id, ()):
+            del self._variables[var_id]
+
+    def _place(self, var_id: int, reader: NodeT) -> VariablePlace:
+        node, ordinal = self.variable(var_id)
+        run = None if node.run == reader.run else self._run_name(node.run)
+        return VariablePlace(run, node.path, ordinal, self._variables[var_id][2])
+
+    def _plain(self, value: Any, node: NodeT) -> Any:
+        match value:
+            case ops.Ref():
+                return self._place(value.var, node)._replace(transforms=value.transforms)
+            case SamplingParams() if value.seed == self._derived_seed(node):
+                return self._plain_struct(value, node, seed=DERIVED)
+            case msgspec.Struct():
+                return self._plain_struct(value, node)
+            case tuple() | list():
+                return tuple(self._plain(part, node) for part in value)
+            case dict():
+                return tuple(sorted((key, self._plain(part, node)) for key, part in value.items()))
+        return value
+
+    def _plain_struct(self, value: msgspec.Struct, node: NodeT, **instead: Any) -> Content:
+        fields = (
+            (name, instead.get(name, self._plain(getattr(value, name), node)))
+            for name in value.__struct_fields__
+        )
+        return Content(type(value).__name__.lower(), tuple(fields))
+
+    def _derived_seed(self, node: NodeT) -> int:
+        return derived_seed(f"{self._seed}/{node.run}", f"{node.path}/{node.num_gens}")
+
+
+def _refs(value: Any) -> Iterator[ops.Ref]:
+    match value:
+        case ops.Ref():
+            yield value
+        case msgspec.Struct():
+            for name in value.__struct_fields__:
+                yield from _refs(getattr(value, name))
+        case tuple() | list():
+            for part in value:
+                yield from _refs(part)
+        case dict():
+            for part in value.values():
+                yield from _refs(part)

@@ -1,0 +1,256 @@
+"""Recordings: every op that a session sends and every event that it hears, a line of JSON each.
+
+The first line is the ``Header``, every other line an ``Entry`` with its time. ``af.session(record=PATH)``
+writes one, ``af.Replay(PATH)`` runs a program against it, ``agentflow replay PATH`` shows it.
+
+A recording holds prompts and answers as they are: whoever reads the file reads them.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from os import PathLike
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import msgspec
+
+from agentflow.backend import Backend, Connection, Deliver, Lost
+from agentflow.errors import BadArgument, BadRecording
+from agentflow.events import ErrorInfo, Event
+from agentflow.generator import Capabilities
+from agentflow.ops import Op
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+BUFFER_BYTES = 64 * 1024
+
+Ending = Literal["complete", "failed", "cancelled"]
+"""How the session's block was left: by its end, by an exception, by a cancellation or an interrupt."""
+
+
+class Header(msgspec.Struct, frozen=True):
+    """The first line. ``seed``: the session's. ``started``: when, in UTC."""
+
+    recording: int
+    agentflow: str
+    started: str
+    seed: int
+    capabilities: Capabilities
+
+
+class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A line: ``at_s`` seconds after the start, one of the others. Events in a row with the same time were
+    told together. ``refused`` is why ``send`` did not take
+    ``ops``; ``lost`` is why the backend was gone; ``ending`` stands in the last line."""
+
+    at_s: float
+    sent: Op | None = None
+    heard: Event | None = None
+    refused: ErrorInfo | None = None
+    ops: tuple[Op, ...] = ()
+    lost: ErrorInfo | None = None
+    ending: Ending | None = None
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A file as it was read. ``is_cut``: it ends before the session did."""
+
+    path: Path
+    header: Header
+    entries: list[Entry]
+
+    @property
+    def ending(self) -> Ending | None:
+        """How the session ended; None where the file ends before that."""
+        return self.entries[-1].ending if self.entries else None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it ends while answers were still to come."""
+        return self.ending in (None, "cancelled")
+
+
+class Recorded:
+    """Another backend, whose ops and events are written to ``path`` on their way.
+
+    ``clock``: seconds. The file is opened when the session is; an older one there is overwritten. Lines
+    are buffered and written out at the end of the session, however it ends; what a killed process leaves
+    can be read up to its last whole line. Should the disk fail, the recording ends with an error in the
+    log, and the program goes on.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        path: str | PathLike[str],
+        seed: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._backend = backend
+        self._path = Path(path)
+        self._seed = seed
+        self._clock = clock
+
+    @asynccontextmanager
+    async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
+        """Opens the file, then the backend."""
+        writer = _Writer(self._path, self._clock)
+        try:
+
+            def hear(events: Iterable[Event]) -> None:
+                heard, at_s = list(events), writer.now_s()  # one time: they are told together
+                for event in heard:
+                    writer.write(Entry(at_s, heard=event))
+                deliver(heard)
+
+            def lose(error: Exception) -> None:
+                writer.write(Entry(writer.now_s(), lost=ErrorInfo.of(error)))
+                lost(error)
+
+            async with self._backend.connect(hear, lose) as connection:
+                writer.begin(self._seed, connection.capabilities)
+                try:
+                    yield _RecordedConnection(connection, writer)
+                finally:
+                    writer.write(Entry(writer.now_s(), ending=_ending()))
+        finally:
+            writer.close()
+
+
+class _RecordedConnection:
+    def __init__(self, connection: Connection, writer: _Writer) -> None:
+        self.capabilities = connection.capabilities
+        self._connection = connection
+        self._writer = writer
+
+    def send(self, ops: Sequence[Op]) -> None:
+        at_s = self._writer.now_s()
+        try:  # before they are sent: what cannot be written must not run either
+            lines = [_encode(Entry(at_s, sent=op)) for op in ops]
+        except UnicodeEncodeError as error:
+            raise BadArgument(f"an op cannot be recorded, for it holds half a character: {error}") from None
+        try:
+            self._connection.send(ops)
+        except Exception as error:
+            self._writer.write(Entry(at_s, refused=ErrorInfo.of(error), ops=tuple(ops)))
+            raise
+        self._writer.write_lines(lines)
+
+
+class _Writer:
+    """The open file. Nothing raises once it is open."""
+
+    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+        try:
+            self._file: BinaryIO = path.open("wb", buffering=BUFFER_BYTES)
+        except OSError as error:
+            raise BadArgument(f"cannot record to {path}: {error.strerror or error}") from error
+        self._path = path
+        self._clock = clock
+        self._started_s = clock()
+        self._has_failed = False
+
+    def now_s(self) -> float:
+        """Seconds since the start."""
+        return round(self._clock() - self._started_s, 6)
+
+    def begin(self, seed: int, capabilities: Capabilities) -> None:
+        """Writes the header; time counts from here."""
+        self._started_s = self._clock()
+        from agentflow import __version__  # which imports the session, and so this module
+
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        header = Header(VERSION, __version__, started, seed, capabilities)
+        self.write_lines([_encode(header)])
+
+    def write(self, entry: Entry) -> None:
+        try:
+            self.write_lines([_encode(entry)])
+        except UnicodeEncodeError as error:  # a script may answer with half a character
+            self._give_up(error)
+
+    def write_lines(self, lines: Iterable[bytes]) -> None:
+        if not self._has_failed:
+            try:
+                self._file.writelines(lines)
+            except OSError as error:
+                self._give_up(error)
+
+    def close(self) -> None:
+        """Writes what is buffered and closes the file."""
+        try:
+            self._file.close()  # closed even where it raises
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        if not self._has_failed:
+            logger.error("the recording %s ends here: %s", self._path, error)
+        self._has_failed = True
+
+
+_encoder = msgspec.json.Encoder()
+
+
+def _encode(line: Header | Entry) -> bytes:
+    return _encoder.encode(line) + b"\n"
+
+
+def _ending() -> Ending:
+    # Also an exception of the session's block that was not handed down to here: it is being handled
+    # further up the stack.
+    error = sys.exception()
+    if error is None:
+        return "complete"
+    return "failed" if isinstance(error, Exception) else "cancelled"
+
+
+def read_recording(path: str | PathLike[str]) -> Recording:
+    """Reads a recording; of one that was cut, every whole line.
+
+    ``BadRecording`` for a file that is missing, no recording, damaged, or of another version.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise BadRecording(f"cannot read {path}: {error.strerror or error}") from error
+    if lines and not lines[-1].endswith(b"\n"):
+        lines.pop()  # the process was killed while it wrote
+    if not lines:
+        raise BadRecording(f"{path} is no recording: it has no whole line")
+    header = _read_header(path, lines[0])
+    decoder = msgspec.json.Decoder(Entry)
+    entries: list[Entry] = []
+    for number, line in enumerate(lines[1:], start=2):
+        try:
+            entries.append(decoder.decode(line))
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+            raise BadRecording(f"{path}, line {number}: not a line of a recording ({error})") from None
+    return Recording(path, header, entries)
+
+
+def _read_header(path: Path, line: bytes) -> Header:
+    class Version(msgspec.Struct):
+        recording: int
+
+    try:
+        version = msgspec.json.decode(line, type=Version).recording
+        if version != VERSION:
+            raise BadRecording(
+                f"{path} is a recording of version {version}, and this agentflow reads version {VERSION}: "
+                "record it again"
+            )
+        return msgspec.json.decode(line, type=Header)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise BadRecording(f"{path} is no recording: its first line is no header ({error})") from None

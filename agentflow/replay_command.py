@@ -1,0 +1,181 @@
+"""``agentflow replay``: shows a recording as the fork trees of its runs, with times and tokens.
+
+A line for each variable, under the state that it belongs to, in the order of the state's stream: its
+text, why it ended, its prompt tokens and how many of them were cached, its output tokens, and when it
+was asked for, when its first text came and when it was complete, in seconds since the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from agentflow.errors import Cancelled
+from agentflow.events import Value, VarFailed
+from agentflow.generator import Usage
+from agentflow.recorded_runs import RecordedOp, RecordedRun, RecordedRuns, RecordedState, RecordedVariable
+from agentflow.recording import Recording, read_recording
+
+# Cells longer than that are cut before rich looks at them: no terminal shows more of a line.
+MAX_CELL = 400
+# A deeper tree is not indented any further.
+MAX_INDENT = 16
+
+
+def run_replay(path: Path, console: Console | None = None) -> None:
+    """Prints it. ``BadRecording`` for a file that is none."""
+    console = console or Console()
+    recording = read_recording(path)
+    runs = RecordedRuns(recording)
+    header = recording.header
+    console.print(
+        Text(f"{path}: {header.capabilities.model}, {header.started}, agentflow {header.agentflow}"),
+        style="bold",
+    )
+    console.print(_table(runs, _TimeFormat(recording)))
+    for line in _totals(recording, runs):
+        console.print(Text(line))
+
+
+class _TimeFormat:
+    """Seconds in five characters, if they fit: as many decimals for all as the longest time leaves."""
+
+    def __init__(self, recording: Recording) -> None:
+        longest = recording.entries[-1].at_s if recording.entries else 0.0
+        self._decimals = 3 if longest < 10 else 2 if longest < 100 else 1
+
+    def __call__(self, seconds: float | None) -> str:
+        return "" if seconds is None else f"{seconds:.{self._decimals}f}"
+
+
+def _table(runs: RecordedRuns, time: _TimeFormat) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), expand=True, header_style="bold")
+    table.add_column("variable", no_wrap=True, max_width=28)
+    table.add_column("text", no_wrap=True, ratio=1, min_width=12)
+    table.add_column("finish", no_wrap=True)
+    for name in ("prompt", "cached", "out", "start", "first", "end"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for run in runs.runs:
+        for row in _rows(run):
+            table.add_row(*_state_row(row, time) if row.variable is None else _variable_row(row, time))
+    return table
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A state (the run's root included) or one of its variables; ``guides`` draw the tree before it."""
+
+    guides: str
+    state: RecordedState
+    variable: RecordedVariable | None = None
+
+
+def _rows(run: RecordedRun) -> Iterator[_Row]:
+    waiting = [(_Row("", run.root), "")]
+    while waiting:  # a chain of forks may be deeper than Python's stack
+        row, indent = waiting.pop()
+        yield row
+        if row.variable is not None:
+            continue
+        parts = [part for op in row.state.ops for part in _parts(op)]
+        inner: list[tuple[_Row, str]] = []
+        for part in parts:
+            is_last = part is parts[-1]
+            guides = (indent + ("└ " if is_last else "├ "))[-MAX_INDENT:]
+            below = (indent + ("  " if is_last else "│ "))[-MAX_INDENT:]
+            inner.append((_row_of(part, guides), below))
+        waiting += reversed(inner)
+
+
+def _row_of(part: RecordedState | RecordedVariable, guides: str) -> _Row:
+    return _Row(guides, part) if isinstance(part, RecordedState) else _Row(guides, part.state, part)
+
+
+def _parts(op: RecordedOp) -> list[RecordedState | RecordedVariable]:
+    return [*op.variables, *op.children]
+
+
+def _state_row(row: _Row, time: _TimeFormat) -> list[Text]:
+    state = row.state
+    name = f"run {state.run}" if state.parent is None else f"state {state.path}"
+    finish, style = "", ""
+    if state.error is not None:
+        finish, style = ("cancelled", "yellow") if state.error.code == Cancelled.code else ("failed", "red")
+    start = state.ops[0].at_s if state.ops else None
+    return [
+        Text(row.guides + name, style="bold" if state.parent is None else ""),
+        Text(_first_text(state), style="dim"),
+        Text(finish, style=style),
+        *(Text(cell, style="dim") for cell in ("", "", "", time(start), "", time(state.end_s or None))),
+    ]
+
+
+def _variable_row(row: _Row, time: _TimeFormat) -> list[Text]:
+    variable = row.variable
+    assert variable is not None
+    text, finish, style, usage = Text(_line(variable.text)), "", "", None
+    match variable.end:
+        case Value():
+            finish, usage = variable.end.finish_reason, variable.end.usage
+        case VarFailed(error=error):
+            is_cancelled = error.origin.code == Cancelled.code or error.code == Cancelled.code
+            finish, style = ("cancelled", "yellow") if is_cancelled else ("failed", "red")
+            text = Text(_line(f"{error.code}: {error.message}"), style=style)
+        case None:
+            finish, style = ("cancelled" if variable.state.is_cancelled else "no end"), "yellow"
+    tokens = ["", "", ""]
+    if usage is not None:
+        tokens = [f"{count:,}" for count in (usage.prompt_tokens, usage.cached_tokens, usage.output_tokens)]
+    times = [time(variable.at_s), time(variable.first_s), time(variable.end_s)]
+    return [
+        Text(row.guides) + Text(_line(variable.name), style="cyan"),
+        text,
+        Text(finish, style=style),
+        *map(Text, [*tokens, *times]),
+    ]
+
+
+def _first_text(state: RecordedState) -> str:
+    parts = (
+        part for op in state.ops if op.content.kind == "text" for part in dict(op.content.fields)["parts"]
+    )
+    return _line(next((part for part in parts if isinstance(part, str)), ""))
+
+
+def _line(text: str) -> str:
+    """On one line, and harmless to a terminal."""
+    words = " ".join(text[:MAX_CELL].split())
+    return "".join(char if char.isprintable() else "·" for char in words)
+
+
+def _totals(recording: Recording, runs: RecordedRuns) -> list[str]:
+    states = [state for run in runs.runs for state in run.states.values()]
+    variables = [variable for state in states for variable in state.variables]
+    usage = sum((end.usage for v in variables if isinstance(end := v.end, Value)), Usage())
+    num_failed = sum(isinstance(variable.end, VarFailed) for variable in variables)
+    lines = [
+        f"{_count(len(runs.runs), 'run')}, {_count(len(states), 'state')}, "
+        f"{_count(len(variables), 'variable')}{f' ({num_failed} without a value)' if num_failed else ''}, "
+        f"{recording.entries[-1].at_s if recording.entries else 0:.3f} s",
+        f"tokens: {usage.prompt_tokens:,} prompt, of which {usage.cached_tokens:,} cached "
+        f"({usage.hit_rate:.1%}), {usage.output_tokens:,} output",
+    ]
+    if runs.lost is not None:
+        lines.append(f"The backend was lost: {_line(runs.lost.error.message)}")
+    match recording.ending:
+        case "failed":
+            lines.append("The session was left by an exception.")
+        case "cancelled":
+            lines.append("The session was cancelled.")
+        case None:
+            lines.append("The recording ends before the session did.")
+    return lines
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,206 @@
+"""Replays of another program than the recorded one: the first difference is told, and where it is."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import anyio
+import pytest
+
+import agentflow as af
+
+pytestmark = pytest.mark.anyio
+
+
+def answer(prompt: str) -> str | Exception:
+    if prompt.endswith("yes or no? "):
+        return "yes"
+    return af.EngineFailed(f"cannot answer {prompt[-6:]}") if prompt.endswith("!") else f"{len(prompt)} chars"
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    return tmp_path / "run.jsonl"
+
+
+async def ask(s: af.State, question: str) -> str:
+    s += af.system("same") + af.user(question) + af.gen("x", temperature=1.0)
+    return await s["x"]
+
+
+@af.program
+async def judge(s: af.State, change: str = "") -> list[str]:
+    s += af.user(
+        "An essay of very many words. " * 3 + "This is it. " + ("Really." if change == "prompt" else "Yes.")
+    )
+    s += af.assistant("It is ", af.gen("first", max_tokens=12 if change == "parameter" else 16))
+    if change == "extra gen":
+        s += af.gen("more")
+    if change == "other name":
+        s += "yes or no? " + af.select("other", ["yes", "no"])
+    elif change != "missing gen":
+        choices = ["yes", "no", "maybe"] if change == "choices" else ["yes", "no"]
+        s += "yes or no? " + af.select("related", choices)
+    group = s.fork(1 if change == "missing branch" else 2)
+    if change != "no group":
+        await group.__aenter__()
+    for branch in group:
+        if change != "idle branch":
+            branch += af.gen("x") if change == "no reference" else af.user(s["first"]) + af.gen("x")
+    if change == "other reference":
+        s += group[1]["x"] + af.gen("sum")
+    elif change != "idle branch":
+        s += group[0]["x"] + af.gen("sum")
+    return [await s] if change == "idle branch" else [await s["sum"]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            "prompt",
+            "run 0, state (), op 2: the recording has text '… words. This is it. Yes.', "
+            "and the program has text '… words. This is it. Really.'",
+        ),
+        (
+            "parameter",
+            "run 0, state (), op 6: the recording has gen 'first' with max_tokens 16, "
+            "and the program has gen 'first' with max_tokens 12",
+        ),
+        (
+            "extra gen",
+            "run 0, state (), op 8: the recording has text 'yes or no? ', and the program has gen 'more'",
+        ),
+        (
+            "missing gen",
+            "run 0, state (), op 8: the recording has text 'yes or no? ', and the program has a fork of 2",
+        ),
+        (
+            "other name",
+            "run 0, state (), op 9: the recording has select 'related', and the program has select 'other'",
+        ),
+        (
+            "choices",
+            "run 0, state (), op 9: the recording has select 'related' with choices ('yes', 'no'), "
+            "and the program has select 'related' with choices ('yes', 'no', 'maybe')",
+        ),
+        (
+            "missing branch",
+            "run 0, state (), op 10: the recording has a fork of 2, and the program has a fork of 1",
+        ),
+        (
+            "no group",
+            "run 0, state (): the recording has a task group of the states (0,), (1,), "
+            "and the program has none",
+        ),
+        (
+            "no reference",
+            "run 0, state (0,), op 0: the recording has begin 'user', and the program has gen 'x'",
+        ),
+        (
+            "other reference",
+            """run 0, state (), op 11: the recording has text "{'x' of (0,)}", """
+            """and the program has text "{'x' of (1,)}\"""",
+        ),
+        (
+            "idle branch",
+            "run 0, state (1,), op 0: the recording has begin 'user', and the program has nothing more there",
+        ),
+    ],
+)
+async def test_a_changed_program_is_told_where_it_differs(path, change, message):
+    async with af.session(backend=af.Scripted(answer), record=path) as flow:
+        first = await flow.run(judge)
+    async with af.session(backend=af.Replay(path)) as flow:
+        assert await flow.run(judge) == first
+    async with af.session(backend=af.Replay(path)) as flow:
+        with anyio.fail_after(10), pytest.raises(af.ReplayDiffers) as caught:
+            await flow.run(judge, change)
+        assert str(caught.value) == message
+        assert not flow.is_alive
+        with pytest.raises(af.ReplayDiffers):  # whatever comes next
+            await flow.run(judge)
+
+
+async def test_more_at_the_end_is_a_difference(path):
+    async with af.session(backend=af.Scripted(answer), record=path) as flow:
+        await flow.run(ask, "a question")
+    async with af.session(backend=af.Replay(path)) as flow, flow.state() as s:
+        assert await ask(s, "a question") == "44 chars"
+        with pytest.raises(
+            af.ReplayDiffers, match="op 8: the recording has no more, and the program has text 'and'"
+        ):
+            s += "and"
+
+
+async def test_more_runs_and_fewer_runs_are_differences(path):
+    async with af.session(backend=af.Scripted(answer), record=path) as flow:
+        await flow.run(ask, "one")
+        await flow.run(ask, "two")
+    with pytest.raises(
+        af.ReplayDiffers, match="has 2 runs, and the program ended after 1: nothing came for run 1"
+    ):
+        async with af.session(backend=af.Replay(path)) as flow:
+            await flow.run(ask, "one")
+    async with af.session(backend=af.Replay(path)) as flow:
+        await flow.run(ask, "one")
+        await flow.run(ask, "two")
+        with pytest.raises(af.ReplayDiffers, match="run 2: the recording has no more runs"):
+            await flow.run(ask, "two")
+
+
+async def test_a_failure_of_the_block_is_not_hidden_by_what_did_not_come(path):
+    async with af.session(backend=af.Scripted(answer), record=path) as flow:
+        await flow.run(ask, "one")
+    with pytest.raises(ZeroDivisionError) as caught:
+        async with af.session(backend=af.Replay(path)):
+            raise ZeroDivisionError
+    assert caught.value.__context__ is None
+
+
+async def test_a_failing_gen_that_does_not_come_is_told_where_its_branch_ends(path):
+    async def program(s: af.State, *, fails: bool) -> None:
+        async with s.fork(2) as group:
+            group[0].add("good ").add(af.gen("x"))
+            if fails:
+                group[1].add("bad!").add(af.gen("x"))
+        with pytest.raises(af.AgentflowError):
+            await group
+
+    async with af.session(backend=af.Scripted(answer), record=path) as flow:
+        await flow.run(partial(program, fails=True))
+    async with af.session(backend=af.Replay(path)) as flow:
+        await flow.run(partial(program, fails=True))
+    async with af.session(backend=af.Replay(path)) as flow:
+        with pytest.raises(af.ReplayDiffers, match=r"state \(1,\), op 0: the recording has text 'bad!'"):
+            await flow.run(partial(program, fails=False))
+
+
+async def test_another_salt_is_a_difference(path):
+    async def use(flow: af.Session, salt: str) -> None:
+        async with flow.state(cache_salt=salt) as s:
+            s += af.gen("x")
+            await s["x"]
+
+    async with af.session(backend=af.Scripted(answer), record=path) as flow:
+        await use(flow, "one")
+    async with af.session(backend=af.Replay(path)) as flow:
+        with pytest.raises(af.ReplayDiffers, match="open 'one' with cache_salt 'one', and the program"):
+            await use(flow, "two")
+
+
+async def test_the_seed_is_the_recorded_one(path):
+    async with af.session(backend=af.Scripted(answer), record=path, seed=5) as flow:
+        await flow.run(ask, "one")
+    assert af.session(backend=af.Replay(path)).seed == 5
+    assert af.session(backend=af.Replay(path), seed=5).seed == 5
+    with pytest.raises(af.BadArgument, match=r"made with seed 5, .*: leave out seed=6"):
+        af.session(backend=af.Replay(path), seed=6)
+
+
+async def test_stats_that_were_not_recorded_are_empty(path):
+    async with af.session(backend=af.Scripted(answer), record=path):
+        pass
+    async with af.session(backend=af.Replay(path)) as flow:
+        assert await flow.stats() == af.Stats(model="scripted")
