@@ -226,7 +226,10 @@ def select(
 ) -> SelectExpression:
     """The likeliest of ``choices``, as variable ``name``.
 
-    ``token_length_normalized`` compares the mean log-probability of each choice's tokens.
+    ``method`` says what is compared: ``token_length_normalized`` the mean log-probability of a choice's
+    tokens; ``greedy_token_selection`` token by token the likeliest next one; with
+    ``unconditional_likelihood_normalized`` the mean, less what it is with no text before (so that what is
+    likely anyway does not win by that). ``s["verdict"].choices`` has each choice's log-probability.
 
     >>> s += af.assistant(af.select("verdict", ["yes", "no"]))
     """

@@ -10,10 +10,11 @@ import anyio.to_thread
 import msgspec
 
 from agentflow.constraint import Constraint
-from agentflow.errors import AgentflowError, BadArgument, NotSupported
+from agentflow.errors import AgentflowError, BadArgument
 from agentflow.generator import Capabilities, Generated, OnText, Scored, StateHint, Stats, Usage
 from agentflow.sampling import SamplingParams
 from agentflow.server.chat_template import ChatTemplate
+from agentflow.server.choice_scoring import scores_of
 from agentflow.server.core.request import TopTokens
 from agentflow.server.engine_client import EngineClient, RequestObserver
 from agentflow.server.engine_messages import EngineStats, Finished, Origin
@@ -114,18 +115,27 @@ class EngineGenerator:
     async def score(self, context: EngineContext, choices: Sequence[str], method: str) -> Scored:
         """Scores each choice's tokens after the context. The choices share the prefix: whichever
         is computed first puts it into the cache for the others."""
-        if method != "token_length_normalized":
-            raise NotSupported(f"select by {method} is not supported by the engine yet")
         prefix = await self._prompt(context, "select")
         encoded = [context.tokens.encode_next(choice) for choice in choices]
         context.has_run = True
         done = await self._score_all(prefix, encoded, context.origin)
-        logprobs = tuple(sum(value or 0.0 for value in end.logprobs) for end in done)
-        scores = tuple(total / len(ids) for total, ids in zip(logprobs, encoded, strict=True))
+        alone: list[Finished] = []
+        if method == "unconditional_likelihood_normalized":
+            alone = await self._score_all(self._start_ids, encoded, context.origin)
+        logprobs = [[value or 0.0 for value in end.logprobs] for end in done]
+        unconditional = [[value or 0.0 for value in end.logprobs] for end in alone]
+        scores = scores_of(method, encoded, logprobs, unconditional)
         best = max(range(len(scores)), key=scores.__getitem__)
         context.tokens.generated(encoded[best], choices[best])
         context.num_computed = len(prefix) + len(encoded[best])
-        return Scored(best, logprobs, scores, sum((_usage(end) for end in done), Usage()))
+        usage = sum((_usage(end) for end in (*done, *alone)), Usage())
+        return Scored(best, tuple(map(sum, logprobs)), tuple(scores), usage)
+
+    @property
+    def _start_ids(self) -> list[int]:
+        """What stands before a text that stands after nothing."""
+        bos = self._client.tokenizer.bos_id
+        return [bos if bos is not None else self._client.info.end_token_ids[0]]
 
     async def _score_all(self, prefix: list[int], ends: list[list[int]], origin: Origin) -> list[Finished]:
         scored: dict[int, Finished] = {}

@@ -292,8 +292,8 @@ async def test_a_select_that_cannot_run_says_why_once():
         generator.fill(context, "x " * 100)
         with pytest.raises(af.PromptTooLong, match="fit into 64"):
             await generator.score(context, CHOICES, "token_length_normalized")
-        with pytest.raises(af.NotSupported, match="select by greedy_token_selection"):
-            await generator.score(context, CHOICES, "greedy_token_selection")
+        with pytest.raises(af.PromptTooLong, match="fit into 64"):
+            await generator.score(context, CHOICES, "unconditional_likelihood_normalized")
         assert client.num_calls == 0
 
 

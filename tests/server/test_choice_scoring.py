@@ -1,0 +1,78 @@
+"""The three methods of select: against a walk of the choices' tree, and on the real model."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import agentflow as af
+from agentflow.server.choice_scoring import num_greedy_tokens, scores_of
+
+
+@st.composite
+def choices(draw):
+    """Different choices, and one log-probability for each prefix, as a model would give."""
+    ids = draw(
+        st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=6, unique_by=tuple)
+    )
+    prefixes = sorted({tuple(one[: n + 1]) for one in ids for n in range(len(one))})
+    # All different, so that no method has to break ties.
+    values = draw(st.permutations(range(1, len(prefixes) + 1)))
+    known = {prefix: -value / 7 for prefix, value in zip(prefixes, values, strict=True)}
+    return ids, [[known[tuple(one[: n + 1])] for n in range(len(one))] for one in ids], known
+
+
+def walk(ids, known):
+    """From the root always to the likeliest next token that some choice has; the choices at the end."""
+    at: tuple[int, ...] = ()
+    while True:
+        nexts = {
+            tuple(one[: len(at) + 1]) for one in ids if tuple(one[: len(at)]) == at and len(one) > len(at)
+        }
+        if not nexts:
+            return list(at)
+        at = max(nexts, key=known.__getitem__)
+
+
+@given(made=choices())
+def test_the_greedy_choice_is_where_a_greedy_walk_ends(made):
+    ids, logprobs, known = made
+    counts = num_greedy_tokens(ids, logprobs)
+    best = max(range(len(ids)), key=counts.__getitem__)
+    assert ids[best] == walk(ids, known)
+    assert all(0 <= count <= len(one) for count, one in zip(counts, ids, strict=True))
+
+
+@given(made=choices(), alone=st.floats(-5, 0))
+def test_the_other_methods_compare_means(made, alone):
+    ids, logprobs, _ = made
+    means = [sum(values) / len(values) for values in logprobs]
+    assert scores_of("token_length_normalized", ids, logprobs, []) == means
+    without = [[alone] * len(one) for one in ids]
+    found = scores_of("unconditional_likelihood_normalized", ids, logprobs, without)
+    assert found == pytest.approx([value - alone for value in means])
+
+
+@pytest.mark.model
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_on_the_real_model(model_folder, anyio_backend):
+    """What is likely anyway (``the``) loses where that is taken into account."""
+    options = [" Paris", " the", " Lyon"]
+    found = {}
+    async with af.session(backend=af.Embedded(model_folder)) as flow:
+        for method in (
+            "token_length_normalized",
+            "greedy_token_selection",
+            "unconditional_likelihood_normalized",
+        ):
+            async with flow.state() as s:
+                s += "The capital of France is" + af.select("city", options, method=method)
+                found[method] = await s["city"]
+                logprobs = s["city"].choices
+                assert set(logprobs) == set(options)
+                assert all(value < 0 for value in logprobs.values())
+    assert found["token_length_normalized"] == max(logprobs, key=logprobs.__getitem__)
+    assert found["unconditional_likelihood_normalized"] == " Paris"
+    assert found["greedy_token_selection"] in options
