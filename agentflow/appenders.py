@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 import weakref
-from types import CoroutineType
+from contextlib import suppress
+from types import CoroutineType, GeneratorType
 from typing import Any
 
 from agentflow.errors import ConcurrentAppend
@@ -35,18 +36,21 @@ class Appenders:
 
 def _running() -> object | None:
     """The coroutine of the running task."""
-    try:
+    with suppress(RuntimeError):  # no asyncio here
         task: Any = asyncio.current_task()
-    except RuntimeError:  # no asyncio here
-        trio = sys.modules.get("trio")
-        if trio is None:
-            return None
-        return trio.lowlevel.current_task().coro  # type: ignore[no-any-return]
-    coroutine: object = None if task is None else task.get_coro()
-    return coroutine
+        return None if task is None else task.get_coro()
+    trio = sys.modules.get("trio")
+    if trio is not None:
+        with suppress(RuntimeError):  # no trio either
+            return trio.lowlevel.current_task().coro  # type: ignore[no-any-return]
+    raise ConcurrentAppend(
+        "this thread has no event loop: append from the task that runs the program "
+        "(from a worker thread by anyio.from_thread.run_sync)"
+    )
 
 
 def _has_ended(coroutine: object | None) -> bool:
-    if coroutine is None:
-        return True
-    return isinstance(coroutine, CoroutineType) and coroutine.cr_frame is None
+    """Whether its task has. Of other kinds than Python's own nothing is known: they are not accused."""
+    if isinstance(coroutine, CoroutineType):
+        return coroutine.cr_frame is None
+    return not isinstance(coroutine, GeneratorType) or coroutine.gi_frame is None

@@ -44,6 +44,7 @@ class Recorder:
         self.entries: list[Entry] = []
         self.open_role = state.transcript.open_role
         self._state = state
+        self._num_gens = 0
         self._text: list[str | ops.Ref] = []
 
     def add(self, item: Appendable) -> None:
@@ -69,6 +70,7 @@ class Recorder:
                 self.end()
             case ImageExpression():
                 self._state.session.capabilities.require_images()
+                self.entries.append(item)
                 self._put(ops.Image(state_id, item.source))
             case _:
                 raise BadArgument(
@@ -120,7 +122,8 @@ class Recorder:
         self._state.session.capabilities.require(constraint)
         params = item.params
         if params.seed is None:
-            params = msgspec.structs.replace(params, seed=self._state.derived_seed(len(self.declared)))
+            params = msgspec.structs.replace(params, seed=self._state.derived_seed(self._num_gens))
+        self._num_gens += 1
         var_id = self._new(item.name, item, item.value_type)
         self._put(ops.Gen(self._state.id, var_id, item.name, params, constraint, item.timeout_s))
 
