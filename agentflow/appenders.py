@@ -26,6 +26,9 @@ class Appenders:
         if now is None or (self._last and self._last[-1]() is now):
             return
         alive = [ref for ref in self._last if not _has_ended(ref())]
+        if alive and alive[-1]() is now:  # those that appended since have ended
+            self._last = alive
+            return
         if any(ref() is now for ref in alive):
             raise ConcurrentAppend(
                 "two tasks append to this state at the same time, so that the order of what they append is "
