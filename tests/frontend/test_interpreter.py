@@ -192,6 +192,10 @@ async def test_after_a_rewind_nothing_is_missing_and_nothing_is_told_twice(progr
         at.submit(*[ops.Close(state.id) for state in program.states])
 
 
+def transformed(variable: af.Variable, ref: ops.Ref) -> af.Variable | af.Transformed:
+    return variable.transformed(ref.transforms) if ref.transforms else variable
+
+
 @given(program=op_programs(kinds=CERTAIN, max_size=25))
 async def test_the_frontend_says_the_same(program):
     """The same programs, told with states, variables, f-strings and forks."""
@@ -207,8 +211,21 @@ async def test_the_frontend_says_the_same(program):
                     states[state] = flow.state().root
                 case ops.Text(state, (str() as text,)):
                     states[state] += text
-                case ops.Text(state, (before, ops.Ref(var), after)):
-                    states[state] += f"{before}{variables[var]}{after}"
+                case ops.Text(state, (before, ops.Ref() as ref, after)):
+                    states[state] += f"{before}{transformed(variables[ref.var], ref)}{after}"
+                case ops.Set(state, var, name, parts):
+                    pieces = [p if isinstance(p, str) else transformed(variables[p.var], p) for p in parts]
+                    variables[var] = states[state].set(name, "".join([f"{piece}" for piece in pieces]))
+                case ops.Read(state, var):
+                    variables[var] = states[state].text()
+                case ops.Begin(state, role):
+                    states[state].begin(role)
+                case ops.End(state):
+                    states[state].end()
+                case ops.Image(state, source):
+                    states[state] += af.image(source)
+                case ops.Hint(state, objective, output_tokens, forks):
+                    states[state].hint(objective=objective, output_tokens=output_tokens, forks=forks)
                 case ops.Gen(state, var, name):
                     states[state] += af.gen(name)
                     variables[var] = states[state][name]
