@@ -92,6 +92,13 @@ class Bench:
                 await self.interpreter.outbox.wait()
                 self.listen()
 
+    async def until_idle(self) -> None:
+        """Until no op runs any more: some search for a pattern in a thread."""
+        with anyio.fail_after(10):
+            while any(state.is_running for state in self.interpreter._states):
+                await anyio.lowlevel.checkpoint()
+        await settle()
+
     def assert_has_nothing(self) -> None:
         assert list(self.interpreter._states) == []
         assert self.interpreter._variables == {}
@@ -142,11 +149,11 @@ async def test_any_program_gives_what_its_variables_give_alone(program):
     async with bench() as at:
         await at.play(program)
         await at.listen_until_all_ended(list(program.variables))
-        await settle()
+        await at.until_idle()
         at.listen()
         check(program, at.heard)
         at.submit(*[ops.Close(state.id) for state in program.states])
-        await settle()
+        await at.until_idle()
         at.assert_has_nothing()
 
 
@@ -186,7 +193,7 @@ async def test_after_a_rewind_nothing_is_missing_and_nothing_is_told_twice(progr
                 },
             )
         await at.listen_until_all_ended(list(program.variables))
-        await settle()
+        await at.until_idle()
         at.listen()
         check(program, at.heard)
         at.submit(*[ops.Close(state.id) for state in program.states])
