@@ -15,6 +15,7 @@ from anyio.abc import TaskGroup
 
 from agentflow import ops
 from agentflow.backend import Backend, Connection
+from agentflow.budget import limit_op
 from agentflow.errors import AgentflowError, BadArgument, Cancelled, ServerLost, StateClosed
 from agentflow.events import Delta, ErrorInfo, Event, Reached, StateFailed, StatsReply, Value, VarFailed
 from agentflow.generator import Capabilities, Stats
@@ -147,6 +148,14 @@ class Session:
         """A state without a program: ``async with flow.state() as s``. What still runs at the end
         of the block is cancelled. States share cached KV only under an equal ``cache_salt``."""
         return Run(self, cache_salt=cache_salt)
+
+    def limit(self, *, deadline_s: float | None = None, output_tokens: int | None = None) -> None:
+        """From now on all states of this session may take so many seconds, and generate so many tokens
+        together. What goes on after that fails with ``DeadlineExceeded`` or ``BudgetExceeded``.
+
+        >>> flow.limit(output_tokens=100_000)
+        """
+        self.submit([limit_op(0, deadline_s, output_tokens)])
 
     async def stats(self) -> Stats:
         """What the backend has counted since its start."""

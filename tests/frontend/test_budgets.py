@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from observed_backends import Noted, Spoken, assert_left_nothing
 
 import agentflow as af
-from agentflow import ops
 
 pytestmark = pytest.mark.anyio
 
@@ -128,7 +127,7 @@ async def test_a_limit_of_the_session_holds_for_all_states_and_those_to_come():
         await inner
         # A client may close a state whose forks go on.
         flow.forget(orphan)
-        flow.submit([ops.Limit(0, output_tokens=6)])
+        flow.limit(output_tokens=6)
         inner += af.gen("x")
         assert await inner["x"] == words(3)
         async with flow.state() as second:

@@ -159,6 +159,23 @@ async def test_a_task_group_fails_with_the_branch_whose_time_is_over():
     assert_left_nothing(backend)
 
 
+async def test_a_deadline_of_the_session_ends_what_runs_and_what_comes():
+    backend = Spoken(["one two"])
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        s += af.gen("x")
+        await backend.allow(1)
+        flow.limit(deadline_s=SOON_S)
+        with pytest.raises(af.DeadlineExceeded):
+            await s["x"]
+        async with flow.state() as late:
+            late += "text"
+            with pytest.raises(af.DeadlineExceeded):
+                await late
+    assert_left_nothing(backend)
+    with pytest.raises(af.StateClosed, match="the session has ended"):
+        flow.limit(deadline_s=1)
+
+
 # Over the wire, and what is no limit
 
 
@@ -189,8 +206,9 @@ NO_LIMITS = [
 async def test_what_is_no_limit_is_refused(limit, message):
     noted = Noted(af.Scripted([]))
     async with af.session(backend=noted) as flow, flow.state() as s:
-        with pytest.raises(af.BadArgument, match=message):
-            s.limit(**limit)
+        for limited in (s, flow):
+            with pytest.raises(af.BadArgument, match=message):
+                limited.limit(**limit)
         assert noted.of(ops.Limit) == []
 
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 import pytest
+from fake_engine import FakeEngine
 from hypothesis import given
 from hypothesis import strategies as st
 from observed_backends import Dribbling, Noted, Spoken
@@ -138,6 +139,33 @@ async def test_branches_inherit_an_open_turn_and_end_it_for_themselves():
             {"role": "user", "content": "p1"},
             {"role": "assistant", "content": "a"},
         ]
+
+
+async def test_in_the_engine_a_turn_that_was_forked_has_the_ids_of_one_that_was_not():
+    engine = FakeEngine()
+    async with af.session(backend=engine) as flow, flow.state() as s, flow.state() as plain:
+        s += af.system("Be brief.")
+        s.begin("user")
+        s += "the question is"
+        branches = s.fork(2)
+        s += " mine"
+        for branch, text in zip((*branches, s), (" an", " the", ""), strict=True):
+            branch += text
+            branch.end()
+        plain += af.system("Be brief.")
+        async with plain.user():
+            plain += "the question is"
+            plain.copy()  # a fork ends a run of text, wherever it goes
+            plain += " mine"
+        assert await s.token_ids() == await plain.token_ids()
+        assert await s.text() == await plain.text()
+        assert (await branches[0].messages())[-1] == {"role": "user", "content": "the question is an"}
+        branches[1] += af.assistant(af.gen("x", max_tokens=4))
+        assert (await branches[1].messages())[1:] == [
+            {"role": "user", "content": "the question is the"},
+            {"role": "assistant", "content": await branches[1]["x"]},
+        ]
+    assert engine.client.num_calls == 0
 
 
 async def test_a_block_that_raises_leaves_its_turn_open():
