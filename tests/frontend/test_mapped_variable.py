@@ -184,8 +184,8 @@ async def test_a_cancelled_state_fails_what_others_expect_of_it():
     """The variable was expected, and its source is in another state that goes on."""
     backend = Spoken(["one two"])
     async with af.session(backend=backend) as flow, flow.state() as s, flow.state() as other:
-        s += af.gen("x")
         branch = s.copy()
+        s += af.gen("x")
         mapped = branch.mapped(s["x"], str.upper)
         other += mapped
         await settle()
