@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 import weakref
-from types import CoroutineType
+from contextlib import suppress
+from types import CoroutineType, GeneratorType
 from typing import Any
 
 from agentflow.errors import ConcurrentAppend
@@ -25,6 +26,9 @@ class Appenders:
         if now is None or (self._last and self._last[-1]() is now):
             return
         alive = [ref for ref in self._last if not _has_ended(ref())]
+        if alive and alive[-1]() is now:  # those that appended since have ended
+            self._last = alive
+            return
         if any(ref() is now for ref in alive):
             raise ConcurrentAppend(
                 "two tasks append to this state at the same time, so that the order of what they append is "
@@ -34,23 +38,22 @@ class Appenders:
 
 
 def _running() -> object | None:
-    """The coroutine of the running task; None outside of all event loops, as in a trace."""
-    try:
+    """The coroutine of the running task."""
+    with suppress(RuntimeError):  # no asyncio here
         task: Any = asyncio.current_task()
-        return None if task is None else _object(task.get_coro())
-    except RuntimeError:  # no asyncio here
-        trio = sys.modules.get("trio")
-    try:
-        return None if trio is None else _object(trio.lowlevel.current_task().coro)
-    except RuntimeError:
-        return None
-
-
-def _object(coroutine: object) -> object:
-    return coroutine
+        return None if task is None else task.get_coro()
+    trio = sys.modules.get("trio")
+    if trio is not None:
+        with suppress(RuntimeError):  # no trio either
+            return trio.lowlevel.current_task().coro  # type: ignore[no-any-return]
+    raise ConcurrentAppend(
+        "this thread has no event loop: append from the task that runs the program "
+        "(from a worker thread by anyio.from_thread.run_sync)"
+    )
 
 
 def _has_ended(coroutine: object | None) -> bool:
-    if coroutine is None:
-        return True
-    return isinstance(coroutine, CoroutineType) and coroutine.cr_frame is None
+    """Whether its task has. Of other kinds than Python's own nothing is known: they are not accused."""
+    if isinstance(coroutine, CoroutineType):
+        return coroutine.cr_frame is None
+    return not isinstance(coroutine, GeneratorType) or coroutine.gi_frame is None

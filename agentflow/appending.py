@@ -11,13 +11,13 @@ from agentflow.appenders import Appenders
 from agentflow.backlog import Backlog
 from agentflow.budget import limit_op
 from agentflow.errors import BadArgument, NotSupported, StateClosed, UnknownVariable
-from agentflow.expression import Appendable, GenExpression, Sequence_
+from agentflow.expression import Appendable, GenExpression, ImageExpression, Sequence_
 from agentflow.ops import Objective, ReadWhat, Role
 from agentflow.program_line import LineTable, ProgramLine, calling_line
 from agentflow.recorder import Recorder
 from agentflow.reference import Reference
-from agentflow.transcript import Transcript
-from agentflow.transform import apply_transforms
+from agentflow.transcript import Content, Transcript
+from agentflow.transform import apply_in_turn
 from agentflow.turn import Turn
 from agentflow.value_type import TEXT, ValueType
 from agentflow.variable import Variable
@@ -137,17 +137,14 @@ class Appending:
 
     async def messages(self) -> list[dict[str, str]]:
         """The conversation so far as ``{"role": …, "content": …}``; waits for what is being generated.
-        Text outside turns is in none of them."""
-        found = []
-        for message in self.transcript.messages():
-            pieces = [
-                part
-                if isinstance(part, str)
-                else apply_transforms(await part.source.whole_text(), part.transforms)
-                for part in message.content
-            ]
-            found.append({"role": message.role, "content": "".join(pieces)})
-        return found
+        Text outside turns is in none of them. ``NotSupported`` where a turn holds an image."""
+        messages = self.transcript.messages()
+        if any(isinstance(part, ImageExpression) for message in messages for part in message.content):
+            raise NotSupported("messages() gives texts, and this conversation holds an image")
+        return [
+            {"role": role, "content": "".join([await _text_of(part) for part in content])}
+            for role, content in messages
+        ]
 
     def hint(
         self,
@@ -162,7 +159,8 @@ class Appending:
         if objective not in (None, *get_args(Objective)):
             raise BadArgument(f"hint: objective must be latency or throughput, not {objective!r}")
         for name, value in (("output_tokens", output_tokens), ("forks", forks)):
-            if value is not None and (not isinstance(value, int) or value < 1):
+            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            if value is not None and not is_count:
                 raise BadArgument(f"hint: {name} must be a whole number above 0, not {value!r}")
         recorder = self._recorder()
         recorder.ops.append(ops.Hint(self._id, objective, output_tokens, forks))
@@ -180,12 +178,18 @@ class Appending:
     def __getitem__(self, name: str) -> Variable[str]: ...
     def __getitem__(self, name: Any) -> Variable[Any]:
         wanted = name.name if isinstance(name, GenExpression) else name
-        if wanted not in self._names:
+        found = self._names.get(wanted) if isinstance(wanted, str) else None
+        if found is None:
             known = ", ".join(repr(known) for known in self._names) or "none yet"
             raise UnknownVariable(
                 f"this state has no variable {wanted!r} (it has: {known}): append its gen first"
             )
-        return self._names[wanted]
+        if isinstance(name, GenExpression) and found.value_type is not name.value_type:
+            raise UnknownVariable(
+                f"the state's variable {wanted!r} is not of this gen: append the gen first, and look its "
+                "variable up before another of that name"
+            )
+        return found
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
@@ -229,9 +233,17 @@ class Appending:
 
     def _check_appendable(self) -> None:
         self._check_open()
-        self._appenders.check()
+        if not self.session.is_tracing:
+            self._appenders.check()
 
     def _check_open(self) -> None:
         self.session.check_alive()
         if self._closed is not None:
             raise StateClosed(f"state {self.path} {self._closed}: nothing can be appended to it")
+
+
+async def _text_of(part: Content) -> str:
+    assert not isinstance(part, ImageExpression)
+    if isinstance(part, str):
+        return part
+    return await apply_in_turn(await part.source.whole_text(), part.transforms)

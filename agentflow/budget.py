@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import UnionType
 
 import anyio
 import msgspec
 
 from agentflow import ops
-from agentflow.errors import BadArgument, BudgetExceeded
+from agentflow.errors import BadArgument, BudgetExceeded, DeadlineExceeded
 from agentflow.sampling import SamplingParams
 
 
@@ -26,6 +27,18 @@ class Budget:
 def deadline_of(budgets: Sequence[Budget]) -> float:
     """The first of their deadlines; infinite where there is none."""
     return min([budget.deadline for budget in budgets], default=math.inf)
+
+
+def check_time(budgets: Sequence[Budget]) -> None:
+    """``DeadlineExceeded`` where one of the deadlines has passed."""
+    deadline = deadline_of(budgets)
+    if deadline != math.inf and deadline <= anyio.current_time():
+        raise time_is_over()
+
+
+def time_is_over() -> DeadlineExceeded:
+    """What fails when a limit's deadline has passed."""
+    return DeadlineExceeded("the time that was allowed is over")
 
 
 def clipped(params: SamplingParams, budgets: Sequence[Budget]) -> SamplingParams:
@@ -54,8 +67,20 @@ def _exceeded(budget: Budget) -> BudgetExceeded:
 
 def limit_op(state_id: int, deadline_s: float | None, output_tokens: int | None) -> ops.Limit:
     """A limit, checked."""
-    if deadline_s is not None and not (isinstance(deadline_s, int | float) and deadline_s >= 0):
-        raise BadArgument(f"limit: deadline_s must be a number of seconds, not {deadline_s!r}")
-    if output_tokens is not None and not (isinstance(output_tokens, int) and output_tokens >= 0):
-        raise BadArgument(f"limit: output_tokens must be a whole number, not {output_tokens!r}")
-    return ops.Limit(state_id, deadline_s, output_tokens)
+    if deadline_s is None and output_tokens is None:
+        raise BadArgument("limit: say deadline_s or output_tokens, or both")
+    op = ops.Limit(state_id, deadline_s, output_tokens)
+    check_limit(op)
+    return op
+
+
+def check_limit(op: ops.Limit) -> None:
+    """``BadArgument`` where what it allows is no amount."""
+    if op.deadline_s is not None and not (_is(op.deadline_s, int | float) and op.deadline_s >= 0):
+        raise BadArgument(f"limit: deadline_s must be a number of seconds, not {op.deadline_s!r}")
+    if op.output_tokens is not None and not (_is(op.output_tokens, int) and op.output_tokens >= 0):
+        raise BadArgument(f"limit: output_tokens must be a whole number, not {op.output_tokens!r}")
+
+
+def _is(value: object, kind: type | UnionType) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)

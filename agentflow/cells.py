@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 
 
 class VariableCell:
-    """One variable: its text so far, its end, and how far the listener has heard."""
+    """One variable: its text so far, its end, and how far the listener has heard. ``is_expected``: its
+    value comes from the client."""
 
-    def __init__(self, var_id: int, name: str, outbox: Outbox) -> None:
+    def __init__(self, var_id: int, name: str, outbox: Outbox, *, is_expected: bool = False) -> None:
         self.id = var_id
         self.name = name
+        self.is_expected = is_expected
         self.text = ""
         self.value: Value | None = None
         self.error: AgentflowError | None = None
@@ -95,6 +97,7 @@ class StateCell(Generic[ContextT]):
         self.has_begun = False
         self.pending: deque[PendingOp] = deque()
         self.variables: list[VariableCell] = []
+        self.expected: list[VariableCell] = []  # of these, the client's own
         self.children: dict[int, StateCell[ContextT]] = {}
         self.siblings: list[StateCell[ContextT]] = []
         self.is_coupled = False

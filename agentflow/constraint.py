@@ -30,10 +30,10 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
     def check(self) -> Constraint:
         """Itself, or ``BadArgument`` where it cannot be one."""
         if self.kind == "choices":
-            if not 0 < len(set(self.choices)) == len(self.choices) <= MAX_CONSTRAINT_CHOICES:
-                raise BadArgument(f"choices: 1 to {MAX_CONSTRAINT_CHOICES} of them, each once")
             if not all(isinstance(choice, str) and choice for choice in self.choices):
                 raise BadArgument("choices: each must be a string, and not an empty one")
+            if not 0 < len(set(self.choices)) == len(self.choices) <= MAX_CONSTRAINT_CHOICES:
+                raise BadArgument(f"choices: 1 to {MAX_CONSTRAINT_CHOICES} of them, each once")
         elif not isinstance(self.source, str) or not 0 < len(self.source) <= MAX_SOURCE_CHARS:
             raise BadArgument(f"{self.kind}: a string of 1 to {MAX_SOURCE_CHARS} characters is needed")
         return self

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypedDict, TypeVar, Unpack, get_args, overload
 
 from agentflow.errors import BadArgument
-from agentflow.ops import Role, SelectMethod, check_choices
+from agentflow.ops import Role, SelectMethod, check_choices, check_timeout
 from agentflow.sampling import SamplingParams
 from agentflow.tool_call import Tool, ToolCall
 from agentflow.value_type import ValueType, value_type
@@ -196,8 +196,7 @@ def gen(
     >>> s += af.assistant(af.gen("idea", temperature=1.0, min_tokens=8, presence_penalty=0.5))
     """
     _check_name(name, "gen")
-    if timeout_s is not None and not (isinstance(timeout_s, int | float) and timeout_s > 0):
-        raise BadArgument(f"gen: timeout_s must be a number of seconds above 0, not {timeout_s!r}")
+    check_timeout(timeout_s)
     params = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,

@@ -19,16 +19,20 @@ def image(source: str | bytes | os.PathLike[str]) -> ImageExpression:
 
     >>> s += af.user(af.image("chart.png"), "What does the chart show?")
     """
-    if isinstance(source, str) and source.startswith(("https:", "http:", "data:image/")):
+    if isinstance(source, str) and source.startswith(("https:", "data:image/")):
         return ImageExpression(source)
+    if isinstance(source, str) and source.startswith(("http:", "data:")):
+        raise BadArgument(f"image: a URL must begin with https: or data:image/, not as {source[:40]!r} does")
     if isinstance(source, bytes):
         return ImageExpression(_data_url(source))
     if not isinstance(source, str | os.PathLike):
-        raise BadArgument(f"image: give a URL, a file's path or its bytes, not {source!r}")
+        raise BadArgument(f"image: give a URL, a file's path or its bytes, not {source!r:.80}")
     try:
-        return ImageExpression(_data_url(Path(source).read_bytes()))
-    except OSError as error:
-        raise BadArgument(f"image: {os.fspath(source)!r} cannot be read: {error.strerror}") from None
+        data = Path(source).read_bytes()
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise BadArgument(f"image: {os.fspath(source)!r:.200} cannot be read: {why}") from None
+    return ImageExpression(_data_url(data))
 
 
 def _data_url(data: bytes) -> str:

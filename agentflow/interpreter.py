@@ -15,18 +15,17 @@ import anyio.lowlevel
 from anyio.abc import TaskGroup as AnyioTaskGroup
 
 from agentflow import ops
-from agentflow.budget import Budget, deadline_of
+from agentflow.budget import Budget, check_limit, check_time, deadline_of, time_is_over
 from agentflow.cells import PendingOp, StateCell, StatsCell, VariableCell
 from agentflow.errors import (
     AgentflowError,
     BadArgument,
     Cancelled,
-    DeadlineExceeded,
     EngineFailed,
     Overloaded,
     ProtocolError,
 )
-from agentflow.events import StatsReply, Value
+from agentflow.events import ErrorInfo, StatsReply, Value
 from agentflow.generator import ContextT, Generator, StateHint, Usage
 from agentflow.graph import ROOT
 from agentflow.graph_execution import GraphExecution, expanded
@@ -57,7 +56,7 @@ class Interpreter(Generic[ContextT]):
         self._ops = OpExecution(generator, self._variables, self._start_child)
 
     def submit(self, op: ops.Op) -> None:
-        """Takes an op; never waits. ``ProtocolError`` for ids that make no sense: the op is not taken."""
+        """Takes an op; never waits. ``ProtocolError`` for what makes no sense: the op is not taken."""
         match op:
             case ops.Open():
                 root = self._states.add_root(op.state)
@@ -107,8 +106,12 @@ class Interpreter(Generic[ContextT]):
             case ops.Gen() | ops.Select() | ops.Set() | ops.Read() | ops.Expect():
                 if op.var in self._variables:
                     raise ProtocolError(f"variable {op.var} exists already")
-                variable = self._variables[op.var] = VariableCell(op.var, op.name, outbox or self.outbox)
+                is_expected = isinstance(op, ops.Expect)
+                variable = VariableCell(op.var, op.name, outbox or self.outbox, is_expected=is_expected)
+                self._variables[op.var] = variable
                 state.variables.append(variable)
+                if variable.is_expected:
+                    state.expected.append(variable)
             case ops.Fork():
                 self._states.add_children(state, op.children)
             case ops.Close():
@@ -131,7 +134,7 @@ class Interpreter(Generic[ContextT]):
                 with anyio.CancelScope(deadline=deadline_of(state.budgets)) as state.scope:
                     await self._attempt(state, pending)
                 if state.scope.cancelled_caught and state.error is None:
-                    self._fail(state, pending, DeadlineExceeded("the time that was allowed is over"))
+                    self._fail(state, pending, time_is_over())
                 state.scope = None
             if state.error is not None:
                 self._skip(state, pending.op, state.error)
@@ -146,6 +149,8 @@ class Interpreter(Generic[ContextT]):
 
     async def _attempt(self, state: StateCell[ContextT], pending: PendingOp) -> None:
         try:
+            if pending.number is not None:
+                check_time(state.budgets)
             await self._execute(state, pending)
         except AgentflowError as error:
             self._fail(state, pending, error)
@@ -197,7 +202,9 @@ class Interpreter(Generic[ContextT]):
 
     def _fail(self, state: StateCell[ContextT], pending: PendingOp, error: AgentflowError) -> None:
         """An op failed: so does its variable (with the error itself), its state, its task group."""
-        if error.place is None and pending.number is not None:
+        if pending.number is not None:
+            if error.place is not None:  # one exception may fail many ops, each in a place of its own
+                error = ErrorInfo.of(error).to_exception()
             error.place = state.id, pending.number
         if isinstance(pending.op, ops.Declaring):
             self._variables[pending.op.var].fail(error)
@@ -219,6 +226,8 @@ class Interpreter(Generic[ContextT]):
 
     def _provide(self, op: ops.Provide) -> None:
         variable = self._variables.get(op.var)
+        if variable is not None and not variable.is_expected:
+            raise ProtocolError(f"variable {op.var} is none that the client provides")
         if variable is None or variable.done.is_set():
             return  # its state has failed or ended meanwhile
         if op.error is not None:
@@ -227,6 +236,10 @@ class Interpreter(Generic[ContextT]):
             variable.complete(op.text, Value(op.var, 0, "", "provided", Usage()))
 
     def _limit(self, op: ops.Limit) -> None:
+        try:
+            check_limit(op)
+        except BadArgument as error:
+            raise ProtocolError(str(error)) from error
         budget = Budget(deadline_s=op.deadline_s, output_tokens=op.output_tokens)
         self._states.restrict(self._states.open_state(op.state) if op.state else None, budget)
 

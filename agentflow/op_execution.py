@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Generic
 
 import anyio
-import anyio.to_thread
 import msgspec
 
 from agentflow import ops
@@ -16,9 +15,9 @@ from agentflow.cells import PendingOp, StateCell, VariableCell
 from agentflow.errors import DeadlineExceeded, ProtocolError, RunFailed, StateClosed
 from agentflow.events import Value
 from agentflow.generator import ContextT, Generator, Scored, StateHint, Usage
-from agentflow.ops import check_choices
+from agentflow.ops import check_choices, check_timeout
 from agentflow.state_tree import origin_of
-from agentflow.transform import apply_transforms
+from agentflow.transform import apply_in_turn
 
 
 class OpExecution(Generic[ContextT]):
@@ -33,6 +32,8 @@ class OpExecution(Generic[ContextT]):
         self._generator = generator
         self._variables = variables
         self._start_child = start_child
+        # Of the threads that all sessions share, this one searches in one at a time.
+        self._searching = anyio.CapacityLimiter(1)
 
     async def execute(self, state: StateCell[ContextT], pending: PendingOp) -> None:
         """Runs an op that needs the state's context; waits for the variables in it, in their order."""
@@ -65,7 +66,7 @@ class OpExecution(Generic[ContextT]):
         match op:
             case ops.Set():
                 sources = iter(pending.sources)
-                self._complete(op, "".join([await _resolved(part, sources) for part in op.parts]), "set")
+                self._complete(op, "".join([await self._resolved(part, sources) for part in op.parts]), "set")
             case ops.Read():
                 if op.what == "token_ids":
                     self._complete(op, json.dumps(self._generator.token_ids(context)), "read")
@@ -84,13 +85,14 @@ class OpExecution(Generic[ContextT]):
         assert isinstance(pending.op, ops.Text)
         sources = iter(pending.sources)
         for part in pending.op.parts:
-            self._generator.fill(context, await _resolved(part, sources))
+            self._generator.fill(context, await self._resolved(part, sources))
 
     async def _generate(self, state: StateCell[ContextT], context: ContextT, op: ops.Gen) -> None:
         self._generator.capabilities.require(op.constraint)
         params = clipped(op.params.check(), state.budgets)
         variable = self._variables[op.var]
         constraint = None if op.constraint is None else op.constraint.check()
+        check_timeout(op.timeout_s)
         with anyio.move_on_after(op.timeout_s) as scope:
             end = await self._generator.generate(context, params, variable.extend, constraint)
         if scope.cancelled_caught:
@@ -103,19 +105,16 @@ class OpExecution(Generic[ContextT]):
     def _complete(self, op: ops.Declaring, text: str, reason: str) -> None:
         self._variables[op.var].complete(text, Value(op.var, 0, "", reason, Usage()))
 
-
-async def _resolved(part: str | ops.Ref, sources: Iterator[VariableCell]) -> str:
-    """The text of a part, once it is there; ``sources``: the variables of the parts from here on."""
-    if isinstance(part, str):
-        return part
-    variable = next(sources)
-    await variable.done.wait()
-    if variable.error is not None:
-        cause = origin_of(variable.error)
-        raise RunFailed(f"the text needs {variable.name!r}, which has no value") from cause
-    if any(transform.name == "regex" for transform in part.transforms):  # may take its time
-        return await anyio.to_thread.run_sync(apply_transforms, variable.text, part.transforms)
-    return apply_transforms(variable.text, part.transforms)
+    async def _resolved(self, part: str | ops.Ref, sources: Iterator[VariableCell]) -> str:
+        """The text of a part, once it is there; ``sources``: the variables of the parts from here on."""
+        if isinstance(part, str):
+            return part
+        variable = next(sources)
+        await variable.done.wait()
+        if variable.error is not None:
+            cause = origin_of(variable.error)
+            raise RunFailed(f"the text needs {variable.name!r}, which has no value") from cause
+        return await apply_in_turn(variable.text, part.transforms, self._searching)
 
 
 def _selected(op: ops.Select, scored: Scored) -> Value:

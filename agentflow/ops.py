@@ -240,6 +240,13 @@ Op = (
 )
 
 
+def check_timeout(timeout_s: float | None) -> None:
+    """Raises ``BadArgument`` where a gen could not have so many seconds."""
+    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    if timeout_s is not None and not (is_number and timeout_s > 0):
+        raise BadArgument(f"gen: timeout_s must be a number of seconds above 0, not {timeout_s!r}")
+
+
 def check_choices(name: str, choices: Sequence[str]) -> None:
     """Raises ``BadArgument`` where a select named ``name`` could not choose among ``choices``."""
     if not choices or not all(choices):

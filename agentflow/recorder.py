@@ -44,6 +44,7 @@ class Recorder:
         self.entries: list[Entry] = []
         self.open_role = state.transcript.open_role
         self._state = state
+        self._num_gens = 0
         self._text: list[str | ops.Ref] = []
 
     def add(self, item: Appendable) -> None:
@@ -69,6 +70,7 @@ class Recorder:
                 self.end()
             case ImageExpression():
                 self._state.session.capabilities.require_images()
+                self.entries.append(item)
                 self._put(ops.Image(state_id, item.source))
             case _:
                 raise BadArgument(
@@ -118,12 +120,12 @@ class Recorder:
     def _generate(self, item: GenExpression[Any]) -> None:
         constraint = item.value_type.constraint
         self._state.session.capabilities.require(constraint)
-        num_gens = sum([isinstance(declared.expression, GenExpression) for declared in self.declared])
         var_id = self._new(item.name, item, item.value_type)
         params = item.params
         if params.seed is None:
-            seed = self._state.run.seed_at(var_id, self._state.seed_place(num_gens))
+            seed = self._state.run.seed_at(var_id, self._state.seed_place(self._num_gens))
             params = msgspec.structs.replace(params, seed=seed)
+        self._num_gens += 1
         self._put(ops.Gen(self._state.id, var_id, item.name, params, constraint, item.timeout_s))
 
     def _put(self, op: ops.Op) -> None:

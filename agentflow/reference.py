@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from agentflow.errors import BadArgument
 from agentflow.expression import Appendable, Sequence_
-from agentflow.transform import Transform, TransformName, apply_transforms, check_transforms
+from agentflow.transform import Transform, TransformName, apply_in_turn, check_transforms
 
 if TYPE_CHECKING:
     from agentflow.variable import Variable
@@ -149,4 +149,4 @@ class Transformed(Reference[str]):
         return self._wait().__await__()
 
     async def _wait(self) -> str:
-        return apply_transforms(await self.source.whole_text(), self.transforms)
+        return await apply_in_turn(await self.source.whole_text(), self.transforms)

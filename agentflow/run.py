@@ -72,8 +72,11 @@ class Run:
             state.ask()
         for state in self._states:
             await state.settled()
-        for state in self._states:
-            error = state.error
+        provided = list(self._variables.values())  # by functions of the program: no state waits for them
+        for variable in provided:
+            await variable.settled()
+        errors = [state.error for state in self._states] + [variable.error for variable in provided]
+        for error in errors:
             if error is not None and error.code != Cancelled.code and error.origin not in self._told:
                 raise self._located(error)
 
@@ -117,12 +120,12 @@ class Run:
 
     def touch(self, variable: Variable[Any]) -> None:
         """A variable is new, or has news: whoever watches hears of it."""
-        if not variable.is_shown:
-            return
         if variable.is_done:
             self._variables.pop(variable.id, None)
         else:
             self._variables.setdefault(variable.id, variable)
+        if not variable.is_shown:
+            return
         for stream in self._streams:
             stream.touch(variable)
 

@@ -48,7 +48,8 @@ class Session:
         self.seed = secrets.randbits(63) if seed is None else seed
         self.markers = Markers()
         self._backend = backend
-        self._limit = limit_op(0, deadline_s, output_tokens)
+        has_limit = deadline_s is not None or output_tokens is not None
+        self._limit = limit_op(0, deadline_s, output_tokens) if has_limit else None
         self._connection: Connection | None = None
         self._tasks: TaskGroup | None = None
         self._stack = AsyncExitStack()
@@ -67,7 +68,7 @@ class Session:
             self._connection = await stack.enter_async_context(connecting)
             self._tasks = await stack.enter_async_context(open_task_group())
             self._stack = stack.pop_all()
-        if self._limit != ops.Limit(0):
+        if self._limit is not None:
             self.send([self._limit])
         return self
 
@@ -168,6 +169,14 @@ class Session:
         """A state without a program: ``async with flow.state() as s``. What still runs at the end
         of the block is cancelled. States share cached KV only under an equal ``cache_salt``."""
         return Run(self, cache_salt=cache_salt)
+
+    def limit(self, *, deadline_s: float | None = None, output_tokens: int | None = None) -> None:
+        """From now on all states of this session may take so many seconds, and generate so many tokens
+        together. What goes on after that fails with ``DeadlineExceeded`` or ``BudgetExceeded``.
+
+        >>> flow.limit(output_tokens=100_000)
+        """
+        self.send([limit_op(0, deadline_s, output_tokens)])
 
     async def stats(self) -> Stats:
         """What the backend has counted since its start."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
@@ -79,9 +80,12 @@ class State(Appending):
     def mapped(self, reference: Reference[Any], function: Callable[[Any], str]) -> Variable[str]:
         """What ``function`` makes of the value of ``reference``, a variable of this state. For ``map``."""
         self.session.check_alive()
-        if not callable(function):
-            raise BadArgument(f"map: give a function of the value, not {function!r}")
+        if not callable(function) or inspect.iscoroutinefunction(function):
+            raise BadArgument(f"map: give a function (not an async one) of the value, not {function!r}")
+        if not self.session.is_open(self):
+            raise StateClosed(f"the state of {reference.shown_name} has ended: map it before its run ends")
         variable = self.argument(f"{reference.source.name}.map")
+        self._run.touch(variable)
         self.session.start_soon(self._provide, variable, reference, function)
         return variable
 
@@ -107,6 +111,11 @@ class State(Appending):
         self, variable: Variable[str], reference: Reference[Any], function: Callable[[Any], str]
     ) -> None:
         """Gives an expected variable its value, or the reason why it has none."""
+        source = reference.source
+        await source.settled()
+        if source.error is not None:  # not awaited below: that would tell the program of it
+            self.session.send([ops.Provide(variable.id, error=source.error)], quiet=True)
+            return
         try:
             value = function(await reference)
             if not isinstance(value, str):

@@ -67,7 +67,10 @@ class StateTree(Generic[ContextT]):
         """``root`` and all that comes of it (None: every state, and those to come) share the budget."""
         if root is None:
             self._budgets += (budget,)
-        restricted = [root] if root is not None else [s for s in self._states.values() if s.parent is None]
+            for state in self._states.values():
+                state.restrict(budget)
+            return
+        restricted = [root]
         while restricted:
             state = restricted.pop()
             restricted += state.children.values()
@@ -113,6 +116,7 @@ class StateTree(Generic[ContextT]):
         if state.error is not None:
             return
         state.error = error
+        _fail_expected(state, error)
         state.mark()
         if state.scope is not None:
             state.scope.cancel()
@@ -129,6 +133,7 @@ class StateTree(Generic[ContextT]):
     def forget(self, state: StateCell[ContextT]) -> None:
         """The state is not needed any more."""
         self.free(state)
+        _fail_expected(state, Cancelled("its state was closed"))
         self._states.pop(state.id, None)
         if state.parent is not None:
             state.parent.children.pop(state.id, None)
@@ -151,6 +156,13 @@ class StateTree(Generic[ContextT]):
                 raise ProtocolError(f"state {state_id} exists already")
         if len(self._states) + len(state_ids) > MAX_STATES:
             raise Overloaded(f"a session may have {MAX_STATES} states open: close some first")
+
+
+def _fail_expected(state: StateCell[ContextT], error: AgentflowError) -> None:
+    """What the client has not provided by now counts no more: nobody must wait for it."""
+    for variable in state.expected:
+        variable.fail(because(f"{variable.name!r} was not provided", error))
+    state.expected.clear()
 
 
 def because(message: str, cause: AgentflowError) -> AgentflowError:

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, get_type_hints
+from typing import Any
 
 import msgspec
 
@@ -66,7 +66,9 @@ class Toolbox:
                 "type": "object",
                 "properties": {
                     "name": {"const": tool.name},
-                    "arguments": next(own) if tool.parameters is None else tool.parameters,
+                    "arguments": next(own)
+                    if tool.parameters is None
+                    else _hoisted(tool.name, tool.parameters, definitions),
                 },
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
@@ -117,20 +119,49 @@ def _described(tool: Tool) -> _Described:
     return _Described(name, tool, _signature(name, tool))
 
 
+def _hoisted(name: str, schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    """``schema`` as a part of a larger one: what it defines goes into the definitions of the whole, under
+    the tool's name, and what it refers to is found there."""
+
+    def moved(part: Any) -> Any:
+        if isinstance(part, Mapping):
+            return {
+                key: new_place(value) if key == "$ref" and isinstance(value, str) else moved(value)
+                for key, value in part.items()
+            }
+        return [moved(item) for item in part] if isinstance(part, list | tuple) else part
+
+    def new_place(reference: str) -> str:
+        for keyword in ("$defs", "definitions"):
+            if reference.startswith(f"#/{keyword}/"):
+                return f"#/$defs/{name}." + reference.removeprefix(f"#/{keyword}/")
+        if reference.startswith("#"):
+            raise BadArgument(f"tool {name!r}: its schema may only refer to its $defs, not to {reference!r}")
+        return reference
+
+    for keyword in ("$defs", "definitions"):
+        for key, value in schema.get(keyword, {}).items():
+            definitions[f"{name}.{key}"] = moved(value)
+    return {key: moved(value) for key, value in schema.items() if key not in ("$defs", "definitions")}
+
+
 def _same(value: Any) -> Any:
     return value
 
 
 def _signature(name: str, function: Callable[..., Any]) -> type[msgspec.Struct]:
     """A struct with the function's parameters."""
-    hints = get_type_hints(function)
+    try:
+        parameters = inspect.signature(function, eval_str=True).parameters.values()
+    except Exception as error:  # whatever evaluating an annotation raises
+        raise BadArgument(f"tool {name!r}: its signature cannot be read: {error}") from None
     fields: list[tuple[str, Any] | tuple[str, Any, Any]] = []
-    for parameter in inspect.signature(function).parameters.values():
+    for parameter in parameters:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise BadArgument(f"tool {name!r}: parameter {parameter.name!r} cannot be given by its name")
-        if parameter.name not in hints:
+        kind = parameter.annotation
+        if kind is parameter.empty:
             raise BadArgument(f"tool {name!r}: parameter {parameter.name!r} has no type annotation")
-        kind = hints[parameter.name]
         if parameter.default is parameter.empty:
             fields.append((parameter.name, kind))
         else:

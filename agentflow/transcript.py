@@ -1,7 +1,7 @@
 """What was appended to a state, as the client knows it: for ``messages()`` and for joins.
 
-Texts, variables and the beginnings and ends of turns, in order. A fork's transcript goes on from where
-its parent's was, without a copy.
+Texts, variables, images, and the beginnings and ends of turns, in order. A fork's transcript goes on from
+where its parent's was, without a copy.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, Union
+
+from agentflow.expression import ImageExpression
 
 if TYPE_CHECKING:
     from agentflow.reference import Reference
@@ -24,14 +26,15 @@ class TurnEnds(NamedTuple):
     """The turn ends."""
 
 
-Entry = Union["str", "Reference[Any]", TurnBegins, TurnEnds]
+Content = Union["str", "Reference[Any]", ImageExpression]
+Entry = Content | TurnBegins | TurnEnds
 
 
 class Message(NamedTuple):
     """A turn, its content not resolved yet."""
 
     role: str
-    content: list[str | Reference[Any]]
+    content: list[Content]
 
 
 class Transcript:
@@ -48,7 +51,7 @@ class Transcript:
         self._entries += entries
         self.open_role = open_role
 
-    def own_content(self) -> list[str | Reference[Any]]:
+    def own_content(self) -> list[Content]:
         """What was appended since the fork, without the marks of turns."""
         return [entry for entry in self._entries if not isinstance(entry, TurnBegins | TurnEnds)]
 

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable
 from typing import Literal
 
+import anyio.to_thread
 import msgspec
 import regex
 
@@ -49,6 +50,8 @@ def compiled(pattern: str) -> regex.Pattern[str]:
         return regex.compile(pattern)
     except regex.error as error:
         raise BadArgument(f"{pattern!r} is no regular expression: {error}") from None
+    except RecursionError:
+        raise BadArgument(f"{pattern!r:.60}… is nested too deeply for a regular expression") from None
 
 
 def apply_transforms(text: str, transforms: tuple[Transform, ...]) -> str:
@@ -58,17 +61,28 @@ def apply_transforms(text: str, transforms: tuple[Transform, ...]) -> str:
     return text
 
 
+async def apply_in_turn(
+    text: str, transforms: tuple[Transform, ...], limiter: anyio.CapacityLimiter | None = None
+) -> str:
+    """``apply_transforms`` for an event loop: a search that may take its time holds nobody up."""
+    if any(transform.name == "regex" for transform in transforms):
+        return await anyio.to_thread.run_sync(apply_transforms, text, transforms, limiter=limiter)
+    return apply_transforms(text, transforms)
+
+
 def _json(text: str, path: str) -> str:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RunFailed(f"json({path!r}): the text is no JSON ({error}): {_shown(text)}") from None
     for step in path.split(".") if path else ():
         try:
             value = value[int(step)] if isinstance(value, list) else value[step]
         except (KeyError, IndexError, ValueError, TypeError):
             raise RunFailed(f"json({path!r}): there is no {step!r} in {_shown(json.dumps(value))}") from None
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    found = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    # JSON can escape half a character, which no text may hold.
+    return found.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _regex(text: str, pattern: str) -> str:

@@ -75,7 +75,7 @@ def _of_choices(choices: Sequence[str]) -> ValueType:
 def _of_type(wanted: type) -> ValueType:
     if wanted is str:
         return TEXT
-    constraint = _SCALARS.get(wanted)
+    constraint = _SCALARS.get(wanted) if isinstance(wanted, type) else None
     if constraint is None:
         raise BadArgument(f"gen: type must be int, float, bool or str, not {wanted!r}; for others use schema")
     read = _read_bool if wanted is bool else wanted
@@ -93,23 +93,24 @@ def _of_schema(schema: Any) -> ValueType:
     if isinstance(schema, Mapping):
         return ValueType("JSON value", _schema(schema), json.loads)
     name = getattr(schema, "__name__", repr(schema))
-    if hasattr(schema, "model_json_schema"):  # pydantic, which need not be installed
-        return ValueType(name, _schema(schema.model_json_schema()), schema.model_validate_json)
+    read: Callable[[str], Any]
     try:
-        described = msgspec.json.schema(schema)
-        decoder = msgspec.json.Decoder(schema)
-    except (TypeError, RuntimeError) as error:
+        if hasattr(schema, "model_json_schema"):  # pydantic, which need not be installed
+            described, read = schema.model_json_schema(), schema.model_validate_json
+        else:
+            described, read = msgspec.json.schema(schema), msgspec.json.Decoder(schema).decode
+    except Exception as error:  # of annotations that name nothing, and of types without a JSON form
         raise BadArgument(
             f"gen: schema {name!r} cannot be expressed as JSON ({_first_line(error)}): "
             "give a pydantic model, a dataclass, a TypedDict or a JSON schema"
         ) from None
-    return ValueType(name, _schema(described), decoder.decode)
+    return ValueType(name, _schema(described), read)
 
 
 def _schema(schema: Mapping[str, Any]) -> Constraint:
     try:
         return Constraint("schema", json.dumps(schema, ensure_ascii=False)).check()
-    except TypeError as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise BadArgument(f"gen: schema is no JSON schema: {error}") from None
 
 

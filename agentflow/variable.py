@@ -68,6 +68,16 @@ class Variable(Reference[ValueT_co]):
         return self._state
 
     @property
+    def value_type(self) -> ValueType:
+        """What its value is."""
+        return self._type
+
+    @property
+    def error(self) -> ErrorInfo | None:
+        """What it failed with, if it did. For its run."""
+        return self._error
+
+    @property
     def text(self) -> str:
         """What there is of the text now."""
         return self._text
@@ -124,7 +134,7 @@ class Variable(Reference[ValueT_co]):
         text = await self.whole_text()
         try:
             value: ValueT_co = self._type.read(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             shown = text if len(text) <= 200 else f"{text[:199]}…"
             raise InvalidValue(
                 f"{self.name!r} ended ({self.finish_reason}) with a text that is no {self._type.shown}: "
@@ -145,11 +155,6 @@ class Variable(Reference[ValueT_co]):
 
     def __aiter__(self) -> AsyncIterator[str]:
         return _Reader(self)
-
-    @property
-    def value_type(self) -> ValueType:
-        """What its value is, and how it is made of the text."""
-        return self._type
 
     def hold(self, reference: object) -> None:
         """Keeps ``reference`` for as long as the variable lives. For traces."""

@@ -8,9 +8,17 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 
 from agentflow import ops
-from agentflow.errors import EngineFailed
+from agentflow.errors import EngineFailed, RunFailed
+from agentflow.events import ErrorInfo
 from agentflow.sampling import SamplingParams
+from agentflow.transform import Transform, apply_transforms
 
+TRANSFORMS = (
+    (),
+    (Transform("upper"),),
+    (Transform("regex", "([a-z]+) is"), Transform("strip")),
+    (Transform("json", "a"),),
+)
 ANSWERS = ("yes", "no", "perhaps, who knows", "it depends on what is asked", " so")
 
 
@@ -37,7 +45,8 @@ class PlannedState:
     stream: list[ops.Op] = field(default_factory=list)
     children: list[PlannedState] = field(default_factory=list)
     is_open: bool = True
-    is_cancelled: bool = False
+    is_cancelled: bool = False  # or held to a deadline: it may end at any point
+    open_role: ops.Role | None = None
 
     def family(self) -> list[PlannedState]:
         """Itself and everything that was forked from it."""
@@ -61,6 +70,8 @@ class OpProgram:
         self.states: list[PlannedState] = []
         self.variables: dict[int, tuple[PlannedState, int]] = {}  # id → state, and ops before the gen
         self.groups: list[tuple[PlannedState, list[PlannedState]]] = []
+        self.provided: dict[int, str | Failure] = {}  # what the client gives, or will give at the end
+        self._to_provide: list[int] = []
         self._known: dict[tuple[int, int], str | Failure] = {}
         self._next_id = 1
         self._next_ticket = 1
@@ -85,14 +96,41 @@ class OpProgram:
             for one in state.family():
                 one.is_open, one.is_cancelled = False, True
             self.script.append(ops.Cancel(state.id))
+        elif kind == "deadline":
+            for one in state.family():
+                one.is_cancelled = True
+            self.script.append(ops.Limit(state.id, deadline_s=0.0))
+        elif kind == "limit":
+            self.script.append(ops.Limit(state.id, deadline_s=1e6, output_tokens=1_000_000))
+        elif kind == "provide" and self._to_provide:
+            self.provide(self._to_provide.pop(b % len(self._to_provide)))
         elif state.is_open:
             self._append(kind, state, b)
+
+    def provide(self, var: int) -> None:
+        """The client gives the value of an expected variable, or says that there is none."""
+        given = self.provided[var]
+        error = ErrorInfo(EngineFailed.code, given.origin) if isinstance(given, Failure) else None
+        self.script.append(ops.Provide(var, "" if isinstance(given, Failure) else given, error))
+
+    def provide_all(self) -> None:
+        """What is still expected."""
+        while self._to_provide:
+            self.provide(self._to_provide.pop())
 
     def _append(self, kind: str, state: PlannedState, b: int) -> None:
         op: ops.Op = ops.Text(state.id, (f"t{b} ",))
         if kind == "reference" and self.variables:
-            var = list(self.variables)[b % len(self.variables)]
-            op = ops.Text(state.id, ("r:", ops.Ref(var), " "))
+            op = ops.Text(state.id, ("r:", self._ref(b), " "))
+        elif kind in ("set", "read", "expect"):
+            op = self._variable_op(kind, state, b)
+        elif kind == "turn":
+            state.open_role = ("user", "assistant", "tool")[b % 3] if state.open_role is None else None
+            op = ops.Begin(state.id, state.open_role) if state.open_role else ops.End(state.id)
+        elif kind == "image":
+            op = ops.Image(state.id, "https://example.com/a.png")
+        elif kind == "hint":
+            op = ops.Hint(state.id, "latency", b + 1, 2)
         elif kind in ("gen", "select"):
             var = self.new_id()
             self.variables[var] = (state, len(state.stream))
@@ -102,7 +140,16 @@ class OpProgram:
                 else ops.Select(state.id, var, f"v{var}", ANSWERS)
             )
         elif kind == "fork":
-            children = [PlannedState(self.new_id(), state, len(state.stream) + 1) for _ in range(1 + b % 3)]
+            children = [
+                PlannedState(
+                    self.new_id(),
+                    state,
+                    len(state.stream) + 1,
+                    open_role=state.open_role,
+                    is_cancelled=state.is_cancelled,
+                )
+                for _ in range(1 + b % 3)
+            ]
             state.children += children
             self.states += children
             op = ops.Fork(state.id, tuple(child.id for child in children))
@@ -115,16 +162,52 @@ class OpProgram:
         state.stream.append(op)
         self.script.append(op)
 
+    def _ref(self, b: int) -> ops.Ref:
+        return ops.Ref(list(self.variables)[b % len(self.variables)], TRANSFORMS[b % 7 % len(TRANSFORMS)])
+
+    def _variable_op(self, kind: str, state: PlannedState, b: int) -> ops.Op:
+        """Variables that no model writes."""
+        parts = ("set:", self._ref(b), " again ", self._ref(b + 1)) if self.variables else ("nothing",)
+        var = self.new_id()
+        self.variables[var] = (state, len(state.stream))
+        if kind == "set":
+            return ops.Set(state.id, var, f"v{var}", parts)
+        if kind == "read":
+            return ops.Read(state.id, var, f"v{var}", "text")
+        self.provided[var] = Failure("not to be had", is_own=True) if b == 0 else f"given {b}"
+        self._to_provide.append(var)
+        return ops.Expect(state.id, var, f"v{var}")
+
     # The twin.
 
     def outcome(self, var: int) -> str | Failure:
         """The variable's text, or why it has none, where nothing is cancelled."""
+        if var in self.provided:
+            return self.provided[var]
         state, num_before = self.variables[var]
         prompt = self._text(state, num_before)
         if isinstance(prompt, Failure):
             return Failure(prompt.origin)
+        op = state.stream[num_before]
+        if isinstance(op, ops.Set):
+            return self._joined(op.parts)
+        if isinstance(op, ops.Read):
+            return prompt
         said = answer(prompt)
         return Failure(str(said), is_own=True) if isinstance(said, Exception) else said
+
+    def _joined(self, parts: ops.Parts) -> str | Failure:
+        """The text of the parts."""
+        text = ""
+        for part in parts:
+            piece = part if isinstance(part, str) else self.outcome(part.var)
+            if isinstance(piece, Failure):
+                return Failure(piece.origin)
+            try:
+                text += piece if isinstance(part, str) else apply_transforms(piece, part.transforms)
+            except RunFailed as failure:
+                return Failure(str(failure))
+        return text
 
     def _text(self, state: PlannedState, num_ops: int) -> str | Failure:
         """The state's text after so many of its ops."""
@@ -143,29 +226,53 @@ class OpProgram:
         if isinstance(op, ops.Gen | ops.Select):
             said = self.outcome(op.var)
             return said if isinstance(said, Failure) else before + said
-        if isinstance(op, ops.Text):
-            for part in op.parts:
-                piece = part if isinstance(part, str) else self.outcome(part.var)
-                if isinstance(piece, Failure):
-                    return Failure(piece.origin)
-                before += piece
-        return before
+        if isinstance(op, ops.Text | ops.Set):
+            piece = self._joined(op.parts)
+            if isinstance(piece, Failure):
+                return piece
+            return before + piece if isinstance(op, ops.Text) else before
+        return before + self._mark(state, num_ops)
+
+    def _mark(self, state: PlannedState, num_ops: int) -> str:
+        """What the scripted generator writes for turns and images."""
+        match state.stream[num_ops - 1]:
+            case ops.Begin(role=role):
+                return f"<{role}>"
+            case ops.End():
+                return f"</{self._open_role(state, num_ops - 1)}>"
+            case ops.Image():
+                return "<image>"
+            case _:
+                return ""
+
+    def _open_role(self, state: PlannedState, num_ops: int) -> str:
+        """Of the turn that is open after so many ops."""
+        for op in reversed(state.stream[:num_ops]):
+            if isinstance(op, ops.Begin):
+                return op.role
+        assert state.parent is not None
+        return self._open_role(state.parent, state.forked_after)
 
     def failure_of(self, state: PlannedState) -> Failure | None:
         """What the state's stream fails with, where nothing is cancelled."""
         end = self._text(state, len(state.stream))
         return end if isinstance(end, Failure) else None
 
+    def _fails(self, var: int) -> bool:
+        return self.failure_of(self.variables[var][0]) is not None
+
     def uncertain_states(self) -> set[int]:
         """States that a cancellation, or the failure of a task group, may end at any point."""
         found = {state.id for state in self.states if state.is_cancelled}
+        # What a state that fails still expects has a value if the client was faster.
+        found |= {self.variables[var][0].id for var in self.provided if self._fails(var)}
         while True:
             more = set(found)
             for state in self.states:
                 if state.parent is not None and state.parent.id in more:
                     more.add(state.id)
                 for op in state.stream:
-                    if isinstance(op, ops.Text) and any(
+                    if isinstance(op, ops.Text | ops.Set) and any(
                         isinstance(part, ops.Ref) and self.variables[part.var][0].id in more
                         for part in op.parts
                     ):
@@ -178,8 +285,11 @@ class OpProgram:
             found = more
 
 
-CERTAIN = ["open", "text", "text", "reference", "reference", "gen", "gen", "select", "fork", "await", "pause"]
-ALL = [*CERTAIN, "seal", "cancel", "couple"]
+CERTAIN = [
+    *["open", "text", "text", "reference", "reference", "gen", "gen", "select", "fork", "await", "pause"],
+    *["set", "read", "turn", "image", "hint"],
+]
+ALL = [*CERTAIN, "seal", "cancel", "couple", "limit", "deadline", "expect", "expect", "provide"]
 
 
 @st.composite
@@ -189,4 +299,5 @@ def op_programs(draw: st.DrawFn, kinds: list[str] = ALL, max_size: int = 40) -> 
     step = st.tuples(st.sampled_from(kinds), st.integers(0, 9), st.integers(0, 9))
     for kind, a, b in draw(st.lists(step, min_size=10, max_size=max_size)):
         program.add(kind, a, b)
+    program.provide_all()
     return program

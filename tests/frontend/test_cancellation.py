@@ -1,5 +1,7 @@
 """Cancelling at each point of a request's life frees its slots within one engine step."""
 
+import contextlib
+
 import anyio
 import pytest
 from fake_engine import FakeEngine
@@ -81,7 +83,74 @@ async def scored(engine, flow, root):
     return 2
 
 
-POINTS = [waiting, in_prefill, decoding, streaming, forked, joined, wired, scored]
+async def setting(engine, flow, root):
+    """A text of the program's own waits for what a branch generates, and a read for it."""
+    branch = root.copy()
+    branch += af.gen("source", max_tokens=400)
+    root.set("note", f"<{branch['source'].upper()}>")
+    root.text()
+    root += root["note"] + af.gen("sink", max_tokens=400)
+    return 6
+
+
+async def mapped(engine, flow, root):
+    """A function of the program waits for its value, and a state for the function."""
+    root += af.gen("source", max_tokens=400)
+    branch = root.copy()
+    branch += root["source"].map(str.upper) + af.gen("sink", max_tokens=400)
+    return 6
+
+
+async def in_a_turn(engine, flow, root):
+    """A turn is open, the state is limited and hinted at, and its forks inherit all of it."""
+    root.limit(deadline_s=3600, output_tokens=1000)
+    root.hint(objective="latency", forks=2)
+    root += af.user("Why?")
+    root.begin("assistant")
+    branch = root.copy()
+    for state in (root, branch):
+        state += af.gen("answer", max_tokens=400, timeout_s=3600)
+    return 9
+
+
+async def searching(engine, flow, root):
+    """A pattern is being searched for, in a thread."""
+    branch = root.copy()
+    victim = branch.set("victim", "a" * 80 + "b")
+    branch += af.gen("answer", max_tokens=400)
+    root += victim.regex("(a|aa)+$") + af.gen("sink", max_tokens=400)
+    return 6
+
+
+async def joining(engine, flow, root):
+    """The branches' texts are awaited in the middle of a turn."""
+    async with root.fork(2) as branches:
+        for branch in branches:
+            branch += af.user("Say it.") + af.assistant(af.gen("part", max_tokens=400))
+    async with root.user():
+        root.join(branches, separator=", ")
+        root += af.gen("whole", max_tokens=400)
+    return 12
+
+
+async def gathering(engine, flow, root):
+    """Tasks wait for values, texts and messages."""
+    branches = root.fork(2)
+    for branch in branches:
+        branch += af.assistant(af.gen("part", max_tokens=400))
+    text = branches[1].text()
+    for wait in (lambda: branches.gather("part"), branches[0].messages, text.whole_text):
+        flow.start_soon(wait_quietly, wait)
+    return 6
+
+
+async def wait_quietly(wait):
+    with contextlib.suppress(af.Cancelled):
+        await wait()
+
+
+MORE = [setting, mapped, in_a_turn, searching, joining, gathering]
+POINTS = [waiting, in_prefill, decoding, streaming, forked, joined, wired, scored, *MORE]
 
 
 @pytest.fixture

@@ -92,6 +92,13 @@ class Bench:
                 await self.interpreter.outbox.wait()
                 self.listen()
 
+    async def until_idle(self) -> None:
+        """Until no op runs any more: some search for a pattern in a thread."""
+        with anyio.fail_after(10):
+            while any(state.is_running for state in self.interpreter._states):
+                await anyio.lowlevel.checkpoint()
+        await settle()
+
     def assert_has_nothing(self) -> None:
         assert list(self.interpreter._states) == []
         assert self.interpreter._variables == {}
@@ -142,11 +149,11 @@ async def test_any_program_gives_what_its_variables_give_alone(program):
     async with bench() as at:
         await at.play(program)
         await at.listen_until_all_ended(list(program.variables))
-        await settle()
+        await at.until_idle()
         at.listen()
         check(program, at.heard)
         at.submit(*[ops.Close(state.id) for state in program.states])
-        await settle()
+        await at.until_idle()
         at.assert_has_nothing()
 
 
@@ -186,10 +193,14 @@ async def test_after_a_rewind_nothing_is_missing_and_nothing_is_told_twice(progr
                 },
             )
         await at.listen_until_all_ended(list(program.variables))
-        await settle()
+        await at.until_idle()
         at.listen()
         check(program, at.heard)
         at.submit(*[ops.Close(state.id) for state in program.states])
+
+
+def transformed(variable: af.Variable, ref: ops.Ref) -> af.Variable | af.Transformed:
+    return variable.transformed(ref.transforms) if ref.transforms else variable
 
 
 @given(program=op_programs(kinds=CERTAIN, max_size=25))
@@ -207,8 +218,21 @@ async def test_the_frontend_says_the_same(program):
                     states[state] = flow.state().root
                 case ops.Text(state, (str() as text,)):
                     states[state] += text
-                case ops.Text(state, (before, ops.Ref(var), after)):
-                    states[state] += f"{before}{variables[var]}{after}"
+                case ops.Text(state, (before, ops.Ref() as ref, after)):
+                    states[state] += f"{before}{transformed(variables[ref.var], ref)}{after}"
+                case ops.Set(state, var, name, parts):
+                    pieces = [p if isinstance(p, str) else transformed(variables[p.var], p) for p in parts]
+                    variables[var] = states[state].set(name, "".join([f"{piece}" for piece in pieces]))
+                case ops.Read(state, var):
+                    variables[var] = states[state].text()
+                case ops.Begin(state, role):
+                    states[state].begin(role)
+                case ops.End(state):
+                    states[state].end()
+                case ops.Image(state, source):
+                    states[state] += af.image(source)
+                case ops.Hint(state, objective, output_tokens, forks):
+                    states[state].hint(objective=objective, output_tokens=output_tokens, forks=forks)
                 case ops.Gen(state, var, name):
                     states[state] += af.gen(name)
                     variables[var] = states[state][name]

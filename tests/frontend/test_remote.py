@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_peer import HANG, Listener, count_words, gen
+from wire_program import check_program
 from wire_server import Budget, ThreadServer, proxied, thread_server
 
 import agentflow as af
@@ -27,7 +28,6 @@ from agentflow.errors import (
     ServerLost,
     ServerUnreachable,
 )
-from agentflow.events import StateFailed, Value, VarFailed
 from agentflow.server.limits import ServerLimits
 
 pytestmark = pytest.mark.anyio
@@ -54,72 +54,6 @@ async def opened(remote: Remote) -> AsyncIterator[tuple[Connection, Listener]]:
     listener = Listener()
     async with remote.connect(listener.deliver, listener.lost) as connection:
         yield connection, listener
-
-
-def program(first: int = 1, num_words: int = 30) -> list[ops.Op]:
-    """States, variables and tickets from ``first`` on: gens, a wired value, a select, a fork, failures,
-    a cancellation and closes."""
-    root, left, right, broken, idle = range(first, first + 5)
-    answer, wired, choice, failed, hung = range(first + 5, first + 10)
-    return [
-        ops.Open(root),
-        ops.Begin(root, "user"),
-        ops.Text(root, (f"count #{num_words}",)),
-        gen(root, answer),
-        ops.End(root),
-        ops.Fork(root, (left, right, idle)),
-        ops.Text(left, ("after ", ops.Ref(answer), f" #{num_words}")),
-        gen(left, wired),
-        ops.Text(right, (" yes",)),
-        ops.Select(right, choice, "choice", ("yes", "no")),
-        ops.Await(right, 1),
-        ops.Close(right),
-        ops.Open(broken),
-        ops.End(broken),
-        gen(broken, failed),
-        ops.Text(idle, (HANG,)),
-        gen(idle, hung),
-        ops.GetStats(first),
-        ops.Await(root, 2),
-        ops.Await(left, 1),
-        ops.Close(left),
-    ]
-
-
-async def check_program(
-    connection: Connection, listener: Listener, first: int = 1, num_words: int = 30
-) -> None:
-    """Submits the program in pieces, and checks everything that comes of it."""
-    root, left, right, broken, idle = range(first, first + 5)
-    answer, wired, choice, failed, hung = range(first + 5, first + 10)
-    recorded = program(first, num_words)
-    connection.send(recorded[:4])
-    await anyio.lowlevel.checkpoint()
-    connection.send(recorded[4:])
-    await listener.wait_for(lambda heard: hung in heard.texts)
-    connection.send([ops.Cancel(idle)])
-    await listener.wait_for(
-        lambda heard: (
-            {answer, wired, choice, failed, hung} <= heard.ends.keys()
-            and {root, left, right} <= heard.reached.keys()
-            and {broken, idle} <= heard.failed.keys()
-            and first in heard.stats
-        )
-    )
-    turn = f"<user>count #{num_words}"
-    expected = count_words(turn)
-    assert listener.texts[answer] == expected
-    assert listener.texts[wired] == count_words(f"{turn}{expected}</user>after {expected} #{num_words}")
-    end = listener.ends[choice]
-    assert isinstance(end, Value)
-    assert (listener.texts[choice], end.choices) == ("yes", {"yes": 0.0, "no": -10.0})
-    for var, code in ((failed, "run_failed"), (hung, "cancelled")):
-        error = listener.ends[var]
-        assert isinstance(error, VarFailed)
-        assert error.error.code == code
-    assert isinstance(listener.failed[broken], StateFailed)
-    assert listener.failed[broken].error.code == "bad_argument"
-    connection.send([ops.Close(root), ops.Close(broken), ops.Close(idle)])
 
 
 @pytest.mark.parametrize("encoding", ["msgpack", "json"])

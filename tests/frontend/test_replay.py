@@ -82,9 +82,10 @@ async def everything(s: af.State) -> list[Any]:
     s.limit(output_tokens=10_000)
     s.set("both", "<" + s["first"].strip() + f"|{s['report'].upper()}>")
     s += s["both"].regex("[0-9a-z]+") + s["report"].map(lambda text: f"{len(text)} ")
+    seen.append(await s.messages())
     async with s.user():
         s += af.image("https://example.org/x.png") + af.gen("seen", choices=None, timeout_s=60)
-    seen += [await s["both"], await s.text(), await s.messages()]
+    seen += [await s["both"], await s.text()]
     seen.append(await s.session.submit(compiled, {"subject": "stars"}))
     plain = s.fork(3)
     plain[0] += "left " + af.gen("x")

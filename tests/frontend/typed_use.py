@@ -1,0 +1,72 @@
+"""What type checkers make of typed values: checked by ``test_typed_use.py``, never run.
+
+An ignored line is an error that must be found: where it is not, the comment is one too many, which is an
+error too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypedDict, assert_type
+
+from pydantic import BaseModel
+
+import agentflow as af
+
+
+class Report(BaseModel):
+    grade: int
+
+
+@dataclass
+class Point:
+    x: float
+
+
+class City(TypedDict):
+    name: str
+
+
+def look_up(city: str) -> str:
+    return city
+
+
+async def right(s: af.State) -> Report:
+    report = af.gen("report", schema=Report, max_tokens=64)
+    s += af.assistant(report)
+    point, city = af.gen("point", schema=Point), af.gen("city", schema=City)
+    number, is_so = af.gen("number", type=int, timeout_s=2.5), af.gen("is_so", type=bool)
+    calls, plain = af.gen("calls", tools=[look_up]), af.gen("plain", regex="[a-z]+")
+    s += "a" + point + city + number + is_so + calls + plain
+    assert_type(await s[report], Report)
+    assert_type(await s[point], Point)
+    assert_type((await s[city])["name"], str)
+    assert_type(await s[number], int)
+    assert_type(await s[is_so], bool)
+    assert_type(await s[calls], list[af.ToolCall])
+    assert_type(await s[plain], str)
+    assert_type(await s["plain"], str)
+    assert_type(await s.text(), str)
+    assert_type(await s.token_ids(), list[int])
+    assert_type(await s[number].map(lambda n: str(n + 1)), str)
+    assert_type(await s[report].json("grade"), str)
+    assert_type(await s.set("q", f"{s[number]}"), str)
+    assert_type(s.copy(), af.State)
+    async with s.user():
+        s += "in a turn"
+    return await s[report]
+
+
+async def wrong(s: af.State) -> None:
+    report = af.gen("report", schema=Report)
+    number = af.gen("number", type=int)
+    s += report + number
+    text: str = await s[report]  # type: ignore[index]
+    print((await s[report]).title)  # type: ignore[attr-defined]
+    s[number].map(lambda n: n + 1)  # type: ignore[return-value,arg-type]
+    s += 3  # type: ignore[arg-type]
+    af.gen("x", schema=Report, type=int)  # type: ignore[call-overload]
+    af.gen("x", max_token=3)  # type: ignore[call-overload]
+    s.begin("developer")  # type: ignore[arg-type]
+    s.hint(objective="speed")  # type: ignore[arg-type]
+    del text
