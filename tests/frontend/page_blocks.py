@@ -1,6 +1,6 @@
 """Runs the Python blocks of a documentation page, which may await, in order and in one namespace.
 
-In a block, lines that begin with ``#>`` show what it prints, ``...`` standing for anything.
+In a block, lines that begin with ``# →`` show what it prints, ``...`` standing for anything.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ async def run_block(page: Path, block: Block, namespace: dict[str, Any]) -> None
         made = eval(compiled(page, block), namespace)
         if inspect.iscoroutine(made):
             await made
-    shown = "".join(f"{text}\n" for text in re.findall(r"^ *#> ?(.*)$", block.source, flags=re.MULTILINE))
+    shown = "".join(f"{text}\n" for text in re.findall(r"^ *# → ?(.*)$", block.source, flags=re.MULTILINE))
     assert doctest.OutputChecker().check_output(shown, printed.getvalue(), doctest.ELLIPSIS), (
         f"the block at line {block.line} shows\n{shown}and prints\n{printed.getvalue()}"
     )
