@@ -166,8 +166,9 @@ class Appending:
     def token_ids(self) -> Variable[list[int]]:
         """The token ids that the state holds here; refused (``NotSupported``) where the backend has none.
 
-        >>> if flow.capabilities.token_ids:
-        ...     print(len(await s.token_ids()))
+        >>> ids = await s.token_ids()
+        >>> all(isinstance(token_id, int) for token_id in ids)
+        True
         """
         if not self.session.capabilities.token_ids:
             raise NotSupported(f"{self.session.capabilities.model} does not tell its token ids")

@@ -122,17 +122,23 @@ class Variable(Reference[ValueT_co]):
         """Each token's log-probability, where ``gen(..., logprobs=True)`` asked for it (None for a
         token that was encoded anew at the end of the text). Await the variable first.
 
-        >>> if flow.capabilities.logprobs:
-        ...     s += af.gen("answer", logprobs=True)
-        ...     await s["answer"]
-        ...     print(s["answer"].logprobs)
+        >>> s += af.gen("word", max_tokens=4, logprobs=True)
+        >>> word = await s["word"]
+        >>> len(s["word"].logprobs)
+        4
         """
         return self._end().logprobs
 
     @property
     def top_logprobs(self) -> TopLogprobs | None:
         """The likeliest tokens at each token's place, likeliest first, where ``gen(..., top_logprobs=k)``
-        asked for them (None for a token that was encoded anew). Await the variable first."""
+        asked for them (None for a token that was encoded anew). Await the variable first.
+
+        >>> s += af.gen("word", max_tokens=4, top_logprobs=2)
+        >>> word = await s["word"]
+        >>> [len(place) for place in s["word"].top_logprobs]
+        [2, 2, 2, 2]
+        """
         return self._end().top_logprobs
 
     @property

@@ -8,6 +8,7 @@ import doctest
 import inspect
 import io
 import json
+import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 import anyio
 
 import agentflow as af
+from agentflow.backend import Backend
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
@@ -73,9 +75,9 @@ def names() -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def open_names() -> AsyncIterator[dict[str, Any]]:
+async def open_names(backend: Backend) -> AsyncIterator[dict[str, Any]]:
     """Those names, and an open session ``flow`` with a state ``s`` and its ``branches``."""
-    async with af.session(backend=af.Scripted(SCRIPT), seed=7) as flow, flow.state() as s:
+    async with af.session(backend=backend, seed=7) as flow, flow.state() as s:
         s += af.user("What do plants do?") + af.assistant(af.gen("answer"))
         branches = s.fork(2)
         for branch in branches:
@@ -89,24 +91,26 @@ def examples_in(text: str) -> list[doctest.Example]:
 
 
 async def run_examples(examples: list[doctest.Example], namespace: dict[str, Any]) -> None:
-    """Runs them one after the other; fails where one shows another output or error than it has."""
+    """Runs them one after the other; fails where one shows another output or error than it has. An error
+    is shown as a traceback, or as ``# raises Name``."""
     for example in examples:
+        raised = re.search(r"# raises (\w+)$", example.source, flags=re.MULTILINE)
         printed = io.StringIO()
-        message = None
         with contextlib.redirect_stdout(printed):
             try:
                 made = eval(_compiled(example), namespace)
                 if inspect.iscoroutine(made):
                     await made
             except Exception as error:
-                if example.exc_msg is None:
+                if example.exc_msg is None and raised is None:
                     raise
-                message = f"{type(error).__name__}: {error}\n"
-        found, wanted = (
-            (printed.getvalue(), example.want) if message is None else (message, example.exc_msg or "")
-        )
-        assert message is not None or example.exc_msg is None, f"raises nothing: {example.source}"
-        assert not wanted or doctest.OutputChecker().check_output(wanted, found, FLAGS), (
+                found = f"{type(error).__name__}: {error}\n"
+                wanted = example.exc_msg or f"{raised and raised[1]}: ...\n"
+            else:
+                assert example.exc_msg is None, f"raises nothing: {example.source}"
+                assert raised is None, f"raises nothing: {example.source}"
+                found, wanted = printed.getvalue(), example.want or "..."
+        assert doctest.OutputChecker().check_output(wanted, found, FLAGS), (
             f"{example.source}shows\n{wanted}and gives\n{found}"
         )
 

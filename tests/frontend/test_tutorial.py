@@ -6,7 +6,7 @@ from typing import Any
 
 import anyio
 import pytest
-from page_blocks import DOCS, blocks_of, run_block
+from page_blocks import DOCS, Block, blocks_of, run_block
 
 import agentflow as af
 from agentflow.backends.embedded import Embedded
@@ -53,3 +53,10 @@ async def test_the_tutorial_runs(monkeypatch: pytest.MonkeyPatch):
             for block in blocks_of(PAGE):
                 namespace["flow"] = flow  # the page's own sessions end with their blocks
                 await run_block(PAGE, block, namespace)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("source", ["print(1)\n# → 2\n", "print(1)\n", "1\n# → 1\n"])
+async def test_a_block_that_prints_something_else_is_noticed(source: str):
+    with pytest.raises(AssertionError, match="the block at line 7 shows"):
+        await run_block(PAGE, Block("a heading", 7, source), {})
