@@ -106,5 +106,5 @@ def test_synchronous_examples_run(name: str):
     ],
 )
 async def test_wrong_examples_are_noticed(wrong: str):
-    with pytest.raises(AssertionError, match="raises nothing|shows"):
+    with pytest.raises(AssertionError, match=r"raises nothing|shows"):
         await run_examples(examples_in(wrong), names())

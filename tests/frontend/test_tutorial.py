@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from typing import Any
 
 import anyio
@@ -53,6 +55,13 @@ async def test_the_tutorial_runs(monkeypatch: pytest.MonkeyPatch):
             for block in blocks_of(PAGE):
                 namespace["flow"] = flow  # the page's own sessions end with their blocks
                 await run_block(PAGE, block, namespace)
+
+
+def test_all_that_gen_takes_is_named():
+    text = PAGE.read_text(encoding="utf-8")
+    section = text.partition("## gen and select")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`(\w+)(?:=[^`]*)?`", section))
+    assert set(inspect.signature(af.gen).parameters) - {"name"} <= named
 
 
 @pytest.mark.anyio
