@@ -52,26 +52,37 @@ class Appending:
 
     @property
     def id(self) -> int:
-        """Its number in the session."""
+        """Its number in the session. For the session."""
         return self._id
 
     @property
     def run(self) -> Run:
-        """The run it belongs to."""
+        """The run it belongs to. For the session."""
         return self._run
 
     def __iadd__(self, item: Appendable) -> Self:
         return self.add(item)
 
     def add(self, item: Appendable) -> Self:
-        """``s += item``, for where Python's rebinding gets in the way."""
+        """``s += item``, for where Python's rebinding gets in the way. Gives the state.
+
+        >>> def ask(question: str) -> None:
+        ...     s.add(af.user(question)).add(af.assistant(af.gen("answer", max_tokens=32)))
+        >>> ask("What do plants do?")
+        """
         recorder = self._recorder()
         recorder.add(item)
         self._take(recorder)
         return self
 
     def begin(self, role: Role) -> None:
-        """Opens a turn; what is appended from now on is in it, until ``end``."""
+        """Opens a turn; what is appended from now on is in it, until ``end``. ``BadArgument`` for a role
+        that there is not, or inside another turn.
+
+        >>> s.begin("user")
+        >>> s += "What do plants do?"
+        >>> s.end()
+        """
         if role not in get_args(Role):
             raise BadArgument(f"begin({role!r}): a turn is one of {', '.join(get_args(Role))}")
         recorder = self._recorder()
@@ -79,32 +90,58 @@ class Appending:
         self._take(recorder)
 
     def end(self) -> None:
-        """Closes the open turn."""
+        """Closes the open turn, which ``begin`` has opened.
+
+        >>> s.begin("assistant")
+        >>> s += af.gen("answer")
+        >>> s.end()
+        """
         recorder = self._recorder()
         recorder.end()
         self._take(recorder)
 
     def system(self) -> Turn:
-        """``async with s.system():`` a system turn around what the block appends."""
+        """A system turn around what the block appends.
+
+        >>> async with flow.state() as s, s.system():
+        ...     s += "You are a strict judge of essays."
+        """
         return Turn(self, "system")
 
     def user(self) -> Turn:
-        """``async with s.user():`` a user turn around what the block appends."""
+        """A user turn around what the block appends.
+
+        >>> async with s.user():
+        ...     for line in essays:
+        ...         s += f"- {line}\\n"
+        """
         return Turn(self, "user")
 
     def assistant(self) -> Turn:
-        """``async with s.assistant():`` an assistant turn around what the block appends."""
+        """An assistant turn around what the block appends, in which the program may wait.
+
+        >>> async with s.assistant():
+        ...     s += "The answer is " + af.gen("answer", stop=".")
+        ...     print(await s["answer"])
+        Plants turn light into sugar
+        """
         return Turn(self, "assistant")
 
     def tool(self) -> Turn:
-        """``async with s.tool():`` a tool's turn around what the block appends."""
+        """A tool's turn around what the block appends.
+
+        >>> async with s.tool():
+        ...     s += weather("Oslo")
+        """
         return Turn(self, "tool")
 
     def set(self, name: str, value: str | Reference[Any] | Sequence_) -> Variable[str]:
         """A variable with a text of the program's own; the state's text stays as it is. ``value`` may hold
         variables, which need not be there yet.
 
-        >>> s.set("question", f"What follows from {s['claim']}?")
+        >>> question = s.set("question", f"What follows from {s['answer']}")
+        >>> await question
+        'What follows from Plants turn light into sugar.'
         """
         if not isinstance(name, str) or not name:
             raise BadArgument(f"set({name!r}, …): give the variable a name")
@@ -119,12 +156,20 @@ class Appending:
     def text(self) -> Variable[str]:
         """All that the state holds here, once that is there: the template's marks included.
 
-        >>> print(await s.text())
+        >>> async with flow.state() as s:
+        ...     s += af.user("Hello")
+        ...     print(await s.text())
+        <user>Hello</user>
         """
         return self._read("text", TEXT)
 
     def token_ids(self) -> Variable[list[int]]:
-        """The token ids that the state holds here; refused where the backend has none."""
+        """The token ids that the state holds here; refused (``NotSupported``) where the backend has none.
+
+        >>> ids = await s.token_ids()
+        >>> all(isinstance(token_id, int) for token_id in ids)
+        True
+        """
         if not self.session.capabilities.token_ids:
             raise NotSupported(f"{self.session.capabilities.model} does not tell its token ids")
         return self._read("token_ids", ValueType("list of token ids", None, json.loads))
@@ -137,7 +182,11 @@ class Appending:
 
     async def messages(self) -> list[dict[str, str]]:
         """The conversation so far as ``{"role": …, "content": …}``; waits for what is being generated.
-        Text outside turns is in none of them. ``NotSupported`` where a turn holds an image."""
+        Text outside turns is in none of them. ``NotSupported`` where a turn holds an image.
+
+        >>> (await s.messages())[0]
+        {'role': 'user', 'content': 'What do plants do?'}
+        """
         messages = self.transcript.messages()
         if any(isinstance(part, ImageExpression) for message in messages for part in message.content):
             raise NotSupported("messages() gives texts, and this conversation holds an image")
@@ -155,7 +204,10 @@ class Appending:
     ) -> None:
         """What the program knows and the backend cannot: whether somebody waits for the next generations
         (``objective="latency"``) or only the sum of all counts (``"throughput"``), how many tokens they
-        will have, how many ``forks`` come next. Changes no result."""
+        will have, how many ``forks`` come next. Changes no result.
+
+        >>> s.hint(objective="throughput", output_tokens=64)
+        """
         if objective not in (None, *get_args(Objective)):
             raise BadArgument(f"hint: objective must be latency or throughput, not {objective!r}")
         for name, value in (("output_tokens", output_tokens), ("forks", forks)):
@@ -168,7 +220,10 @@ class Appending:
 
     def limit(self, *, deadline_s: float | None = None, output_tokens: int | None = None) -> None:
         """From now on this state and its forks may take so many seconds, and generate so many tokens
-        together. What goes on after that fails with ``DeadlineExceeded`` or ``BudgetExceeded``."""
+        together. What goes on after that fails with ``DeadlineExceeded`` or ``BudgetExceeded``.
+
+        >>> s.limit(deadline_s=30, output_tokens=1000)
+        """
         self._check_open()
         self.session.send([limit_op(self._id, deadline_s, output_tokens)])
 
@@ -199,7 +254,7 @@ class Appending:
         """A variable of this state, not declared yet. For the recorder."""
 
     def seed_place(self, ordinal: int) -> str:
-        """Where a gen stands, for its seed: the path in the fork tree, and the gen's number here."""
+        """Where a gen stands: the path in the fork tree, and the gen's number here. For its seed."""
         return f"{self.path}/{self._num_gens + ordinal}"
 
     def line_of(self, number: int) -> ProgramLine | None:

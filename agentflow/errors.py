@@ -45,7 +45,13 @@ from typing import ClassVar
 
 
 class AgentflowError(Exception):
-    """Root of the tree."""
+    """Root of the tree.
+
+    >>> try:
+    ...     grade = await flow.run(judge, essay)
+    ... except af.AgentflowError as error:
+    ...     print(error, error.__cause__, error.__notes__)
+    """
 
     code: ClassVar[str] = "error"
     place: tuple[int, int] | None = None
@@ -59,13 +65,23 @@ class ProgramError(AgentflowError):
 
 
 class BadArgument(ProgramError, ValueError):
-    """An argument's value makes no sense."""
+    """An argument's value makes no sense.
+
+    >>> af.gen("answer", max_tokens=0)
+    Traceback (most recent call last):
+    BadArgument: gen: max_tokens must be a whole number, at least 1, not 0
+    """
 
     code = "bad_argument"
 
 
 class UnknownVariable(ProgramError, KeyError):
-    """``s["x"]`` before any op declared ``x``."""
+    """``s["x"]`` before any op declared ``x``.
+
+    >>> s["nobody"]
+    Traceback (most recent call last):
+    UnknownVariable: this state has no variable 'nobody' (it has: 'answer'): append its gen first
+    """
 
     code = "unknown_variable"
 
@@ -74,43 +90,90 @@ class UnknownVariable(ProgramError, KeyError):
 
 
 class StateClosed(ProgramError):
-    """An op on a state after its scope, or on a sealed branch."""
+    """An op on a state after its scope, or on a sealed branch.
+
+    >>> async with s.fork(2) as branches:
+    ...     pass
+    >>> branches[0] += "more"
+    Traceback (most recent call last):
+    StateClosed: state (2,) was sealed when its fork's block was left: nothing can be appended to it
+    """
 
     code = "state_closed"
 
 
 class ForeignState(ProgramError):
-    """A state or variable of another session."""
+    """A state or variable of another session, or of another fork.
+
+    >>> s.join(s.copy().fork(2))  # raises ForeignState
+    """
 
     code = "foreign_state"
 
 
 class BacklogFull(ProgramError):
-    """Too many ops wait on one state: await something first."""
+    """Too many ops wait on one state: await something first.
+
+    >>> for _ in range(20_000):  # raises BacklogFull
+    ...     s += "more"
+    """
 
     code = "backlog_full"
 
 
 class DataDependent(ProgramError):
-    """The program's course follows from a value, and a trace has none."""
+    """The program's course follows from a value, and a trace has none.
+
+    >>> @af.program
+    ... async def brief(s: af.State) -> str:
+    ...     s += af.gen("answer")
+    ...     return (await s["answer"])[:20]
+    >>> brief.trace()
+    Traceback (most recent call last):
+    DataDependent: ...: the value of 'answer' is taken apart, and what the program does next would ...
+    """
 
     code = "data_dependent"
 
 
 class ConcurrentAppend(ProgramError):
-    """Two tasks append to one state at the same time: the order would be chance."""
+    """Two tasks append to one state at the same time: the order would be chance.
+
+    >>> async def write(state: af.State, line: str) -> None:
+    ...     for _ in range(2):
+    ...         state.add(line)
+    ...         await anyio.lowlevel.checkpoint()
+    >>> try:
+    ...     async with anyio.create_task_group() as tasks:
+    ...         tasks.start_soon(write, s, "one")
+    ...         tasks.start_soon(write, s, "two")
+    ... except* af.ConcurrentAppend:
+    ...     print("give each task a branch")
+    give each task a branch
+    """
 
     code = "concurrent_append"
 
 
 class RequestRefused(AgentflowError):
-    """The backend refuses one request; nothing else is affected."""
+    """The backend refuses one request; nothing else is affected.
+
+    >>> try:
+    ...     grade = await flow.run(judge, essay)
+    ... except af.PromptTooLong:
+    ...     grade = await flow.run(judge, essay[:1000])
+    """
 
     code = "request_refused"
 
 
 class NotSupported(RequestRefused):
-    """The backend cannot do what was asked, and does not pretend to."""
+    """The backend cannot do what was asked, and does not pretend to.
+
+    >>> s.token_ids()  # of a scripted answer
+    Traceback (most recent call last):
+    NotSupported: scripted does not tell its token ids
+    """
 
     code = "not_supported"
 
@@ -128,13 +191,26 @@ class FrameTooLarge(RequestRefused):
 
 
 class RunFailed(AgentflowError):
-    """Something that this value or state depends on failed; ``__cause__`` says what."""
+    """Something that this value or state depends on failed; ``__cause__`` says what.
+
+    >>> s += s["answer"].json("score")
+    >>> await s
+    Traceback (most recent call last):
+    RunFailed: json('score'): the text is no JSON (...): 'Plants turn light into sugar.'
+    """
 
     code = "run_failed"
 
 
 class InvalidValue(RunFailed, ValueError):
-    """The text is there, and is no value of the type that was asked for."""
+    """The text is there, and is no value of the type that was asked for: cut by ``max_tokens``, say.
+
+    >>> report = af.gen("report", schema=Report)
+    >>> s += af.user("What is the weather in Oslo?") + af.assistant(report)
+    >>> await s[report]
+    Traceback (most recent call last):
+    InvalidValue: 'report' ended (eos) with a text that is no Report: '[{"name": "weather", ...}]'
+    """
 
     code = "invalid_value"
 
@@ -146,19 +222,34 @@ class LimitExceeded(AgentflowError):
 
 
 class DeadlineExceeded(LimitExceeded):
-    """The time that the session, the state or the gen had is over."""
+    """The time that the session, the state or the gen had is over.
+
+    >>> s += af.gen("answer", timeout_s=1e-9)
+    >>> await s["answer"]  # raises DeadlineExceeded
+    """
 
     code = "deadline_exceeded"
 
 
 class BudgetExceeded(LimitExceeded):
-    """The tokens that the session or the state had are used up."""
+    """The tokens that the session or the state had are used up.
+
+    >>> await s
+    >>> s.limit(output_tokens=2)
+    >>> s += af.gen("answer", max_tokens=64)
+    >>> await s["answer"]  # raises BudgetExceeded
+    """
 
     code = "budget_exceeded"
 
 
 class Cancelled(AgentflowError):
-    """The state was cancelled before this value was there."""
+    """The state was cancelled before this value was there.
+
+    >>> s += af.gen("answer")
+    >>> s.cancel()
+    >>> await s["answer"]  # raises Cancelled
+    """
 
     code = "cancelled"
 
@@ -170,19 +261,35 @@ class RecordingError(AgentflowError):
 
 
 class BadRecording(RecordingError):
-    """The file is no recording, is damaged, or was written by another version."""
+    """The file is no recording, is damaged, or was written by another version.
+
+    >>> af.Replay("chart.png")  # raises BadRecording
+    """
 
     code = "bad_recording"
 
 
 class ReplayDiffers(RecordingError):
-    """The program does something else than what was recorded; the message says where and what."""
+    """The program does something else than what was recorded; the message says where and what.
+
+    >>> async with af.session(record="run.jsonl") as flow:
+    ...     grade = await flow.run(judge, essay)
+    >>> async with af.session(backend=af.Replay("run.jsonl")) as flow:
+    ...     grade = await flow.run(judge, "Another essay.")  # raises ReplayDiffers
+    """
 
     code = "replay_differs"
 
 
 class ModelError(AgentflowError):
-    """A model cannot be had or used."""
+    """A model cannot be had or used.
+
+    >>> try:
+    ...     async with af.session(model="smollm2-135m") as flow:
+    ...         grade = await flow.run(judge, essay)
+    ... except af.ModelError as error:
+    ...     print(f"no model here: {error}")
+    """
 
     code = "model_error"
 
@@ -206,7 +313,14 @@ class PullFailed(ModelError):
 
 
 class ServerError(AgentflowError):
-    """The way to the server, or the server itself."""
+    """The way to the server, or the server itself.
+
+    >>> try:
+    ...     async with af.session("ws://127.0.0.1:8410") as flow:
+    ...         grade = await flow.run(judge, essay)
+    ... except af.ServerError as error:
+    ...     print(f"no answer from there: {error}")
+    """
 
     code = "server_error"
 
@@ -242,7 +356,13 @@ class PortInUse(ServerError):
 
 
 class EngineFailed(AgentflowError):
-    """The engine itself broke; not the request's fault."""
+    """The engine itself broke; not the request's fault.
+
+    >>> broken = af.Scripted([af.EngineFailed("out of memory")])  # how to test what a program does then
+    >>> async with af.session(backend=broken) as flow, flow.state() as s:
+    ...     s += af.gen("answer")
+    ...     await s["answer"]  # raises EngineFailed
+    """
 
     code = "engine_failed"
 

@@ -189,10 +189,18 @@ def gen(
     tool schemas: the value is a list of ``ToolCall``). ``timeout_s``: what takes longer, from the gen's
     turn on, fails with ``DeadlineExceeded``.
 
+    >>> s += af.user("What do plants do?")
     >>> s += af.assistant(af.gen("answer", max_tokens=32, stop="\\n"))
+    >>> await s["answer"]
+    'Plants turn light into sugar.'
     >>> report = af.gen("report", schema=Report)
-    >>> s += af.assistant(report)
-    >>> value: Report = await s[report]
+    >>> s += af.user("Write a report.") + af.assistant(report)
+    >>> await s[report]  # s["report"] is the same variable; this one's type is known
+    Report(summary='Clear and well argued.', score=8)
+    >>> legs = af.gen("legs", type=int)
+    >>> s += af.user("How many legs has a spider?") + af.assistant(legs)
+    >>> await s[legs]
+    8
     >>> s += af.assistant(af.gen("idea", temperature=1.0, min_tokens=8, presence_penalty=0.5))
     """
     _check_name(name, "gen")
@@ -230,7 +238,10 @@ def select(
     ``unconditional_likelihood_normalized`` the mean, less what it is with no text before (so that what is
     likely anyway does not win by that). ``s["verdict"].choices`` has each choice's log-probability.
 
+    >>> s += af.user("Is it about science?")
     >>> s += af.assistant(af.select("verdict", ["yes", "no"]))
+    >>> await s["verdict"]
+    'yes'
     """
     _check_name(name, "select")
     where = f"select({name!r})"
@@ -271,7 +282,7 @@ def assistant(*parts: Appendable) -> RoleExpression:
 def tool(*parts: Appendable) -> RoleExpression:
     """A turn with what a tool gave.
 
-    >>> s += af.tool(json.dumps(result))
+    >>> s += af.tool(json.dumps({"temperature": 12}))
     """
     return RoleExpression("tool", parts)
 

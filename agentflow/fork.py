@@ -22,6 +22,12 @@ class Branches(list["State"]):
 
     Three ways to join: ``await branches`` waits for all; ``await branches.gather("x")`` gives the
     values of ``x``, in the order of the branches; ``s.join(branches)`` appends their texts.
+
+    >>> async with s.fork(2) as branches:
+    ...     for branch, dimension in zip(branches, ["clarity", "evidence"]):
+    ...         branch += af.user(f"Judge its {dimension}.")
+    ...         branch += af.assistant(af.gen("judgment", max_tokens=64))
+    >>> await branches
     """
 
     def __init__(self, parent: State, states: list[State]) -> None:
@@ -52,7 +58,10 @@ class Branches(list["State"]):
 
     def variables(self, name: str) -> list[Variable[Any]]:
         """Variable ``name`` of each branch, to be passed on unawaited. ``UnknownVariable`` where one has
-        none of that name: nobody's place shifts."""
+        none of that name: nobody's place shifts.
+
+        >>> s += af.user("Two judges wrote:", *branches.variables("judgment"))
+        """
         if not isinstance(name, str):
             raise BadArgument(f"variables({name!r}): give the variables' name")
         return [branch[name] for branch in self]

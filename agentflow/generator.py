@@ -49,7 +49,15 @@ class Capabilities(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens of one generation: prompt, of which cached, and output."""
+    """Tokens of one generation: prompt, of which cached, and output. Usages can be added.
+
+    >>> await s["answer"]
+    'Plants turn light into sugar.'
+    >>> s["answer"].usage.output_tokens
+    5
+    >>> s["answer"].usage.hit_rate
+    0.0
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -90,7 +98,13 @@ class Scored(msgspec.Struct, frozen=True):
 
 class Stats(msgspec.Struct, frozen=True):
     """Counters of the backend since its start, and gauges of now. Tokens unless the name says
-    otherwise; ``steps`` are forward passes, ``*_slots`` tokens in the KV pool."""
+    otherwise; ``steps`` are forward passes, ``*_slots`` tokens in the KV pool.
+
+    >>> await s
+    >>> stats = await flow.stats()
+    >>> stats.generated_tokens, stats.hit_rate
+    (5, 0.0)
+    """
 
     model: str
     steps: int = 0

@@ -42,7 +42,14 @@ class Output(NamedTuple):
 class Graph:
     """``arguments``: the variables that ``flow.submit`` gives values to, by name. ``result``: what the
     program returned, with an ``Output`` wherever a value will stand. ``places``: of each gen without a
-    seed of its own, where its seed is derived from. ``value_types``: of variables whose value is no text."""
+    seed of its own, where its seed is derived from. ``value_types``: of variables whose value is no text.
+
+    >>> graph = judge.trace(dimensions=("clarity", "evidence")).optimised()
+    >>> graph
+    <Graph judge of ... ops, arguments: essay>
+    >>> await flow.submit(graph, {"essay": essay})
+    'A'
+    """
 
     name: str
     ops: tuple[ops.Op, ...]
@@ -56,25 +63,38 @@ class Graph:
 
     @property
     def num_ids(self) -> int:
-        """States and variables are numbered from 1 to this."""
+        """States and variables are numbered from 1 to this. For ``submit``."""
         return max([max(ids_of(op)) for op in self.ops])
 
     @property
     def names(self) -> dict[int, str]:
-        """The name of each variable."""
+        """The name of each variable, by its number.
+
+        >>> sorted(set(judge.trace().names.values()))
+        ['essay', 'grade', 'judgment']
+        """
         return {op.var: op.name for op in self.ops if isinstance(op, ops.Declaring)}
 
     @property
     def outputs(self) -> list[int]:
-        """The variables whose values the result needs."""
+        """The variables whose values the result needs.
+
+        >>> graph = judge.trace()
+        >>> [graph.names[variable] for variable in graph.outputs]
+        ['grade']
+        """
         return list(dict.fromkeys(_outputs_in(self.result)))
 
     def type_of(self, variable: int) -> ValueType:
-        """What the variable's value is."""
+        """What the variable's value is. For ``submit``."""
         return self.value_types.get(variable, TEXT)
 
     def edges(self) -> list[Edge]:
-        """What comes after what, and why."""
+        """What comes after what, and why.
+
+        >>> sorted({edge.kind for edge in judge.trace().edges()})
+        ['data', 'fork', 'stream']
+        """
         last: dict[int, int] = {}  # state → its last op so far
         forked: dict[int, int] = {}  # state that has not begun → the fork
         declared: dict[int, int] = {}
@@ -96,19 +116,34 @@ class Graph:
         return found
 
     def draw(self) -> str:
-        """The graph as a Mermaid flowchart, for documents and for ``mermaid.live``."""
+        """The graph as a Mermaid flowchart, for documents and for ``mermaid.live``.
+
+        >>> print(judge.trace().draw())
+        flowchart TD
+        ...
+        """
         from agentflow.graph_drawing import draw
 
         return draw(self)
 
     def optimised(self) -> Graph:
-        """The same results by less: constants folded."""
+        """The same results by less: constants folded.
+
+        >>> @af.program
+        ... async def greet(s: af.State, name: str) -> str:
+        ...     tone = s.set("tone", "kind")
+        ...     s += af.user(f"Greet {name}.", " Be ", tone, ".") + af.assistant(af.gen("greeting"))
+        ...     return await s["greeting"]
+        >>> graph = greet.trace()
+        >>> len(graph.ops) - len(graph.optimised().ops)  # the set is gone
+        1
+        """
         from agentflow.graph_passes import fold_constants
 
         return fold_constants(self)
 
     def inputs(self, values: Mapping[str, str]) -> dict[int, str]:
-        """The values of the arguments, by variable. ``BadArgument`` for a missing or an unknown one."""
+        """The arguments' values by variable. ``BadArgument`` for a missing or unknown one. For ``submit``."""
         for name, value in values.items():
             if name not in self.arguments:
                 known = ", ".join(self.arguments) or "none"

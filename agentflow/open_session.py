@@ -34,7 +34,9 @@ def session(
     events to, for ``af.Replay`` and ``agentflow replay``. It holds prompts and answers as they are.
 
     >>> async with af.session() as flow:
-    ...     answer = await flow.run(my_program, "a question")
+    ...     grade = await flow.run(judge, essay)
+    >>> async with af.session("ws://127.0.0.1:8410", deadline_s=60, output_tokens=5000) as flow:
+    ...     grade = await flow.run(judge, essay)
     """
     if backend is None:
         backend = _chosen_backend(url, model, api_key)

@@ -24,7 +24,14 @@ ProgramFunction = Callable[Concatenate[State, P], Awaitable[ResultT]]
 
 
 class Program(Generic[P, ResultT]):
-    """An async function on a state. Calling it runs it on the state given: programs compose."""
+    """An async function on a state. Calling it runs it on the state given: programs compose.
+
+    >>> @af.program
+    ... async def judge_twice(s: af.State, essay: str) -> list[str]:
+    ...     return [await judge(s.copy(), essay), await judge(s.copy(), essay)]
+    >>> await flow.run(judge_twice, essay)
+    ['A', 'A']
+    """
 
     def __init__(self, function: ProgramFunction[P, ResultT]) -> None:
         self._function = function
@@ -53,7 +60,11 @@ class Program(Generic[P, ResultT]):
 
     @property
     def function(self) -> ProgramFunction[P, ResultT]:
-        """The function that was decorated."""
+        """The function that was decorated.
+
+        >>> judge.function.__name__
+        'judge'
+        """
         return self._function
 
 
@@ -72,7 +83,13 @@ def program(function: ProgramFunction[P, ResultT]) -> Program[P, ResultT]:
 class ProgramStream:
     """A running program as an async iterator over its events; the last is ``RunDone``. A failure of
     the program is raised by the iteration. ``async with`` (or ``aclose``) cancels what is left when
-    the reader stops early."""
+    the reader stops early.
+
+    >>> async with flow.stream(judge, essay) as events:
+    ...     async for event in events:
+    ...         if isinstance(event, af.VariableDone) and event.name == "judgment":
+    ...             break  # one judgment is enough: what still runs is cancelled
+    """
 
     def __init__(self, session: Session, function: Callable[[State], Awaitable[Any]]) -> None:
         self._run = Run(session)
@@ -112,7 +129,12 @@ class ProgramStream:
             return result
 
     async def aclose(self) -> None:
-        """Cancels the program if it still runs, and waits for its end. May be repeated."""
+        """Cancels the program if it still runs, and waits for its end. May be repeated.
+
+        >>> events = flow.stream(judge, essay)
+        >>> first = await anext(events)
+        >>> await events.aclose()
+        """
         self._scope.cancel()
         await self._ended.wait()
 

@@ -100,7 +100,12 @@ class ProgramMap(Generic[ResultT]):
 
     async def aclose(self) -> None:
         """Cancels what still runs and waits for its end. May be repeated; iterating any further
-        raises ``Cancelled``, unless all results had been taken."""
+        raises ``Cancelled``, unless all results had been taken.
+
+        >>> grades = flow.map(judge, essays)
+        >>> first = await anext(grades)
+        >>> await grades.aclose()
+        """
         await self._work.stop()
 
     async def __aenter__(self) -> ProgramMap[ResultT]:

@@ -31,45 +31,75 @@ class Reference(Generic[ValueT_co]):
     @property
     @abstractmethod
     def shown_name(self) -> str:
-        """How messages name it."""
+        """How messages name it. For errors."""
 
     @property
     @abstractmethod
     def marker_id(self) -> int:
-        """Its number in markers: unique in the session."""
+        """Its number, unique in the session. For markers."""
 
     @abstractmethod
     def __await__(self) -> Generator[object, None, ValueT_co]:
         """Its value; raises what failed."""
 
     def strip(self) -> Transformed:
-        """Without white space at both ends."""
+        """Without white space at both ends.
+
+        >>> await s.set("x", "  yes ").strip()
+        'yes'
+        """
         return self._then("strip")
 
     def lower(self) -> Transformed:
-        """In lower case."""
+        """In lower case.
+
+        >>> await s.set("x", "Yes").lower()
+        'yes'
+        """
         return self._then("lower")
 
     def upper(self) -> Transformed:
-        """In upper case."""
+        """In upper case.
+
+        >>> await s.set("x", "yes").upper()
+        'YES'
+        """
         return self._then("upper")
 
     def first_line(self) -> Transformed:
-        """Its first line with anything on it, stripped."""
+        """Its first line with anything on it, stripped.
+
+        >>> await s.set("x", "\\n Yes.\\nFor three reasons.").first_line()
+        'Yes.'
+        """
         return self._then("first_line")
 
     def json(self, path: str = "") -> Transformed:
         """What stands at ``path`` (``"a.b.0"``; all of it by default) in its text, which is JSON: strings
-        as they are, anything else as JSON."""
+        as they are, anything else as JSON. ``RunFailed`` where there is no such thing.
+
+        >>> record = s.set("record", '{"name": "Ada", "born": {"year": 1815}}')
+        >>> await record.json("born.year")
+        '1815'
+        """
         return self._then("json", path)
 
     def regex(self, pattern: str) -> Transformed:
-        """What ``pattern`` finds first in its text: its first group, where it has groups."""
+        """What ``pattern`` finds first in its text: its first group, where it has groups. ``RunFailed`` where
+        it finds nothing, ``BadArgument`` (at once) where it is no pattern.
+
+        >>> await s.set("x", "I give it 8 of 10.").regex(r"(\\d+) of 10")
+        '8'
+        """
         return self._then("regex", pattern)
 
     def map(self, function: Callable[[ValueT_co], str]) -> Variable[str]:
         """What ``function`` makes of its value, which must be a string. It runs in this process, and its
-        result is sent on: a round trip that the named transforms save."""
+        result is sent on: a round trip that the named transforms save.
+
+        >>> await s["answer"].map(lambda text: text.replace("sugar", "food"))
+        'Plants turn light into food.'
+        """
         return self.source.state.mapped(self, function)
 
     def _then(self, name: TransformName, argument: str = "") -> Transformed:
@@ -124,7 +154,12 @@ class Reference(Generic[ValueT_co]):
 
 
 class Transformed(Reference[str]):
-    """A variable's text after some transforms. Made by ``s["x"].strip()`` and the like."""
+    """A variable's text after some transforms. Made by ``s["x"].strip()`` and the like.
+
+    >>> s += af.user("Answer in capitals: ", s["answer"].first_line().upper())
+    >>> print(await s["answer"].first_line().upper())
+    PLANTS TURN LIGHT INTO SUGAR.
+    """
 
     def __init__(self, source: Variable[Any], transforms: tuple[Transform, ...]) -> None:
         self.source = source

@@ -35,7 +35,13 @@ ResultT = TypeVar("ResultT")
 
 
 class Session:
-    """Use it as ``async with af.session() as flow``. Nothing it started outlives the block."""
+    """Made by ``af.session``. Nothing it started outlives its block.
+
+    >>> async with af.session() as flow:
+    ...     print(flow.capabilities.model, flow.is_alive)
+    ...     grade = await flow.run(judge, essay)
+    scripted True
+    """
 
     def __init__(
         self,
@@ -91,6 +97,9 @@ class Session:
 
         Waits for everything the program started, and raises what failed there, unless an await in the
         program has raised that failure already. Cancelling the call cancels it all.
+
+        >>> await flow.run(judge, essay)
+        'A'
         """
         return await Run(self).execute(program, args, kwargs)
 
@@ -98,7 +107,12 @@ class Session:
         self, program: Callable[Concatenate[State, P], Awaitable[Any]], *args: P.args, **kwargs: P.kwargs
     ) -> ProgramStream:
         """Runs a program and gives its events as they come: ``TextDelta`` of every branch,
-        ``VariableDone``, and ``RunDone`` with the result at the end."""
+        ``VariableDone``, and ``RunDone`` with the result at the end.
+
+        >>> async for event in flow.stream(judge, essay):
+        ...     if isinstance(event, af.TextDelta):
+        ...         print(event.text, end="")
+        """
         return ProgramStream(self, lambda state: program(state, *args, **kwargs))
 
     @overload
@@ -146,8 +160,11 @@ class Session:
         stderr, with the rate, the time left, failures, and the cached share of the prompt tokens.
 
         >>> grades = await flow.map(judge, essays, progress=True)
-        >>> async for grade in flow.map(judge, open("essays.txt")):
+        >>> async for grade in flow.map(judge, essays):
         ...     print(grade)
+        A
+        A
+        A
         """
         console = None
         if progress:
@@ -161,13 +178,19 @@ class Session:
         to the backend in one op, and only its result comes back.
 
         >>> graph = judge.trace(dimensions=["clarity", "evidence"])
-        >>> report = await flow.submit(graph, {"essay": essay})
+        >>> grade = await flow.submit(graph, {"essay": essay})
         """
         return await submit(self, graph, inputs or {})
 
     def state(self, *, cache_salt: str = "") -> Run:
         """A state without a program: ``async with flow.state() as s``. What still runs at the end
-        of the block is cancelled. States share cached KV only under an equal ``cache_salt``."""
+        of the block is cancelled. States share cached KV only under an equal ``cache_salt``.
+
+        >>> async with flow.state() as s:
+        ...     s += af.user("What do plants do?") + af.assistant(af.gen("answer"))
+        ...     print(await s["answer"])
+        Plants turn light into sugar.
+        """
         return Run(self, cache_salt=cache_salt)
 
     def limit(self, *, deadline_s: float | None = None, output_tokens: int | None = None) -> None:
@@ -179,7 +202,13 @@ class Session:
         self.send([limit_op(0, deadline_s, output_tokens)])
 
     async def stats(self) -> Stats:
-        """What the backend has counted since its start."""
+        """What the backend has counted since its start. Raises what ended the session, if that has ended.
+
+        >>> before = await flow.stats()
+        >>> grade = await flow.run(judge, essay)
+        >>> (await flow.stats()).prompt_tokens > before.prompt_tokens
+        True
+        """
         self.check_alive()
         ticket = self.next_id()
         answer: tuple[anyio.Event, list[Stats]] = (anyio.Event(), [])
@@ -205,7 +234,7 @@ class Session:
         return self._connection is not None and self._failure is None
 
     def check_alive(self) -> None:
-        """Raises what ended the session, if it has ended."""
+        """Raises what ended the session, if it has ended. For states."""
         if self._failure is not None:
             raise ErrorInfo.of(self._failure).to_exception()
         if self._connection is None:
@@ -214,21 +243,21 @@ class Session:
     # What follows is for states, runs and streams.
 
     def next_id(self) -> int:
-        """A number that no state, variable or ticket of this session has."""
+        """A number that no state, variable or ticket of this session has. For states."""
         return next(self._ids)
 
     def reserve_ids(self, count: int) -> int:
-        """So many numbers in a row for a graph; the number before the first."""
+        """So many numbers in a row; the number before the first. For graphs."""
         first = next(self._ids)
         self._ids = itertools.count(first + count)
         return first - 1
 
     def next_run_index(self) -> int:
-        """A number for a run."""
+        """A number. For a run."""
         return next(self._run_indices)
 
     def send(self, recorded: list[ops.Op], *, quiet: bool = False) -> None:
-        """Sends ops; ``quiet``: nothing happens when the session has ended."""
+        """Sends ops; ``quiet``: nothing happens when the session has ended. For states."""
         if quiet and not self.is_alive:
             return
         self.check_alive()
@@ -236,43 +265,43 @@ class Session:
         self._connection.send(recorded)
 
     def start_soon(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
-        """A task that ends with the session."""
+        """A task that ends with the session. For runs."""
         self.check_alive()
         assert self._tasks is not None
         self._tasks.start_soon(function, *args)
 
     def register(self, state: State) -> None:
-        """Events of this state are for it."""
+        """Events of this state are for it. For runs."""
         self._states[state.id] = state
 
     def expect(self, variable: Variable[Any]) -> None:
-        """Events of this variable are for it."""
+        """Events of this variable are for it. For states."""
         self._variables[variable.id] = variable
 
     @property
     def is_tracing(self) -> bool:
-        """Whether nothing runs here: awaits end at once."""
+        """Whether nothing runs here: awaits end at once. For traces."""
         return False
 
     def awaited(self, variable: Variable[Any]) -> Any:
-        """What stands for the value of ``variable`` where no value will come: only in a trace."""
+        """What stands for the value of ``variable`` where no value will come. For traces."""
         return None
 
     def state_of(self, state_id: int) -> State | None:
-        """The state of that number, if it is open."""
+        """The state of that number, if it is open. For runs."""
         return self._states.get(state_id)
 
     def is_open(self, state: State) -> bool:
-        """Whether the backend still knows the state."""
+        """Whether the backend still knows the state. For states."""
         return state.id in self._states
 
     def forget(self, state: State) -> None:
-        """The backend may drop the state and its variables."""
+        """The backend may drop the state and its variables. For states."""
         if self._states.pop(state.id, None) is not None:
             self.send([ops.Close(state.id)], quiet=True)
 
     def settle(self, variable: Variable[Any], error: ErrorInfo) -> None:
-        """The variable will have no value."""
+        """The variable will have no value. For states."""
         self._variables.pop(variable.id, None)
         variable.fail(error)
         variable.state.run.touch(variable)

@@ -28,6 +28,11 @@ class State(Appending):
     ``s += x`` appends text, a variable, ``gen``, ``select`` or a role and never waits. ``s["x"]`` is
     the latest variable of that name. ``await s`` waits until all that was appended is done.
     ``async for event in s`` gives the text of its variables as it comes.
+
+    >>> s += af.user("Is it about science?")
+    >>> s += af.assistant(af.select("related", ["yes", "no"]))
+    >>> await s["related"]
+    'yes'
     """
 
     def __init__(self, run: Run, state_id: int, path: Path, parent: State | None = None) -> None:
@@ -42,7 +47,13 @@ class State(Appending):
 
     def fork(self, count: int) -> Branches:
         """``count`` states that go on from here independently and share the prefix. As ``async
-        with s.fork(3) as branches`` they are a task group: see ``Branches``."""
+        with s.fork(3) as branches`` they are a task group: see ``Branches``. ``BadArgument`` for a count
+        below 1.
+
+        >>> for branch, dimension in zip(s.fork(2), ["clarity", "evidence"]):
+        ...     branch += af.user(f"Judge its {dimension}.")
+        ...     branch += af.assistant(af.gen("judgment", max_tokens=64))
+        """
         self._check_appendable()
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise BadArgument(f"fork({count!r}): say how many branches, 1 or more")
@@ -57,7 +68,11 @@ class State(Appending):
         return Branches(self, children)
 
     def copy(self) -> State:
-        """A state that goes on from here by itself: a fork of one."""
+        """A state that goes on from here by itself: a fork of one.
+
+        >>> draft = s.copy()
+        >>> draft += af.user("Try again.") + af.assistant(af.gen("answer", temperature=0.8))
+        """
         return self.fork(1)[0]
 
     def join(self, branches: Branches, *, separator: str = "") -> State:
@@ -129,7 +144,10 @@ class State(Appending):
 
     def cancel(self) -> None:
         """Aborts what this state and its forks still run; their unfinished variables raise
-        ``Cancelled``. May be repeated."""
+        ``Cancelled``. May be repeated.
+
+        >>> branches[1].cancel()
+        """
         if self.session.is_open(self):
             self.session.send([ops.Cancel(self._id)], quiet=True)
         self._cancel_here(ErrorInfo.of(Cancelled("its state was cancelled")))
@@ -160,7 +178,11 @@ class State(Appending):
             self.session.send([ops.Await(self._id, ticket)])
 
     async def settled(self) -> None:
-        """Waits until all that was appended is done or the state has failed; raises neither."""
+        """Waits until all that was appended is done or the state has failed; raises nothing (``await s``
+        raises what failed).
+
+        >>> await s.settled()
+        """
         if self.session.is_tracing:
             return
         self.ask()
@@ -176,7 +198,11 @@ class State(Appending):
 
     @property
     def variables(self) -> list[Variable[Any]]:
-        """Its own variables, in the order in which they were declared (not those of its parent)."""
+        """Its own variables, in the order in which they were declared (not those of its parent).
+
+        >>> [variable.name for variable in s.variables]
+        ['answer']
+        """
         return [variable for variable in self._own if variable.is_shown]
 
     @property
@@ -207,7 +233,11 @@ class State(Appending):
         self._backlog.wake()
 
     def seal(self, why: str = "was sealed when its fork's block was left") -> None:
-        """Nothing more may be appended; variables stay readable."""
+        """Nothing more may be appended; variables stay readable.
+
+        >>> branches[0].seal()
+        >>> judgment = await branches[0]["judgment"]
+        """
         if self._closed is None:
             self._closed = why
             self.session.send([ops.Seal(self._id)], quiet=True)

@@ -15,7 +15,13 @@ if TYPE_CHECKING:
 
 
 class TextDelta(msgspec.Struct, frozen=True):
-    """More text of variable ``name`` in the state at ``path`` of the fork tree."""
+    """More text of variable ``name`` in the state at ``path`` of the fork tree.
+
+    >>> async for event in flow.stream(judge, essay):
+    ...     if isinstance(event, af.TextDelta) and event.path == ():  # of the root, not of its branches
+    ...         print(event.name, event.text)
+    grade A
+    """
 
     path: tuple[int, ...]
     name: str
@@ -23,7 +29,16 @@ class TextDelta(msgspec.Struct, frozen=True):
 
 
 class VariableDone(msgspec.Struct, frozen=True):
-    """Variable ``name`` of the state at ``path`` is complete."""
+    """Variable ``name`` of the state at ``path`` is complete. ``finish_reason`` and ``usage`` (in tokens):
+    as ``Variable`` has them.
+
+    >>> async for event in flow.stream(judge, essay):
+    ...     if isinstance(event, af.VariableDone):
+    ...         print(event.name, event.finish_reason)
+    judgment eos
+    judgment eos
+    grade choice
+    """
 
     path: tuple[int, ...]
     name: str
@@ -33,7 +48,13 @@ class VariableDone(msgspec.Struct, frozen=True):
 
 
 class RunDone(msgspec.Struct, frozen=True):
-    """The program returned."""
+    """The program returned. ``result``: what it returned.
+
+    >>> async for event in flow.stream(judge, essay):
+    ...     if isinstance(event, af.RunDone):
+    ...         print(event.result)
+    A
+    """
 
     result: Any
 

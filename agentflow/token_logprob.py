@@ -8,7 +8,11 @@ import msgspec
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """A token, its text (``\ufffd`` for the bytes of half a character), and its log-probability.
 
-    >>> [(one.text, one.logprob) for one in s["answer"].top_logprobs[0]]
+    >>> s += af.gen("word", max_tokens=4, top_logprobs=2)
+    >>> word = await s["word"]
+    >>> likeliest, second = s["word"].top_logprobs[0]
+    >>> likeliest.logprob >= second.logprob
+    True
     """
 
     token_id: int

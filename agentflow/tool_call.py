@@ -23,7 +23,15 @@ perhaps ``description``, as OpenAI's API has it."""
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call that the model asks for. ``function``: the tool, where it was given as one."""
+    """One call that the model asks for. ``function``: the tool, where it was given as one.
+
+    >>> calls = af.gen("calls", tools=[weather])
+    >>> s += af.user("What is the weather in Oslo?") + af.assistant(calls)
+    >>> for call in await s[calls]:
+    ...     print(call.name, call.arguments)
+    ...     s += af.tool(call())
+    weather {'city': 'Oslo'}
+    """
 
     name: str
     arguments: dict[str, Any]

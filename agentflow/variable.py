@@ -24,7 +24,18 @@ if TYPE_CHECKING:
 
 
 class Variable(Reference[ValueT_co]):
-    """The value of one ``gen``, ``select`` or ``set``. Made by states; ``s["x"]`` finds it."""
+    """The value of one ``gen``, ``select`` or ``set``. Made by states; ``s["x"]`` finds it.
+
+    Await it for its value, iterate it for its text as it comes, append it (or an f-string with it) to a
+    state to pass it on by reference.
+
+    >>> s += af.user(f"Shorten this: {s['answer']}") + af.assistant(af.gen("short"))
+    >>> async for delta in s["short"]:
+    ...     print(delta, end="")
+    Plants turn light into sugar.
+    >>> s["short"].is_done, s["short"].has_value, s["short"].finish_reason
+    (True, True, 'eos')
+    """
 
     def __init__(
         self, var_id: int, name: str, state: State, value_type: ValueType = TEXT, *, is_shown: bool = True
@@ -59,12 +70,16 @@ class Variable(Reference[ValueT_co]):
 
     @property
     def id(self) -> int:
-        """Its number in the session."""
+        """Its number in the session. For the session."""
         return self._id
 
     @property
     def state(self) -> State:
-        """The state it belongs to."""
+        """The state it belongs to.
+
+        >>> branches[1]["judgment"].state.path
+        (1,)
+        """
         return self._state
 
     @property
@@ -79,7 +94,10 @@ class Variable(Reference[ValueT_co]):
 
     @property
     def text(self) -> str:
-        """What there is of the text now."""
+        """What there is of the text now.
+
+        >>> print(s["answer"].text)
+        """
         return self._text
 
     @property
@@ -100,24 +118,50 @@ class Variable(Reference[ValueT_co]):
 
     @property
     def usage(self) -> Usage:
-        """Tokens it took: prompt, of which cached, and output. Await the variable first."""
+        """Tokens it took: prompt, of which cached, and output. Await the variable first.
+
+        >>> await s["answer"]
+        'Plants turn light into sugar.'
+        >>> s["answer"].usage.output_tokens
+        5
+        """
         return self._end().usage
 
     @property
     def logprobs(self) -> tuple[float | None, ...] | None:
         """Each token's log-probability, where ``gen(..., logprobs=True)`` asked for it (None for a
-        token that was encoded anew at the end of the text). Await the variable first."""
+        token that was encoded anew at the end of the text). Await the variable first.
+
+        >>> s += af.gen("word", max_tokens=4, logprobs=True)
+        >>> word = await s["word"]
+        >>> len(s["word"].logprobs)
+        4
+        """
         return self._end().logprobs
 
     @property
     def top_logprobs(self) -> TopLogprobs | None:
         """The likeliest tokens at each token's place, likeliest first, where ``gen(..., top_logprobs=k)``
-        asked for them (None for a token that was encoded anew). Await the variable first."""
+        asked for them (None for a token that was encoded anew). Await the variable first.
+
+        >>> s += af.gen("word", max_tokens=4, top_logprobs=2)
+        >>> word = await s["word"]
+        >>> [len(place) for place in s["word"].top_logprobs]
+        [2, 2, 2, 2]
+        """
         return self._end().top_logprobs
 
     @property
     def choices(self) -> dict[str, float]:
-        """Of a select: each choice's log-probability. Await the variable first."""
+        """Of a select: each choice's log-probability. Await the variable first; ``BadArgument`` for what
+        comes from no select.
+
+        >>> s += af.user("Is it about science?") + af.assistant(af.select("related", ["yes", "no"]))
+        >>> await s["related"]
+        'yes'
+        >>> max(s["related"].choices, key=s["related"].choices.get)
+        'yes'
+        """
         found = self._end().choices
         if found is None:
             raise BadArgument(f"{self.name!r} comes from no select: only a select has choices")
@@ -143,13 +187,21 @@ class Variable(Reference[ValueT_co]):
         return value
 
     async def whole_text(self) -> str:
-        """The whole text, whatever its type; raises what failed."""
+        """The whole text, whatever its type; raises what failed.
+
+        >>> s += af.user("Write a report.") + af.assistant(af.gen("report", schema=Report))
+        >>> await s["report"].whole_text()
+        '{"summary": "Clear and well argued.", "score": 8}'
+        """
         await self.settled()
         self.raise_failure()
         return self._text
 
     async def settled(self) -> None:
-        """Waits until it is complete or has failed; raises neither."""
+        """Waits until it is complete or has failed; raises nothing.
+
+        >>> await s["answer"].settled()
+        """
         while not self.is_done:
             await self.change()
 
@@ -197,7 +249,7 @@ class Variable(Reference[ValueT_co]):
         self._wake()
 
     def raise_failure(self) -> None:
-        """Raises why it has no value, if it failed."""
+        """Raises why it has no value, if it failed. For its readers."""
         if self._error is not None:
             raise self._state.run.told(self._error)
 

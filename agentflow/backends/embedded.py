@@ -14,13 +14,16 @@ from agentflow.errors import ModelError
 
 
 class Embedded:
-    """``af.session(backend=af.Embedded("smollm2-135m", dtype="float32"))``.
+    """The model in this process; what ``af.session()`` uses where no url is given.
 
     ``model``: a name that ``agentflow pull`` knows, or a Hugging Face folder. ``dtype``:
     ``bfloat16`` or ``float32``. ``device``: ``cpu``, ``cuda``, or None to choose. ``kv_tokens``: how
     many tokens of keys and values fit (cache and running requests together); None to choose.
     ``token_budget``: prompt tokens computed in one step. ``max_running``: requests in one batch.
     ``num_threads``: CPU threads. ``use_cache=False`` turns the prefix cache off.
+
+    >>> async with af.session(backend=af.Embedded("smollm2-135m", dtype="float32")) as flow:
+    ...     grade = await flow.run(judge, essay)
     """
 
     def __init__(
@@ -47,7 +50,7 @@ class Embedded:
         }
 
     def connect(self, deliver: Deliver, lost: Lost) -> AbstractAsyncContextManager[Connection]:
-        """Loads the model and starts the engine."""
+        """Loads the model and starts the engine. For the session."""
         return self._connect(deliver)
 
     @asynccontextmanager

@@ -31,13 +31,17 @@ from agentflow.task_group import open_task_group
 
 
 class Remote:
-    """``af.session("ws://127.0.0.1:8410")``, or ``af.session(backend=af.Remote(url, …))``.
+    """A server; what ``af.session("ws://127.0.0.1:8410")`` uses.
 
     ``url``: ``ws://`` or ``wss://`` (``http://`` and ``https://`` mean the same), the path
     ``/v1/session`` unless it names one. ``api_key`` goes into the Authorization header.
     ``encoding``: of the frames; ``json`` to read them in a network trace. ``open_timeout_s``: for
     the first answer. ``keepalive_s``: after so much silence the connection is probed, and after as
     much again taken up anew. ``ssl_context``: for ``wss``, in place of the default.
+
+    >>> server = af.Remote("ws://127.0.0.1:8410", encoding="json", open_timeout_s=2.5)
+    >>> async with af.session(backend=server) as flow:
+    ...     grade = await flow.run(judge, essay)
     """
 
     def __init__(
@@ -65,7 +69,7 @@ class Remote:
 
     def connect(self, deliver: Deliver, lost: Lost) -> AbstractAsyncContextManager[Connection]:
         """Opens a session on the server. ``ServerUnreachable`` when nobody answers; what the server
-        refuses with, when it does."""
+        refuses with, when it does. For the session."""
         return self._connect(deliver, lost)
 
     @asynccontextmanager

@@ -40,7 +40,7 @@ from agentflow.task_group import open_task_group
 
 
 class Replay:
-    """``af.session(backend=af.Replay("run.jsonl"))`` runs a program again, with the recorded answers.
+    """A backend that gives the answers of a recording, as long as the program does what it did.
 
     Raises ``BadRecording`` for a file that is none. At the first difference the session ends with
     ``ReplayDiffers``, which says where it is, what was recorded and what came. May be used for several
@@ -48,8 +48,10 @@ class Replay:
 
     >>> async with af.session(record="run.jsonl") as flow:
     ...     first = await flow.run(judge, essay)
-    >>> async with af.session(backend=af.Replay("run.jsonl")) as flow:
-    ...     assert await flow.run(judge, essay) == first
+    >>> replay = af.Replay("run.jsonl")
+    >>> async with af.session(backend=replay) as flow:
+    ...     print(flow.seed == replay.seed, await flow.run(judge, essay) == first)
+    True True
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
@@ -63,7 +65,7 @@ class Replay:
 
     @asynccontextmanager
     async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
-        """Opens it."""
+        """Opens it. For the session."""
         agenda = Agenda(self._runs.expected, self._runs.batches)
         connection = ReplayConnection(self._recording, self._runs, agenda, deliver, lost)
         async with open_task_group() as group:

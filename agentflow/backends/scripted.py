@@ -213,11 +213,22 @@ def _stop_in(answer: str, params: SamplingParams, first: int) -> int | None:
 
 
 class Scripted:
-    """A backend for tests: ``af.session(backend=af.Scripted(["yes", "a short answer"]))``."""
+    """A backend for tests of programs: it answers from a script, without a model, and keeps what ``gen``
+    and ``select`` ask for (an answer that does not is a ``RunFailed``).
+
+    ``script``: answers in the order in which gens are reached; or a mapping from the end of a prompt to its
+    answer (the longest end counts); or a function of the prompt. Turns stand in the prompt as
+    ``<user>…</user>``. An exception as an answer is raised.
+
+    >>> script = {"": "Clear.", "Grade it.</user><assistant>": "B"}
+    >>> async with af.session(backend=af.Scripted(script)) as flow:
+    ...     print(await flow.run(judge, essay))
+    B
+    """
 
     def __init__(self, script: Script) -> None:
         self.generator = ScriptedGenerator(script)
 
     def connect(self, deliver: Deliver, lost: Lost) -> AbstractAsyncContextManager[Connection]:
-        """Opens it; it can't be lost."""
+        """Opens it; it can't be lost. For the session."""
         return interpreted(self.generator, deliver)
