@@ -84,7 +84,7 @@ class Variable(Reference[ValueT_co]):
 
     @property
     def value_type(self) -> ValueType:
-        """What its value is."""
+        """What its value is, and how it is made of the text. For graphs."""
         return self._type
 
     @property

@@ -60,7 +60,9 @@ def test_map_passes_its_options_on(backend, capsys):
     assert err.startswith("map: 2/2, ")
     with pytest.raises(af.EngineFailed) as failure:
         af.map(ask, ["a", "b!"], session=session())
-    assert failure.value.__notes__[-1:] == ["in map: input 1 was 'b!'"]
+    line, item = failure.value.__notes__
+    assert line.endswith(", in ask")
+    assert item == "in map: input 1 was 'b!'"
     with pytest.raises(af.BadArgument, match="concurrency=0"):
         af.map(ask, ["a"], concurrency=0, session=session())
 
