@@ -2,6 +2,7 @@
 # into .venv, once.
 #
 #   make demo    run examples/essay_judge.py on the default model
+#   make examples       run every example on the default model (ARGS="--url ws://…": on a server)
 #   make test    run the whole test suite (ARGS="-k radix" passes options to pytest)
 #   make lint    ruff, mypy and the directions of import
 #   make compiled       a copy of the package in build/compiled, its scheduling core compiled to C
@@ -27,12 +28,23 @@ BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check --no-input install -c constraints.txt
 MODEL := smollm2-135m
 
-.PHONY: demo test lint compiled test-compiled clean distclean
+# In the order of README.
+EXAMPLES := few_shot self_consistency tree_of_thought skeleton_of_thought essay_judge react \
+            generative_agents chat long_document extraction retrieval
+
+.PHONY: demo examples test lint compiled test-compiled clean distclean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
 	@$(BIN)/agentflow pull $(MODEL)
 	@$(BIN)/python examples/essay_judge.py
+
+examples: $(VENV)/.installed
+	@$(BIN)/agentflow pull $(MODEL)
+	@for name in $(EXAMPLES); do \
+	  printf '\n=== examples/%s.py\n\n' $$name; \
+	  $(BIN)/python examples/$$name.py $(ARGS) || { echo "make: examples/$$name.py failed"; exit 1; }; \
+	done
 
 test: $(VENV)/.installed-dev
 	@$(BIN)/python -m pytest $(ARGS)

@@ -171,6 +171,7 @@ def gen(
     Ends after ``max_tokens`` tokens (256), before the first of the ``stop`` strings or the first match of
     ``stop_regex`` (neither is part of the text), at one of ``stop_token_ids``, or at the model's own end
     token (unless ``ignore_eos``); none of these acts before ``min_tokens`` tokens (0).
+    The text before it should not end in a space: most models write words with the space in front.
 
     ``temperature`` 0 (the default) is greedy; ``top_k`` (0: off), ``top_p`` (1.0: off) and ``min_p``
     (0.0: off) cut the distribution. ``frequency_penalty`` and ``presence_penalty`` (-2 to 2, 0.0: off)

@@ -33,6 +33,8 @@ class Program(Generic[P, ResultT]):
     ['A', 'A']
     """
 
+    __name__: str
+
     def __init__(self, function: ProgramFunction[P, ResultT]) -> None:
         self._function = function
         functools.update_wrapper(self, function)

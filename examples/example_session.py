@@ -1,0 +1,57 @@
+"""What every example's command line does: reads ``--url``, opens a session, shows how well the cache did.
+
+No example itself. Without ``--url`` the model runs in this process; with it, on a server that
+``agentflow serve`` started.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Awaitable, Callable
+
+import anyio
+from rich.console import Console
+
+import agentflow as af
+
+Main = Callable[[af.Session, Console], Awaitable[None]]
+
+
+def example_parser(about: str | None) -> argparse.ArgumentParser:
+    """A parser that knows ``--url``. ``about``: the example's docstring; its first line is shown."""
+    parser = argparse.ArgumentParser(description=(about or "").partition("\n")[0])
+    parser.add_argument("--url", help="a server's url (default: the model runs in this process)")
+    return parser
+
+
+def run_example(main: Main, options: argparse.Namespace) -> int:
+    """Runs ``main`` in a session and gives the exit status. The seed is fixed: what is sampled is the
+    same in every run."""
+    console = Console()
+    try:
+        anyio.run(_run, main, options.url, console)
+    except af.AgentflowError as error:
+        console.print(f"{type(error).__name__}: {error}", style="red", markup=False)
+        return 1
+    return 0
+
+
+async def _run(main: Main, url: str | None, console: Console) -> None:
+    doing = "Loading the model …" if url is None else f"Connecting to {url} …"
+    with console.status(doing) as status:
+        async with af.session(url, seed=1) as flow:
+            status.stop()
+            before = await flow.stats()
+            await main(flow, console)
+            console.print(figures(before, await flow.stats()), style="dim")
+
+
+def figures(before: af.Stats, after: af.Stats) -> str:
+    """One line: what was asked of the model between two looks at its counters."""
+    prompt = after.prompt_tokens - before.prompt_tokens
+    cached = after.cached_tokens - before.cached_tokens
+    generated = after.generated_tokens - before.generated_tokens
+    return (
+        f"{after.model}: {prompt:,} prompt tokens, {cached / max(1, prompt):.0%} of them cached; "
+        f"{generated:,} generated in {after.steps - before.steps:,} steps"
+    )

@@ -1,0 +1,91 @@
+"""A long document is summed up part by part: all at once (map-reduce), or one after the other (chain).
+
+After the two summaries of the Parrot paper (Lin et al., 2024). Map-reduce sums up every part in a branch of
+its own and merges the summaries: few steps, each with a large batch. In a chain each part is read with the
+summary of all before it: more steps, but what comes later is read in the light of what came before. In
+both, every summary is wired into the next prompt and only the last one is awaited.
+
+    python examples/long_document.py [FILE] [--url ws://127.0.0.1:8410]
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+from example_session import example_parser, figures, run_example
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+
+import agentflow as af
+
+DOCUMENT = Path(__file__).parent / "documents" / "lighthouse.txt"
+TASK = "You sum up texts. You answer in two short sentences."
+
+
+def parts_of(text: str, max_words: int = 200) -> list[str]:
+    """Whole paragraphs, as many in each part as fit in ``max_words`` (at least one)."""
+    parts: list[list[str]] = []
+    num_words = max_words
+    for paragraph in filter(None, map(str.strip, text.split("\n\n"))):
+        num_words += len(paragraph.split())
+        if not parts or num_words > max_words:
+            parts.append([])
+            num_words = len(paragraph.split())
+        parts[-1].append(paragraph)
+    return ["\n\n".join(part) for part in parts]
+
+
+@af.program
+async def map_reduce(s: af.State, parts: list[str]) -> str:
+    """Sums up all parts at once, then their summaries."""
+    s += af.system(TASK)
+    async with s.fork(len(parts)) as branches:
+        for branch, part in zip(branches, parts, strict=True):
+            branch += af.user(f"{part}\n\nSum up this text.")
+            branch += af.assistant(af.gen("summary", max_tokens=40, stop="\n"))
+    notes = [f"{note}\n\n" for note in branches.variables("summary")]
+    s += af.user("These are the parts of one story:\n\n", *notes, "Sum up the whole story.")
+    s += af.assistant(af.gen("summary", max_tokens=40, stop="\n"))
+    return await s["summary"]
+
+
+@af.program
+async def chain(s: af.State, parts: list[str]) -> str:
+    """Reads part by part, each in a fork of its own: no prompt holds more than one part."""
+    s += af.system(TASK)
+    so_far = "(nothing yet)"
+    step = s
+    for part in parts:
+        step = s.copy()
+        step += af.user(
+            f"What happened so far: {so_far}\n\n{part}\n\nSum up what happened so far and this text."
+        )
+        step += af.assistant(af.gen("summary", max_tokens=40, stop="\n"))
+        so_far = f"{step['summary']}"
+    return await step["summary"]
+
+
+async def main(flow: af.Session, console: Console, text: str) -> None:
+    """Shows both summaries, and what each of them took."""
+    parts = parts_of(text)
+    console.print(f"{len(text.split())} words in {len(parts)} parts")
+    for name, program in {"map-reduce": map_reduce, "chain": chain}.items():
+        before, start = await flow.stats(), time.perf_counter()
+        summary = await flow.run(program, parts)
+        took = f"{time.perf_counter() - start:.1f} s; {figures(before, await flow.stats())}"
+        console.print(Panel(f"{escape(summary.strip())}\n\n[dim]{took}", title=name, title_align="left"))
+
+
+if __name__ == "__main__":
+    parser = example_parser(__doc__)
+    parser.add_argument("file", nargs="?", type=Path, default=DOCUMENT, help="a text (default: a story)")
+    options = parser.parse_args()
+    try:
+        document = options.file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        parser.error(f"{options.file} cannot be read as text: {error}")
+    sys.exit(run_example(partial(main, text=document), options))

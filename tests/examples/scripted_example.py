@@ -1,0 +1,61 @@
+"""Runs examples on the scripted backend: what they ask of the model, give back, and print."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+import agentflow as af
+
+
+class Asked:
+    """A script that answers with ``answer(prompt)`` and remembers every prompt."""
+
+    def __init__(self, answer: Callable[[str], str]) -> None:
+        self.prompts: list[str] = []
+        self._answer = answer
+
+    def __call__(self, prompt: str) -> str:
+        self.prompts.append(prompt)
+        return self._answer(prompt)
+
+    def ending(self, end: str) -> list[str]:
+        """The prompts that end so, in the order in which they were asked."""
+        return [prompt for prompt in self.prompts if prompt.endswith(end)]
+
+
+def in_turn(answers: Iterable[str]) -> Callable[[str], str]:
+    """A script's answers one after the other, whatever the prompt."""
+    rest = iter(answers)
+    return lambda prompt: next(rest)
+
+
+def scripted(script: Callable[[str], str], *, keeps_schemas: bool = True) -> af.Scripted:
+    """The backend; without schemas, it can do what the embedded engine can."""
+    backend = af.Scripted(script)
+    if not keeps_schemas:
+        capabilities = backend.generator.capabilities
+        backend.generator.capabilities = msgspec.structs.replace(capabilities, constraints=())
+    return backend
+
+
+async def run(program: Callable[..., Awaitable[Any]], backend: af.Scripted, *args: Any, **kwargs: Any) -> Any:
+    """What a program returns; nothing stays open."""
+    async with af.session(backend=backend, seed=1) as flow:
+        result = await flow.run(program, *args, **kwargs)
+    assert backend.generator.num_open == 0
+    assert backend.generator.num_running == 0
+    return result
+
+
+async def shown(main: Callable[..., Awaitable[None]], backend: af.Scripted, **kwargs: Any) -> str:
+    """What an example prints."""
+    printed = io.StringIO()
+    async with af.session(backend=backend, seed=1) as flow:
+        await main(flow, Console(file=printed, width=160), **kwargs)
+    assert backend.generator.num_open == 0
+    return printed.getvalue()

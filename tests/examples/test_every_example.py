@@ -1,0 +1,112 @@
+"""Every example is tested, run by ``make examples``, and named in the README; how they open a session."""
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from example_session import example_parser, figures, run_example
+from scripted_example import scripted, shown
+
+import agentflow as af
+from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
+from agentflow.generator import Scored
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py") if path.stem != "example_session")
+
+
+def make(*options: str) -> subprocess.CompletedProcess[str]:
+    """``make examples``, without its set-up."""
+    command = ["make", "-o", ".venv/.installed", *options, "examples"]
+    # The tests may run inside `make test`, whose options are not meant for this make.
+    environment = {name: value for name, value in os.environ.items() if "MAKE" not in name and name != "ARGS"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def recording_bin(tmp_path):
+    """Stands for the virtual environment's folder of commands: python tells what it is asked to run."""
+
+    def made(failing: str = "none") -> Path:
+        for name in ("agentflow", "python"):
+            command = tmp_path / name
+            command.write_text(f'#!/bin/sh\necho "{name} $@"\ncase "$1" in *{failing}.py) exit 3;; esac\n')
+            command.chmod(0o755)
+        return tmp_path
+
+    return made
+
+
+def test_make_runs_every_example(recording_bin):
+    result = make(f"BIN={recording_bin()}", "ARGS=--url ws://there")
+    assert result.returncode == 0, result.stderr
+    ran = [line for line in result.stdout.splitlines() if line.startswith("python ")]
+    assert sorted(ran) == [f"python examples/{name}.py --url ws://there" for name in EXAMPLES]
+    for name in EXAMPLES:
+        assert f"=== examples/{name}.py\n" in result.stdout
+
+
+@pytest.mark.parametrize("failing", ["few_shot", "react", "retrieval"])
+def test_make_fails_where_an_example_fails(recording_bin, failing):
+    result = make(f"BIN={recording_bin(failing)}")
+    assert result.returncode != 0
+    lines = result.stdout.splitlines()
+    assert lines[-2:] == [f"python examples/{failing}.py", f"make: examples/{failing}.py failed"]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_is_tested_and_says_how_to_run_it(name):
+    assert (Path(__file__).parent / f"test_{name}.py").exists()
+    source = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
+    docstring = source.split('"""')[1]
+    assert f"\n    python examples/{name}.py" in docstring
+    assert "[--url ws://127.0.0.1:8410]" in docstring
+    assert f"(examples/{name}.py)" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+class FirstChoice(ScriptedGenerator):
+    """Selects the first choice, whatever it is."""
+
+    async def score(self, context: ScriptedContext, choices: Sequence[str], method: str) -> Scored:
+        return await ScriptedGenerator(lambda prompt: choices[0]).score(context, choices, method)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "essay_judge"])
+async def test_what_a_model_writes_is_shown_as_it_is(name):
+    """Square brackets mean something to rich, and a model may write them anywhere."""
+    backend = scripted(str, keeps_schemas=False)
+    capabilities = backend.generator.capabilities
+    backend.generator = FirstChoice(lambda prompt: "[/] [red")
+    backend.generator.capabilities = capabilities
+    options = {"text": "A text."} if name == "long_document" else {}
+    assert "[/] [red" in await shown(importlib.import_module(name).main, backend, **options)
+
+
+def test_a_server_that_is_not_there_is_told_in_a_few_words(capsys):
+    options = example_parser("An example.\n\nMore.").parse_args(["--url", "ws://127.0.0.1:1"])
+
+    async def main(flow, console):
+        raise AssertionError("there is no session")
+
+    assert run_example(main, options) == 1
+    assert "agentflow serve" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_document_that_is_not_there_is_told():
+    command = [sys.executable, ROOT / "examples" / "long_document.py", "no-such-file.txt"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert "no-such-file.txt cannot be read" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_the_figures_are_of_what_happened_in_between():
+    before = af.Stats("m", steps=5, prompt_tokens=100, cached_tokens=90, generated_tokens=7)
+    after = af.Stats("m", steps=15, prompt_tokens=1300, cached_tokens=990, generated_tokens=1007)
+    assert figures(before, after) == "m: 1,200 prompt tokens, 75% of them cached; 1,000 generated in 10 steps"
+    assert "0 prompt tokens, 0% of them cached" in figures(after, after)
