@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, Self, TypeVar, get_args, overload
 
@@ -201,10 +202,12 @@ class Appending:
         objective: Objective | None = None,
         output_tokens: int | None = None,
         forks: int | None = None,
+        deadline_s: float | None = None,
     ) -> None:
         """What the program knows and the backend cannot: whether somebody waits for the next generations
         (``objective="latency"``) or only the sum of all counts (``"throughput"``), how many tokens they
-        will have, how many ``forks`` come next. Changes no result.
+        will have, how many ``forks`` come next, in how many seconds from now they should be done
+        (``deadline_s``; the first deadline goes first). Changes no result.
 
         >>> s.hint(objective="throughput", output_tokens=64)
         """
@@ -214,8 +217,11 @@ class Appending:
             is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
             if value is not None and not is_count:
                 raise BadArgument(f"hint: {name} must be a whole number above 0, not {value!r}")
+        is_number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
+        if deadline_s is not None and not (is_number and 0 <= deadline_s < math.inf):
+            raise BadArgument(f"hint: deadline_s must be a number of seconds, not {deadline_s!r}")
         recorder = self._recorder()
-        recorder.ops.append(ops.Hint(self._id, objective, output_tokens, forks))
+        recorder.ops.append(ops.Hint(self._id, objective, output_tokens, forks, deadline_s))
         self._take(recorder)
 
     def limit(self, *, deadline_s: float | None = None, output_tokens: int | None = None) -> None:

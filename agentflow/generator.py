@@ -137,6 +137,7 @@ class StateHint(msgspec.Struct, frozen=True):
     objective: Literal["latency", "throughput"] | None = None
     output_tokens: int | None = None
     forks: int | None = None
+    deadline_s: float | None = None
 
 
 class Generator(Protocol[ContextT]):

@@ -73,7 +73,9 @@ class OpExecution(Generic[ContextT]):
                 else:
                     self._complete(op, self._generator.text(context), "read")
             case ops.Hint():
-                self._generator.hint(context, StateHint(op.objective, op.output_tokens, op.forks))
+                self._generator.hint(
+                    context, StateHint(op.objective, op.output_tokens, op.forks, op.deadline_s)
+                )
             case ops.Image():
                 self._generator.capabilities.require_images()
                 self._generator.image(context, op.source)

@@ -138,13 +138,14 @@ class Provide(_Op, frozen=True):
 
 class Hint(_Op, frozen=True):
     """What the program knows of the state's next ops: whether somebody waits for them (``latency``) or
-    only the sum of all counts, how many tokens its gens will have, how many forks come next. Changes
-    no result."""
+    only the sum of all counts, how many tokens its gens will have, how many forks come next, in how
+    many seconds its gens should be done. Changes no result."""
 
     state: int
     objective: Objective | None = None
     output_tokens: int | None = None
     forks: int | None = None
+    deadline_s: float | None = None
 
 
 class Limit(_Op, frozen=True):

@@ -7,6 +7,7 @@ It lives in a thread of its own, away from the event loop, and speaks only in th
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import time
 from collections.abc import Callable
@@ -181,6 +182,7 @@ class Engine:
             task_group=origin.task_group or None,
             state=origin.state or None,
             expected_output=origin.output_tokens,
+            deadline=math.inf if origin.deadline_s is None else time.monotonic() + origin.deadline_s,
             end_ids=_end_ids(params, self._runner.info),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,7 +33,8 @@ MIN_AHEAD_TOKENS = 32
 class EngineContext:
     """One state in the engine: its tokens, and where its requests come from. ``num_computed``: so many
     of its tokens the engine has had to compute already. ``has_run``: the engine knows the state.
-    ``computing_ahead``: the request that computes a prefix before its forks ask for it."""
+    ``computing_ahead``: the request that computes a prefix before its forks ask for it. ``deadline``:
+    when the program wants it to be done (``time.monotonic``)."""
 
     tokens: TokenState
     origin: Origin
@@ -40,6 +42,14 @@ class EngineContext:
     num_computed: int = 0
     has_run: bool = False
     computing_ahead: int | None = None
+    deadline: float | None = None
+
+    def origin_now(self) -> Origin:
+        """Where a request that is made now comes from: with the time that is left until the deadline."""
+        if self.deadline is None:
+            return self.origin
+        left_s = max(0.0, self.deadline - time.monotonic())
+        return msgspec.structs.replace(self.origin, deadline_s=left_s)
 
 
 class EngineGenerator:
@@ -94,7 +104,7 @@ class EngineGenerator:
         token_ids = await self._prompt(context, "gen")
         context.has_run = True
         end = await self._client.generate(
-            token_ids, params, seed=params.seed or 0, origin=context.origin, on_text=on_text
+            token_ids, params, seed=params.seed or 0, origin=context.origin_now(), on_text=on_text
         )
         context.tokens.generated(end.token_ids, end.text)
         context.num_computed = len(token_ids) + len(end.token_ids)
@@ -118,10 +128,10 @@ class EngineGenerator:
         prefix = await self._prompt(context, "select")
         encoded = [context.tokens.encode_next(choice) for choice in choices]
         context.has_run = True
-        done = await self._score_all(prefix, encoded, context.origin)
+        done = await self._score_all(prefix, encoded, context.origin_now())
         alone: list[Finished] = []
         if method == "unconditional_likelihood_normalized":
-            alone = await self._score_all(self._start_ids, encoded, context.origin)
+            alone = await self._score_all(self._start_ids, encoded, context.origin_now())
         logprobs = [[value or 0.0 for value in end.logprobs] for end in done]
         unconditional = [[value or 0.0 for value in end.logprobs] for end in alone]
         scores = scores_of(method, encoded, logprobs, unconditional)
@@ -174,6 +184,8 @@ class EngineGenerator:
             objective=hint.objective or origin.objective,
             output_tokens=hint.output_tokens or origin.output_tokens,
         )
+        if hint.deadline_s is not None:
+            context.deadline = time.monotonic() + hint.deadline_s
         if hint.forks is not None and hint.forks > 1 and context.num_unencoded_chars <= MAX_INLINE_CHARS:
             context.tokens.cut()
             self._compute_ahead(context)
@@ -193,7 +205,7 @@ class EngineGenerator:
             return
         if context.computing_ahead is not None:
             self._client.forget(context.computing_ahead)
-        context.computing_ahead = self._client.compute_ahead(token_ids, origin=context.origin)
+        context.computing_ahead = self._client.compute_ahead(token_ids, origin=context.origin_now())
         context.num_computed, context.has_run = len(token_ids), True
 
     def free(self, context: EngineContext) -> None:
@@ -213,7 +225,9 @@ class EngineGenerator:
             state=self._new_number(),
             task_group=group or context.origin.task_group,
         )
-        return EngineContext(context.tokens.fork(), origin, num_computed=context.num_computed)
+        return EngineContext(
+            context.tokens.fork(), origin, num_computed=context.num_computed, deadline=context.deadline
+        )
 
     async def stats(self) -> Stats:
         """Of the engine, all sessions together."""

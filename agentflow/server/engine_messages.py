@@ -19,7 +19,7 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
     """Where a request comes from. Requests share cached KV only under an equal ``tenant`` and
     ``cache_salt``. ``state``: the program's state that it continues (0: none). ``task_group``: equal
     for siblings that one consumer waits for (0: none). ``output_tokens``: what the program expects its
-    generations to have (0: nothing is known)."""
+    generations to have (0: nothing is known). ``deadline_s``: in so many seconds they should be done."""
 
     tenant: str = ""
     cache_salt: str = ""
@@ -27,6 +27,7 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
     state: int = 0
     task_group: int = 0
     output_tokens: int = 0
+    deadline_s: float | None = None
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):

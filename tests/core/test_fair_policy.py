@@ -1,6 +1,7 @@
 """``fair-lpm``: the bound on overtaking that its docstring proves, the tenants' shares, and the order
 within a tenant."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -40,7 +41,11 @@ def work(made: Request) -> int:
 
 
 arrivals = st.tuples(
-    st.just("arrive"), st.sampled_from([2, 10, 40]), st.integers(0, 8), st.sampled_from("aaab")
+    st.just("arrive"),
+    st.sampled_from([2, 10, 40]),
+    st.integers(0, 8),
+    st.sampled_from("aaab"),
+    st.sampled_from([math.inf, math.inf, 1.0, 2.0]),
 )
 # Mostly about as many come as go, so that some are passed over again and again.
 steps = st.lists(
@@ -69,8 +74,8 @@ def test_nobody_is_overtaken_further_than_the_bound(plan, least, share):
         largest = 0
         for number, (kind, *args) in enumerate(plan):
             if kind == "arrive":
-                size, cached, tenant = args
-                made = request(number, size, cached, tenant)
+                size, cached, tenant, deadline = args
+                made = request(number, size, cached, tenant, deadline=deadline)
                 before = sum(work(r) for r in waiting.values() if r.tenant == tenant)
                 limit[number] = least + share * before
                 largest = max(largest, work(made))
@@ -156,6 +161,18 @@ def test_latency_goes_before_throughput_and_siblings_follow_each_other():
     policy.add(request(3, 30, 10, task_group="g"))
     policy.add(request(4, 30, 0, objective="throughput", task_group="g"))
     assert order_of(policy) == [3, 1, 4, 2, 0]
+
+
+def test_the_first_deadline_goes_first():
+    policy = FairLongestPrefix(Cache().peek, token_budget=256)
+    policy.add(request(0, 30, 20))
+    policy.add(request(1, 30, 0, deadline=9.0))
+    policy.add(request(2, 30, 0, deadline=5.0, objective="throughput"))
+    policy.add(request(3, 30, 10, deadline=7.0))
+    gone = request(4, 30, 0, deadline=1.0)
+    policy.add(gone)
+    policy.remove(gone)
+    assert order_of(policy) == [2, 3, 1, 0]
 
 
 def test_who_lost_its_slots_goes_first_in_order_of_arrival():

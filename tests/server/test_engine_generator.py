@@ -441,7 +441,7 @@ async def test_hints_go_with_the_requests_that_follow():
         context = generator.open("")
         generator.fill(context, "one two three " * 20)
         await generator.generate(context, SamplingParams(max_tokens=2), lambda text: None)
-        generator.hint(context, StateHint("throughput", 7, None))
+        generator.hint(context, StateHint("throughput", 7, None, 60.0))
         await generator.generate(context, SamplingParams(max_tokens=2), lambda text: None)
         generator.fill(context, "four five six " * 20)
         generator.hint(context, StateHint(None, None, 3))
@@ -452,7 +452,9 @@ async def test_hints_go_with_the_requests_that_follow():
             generator.free(one)
     first, second, ahead, last = heard.submits
     assert (first.origin.objective, first.origin.output_tokens) == ("latency", 0)
+    assert first.origin.deadline_s is None
     for later in (second, ahead, last):
+        assert 0 < later.origin.deadline_s <= 60.0
         assert (later.origin.objective, later.origin.output_tokens) == ("throughput", 7)
     assert before == 3  # the prefix was computed when the forks were announced, and not again
     assert ahead.params is None

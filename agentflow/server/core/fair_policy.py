@@ -6,8 +6,9 @@ A cached token costs its tenant nothing, so sharing is rewarded (compare Sheng e
 Serving Large Language Models", OSDI 2024, and deficit longest prefix match, Cao et al. 2025).
 
 **Within a tenant**: requests that lost their slots; then the oldest, if it has been overtaken as far
-as anybody may be; then the siblings of the task group that was admitted last; then the longest match
-among those with the objective ``latency``, then among the others.
+as anybody may be; then the one with the first deadline, if any has one; then the siblings of the task
+group that was admitted last; then the longest match among those with the objective ``latency``, then
+among the others.
 
 **The bound.** The *work* w(r) of a request is its uncached tokens on arrival (at least 1). When r
 arrives, A(r) is the work that waits before it in its tenant's line, and it gets the limit
@@ -29,6 +30,7 @@ against first-come order, waiting grows by at most that factor and a constant, w
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterator
 from typing import NamedTuple
@@ -104,12 +106,15 @@ class Tenant:
         self.trees = {"latency": WaitingTree(), "throughput": WaitingTree()}
         self.groups: dict[Hashable, dict[int, Request]] = {}
         self.current_group: Hashable = None
+        self._deadlines: list[tuple[float, int, Request]] = []  # a heap; old entries stay
 
     def add(self, request: Request, run: TokenRun, match: int) -> None:
         self.line.add(request, max(1, request.num_tokens - match))
         self.trees[request.objective].add(request, run, match)
         if request.task_group is not None:
             self.groups.setdefault(request.task_group, {})[request.id] = request
+        if request.deadline < math.inf:
+            heapq.heappush(self._deadlines, (request.deadline, request.id, request))
 
     def next(self, is_blocked: IsBlocked) -> Request | None:
         """The order that the module's docstring gives."""
@@ -119,6 +124,9 @@ class Tenant:
         overdue = self.line.overdue()
         if overdue is not None and not is_blocked(overdue, None):
             return overdue
+        urgent = self._most_urgent()
+        if urgent is not None and not is_blocked(urgent, None):
+            return urgent
         for sibling in self.groups.get(self.current_group, {}).values():
             if not is_blocked(sibling, None):
                 return sibling
@@ -127,6 +135,12 @@ class Tenant:
             if found is not None:
                 return found[0]
         return None
+
+    def _most_urgent(self) -> Request | None:
+        """The one with the first deadline."""
+        while self._deadlines and self._deadlines[0][1] not in self.line.waiting:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][2] if self._deadlines else None
 
     def remove(self, request: Request) -> None:
         """It waits no longer."""

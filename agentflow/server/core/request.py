@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -48,6 +49,7 @@ class Request:
     ``end_ids``: tokens that end it, forbidden before ``params.min_tokens``.
     ``forced``: ids that a grammar has decided on and that are not appended yet. ``num_cached`` of its
     prompt came from the cache when it was first admitted, ``num_shared`` of its tokens when it was last.
+    ``deadline``: when its program wants it to be done, on the clock of whoever made it (infinite: any time).
     ``expected_output``: tokens that the program expects it to generate (0: nothing is known).
     ``arrival``: its place among all requests, given by the scheduler and kept for good.
     """
@@ -66,6 +68,7 @@ class Request:
     state: Hashable = None
     end_ids: tuple[int, ...] = ()
     expected_output: int = 0
+    deadline: float = math.inf
     forced: list[int] = field(default_factory=list)
     arrival: int = -1
     num_retractions: int = 0
@@ -95,6 +98,7 @@ class Request:
         task_group: Hashable = None,
         state: Hashable = None,
         expected_output: int = 0,
+        deadline: float = math.inf,
         end_ids: tuple[int, ...] = (),
     ) -> Request:
         """A waiting request over a copy of ``prompt`` (int32, at least one token)."""
@@ -114,6 +118,7 @@ class Request:
             task_group=task_group,
             state=state,
             expected_output=expected_output,
+            deadline=deadline,
             end_ids=end_ids,
         )
 
