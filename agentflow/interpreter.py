@@ -32,7 +32,7 @@ from agentflow.graph_execution import GraphExecution, expanded
 from agentflow.op_execution import OpExecution
 from agentflow.outbox import Outbox
 from agentflow.state_tree import StateTree, because
-from agentflow.transform import check_transforms
+from agentflow.transform import check_number
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +219,7 @@ class Interpreter(Generic[ContextT]):
     def _source(self, ref: ops.Ref) -> VariableCell:
         variable = self._variable(ref.var)
         try:
-            check_transforms(ref.transforms)
+            check_number(ref.transforms)
         except BadArgument as error:
             raise ProtocolError(str(error)) from error
         return variable

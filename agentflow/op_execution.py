@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic
 
 import anyio
@@ -18,6 +18,9 @@ from agentflow.generator import ContextT, Generator, Scored, StateHint, Usage
 from agentflow.ops import check_choices, check_timeout
 from agentflow.state_tree import origin_of
 from agentflow.transform import apply_in_turn
+
+# Texts that take each other twice double with every op: thirty small ops must not fill the memory.
+MAX_OP_CHARS = 8 * 1024 * 1024
 
 
 class OpExecution(Generic[ContextT]):
@@ -42,7 +45,7 @@ class OpExecution(Generic[ContextT]):
             raise StateClosed(f"state {state.id} was sealed: nothing can be appended to it")
         match op:
             case ops.Text():
-                await self._fill(context, pending)
+                self._generator.fill(context, await self._resolved(op.parts, pending.sources))
             case ops.Begin():
                 self._generator.begin_role(context, op.role)
             case ops.End():
@@ -65,8 +68,7 @@ class OpExecution(Generic[ContextT]):
         op = pending.op
         match op:
             case ops.Set():
-                sources = iter(pending.sources)
-                self._complete(op, "".join([await self._resolved(part, sources) for part in op.parts]), "set")
+                self._complete(op, await self._resolved(op.parts, pending.sources), "set")
             case ops.Read():
                 if op.what == "token_ids":
                     self._complete(op, json.dumps(self._generator.token_ids(context)), "read")
@@ -81,13 +83,6 @@ class OpExecution(Generic[ContextT]):
                 self._generator.image(context, op.source)
             case _:
                 raise ProtocolError(f"an op that cannot stand in a stream: {op!r}")
-
-    async def _fill(self, context: ContextT, pending: PendingOp) -> None:
-        """Appends text; waits for the variables in it when their turn comes."""
-        assert isinstance(pending.op, ops.Text)
-        sources = iter(pending.sources)
-        for part in pending.op.parts:
-            self._generator.fill(context, await self._resolved(part, sources))
 
     async def _generate(self, state: StateCell[ContextT], context: ContextT, op: ops.Gen) -> None:
         self._generator.capabilities.require(op.constraint)
@@ -107,11 +102,21 @@ class OpExecution(Generic[ContextT]):
     def _complete(self, op: ops.Declaring, text: str, reason: str) -> None:
         self._variables[op.var].complete(text, Value(op.var, 0, "", reason, Usage()))
 
-    async def _resolved(self, part: str | ops.Ref, sources: Iterator[VariableCell]) -> str:
-        """The text of a part, once it is there; ``sources``: the variables of the parts from here on."""
-        if isinstance(part, str):
-            return part
-        variable = next(sources)
+    async def _resolved(self, parts: ops.Parts, sources: Sequence[VariableCell]) -> str:
+        """The text of the parts, once it is there; ``sources``: the variables in them, in their order."""
+        pieces: list[str] = []
+        num_chars = 0
+        variables = iter(sources)
+        for part in parts:
+            piece = part if isinstance(part, str) else await self._value(part, next(variables))
+            num_chars += len(piece)
+            if num_chars > MAX_OP_CHARS:
+                raise RunFailed(f"with its variables, this text has more than {MAX_OP_CHARS:,} characters")
+            pieces.append(piece)
+        return "".join(pieces)
+
+    async def _value(self, part: ops.Ref, variable: VariableCell) -> str:
+        """What stands for a reference, once it is there."""
         await variable.done.wait()
         if variable.error is not None:
             cause = origin_of(variable.error)

@@ -78,7 +78,7 @@ class State(Appending):
     def join(self, branches: Branches, *, separator: str = "") -> State:
         """Appends what each branch of a fork of this state appended, in the order of the branches, with
         ``separator`` between them; turns lose their marks. Waits for nothing: what is still generated is
-        passed on when it is there. A failed branch fails this state, with its cause.
+        passed on when it is there. What fails of a branch's text fails this state, with its cause.
 
         >>> async with s.fork(3) as branches:
         ...     for branch in branches:

@@ -31,10 +31,16 @@ class Transform(msgspec.Struct, frozen=True, array_like=True):
     argument: str = ""
 
 
-def check_transforms(transforms: tuple[Transform, ...]) -> None:
-    """``BadArgument`` where one of them could never be applied."""
+def check_number(transforms: tuple[Transform, ...]) -> None:
+    """``BadArgument`` where there are too many of them."""
     if len(transforms) > MAX_TRANSFORMS:
         raise BadArgument(f"at most {MAX_TRANSFORMS} transforms may follow each other, not {len(transforms)}")
+
+
+def check_transforms(transforms: tuple[Transform, ...]) -> None:
+    """``BadArgument`` where one of them could never be applied. Compiles the patterns: a server must not do
+    that for thousands of them while all its clients wait, and leaves it to ``apply_in_turn``."""
+    check_number(transforms)
     for transform in transforms:
         if transform.name == "regex":
             compiled(transform.argument)
@@ -55,7 +61,8 @@ def compiled(pattern: str) -> regex.Pattern[str]:
 
 
 def apply_transforms(text: str, transforms: tuple[Transform, ...]) -> str:
-    """``text`` after all of them. ``RunFailed`` where it does not have what one of them looks for."""
+    """``text`` after all of them. ``RunFailed`` where it does not have what one of them looks for,
+    ``BadArgument`` where a pattern is none."""
     for transform in transforms:
         text = _STEPS[transform.name](text, transform.argument)
     return text

@@ -248,6 +248,23 @@ async def test_a_read_that_nobody_awaited_leaves_nothing_behind():
         assert_left_nothing(backend)
 
 
+@pytest.mark.parametrize("how", ["set", "text"])
+async def test_texts_that_double_have_an_end(how):
+    backend = af.Scripted([])
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        variable = s.set("x", "0123456789abcdef")
+        for _ in range(30):
+            if how == "set":
+                variable = s.set("x", f"{variable}{variable}")
+            else:
+                s += variable
+                variable = s.text()
+                s += variable
+        with pytest.raises(af.RunFailed, match="this text has more than 8,388,608 characters"):
+            await s
+    assert_left_nothing(backend)
+
+
 async def test_set_and_read_over_the_wire(server):
     async with af.session(server.url) as flow, flow.state() as s:
         s += "say this" + af.gen("x")

@@ -200,12 +200,31 @@ async def test_what_is_no_pattern_is_refused_where_it_is_written(pattern):
             s["x"].regex(pattern)
 
 
-async def test_a_wire_client_that_sends_what_is_no_pattern_is_refused(server):
+NO_PATTERNS = [
+    ("(" * 450 + ")" * 450, "nested too deeply"),
+    ("(", "is no regular"),
+    ("", "a pattern is a string"),
+]
+
+
+@pytest.mark.parametrize(("pattern", "message"), NO_PATTERNS)
+async def test_a_wire_client_that_sends_what_is_no_pattern_fails_its_state(server, pattern, message):
+    async with af.session(server.url) as flow, flow.state() as s, flow.state() as other:
+        variable = s.set("x", "text")
+        flow.send([ops.Text(s.id, (ops.Ref(variable.id, (Transform("regex", pattern),)),))])
+        s += "more"
+        with pytest.raises(af.BadArgument, match=message):
+            await s
+        other += variable
+        assert await other.text() == "text"
+    await server.wait_until_idle()
+
+
+async def test_a_wire_client_that_sends_too_many_transforms_is_refused(server):
     async with af.session(server.url) as flow, flow.state() as s:
         variable = s.set("x", "text")
-        deep = Transform("regex", "(" * 450 + ")" * 450)
-        flow.send([ops.Text(s.id, (ops.Ref(variable.id, (deep,)),))])
-        with pytest.raises(af.ProtocolError, match="nested too deeply"):
+        flow.send([ops.Text(s.id, (ops.Ref(variable.id, (Transform("strip"),) * 17),))])
+        with pytest.raises(af.ProtocolError, match="at most 16 transforms may follow each other"):
             await s
     await server.wait_until_idle()
 
