@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from agentflow.graph_execution import GraphExecution
 
 
+_NOT_COUNTED = ops.Await | ops.Seal | ops.Close | ops.Expect
+
+
 class VariableCell:
     """One variable: its text so far, its end, and how far the listener has heard. ``is_expected``: its
     value comes from the client."""
@@ -116,7 +119,7 @@ class StateCell(Generic[ContextT]):
 
     def number_of(self, op: ops.Op) -> int | None:
         """The number of an op that is taken now, by which the client finds its line in the program."""
-        if isinstance(op, ops.Await | ops.Seal | ops.Close | ops.Expect):
+        if isinstance(op, _NOT_COUNTED) or (isinstance(op, ops.Set) and not op.parts):
             return None
         self._num_ops += 1
         return self._num_ops

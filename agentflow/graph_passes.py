@@ -19,7 +19,8 @@ def fold_constants(graph: Graph) -> Graph:
     for op in graph.ops:
         if isinstance(op, ops.Text | ops.Set):
             op = msgspec.structs.replace(op, parts=_folded(op.parts, constants))
-        if isinstance(op, ops.Set) and not needs_of(op):
+        # An empty one says that its state has got there; see State.ending.
+        if isinstance(op, ops.Set) and op.parts and not needs_of(op):
             constants[op.var] = "".join([part for part in op.parts if isinstance(part, str)])
         folded.append(op)
     outputs = set(graph.outputs)

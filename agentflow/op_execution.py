@@ -41,6 +41,9 @@ class OpExecution(Generic[ContextT]):
     async def execute(self, state: StateCell[ContextT], pending: PendingOp) -> None:
         """Runs an op that needs the state's context; waits for the variables in it, in their order."""
         context, op = state.context, pending.op
+        if isinstance(op, ops.Set):  # needs no context: a sealed state may have one
+            await self._set(op, pending)
+            return
         if context is None:
             raise StateClosed(f"state {state.id} was sealed: nothing can be appended to it")
         match op:
@@ -63,12 +66,13 @@ class OpExecution(Generic[ContextT]):
             case _:
                 await self._look(context, pending)
 
+    async def _set(self, op: ops.Set, pending: PendingOp) -> None:
+        self._complete(op, await self._resolved(op.parts, pending.sources), "set")
+
     async def _look(self, context: ContextT, pending: PendingOp) -> None:
         """Ops that leave the state's text as it is, and images."""
         op = pending.op
         match op:
-            case ops.Set():
-                self._complete(op, await self._resolved(op.parts, pending.sources), "set")
             case ops.Read():
                 if op.what == "token_ids":
                     self._complete(op, json.dumps(self._generator.token_ids(context)), "read")

@@ -102,6 +102,7 @@ class Recorder:
     def set(self, name: str, values: Sequence[str | Reference[Any]]) -> None:
         """A variable that takes a text which is not the state's."""
         parts = tuple([self._part(piece) for value in values for piece in self._pieces(value)])
+        parts = parts or ("",)  # one without parts is the end of a branch
         variable = self._declare(name, None, TEXT)
         self.ops.append(ops.Set(self._state.id, variable.id, name, parts))
 

@@ -78,7 +78,7 @@ class State(Appending):
     def join(self, branches: Branches, *, separator: str = "") -> State:
         """Appends what each branch of a fork of this state appended, in the order of the branches, with
         ``separator`` between them; turns lose their marks. Waits for nothing: what is still generated is
-        passed on when it is there. What fails of a branch's text fails this state, with its cause.
+        passed on when it is there. A branch that failed or was cancelled fails this state, with its cause.
 
         >>> async with s.fork(3) as branches:
         ...     for branch in branches:
@@ -87,10 +87,23 @@ class State(Appending):
         """
         if not isinstance(branches, Branches) or branches.parent is not self:
             raise ForeignState("join: these are no branches of this state: give what its fork returned")
+        if not isinstance(separator, str):
+            raise BadArgument(f"join: the separator must be a string, not {separator!r}")
+        self._check_appendable()
         parts: list[Appendable] = []
         for branch in branches:
-            parts += [separator, *branch.transcript.own_content()]
+            parts += [separator, *branch.transcript.own_content(), branch.ending()]
         return self.add(Sequence_(tuple(parts[1:])))
+
+    def ending(self) -> Variable[str]:
+        """An empty text that is there when all that was appended here is done. For ``join``."""
+        name = f"the end of branch {self.path}"
+        variable = Variable[str](self.session.next_id(), name, self, is_shown=False)
+        self._own.append(variable)
+        self.session.expect(variable)
+        # Not a part of the stream as the program sees it, so that a sealed state may have one.
+        self.session.send([ops.Set(self._id, variable.id, name, ())])
+        return variable
 
     def mapped(self, reference: Reference[Any], function: Callable[[Any], str]) -> Variable[str]:
         """What ``function`` makes of the value of ``reference``, a variable of this state. For ``map``."""

@@ -180,6 +180,37 @@ async def test_a_failed_branch_fails_the_join_with_its_cause(coupled):
     assert_left_nothing(backend)
 
 
+@pytest.mark.parametrize("coupled", [True, False])
+async def test_a_branch_whose_text_is_there_and_that_failed_all_the_same_fails_the_join(coupled):
+    """By a variable that is not part of its text."""
+    backend = af.Scripted(echo)
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        branches = s.fork(2)
+        for branch in branches:
+            branch += "fine" + af.gen("x")
+        branches[1].set("y", branches[1]["x"].regex("nowhere"))
+        if coupled:
+            async with branches:
+                pass
+        s.join(branches)
+        with pytest.raises(af.RunFailed, match=r"finds nothing|the end of branch \(1,\)|branch 1"):
+            await s
+        assert await branches[0]["x"] == "<fine>"
+    assert_left_nothing(backend)
+
+
+async def test_a_branch_of_plain_text_that_was_cancelled_fails_the_join():
+    async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
+        branches = s.fork(2)
+        for branch in branches:
+            branch += "text"
+        branches[0].cancel()
+        s.join(branches)
+        with pytest.raises(af.RunFailed, match="the end of branch") as failure:
+            await s
+        assert isinstance(failure.value.__cause__, af.Cancelled)
+
+
 async def test_a_cancelled_branch_fails_the_join():
     backend = Spoken(["one two"] * 2)
     async with af.session(backend=backend) as flow, flow.state() as s:
@@ -203,7 +234,7 @@ async def test_only_the_branches_of_the_state_are_joined():
         for wrong in (foreign, inner, list(branches), branches[:1], [], None):
             with pytest.raises(af.ForeignState, match="these are no branches of this state"):
                 s.join(wrong)
-        with pytest.raises(af.BadArgument, match="cannot append int 3"):
+        with pytest.raises(af.BadArgument, match="the separator must be a string, not 3"):
             s.join(branches, separator=3)
         assert len(noted.ops) == num_ops
         branches[0].join(inner)

@@ -15,7 +15,7 @@ from agentflow.sampling import SamplingParams
 
 pytestmark = pytest.mark.anyio
 
-TODO = [
+PROGRAM = [
     Step("text", "a"),
     Step("argument"),
     Step("gen", number=1),
@@ -26,24 +26,24 @@ TODO = [
 
 @pytest.mark.parametrize("encoding", ["msgpack", "json"])
 async def test_a_graph_over_the_wire(encoding):
-    graph = whole.trace(todo=TODO)
+    graph = whole.trace(todo=PROGRAM)
     with thread_server() as server:
         async with af.session(backend=af.Remote(server.url, encoding=encoding), seed=3) as flow:
-            wanted = await flow.run(whole, "über", TODO)
+            wanted = await flow.run(whole, "über", PROGRAM)
             assert await flow.submit(graph, {"argument": "über"}) == wanted
         await server.wait_until_idle()
 
 
 @pytest.mark.parametrize("side", ["up", "down"])
 async def test_a_graph_survives_broken_connections(side):
-    graph = whole.trace(todo=TODO)
+    graph = whole.trace(todo=PROGRAM)
     with thread_server() as server:
         async with proxied(server.port) as proxy:
             proxy.budgets += [Budget(**{side: num_bytes}) for num_bytes in (900, 1000, 1200, 1500)]
             async with af.session(proxy.url, seed=3) as flow:
                 found = [await flow.submit(graph, {"argument": "x"}) for _ in range(3)]
                 assert proxy.num_connections > 1
-                assert found == [await flow.run(whole, "x", TODO)] * 3
+                assert found == [await flow.run(whole, "x", PROGRAM)] * 3
         await server.wait_until_idle()
 
 
