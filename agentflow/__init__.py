@@ -39,8 +39,9 @@ from agentflow.errors import (
     UnknownModel,
     UnknownVariable,
 )
-from agentflow.expression import assistant, gen, select, system, tool, user
+from agentflow.expression import assistant, select, system, tool, user
 from agentflow.fork import Branches
+from agentflow.generation import gen
 from agentflow.generator import Stats, Usage
 from agentflow.graph import Graph
 from agentflow.image import image

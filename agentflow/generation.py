@@ -1,0 +1,162 @@
+"""``gen``: text that the model writes, with every parameter that it may have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict, TypeVar, Unpack, overload
+
+from agentflow.errors import BadArgument
+from agentflow.expression import GenExpression, check_name, tuple_of
+from agentflow.ops import check_timeout
+from agentflow.sampling import SamplingParams
+from agentflow.tool_call import Tool, ToolCall
+from agentflow.value_type import value_type
+
+ValueT = TypeVar("ValueT")
+
+
+class SamplingOptions(TypedDict, total=False):
+    """What ``gen`` takes besides its name and the type of its value; see there."""
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int | None
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    logprobs: bool
+    min_tokens: int
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float] | None
+    stop_regex: str | None
+    top_logprobs: int
+    timeout_s: float | None
+
+
+@overload
+def gen(name: str, *, schema: type[ValueT], **options: Unpack[SamplingOptions]) -> GenExpression[ValueT]: ...
+@overload
+def gen(
+    name: str, *, schema: Mapping[str, Any], **options: Unpack[SamplingOptions]
+) -> GenExpression[Any]: ...
+@overload
+def gen(name: str, *, type: type[ValueT], **options: Unpack[SamplingOptions]) -> GenExpression[ValueT]: ...
+@overload
+def gen(
+    name: str, *, tools: Sequence[Tool], **options: Unpack[SamplingOptions]
+) -> GenExpression[list[ToolCall]]: ...
+@overload
+def gen(
+    name: str,
+    *,
+    regex: str | None = None,
+    choices: Sequence[str] | None = None,
+    grammar: str | None = None,
+    **options: Unpack[SamplingOptions],
+) -> GenExpression[str]: ...
+
+
+def gen(
+    name: str,
+    *,
+    max_tokens: int = 256,
+    min_tokens: int = 0,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    frequency_penalty: float = 0.0,
+    presence_penalty: float = 0.0,
+    repetition_penalty: float = 1.0,
+    logit_bias: Mapping[int, float] | None = None,
+    seed: int | None = None,
+    stop: str | Sequence[str] = (),
+    stop_regex: str | None = None,
+    stop_token_ids: Sequence[int] = (),
+    ignore_eos: bool = False,
+    logprobs: bool = False,
+    top_logprobs: int = 0,
+    timeout_s: float | None = None,
+    regex: str | None = None,
+    schema: Any = None,
+    choices: Sequence[str] | None = None,
+    type: Any = None,
+    tools: Sequence[Tool] | None = None,
+    grammar: str | None = None,
+) -> GenExpression[Any]:
+    """Text that the model writes, as variable ``name``.
+
+    Ends after ``max_tokens`` tokens (256), before the first of the ``stop`` strings or the first match of
+    ``stop_regex`` (neither is part of the text), at one of ``stop_token_ids``, or at the model's own end
+    token (unless ``ignore_eos``); none of these acts before ``min_tokens`` tokens (0).
+    The text before it should not end in a space: most models write words with the space in front.
+
+    ``temperature`` 0 (the default) is greedy; ``top_k`` (0: off), ``top_p`` (1.0: off) and ``min_p``
+    (0.0: off) cut the distribution. ``frequency_penalty`` and ``presence_penalty`` (-2 to 2, 0.0: off)
+    act against tokens that were generated, ``repetition_penalty`` (1.0: off) also against those of the
+    prompt; ``logit_bias`` maps token ids to what is added to their logits, -100 to 100. ``seed``: None
+    takes one from the session's.
+
+    ``logprobs``: the variable's ``logprobs`` are wanted; ``top_logprobs`` (0 to 20): and at each place so
+    many likeliest tokens. ``SamplingParams`` says in which order these act. ``BadArgument`` names what is
+    wrong; a backend that cannot do what is asked says so.
+
+    One of these says what the text must be, and what its value is (text where none is given):
+    ``regex`` (all of the text matches it), ``choices`` (one of these strings), ``grammar`` (Lark's
+    notation), ``type`` (``int``, ``float``, ``bool``), ``schema`` (a pydantic model, a dataclass, a
+    TypedDict, or a JSON schema as a dict: the value is of that type), ``tools`` (functions or OpenAI's
+    tool schemas: the value is a list of ``ToolCall``). ``timeout_s``: what takes longer, from the gen's
+    turn on, fails with ``DeadlineExceeded``.
+
+    >>> s += af.user("What do plants do?")
+    >>> s += af.assistant(af.gen("answer", max_tokens=32, stop="\\n"))
+    >>> await s["answer"]
+    'Plants turn light into sugar.'
+    >>> report = af.gen("report", schema=Report)
+    >>> s += af.user("Write a report.") + af.assistant(report)
+    >>> await s[report]  # s["report"] is the same variable; this one's type is known
+    Report(summary='Clear and well argued.', score=8)
+    >>> legs = af.gen("legs", type=int)
+    >>> s += af.user("How many legs has a spider?") + af.assistant(legs)
+    >>> await s[legs]
+    8
+    >>> s += af.assistant(af.gen("idea", temperature=1.0, min_tokens=8, presence_penalty=0.5))
+    """
+    check_name(name, "gen")
+    check_timeout(timeout_s)
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        repetition_penalty=repetition_penalty,
+        logit_bias=_bias_pairs(logit_bias),
+        seed=seed,
+        stop=(stop,) if isinstance(stop, str) else tuple_of(stop, "gen: stop", "strings"),
+        stop_regex=stop_regex,
+        stop_token_ids=tuple_of(stop_token_ids, "gen: stop_token_ids", "token ids"),
+        ignore_eos=ignore_eos,
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
+    )
+    wanted = value_type(regex=regex, schema=schema, choices=choices, type=type, tools=tools, grammar=grammar)
+    return GenExpression(name, params.check(), wanted, timeout_s)
+
+
+def _bias_pairs(biases: Mapping[int, float] | None) -> tuple[tuple[int, float], ...]:
+    if biases is None:
+        return ()
+    if not isinstance(biases, Mapping):
+        raise BadArgument(f"gen: logit_bias must be a dict of token id to number, not {biases!r}")
+    pairs = tuple(biases.items())
+    # Equal biases are equal parameters, whatever their order; what is no id, the check refuses.
+    return tuple(sorted(pairs)) if all(isinstance(token, int) for token in biases) else pairs
