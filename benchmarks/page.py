@@ -30,6 +30,10 @@ REMARKS = {
         "about 30 µs of a request's whole life, compiled (`make compiled`), and 50 as plain Python. Most of "
         "it is the same under `fcfs`, which keeps no order but that of arrival."
     ),
+    "frontend": (
+        "CPU time of the client's process; the server is a process of its own, with a scripted generator. "
+        "A round trip is a burst of ops that could not have been sent before the answer to the one before."
+    ),
     "ablation": (
         "The pool holds half of the working set. Hints raise the hit rate where branches come and go (trees "
         "of thought), but not the speed here: what is kept for a program's next request is not given to "
