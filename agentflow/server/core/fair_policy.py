@@ -122,19 +122,23 @@ class Tenant:
         if returned is not None:
             return returned
         overdue = self.line.overdue()
-        if overdue is not None and not is_blocked(overdue, None):
+        if overdue is not None and not is_blocked(overdue, self._match_of(overdue)):
             return overdue
         urgent = self._most_urgent()
-        if urgent is not None and not is_blocked(urgent, None):
+        if urgent is not None and not is_blocked(urgent, self._match_of(urgent)):
             return urgent
         for sibling in self.groups.get(self.current_group, {}).values():
-            if not is_blocked(sibling, None):
+            if not is_blocked(sibling, self._match_of(sibling)):
                 return sibling
         for tree in self.trees.values():
             found = tree.longest_match(is_blocked)
             if found is not None:
                 return found[0]
         return None
+
+    def _match_of(self, request: Request) -> int:
+        """How much of a waiting request is cached."""
+        return self.trees[request.objective].match_of(request)
 
     def _most_urgent(self) -> Request | None:
         """The one with the first deadline."""
