@@ -39,7 +39,8 @@ REMARKS = {
         "of thought), but not the speed here: what is kept for a program's next request is not given to "
         "others, so batches are smaller, and on this machine a row more in a batch costs about as much as "
         "the prompt tokens that are saved. Chat and few-shot programs answer faster than their KV would be "
-        "evicted, so hints change nothing for them."
+        "evicted, so hints change nothing for them. Of a chat few turns wait at a time, so the order "
+        "in which they are admitted matters little there."
     ),
 }
 _INTRODUCTION = """# Benchmarks
