@@ -8,6 +8,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, Self, TypeVar, get_args, overload
 
 from agentflow import ops
+from agentflow.amounts import is_number, is_whole
 from agentflow.appenders import Appenders
 from agentflow.backlog import Backlog
 from agentflow.budget import limit_op
@@ -17,6 +18,7 @@ from agentflow.ops import Objective, ReadWhat, Role
 from agentflow.program_line import LineTable, ProgramLine, calling_line
 from agentflow.recorder import Recorder
 from agentflow.reference import Reference
+from agentflow.seeds import place_of
 from agentflow.transcript import Content, Transcript
 from agentflow.transform import apply_in_turn
 from agentflow.turn import Turn
@@ -214,11 +216,9 @@ class Appending:
         if objective not in (None, *get_args(Objective)):
             raise BadArgument(f"hint: objective must be latency or throughput, not {objective!r}")
         for name, value in (("output_tokens", output_tokens), ("forks", forks)):
-            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            if value is not None and not is_count:
+            if value is not None and not is_whole(value, 1, math.inf):
                 raise BadArgument(f"hint: {name} must be a whole number above 0, not {value!r}")
-        is_number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
-        if deadline_s is not None and not (is_number and 0 <= deadline_s < math.inf):
+        if deadline_s is not None and not (is_number(deadline_s, 0, math.inf) and deadline_s < math.inf):
             raise BadArgument(f"hint: deadline_s must be a number of seconds, not {deadline_s!r}")
         recorder = self._recorder()
         recorder.ops.append(ops.Hint(self._id, objective, output_tokens, forks, deadline_s))
@@ -261,7 +261,7 @@ class Appending:
 
     def seed_place(self, ordinal: int) -> str:
         """Where a gen stands: the path in the fork tree, and the gen's number here. For its seed."""
-        return f"{self.path}/{self._num_gens + ordinal}"
+        return place_of(self.path, self._num_gens + ordinal)
 
     def line_of(self, number: int) -> ProgramLine | None:
         """The program's line that appended op ``number``. For its run."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from types import UnionType
 
 import anyio
 import msgspec
 
 from agentflow import ops
+from agentflow.amounts import is_number, is_whole
 from agentflow.errors import BadArgument, BudgetExceeded, DeadlineExceeded
 from agentflow.sampling import SamplingParams
 
@@ -76,11 +76,7 @@ def limit_op(state_id: int, deadline_s: float | None, output_tokens: int | None)
 
 def check_limit(op: ops.Limit) -> None:
     """``BadArgument`` where what it allows is no amount."""
-    if op.deadline_s is not None and not (_is(op.deadline_s, int | float) and op.deadline_s >= 0):
+    if op.deadline_s is not None and not is_number(op.deadline_s, 0, math.inf):
         raise BadArgument(f"limit: deadline_s must be a number of seconds, not {op.deadline_s!r}")
-    if op.output_tokens is not None and not (_is(op.output_tokens, int) and op.output_tokens >= 0):
+    if op.output_tokens is not None and not is_whole(op.output_tokens, 0, math.inf):
         raise BadArgument(f"limit: output_tokens must be a whole number, not {op.output_tokens!r}")
-
-
-def _is(value: object, kind: type | UnionType) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)

@@ -18,7 +18,7 @@ from agentflow import ops
 from agentflow.errors import ProtocolError
 from agentflow.op_shapes import declared, shape_of
 from agentflow.sampling import SamplingParams
-from agentflow.seeds import derived_seed
+from agentflow.seeds import derived_seed, place_of, run_of
 from agentflow.transform import Transform
 
 Path = tuple[int, ...]
@@ -182,7 +182,7 @@ class ForkTree(Generic[NodeT]):
         return Content(type(value).__name__.lower(), tuple(fields))
 
     def _derived_seed(self, node: NodeT) -> int:
-        return derived_seed(f"{self._seed}/{node.run}", f"{node.path}/{node.num_gens}")
+        return derived_seed(run_of(self._seed, node.run), place_of(node.path, node.num_gens))
 
 
 def _refs(value: Any) -> Iterator[ops.Ref]:

@@ -27,7 +27,6 @@ from agentflow.errors import (
 )
 from agentflow.events import ErrorInfo, StatsReply, Value
 from agentflow.generator import ContextT, Generator, StateHint, Usage
-from agentflow.graph import ROOT
 from agentflow.graph_execution import GraphExecution, expanded
 from agentflow.op_execution import OpExecution
 from agentflow.outbox import Outbox
@@ -103,7 +102,7 @@ class Interpreter(Generic[ContextT]):
         if isinstance(op, ops.Text | ops.Set):
             sources = tuple(self._source(part) for part in op.parts if isinstance(part, ops.Ref))
         match op:
-            case ops.Gen() | ops.Select() | ops.Set() | ops.Read() | ops.Expect():
+            case _ if isinstance(op, ops.Declaring):
                 if op.var in self._variables:
                     raise ProtocolError(f"variable {op.var} exists already")
                 is_expected = isinstance(op, ops.Expect)
@@ -184,7 +183,7 @@ class Interpreter(Generic[ContextT]):
     def _skip(self, state: StateCell[ContextT], op: ops.Op, error: AgentflowError) -> None:
         """What an op leaves behind when its state has failed: its variable and its children fail too."""
         match op:
-            case ops.Gen() | ops.Select() | ops.Set() | ops.Read() | ops.Expect():
+            case _ if isinstance(op, ops.Declaring):
                 if not self._variables[op.var].done.is_set():
                     self._variables[op.var].fail(
                         because(f"{op.name!r} was not {_MADE.get(type(op), 'set')}", error)
@@ -252,8 +251,8 @@ class Interpreter(Generic[ContextT]):
 
     def _start_graph(self, op: ops.Submit) -> None:
         """All its ops are in line before the first of them runs."""
-        outputs = {op.state - ROOT + number for number in op.outputs}
-        inputs = {op.state - ROOT + number: text for number, text in op.inputs.items()}
+        outputs = {op.session_number(number) for number in op.outputs}
+        inputs = {op.session_number(number): text for number, text in op.inputs.items()}
         unheard = Outbox()
         graph: GraphExecution[ContextT] | None = None
         for part in expanded(op):

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Generic
 
 import anyio
-import msgspec
 
 from agentflow import ops
 from agentflow.budget import clipped, spend
@@ -100,8 +99,10 @@ class OpExecution(Generic[ContextT]):
             raise DeadlineExceeded(f"{op.name!r} took longer than its {op.timeout_s} s")
         was_cut = end.finish_reason == "length" and params.max_tokens < op.params.max_tokens
         spend(end.usage.output_tokens, state.budgets, was_cut=was_cut)
-        value = Value(op.var, 0, "", end.finish_reason, end.usage, end.logprobs)
-        variable.complete(end.text, msgspec.structs.replace(value, top_logprobs=end.top_logprobs))
+        value = Value(
+            op.var, 0, "", end.finish_reason, end.usage, end.logprobs, top_logprobs=end.top_logprobs
+        )
+        variable.complete(end.text, value)
 
     def _complete(self, op: ops.Declaring, text: str, reason: str) -> None:
         self._variables[op.var].complete(text, Value(op.var, 0, "", reason, Usage()))

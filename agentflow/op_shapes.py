@@ -77,7 +77,7 @@ def declared(op: ops.Op) -> list[tuple[int, str]]:
     """The variables that the op declares and that are told: their numbers and names."""
     if isinstance(op, ops.Submit):
         names = {one.var: one.name for one in op.ops if isinstance(one, ops.Declaring)}
-        return [(op.state + number - 1, names.get(number, "")) for number in op.outputs]
+        return [(op.session_number(number), names.get(number, "")) for number in op.outputs]
     shape = shape_of(op)
     return [] if shape.var is None else [(getattr(op, shape.var), getattr(op, "name", ""))]
 

@@ -7,11 +7,13 @@ run in the order in which they were submitted; ops of different states run side 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
+from agentflow.amounts import is_number
 from agentflow.constraint import Constraint
 from agentflow.errors import BadArgument
 from agentflow.events import ErrorInfo
@@ -171,6 +173,10 @@ class Submit(_Op, frozen=True):
     seeds: str = ""
     places: dict[int, str] = {}
 
+    def session_number(self, number: int) -> int:
+        """The number in the session of the graph's state or variable ``number``."""
+        return self.state + number - 1
+
 
 class Fork(_Op, frozen=True):
     """New states ``children`` that go on from here, independently."""
@@ -243,8 +249,7 @@ Op = (
 
 def check_timeout(timeout_s: float | None) -> None:
     """Raises ``BadArgument`` where a gen could not have so many seconds."""
-    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
-    if timeout_s is not None and not (is_number and timeout_s > 0):
+    if timeout_s is not None and not (is_number(timeout_s, 0, math.inf) and timeout_s > 0):
         raise BadArgument(f"gen: timeout_s must be a number of seconds above 0, not {timeout_s!r}")
 
 

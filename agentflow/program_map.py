@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Awaitable, Callable, Generator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
+from agentflow.amounts import is_whole
 from agentflow.errors import BadArgument
 from agentflow.map_inputs import Inputs, MapInputs, short
 from agentflow.map_work import MapWork, OnError
@@ -56,7 +58,7 @@ class ProgramMap(Generic[ResultT]):
             raise BadArgument(
                 f"map: {short(program)} cannot be called: give the program itself, and its inputs beside it"
             )
-        if not isinstance(concurrency, int) or isinstance(concurrency, bool) or concurrency < 1:
+        if not is_whole(concurrency, 1, math.inf):
             raise BadArgument(f"map: concurrency={concurrency!r}: say how many may run at once, 1 or more")
         if on_error not in ("raise", "return"):
             raise BadArgument(

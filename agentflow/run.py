@@ -11,7 +11,7 @@ from agentflow import ops
 from agentflow.errors import AgentflowError, Cancelled
 from agentflow.events import ErrorInfo
 from agentflow.generator import Usage
-from agentflow.seeds import derived_seed
+from agentflow.seeds import derived_seed, run_of
 from agentflow.state import State
 from agentflow.stream import EventStream, TextDelta, VariableDone
 from agentflow.variable import Variable
@@ -83,7 +83,7 @@ class Run:
     @property
     def seed_prefix(self) -> str:
         """What the seeds of this run have in common."""
-        return f"{self.session.seed}/{self.index}"
+        return run_of(self.session.seed, self.index)
 
     def seed_at(self, var_id: int, place: str) -> int | None:
         """The seed of a gen that names none; in a trace None, and the place is kept."""

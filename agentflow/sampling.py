@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from agentflow.amounts import is_number, is_whole
 from agentflow.errors import BadArgument
 from agentflow.stop_regex import check_stop_regex
 
@@ -89,8 +90,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     def _checks_of_length(self) -> tuple[_Check, ...]:
         most = self.max_tokens if isinstance(self.max_tokens, int) else MAX_INT
         return (
-            ("max_tokens", _is_whole(self.max_tokens, 1, MAX_INT), "a whole number, at least 1"),
-            ("min_tokens", _is_whole(self.min_tokens, 0, most), "a whole number from 0 to max_tokens"),
+            ("max_tokens", is_whole(self.max_tokens, 1, MAX_INT), "a whole number, at least 1"),
+            ("min_tokens", is_whole(self.min_tokens, 0, most), "a whole number from 0 to max_tokens"),
             ("stop", _are_stops(self.stop), f"at most {MAX_STOPS} strings, of 1 to {MAX_STOP_CHARS} chars"),
             ("stop_token_ids", _are_ids(self.stop_token_ids), "token ids, 0 or more"),
             ("ignore_eos", isinstance(self.ignore_eos, bool), "True or False"),
@@ -99,29 +100,20 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     def _checks_of_choice(self) -> tuple[_Check, ...]:
         penalty, biases = "a number from -2 to 2", f"at most {MAX_BIASES} different token ids"
         top = f"a whole number from 0 to {MAX_TOP_LOGPROBS}"
-        repetition = _is_number(self.repetition_penalty, 0.01, 100.0)
+        repetition = is_number(self.repetition_penalty, 0.01, 100.0)
         return (
-            ("temperature", _is_number(self.temperature, 0.0, 100.0), "a number between 0 and 100"),
-            ("top_p", _is_number(self.top_p, 0.0, 1.0) and self.top_p > 0, "above 0 and at most 1"),
-            ("top_k", _is_whole(self.top_k, 0, MAX_INT), "0 (off) or a positive whole number"),
-            ("min_p", _is_number(self.min_p, 0.0, 1.0), "a number between 0 and 1"),
-            ("frequency_penalty", _is_number(self.frequency_penalty, -2.0, 2.0), penalty),
-            ("presence_penalty", _is_number(self.presence_penalty, -2.0, 2.0), penalty),
+            ("temperature", is_number(self.temperature, 0.0, 100.0), "a number between 0 and 100"),
+            ("top_p", is_number(self.top_p, 0.0, 1.0) and self.top_p > 0, "above 0 and at most 1"),
+            ("top_k", is_whole(self.top_k, 0, MAX_INT), "0 (off) or a positive whole number"),
+            ("min_p", is_number(self.min_p, 0.0, 1.0), "a number between 0 and 1"),
+            ("frequency_penalty", is_number(self.frequency_penalty, -2.0, 2.0), penalty),
+            ("presence_penalty", is_number(self.presence_penalty, -2.0, 2.0), penalty),
             ("repetition_penalty", repetition, "a number from 0.01 to 100 (1 is off)"),
             ("logit_bias", _are_biases(self.logit_bias), f"{biases}, each with a number from -100 to 100"),
-            ("seed", self.seed is None or _is_whole(self.seed, 0, 2**63 - 1), "a whole number below 2**63"),
+            ("seed", self.seed is None or is_whole(self.seed, 0, 2**63 - 1), "a whole number below 2**63"),
             ("logprobs", isinstance(self.logprobs, bool), "True or False"),
-            ("top_logprobs", _is_whole(self.top_logprobs, 0, MAX_TOP_LOGPROBS), top),
+            ("top_logprobs", is_whole(self.top_logprobs, 0, MAX_TOP_LOGPROBS), top),
         )
-
-
-def _is_whole(value: object, low: int, high: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
-
-def _is_number(value: object, low: float, high: float) -> bool:
-    # Not a number is in no range.
-    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
 
 def _are_stops(values: object) -> bool:
@@ -133,7 +125,7 @@ def _are_stops(values: object) -> bool:
 
 
 def _are_ids(values: object) -> bool:
-    return isinstance(values, tuple) and all(_is_whole(token_id, 0, MAX_INT) for token_id in values)
+    return isinstance(values, tuple) and all(is_whole(token_id, 0, MAX_INT) for token_id in values)
 
 
 def _are_biases(values: object) -> bool:
@@ -141,6 +133,6 @@ def _are_biases(values: object) -> bool:
         isinstance(values, tuple)
         and len(values) <= MAX_BIASES
         and all(isinstance(pair, tuple) and len(pair) == 2 for pair in values)
-        and all(_is_whole(token, 0, MAX_INT) and _is_number(bias, -100.0, 100.0) for token, bias in values)
+        and all(is_whole(token, 0, MAX_INT) and is_number(bias, -100.0, 100.0) for token, bias in values)
         and len({token for token, _ in values}) == len(values)
     )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 from agentflow import ops
+from agentflow.amounts import is_whole
 from agentflow.appending import Appending, Path
 from agentflow.errors import AgentflowError, BadArgument, Cancelled, ForeignState, RunFailed, StateClosed
 from agentflow.events import ErrorInfo
@@ -55,7 +57,7 @@ class State(Appending):
         ...     branch += af.assistant(af.gen("judgment", max_tokens=64))
         """
         self._check_appendable()
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        if not is_whole(count, 1, math.inf):
             raise BadArgument(f"fork({count!r}): say how many branches, 1 or more")
         ids = [self.session.next_id() for _ in range(count)]
         self._submit([ops.Fork(self._id, tuple(ids))])

@@ -60,8 +60,8 @@ class Cursors:
             case ops.Submit():
                 self._states[op.state] = _StateCursor(num_unfinished=len(op.outputs), ticket=1)
                 for number in op.outputs:
-                    self._variables[op.state + number - 1] = _VariableCursor(op.state)
-            case ops.Gen() | ops.Select() | ops.Set() | ops.Read() | ops.Expect():
+                    self._variables[op.session_number(number)] = _VariableCursor(op.state)
+            case _ if isinstance(op, ops.Declaring):
                 self._variables[op.var] = _VariableCursor(op.state)
                 if op.state in self._states:
                     self._states[op.state].num_unfinished += 1

@@ -32,7 +32,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import NamedTuple
 
 from agentflow.server.core.policy import IsBlocked, Peek, Returned
@@ -235,16 +235,12 @@ class FairLongestPrefix:
         self._forget_idle(request.tenant)
 
     def tokens_cached(self, identity: CacheIdentity, run: TokenRun) -> None:
-        tenant = self._tenants.get(identity.tenant)
-        if tenant is not None:
-            for tree in tenant.trees.values():
-                tree.tokens_cached(identity, run)
+        for tree in self._trees(identity):
+            tree.tokens_cached(identity, run)
 
     def tokens_evicted(self, identity: CacheIdentity, run: TokenRun, kept: int) -> None:
-        tenant = self._tenants.get(identity.tenant)
-        if tenant is not None:
-            for tree in tenant.trees.values():
-                tree.tokens_evicted(identity, run, kept)
+        for tree in self._trees(identity):
+            tree.tokens_evicted(identity, run, kept)
 
     def _arrived(self, request: Request) -> Tenant:
         tenant = self._tenants.get(request.tenant)
@@ -260,3 +256,7 @@ class FairLongestPrefix:
         tenant = self._tenants[name]
         if not tenant.num_waiting and not tenant.num_admitted:
             del self._tenants[name]  # with what it owes or has left: idle tenants save up nothing
+
+    def _trees(self, identity: CacheIdentity) -> Iterable[WaitingTree]:
+        tenant = self._tenants.get(identity.tenant)
+        return () if tenant is None else tenant.trees.values()
