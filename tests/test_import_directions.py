@@ -28,6 +28,7 @@ HEAVY = (
     "prometheus_client",
     "safetensors",
     "tokenizers",
+    "llguidance",
     "accelerate",
 )
 LAZY_FILES = ("agentflow/backends/embedded.py", "agentflow/cli.py")

@@ -1,0 +1,67 @@
+"""A finite-state machine that reads a text's UTF-8 byte by byte: what a regular expression is compiled to.
+
+Deterministic and trimmed: from every state but ``DEAD`` the text can still end well. So a byte is
+allowed where it does not lead to ``DEAD``.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Classes: TypeAlias = NDArray[np.uint8]
+Transitions: TypeAlias = NDArray[np.int32]
+Accepting: TypeAlias = NDArray[np.bool_]
+
+DEAD = 0
+START = 1
+
+_HEADER = struct.Struct("<II")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fsm:
+    """``class_of_byte`` [256]: bytes of one class lead everywhere to the same states. ``transitions``
+    [states, classes]: the next state; row ``DEAD`` leads to itself. ``accepting`` [states]: whether the
+    text may end there. Reading begins in ``START``."""
+
+    class_of_byte: Classes
+    transitions: Transitions
+    accepting: Accepting
+
+    @property
+    def num_states(self) -> int:
+        """Without ``DEAD``."""
+        return len(self.transitions) - 1
+
+    def matches(self, text: bytes) -> bool:
+        """Whether the whole text is accepted."""
+        return bool(self.accepting[self.read(START, text)])
+
+    def read(self, state: int, text: bytes) -> int:
+        """The state after ``text``."""
+        for byte in text:
+            state = int(self.transitions[state, self.class_of_byte[byte]])
+        return state
+
+    def to_bytes(self) -> bytes:
+        """For ``from_bytes``, elsewhere."""
+        header = _HEADER.pack(*self.transitions.shape)
+        arrays = (self.class_of_byte, self.accepting, self.transitions)
+        return header + b"".join([array.tobytes() for array in arrays])
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Fsm:
+        """The machine that ``to_bytes`` wrote."""
+        num_rows, num_classes = _HEADER.unpack_from(data)
+        accepting_at = _HEADER.size + 256
+        transitions_at = accepting_at + num_rows
+        return cls(
+            np.frombuffer(data, dtype=np.uint8, count=256, offset=_HEADER.size),
+            np.frombuffer(data, dtype=np.int32, offset=transitions_at).reshape(num_rows, num_classes),
+            np.frombuffer(data, dtype=np.bool_, count=num_rows, offset=accepting_at),
+        )
