@@ -1,0 +1,16 @@
+"""A constraint after compilation: what travels from the compiling process to the engine."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class CompiledConstraint(msgspec.Struct, frozen=True, array_like=True):
+    """``key``: equal for equal constraints, whoever compiled them. ``payload``: an ``Fsm`` as
+    ``Fsm.to_bytes`` writes it, or a grammar as ``llguidance`` takes it (UTF-8)."""
+
+    key: str
+    form: Literal["fsm", "llguidance"]
+    payload: bytes
