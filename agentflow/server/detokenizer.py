@@ -46,6 +46,18 @@ class Detokenizer:
         """``push`` for each of ``ids``; gives the text that they made certain together."""
         return "".join([self.push(token_id) for token_id in ids])
 
+    def rewind(self, num_ids: int) -> None:
+        """Only the first ``num_ids`` ids were pushed."""
+        num_whole = num_ids
+        while num_whole and self._ends[num_whole - 1] == _UNFINISHED:
+            num_whole -= 1
+        parts = self.ids[num_whole:num_ids]
+        self.num_chars = self._ends[num_whole - 1] if num_whole else 0
+        self._chunks = [self.text[: self.num_chars]]
+        self._utf8.reset()
+        del self.ids[num_whole:], self._starts[num_whole:], self._ends[num_whole:]
+        self.push_all(parts)
+
     @property
     def text(self) -> str:
         """All the text that is certain."""

@@ -16,6 +16,8 @@ import numpy as np
 
 from agentflow.errors import AgentflowError, BadArgument, Cancelled, EngineFailed
 from agentflow.sampling import SamplingParams
+from agentflow.server.constrained_request import ConstrainedRequest, constrained_request
+from agentflow.server.core.jump_forward import Jump
 from agentflow.server.core.request import Request, Status, TopTokens
 from agentflow.server.core.scheduler import Scheduler, SchedulerConfig, StepResult
 from agentflow.server.engine_messages import (
@@ -32,6 +34,7 @@ from agentflow.server.engine_messages import (
     ToEngine,
 )
 from agentflow.server.engine_stats import engine_stats
+from agentflow.server.grammar_cache import GrammarCache
 from agentflow.server.runner import ModelRunner, RunnerInfo
 from agentflow.server.step_times import COMPLETE, DELIVER, RUN, SCHEDULE, StepTimes
 from agentflow.server.text_end import TextEnd
@@ -58,6 +61,9 @@ class Engine:
         self.scheduler = Scheduler(num_slots=info.num_slots, max_context=info.max_context, config=config)
         self._requests: dict[int, Request] = {}
         self._texts: dict[int, TextEnd] = {}
+        self._constrained: dict[int, ConstrainedRequest] = {}
+        self._grammars = GrammarCache(tokenizer, info.vocab_size)
+        self._endings: dict[int, str] = {}  # of requests whose text is complete: why
         self._started: set[int] = set()
         self._outbox: list[FromEngine] = []
         self._is_stopping = False
@@ -151,6 +157,7 @@ class Engine:
             request = self._request_of(message)
             _take_generated(request, message)
             text = self._text_of(message)
+            jump = self._constrain(request, message)
             self.scheduler.add(request)
         except AgentflowError as error:
             self._fail(message.request_id, error)
@@ -162,8 +169,19 @@ class Engine:
         self._requests[request.id] = request
         if text is not None:
             self._texts[request.id] = text
-            if message.generated_ids:
+            if jump is not None:
+                self._jump(request, text, jump)
+            if request.num_generated or request.token_mask is not None:
                 self._finish_if_complete(request, text)
+
+    def _constrain(self, request: Request, message: Submit) -> Jump | None:
+        """Puts the request under its grammar, if it has one; what is forced at once is given."""
+        if message.constraint is None:
+            return None
+        constrained = constrained_request(request, message, self._grammars, self._tokenizer)
+        jump = constrained.begin(message.generated_ids)
+        self._constrained[request.id] = constrained
+        return jump
 
     def _request_of(self, message: Submit) -> Request:
         params, origin = message.params or _GREEDY, message.origin
@@ -201,7 +219,8 @@ class Engine:
     def _output_limit(self, message: Submit) -> int:
         if message.params is None or message.score_from:
             return 0
-        return min(message.params.max_tokens, self.scheduler.max_total_tokens)
+        room = self.scheduler.max_total_tokens - len(message.token_ids)
+        return min(message.params.max_tokens, max(1, room))
 
     def _advance(self, result: StepResult) -> None:
         request = result.request
@@ -210,12 +229,12 @@ class Engine:
         params = request.params
         if params.wants_logprobs or request.score_from:  # others get some too, beside those that asked
             request.logprobs += result.logprobs
+        if params.top_logprobs:
+            request.top_logprobs += result.tops
         if result.token_id is None:
             if request.num_to_compute == 0:
-                self._finish(request, "length")
+                self._finish(request, self._endings.get(request.id, "length"))
             return
-        if params.top_logprobs:
-            request.top_logprobs.append(result.top)
         text = self._texts[request.id]
         if result.token_id in self._runner.info.end_token_ids and not params.ignore_eos:
             self._finish(request, "eos")
@@ -224,15 +243,35 @@ class Engine:
         else:
             delta = text.push(result.token_id)
             logprobs = result.logprobs if params.wants_logprobs else ()
-            top = (result.top,) if params.top_logprobs else ()
-            self._outbox.append(Progress(request.id, delta, (result.token_id,), logprobs, top))
+            self._outbox.append(Progress(request.id, delta, (result.token_id,), logprobs, result.tops))
+            constrained = self._constrained.get(request.id)
+            if constrained is not None and not text.stopped:
+                jump = constrained.take(result.token_id)
+                if jump is not None:
+                    self._jump(request, text, jump)
             self._finish_if_complete(request, text)
 
+    def _jump(self, request: Request, text: TextEnd, jump: Jump) -> None:
+        """The request goes on by what its grammar forces."""
+        num_dropped = request.num_generated - jump.num_kept
+        self.scheduler.replace_output(request, jump.num_kept, jump.token_ids)
+        delta = text.replace(jump.num_kept, jump.token_ids)
+        self._outbox.append(Progress(request.id, delta, jump.token_ids, (), (), num_dropped))
+
     def _finish_if_complete(self, request: Request, text: TextEnd) -> None:
-        if text.stopped:
-            self._finish(request, "stop")
+        constrained = self._constrained.get(request.id)
+        if text.stopped or (constrained is not None and constrained.is_complete()):
+            self._finish_when_scored(request, "stop")
         elif request.num_generated >= request.max_new_tokens:
-            self._finish(request, "length")
+            self._finish_when_scored(request, "length")
+
+    def _finish_when_scored(self, request: Request, reason: str) -> None:
+        """Ends the request, or has it run on for the log-probabilities of what was forced."""
+        if request.first_unscored < request.num_tokens:
+            request.is_complete = True
+            self._endings[request.id] = reason
+        else:
+            self._finish(request, reason)
 
     def _finish(self, request: Request, reason: str) -> None:
         text_end = self._texts.get(request.id)
@@ -268,6 +307,8 @@ class Engine:
     def _drop(self, request_id: int) -> None:
         request = self._requests.pop(request_id, None)
         self._texts.pop(request_id, None)
+        self._constrained.pop(request_id, None)
+        self._endings.pop(request_id, None)
         self._started.discard(request_id)
         if request is not None:
             self.scheduler.release(request)

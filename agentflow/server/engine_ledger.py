@@ -39,6 +39,11 @@ class _Entry:
     def is_suspect(self) -> bool:
         return self.deaths_since_progress >= SUSPECT_DEATHS
 
+    def drop(self, num_tokens: int) -> None:
+        """The last ids are replaced; of the others some may have no log-probability yet."""
+        del self.ids[-num_tokens:]
+        del self.logprobs[len(self.ids) :], self.top_logprobs[len(self.ids) :]
+
     def as_submitted(self) -> Submit:
         if not self.ids:
             return self.submit
@@ -101,6 +106,8 @@ class EngineLedger:
             case Progress():
                 entry = self._sent.get(message.request_id)
                 if entry is not None:
+                    if message.num_dropped:
+                        entry.drop(message.num_dropped)
                     entry.ids += message.token_ids
                     entry.logprobs += message.logprobs
                     entry.top_logprobs += message.top_logprobs

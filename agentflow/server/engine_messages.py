@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from agentflow.sampling import SamplingParams
+from agentflow.server.compiled_constraint import CompiledConstraint
 from agentflow.server.core.request import Objective, TopTokens
 from agentflow.server.step_times import BucketCounts
 
@@ -36,7 +37,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     ``generated_ids``: what an engine that died had generated already, as told in ``Progress``. They
     count as output, with ``generated_logprobs`` and ``generated_top_logprobs``; their text is not told
-    again."""
+    again. ``constraint``: what the text must be; ``jump_forward``: whether what it forces is appended
+    without sampling."""
 
     request_id: int
     token_ids: list[int]
@@ -47,6 +49,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     generated_ids: Sequence[int] = ()
     generated_logprobs: Sequence[float] = ()
     generated_top_logprobs: Sequence[TopTokens] = ()
+    constraint: CompiledConstraint | None = None
+    jump_forward: bool = True
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -83,13 +87,16 @@ class Started(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A request went on by ``token_ids``, with a log-probability and the likeliest tokens each where asked
-    for. ``text`` is what became certain with them, often nothing; deltas are never taken back."""
+    for (of tokens that a grammar forced, these come later). ``text`` is what became certain with them, often
+    nothing; deltas are never taken back. ``num_dropped``: so many of the tokens that were told before are
+    replaced by these, for the same text is encoded in another way now."""
 
     request_id: int
     text: str
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     top_logprobs: Sequence[TopTokens] = ()
+    num_dropped: int = 0
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -141,6 +148,7 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     waiting: int
     peak_resident_bytes: int
     restarts: int = 0
+    forced_tokens: int = 0
     step_times: Sequence[BucketCounts] = ()
 
 

@@ -24,6 +24,7 @@ def engine_stats(ticket: int, model: str, scheduler: Scheduler, times: StepTimes
         cached_output_tokens=counters.cached_output_tokens,
         computed_tokens=counters.computed_tokens,
         generated_tokens=counters.generated_tokens,
+        forced_tokens=counters.forced_tokens,
         evicted_tokens=counters.evicted_tokens,
         retractions=counters.retractions,
         free_slots=memory.slots.num_free,

@@ -4,7 +4,7 @@ Its "KV" is the token id and position that was written to each slot. The next to
 all tokens the page table shows, so a wrong slot, a wrong order or a slot that was given to somebody
 else changes the output; and a slot that does not hold the position it should raises at once.
 
-It has no logits: what edits logits is refused, except that a forbidden token is never chosen. The
+It has no logits: what edits logits is refused, except that a forbidden or masked token is never chosen. The
 likeliest tokens that it tells are the chosen one and those that follow it in number.
 """
 
@@ -16,7 +16,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from agentflow.server.core.batch import Batch, BatchOutput, LogitEdits, SampledRows
+from agentflow.server.core.batch import Batch, BatchOutput, LogitEdits, SampledRows, TokenMasks
+from agentflow.server.core.grammar import TokenWords, is_allowed
 from agentflow.server.runner import RunnerInfo
 
 NextToken = Callable[[NDArray[np.int64]], int | None]
@@ -67,12 +68,14 @@ class FakeRunner:
         """A token for each sampled row, of which ``seen`` are all tokens before it. Tests put another
         model here."""
         forbidden = _forbidden(sampled.edits, len(seen))
+        masks = _masks(sampled.masks)
         tokens, logprobs = [], []
         for i, before in enumerate(seen):
             token = int(sampled.target_ids[i])
             if token < 0:
                 token = self._choose(before, float(sampled.temperatures[i]), int(sampled.seeds[i]))
-                while token in forbidden[i]:
+                mask = masks.get(i)
+                while token in forbidden[i] or (mask is not None and not is_allowed(mask, token)):
                     token = (token + 1) % self.info.vocab_size
             tokens.append(token)
             logprobs.append(-(zlib.crc32(before.tobytes() + b"%d" % token) % 5000) / 1000)
@@ -104,6 +107,11 @@ class FakeRunner:
         ids = (output.token_ids[:, None] + rank) % self.info.vocab_size
         logprobs = output.logprobs[:, None] - rank.astype(np.float32)
         return BatchOutput(output.token_ids, output.logprobs, ids, logprobs)
+
+
+def _masks(masks: TokenMasks | None) -> dict[int, TokenWords]:
+    """By the row that has it."""
+    return {} if masks is None else dict(zip(masks.rows.tolist(), masks.words, strict=True))
 
 
 def _forbidden(edits: LogitEdits | None, num_rows: int) -> list[set[int]]:

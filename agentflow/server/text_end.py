@@ -47,8 +47,9 @@ class TextEnd:
         self._stops = [_Stop(string) for string in stop]
         self._pattern = None if stop_regex is None else StopPattern(stop_regex)
         self._beginnings = frozenset(one.string[0] for one in self._stops)
-        self._num_unstoppable = min_tokens
+        self._min_tokens = min_tokens
         self._held = ""
+        self._num_read = 0
         self._num_delivered = 0
         self._stopped_at: int | None = None
 
@@ -64,10 +65,12 @@ class TextEnd:
         """
         if self.stopped:
             return ""
-        before = self._detokenizer.num_chars
+        is_free = len(self._detokenizer.ids) < self._min_tokens
         new = self._detokenizer.push(token_id)
-        is_free = self._num_unstoppable > 0
-        self._num_unstoppable -= is_free
+        before = self._num_read
+        if self._detokenizer.num_chars - len(new) < before:  # text that was read already, in other tokens
+            new = new[before - self._detokenizer.num_chars + len(new) :]
+        self._num_read += len(new)
         if is_free and self._pattern is not None:
             self._pattern.skip(new)
         if is_free or (self._pattern is None and not self._held and self._beginnings.isdisjoint(new)):
@@ -78,6 +81,15 @@ class TextEnd:
         delta, self._held = self._held[:delta_length], self._held[delta_length:]
         self._num_delivered += delta_length
         return delta
+
+    def replace(self, num_kept: int, token_ids: Iterable[int]) -> str:
+        """Of the ids that were pushed the first ``num_kept`` stay, and ``token_ids`` come after them: the
+        same text in other tokens, and then more of it, or its end is still to be pushed again. Gives the
+        text that may be delivered now."""
+        if self.stopped:
+            return ""
+        self._detokenizer.rewind(num_kept)
+        return "".join([self.push(token_id) for token_id in token_ids])
 
     def finish(self) -> Ending:
         """Ids and text of the generation, which ends here. What was held back is delivered with ``rest``;

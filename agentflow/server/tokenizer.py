@@ -118,6 +118,11 @@ class Tokenizer:
     def eos_id(self) -> int | None:
         return None if self.eos is None else self.id_of(self.eos)
 
+    @property
+    def closed_ids(self) -> frozenset[int]:
+        """The tokens that no content has: the special ones, and those that mark turns."""
+        return self._closed_ids
+
     def id_of(self, token: str) -> int | None:
         """The id of a token as it is written in the vocabulary, None where it is not there."""
         found: int | None = self._markup.token_to_id(token)

@@ -104,18 +104,18 @@ def test_who_gave_way_keeps_its_tokens_its_forced_ones_and_its_place():
         batch = scheduler.schedule()
         assert batch is not None
         scheduler.complete(runner.run(batch))
-    second.forced = [5, 6]
+    scheduler.replace_output(second, second.num_generated, [5, 6])  # a grammar forces them
     streamed = second.tokens[: second.num_tokens].tolist()
     scheduler.retract(third)
     scheduler.retract(second)
     late = request(4, 20, 30)
     scheduler.add(late)
-    assert second.forced == [5, 6]
     assert second.tokens[: second.num_tokens].tolist() == streamed
     batch = scheduler.schedule()
     assert batch is not None
     assert list(scheduler.running) == [1, 2, 3, 4]  # in order of arrival, before who came later
-    assert second.num_shared == len(streamed) - 1  # it was all still there
+    assert second.num_shared == len(streamed) - 3  # what was computed is all still there
+    assert batch.query_lens[batch.page_rows.tolist().index(second.page_row)] == 3
 
 
 def test_a_pool_half_as_large_as_asked_for_costs_little_and_loses_nothing():

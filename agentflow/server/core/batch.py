@@ -59,13 +59,27 @@ class LogitEdits:
 
 
 @dataclass(slots=True, frozen=True)
+class TokenMasks:
+    """``words`` [M, any] uint32: of each of the sampled rows ``rows`` [M] the only tokens that may be
+    chosen, as bits (see ``grammar.TokenWords``)."""
+
+    rows: IntArray
+    words: NDArray[np.uint32]
+
+    def part(self, first: int, end: int) -> TokenMasks | None:
+        """Those of the rows from ``first`` up to ``end``, counted from ``first``."""
+        chosen = (self.rows >= first) & (self.rows < end)
+        return TokenMasks(self.rows[chosen] - first, self.words[chosen]) if chosen.any() else None
+
+
+@dataclass(slots=True, frozen=True)
 class SampledRows:
     """The rows whose logits are needed, and how a token is chosen from each. All arrays have length S.
 
     ``rows``: index into the batch's rows. ``target_ids``: -1 to sample, otherwise the token whose
     log-probability is asked for (nothing is sampled). ``positions``: the position the chosen token
     will have in its sequence; with ``seeds`` it is the counter of the random number.
-    ``needs_logprobs``: whether any row wants the log-probability of its token. ``edits`` and
+    ``needs_logprobs``: whether any row wants the log-probability of its token. ``edits``, ``masks`` and
     ``top_counts`` (how many likeliest tokens each row wants told) are None in the many batches where no
     row has any.
     """
@@ -80,6 +94,7 @@ class SampledRows:
     positions: IntArray
     needs_logprobs: bool
     edits: LogitEdits | None = None
+    masks: TokenMasks | None = None
     top_counts: IntArray | None = None
 
     def part(self, first: int, end: int) -> SampledRows:
@@ -96,6 +111,7 @@ class SampledRows:
             seeds=self.seeds[cut],
             positions=self.positions[cut],
             edits=None if self.edits is None else self.edits.part(first, end),
+            masks=None if self.masks is None else self.masks.part(first, end),
             top_counts=None if self.top_counts is None else self.top_counts[cut],
         )
 

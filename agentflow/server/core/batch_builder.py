@@ -56,12 +56,14 @@ def targets_of(request: Request, num_rows: int) -> Sequence[tuple[int, int]]:
     """Which of the request's next ``num_rows`` rows give a token: pairs of row (0 is the first
     uncomputed token) and target (-1 to sample)."""
     start, end = request.num_computed, request.num_computed + num_rows
-    if request.score_from:
-        first = max(start, request.score_from - 1)
-        return [(p - start, int(request.tokens[p + 1])) for p in range(first, end)]
-    if request.max_new_tokens and end == request.num_tokens:
-        return ((num_rows - 1, -1),)
-    return ()
+    first_unscored = request.first_unscored
+    if first_unscored == request.num_tokens:  # as in most steps
+        return ((num_rows - 1, -1),) if request.max_new_tokens and end == request.num_tokens else ()
+    scored = range(max(start, first_unscored - 1), min(end, request.num_tokens - 1))
+    targets = [(p - start, int(request.tokens[p + 1])) for p in scored]
+    if request.max_new_tokens and not request.is_complete and end == request.num_tokens:
+        targets.append((num_rows - 1, -1))
+    return targets
 
 
 def _sampled_rows(

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 @dataclass(slots=True)
 class Counters:
     """What happened since the start, in tokens unless the name says otherwise. ``cached_tokens`` of the
-    prompts came from the cache; ``cached_output_tokens`` of these had been generated, not prompts."""
+    prompts came from the cache; ``cached_output_tokens`` of these had been generated, not prompts.
+    ``forced_tokens`` of the generated ones were forced by a grammar and not sampled."""
 
     steps: int = 0
     prompt_tokens: int = 0
@@ -16,5 +17,6 @@ class Counters:
     cached_output_tokens: int = 0
     computed_tokens: int = 0
     generated_tokens: int = 0
+    forced_tokens: int = 0
     evicted_tokens: int = 0
     retractions: int = 0

@@ -7,7 +7,6 @@ decodes under the other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -42,7 +41,11 @@ class Matcher(Protocol):
 
 
 class Grammar(Protocol):
-    """A compiled constraint for one vocabulary, shared by all requests that use it."""
+    """A compiled constraint for one vocabulary, shared by all requests that use it. ``nbytes``: memory that
+    it holds now, roughly."""
+
+    @property
+    def nbytes(self) -> int: ...
 
     def matcher(self) -> Matcher:
         """A new text's."""
@@ -51,11 +54,3 @@ class Grammar(Protocol):
 def is_allowed(words: TokenWords, token_id: int) -> bool:
     """Whether the mask has the token."""
     return bool(words[token_id >> 5] >> np.uint32(token_id & 31) & np.uint32(1))
-
-
-def words_of(token_ids: Sequence[int], vocab_size: int) -> TokenWords:
-    """The mask that allows exactly these tokens."""
-    allowed = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
-    allowed[np.asarray(token_ids, dtype=np.int64)] = 1
-    words: TokenWords = np.packbits(allowed, bitorder="little").view(np.uint32)
-    return words

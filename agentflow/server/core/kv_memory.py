@@ -121,6 +121,23 @@ class KVMemory:
         request.committed = match
         self._on_cached(request.extra_key, run)
 
+    def roll_back(self, request: Request, count: int) -> None:
+        """Only the first ``count`` computed tokens of a running request stay: what of the others it holds is
+        free, and what of them is cached stays cached, for others."""
+        known = request.committed
+        assert known is not None
+        row = self.page_table[request.page_row]
+        held_from = max(count, known.num_tokens)
+        if held_from < request.num_computed:
+            self.slots.release(row[held_from : request.num_computed])
+        if count < known.num_tokens:
+            match = self.cache.match(request.extra_key, request.run(count))
+            assert match.num_tokens == count
+            self.cache.lock(match)
+            self.cache.unlock(known)
+            request.committed = match
+        request.num_computed = count
+
     def detach(self, request: Request) -> None:
         """The request runs no longer: what it computed stays cached, the rest is free."""
         self.commit(request)

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from agentflow.sampling import SamplingParams
+from agentflow.server.core.grammar import TokenWords
 from agentflow.server.core.radix_node import PrefixMatch, TokenArray
 from agentflow.server.core.token_run import TokenRun, token_run
 
@@ -47,8 +48,9 @@ class Request:
     ``task_group``: names the siblings that one consumer waits for. ``state``: the program's state that
     this request belongs to; what it computed is kept longer while that is open.
     ``end_ids``: tokens that end it, forbidden before ``params.min_tokens``.
-    ``forced``: ids that a grammar has decided on and that are not appended yet. ``num_cached`` of its
-    prompt came from the cache when it was first admitted, ``num_shared`` of its tokens when it was last.
+    ``token_mask``: the tokens that its grammar allows next, if it has one. ``is_complete``: its text is, and
+    it runs on only for the log-probabilities of forced tokens. ``num_cached`` of its prompt came from the
+    cache when it was first admitted, ``num_shared`` of its tokens when it was last.
     ``deadline``: when its program wants it to be done, on the clock of whoever made it (infinite: any time).
     ``expected_output``: tokens that the program expects it to generate (0: nothing is known).
     ``arrival``: its place among all requests, given by the scheduler and kept for good.
@@ -69,7 +71,8 @@ class Request:
     end_ids: tuple[int, ...] = ()
     expected_output: int = 0
     deadline: float = math.inf
-    forced: list[int] = field(default_factory=list)
+    token_mask: TokenWords | None = None
+    is_complete: bool = False
     arrival: int = -1
     num_retractions: int = 0
     status: Status = Status.WAITING
@@ -133,13 +136,23 @@ class Request:
     @property
     def num_to_compute(self) -> int:
         """Tokens whose KV (or logits) are needed now. The last token of a scoring is only a target."""
-        return self.num_tokens - self.num_computed - (1 if self.score_from else 0)
+        return self.num_tokens - self.num_computed - (1 if self.score_from or self.is_complete else 0)
+
+    @property
+    def first_unscored(self) -> int:
+        """Index of the first token whose log-probability is still wanted: one of those to score, or one that
+        a grammar forced. ``num_tokens`` where there is none."""
+        if self.score_from:
+            return self.score_from
+        if self.params.wants_logprobs:
+            return min(self.num_prompt + len(self.logprobs), self.num_tokens)
+        return self.num_tokens
 
     @property
     def num_reusable(self) -> int:
         """So many leading tokens may come from the cache. The token whose logits are needed must be
         computed: the last one, or the one before the first that is scored."""
-        return (self.score_from or self.num_tokens) - 1
+        return self.first_unscored - 1
 
     def reusable_run(self) -> TokenRun:
         """Those of its tokens that may come from the cache."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from agentflow.server.core.batch import FloatArray, IntArray, LogitEdits, SampledRows
+from agentflow.server.core.batch import FloatArray, IntArray, LogitEdits, SampledRows, TokenMasks
+from agentflow.server.core.grammar import TokenWords
 from agentflow.server.core.request import Request
 from agentflow.server.core.token_counts import TokenCounts
 
@@ -19,8 +20,9 @@ _MASK_64 = 2**64 - 1
 
 
 class SamplingTable:
-    """Parameters of at most ``max_running`` requests, by page row. ``num_scoring`` of those that run only
-    score, and ``num_silent`` (these among them) do not generate.
+    """Parameters of at most ``max_running`` requests, by page row. ``num_scoring`` of those that run may have
+    rows with a target: they score, or a grammar forces tokens on them whose log-probabilities are wanted.
+    ``num_silent`` of them do not generate.
 
     What is gathered together lies together: to take one array of three rows is as quick as to take one of
     one, and a step's time here is the number of calls.
@@ -37,6 +39,7 @@ class SamplingTable:
         self._seeds: NDArray[np.uint64] = self._ints[1].view(np.uint64)
         self._no_targets: IntArray = np.full(max_running, -1, dtype=np.int64)
         self._special: dict[int, _Special] = {}
+        self._constrained: dict[int, Request] = {}
 
     def attach(self, request: Request) -> None:
         """The request runs, in its page row."""
@@ -49,15 +52,19 @@ class SamplingTable:
         self._seeds[row] = request.seed & _MASK_64
         if params.has_penalties or params.logit_bias or params.min_tokens or params.top_logprobs:
             self._special[row] = _Special(request)
+        if request.token_mask is not None:
+            self._constrained[row] = request
 
     def detach(self, request: Request) -> None:
         """It runs no longer, and is about to lose its page row."""
         self._count(request, -1)
         self._special.pop(request.page_row, None)
+        self._constrained.pop(request.page_row, None)
 
     def _count(self, request: Request, change: int) -> None:
         is_scoring = request.score_from > 0
-        if is_scoring:
+        is_jumping = request.token_mask is not None and request.params.wants_logprobs
+        if is_scoring or is_jumping:
             self.num_scoring += change
         if is_scoring or not request.max_new_tokens:
             self.num_silent += change
@@ -69,9 +76,11 @@ class SamplingTable:
     ) -> SampledRows:
         """How a token is chosen from each of ``rows``, which belong to ``page_rows``; with ``target_ids``
         some have a target. One that wants log-probabilities has them made for all in its batch."""
-        edits, top_counts = None, None
+        edits, masks, top_counts = None, None, None
         if self._special:
             edits, top_counts = self._edits_of(page_rows, target_ids)
+        if self._constrained:
+            masks = self._masks_of(page_rows, target_ids)
         floats: FloatArray = self._floats.take(page_rows, axis=1)
         ints: IntArray = self._ints.take(page_rows, axis=1)
         return SampledRows(
@@ -86,24 +95,39 @@ class SamplingTable:
             needs_logprobs=self._num_logprobs > 0
             or (target_ids is not None and bool((target_ids >= 0).any())),
             edits=edits,
+            masks=masks,
             top_counts=top_counts,
         )
+
+    def _masks_of(self, page_rows: IntArray, target_ids: IntArray | None) -> TokenMasks | None:
+        """The masks of the rows that are sampled under a grammar."""
+        rows: list[int] = []
+        words: list[TokenWords] = []
+        for index, page_row in enumerate(page_rows.tolist()):
+            request = self._constrained.get(page_row)
+            if request is not None and (target_ids is None or target_ids[index] < 0):
+                assert request.token_mask is not None
+                rows.append(index)
+                words.append(request.token_mask)
+        return TokenMasks(np.array(rows, dtype=np.int64), np.stack(words)) if rows else None
 
     def _edits_of(
         self, page_rows: IntArray, target_ids: IntArray | None
     ) -> tuple[LogitEdits | None, IntArray | None]:
-        """The edits of the rows that are sampled, and how many likeliest tokens each wants told."""
+        """The edits of the rows that are sampled, and how many likeliest tokens each row wants told."""
         found = [
             (index, self._special[page_row])
             for index, page_row in enumerate(page_rows.tolist())
-            if page_row in self._special and (target_ids is None or target_ids[index] < 0)
+            if page_row in self._special
         ]
         if not found:
             return None, None
         top_counts: IntArray = np.zeros(len(page_rows), dtype=np.int64)
         for index, special in found:
             top_counts[index] = special.params.top_logprobs
-        return _edits(found), top_counts if top_counts.any() else None
+        if target_ids is not None:
+            found = [one for one in found if target_ids[one[0]] < 0]
+        return _edits(found) if found else None, top_counts if top_counts.any() else None
 
 
 class _Special:

@@ -26,6 +26,10 @@ from agentflow.server.core.request import CacheIdentity, Request, Status, TopTok
 from agentflow.server.core.sampling_table import SamplingTable
 from agentflow.server.core.token_run import TokenRun
 
+# Forced tokens are computed in the step after they are known where they are no more than this; more of them
+# take their turn like a prompt's.
+MAX_FORCED_ROWS = 32
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -39,13 +43,13 @@ class SchedulerConfig:
 
 class StepResult(NamedTuple):
     """What one step gave a request: a sampled token (None while it prefills or scores), and the
-    log-probabilities of its sampled or scored tokens where they were asked for. ``top``: the likeliest
-    tokens where that one was sampled, as many as the request wants told."""
+    log-probabilities of its sampled or scored tokens where they were asked for. ``tops``: the likeliest
+    tokens at the place of each of them, as many as the request wants told."""
 
     request: Request
     token_id: int | None
     logprobs: list[float]
-    top: TopTokens
+    tops: list[TopTokens]
 
 
 @dataclass(slots=True)
@@ -138,18 +142,19 @@ class Scheduler:
             self.memory.num_computed += num_rows
             if in_prompt:
                 self.memory.commit(request)
+            if num_rows > 1:
                 self._prefills.moved(request)
             token_id = None
-            top: TopTokens = []
-            if targets and targets[0][1] < 0:
-                token_id = token_ids[next_output]
+            if targets and targets[-1][1] < 0:
+                token_id = token_ids[end - 1]
                 request.tokens[request.num_tokens] = token_id
                 request.num_tokens += 1
                 self._counters.generated_tokens += 1
-                if request.params.top_logprobs:
-                    top = output.top_of(next_output, request.params.top_logprobs)
             told = [] if logprobs is None else logprobs[next_output:end]
-            results.append(StepResult(request, token_id, told, top))
+            tops: list[TopTokens] = []
+            if request.params.top_logprobs:
+                tops = [output.top_of(i, request.params.top_logprobs) for i in range(next_output, end)]
+            results.append(StepResult(request, token_id, told, tops))
             next_output = end
         self._in_flight = []
         return results
@@ -184,6 +189,27 @@ class Scheduler:
         self._counters.retractions += 1
         self._reserve.retracted()
 
+    def replace_output(self, request: Request, num_kept: int, token_ids: list[int]) -> None:
+        """Of what the request has generated the first ``num_kept`` tokens stay, and ``token_ids``, which a
+        grammar forces, come after them. They are computed with the next steps, like a prompt; what was
+        computed of the tokens that go is given back."""
+        start = request.num_prompt + num_kept
+        end = start + len(token_ids)
+        self._counters.forced_tokens += len(token_ids)
+        self._counters.generated_tokens += end - request.num_tokens
+        request.tokens[start:end] = token_ids
+        request.num_tokens = end
+        del request.logprobs[num_kept:], request.top_logprobs[num_kept:]
+        if request.status is not Status.RUNNING:
+            return
+        # The logits of the last token are needed, and those before tokens whose log-probability is wanted.
+        num_computed = min(request.num_computed, start, request.first_unscored - 1)
+        if num_computed < request.num_computed:
+            self.memory.roll_back(request, num_computed)
+        self._prefills.discard(request)
+        if request.num_to_compute > MAX_FORCED_ROWS:
+            self._prefills.add(request)
+
     def close_state(self, state: Hashable) -> None:
         """A program's state is over: what it computed is ordinary cache now."""
         self.memory.liveness.close(state)
@@ -196,16 +222,22 @@ class Scheduler:
         self.memory.check()
 
     def _decode(self) -> _Draft:
-        """One row for each request that decodes. Where slots are short, requests give way first."""
+        """One row for each request that decodes, and with it those of the tokens that a grammar has forced
+        on it since, as far as the budget allows. Where slots are short, requests give way first."""
         while True:
             decoding = [r for r in self.running.values() if r not in self._prefills]
-            missing = len(decoding) - self.memory.num_available
+            # Whatever decodes, there is a row for a prompt.
+            limit = max(self.config.token_budget, len(decoding) + 1)
+            num_rows = len(decoding)
+            work: list[Work] = []
+            for request in decoding:
+                num_more = min(request.num_to_compute - 1, limit - 1 - num_rows)
+                num_rows += num_more
+                work.append((request, 1 + num_more))
+            missing = num_rows - self.memory.num_available
             if missing <= 0:
-                break
+                return _Draft(work, num_rows, limit)
             self._retract_one(missing)
-        # Whatever decodes, there is a row for a prompt.
-        limit = max(self.config.token_budget, len(decoding) + 1)
-        return _Draft([(request, 1) for request in decoding], len(decoding), limit)
 
     def _prefill(self, request: Request, draft: _Draft) -> None:
         """Adds as many of the request's rows as budget and pool allow."""
@@ -251,9 +283,9 @@ class Scheduler:
             self._prefills.add(request)
         if not request.was_admitted:
             request.was_admitted = True
-            request.num_cached = match.num_tokens
+            request.num_cached = min(match.num_tokens, request.num_prompt)
             self._counters.prompt_tokens += request.num_prompt
-            self._counters.cached_tokens += match.num_tokens
+            self._counters.cached_tokens += request.num_cached
             self._counters.cached_output_tokens += match.num_output
         return True
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentflow.sampling import MAX_TOP_LOGPROBS
-from agentflow.server.core.batch import BatchOutput, FloatArray, IntArray, SampledRows
+from agentflow.server.core.batch import BatchOutput, FloatArray, IntArray, SampledRows, TokenMasks
 from agentflow.server.model.logit_edits import edited
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -28,13 +28,13 @@ def choose_tokens(logits: Tensor, sampled: SampledRows) -> BatchOutput:
 
     ``logits`` [S, vocabulary] float32, changed meanwhile and left as they were. Rows with a target keep
     it; temperature 0 takes the likeliest token (the first of equals); the others are sampled as
-    ``sample`` says. ``sampled.edits`` come before either.
+    ``sample`` says. ``sampled.edits`` and then ``sampled.masks`` come before either.
     """
     if sampled.edits is None:
-        tokens = _choose(logits, sampled)
+        tokens = _choose(_masked(logits, sampled.masks), sampled)
     else:
         with edited(logits, sampled.edits):
-            tokens = _choose(logits, sampled)
+            tokens = _choose(_masked(logits, sampled.masks), sampled)
     if not sampled.needs_logprobs:
         return BatchOutput(tokens, None)
     totals = logits.logsumexp(dim=-1)
@@ -43,6 +43,18 @@ def choose_tokens(logits: Tensor, sampled: SampledRows) -> BatchOutput:
     if sampled.top_counts is None:
         return BatchOutput(tokens, logprobs)
     return BatchOutput(tokens, logprobs, *_top(logits, totals, sampled.top_counts > 0))
+
+
+def _masked(logits: Tensor, masks: TokenMasks | None) -> Tensor:
+    """The logits, with -inf for what a mask does not allow: a copy where there is one."""
+    if masks is None:
+        return logits
+    bits = np.unpackbits(masks.words.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
+    allowed = torch.from_numpy(bits.view(np.bool_)).to(logits.device)
+    if len(masks.rows) == len(logits):
+        return torch.where(allowed, logits, -torch.inf)
+    rows = torch.from_numpy(masks.rows).to(logits.device)
+    return logits.index_copy(0, rows, torch.where(allowed, logits.index_select(0, rows), -torch.inf))
 
 
 def _choose(logits: Tensor, sampled: SampledRows) -> IntArray:

@@ -1,0 +1,141 @@
+"""Jump-forward: text that a grammar forces is appended without sampling it (Zheng et al., "SGLang", 2024,
+section 4).
+
+The forced text is encoded together with all that the generation has written before, so that the ids are
+exactly the tokenizer's own for the whole; what was sampled may get other ids thereby, never another text.
+The last token of the forced text is *held back* where a token exists that says the same and more: which
+of them it is, the model decides. The next token must then begin with the text that was held back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from agentflow.server.core.grammar import Matcher, TokenWords, is_allowed
+from agentflow.server.core.vocabulary import Vocabulary
+
+Encode = Callable[[str], list[int]]
+"""Text, as what stands after other text, to token ids."""
+
+
+class Jump(NamedTuple):
+    """The first ``num_kept`` ids of the generation stay, and ``token_ids`` come after them."""
+
+    num_kept: int
+    token_ids: list[int]
+
+
+class ConstrainedText:
+    """What one generation has written under its grammar. ``encode``: None switches jump-forward off."""
+
+    def __init__(self, matcher: Matcher, vocabulary: Vocabulary, encode: Encode | None) -> None:
+        self.token_ids: list[int] = []
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._encode = encode
+        self._data = bytearray()
+        self._held = b""
+
+    def may_end(self) -> bool:
+        """Whether the text is complete as it is."""
+        return not self._held and self._matcher.may_end()
+
+    def must_end(self) -> bool:
+        """Whether it is complete, and nothing may follow."""
+        return not self._held and self._matcher.must_end()
+
+    def shown(self) -> str:
+        """The end of the text, for messages."""
+        return bytes(self._data[-80:]).decode(errors="replace")
+
+    def mask(self) -> TokenWords:
+        """The tokens that may come next. Not to be written to."""
+        words = self._matcher.mask()
+        return words & self._vocabulary.beginning_with(self._held) if self._held else words
+
+    def take(self, token_id: int) -> None:
+        """One more token was sampled. ``ValueError`` where it is not allowed."""
+        self._matcher.take(token_id)
+        self.token_ids.append(token_id)
+        self._data += self._vocabulary.token_bytes[token_id]
+        self._held = b""
+
+    def jump(self, max_tokens: int) -> Jump | None:
+        """Appends what is forced now; None where that changes no id, or where it would make more than
+        ``max_tokens`` ids in all: what is forced is then sampled, as far as it goes."""
+        if self._encode is None:
+            return None
+        forced = self._matcher.forced()
+        if not forced:
+            return None
+        new_ids = self._encoded(bytes(self._data) + forced)
+        if new_ids is None or len(new_ids) > max_tokens:
+            return None
+        old_ids = self.token_ids
+        num_kept = _num_common(old_ids, new_ids)
+        self._replace(num_kept, new_ids)
+        if len(new_ids) > num_kept or len(old_ids) > num_kept:
+            self._hold_back()
+        num_kept = min(num_kept, len(self.token_ids))
+        if num_kept == len(old_ids) == len(self.token_ids):
+            return None
+        return Jump(num_kept, self.token_ids[num_kept:])
+
+    def _encoded(self, data: bytes) -> list[int] | None:
+        """The ids of the whole characters of ``data``; None where the tokenizer cannot write them so."""
+        try:
+            text = data.decode()
+        except UnicodeDecodeError as error:
+            if error.end < len(data) or error.reason != "unexpected end of data":
+                return None
+            if error.start < len(self._data):
+                return None
+            data = data[: error.start]
+            text = data.decode()
+        assert self._encode is not None
+        new_ids = self._encode(text)
+        table = self._vocabulary.token_bytes
+        return new_ids if b"".join([table[token] for token in new_ids]) == data else None
+
+    def _replace(self, num_kept: int, new_ids: list[int]) -> None:
+        self._matcher.take_back(len(self.token_ids) - num_kept)
+        for token in new_ids[num_kept:]:
+            self._matcher.take(token)
+        self.token_ids = new_ids
+        table = self._vocabulary.token_bytes
+        self._data = bytearray(b"".join([table[token] for token in new_ids]))
+        self._held = b""
+
+    def _hold_back(self) -> None:
+        """Takes the last token back where others say the same and more, and one of them is allowed."""
+        if self._matcher.must_end():
+            return
+        last = self.token_ids[-1]
+        data = self._vocabulary.token_bytes[last]
+        longer = self._vocabulary.beginning_with(data)
+        if not is_allowed(longer, last) or _num_bits(longer) == 1:
+            return
+        self._matcher.take_back(1)
+        if _num_bits(self._matcher.mask() & longer) > 1:
+            self.token_ids = self.token_ids[:-1]
+            del self._data[-len(data) :]
+            self._held = data
+        else:
+            self._matcher.take(last)
+
+
+def _num_bits(words: TokenWords) -> int:
+    return int(np.bitwise_count(words).sum())
+
+
+def _num_common(old: list[int], new: list[int]) -> int:
+    """How many ids at the front are the same."""
+    count = 0
+    for a, b in zip(old, new, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
