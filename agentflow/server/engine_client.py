@@ -14,6 +14,7 @@ import anyio.to_thread
 from agentflow.errors import AgentflowError, EngineFailed, Overloaded, from_code
 from agentflow.loop_caller import loop_caller
 from agentflow.sampling import SamplingParams
+from agentflow.server.compiled_constraint import CompiledConstraint
 from agentflow.server.core.scheduler import SchedulerConfig
 from agentflow.server.engine import Engine
 from agentflow.server.engine_messages import (
@@ -117,9 +118,19 @@ class EngineClient:
         seed: int,
         on_text: OnText,
         origin: Origin = _NOWHERE,
+        constraint: CompiledConstraint | None = None,
+        jump_forward: bool = True,
     ) -> Finished:
         """Generates; ``on_text`` is called with each delta. Cancelling the call aborts the request."""
-        message = Submit(next(self._ids), token_ids, params, seed=seed, origin=origin)
+        message = Submit(
+            next(self._ids),
+            token_ids,
+            params,
+            seed=seed,
+            origin=origin,
+            constraint=constraint,
+            jump_forward=jump_forward,
+        )
         return await self._call(message, on_text)
 
     async def compute(self, token_ids: list[int], *, origin: Origin = _NOWHERE) -> Finished:

@@ -102,9 +102,18 @@ class EngineGenerator:
         """Generates, and appends the ids as they were generated."""
         self.capabilities.require(constraint)
         token_ids = await self._prompt(context, "gen")
+        compiled = None
+        if constraint is not None and self._compiler is not None:
+            compiled = await self._compiler.compile(constraint, tenant=self._tenant)
         context.has_run = True
         end = await self._client.generate(
-            token_ids, params, seed=params.seed or 0, origin=context.origin_now(), on_text=on_text
+            token_ids,
+            params,
+            seed=params.seed or 0,
+            origin=context.origin_now(),
+            on_text=on_text,
+            constraint=compiled,
+            jump_forward=constraint is None or constraint.jump_forward,
         )
         context.tokens.generated(end.token_ids, end.text)
         context.num_computed = len(token_ids) + len(end.token_ids)

@@ -109,9 +109,9 @@ class Vocabulary:
             parts.append((parents[is_new], last[is_new], self.num_nodes))
             self.num_nodes += int(nodes[-1]) + 1
             tokens = tokens[~is_end]
-        below = [parents for parents, _, _ in parts[1:]]
-        below.append(np.zeros(0, dtype=np.intp))
-        for (parents, last, first), children in zip(parts, below, strict=True):
+        nothing: Indices = np.zeros(0, dtype=np.intp)
+        for depth, (parents, last, first) in enumerate(parts):
+            children = parts[depth + 1][0] if depth + 1 < len(parts) else nothing
             bounds = np.searchsorted(children, np.arange(len(parents) + 1))
             self.levels.append(TrieLevel(parents, last, first, bounds))
         self._node_of_bit[:] = self.num_nodes
