@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plain_sampler import MASK, plain_choice, plain_uniform
 
-from agentflow.server.core.batch import SampledRows
+from agentflow.server.core.batch import SampledRows, TokenMasks
 from agentflow.server.model import sampler
 from agentflow.server.model.sampler import choose_tokens, uniforms
 
@@ -64,6 +64,43 @@ def test_a_batch_equals_the_loop_over_its_rows(
             rows[i][5],
         )
     assert output.logprobs is None
+
+
+@given(
+    st.lists(ROW, min_size=1, max_size=5),
+    st.sampled_from([3, 32, 50, 200]),
+    st.integers(0, 1000),
+    st.data(),
+)
+def test_only_what_a_mask_allows_is_chosen(
+    rows: list[tuple[float, int, float, float, int, int]], vocab_size: int, seed: int, data: st.DataObject
+) -> None:
+    logits = random_logits(len(rows), vocab_size, seed)
+    before = logits.clone()
+    masked = sorted(data.draw(st.sets(st.integers(0, len(rows) - 1), min_size=1)))
+    allowed = {row: data.draw(st.sets(st.integers(0, vocab_size - 1), min_size=1)) for row in masked}
+    bits = np.zeros((len(masked), -(-vocab_size // 32) * 32), dtype=np.uint8)
+    for place, row in enumerate(masked):
+        bits[place, list(allowed[row])] = 1
+    words = np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
+    masks = TokenMasks(np.array(masked, dtype=np.int64), words)
+    output = choose_tokens(logits, sampled_rows(rows, masks=masks, needs_logprobs=True))
+    sampled = sampled_rows(rows)
+    for i, row in enumerate(before.double().tolist()):
+        plain = [x if i not in allowed or token in allowed[i] else -math.inf for token, x in enumerate(row)]
+        assert output.token_ids[i] == plain_choice(
+            plain,
+            float(sampled.temperatures[i]),
+            rows[i][1],
+            float(sampled.top_ps[i]),
+            float(sampled.min_ps[i]),
+            rows[i][4],
+            rows[i][5],
+        )
+        logprob = before[i].log_softmax(dim=0)[output.token_ids[i]]  # of the logits without the mask
+        assert output.logprobs is not None
+        assert output.logprobs[i] == pytest.approx(float(logprob), abs=1e-4)
+    assert torch.equal(logits, before)
 
 
 @pytest.mark.parametrize("head_size", [4, 1024])
