@@ -98,6 +98,8 @@ class ConstrainedText:
         assert self._encode is not None
         new_ids = self._encode(text)
         table = self._vocabulary.token_bytes
+        if max(new_ids, default=0) >= len(table):  # a token that this model has no logits for
+            return None
         return new_ids if b"".join([table[token] for token in new_ids]) == data else None
 
     def _replace(self, num_kept: int, new_ids: list[int]) -> None:

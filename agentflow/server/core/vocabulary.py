@@ -44,9 +44,10 @@ class Vocabulary:
         self.token_bytes = list(token_bytes)
         self.vocab_size = max(len(self.token_bytes), vocab_size or 0)
         self.num_words = -(-self.vocab_size // 32)
-        self._sorted_ids = [i for i, data in enumerate(self.token_bytes) if data]
-        self._sorted_ids.sort(key=self.token_bytes.__getitem__)
-        self._sorted_bytes = [self.token_bytes[i] for i in self._sorted_ids]
+        sorted_ids = [i for i, data in enumerate(self.token_bytes) if data]
+        sorted_ids.sort(key=self.token_bytes.__getitem__)
+        self._sorted_ids: Indices = np.array(sorted_ids, dtype=np.intp)
+        self._sorted_bytes = [self.token_bytes[i] for i in sorted_ids]
         self.levels: list[TrieLevel] = []
         self.num_nodes = 0
         # For each bit of a mask the number of its node; the one behind the last is never allowed.
@@ -60,10 +61,10 @@ class Vocabulary:
         words: TokenWords = np.packbits(bits, bitorder="little").view(np.uint32)
         return words
 
-    def only(self, token_ids: Sequence[int]) -> TokenWords:
+    def only(self, token_ids: Sequence[int] | Indices) -> TokenWords:
         """The mask of exactly these tokens."""
         bits = np.zeros(self.num_words * 32, dtype=np.uint8)
-        bits[list(token_ids)] = 1
+        bits[np.asarray(token_ids, dtype=np.intp)] = 1
         words: TokenWords = np.packbits(bits, bitorder="little").view(np.uint32)
         return words
 

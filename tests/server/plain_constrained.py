@@ -1,0 +1,115 @@
+"""Constrained decoding written down plainly, with sets of tokens and texts: the twin of the engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from agentflow.server.core.fsm import DEAD, START, Fsm
+from agentflow.server.tokenizer import Tokenizer
+
+
+@dataclass
+class PlainConstrained:
+    """A text that grows under a machine. ``ids``: of what there is; ``held``: what the next token must begin
+    with; ``shown``: the longest text so far."""
+
+    fsm: Fsm
+    tokenizer: Tokenizer
+    jumps: bool = True
+    ids: list[int] = field(default_factory=list)
+    held: bytes = b""
+    shown: bytes = b""
+
+    @property
+    def data(self) -> bytes:
+        return b"".join([self.tokenizer.token_bytes(i) for i in self.ids])
+
+    def state(self, data: bytes) -> int:
+        return self.fsm.read(START, data)
+
+    def next_bytes(self, data: bytes) -> list[int]:
+        return [byte for byte in range(256) if self.state(data + bytes([byte])) != DEAD]
+
+    def may_end(self) -> bool:
+        return not self.held and bool(self.fsm.accepting[self.state(self.data)])
+
+    def must_end(self) -> bool:
+        return self.may_end() and not self.next_bytes(self.data)
+
+    def allowed_after(self, data: bytes, beginning: bytes) -> set[int]:
+        """The tokens that begin so, and that the text can go on with."""
+        tokenizer = self.tokenizer
+        return {
+            token
+            for token in range(tokenizer.vocab_size)
+            if token not in tokenizer.closed_ids
+            and (own := tokenizer.token_bytes(token))
+            and own.startswith(beginning)
+            and self.state(data + own) != DEAD
+        }
+
+    def allowed(self) -> set[int]:
+        return self.allowed_after(self.data, self.held)
+
+    def forced(self) -> bytes:
+        """What must come next."""
+        run = b""
+        while not self.fsm.accepting[self.state(self.data + run)]:
+            following = self.next_bytes(self.data + run)
+            if len(following) != 1:
+                break
+            run += bytes(following)
+        return run
+
+    def take(self, token: int) -> None:
+        assert token in self.allowed()
+        self.ids = [*self.ids, token]
+        self.held = b""
+        self.shown = max(self.shown, self.data, key=len)
+
+    def jump(self, max_tokens: int) -> bool:
+        """Appends what is forced; whether an id changed."""
+        forced = self.forced() if self.jumps else b""
+        text = (self.data + forced).decode(errors="ignore")  # without half a character at the end
+        if not forced or not (self.data + forced).startswith(text.encode()):
+            return False
+        ids = self.tokenizer.encode(text, continues=True)
+        whole = b"".join([self.tokenizer.token_bytes(i) for i in ids])
+        if whole != text.encode() or len(whole) < len(self.data) or len(ids) > max_tokens:
+            return False
+        before, self.ids, self.held = self.ids, ids, b""
+        if ids != before and not self.must_end():
+            last = self.tokenizer.token_bytes(ids[-1])
+            if self.allowed_after(whole[: -len(last)], last) != {ids[-1]}:
+                self.ids, self.held = ids[:-1], last
+        self.shown = max(self.shown, self.data, key=len)
+        return self.ids != before
+
+
+Choose = Callable[[list[int], set[int]], int]
+"""The next token after an output, among those that are allowed; an end token may be among them."""
+
+
+@dataclass(frozen=True)
+class Written:
+    text: str
+    ids: list[int]
+    reason: str
+
+
+def written(text: PlainConstrained, choose: Choose, *, max_tokens: int, end_id: int | None) -> Written:
+    """A whole generation, without stop strings."""
+    text.jump(max_tokens)
+    while True:
+        if text.must_end():
+            return Written(text.data.decode(), text.ids, "stop")
+        if len(text.ids) >= max_tokens:
+            kept = text.data.decode(errors="ignore")
+            return Written(kept, text.ids, "length")
+        ends = {end_id} if text.may_end() and end_id is not None else set()
+        token = choose(text.ids, text.allowed() | ends)
+        if token == end_id:
+            return Written(text.data.decode(), text.ids, "eos")
+        text.take(token)
+        text.jump(max_tokens)

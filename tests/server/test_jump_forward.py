@@ -1,0 +1,155 @@
+"""Jump-forward on one text, against its plain twin, with tokenizers that merge what was forced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from core.random_machines import machine_of
+from hypothesis import given
+from hypothesis import strategies as st
+from server.plain_constrained import PlainConstrained
+from server.small_tokenizers import byte_level, byte_level_of, sentencepiece
+
+from agentflow.server.core.fsm import Fsm
+from agentflow.server.core.fsm_builder import build_fsm
+from agentflow.server.core.fsm_grammar import FsmGrammar
+from agentflow.server.core.grammar import is_allowed
+from agentflow.server.core.jump_forward import ConstrainedText
+from agentflow.server.core.regex_syntax import parse_regex
+from agentflow.server.grammar_cache import GrammarCache
+from agentflow.server.tokenizer import Tokenizer
+
+WORDS = [
+    "na",
+    "name",
+    '":',
+    '",',
+    '", "',
+    '{"',
+    ' "',
+    "ab",
+    "abc",
+    "bc",
+    "bcd",
+    "cd",
+    "éa",
+    "12",
+    "true",
+    "tr",
+]
+TOKENIZERS = {
+    "merging": Tokenizer(byte_level_of(WORDS)),
+    "trained": Tokenizer(byte_level(special=("<|im_start|>", "<|im_end|>"))),
+    "sentencepiece": Tokenizer(sentencepiece()),
+}
+GRAMMARS = {name: GrammarCache(tokenizer, tokenizer.vocab_size) for name, tokenizer in TOKENIZERS.items()}
+PATTERNS = [
+    r'\{"name": "[a-d]{1,5}", "x": (12|true|tr)\}',
+    r"(abc|abd|bcd)*(abcd)+",
+    r"[éè]a(bc)*d?",
+    r'(\{"(a|b)": "abcd", )+"[^"]*"',
+    r"The quick brown (fox|dog)( jumps)?",
+    r"日本語の(テキスト|日)",
+]
+
+
+def constrained(name: str, fsm: Fsm, *, jumps: bool = True) -> ConstrainedText:
+    tokenizer = TOKENIZERS[name]
+    vocabulary = GRAMMARS[name].vocabulary
+    encode = (lambda text: tokenizer.encode(text, continues=True)) if jumps else None
+    return ConstrainedText(FsmGrammar(fsm, vocabulary).matcher(), vocabulary, encode)
+
+
+def allowed_of(text: ConstrainedText, vocab_size: int) -> set[int]:
+    words = text.mask()
+    return {i for i in range(vocab_size) if is_allowed(words, i)}
+
+
+def check_walk(name: str, fsm: Fsm, jumps: bool, max_tokens: int, choices: st.DataObject) -> bytes:
+    """Both walk the same way, step by step, until the text must end or has enough tokens."""
+    tokenizer = TOKENIZERS[name]
+    text, plain = constrained(name, fsm, jumps=jumps), PlainConstrained(fsm, tokenizer, jumps)
+    while True:
+        before = list(text.token_ids)
+        jump = text.jump(max_tokens)
+        assert plain.jump(max_tokens) == (jump is not None)
+        assert text.token_ids == plain.ids
+        if jump is not None:
+            assert before[: jump.num_kept] + jump.token_ids == plain.ids
+            assert plain.ids[: jump.num_kept + 1] != before[: jump.num_kept + 1]
+        # What was there is never taken back but to be said again.
+        assert (plain.data + plain.held).startswith(plain.shown)
+        assert text.may_end() == plain.may_end()
+        assert text.must_end() == plain.must_end()
+        allowed = plain.allowed()
+        assert allowed_of(text, tokenizer.vocab_size) == allowed
+        if (
+            plain.must_end()
+            or len(plain.ids) >= max_tokens
+            or (plain.may_end() and choices.draw(st.booleans()))
+        ):
+            return plain.data
+        assert allowed  # nothing leads into a dead end
+        token = choices.draw(st.sampled_from(sorted(allowed)))
+        text.take(token)
+        plain.take(token)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(
+    st.sets(st.text('abcdé":, {name', min_size=1, max_size=12), min_size=1, max_size=5),
+    st.booleans(),
+    st.integers(1, 12),
+    st.data(),
+)
+def test_a_text_of_a_few_goes_as_its_twin(
+    name: str, texts: Sequence[str], jumps: bool, max_tokens: int, data: st.DataObject
+) -> None:
+    check_walk(name, machine_of([text.encode() for text in texts]), jumps, max_tokens, data)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(st.sampled_from(PATTERNS), st.booleans(), st.integers(1, 60), st.data())
+def test_a_text_of_a_pattern_goes_as_its_twin(
+    name: str, pattern: str, jumps: bool, max_tokens: int, data: st.DataObject
+) -> None:
+    check_walk(name, build_fsm(parse_regex(pattern)), jumps, max_tokens, data)
+
+
+def test_what_is_forced_gets_the_tokenizers_own_ids() -> None:
+    tokenizer = TOKENIZERS["merging"]
+    text = constrained("merging", build_fsm(parse_regex(r'\{"name": "ab[xy]')))
+    jump = text.jump(100)
+    assert jump is not None
+    assert jump.num_kept == 0
+    # `ab` might become `abc`: but nothing that begins with it may follow, so that it need not wait.
+    assert jump.token_ids == tokenizer.encode('{"name": "ab', continues=True)
+
+
+def test_a_token_that_may_still_grow_is_held_back() -> None:
+    tokenizer = TOKENIZERS["merging"]
+    text = constrained("merging", build_fsm(parse_regex(r'\{"name": "ab[cx]')))
+    jump = text.jump(100)
+    assert jump is not None
+    assert jump.token_ids == tokenizer.encode('{"name": "', continues=True)
+    names = {tokenizer.decode([i], continues=True) for i in allowed_of(text, tokenizer.vocab_size)}
+    assert names == {"ab", "abc"}
+
+
+def test_what_was_sampled_in_other_tokens_is_encoded_anew() -> None:
+    tokenizer = TOKENIZERS["merging"]
+    text = constrained("merging", build_fsm(parse_regex(r"[ab]{2}cd!")))
+    for char in "ab":
+        text.take(tokenizer.encode(char, continues=True)[0])
+    jump = text.jump(100)
+    assert jump is not None
+    assert jump.num_kept == 0
+    assert jump.token_ids == tokenizer.encode("abcd!", continues=True)
+    assert text.must_end()
+
+
+def test_no_more_tokens_than_there_is_room_for() -> None:
+    text = constrained("merging", build_fsm(parse_regex(r'\{"name": "ab[cx]')))
+    assert text.jump(3) is None
+    assert text.token_ids == []
