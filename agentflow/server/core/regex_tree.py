@@ -59,13 +59,28 @@ class Repeat:
     most: int | None
 
 
-Regex: TypeAlias = "CharSet | Sequence | Choice | Repeat"
+@dataclass(frozen=True, slots=True)
+class LookAhead:
+    """Nothing by itself, but all the text that follows, to its very end, matches ``rest``; or, where it is
+    not ``wanted``, does not."""
+
+    rest: Regex
+    wanted: bool
+
+
+Regex: TypeAlias = "CharSet | Sequence | Choice | Repeat | LookAhead"
 
 EMPTY = Sequence(())
 """The empty text."""
 
 NOTHING = Choice(())
 """No text, not even the empty one."""
+
+
+class TooMuchForFsm(Exception):
+    """The message says what: a machine cannot be built of it, or would be too large. Nobody's fault yet:
+    what is raised here goes to llguidance."""
+
 
 ANY_CHAR = CharSet(((0, MAX_CODE_POINT),))
 
