@@ -52,6 +52,7 @@ _CATEGORIES = {
 }
 _STARTS = ("AT_BEGINNING", "AT_BEGINNING_STRING")
 _ENDS = ("AT_END", "AT_END_STRING")
+_TOO_DEEP = f"regex: groups and repeats nest deeper than {MAX_DEPTH}: write a flatter pattern"
 _REFUSED = {
     "POSSESSIVE_REPEAT": "a possessive repeat (a*+) cannot be kept: write the plain one (a*)",
     "ATOMIC_GROUP": "an atomic group (?>…) cannot be kept: write a plain one (?:…)",
@@ -71,10 +72,10 @@ def parse_regex(pattern: str) -> Regex:
         if error.msg.lower().startswith("bad escape \\p"):
             raise TooMuchForFsm("\\p{…} is not Python's") from None
         raise BadArgument(f"regex: not a pattern of Python's re: {error}") from None
-    except OverflowError:
+    except (OverflowError, ValueError):
         raise TooMuchForFsm("a repeat's number is too large") from None
     except RecursionError:
-        raise BadArgument(f"regex: groups nest deeper than {MAX_DEPTH}: write a flatter pattern") from None
+        raise BadArgument(_TOO_DEEP) from None
     return _Reader().sequence(list(parsed), parsed.state.flags, True, True, 0)
 
 
@@ -87,7 +88,7 @@ class _Reader:
     def sequence(self, items: list[Any], flags: int, at_start: bool, at_end: bool, depth: int) -> Regex:
         """``at_start``, ``at_end``: whether nothing comes before, or after, in the text."""
         if depth > MAX_DEPTH:
-            raise BadArgument(f"regex: groups nest deeper than {MAX_DEPTH}: write a flatter pattern")
+            raise BadArgument(_TOO_DEEP)
         first = 0
         while first < len(items) and _is_empty(items[first]):
             first += 1
@@ -95,7 +96,7 @@ class _Reader:
         while last >= 0 and _is_empty(items[last]):
             last -= 1
         parts = [
-            self._item(op, value, flags, at_start and index <= first, at_end and index >= last, depth + 1)
+            self._item(op, value, flags, at_start and index <= first, at_end and index >= last, depth)
             for index, (op, value) in enumerate(items)
         ]
         kept = tuple([part for part in parts if part is not EMPTY])
@@ -109,14 +110,14 @@ class _Reader:
             return self._char_set(name, value, flags)
         if name in ("MAX_REPEAT", "MIN_REPEAT"):
             least, most, part = value
-            inner = self.sequence(list(part), flags, False, False, depth)
+            inner = self.sequence(list(part), flags, False, False, depth + 1)
             return Repeat(inner, int(least), None if most is _parser.MAXREPEAT else int(most))
         if name == "SUBPATTERN":
             _, added, removed, part = value
             inner_flags = flags & ~_ALPHABETS if added & _ALPHABETS else flags
-            return self.sequence(list(part), (inner_flags | added) & ~removed, at_start, at_end, depth)
+            return self.sequence(list(part), (inner_flags | added) & ~removed, at_start, at_end, depth + 1)
         if name == "BRANCH":
-            options = [self.sequence(list(option), flags, at_start, at_end, depth) for option in value[1]]
+            options = [self.sequence(list(option), flags, at_start, at_end, depth + 1) for option in value[1]]
             return Choice(tuple(options))
         if name == "AT":
             return _anchor(str(value), at_start, at_end)
@@ -124,7 +125,7 @@ class _Reader:
             direction, part = value
             if direction < 0:
                 raise BadArgument("regex: a look-behind (?<…) cannot be kept: write what precedes")
-            return LookAhead(self._rest(list(part), flags, depth), name == "ASSERT")
+            return LookAhead(self._rest(list(part), flags, depth + 1), name == "ASSERT")
         raise BadArgument(f"regex: {_REFUSED.get(name, f'{name} cannot be kept: write it another way')}")
 
     def _rest(self, items: list[Any], flags: int, depth: int) -> Regex:
