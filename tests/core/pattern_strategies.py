@@ -30,7 +30,7 @@ _ESCAPES = [
 
 
 def _escaped(char: str) -> str:
-    return f"\\U{ord(char):08x}"
+    return "\\-" if char == "-" else char
 
 
 def _set(members: list[str], negated: bool) -> str:

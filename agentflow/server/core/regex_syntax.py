@@ -113,9 +113,7 @@ class _Reader:
             inner = self.sequence(list(part), flags, False, False, depth + 1)
             return Repeat(inner, int(least), None if most is _parser.MAXREPEAT else int(most))
         if name == "SUBPATTERN":
-            _, added, removed, part = value
-            inner_flags = flags & ~_ALPHABETS if added & _ALPHABETS else flags
-            return self.sequence(list(part), (inner_flags | added) & ~removed, at_start, at_end, depth + 1)
+            return self.sequence(list(value[3]), _inner_flags(flags, value), at_start, at_end, depth + 1)
         if name == "BRANCH":
             options = [self.sequence(list(option), flags, at_start, at_end, depth + 1) for option in value[1]]
             return Choice(tuple(options))
@@ -130,16 +128,20 @@ class _Reader:
 
     def _rest(self, items: list[Any], flags: int, depth: int) -> Regex:
         """What follows a look-ahead: its own part, and then any text unless an anchor says that it ends."""
-        if len(items) == 1 and str(items[0][0]) == "BRANCH":
-            return Choice(tuple([self._rest(list(option), flags, depth + 1) for option in items[0][1][1]]))
+        name, value = (str(items[-1][0]), items[-1][1]) if items else ("", None)
         tail: Regex = _ANY_TEXT
-        if items and str(items[-1][0]) == "AT" and str(items[-1][1]) in _ENDS:
+        if name == "BRANCH":
+            tail = Choice(tuple([self._rest(list(option), flags, depth + 1) for option in value[1]]))
+        elif name == "SUBPATTERN":
+            tail = self._rest(list(value[3]), _inner_flags(flags, value), depth + 1)
+        elif name == "AT" and str(value) == "AT_END":
+            after = _ANY_TEXT if flags & _MULTILINE else EMPTY
+            tail = Choice((EMPTY, Sequence((_NEWLINE, after))))
+        elif name == "AT" and str(value) == "AT_END_STRING":
             tail = EMPTY
-            if str(items[-1][1]) == "AT_END":
-                after = _ANY_TEXT if flags & _MULTILINE else EMPTY
-                tail = Choice((EMPTY, Sequence((_NEWLINE, after))))
-            items = items[:-1]
-        return Sequence((self.sequence(items, flags, False, False, depth), tail))
+        else:
+            return Sequence((self.sequence(items, flags, False, False, depth), tail))
+        return Sequence((self.sequence(items[:-1], flags, False, False, depth), tail))
 
     def _char_set(self, name: str, value: Any, flags: int) -> CharSet:
         if name == "ANY":
@@ -159,6 +161,12 @@ class _Reader:
         if self._num_ranges > MAX_RANGES:
             raise TooMuchForFsm("its sets of characters are too many")
         return CharSet(ranges)
+
+
+def _inner_flags(flags: int, group: Any) -> int:
+    """Those inside a group."""
+    _, added, removed, _ = group
+    return ((flags & ~_ALPHABETS if added & _ALPHABETS else flags) | int(added)) & ~int(removed)
 
 
 def _is_empty(item: Any) -> bool:
