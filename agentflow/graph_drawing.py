@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from agentflow import ops
 from agentflow.graph import ROOT, Graph
+from agentflow.mermaid_text import escaped
 
 _ARROWS = {"stream": "-->", "fork": "==>", "data": "-.->"}
 _MAX_LABEL = 40
@@ -14,7 +15,7 @@ def draw(graph: Graph) -> str:
     shown = [index for index, op in enumerate(graph.ops) if _label(op, graph)]
     lines = ["flowchart TD"]
     for name, variable in graph.arguments.items():
-        lines.append(f'    a{variable}[/"{_escaped(name)}"/]')
+        lines.append(f'    a{variable}[/"{escaped(name)}"/]')
     for state in dict.fromkeys([getattr(graph.ops[index], "state", ROOT) for index in shown]):
         lines.append(f'    subgraph s{state}["{"root" if state == ROOT else f"state {state}"}"]')
         for index in shown:
@@ -46,7 +47,7 @@ def _arrows(graph: Graph, shown: set[int]) -> list[str]:
 
 def _node(index: int, graph: Graph) -> str:
     op = graph.ops[index]
-    label = f'"{_escaped(_label(op, graph))}"'
+    label = f'"{escaped(_label(op, graph))}"'
     match op:
         case ops.Gen():
             return f"n{index}([{label}])"
@@ -79,10 +80,3 @@ def _label(op: ops.Op, graph: Graph) -> str:
             return "image"
         case _:
             return ""
-
-
-def _escaped(text: str) -> str:
-    """Inside quotes Mermaid reads such entities; the first one makes room for the others."""
-    for char, entity in (("#", "#35;"), ('"', "#quot;"), ("<", "#lt;"), (">", "#gt;"), ("`", "#96;")):
-        text = text.replace(char, entity)
-    return text

@@ -1,0 +1,168 @@
+"""What a machine forces: where only one byte may follow, and the text cannot end, it need not be sampled.
+
+``ForcedRuns`` is what decoding asks. ``CompressedFsm`` is the same machine with each such run made one
+edge, to be printed and drawn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentflow.mermaid_text import escaped
+from agentflow.server.core.fsm import DEAD, START, Fsm
+
+ForcedBytes: TypeAlias = NDArray[np.int16]
+NextStates: TypeAlias = NDArray[np.int32]
+
+
+class ForcedRuns:
+    """``forced_byte`` [states]: the only byte that may follow, -1 where there are several or the text may
+    end. ``forced_next`` [states]: the state after it, ``DEAD`` where there is none."""
+
+    def __init__(self, fsm: Fsm) -> None:
+        bytes_in_class = np.bincount(fsm.class_of_byte, minlength=fsm.transitions.shape[1])
+        leads_on = (fsm.transitions != DEAD) & (bytes_in_class > 0)
+        only_class = np.argmax(leads_on, axis=1)
+        one_byte = np.array(bytes_in_class == 1)[only_class]
+        is_forced = (np.count_nonzero(leads_on, axis=1) == 1) & one_byte & ~fsm.accepting
+        byte_of_class = np.zeros(len(bytes_in_class), dtype=np.int16)
+        byte_of_class[fsm.class_of_byte] = np.arange(256, dtype=np.int16)
+        after = fsm.transitions[np.arange(len(fsm.transitions)), only_class]
+        self.forced_byte: ForcedBytes = np.where(is_forced, byte_of_class[only_class], np.int16(-1))
+        self.forced_next: NextStates = np.where(is_forced, after, np.int32(DEAD))
+        self._runs: dict[int, tuple[bytes, int]] = {}
+
+    def run(self, state: int) -> tuple[bytes, int]:
+        """The bytes that must follow, and the state after them: nothing and the same state where there is a
+        choice, be it that between going on and the end. They may end inside a character.
+
+        >>> ForcedRuns(build_fsm(parse_regex("(yes|yesterday)"))).run(START)
+        (b'yes', 4)
+        """
+        known = self._runs.get(state)
+        if known is None:
+            known = self._runs[state] = self._follow(state)
+        return known
+
+    def _follow(self, state: int) -> tuple[bytes, int]:
+        text = bytearray()
+        byte = int(self.forced_byte[state])
+        while byte >= 0:  # and not for ever: in a trimmed machine a text can end behind every state
+            text.append(byte)
+            state = int(self.forced_next[state])
+            byte = int(self.forced_byte[state])
+        return bytes(text), state
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """From ``source`` to ``target`` by ``text``, or, where that is empty, by one byte of the ranges
+    ``one_of`` (from and to, inclusive)."""
+
+    source: int
+    target: int
+    text: bytes
+    one_of: tuple[tuple[int, int], ...]
+
+    @property
+    def label(self) -> str:
+        """For people. Bytes beyond ASCII are written as ``\\x..`` unless they make whole characters.
+
+        >>> Edge(1, 2, b"", ((48, 57), (195, 195))).label
+        '[0-9\\\\xc3]'
+        """
+        if self.text:
+            return "".join([_shown_char(char) for char in self.text.decode(errors="surrogateescape")])
+        shown = [
+            _shown(first) if first == last else f"{_shown(first)}-{_shown(last)}"
+            for first, last in self.one_of
+        ]
+        return f"[{''.join(shown)}]"
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedFsm:
+    """The states that remain, under the numbers they have in the machine, and the edges between them, in
+    the order in which a reader comes to them. ``accepting``: where the text may end."""
+
+    edges: tuple[Edge, ...]
+    accepting: frozenset[int]
+
+    def __str__(self) -> str:
+        """A line for each edge; a star behind a state says that the text may end there."""
+        ends = self.accepting
+        lines = [
+            f"{edge.source}{'*' if edge.source in ends else ''} --{edge.label}--> "
+            f"{edge.target}{'*' if edge.target in ends else ''}"
+            for edge in self.edges
+        ]
+        return "\n".join(lines)
+
+    def draw(self) -> str:
+        """A Mermaid flowchart. States where the text may end have a double circle."""
+        states = dict.fromkeys(
+            [START, *[state for edge in self.edges for state in (edge.source, edge.target)]]
+        )
+        lines = ["flowchart LR"]
+        lines += [
+            f"    s{state}((({state})))" if state in self.accepting else f"    s{state}(({state}))"
+            for state in states
+        ]
+        lines += [f'    s{edge.source} -->|"{escaped(edge.label)}"| s{edge.target}' for edge in self.edges]
+        return "\n".join(lines)
+
+
+def compress(fsm: Fsm) -> CompressedFsm:
+    """The machine with runs of forced bytes made one edge.
+
+    >>> print(compress(build_fsm(parse_regex("true|false|[0-9]"))))
+    1 --[0-9]--> 2*
+    1 --false--> 2*
+    1 --true--> 2*
+    """
+    runs = ForcedRuns(fsm)
+    edges: list[Edge] = []
+    waiting = [START]
+    seen = {START}
+    for state in waiting:  # grows as it is read
+        for target, ranges in _bytes_by_target(fsm, state).items():
+            first, last = ranges[0]
+            if len(ranges) == 1 and first == last:
+                forced, after = runs.run(target)
+                edge = Edge(state, after, bytes([first]) + forced, ())
+            else:
+                edge = Edge(state, target, b"", tuple(ranges))
+            edges.append(edge)
+            if edge.target not in seen:
+                seen.add(edge.target)
+                waiting.append(edge.target)
+    return CompressedFsm(tuple(edges), frozenset([state for state in waiting if fsm.accepting[state]]))
+
+
+def _bytes_by_target(fsm: Fsm, state: int) -> dict[int, list[tuple[int, int]]]:
+    """The ranges of bytes that lead to each state, in the order of their first byte."""
+    row = fsm.transitions[state][fsm.class_of_byte]
+    starts = [0, *(np.flatnonzero(row[1:] != row[:-1]) + 1).tolist(), 256]
+    found: dict[int, list[tuple[int, int]]] = {}
+    for at in range(len(starts) - 1):
+        target = int(row[starts[at]])
+        if target != DEAD:
+            found.setdefault(target, []).append((starts[at], starts[at + 1] - 1))
+    return found
+
+
+def _shown_char(char: str) -> str:
+    if "\udc80" <= char <= "\udcff":
+        return f"\\x{ord(char) - 0xDC00:02x}"  # half a character
+    return char if char.isprintable() and char != "\\" else char.encode("unicode_escape").decode()
+
+
+def _shown(byte: int) -> str:
+    """A byte between brackets."""
+    if byte in b"[]^-\\":
+        return f"\\{chr(byte)}"
+    return chr(byte) if 0x20 < byte < 0x7F else f"\\x{byte:02x}"

@@ -1,0 +1,205 @@
+r"""Patterns as Python's ``re`` reads them, turned into trees. What matches is what ``re.fullmatch`` matches.
+
+>>> parse_regex(r"^a{2}|b$")
+Choice(options=(Repeat(part=CharSet(ranges=((97, 97),)), least=2, most=2), CharSet(ranges=((98, 98),))))
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from re import _parser  # type: ignore[attr-defined]
+from typing import Any
+
+from agentflow.errors import BadArgument
+from agentflow.server.core.regex_tree import (
+    ANY_CHAR,
+    EMPTY,
+    CharSet,
+    Choice,
+    LookAhead,
+    Ranges,
+    Regex,
+    Repeat,
+    Sequence,
+    TooMuchForFsm,
+    all_but,
+    merged,
+    one_char,
+)
+from agentflow.server.core.unicode_sets import category, without_case
+
+MAX_DEPTH = 100
+MAX_RANGES = 200_000
+
+_IGNORE_CASE = int(re.IGNORECASE)
+_MULTILINE = int(re.MULTILINE)
+_DOT_ALL = int(re.DOTALL)
+_ASCII = int(re.ASCII)
+_ALPHABETS = int(re.ASCII | re.UNICODE | re.LOCALE)
+
+_ANY_TEXT = Repeat(ANY_CHAR, 0, None)
+_NEWLINE = one_char(0x0A)
+_ALL_BUT_NEWLINE = CharSet(all_but(_NEWLINE.ranges))
+
+_CATEGORIES = {
+    "CATEGORY_DIGIT": r"\d",
+    "CATEGORY_NOT_DIGIT": r"\D",
+    "CATEGORY_SPACE": r"\s",
+    "CATEGORY_NOT_SPACE": r"\S",
+    "CATEGORY_WORD": r"\w",
+    "CATEGORY_NOT_WORD": r"\W",
+}
+_STARTS = ("AT_BEGINNING", "AT_BEGINNING_STRING")
+_ENDS = ("AT_END", "AT_END_STRING")
+_TOO_DEEP = f"regex: groups and repeats nest deeper than {MAX_DEPTH}: write a flatter pattern"
+_REFUSED = {
+    "POSSESSIVE_REPEAT": "a possessive repeat (a*+) cannot be kept: write the plain one (a*)",
+    "ATOMIC_GROUP": "an atomic group (?>…) cannot be kept: write a plain one (?:…)",
+    "GROUPREF": "a back-reference cannot be kept: write out what may stand there",
+    "GROUPREF_EXISTS": "a conditional (?(1)…|…) cannot be kept: write both cases as a choice (?:…|…)",
+}
+
+
+def parse_regex(pattern: str) -> Regex:
+    """The tree of a pattern. ``BadArgument`` where Python cannot read it, or for what no machine can do;
+    ``TooMuchForFsm`` for ``\\p{…}``, which is not Python's, and for what is too large."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            parsed = _parser.parse(pattern)
+    except re.error as error:
+        if error.msg.lower().startswith("bad escape \\p"):
+            raise TooMuchForFsm("\\p{…} is not Python's") from None
+        raise BadArgument(f"regex: not a pattern of Python's re: {error}") from None
+    except (OverflowError, ValueError):
+        raise TooMuchForFsm("a repeat's number is too large") from None
+    except RecursionError:
+        raise BadArgument(_TOO_DEEP) from None
+    return _Reader().sequence(list(parsed), parsed.state.flags, True, True, 0)
+
+
+class _Reader:
+    """Turns what Python's parser says into a tree."""
+
+    def __init__(self) -> None:
+        self._num_ranges = 0
+
+    def sequence(self, items: list[Any], flags: int, at_start: bool, at_end: bool, depth: int) -> Regex:
+        """``at_start``, ``at_end``: whether nothing comes before, or after, in the text."""
+        if depth > MAX_DEPTH:
+            raise BadArgument(_TOO_DEEP)
+        first = 0
+        while first < len(items) and _is_empty(items[first]):
+            first += 1
+        last = len(items) - 1
+        while last >= 0 and _is_empty(items[last]):
+            last -= 1
+        parts = [
+            self._item(op, value, flags, at_start and index <= first, at_end and index >= last, depth)
+            for index, (op, value) in enumerate(items)
+        ]
+        kept = tuple([part for part in parts if part is not EMPTY])
+        if len(kept) == 1:
+            return kept[0]
+        return Sequence(kept) if kept else EMPTY
+
+    def _item(self, op: Any, value: Any, flags: int, at_start: bool, at_end: bool, depth: int) -> Regex:
+        name = str(op)
+        if name in ("LITERAL", "NOT_LITERAL", "IN", "ANY"):
+            return self._char_set(name, value, flags)
+        if name in ("MAX_REPEAT", "MIN_REPEAT"):
+            least, most, part = value
+            inner = self.sequence(list(part), flags, False, False, depth + 1)
+            return Repeat(inner, int(least), None if most is _parser.MAXREPEAT else int(most))
+        if name == "SUBPATTERN":
+            return self.sequence(list(value[3]), _inner_flags(flags, value), at_start, at_end, depth + 1)
+        if name == "BRANCH":
+            options = [self.sequence(list(option), flags, at_start, at_end, depth + 1) for option in value[1]]
+            return Choice(tuple(options))
+        if name == "AT":
+            return _anchor(str(value), at_start, at_end)
+        if name in ("ASSERT", "ASSERT_NOT"):
+            direction, part = value
+            if direction < 0:
+                raise BadArgument("regex: a look-behind (?<…) cannot be kept: write what precedes")
+            return LookAhead(self._rest(list(part), flags, depth + 1), name == "ASSERT")
+        raise BadArgument(f"regex: {_REFUSED.get(name, f'{name} cannot be kept: write it another way')}")
+
+    def _rest(self, items: list[Any], flags: int, depth: int) -> Regex:
+        """What follows a look-ahead: its own part, and then any text unless an anchor says that it ends."""
+        name, value = (str(items[-1][0]), items[-1][1]) if items else ("", None)
+        tail: Regex = _ANY_TEXT
+        if name == "BRANCH":
+            tail = Choice(tuple([self._rest(list(option), flags, depth + 1) for option in value[1]]))
+        elif name == "SUBPATTERN":
+            tail = self._rest(list(value[3]), _inner_flags(flags, value), depth + 1)
+        elif name == "AT" and str(value) == "AT_END":
+            after = _ANY_TEXT if flags & _MULTILINE else EMPTY
+            tail = Choice((EMPTY, Sequence((_NEWLINE, after))))
+        elif name == "AT" and str(value) == "AT_END_STRING":
+            tail = EMPTY
+        else:
+            return Sequence((self.sequence(items, flags, False, False, depth), tail))
+        return Sequence((self.sequence(items[:-1], flags, False, False, depth), tail))
+
+    def _char_set(self, name: str, value: Any, flags: int) -> CharSet:
+        if name == "ANY":
+            return ANY_CHAR if flags & _DOT_ALL else _ALL_BUT_NEWLINE
+        if name == "LITERAL" and not flags & _IGNORE_CASE:
+            return one_char(value)
+        members = list(value) if name == "IN" else [(name.removeprefix("NOT_"), value)]
+        negated = name == "NOT_LITERAL" or str(members[0][0]) == "NEGATE"
+        ascii_only = bool(flags & _ASCII)
+        ranges = merged([pair for op, member in members for pair in _ranges(str(op), member, ascii_only)])
+        if negated:
+            ranges = all_but(ranges)
+        if flags & _IGNORE_CASE:
+            written = "".join([_written(str(op), member) for op, member in members])
+            ranges = without_case(f"[{'^' if negated else ''}{written}]", ascii_only, ranges)
+        self._num_ranges += len(ranges)
+        if self._num_ranges > MAX_RANGES:
+            raise TooMuchForFsm("its sets of characters are too many")
+        return CharSet(ranges)
+
+
+def _inner_flags(flags: int, group: Any) -> int:
+    """Those inside a group."""
+    _, added, removed, _ = group
+    return ((flags & ~_ALPHABETS if added & _ALPHABETS else flags) | int(added)) & ~int(removed)
+
+
+def _is_empty(item: Any) -> bool:
+    """Whether it is no text, but a place in it."""
+    return str(item[0]) in ("AT", "ASSERT", "ASSERT_NOT")
+
+
+def _anchor(name: str, at_start: bool, at_end: bool) -> Regex:
+    """A full match begins at the start and ends at the end: an anchor there says nothing."""
+    if (name in _STARTS and at_start) or (name in _ENDS and at_end):
+        return EMPTY
+    if name in _STARTS:
+        raise BadArgument("regex: ^ and \\A cannot be kept but at the start: write a newline as \\n")
+    if name in _ENDS:
+        raise BadArgument("regex: $ and \\Z cannot be kept but at the end: write a newline as \\n")
+    raise BadArgument("regex: a word boundary \\b cannot be kept: write the characters that may stand there")
+
+
+def _ranges(op: str, member: Any, ascii_only: bool) -> Ranges:
+    """What one member of a set means, case apart."""
+    if op == "LITERAL":
+        return ((int(member), int(member)),)
+    if op == "RANGE":
+        return ((int(member[0]), int(member[1])),)
+    if op == "CATEGORY":
+        return category(_CATEGORIES[str(member)], ascii_only)
+    return ()
+
+
+def _written(op: str, member: Any) -> str:
+    """A member as it is written between brackets."""
+    if op == "LITERAL":
+        return f"\\U{member:08x}"
+    if op == "RANGE":
+        return f"\\U{member[0]:08x}-\\U{member[1]:08x}"
+    return _CATEGORIES[str(member)] if op == "CATEGORY" else ""
