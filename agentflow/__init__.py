@@ -53,6 +53,7 @@ from agentflow.session import Session
 from agentflow.state import State
 from agentflow.stream import ProgramEvent, RunDone, TextDelta, VariableDone
 from agentflow.synchronous import map, run
+from agentflow.tag import Tag, Tagged
 from agentflow.token_logprob import TokenLogprob
 from agentflow.tool_call import ToolCall
 from agentflow.variable import Variable
@@ -105,6 +106,8 @@ __all__ = [
     "State",
     "StateClosed",
     "Stats",
+    "Tag",
+    "Tagged",
     "TextDelta",
     "TokenLogprob",
     "ToolCall",

@@ -279,6 +279,7 @@ class Appending:
         self.transcript.extend(recorder.entries, recorder.open_role)
         for variable, expression, num_ops in recorder.declared:
             self._num_gens += isinstance(expression, GenExpression)
+            variable.line = self._lines.line_of(num_before + num_ops)
             self._own.append(variable)
             if variable.is_shown:
                 self._names[variable.name] = variable

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack, overload
 
+from agentflow.constraint import Whitespace
 from agentflow.errors import BadArgument
 from agentflow.expression import GenExpression, check_name, tuple_of
 from agentflow.ops import check_timeout
 from agentflow.sampling import SamplingParams
+from agentflow.tag import Tag, Tagged, tagged_type
 from agentflow.tool_call import Tool, ToolCall
-from agentflow.value_type import value_type
+from agentflow.value_type import ValueType, refuse_several, value_type
 
 ValueT = TypeVar("ValueT")
 
@@ -36,20 +38,29 @@ class SamplingOptions(TypedDict, total=False):
     stop_regex: str | None
     top_logprobs: int
     timeout_s: float | None
+    jump_forward: bool
+
+
+class JsonOptions(SamplingOptions, total=False):
+    """And what it takes where its text is JSON."""
+
+    whitespace: Whitespace
 
 
 @overload
-def gen(name: str, *, schema: type[ValueT], **options: Unpack[SamplingOptions]) -> GenExpression[ValueT]: ...
+def gen(name: str, *, schema: type[ValueT], **options: Unpack[JsonOptions]) -> GenExpression[ValueT]: ...
 @overload
-def gen(
-    name: str, *, schema: Mapping[str, Any], **options: Unpack[SamplingOptions]
-) -> GenExpression[Any]: ...
+def gen(name: str, *, schema: Mapping[str, Any], **options: Unpack[JsonOptions]) -> GenExpression[Any]: ...
 @overload
 def gen(name: str, *, type: type[ValueT], **options: Unpack[SamplingOptions]) -> GenExpression[ValueT]: ...
 @overload
 def gen(
-    name: str, *, tools: Sequence[Tool], **options: Unpack[SamplingOptions]
+    name: str, *, tools: Sequence[Tool], **options: Unpack[JsonOptions]
 ) -> GenExpression[list[ToolCall]]: ...
+@overload
+def gen(
+    name: str, *, tags: Sequence[Tag], **options: Unpack[JsonOptions]
+) -> GenExpression[list[str | Tagged]]: ...
 @overload
 def gen(
     name: str,
@@ -88,6 +99,9 @@ def gen(
     type: Any = None,
     tools: Sequence[Tool] | None = None,
     grammar: str | None = None,
+    tags: Sequence[Tag] | None = None,
+    whitespace: Whitespace = "compact",
+    jump_forward: bool = True,
 ) -> GenExpression[Any]:
     """Text that the model writes, as variable ``name``.
 
@@ -110,8 +124,14 @@ def gen(
     ``regex`` (all of the text matches it), ``choices`` (one of these strings), ``grammar`` (Lark's
     notation), ``type`` (``int``, ``float``, ``bool``), ``schema`` (a pydantic model, a dataclass, a
     TypedDict, or a JSON schema as a dict: the value is of that type), ``tools`` (functions or OpenAI's
-    tool schemas: the value is a list of ``ToolCall``). ``timeout_s``: what takes longer, from the gen's
-    turn on, fails with ``DeadlineExceeded``.
+    tool schemas: the value is a list of ``ToolCall``), ``tags`` (free text, and ``af.Tag`` says what stands
+    where in it: the value is a list of strings and ``af.Tagged``). A value that ``max_tokens`` cut raises
+    ``InvalidValue`` when it is awaited.
+
+    ``whitespace`` between the parts of JSON: ``"compact"`` (one line, with ``, `` and ``: ``), ``"tight"``
+    (none) or ``"free"`` (what the model likes). ``jump_forward=False``: text that the constraint forces is
+    sampled token by token too, which is slower. ``timeout_s``: what takes longer, from the gen's turn on,
+    fails with ``DeadlineExceeded``.
 
     >>> s += af.user("What do plants do?")
     >>> s += af.assistant(af.gen("answer", max_tokens=32, stop="\\n"))
@@ -148,8 +168,16 @@ def gen(
         logprobs=logprobs,
         top_logprobs=top_logprobs,
     )
-    wanted = value_type(regex=regex, schema=schema, choices=choices, type=type, tools=tools, grammar=grammar)
+    kinds = {"regex": regex, "schema": schema, "choices": choices, "type": type, "tools": tools}
+    wanted = _wanted({**kinds, "grammar": grammar}, tags).decoded(whitespace, jump_forward)
     return GenExpression(name, params.check(), wanted, timeout_s)
+
+
+def _wanted(kinds: Mapping[str, Any], tags: Sequence[Tag] | None) -> ValueType:
+    if tags is None:
+        return value_type(**kinds)
+    refuse_several({**kinds, "tags": tags})
+    return tagged_type(tags)
 
 
 def _bias_pairs(biases: Mapping[int, float] | None) -> tuple[tuple[int, float], ...]:

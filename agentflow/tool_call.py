@@ -66,6 +66,17 @@ class Toolbox:
 
     def schema(self) -> dict[str, Any]:
         """The JSON schema of a list of calls."""
+        call, definitions = self._described_call()
+        schema = {"type": "array", "items": call}
+        return {**schema, "$defs": definitions} if definitions else schema
+
+    def call_schema(self) -> dict[str, Any]:
+        """The JSON schema of one call."""
+        call, definitions = self._described_call()
+        return {**call, "$defs": definitions} if definitions else call
+
+    def _described_call(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """One call of one of the tools, and what that refers to."""
         signatures = [tool.signature for tool in self._tools.values() if tool.signature is not None]
         described, definitions = msgspec.json.schema_components(signatures)
         own = iter(described)
@@ -83,18 +94,21 @@ class Toolbox:
             }
             for tool in self._tools.values()
         ]
-        schema = {"type": "array", "items": calls[0] if len(calls) == 1 else {"anyOf": calls}}
-        return {**schema, "$defs": definitions} if definitions else schema
+        return calls[0] if len(calls) == 1 else {"anyOf": calls}, definitions
 
     def read(self, text: str) -> list[ToolCall]:
         """The calls in ``text``. ``ValueError`` where it is no list of calls of these tools."""
-        calls: list[ToolCall] = []
-        for raw in msgspec.json.decode(text, type=list[_RawCall]):
-            tool = self._tools.get(raw.name)
-            if tool is None:
-                raise ValueError(f"there is no tool {raw.name!r} (there are: {', '.join(self._tools)})")
-            calls.append(ToolCall(tool.name, tool.arguments(raw.arguments), tool.function))
-        return calls
+        return [self._call(raw) for raw in msgspec.json.decode(text, type=list[_RawCall])]
+
+    def read_call(self, text: str) -> ToolCall:
+        """The call in ``text``. ``ValueError`` where it is no call of one of these tools."""
+        return self._call(msgspec.json.decode(text, type=_RawCall))
+
+    def _call(self, raw: _RawCall) -> ToolCall:
+        tool = self._tools.get(raw.name)
+        if tool is None:
+            raise ValueError(f"there is no tool {raw.name!r} (there are: {', '.join(self._tools)})")
+        return ToolCall(tool.name, tool.arguments(raw.arguments), tool.function)
 
 
 @dataclass(frozen=True, slots=True)

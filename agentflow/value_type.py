@@ -1,18 +1,19 @@
 """From text to a value: what ``gen``'s ``schema``, ``type``, ``choices`` and ``tools`` mean on both ends.
 
-Each gives a constraint for the backend and a reader that makes a Python value of the text.
+Each gives a constraint for the backend and a reader that makes a Python value of the text. (Of ``tags``, the
+module ``tag`` does.)
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
-from agentflow.constraint import Constraint
+from agentflow.constraint import Constraint, Whitespace
 from agentflow.errors import BadArgument
 from agentflow.tool_call import Tool, Toolbox
 
@@ -26,11 +27,30 @@ _SCALARS: dict[type, Constraint] = {
 @dataclass(frozen=True, slots=True)
 class ValueType:
     """``constraint``: what the text must look like, if anything. ``read``: the value of a text, or
-    ``ValueError``. ``shown``: what the value is, for messages."""
+    ``ValueError``. ``shown``: what the value is, for messages. ``comes_in_parts``: it is made of JSON, and
+    its readers are shown the parts of it that are there, not its text."""
 
     shown: str
     constraint: Constraint | None
     read: Callable[[str], Any]
+    comes_in_parts: bool = False
+
+    @property
+    def may_be_cut(self) -> bool:
+        """Whether a text that ended for its length can be a value: free text can, ``12`` of ``123`` not."""
+        return self.constraint is None or self.constraint.kind == "tags"
+
+    def decoded(self, whitespace: Whitespace, jump_forward: bool) -> ValueType:
+        """The same, written and decoded so. ``BadArgument`` where there is nothing that could be."""
+        if whitespace == "compact" and jump_forward is True:
+            return self
+        if self.constraint is None:
+            name = "whitespace" if whitespace != "compact" else "jump_forward"
+            raise BadArgument(
+                f"gen: {name} says how a constraint is kept, and there is none: give a schema, say"
+            )
+        asked = msgspec.structs.replace(self.constraint, whitespace=whitespace, jump_forward=jump_forward)
+        return replace(self, constraint=asked.check())
 
 
 TEXT = ValueType("text", None, str)
@@ -47,16 +67,14 @@ def value_type(
 ) -> ValueType:
     """What one of these arguments asks for. ``BadArgument`` where it makes no sense, or two are given."""
     given = {"regex": regex, "schema": schema, "choices": choices, "type": type, "tools": tools}
-    names = [name for name, value in {**given, "grammar": grammar}.items() if value is not None]
-    if len(names) > 1:
-        raise BadArgument(f"gen: {' and '.join(names)} exclude each other: give one of them")
+    refuse_several({**given, "grammar": grammar})
     if schema is not None:
         return _of_schema(schema)
     if type is not None:
         return _of_type(type)
     if tools is not None:
         toolbox = Toolbox(tools)
-        return ValueType("list of tool calls", _schema(toolbox.schema()), toolbox.read)
+        return of_json_schema(toolbox.schema(), toolbox.read, "list of tool calls")
     if choices is not None:
         return _of_choices(choices)
     if regex is not None:
@@ -66,10 +84,22 @@ def value_type(
     return TEXT
 
 
+def refuse_several(given: Mapping[str, Any], where: str = "gen") -> None:
+    """``BadArgument`` where more than one of these is given."""
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise BadArgument(f"{where}: {' and '.join(names)} exclude each other: give one of them")
+
+
+def of_json_schema(schema: Mapping[str, Any], read: Callable[[str], Any], shown: str) -> ValueType:
+    """A value of which a JSON schema says how it is written. ``BadArgument`` where it is none."""
+    return ValueType(shown, _schema(schema), read, comes_in_parts=True)
+
+
 def _of_choices(choices: Sequence[str]) -> ValueType:
     if isinstance(choices, str) or not isinstance(choices, Sequence):
         raise BadArgument(f"choices must be a list of strings, not {choices!r}")
-    return ValueType("one of the choices", Constraint("choices", choices=tuple(choices)).check(), str)
+    return ValueType("choice", Constraint("choices", choices=tuple(choices)).check(), str)
 
 
 def _of_type(wanted: type) -> ValueType:
@@ -91,7 +121,7 @@ def _read_bool(text: str) -> bool:
 def _of_schema(schema: Any) -> ValueType:
     """A pydantic model, a dataclass, a TypedDict, anything else that msgspec knows, or a JSON schema."""
     if isinstance(schema, Mapping):
-        return ValueType("JSON value", _schema(schema), json.loads)
+        return of_json_schema(schema, json.loads, "JSON value")
     name = getattr(schema, "__name__", repr(schema))
     read: Callable[[str], Any]
     try:
@@ -104,7 +134,9 @@ def _of_schema(schema: Any) -> ValueType:
             f"gen: schema {name!r} cannot be expressed as JSON ({_first_line(error)}): "
             "give a pydantic model, a dataclass, a TypedDict or a JSON schema"
         ) from None
-    return ValueType(name, _schema(described), read)
+    # A type checker takes what is a string or a number for text that comes piece by piece.
+    is_scalar = isinstance(schema, type) and issubclass(schema, str | int | float)
+    return ValueType(name, _schema(described), read, comes_in_parts=not is_scalar)
 
 
 def _schema(schema: Mapping[str, Any]) -> Constraint:

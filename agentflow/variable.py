@@ -7,7 +7,7 @@ One shared text, thin readers: awaiting gives the whole value, iterating gives t
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Generator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import anyio
 
@@ -18,16 +18,20 @@ from agentflow.reference import Reference, Transformed, ValueT_co
 from agentflow.token_logprob import TopLogprobs
 from agentflow.transform import Transform
 from agentflow.value_type import TEXT, ValueType
+from agentflow.variable_readers import PartialReader, TextReader
 
 if TYPE_CHECKING:
+    from agentflow.program_line import ProgramLine
     from agentflow.state import State
+    from agentflow.tag import Tagged
 
 
 class Variable(Reference[ValueT_co]):
     """The value of one ``gen``, ``select`` or ``set``. Made by states; ``s["x"]`` finds it.
 
     Await it for its value, iterate it for its text as it comes, append it (or an f-string with it) to a
-    state to pass it on by reference.
+    state to pass it on by reference. Where ``schema`` or ``tools`` make its value, iterating gives what
+    there is of the value instead: plain JSON values, each further than the one before, the last complete.
 
     >>> s += af.user(f"Shorten this: {s['answer']}") + af.assistant(af.gen("short"))
     >>> async for delta in s["short"]:
@@ -35,6 +39,12 @@ class Variable(Reference[ValueT_co]):
     Plants turn light into sugar.
     >>> s["short"].is_done, s["short"].has_value, s["short"].finish_reason
     (True, True, 'eos')
+    >>> report = af.gen("report", schema=Report)
+    >>> s += af.user("Write a report.") + af.assistant(report)
+    >>> async for partial in s[report]:
+    ...     latest = partial
+    >>> latest
+    {'summary': 'Clear and well argued.', 'score': 8}
     """
 
     def __init__(
@@ -45,6 +55,8 @@ class Variable(Reference[ValueT_co]):
         self.name = name
         self.is_shown = is_shown
         """Whether it is the program's own: streams tell of it."""
+        self.line: ProgramLine | None = None
+        """Where the program appended it. For errors."""
         self._id = var_id
         self._state = state
         self._type = value_type
@@ -175,16 +187,33 @@ class Variable(Reference[ValueT_co]):
         stand_in = self._state.session.awaited(self)
         if stand_in is not None:
             return stand_in  # type: ignore[no-any-return]
-        text = await self.whole_text()
+        await self.settled()
+        return self.value_now()
+
+    def value_now(self) -> ValueT_co:
+        """The whole value, once it is done; raises what failed. For its readers."""
+        end = self._end()
+        was_cut = end.finish_reason == "length"
+        if was_cut and not self._type.may_be_cut:
+            raise self._invalid(end)
         try:
-            value: ValueT_co = self._type.read(text)
+            value: ValueT_co = self._type.read(self._text)
         except (ValueError, RecursionError) as error:
-            shown = text if len(text) <= 200 else f"{text[:199]}…"
-            raise InvalidValue(
-                f"{self.name!r} ended ({self.finish_reason}) with a text that is no {self._type.shown}: "
-                f"{shown!r}"
-            ) from error
+            raise self._invalid(end) from error
         return value
+
+    def _invalid(self, end: Value) -> InvalidValue:
+        text, shown = self._text, self._type.shown
+        quoted = repr(text if len(text) <= 200 else f"{text[:199]}…")
+        if end.finish_reason == "length":
+            num = end.usage.output_tokens
+            what = f"was cut after {num} token{'s' * (num != 1)} and is no complete {shown}, raise max_tokens"
+        else:
+            what = f"ended ({end.finish_reason}) with a text that is no {shown}"
+        error = InvalidValue(f"{self.name!r} {what}: {quoted}")
+        if self.line is not None:
+            error.add_note(f"what failed was appended at {self.line}")
+        return error
 
     async def whole_text(self) -> str:
         """The whole text, whatever its type; raises what failed.
@@ -205,8 +234,12 @@ class Variable(Reference[ValueT_co]):
         while not self.is_done:
             await self.change()
 
-    def __aiter__(self) -> AsyncIterator[str]:
-        return _Reader(self)
+    @overload
+    def __aiter__(self: Variable[str | float | list[str | Tagged]]) -> AsyncIterator[str]: ...
+    @overload
+    def __aiter__(self) -> AsyncIterator[Any]: ...
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return PartialReader(self) if self._type.comes_in_parts else TextReader(self)
 
     def hold(self, reference: object) -> None:
         """Keeps ``reference`` for as long as the variable lives. For traces."""
@@ -258,25 +291,3 @@ class Variable(Reference[ValueT_co]):
         if self._value is None:
             raise BadArgument(f"{self.name!r} is not complete yet: await it first")
         return self._value
-
-
-class _Reader:
-    """One reader of a variable's text. Not a generator: it may be left at any point."""
-
-    def __init__(self, variable: Variable[Any]) -> None:
-        self._variable = variable
-        self._num_heard = 0
-
-    def __aiter__(self) -> _Reader:
-        return self
-
-    async def __anext__(self) -> str:
-        variable = self._variable
-        while len(variable.text) <= self._num_heard:
-            if variable.is_done:
-                variable.raise_failure()
-                raise StopAsyncIteration
-            await variable.change()
-        delta = variable.text[self._num_heard :]
-        self._num_heard += len(delta)
-        return delta

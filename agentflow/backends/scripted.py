@@ -10,8 +10,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import anyio.lowlevel
+import msgspec
 
 from agentflow.backend import Connection, Deliver, Lost
 from agentflow.backends.interpreted import interpreted
@@ -20,12 +22,13 @@ from agentflow.errors import BadArgument, NotSupported, RunFailed
 from agentflow.generator import Capabilities, Generated, OnText, Scored, StateHint, Stats, Usage
 from agentflow.sampling import SamplingParams
 from agentflow.stop_regex import MATCHES_NOTHING, refused
-from agentflow.transform import compiled
+from agentflow.tagged_text import matches_whole, split_at_tags
 
-Answer = str | Exception
+Answer: TypeAlias = Any
 Script = Callable[[str], Answer] | Mapping[str, Answer] | Sequence[Answer]
 """What answers a gen: a function of the prompt's text; a mapping from the end of the prompt to the
-answer; or answers in the order in which gens are reached. An exception as an answer is raised."""
+answer; or answers in the order in which gens are reached. An answer is a text, or a value of which JSON
+can be made; an exception as an answer is raised."""
 
 
 @dataclass
@@ -87,14 +90,18 @@ class ScriptedGenerator:
         on_text: OnText,
         constraint: Constraint | None = None,
     ) -> Generated:
-        """The script's answer, cut as the parameters say. ``RunFailed`` where it does not keep the
-        constraint (of a schema only that it is JSON is looked at; of a grammar, nothing)."""
+        """The script's answer, cut as the parameters say. ``RunFailed`` where, not yet cut by
+        ``max_tokens``, it does not keep the constraint (of a schema only that it is JSON is looked at; of
+        a grammar, nothing)."""
         if params.wants_logprobs:
             raise NotSupported("a scripted backend has no log-probabilities: ask an engine for them")
         prompt = context.text
-        answer, reason = _ended(self._answer(prompt), params)
+        answer, reason = _stopped(self._answer(prompt), params)
         if constraint is not None:
             _check_kept(constraint, answer)
+        words = answer.split(" ")
+        if len(words) > params.max_tokens:
+            answer, reason = " ".join(words[: params.max_tokens]), "length"
         self.num_running += 1
         try:
             for index, piece in enumerate(answer.split(" ")):
@@ -161,7 +168,7 @@ class ScriptedGenerator:
             self._next_answer += 1
         if isinstance(answer, Exception):
             raise answer
-        return answer
+        return answer if isinstance(answer, str) else _written(answer)
 
     def _count(self, usage: Usage) -> None:
         self._stats["steps"] += 1
@@ -169,32 +176,52 @@ class ScriptedGenerator:
         self._stats["generated_tokens"] += usage.output_tokens
 
 
-def _ended(answer: str, params: SamplingParams) -> tuple[str, str]:
-    reason = "eos"
-    words = answer.split(" ")
+def _stopped(answer: str, params: SamplingParams) -> tuple[str, str]:
     if params.stop or params.stop_regex is not None:
-        end = _stop_in(answer, params, len(" ".join(words[: params.min_tokens])))
+        end = _stop_in(answer, params, len(" ".join(answer.split(" ")[: params.min_tokens])))
         if end is not None:
-            answer, reason = answer[:end], "stop"
-            words = answer.split(" ")
-    if len(words) > params.max_tokens:
-        answer, reason = " ".join(words[: params.max_tokens]), "length"
-    return answer, reason
+            return answer[:end], "stop"
+    return answer, "eos"
 
 
 def _check_kept(constraint: Constraint, answer: str) -> None:
-    kept = True
-    if constraint.kind == "choices":
-        kept = answer in constraint.choices
-    elif constraint.kind == "regex":
-        kept = compiled(constraint.source).fullmatch(answer) is not None
-    elif constraint.kind == "schema":
-        try:
-            json.loads(answer)
-        except ValueError:
-            kept = False
+    try:
+        kept = _is_kept(constraint, answer)
+    except BadArgument:  # of the constraint itself, and a ValueError too
+        raise
+    except (ValueError, RecursionError):
+        kept = False
     if not kept:
         raise RunFailed(f"the script answers {answer!r}, which is not what the {constraint.kind} asks for")
+
+
+def _is_kept(constraint: Constraint, answer: str) -> bool:
+    match constraint.kind:
+        case "choices":
+            return answer in constraint.choices
+        case "regex":
+            return matches_whole(constraint.source, answer)
+        case "schema":
+            json.loads(answer)
+        case "tags":
+            split_at_tags(answer, constraint.tags())
+        case "grammar":
+            pass
+    return True
+
+
+def _written(value: object) -> str:
+    """A value as the text of an answer, as the compact white space of a schema has it."""
+    try:
+        dump = getattr(value, "model_dump", None)  # pydantic, which need not be installed
+        return json.dumps(
+            msgspec.to_builtins(value) if dump is None else dump(mode="json"), ensure_ascii=False
+        )
+    except (TypeError, ValueError) as error:
+        raise BadArgument(
+            f"the script answers {value!r}: an answer is a text, a value that JSON can be made of, or an "
+            f"exception ({error})"
+        ) from None
 
 
 def _stop_in(answer: str, params: SamplingParams, first: int) -> int | None:
@@ -218,7 +245,8 @@ class Scripted:
 
     ``script``: answers in the order in which gens are reached; or a mapping from the end of a prompt to its
     answer (the longest end counts); or a function of the prompt. Turns stand in the prompt as
-    ``<user>…</user>``. An exception as an answer is raised.
+    ``<user>…</user>``. An answer is a text; or a value (of a dataclass, a pydantic model, a dict, a list, a
+    number), which stands for its JSON; or an exception, which is raised.
 
     >>> script = {"": "Clear.", "Grade it.</user><assistant>": "B"}
     >>> async with af.session(backend=af.Scripted(script)) as flow:

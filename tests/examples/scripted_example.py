@@ -35,7 +35,7 @@ def in_turn(answers: Iterable[str]) -> Callable[[str], str]:
 
 
 def scripted(script: Callable[[str], str], *, keeps_schemas: bool = True) -> af.Scripted:
-    """The backend; without schemas, it can do what the embedded engine can."""
+    """The backend; without schemas, it keeps no constraints."""
     backend = af.Scripted(script)
     if not keeps_schemas:
         capabilities = backend.generator.capabilities

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from example_session import example_parser, figures, run_example
@@ -79,10 +80,9 @@ class FirstChoice(ScriptedGenerator):
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "essay_judge"])
 async def test_what_a_model_writes_is_shown_as_it_is(name):
     """Square brackets mean something to rich, and a model may write them anywhere."""
-    backend = scripted(str, keeps_schemas=False)
-    capabilities = backend.generator.capabilities
-    backend.generator = FirstChoice(lambda prompt: "[/] [red")
-    backend.generator.capabilities = capabilities
+    said: dict[str, Any] = {"extraction": {"name": "[/] [red", "born": 1900, "kind": "athlete"}}
+    backend = scripted(str)
+    backend.generator = FirstChoice(lambda prompt: said.get(name, "[/] [red"))
     options = {"text": "A text."} if name == "long_document" else {}
     assert "[/] [red" in await shown(importlib.import_module(name).main, backend, **options)
 

@@ -31,6 +31,9 @@ SCRIPT = {
     "What is the weather in Oslo?</user><assistant>": (
         '[{"name": "weather", "arguments": {"city": "Oslo"}}]'
     ),
+    "Should I take an umbrella in Oslo?</user><assistant>": (
+        'Let me look.<call>{"name": "weather", "arguments": {"city": "Oslo"}}</call>'
+    ),
 }
 
 

@@ -1,6 +1,10 @@
 """The scripted backend cuts its answers as a model's would be cut, and says what it cannot do."""
 
+import dataclasses
+from typing import TypedDict
+
 import pytest
+from pydantic import BaseModel
 
 import agentflow as af
 
@@ -54,3 +58,70 @@ async def test_log_probabilities_are_refused(options):
 async def test_a_regex_that_matches_nothing_is_refused():
     with pytest.raises(af.BadArgument, match="must not match the empty text"):
         await cut(stop_regex="a*")
+
+
+class Model(BaseModel):
+    name: str
+
+
+@dataclasses.dataclass
+class Point:
+    x: float
+
+
+class City(TypedDict):
+    name: str
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "text"),
+    [
+        (Model, Model(name="Köln"), '{"name": "Köln"}'),
+        (Point, Point(1.5), '{"x": 1.5}'),
+        (City, {"name": "a"}, '{"name": "a"}'),
+        (list[int], [1, 2], "[1, 2]"),
+        ({"type": "boolean"}, True, "true"),
+        ({"type": "null"}, None, "null"),
+    ],
+)
+async def test_a_value_stands_for_its_json(schema, value, text):
+    expression = af.gen("r", schema=schema)
+    async with af.session(backend=af.Scripted([value])) as flow, flow.state() as s:
+        s += expression
+        assert (await s[expression], s[expression].text) == (value, text)
+
+
+async def test_what_no_json_can_be_made_of_is_told():
+    async with af.session(backend=af.Scripted([object()])) as flow, flow.state() as s:
+        s += af.gen("r")
+        with pytest.raises(af.BadArgument, match="an answer is a text, a value that JSON can be made of, or"):
+            await s["r"]
+
+
+LONG = "|".join(["[0-9]"] * 1000)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "answer", "told"),
+    [
+        ({"regex": r"\p{Lu}\p{Ll}+"}, "Köln", None),
+        ({"regex": LONG}, "7", None),
+        ({"regex": "[a-z]+"}, "ab3", af.RunFailed),
+        ({"regex": "["}, "a", af.BadArgument),
+        ({"regex": "(a|a)*b"}, "a" * 60, af.RunFailed),
+        ({"choices": ["a", "b"]}, "c", af.RunFailed),
+        ({"schema": {}}, "{", af.RunFailed),
+        ({"schema": {}}, "[" * 100_000, af.RunFailed),
+        ({"tags": [af.Tag("<n>", regex="[0-9]", end="</n>")]}, "a <n>3</n> b", None),
+        ({"tags": [af.Tag("<n>", regex="[0-9]", end="</n>")]}, "a <n>33</n> b", af.RunFailed),
+        ({"tags": [af.Tag("<n>", regex="[", end="</n>")]}, "a <n>3</n> b", af.BadArgument),
+    ],
+)
+async def test_an_answer_must_keep_what_was_asked_for(wanted, answer, told):
+    async with af.session(backend=af.Scripted([answer])) as flow, flow.state() as s:
+        s += af.gen("r", **wanted)
+        if told is None:
+            assert await s["r"].whole_text() == answer
+        else:
+            with pytest.raises(told, match=r"which is not what|is no regular expression"):
+                await s["r"]

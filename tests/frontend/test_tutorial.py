@@ -33,6 +33,9 @@ SCRIPT = {
     "What is the weather in Oslo?</user><assistant>": (
         '[{"name": "weather", "arguments": {"city": "Oslo"}}]'
     ),
+    "Do I need an umbrella in Oslo?</user><assistant>": (
+        'I will look it up.<call>{"name": "weather", "arguments": {"city": "Oslo"}}</call>'
+    ),
     "rain in Oslo</tool><assistant>": "It rains in Oslo.",
     "first paragraph: ": "Leaves catch light.",
     "second paragraph: ": "Roots bring water.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypedDict
 
@@ -102,6 +103,10 @@ INVALID = [
 ]
 
 
+def len_of(text: str) -> int:
+    return len(text)
+
+
 class Careless(ScriptedGenerator):
     """Says what it likes, whatever the constraint: as a model does whose tokens are used up."""
 
@@ -134,17 +139,60 @@ async def test_a_text_that_is_no_such_value(wanted, text, message, cause):
     assert_left_nothing(backend)
 
 
-@pytest.mark.parametrize(
-    ("wanted", "text"), [({"type": int}, "x"), ({"type": float}, "x"), ({"type": bool}, "yes")]
-)
-async def test_a_text_that_was_cut_is_told_as_such(wanted, text):
-    expression = af.gen("r", max_tokens=1, **wanted)
-    async with af.session(backend=careless([text + " and more"])) as flow, flow.state() as s:
+CUT = [
+    ({"type": int}, "12", "34", "no complete int"),
+    ({"type": float}, "1.5", "6", "no complete float"),
+    ({"type": bool}, "true", "st", "no complete bool"),
+    ({"regex": "[0-9 ]+"}, "12", "3", "no complete text"),
+    ({"choices": ["a", "a b"]}, "a", "b", "no complete choice"),
+    ({"grammar": 'start: "a" " b"'}, "a", "b", "no complete text"),
+    ({"schema": {"type": "integer"}}, "1", "", "no complete JSON value"),
+    ({"schema": Point}, '{"x": 1}', "", "no complete Point"),
+    ({"tools": [len_of]}, "[]", "", "no complete list of tool calls"),
+]
+
+
+@pytest.mark.parametrize(("wanted", "text", "rest", "message"), CUT)
+async def test_a_text_that_was_cut_is_no_value_even_where_it_could_be_one(wanted, text, rest, message):
+    num_tokens = len(text.split(" "))
+    expression = af.gen("r", max_tokens=num_tokens, **wanted)
+    script = [f"{text} {rest}"]
+    # No number is of two words: only a careless script is cut in one.
+    backend = careless(script) if "type" in wanted else af.Scripted(script)
+    async with af.session(backend=backend) as flow, flow.state() as s:
         s += expression
-        with pytest.raises(
-            af.InvalidValue, match=rf"'r' ended \(length\) with a text that is no .*: '{text}'"
-        ):
-            await s[expression]
+        told = rf"'r' was cut after {num_tokens} tokens? and is {message}, raise max_tokens: "
+        for _ in range(2):
+            with pytest.raises(af.InvalidValue, match=told + re.escape(repr(text))) as failed:
+                await s[expression]
+        (note,) = failed.value.__notes__
+        assert note.startswith("what failed was appended at test_value_type.py:")
+        assert await s[expression].whole_text() == s[expression].text == text
+        assert s[expression].finish_reason == "length"
+        s += f" and {s[expression]}"  # by reference, the text is what there is
+        assert await s.text() == f"{text} and {text}"
+
+
+async def test_free_text_may_be_cut():
+    async with af.session(backend=af.Scripted(["one two", "one two"])) as flow, flow.state() as s:
+        s += af.gen("r", max_tokens=1) + af.gen("typed", max_tokens=1, type=str)
+        assert (await s["r"], await s["typed"]) == ("one", "one")
+
+
+async def test_a_map_tells_which_input_was_cut():
+    @af.program
+    async def counted(s: af.State, text: str) -> int:
+        count = af.gen("count", type=int, max_tokens=1)
+        s += text + count
+        return await s[count]
+
+    async with af.session(backend=careless({"a": "1", "b": "2 3"})) as flow:
+        with pytest.raises(af.InvalidValue, match="was cut after 1 token") as failed:
+            await flow.map(counted, ["a", "b"])
+        (line, which) = failed.value.__notes__
+        assert line.endswith("in counted")
+        assert which == "in map: input 1 was 'b'"
+        assert await flow.map(counted, ["a"]) == [1]
 
 
 @given(value=st.integers(-(10**17), 10**17))

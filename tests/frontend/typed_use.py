@@ -6,8 +6,9 @@ error too.
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import TypedDict, assert_type
+from typing import Any, TypedDict, assert_type
 
 from pydantic import BaseModel
 
@@ -38,6 +39,24 @@ async def right(s: af.State) -> Report:
     number, is_so = af.gen("number", type=int, timeout_s=2.5), af.gen("is_so", type=bool)
     calls, plain = af.gen("calls", tools=[look_up]), af.gen("plain", regex="[a-z]+")
     s += "a" + point + city + number + is_so + calls + plain
+    tight = af.gen("tight", schema=City, whitespace="tight", jump_forward=False)
+    slow = af.gen("slow", choices=["a", "b"], jump_forward=False)
+    tagged = af.gen("tagged", tags=[af.Tag("<a>", tools=[look_up], end="</a>")], whitespace="free")
+    s += tight + slow + tagged
+    assert_type(await s[tagged], list[str | af.Tagged])
+    for piece in await s[tagged]:
+        if not isinstance(piece, str):
+            assert_type(piece.tag, af.Tag)
+    # JSON comes as parts of the value, all else as text.
+    assert_type(aiter(s[report]), AsyncIterator[Any])
+    assert_type(aiter(s[city]), AsyncIterator[Any])
+    assert_type(aiter(s[calls]), AsyncIterator[Any])
+    assert_type(aiter(s[number]), AsyncIterator[str])
+    assert_type(aiter(s[is_so]), AsyncIterator[str])
+    assert_type(aiter(s[tagged]), AsyncIterator[str])
+    assert_type(aiter(s["plain"]), AsyncIterator[str])
+    async for partial in s[report]:
+        print(partial["grade"])
     assert_type(await s[report], Report)
     assert_type(await s[point], Point)
     assert_type((await s[city])["name"], str)
@@ -67,6 +86,11 @@ async def wrong(s: af.State) -> None:
     s += 3  # type: ignore[arg-type]
     af.gen("x", schema=Report, type=int)  # type: ignore[call-overload]
     af.gen("x", max_token=3)  # type: ignore[call-overload]
+    af.gen("x", regex="a", whitespace="tight")  # type: ignore[call-overload]
+    af.gen("x", schema=Report, whitespace="none")  # type: ignore[call-overload]
+    af.Tag("<a>", regex="a")  # type: ignore[call-arg]
+    async for delta in s[number]:
+        print(delta["grade"])  # type: ignore[index]
     s.begin("developer")  # type: ignore[arg-type]
     s.hint(objective="speed")  # type: ignore[arg-type]
     del text

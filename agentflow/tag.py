@@ -1,0 +1,107 @@
+"""Tags: places in free text where what is written must be valid, as tool calls in prose are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from agentflow.constraint import Constraint, TagRule
+from agentflow.errors import BadArgument
+from agentflow.tagged_text import split_at_tags
+from agentflow.tool_call import Tool, Toolbox
+from agentflow.value_type import ValueType, of_json_schema, refuse_several, value_type
+
+
+class Tag:
+    """What stands between ``begin`` and ``end`` in the text of a ``gen(tags=[…])`` keeps a ``schema``, a
+    ``regex`` or a ``grammar`` (as ``gen`` has them), or is one call of one of these ``tools``. The text
+    around tags is free, and it may have none.
+
+    The gen's value is a list of pieces in their order: strings, and an ``af.Tagged`` for each tag.
+    ``BadArgument`` where the arguments make no sense.
+
+    >>> call = af.Tag("<call>", tools=[weather], end="</call>")
+    >>> reply = af.gen("reply", tags=[call])
+    >>> s += af.user("Should I take an umbrella in Oslo?") + af.assistant(reply)
+    >>> for piece in await s[reply]:
+    ...     print(piece if isinstance(piece, str) else piece.value())
+    Let me look.
+    rain in Oslo
+    """
+
+    def __init__(
+        self,
+        begin: str,
+        *,
+        end: str,
+        schema: Any = None,
+        regex: str | None = None,
+        grammar: str | None = None,
+        tools: Sequence[Tool] | None = None,
+    ) -> None:
+        self.begin = begin
+        self.end = end
+        refuse_several({"schema": schema, "regex": regex, "grammar": grammar, "tools": tools}, where="Tag")
+        if tools is not None:
+            self._type = _one_call(Toolbox(tools))
+        else:
+            self._type = value_type(schema=schema, regex=regex, grammar=grammar)
+        constraint = self._type.constraint
+        if constraint is None:
+            raise BadArgument(f"Tag({begin!r}): say what stands in it: a schema, a regex, a grammar or tools")
+        assert constraint.kind == "schema" or constraint.kind == "regex" or constraint.kind == "grammar"
+        self.rule = TagRule(begin, constraint.kind, constraint.source, end)
+        """As the backend is told. For the gen."""
+        self.rule.check()
+
+    def __repr__(self) -> str:
+        return f"<Tag {self.begin!r} … {self.end!r}: {self._type.shown}>"
+
+    @property
+    def read(self) -> Callable[[str], Any]:
+        """Makes the value of a text that stood in the tag. For the gen."""
+        return self._type.read
+
+
+@dataclass(frozen=True, slots=True)
+class Tagged:
+    """What stood in a tag: its ``text``, without the marks, and its ``value`` (of a schema the typed value,
+    of tools an ``af.ToolCall``, of a regex or a grammar the text).
+
+    >>> reply = af.gen("reply", tags=[af.Tag("<call>", tools=[weather], end="</call>")])
+    >>> s += af.user("Should I take an umbrella in Oslo?") + af.assistant(reply)
+    >>> prose, call = await s[reply]
+    >>> call.tag.begin, call.text, call.value.arguments
+    ('<call>', '{"name": "weather", "arguments": {"city": "Oslo"}}', {'city': 'Oslo'})
+    """
+
+    tag: Tag
+    text: str
+    value: Any
+
+
+def tagged_type(tags: Sequence[Tag]) -> ValueType:
+    """What ``gen(tags=…)`` asks for, and how its value is made of the text."""
+    if isinstance(tags, str) or not isinstance(tags, Sequence) or not all(isinstance(t, Tag) for t in tags):
+        raise BadArgument(f"gen: tags must be a list of af.Tag, not {tags!r}")
+    rules = tuple([tag.rule for tag in tags])
+    source = msgspec.json.encode(rules).decode()
+
+    def read(text: str) -> list[str | Tagged]:
+        return [
+            piece if isinstance(piece, str) else _tagged(tags[piece.index], piece.text)
+            for piece in split_at_tags(text, rules)
+        ]
+
+    return ValueType("text with valid tags", Constraint("tags", source).check(), read)
+
+
+def _tagged(tag: Tag, text: str) -> Tagged:
+    return Tagged(tag, text, tag.read(text))
+
+
+def _one_call(toolbox: Toolbox) -> ValueType:
+    return of_json_schema(toolbox.call_schema(), toolbox.read_call, "tool call")

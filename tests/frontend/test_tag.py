@@ -1,0 +1,192 @@
+"""Free text with tags: what a backend is told, and what the value of a text with tags is."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import agentflow as af
+from agentflow.constraint import TagRule
+from agentflow.tagged_text import InTag, split_at_tags
+
+pytestmark = pytest.mark.anyio
+
+
+@dataclasses.dataclass
+class Point:
+    x: float
+
+
+def weather(city: str) -> str:
+    return f"rain in {city}"
+
+
+POINT = af.Tag("<point>", schema=Point, end="</point>")
+AGE = af.Tag("<age>", regex="[0-9]+", end="</age>")
+WORD = af.Tag("<word>", grammar="start: /[a-z]+/", end="</word>")
+CALL = af.Tag("<call>\n", tools=[weather], end="\n</call>")
+ALL = [POINT, AGE, WORD, CALL]
+
+
+async def reply_of(text: str, tags: list[af.Tag], **options: Any) -> list[str | af.Tagged]:
+    reply = af.gen("reply", tags=tags, **options)
+    async with af.session(backend=af.Scripted([text])) as flow, flow.state() as s:
+        s += "Say: " + reply
+        assert [delta async for delta in s[reply]] != [] or not text
+        return await s[reply]
+
+
+async def test_prose_and_tags_come_in_their_order():
+    call = '{"name": "weather", "arguments": {"city": "Oslo"}}'
+    text = f'See <point>{{"x": 1}}</point><age>12</age>, or <call>\n{call}\n</call>'
+    found = await reply_of(text, ALL)
+    assert found == [
+        "See ",
+        af.Tagged(POINT, '{"x": 1}', Point(1.0)),
+        af.Tagged(AGE, "12", "12"),
+        ", or ",
+        af.Tagged(CALL, call, af.ToolCall("weather", {"city": "Oslo"}, weather)),
+    ]
+    assert found[-1].value() == "rain in Oslo"
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("", []),
+        ("only prose, 1 < 2 <ag", ["only prose, 1 < 2 <ag"]),
+        ("</age>", ["</age>"]),
+        ("<age>1</age>", [InTag(1, "1")]),
+        ("<word>b</word>a</word>", [InTag(2, "b"), "a</word>"]),
+        # The end of a tag inside of what stands in it.
+        ('<point>{"x": "</point>"}</point>!', [InTag(0, '{"x": "</point>"}'), "!"]),
+        ("<point> [1,\n2] </point>", [InTag(0, " [1,\n2] ")]),
+    ],
+)
+def test_where_a_tag_ends(text, pieces):
+    assert split_at_tags(text, tuple(tag.rule for tag in ALL)) == pieces
+
+
+def test_a_tag_ends_where_its_pattern_is_complete_first():
+    rules = (TagRule("(", "regex", r"\(*[a-z]\)*", ")"),)
+    assert split_at_tags("f((x)))", rules) == ["f", InTag(0, "(x"), "))"]
+    rules = (TagRule("(", "regex", r"\([a-z]\)", "))"),)
+    assert split_at_tags("f((x)))", rules) == ["f", InTag(0, "(x)")]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<age>",
+        "<age>12",
+        "<age>12</ag",
+        "<age>x</age>",
+        "<point>{</point>",
+        '<point>{"x": 1} y</point>',
+        "<word>",
+    ],
+)
+def test_a_tag_that_is_open_or_wrong_is_told(text):
+    with pytest.raises(ValueError, match="is not followed by a valid"):
+        split_at_tags("prose " + text, tuple(tag.rule for tag in ALL))
+
+
+WIRED = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(
+    st.lists(
+        st.one_of(st.text(st.characters(exclude_characters="<")), st.tuples(WIRED), st.integers(0, 999))
+    ),
+    st.booleans(),
+)
+def test_what_was_put_together_comes_apart_again(pieces, escapes):
+    text, wanted = "", []
+    for piece in pieces:
+        if isinstance(piece, str):
+            text += piece
+            if wanted and isinstance(wanted[-1], str):
+                wanted[-1] += piece
+            elif piece:
+                wanted.append(piece)
+        else:
+            index = int(isinstance(piece, int))
+            inner = str(piece) if index else json.dumps(piece[0], ensure_ascii=escapes)
+            text += f"{ALL[index].begin}{inner}{ALL[index].end}"
+            wanted.append(InTag(index, inner))
+    assert split_at_tags(text, tuple(tag.rule for tag in ALL)) == wanted
+
+
+async def test_a_text_that_was_cut_in_a_tag_is_no_value_and_one_that_was_cut_in_prose_is():
+    with pytest.raises(
+        af.InvalidValue, match="was cut after 2 tokens and is no complete text with valid tags"
+    ):
+        await reply_of('a <point>{"x": 1.5}</point> b', ALL, max_tokens=2)
+    assert await reply_of("one <age>1</age> two three", ALL, max_tokens=3) == [
+        "one ",
+        af.Tagged(AGE, "1", "1"),
+        " two",
+    ]
+
+
+async def test_what_does_not_fit_its_schema_is_told():
+    with pytest.raises(af.InvalidValue, match=r"ended \(eos\) with a text that is no text with valid tags"):
+        await reply_of('<point>{"x": "far"}</point>', ALL)
+
+
+def test_what_a_backend_is_asked_for():
+    constraint = af.gen("r", tags=[POINT, AGE], whitespace="tight", jump_forward=False).value_type.constraint
+    assert (constraint.kind, constraint.whitespace, constraint.jump_forward) == ("tags", "tight", False)
+    point, age = constraint.tags()
+    assert json.loads(point.source) == msgspec.json.schema(Point)
+    assert (point.begin, point.kind, point.end) == ("<point>", "schema", "</point>")
+    assert age == TagRule("<age>", "regex", "[0-9]+", "</age>")
+    call = json.loads(CALL.rule.source)
+    assert call["properties"]["name"] == {"const": "weather"}
+    assert call["$defs"].keys() == {"weather"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"begin": "<a>", "end": "</a>"}, r"Tag\('<a>'\): say what stands in it"),
+        ({"begin": "", "end": "</a>", "regex": "a"}, "tags: begin must be a string of 1 to 200"),
+        ({"begin": "<a>", "end": 3, "regex": "a"}, "tags: end must be a string of 1 to 200"),
+        ({"begin": "<a>", "end": "</a>", "regex": "a", "schema": Point}, "Tag: schema and regex exclude"),
+        ({"begin": "<a>", "end": "</a>", "tools": []}, "tools: there must be at least one"),
+    ],
+)
+def test_a_tag_that_makes_no_sense_is_refused(arguments, message):
+    with pytest.raises(af.BadArgument, match=message):
+        af.Tag(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tags": []}, "tags: 1 to 100 of them"),
+        ({"tags": AGE}, "gen: tags must be a list of af.Tag, not <Tag '<age>' … '</age>': text>"),
+        ({"tags": ["<age>"]}, "gen: tags must be a list of af.Tag"),
+        ({"tags": [AGE, AGE]}, "'<age>' begins a tag, and is part of '<age>'"),
+        ({"tags": [AGE], "regex": "a"}, "gen: regex and tags exclude each other"),
+        ({"tags": [AGE], "whitespace": "free"}, "whitespace='free' is for JSON schemas, not for tags"),
+        ({"regex": "a", "whitespace": "tight"}, "whitespace='tight' is for JSON schemas, not for regex"),
+        ({"schema": Point, "whitespace": "none"}, "whitespace must be one of 'compact', 'tight', 'free'"),
+        ({"schema": Point, "jump_forward": 0}, "jump_forward must be True or False, not 0"),
+        ({"whitespace": "tight"}, "gen: whitespace says how a constraint is kept, and there is none"),
+        ({"jump_forward": False}, "gen: jump_forward says how a constraint is kept, and there is none"),
+        ({"type": str, "jump_forward": False}, "gen: jump_forward says how a constraint is kept"),
+    ],
+)
+def test_a_gen_that_makes_no_sense_is_refused(arguments, message):
+    with pytest.raises(af.BadArgument, match=message):
+        af.gen("r", **arguments)
