@@ -65,27 +65,3 @@ class Fsm:
             np.frombuffer(data, dtype=np.int32, offset=transitions_at).reshape(num_rows, num_classes),
             np.frombuffer(data, dtype=np.bool_, count=num_rows, offset=accepting_at),
         )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SingularEdges:
-    """Of each state the one byte that must come next, and the state after it; -1 and ``DEAD`` where there
-    is a choice, or where the text may end."""
-
-    forced_byte: Transitions
-    forced_next: Transitions
-
-
-def singular_edges(fsm: Fsm) -> SingularEdges:
-    """The singular edges of all states."""
-    sizes = np.bincount(fsm.class_of_byte, minlength=fsm.transitions.shape[1])
-    is_alive = fsm.transitions != DEAD
-    is_singular = (is_alive @ sizes == 1) & ~fsm.accepting
-    class_of = is_alive.argmax(axis=1)
-    byte_of_class = np.zeros(len(sizes), dtype=np.int32)
-    byte_of_class[fsm.class_of_byte] = np.arange(256)
-    following = fsm.transitions[np.arange(len(class_of)), class_of]
-    return SingularEdges(
-        np.where(is_singular, byte_of_class[class_of], -1).astype(np.int32),
-        np.where(is_singular, following, DEAD).astype(np.int32),
-    )

@@ -12,7 +12,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from agentflow.server.core.fsm import DEAD, START, Fsm, singular_edges
+from agentflow.server.core.compressed_fsm import ForcedRuns
+from agentflow.server.core.fsm import DEAD, START, Fsm
 from agentflow.server.core.grammar import TokenWords
 from agentflow.server.core.vocabulary import Indices, Vocabulary
 
@@ -29,9 +30,7 @@ class FsmGrammar:
     def __init__(self, fsm: Fsm, vocabulary: Vocabulary, *, max_masks: int = 4096) -> None:
         self.vocabulary = vocabulary
         self.accepting: list[bool] = fsm.accepting.tolist()
-        edges = singular_edges(fsm)
-        self.forced_bytes: list[int] = edges.forced_byte.tolist()
-        self.forced_next: list[int] = edges.forced_next.tolist()
+        self.forced = ForcedRuns(fsm)
         self.num_classes = fsm.transitions.shape[1]
         self.class_table: bytes = fsm.class_of_byte.tobytes()
         self._classes: Indices = fsm.class_of_byte.astype(np.intp)
@@ -141,9 +140,4 @@ class FsmMatcher:
             del self._states[-num_tokens:]
 
     def forced(self) -> bytes:
-        grammar, state = self._grammar, self._states[-1]
-        run = bytearray()
-        while (byte := grammar.forced_bytes[state]) >= 0:
-            run.append(byte)
-            state = grammar.forced_next[state]
-        return bytes(run)
+        return self._grammar.forced.run(self._states[-1])[0]
