@@ -9,6 +9,8 @@ A request's keys are cut into runs that it shares with other requests and a tail
 * A *single group* holds rows that stand alone, one per decoding request: their tails are gathered
   side by side and padded to the longest.
 * A *causal group* holds prefill chunks: row i of a chunk sees its rows 0 to i.
+* *Branch rows* are nodes of trees below a prefix (``Branches``). The prefix is a context part for all of
+  its rows, and the path down to each a single row's tail.
 
 Every row is in exactly one single or causal group, and in any number of context parts.
 """
@@ -17,12 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agentflow.kernels.branches import Branches, continue_in_paths
 from agentflow.kernels.shared_runs import SharedRun, find_shared_runs
 
 IntArray = NDArray[np.int64]
@@ -85,6 +89,7 @@ class AttentionPlan:
     page_rows: IntArray
     query_lens: IntArray
     kv_lens: IntArray
+    branches: Branches | None
     singles: Sequence[SingleGroup]
     causals: Sequence[CausalGroup]
     contexts: Sequence[ContextPart]
@@ -99,13 +104,29 @@ def plan_attention(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    branches: Branches | None = None,
     part_overhead: int = PART_OVERHEAD,
     max_gathered: int = MAX_GATHERED,
 ) -> AttentionPlan:
     """The plan for R requests: ``page_table[page_rows[r], :kv_lens[r]]`` are the slots of request r,
-    of which the last ``query_lens[r]`` belong to its rows in this batch. ``dtype``: of the queries."""
-    planner = _Planner(page_table, page_rows, query_lens, kv_lens, dtype, device)
+    of which the last ``query_lens[r]`` belong to its rows in this batch. ``branches``: of the rows after
+    those. ``dtype``: of the queries."""
+    planner = _Planner(page_table, page_rows, query_lens, kv_lens, branches, dtype, device)
     return planner.plan(part_overhead, max_gathered)
+
+
+class _SingleRows(NamedTuple):
+    """Rows that stand alone. Each sees ``lens`` slots: first ``heads`` of its owner's row of the page table,
+    from column ``starts`` on, then (a branch row) those of its path. Owners are requests, then trees."""
+
+    rows: IntArray
+    owners: IntArray
+    starts: IntArray
+    heads: IntArray
+    lens: IntArray
+
+    def chosen(self, index: IntArray) -> _SingleRows:
+        return _SingleRows(*[values[index] for values in self])
 
 
 class _Planner:
@@ -115,6 +136,7 @@ class _Planner:
         page_rows: IntArray,
         query_lens: IntArray,
         kv_lens: IntArray,
+        branches: Branches | None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -122,23 +144,31 @@ class _Planner:
         self.page_rows = page_rows
         self.query_lens = query_lens
         self.kv_lens = kv_lens
+        self.branches = branches
+        self.cached = kv_lens - query_lens
+        if branches is not None:  # each tree comes like one more request, of which the prefix is cached
+            self.page_rows = np.concatenate((page_rows, branches.page_rows))
+            self.query_lens = np.concatenate((query_lens, branches.query_lens))
+            self.cached = np.concatenate((self.cached, branches.prefix_lens))
+        self.num_requests = len(page_rows)
         self.dtype = dtype
         self.device = device
-        self.first_rows = np.cumsum(query_lens) - query_lens
+        self.first_rows = np.cumsum(self.query_lens) - self.query_lens
         self.group_rows: list[IntArray] = []  # of the groups made so far; -1 where a row is padding
         self.contexts: list[ContextPart] = []
 
     def plan(self, part_overhead: int, max_gathered: int) -> AttentionPlan:
-        cached = self.kv_lens - self.query_lens
-        runs, starts = find_shared_runs(self.page_table, self.page_rows, cached, part_overhead)
+        runs, starts = find_shared_runs(self.page_table, self.page_rows, self.cached, part_overhead)
         for run in runs:
             self._add_context(run)
-        tails = self.kv_lens - starts
+        for tree in range(self.num_requests, len(self.page_rows)):
+            self._add_prefix(tree, starts, part_overhead)
+        num = self.num_requests
+        cached, query_lens = self.cached[:num], self.query_lens[:num]
+        tails = self.kv_lens - starts[:num]
         # A chunk is taken apart into single rows where reading its keys once for each of its rows
         # costs less than one more part.
-        apart = (self.query_lens == 1) | (
-            (cached > starts) & ((self.query_lens - 1) * tails <= part_overhead)
-        )
+        apart = (query_lens == 1) | ((cached > starts[:num]) & ((query_lens - 1) * tails <= part_overhead))
         singles = self._single_groups(np.flatnonzero(apart), starts, max_gathered)
         chunks = np.flatnonzero(~apart)
         for r in chunks[cached[chunks] > starts[chunks]]:
@@ -146,9 +176,10 @@ class _Planner:
         causals = self._causal_groups(chunks)
         return AttentionPlan(
             self.page_table,
-            self.page_rows,
-            self.query_lens,
+            self.page_rows[:num],
+            query_lens,
             self.kv_lens,
+            self.branches,
             singles,
             causals,
             self.contexts,
@@ -161,42 +192,69 @@ class _Planner:
         slots = self.page_table[self.page_rows[run.members[0]], run.start : run.end]
         self.contexts.append(ContextPart(self._index(rows), len(rows), self._index(slots), len(slots)))
 
+    def _add_prefix(self, tree: int, starts: IntArray, part_overhead: int) -> None:
+        """A part for what is left of a tree's prefix, if it is worth one. The row of the prefix's last token
+        sees the same but for itself: where it stands alone, it shares the part."""
+        members, start, end = np.array([tree]), int(starts[tree]), int(self.cached[tree])
+        last = np.flatnonzero(self.page_rows[: self.num_requests] == self.page_rows[tree])
+        if len(last) and self.query_lens[last[0]] == 1 and starts[last[0]] == start:
+            members, end = np.append(last, members), end - 1
+        if (int(self.query_lens[members].sum()) - 1) * (end - start) >= part_overhead and end > start:
+            self._add_context(SharedRun(members, start, end))
+            starts[members] = end
+
     def _single_groups(self, requests: IntArray, starts: IntArray, max_gathered: int) -> list[SingleGroup]:
         """Groups of rows whose tails are of like length. A chunk taken apart counts as many rows."""
-        if not len(requests):
+        singles = self._single_rows(requests, starts)
+        if not len(singles.rows):
             return []
-        query_lens = self.query_lens[requests]
-        rows = _ranges(self.first_rows[requests], query_lens)
-        owners = np.repeat(requests, query_lens)
-        starts = starts[owners]
-        lens = _ranges((self.kv_lens - self.query_lens)[requests], query_lens) + 1 - starts
+        lens = singles.lens
         longest = int(lens.max())
-        if _alike(int(lens.min()), longest) and len(rows) * longest <= max_gathered:
-            return [self._single_group(rows, owners, starts, lens)]
+        if _alike(int(lens.min()), longest) and len(lens) * longest <= max_gathered:
+            return [self._single_group(singles)]
         by_length = np.argsort(-lens, kind="stable")
         groups, first = [], 0
-        while first < len(rows):
+        while first < len(lens):
             longest = int(lens[by_length[first]])
             shorter = np.searchsorted(-lens[by_length], -_shortest_alike(longest), side="right")
             end = min(int(shorter), first + max(1, max_gathered // longest))
-            group = by_length[first:end]
-            groups.append(self._single_group(rows[group], owners[group], starts[group], lens[group]))
+            groups.append(self._single_group(singles.chosen(by_length[first:end])))
             first = end
         return groups
 
-    def _single_group(
-        self, rows: IntArray, owners: IntArray, starts: IntArray, lens: IntArray
-    ) -> SingleGroup:
+    def _single_rows(self, requests: IntArray, starts: IntArray) -> _SingleRows:
+        """The rows of the requests, and all branch rows."""
+        query_lens = self.query_lens[requests]
+        rows = _ranges(self.first_rows[requests], query_lens)
+        owners = np.repeat(requests, query_lens)
+        heads = _ranges(self.cached[requests], query_lens) + 1 - starts[owners]
+        if self.branches is None:
+            return _SingleRows(rows, owners, starts[owners], heads, heads)
+        trees = np.arange(self.num_requests, len(self.page_rows))
+        nodes = _ranges(self.first_rows[trees], self.query_lens[trees])
+        of_nodes = np.repeat(trees, self.query_lens[trees])
+        prefixes = (self.cached - starts)[of_nodes]
+        owners = np.concatenate((owners, of_nodes))
+        lens = np.concatenate((heads, prefixes + self.branches.path_lens))
+        heads = np.concatenate((heads, prefixes))
+        return _SingleRows(np.concatenate((rows, nodes)), owners, starts[owners], heads, lens)
+
+    def _single_group(self, singles: _SingleRows) -> SingleGroup:
+        rows, owners, starts, heads, lens = singles
         longest = int(lens.max())
         columns = np.arange(longest)
         mask = None
         if int(lens.min()) < longest:
             hidden = np.where(columns < lens[:, None], np.float32(0), np.float32(-np.inf))
             mask = self._tensor(hidden).to(self.dtype)[:, None, None, :]
-        columns = starts[:, None] + np.minimum(columns, (lens - 1)[:, None])
-        slots = self.page_table[self.page_rows[owners][:, None], columns].ravel()
+        columns = starts[:, None] + np.minimum(columns, (heads - 1)[:, None])
+        slots = self.page_table[self.page_rows[owners][:, None], columns]
+        if self.branches is not None:
+            in_trees = np.flatnonzero(owners >= self.num_requests)
+            nodes = rows[in_trees] - self.first_rows[self.num_requests]
+            continue_in_paths(slots, in_trees, heads[in_trees], self.branches, nodes)
         self.group_rows.append(rows)
-        return SingleGroup(self._index(rows), len(rows), self._index(slots), longest, mask)
+        return SingleGroup(self._index(rows), len(rows), self._index(slots.ravel()), longest, mask)
 
     def _causal_groups(self, chunks: IntArray) -> list[CausalGroup]:
         """Groups of chunks of like length, longest first."""
@@ -212,7 +270,7 @@ class _Planner:
             rows = self.first_rows[group][:, None] + columns
             self.group_rows.append(np.where(np.arange(longest) <= last, rows, -1).ravel())
             rows = rows.ravel()
-            columns = columns + (self.kv_lens - self.query_lens)[group][:, None]
+            columns = columns + self.cached[group][:, None]
             slots = self.page_table[self.page_rows[group][:, None], columns].ravel()
             groups.append(CausalGroup(self._index(rows), self._index(slots), len(group), longest))
             first = end
@@ -249,6 +307,8 @@ def _alike(shortest: int, longest: int) -> bool:
 
 def _ranges(starts: IntArray, lens: IntArray) -> IntArray:
     """The numbers starts[i] to starts[i] + lens[i] - 1 of all i, end to end."""
+    if not len(lens):
+        return lens
     ends = np.cumsum(lens)
     numbers: IntArray = np.arange(int(ends[-1])) + np.repeat(starts - (ends - lens), lens)
     return numbers

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from agentflow.server.core.batch import FloatArray, IntArray, LogitEdits, SampledRows
+from agentflow.server.core.batch import FloatArray, IntArray, LogitEdits, SampledRows, ScoredTokens
 from agentflow.server.core.request import Request
 from agentflow.server.core.token_counts import TokenCounts
 
@@ -56,7 +56,7 @@ class SamplingTable:
         self._special.pop(request.page_row, None)
 
     def _count(self, request: Request, change: int) -> None:
-        is_scoring = request.score_from > 0
+        is_scoring = request.score_from > 0 or request.tree is not None
         if is_scoring:
             self.num_scoring += change
         if is_scoring or not request.max_new_tokens:
@@ -65,10 +65,16 @@ class SamplingTable:
             self._num_logprobs += change
 
     def sampled_rows(
-        self, rows: IntArray, page_rows: IntArray, positions: IntArray, target_ids: IntArray | None = None
+        self,
+        rows: IntArray,
+        page_rows: IntArray,
+        positions: IntArray,
+        target_ids: IntArray | None = None,
+        scored: ScoredTokens | None = None,
     ) -> SampledRows:
         """How a token is chosen from each of ``rows``, which belong to ``page_rows``; with ``target_ids``
-        some have a target. One that wants log-probabilities has them made for all in its batch."""
+        some have a target. One that wants log-probabilities has them made for all in its batch. ``scored``:
+        what is to be scored besides."""
         edits, top_counts = None, None
         if self._special:
             edits, top_counts = self._edits_of(page_rows, target_ids)
@@ -87,6 +93,7 @@ class SamplingTable:
             or (target_ids is not None and bool((target_ids >= 0).any())),
             edits=edits,
             top_counts=top_counts,
+            scored=scored,
         )
 
     def _edits_of(
