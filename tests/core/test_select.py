@@ -65,15 +65,16 @@ class Job:
 jobs = st.lists(
     st.builds(
         Job,
-        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=30),
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=30)
+        | st.tuples(st.integers(2, 99), st.integers(1, 30)).map(lambda pair: [pair[0]] * pair[1]),
         choices=st.one_of(choices_to_score, choices_to_score, st.none()),
-        count=st.integers(0, 12),
+        count=st.integers(0, 30),
         extra=st.sampled_from(["", "", "x"]),
         arrives=st.integers(0, 12),
         aborts_at=st.one_of(st.none(), st.none(), st.integers(0, 20)),
     ),
     min_size=1,
-    max_size=9,
+    max_size=12,
 )
 
 
@@ -199,11 +200,32 @@ def test_who_gives_way_in_the_middle_of_its_tree_begins_it_anew():
     assert scores(request) == plain_scores(prompt, choices)
 
 
+@given(st.integers(70, 110), st.integers(8, 64), st.integers(0, 3))
+def test_a_full_pool_retracts_selects_and_still_finishes_everything(num_slots, token_budget, same):
+    """Twelve prompts that share ``same`` tokens, six of them of selects, in a pool for two or three."""
+    harness = Harness(num_slots, token_budget=token_budget, max_running=12)
+    choices = [[a, b, c] for a in range(3) for b in range(3) for c in range(2)]
+    prompts = {number: [5] * same + [100 + number] * 18 for number in range(12)}
+    for number, prompt in prompts.items():
+        if number % 2:
+            harness.add(number, prompt, 30)
+        else:
+            add_select(harness, number, prompt, choices)
+    finish(harness)
+    for number, prompt in prompts.items():
+        if number % 2:
+            assert harness.output(number) == expected_output(prompt, 30)
+        else:
+            assert scores(harness.requests[number]) == plain_scores(prompt, choices)
+
+
 def test_a_tree_that_can_never_fit_is_refused_at_once():
     harness = Harness(64)
-    with pytest.raises(PromptTooLong, match="60 tokens; with the 5 of its longest choice it must fit into 64"):
+    with pytest.raises(
+        PromptTooLong, match="60 tokens; with the 5 of its longest choice it must fit into 64"
+    ):
         add_select(harness, 1, [1] * 60, [[1], [1, 2, 3, 4, 5]])
-    with pytest.raises(PromptTooLong, match="its choices 20 to compute; together .* the KV pool of 64"):
+    with pytest.raises(PromptTooLong, match=r"its choices 20 to compute; together .* the KV pool of 64"):
         add_select(harness, 1, [1] * 50, [[a, 0] for a in range(20)])
     request = add_select(harness, 2, [1] * 50, [[a, 0] for a in range(14)])
     finish(harness)
