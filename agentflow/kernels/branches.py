@@ -31,13 +31,14 @@ class Branches(Protocol):
     def path_lens(self) -> IntArray: ...
 
 
-def continue_in_paths(
-    slots: NDArray[np.int32], rows: IntArray, heads: IntArray, branches: Branches, branch_rows: IntArray
-) -> None:
-    """In ``slots`` [n, any], of which row ``rows[i]`` is right up to column ``heads[i]``, goes on with the
-    path of ``branch_rows[i]``, and with its last slot after that."""
-    columns = np.arange(slots.shape[1])
-    in_path = columns - heads[:, None]
-    clipped = np.clip(in_path, 0, branches.paths.shape[1] - 1)
-    tails = np.take_along_axis(branches.paths[branch_rows], clipped, axis=1)
-    slots[rows] = np.where(in_path < 0, slots[rows], tails)
+def tree_block(
+    head: NDArray[np.int32], paths: IntArray, num_above: int
+) -> tuple[IntArray, NDArray[np.bool_]]:
+    """The slots of the rows of one tree, and which row sees which of them. All rows see ``head``; the first
+    ``num_above`` nothing else, and each of the others its path."""
+    nodes, places = np.unique(paths, return_inverse=True)
+    visible = np.zeros((num_above + len(paths), len(head) + len(nodes)), dtype=np.bool_)
+    visible[:, : len(head)] = True
+    rows = np.arange(num_above, len(visible))
+    visible[rows[:, None], len(head) + places.reshape(paths.shape)] = True
+    return np.concatenate((head, nodes)), visible

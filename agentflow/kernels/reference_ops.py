@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from agentflow.kernels.attention_plan import AttentionPlan, PageTable
+from agentflow.kernels.attention_parts import AttentionPlan, PageTable
 from agentflow.kernels.branches import Branches
 from agentflow.kernels.linear_weight import LinearWeight
 

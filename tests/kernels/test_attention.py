@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from kernel_cases import Case, Shape, make_case, shapes
 
 from agentflow.kernels import cpu_ops, reference_ops
-from agentflow.kernels.attention_plan import AttentionPlan, plan_attention
+from agentflow.kernels.attention_parts import AttentionPlan
+from agentflow.kernels.attention_plan import plan_attention
 from agentflow.kernels.ops import Kernels
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 0.02}

@@ -11,11 +11,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import Case, Shape, make_case, shapes
+from kernel_cases import FOREIGN, Case, Shape, make_case, shapes
 from numpy.typing import NDArray
 
 from agentflow.kernels import cpu_ops, reference_ops
-from agentflow.kernels.attention_plan import AttentionPlan, plan_attention
+from agentflow.kernels.attention_parts import AttentionPlan
+from agentflow.kernels.attention_plan import plan_attention
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 0.02}
 
@@ -187,8 +188,8 @@ def test_a_select_on_a_cached_prefix_is_one_part_and_one_group() -> None:
     )
     plan = planned(case, rows)
     assert [(part.num_rows, part.num_slots) for part in plan.contexts] == [(6, 999)]
-    assert [(group.num_rows, group.num_slots) for group in plan.singles] == [(6, 4)]
-    assert (list(plan.causals), plan.order) == ([], None)
+    assert [(group.num_rows, group.num_slots) for group in plan.trees] == [(6, 6)]
+    assert (list(plan.singles), list(plan.causals), plan.order) == ([], [], None)
     assert plan.contexts[0].rows == slice(0, 6)
     assert_equals_reference(case, plan)
 
@@ -199,13 +200,30 @@ def test_selects_and_decode_rows_on_one_prefix_read_it_together() -> None:
     case, rows = with_trees(make_case(batch), trees, 0)
     plan = planned(case, rows)
     assert [(part.num_rows, part.num_slots) for part in plan.contexts] == [(9, 500)]
-    assert [group.num_rows for group in plan.singles] == [9]
+    assert [group.num_rows for group in plan.singles] == [1]
+    assert [group.num_rows for group in plan.trees] == [(1 + 2) + (1 + 3) + 1]
     assert_equals_reference(case, plan)
 
 
-def test_the_nodes_below_a_short_prefix_stand_alone() -> None:
+def test_the_nodes_below_a_short_prefix_read_it_with_their_tree() -> None:
     case, rows = with_trees(make_case([Shape(-1, 0, 30, 1)]), [Tree(0, (-1, -1, 0))], 0)
     plan = planned(case, rows)
     assert not plan.contexts
-    assert [(group.num_rows, group.num_slots) for group in plan.singles] == [(4, 33)]
+    assert [(group.num_rows, group.num_slots) for group in plan.trees] == [(4, 34)]
+    assert_equals_reference(case, plan)
+
+
+def test_large_trees_have_groups_of_their_own() -> None:
+    """Also longer than what a kernel takes at once."""
+    batch = [Shape(-1, 0, 300 + r, 1) for r in range(4)]
+    sizes = [3, 600, 70, 4]
+    trees = [Tree(r, tuple(n // 2 - 1 for n in range(size))) for r, size in enumerate(sizes)]
+    case = make_case([*batch, Shape(-1, 0, 1000, 1)])  # a pool with room for the nodes
+    case.page_table[case.page_rows[4], :1001] = FOREIGN
+    left = replace(
+        case, page_rows=case.page_rows[:4], query_lens=case.query_lens[:4], kv_lens=case.kv_lens[:4]
+    )
+    case, rows = with_trees(left, trees, 0)
+    plan = planned(case, rows)
+    assert [group.num_rows for group in plan.trees] == [4, 601, 71, 5]
     assert_equals_reference(case, plan)
