@@ -125,7 +125,7 @@ class _Planner:
             if self.query_lens[request] == 1 and starts[request] == starts[tree]:
                 members, last = [request, tree], request
         start, end = int(starts[tree]), int(self.cached[tree]) - 1
-        if end - start > part_overhead // 2:
+        if end - start > part_overhead // 2:  # the tree's group would gather it at least once
             self._add_context(SharedRun(np.array(members), start, end))
             starts[members] = end
         return last
