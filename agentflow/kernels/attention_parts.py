@@ -8,17 +8,19 @@ A request's keys are cut into runs that it shares with other requests and a tail
   the cascade attention of FlashInfer).
 * A *single group* holds rows that stand alone, one per decoding request: their tails are gathered
   side by side and padded to the longest.
+* A *short group* holds chunks of a few rows, such as tokens that a grammar has forced: the whole tail of
+  each is gathered once for all of its rows, and a mask shows to each row what comes before it.
 * A *causal group* holds prefill chunks: row i of a chunk sees its rows 0 to i.
 * A *tree group* holds *branch rows*, the nodes of trees below a prefix (``branches``): a mask shows to each
   the nodes above it. The prefix is a context part for all of them.
 
-Every row is in exactly one single, causal or tree group, and in any number of context parts.
+Every row is in exactly one single, short, causal or tree group, and in any number of context parts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +60,28 @@ class SingleGroup:
 
 
 @dataclass(slots=True, frozen=True)
+class ShortGroup:
+    """``num_chunks`` chunks of ``num_rows`` rows each, with ``num_slots`` slots each: ``rows`` and ``slots``
+    are flat, chunk after chunk. A shorter chunk repeats its last row, one with fewer keys its last slot.
+    ``mask`` [num_chunks, 1, num_rows, num_slots], 0 or -inf."""
+
+    rows: Index
+    slots: Index
+    num_chunks: int
+    num_rows: int
+    num_slots: int
+    mask: Tensor
+    repeated: dict[int, Tensor] = field(default_factory=dict)
+
+    def mask_for(self, times: int) -> Tensor:
+        """The mask for so many copies of each chunk's rows, end to end. Made in the first layer."""
+        found = self.repeated.get(times)
+        if found is None:
+            found = self.repeated[times] = self.mask.repeat(1, 1, times, 1)
+        return found
+
+
+@dataclass(slots=True, frozen=True)
 class CausalGroup:
     """``num_chunks`` chunks of ``num_rows`` rows each: ``rows`` and ``slots`` are flat, chunk after
     chunk. A shorter chunk repeats its last row; the causal mask hides that from its other rows."""
@@ -94,6 +118,7 @@ class AttentionPlan:
     kv_lens: IntArray
     branches: Branches | None
     singles: Sequence[SingleGroup]
+    shorts: Sequence[ShortGroup]
     causals: Sequence[CausalGroup]
     trees: Sequence[TreeGroup]
     contexts: Sequence[ContextPart]

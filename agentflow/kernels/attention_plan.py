@@ -17,6 +17,7 @@ from agentflow.kernels.attention_parts import (
     Index,
     IntArray,
     PageTable,
+    ShortGroup,
     SingleGroup,
     TreeGroup,
 )
@@ -30,6 +31,10 @@ MAX_GATHERED = 16384
 """Tokens gathered at once for a single group of several rows: what stays in a shared cache."""
 MAX_PACKED_ROWS = 64
 """Rows of several trees in one group: each tree's rows attend to the others' nodes too, only to hide them."""
+
+
+MAX_SHORT_ROWS = 32
+"""Rows of a chunk that sees its keys under a mask; more of them are worth a part of their own."""
 
 
 def plan_attention(
@@ -86,14 +91,12 @@ class _Planner:
         num = self.num_requests
         lasts = {tree: self._add_prefix(tree, starts, part_overhead) for tree in range(num, len(starts))}
         cached, query_lens = self.cached[:num], self.query_lens[:num]
-        tails = self.kv_lens - starts[:num]
-        # A chunk is taken apart into single rows where reading its keys once for each of its rows
-        # costs less than one more part.
-        apart = (query_lens == 1) | ((cached > starts[:num]) & ((query_lens - 1) * tails <= part_overhead))
-        alone = apart.copy()
+        alone = query_lens == 1
         alone[[request for request in lasts.values() if request is not None]] = False
         singles = self._single_groups(np.flatnonzero(alone), starts, max_gathered)
-        chunks = np.flatnonzero(~apart)
+        is_short = (query_lens > 1) & (query_lens <= MAX_SHORT_ROWS) & (cached > starts[:num])
+        shorts = self._short_groups(np.flatnonzero(is_short), starts, max_gathered)
+        chunks = np.flatnonzero((query_lens > 1) & ~is_short)
         for r in chunks[cached[chunks] > starts[chunks]]:
             self._add_context(SharedRun(np.array([r]), int(starts[r]), int(cached[r])))
         causals = self._causal_groups(chunks)
@@ -105,6 +108,7 @@ class _Planner:
             self.kv_lens,
             self.branches,
             singles,
+            shorts,
             causals,
             trees,
             self.contexts,
@@ -175,41 +179,50 @@ class _Planner:
         return TreeGroup(self._index(all_rows), len(rows), self._index(all_slots), len(all_slots), mask)
 
     def _single_groups(self, requests: IntArray, starts: IntArray, max_gathered: int) -> list[SingleGroup]:
-        """Groups of rows whose tails are of like length. A chunk taken apart counts as many rows."""
-        if not len(requests):
-            return []
-        query_lens = self.query_lens[requests]
-        rows = _ranges(self.first_rows[requests], query_lens)
-        owners = np.repeat(requests, query_lens)
-        starts = starts[owners]
-        lens = _ranges(self.cached[requests], query_lens) + 1 - starts
-        longest = int(lens.max())
-        if _alike(int(lens.min()), longest) and len(rows) * longest <= max_gathered:
-            return [self._single_group(rows, owners, starts, lens)]
-        by_length = np.argsort(-lens, kind="stable")
-        groups, first = [], 0
-        while first < len(rows):
-            longest = int(lens[by_length[first]])
-            shorter = np.searchsorted(-lens[by_length], -_shortest_alike(longest), side="right")
-            end = min(int(shorter), first + max(1, max_gathered // longest))
-            group = by_length[first:end]
-            groups.append(self._single_group(rows[group], owners[group], starts[group], lens[group]))
-            first = end
-        return groups
+        """Groups of rows whose tails are of like length."""
+        lens = self.kv_lens[requests] - starts[requests]
+        return [
+            self._single_group(requests[group], starts[requests[group]], lens[group])
+            for group in _alike_groups(lens, max_gathered)
+        ]
 
-    def _single_group(
-        self, rows: IntArray, owners: IntArray, starts: IntArray, lens: IntArray
-    ) -> SingleGroup:
+    def _single_group(self, requests: IntArray, starts: IntArray, lens: IntArray) -> SingleGroup:
         longest = int(lens.max())
         columns = np.arange(longest)
         mask = None
         if int(lens.min()) < longest:
             hidden = np.where(columns < lens[:, None], np.float32(0), np.float32(-np.inf))
             mask = self._tensor(hidden).to(self.dtype)[:, None, None, :]
-        columns = starts[:, None] + np.minimum(columns, (lens - 1)[:, None])
-        slots = self.page_table[self.page_rows[owners][:, None], columns].ravel()
+        rows = self.first_rows[requests]
         self.group_rows.append(rows)
+        slots = self._tails(requests, starts, lens)
         return SingleGroup(self._index(rows), len(rows), self._index(slots), longest, mask)
+
+    def _tails(self, requests: IntArray, starts: IntArray, lens: IntArray) -> NDArray[np.int32]:
+        """The slots of the requests' tails, each as many as the longest has, by repeating its last one."""
+        columns = starts[:, None] + np.minimum(np.arange(int(lens.max())), (lens - 1)[:, None])
+        return self.page_table[self.page_rows[requests][:, None], columns].ravel()
+
+    def _short_groups(self, requests: IntArray, starts: IntArray, max_gathered: int) -> list[ShortGroup]:
+        """Groups of chunks whose tails are of like length."""
+        lens = self.kv_lens[requests] - starts[requests]
+        return [
+            self._short_group(requests[group], starts[requests[group]], lens[group])
+            for group in _alike_groups(lens, max_gathered)
+        ]
+
+    def _short_group(self, requests: IntArray, starts: IntArray, lens: IntArray) -> ShortGroup:
+        query_lens = self.query_lens[requests]
+        num_rows = int(query_lens.max())
+        row = np.minimum(np.arange(num_rows), (query_lens - 1)[:, None])
+        rows = self.first_rows[requests][:, None] + row
+        self.group_rows.append(np.where(np.arange(num_rows) < query_lens[:, None], rows, -1).ravel())
+        num_seen = (self.cached[requests] - starts)[:, None] + row + 1
+        columns = np.arange(int(lens.max()))
+        hidden = np.where(columns < num_seen[:, :, None], np.float32(0), np.float32(-np.inf))
+        mask = self._tensor(hidden).to(self.dtype)[:, None]
+        slots = self._index(self._tails(requests, starts, lens))
+        return ShortGroup(self._index(rows.ravel()), slots, len(requests), num_rows, len(columns), mask)
 
     def _causal_groups(self, chunks: IntArray) -> list[CausalGroup]:
         """Groups of chunks of like length, longest first."""
@@ -249,6 +262,25 @@ class _Planner:
 
     def _tensor(self, values: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+
+
+def _alike_groups(lens: IntArray, max_gathered: int) -> list[IntArray]:
+    """Indices of lengths that are padded to the longest of them, together at most ``max_gathered``, unless it
+    is one alone. One group in their own order, where that is possible."""
+    if not len(lens):
+        return []
+    longest = int(lens.max())
+    if _alike(int(lens.min()), longest) and len(lens) * longest <= max_gathered:
+        return [np.arange(len(lens))]
+    by_length = np.argsort(-lens, kind="stable")
+    groups, first = [], 0
+    while first < len(lens):
+        longest = int(lens[by_length[first]])
+        shorter = np.searchsorted(-lens[by_length], -_shortest_alike(longest), side="right")
+        end = min(int(shorter), first + max(1, max_gathered // longest))
+        groups.append(by_length[first:end])
+        first = end
+    return groups
 
 
 def _shortest_alike(longest: int) -> int:
