@@ -1,94 +1,40 @@
 """Decides, once per batch, how its attention is computed; every layer then reuses the plan.
 
-A request's keys are cut into runs that it shares with other requests and a tail of its own.
-
-* A *context part* is a run of slots that all of its query rows see whole: the prefix that requests
-  share, or what a long prefill chunk finds in the cache. It is read once for all of its rows, with
-  no mask, and merged with the rest by log-sum-exp (the idea of Hydragen, arXiv 2402.05099, and of
-  the cascade attention of FlashInfer).
-* A *single group* holds rows that stand alone, one per decoding request: their tails are gathered
-  side by side and padded to the longest.
-* A *causal group* holds prefill chunks: row i of a chunk sees its rows 0 to i.
-
-Every row is in exactly one single or causal group, and in any number of context parts.
+The parts are those of ``attention_parts``.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agentflow.kernels.attention_parts import (
+    AttentionPlan,
+    CausalGroup,
+    ContextPart,
+    Index,
+    IntArray,
+    PageTable,
+    ShortGroup,
+    SingleGroup,
+    TreeGroup,
+)
+from agentflow.kernels.branches import Branches, tree_block
 from agentflow.kernels.shared_runs import SharedRun, find_shared_runs
-
-IntArray = NDArray[np.int64]
-PageTable = NDArray[np.int32]
-Index = slice | Tensor
-"""Positions along a dimension: a slice where they are consecutive, which costs no copy."""
 
 PART_OVERHEAD = 1000
 """What one more part costs in a layer, in tokens of gathered and attended KV (measured on AVX2: a
 tenth of a millisecond)."""
 MAX_GATHERED = 16384
 """Tokens gathered at once for a single group of several rows: what stays in a shared cache."""
+MAX_PACKED_ROWS = 64
+"""Rows of several trees in one group: each tree's rows attend to the others' nodes too, only to hide them."""
 
 
-@dataclass(slots=True, frozen=True)
-class ContextPart:
-    """``num_rows`` query rows that all see ``num_slots`` slots, none masked."""
-
-    rows: Index
-    num_rows: int
-    slots: Index
-    num_slots: int
-
-
-@dataclass(slots=True, frozen=True)
-class SingleGroup:
-    """``num_rows`` rows with ``num_slots`` slots each: ``slots`` is flat, row after row.
-
-    A row with fewer keys repeats its own last slot, so that no foreign (perhaps never written)
-    slot is read, and ``mask`` [num_rows, 1, 1, num_slots], 0 or -inf, hides the repetition.
-    """
-
-    rows: Index
-    num_rows: int
-    slots: Index
-    num_slots: int
-    mask: Tensor | None
-
-
-@dataclass(slots=True, frozen=True)
-class CausalGroup:
-    """``num_chunks`` chunks of ``num_rows`` rows each: ``rows`` and ``slots`` are flat, chunk after
-    chunk. A shorter chunk repeats its last row; the causal mask hides that from its other rows."""
-
-    rows: Index
-    slots: Index
-    num_chunks: int
-    num_rows: int
-
-
-@dataclass(slots=True, frozen=True)
-class AttentionPlan:
-    """The parts, and the batch they were made from (for the reference).
-
-    ``order`` [T]: where each row of the batch stands in the groups' rows laid end to end, singles
-    first; None where that is the batch's own order.
-    """
-
-    page_table: PageTable
-    page_rows: IntArray
-    query_lens: IntArray
-    kv_lens: IntArray
-    singles: Sequence[SingleGroup]
-    causals: Sequence[CausalGroup]
-    contexts: Sequence[ContextPart]
-    order: Tensor | None
+MAX_SHORT_ROWS = 32
+"""Rows of a chunk that sees its keys under a mask; more of them are worth a part of their own."""
 
 
 def plan_attention(
@@ -99,12 +45,14 @@ def plan_attention(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    branches: Branches | None = None,
     part_overhead: int = PART_OVERHEAD,
     max_gathered: int = MAX_GATHERED,
 ) -> AttentionPlan:
     """The plan for R requests: ``page_table[page_rows[r], :kv_lens[r]]`` are the slots of request r,
-    of which the last ``query_lens[r]`` belong to its rows in this batch. ``dtype``: of the queries."""
-    planner = _Planner(page_table, page_rows, query_lens, kv_lens, dtype, device)
+    of which the last ``query_lens[r]`` belong to its rows in this batch. ``branches``: of the rows after
+    those. ``dtype``: of the queries."""
+    planner = _Planner(page_table, page_rows, query_lens, kv_lens, branches, dtype, device)
     return planner.plan(part_overhead, max_gathered)
 
 
@@ -115,6 +63,7 @@ class _Planner:
         page_rows: IntArray,
         query_lens: IntArray,
         kv_lens: IntArray,
+        branches: Branches | None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -122,35 +71,46 @@ class _Planner:
         self.page_rows = page_rows
         self.query_lens = query_lens
         self.kv_lens = kv_lens
+        self.cached = kv_lens - query_lens
+        self.branches = branches
+        self.num_requests = len(page_rows)
+        if branches is not None:  # each tree counts as one more request, with its prefix in the cache
+            self.page_rows = np.concatenate((page_rows, branches.page_rows))
+            self.query_lens = np.concatenate((query_lens, branches.query_lens))
+            self.cached = np.concatenate((self.cached, branches.prefix_lens))
         self.dtype = dtype
         self.device = device
-        self.first_rows = np.cumsum(query_lens) - query_lens
+        self.first_rows = np.cumsum(self.query_lens) - self.query_lens
         self.group_rows: list[IntArray] = []  # of the groups made so far; -1 where a row is padding
         self.contexts: list[ContextPart] = []
 
     def plan(self, part_overhead: int, max_gathered: int) -> AttentionPlan:
-        cached = self.kv_lens - self.query_lens
-        runs, starts = find_shared_runs(self.page_table, self.page_rows, cached, part_overhead)
+        runs, starts = find_shared_runs(self.page_table, self.page_rows, self.cached, part_overhead)
         for run in runs:
             self._add_context(run)
-        tails = self.kv_lens - starts
-        # A chunk is taken apart into single rows where reading its keys once for each of its rows
-        # costs less than one more part.
-        apart = (self.query_lens == 1) | (
-            (cached > starts) & ((self.query_lens - 1) * tails <= part_overhead)
-        )
-        singles = self._single_groups(np.flatnonzero(apart), starts, max_gathered)
-        chunks = np.flatnonzero(~apart)
+        num = self.num_requests
+        lasts = {tree: self._add_prefix(tree, starts, part_overhead) for tree in range(num, len(starts))}
+        cached, query_lens = self.cached[:num], self.query_lens[:num]
+        alone = query_lens == 1
+        alone[[request for request in lasts.values() if request is not None]] = False
+        singles = self._single_groups(np.flatnonzero(alone), starts, max_gathered)
+        is_short = (query_lens > 1) & (query_lens <= MAX_SHORT_ROWS) & (cached > starts[:num])
+        shorts = self._short_groups(np.flatnonzero(is_short), starts, max_gathered)
+        chunks = np.flatnonzero((query_lens > 1) & ~is_short)
         for r in chunks[cached[chunks] > starts[chunks]]:
             self._add_context(SharedRun(np.array([r]), int(starts[r]), int(cached[r])))
         causals = self._causal_groups(chunks)
+        trees = self._tree_groups(lasts, starts)
         return AttentionPlan(
             self.page_table,
-            self.page_rows,
-            self.query_lens,
+            self.page_rows[:num],
+            query_lens,
             self.kv_lens,
+            self.branches,
             singles,
+            shorts,
             causals,
+            trees,
             self.contexts,
             self._order(),
         )
@@ -161,42 +121,108 @@ class _Planner:
         slots = self.page_table[self.page_rows[run.members[0]], run.start : run.end]
         self.contexts.append(ContextPart(self._index(rows), len(rows), self._index(slots), len(slots)))
 
-    def _single_groups(self, requests: IntArray, starts: IntArray, max_gathered: int) -> list[SingleGroup]:
-        """Groups of rows whose tails are of like length. A chunk taken apart counts as many rows."""
-        if not len(requests):
-            return []
-        query_lens = self.query_lens[requests]
-        rows = _ranges(self.first_rows[requests], query_lens)
-        owners = np.repeat(requests, query_lens)
-        starts = starts[owners]
-        lens = _ranges((self.kv_lens - self.query_lens)[requests], query_lens) + 1 - starts
-        longest = int(lens.max())
-        if _alike(int(lens.min()), longest) and len(rows) * longest <= max_gathered:
-            return [self._single_group(rows, owners, starts, lens)]
-        by_length = np.argsort(-lens, kind="stable")
-        groups, first = [], 0
-        while first < len(rows):
-            longest = int(lens[by_length[first]])
-            shorter = np.searchsorted(-lens[by_length], -_shortest_alike(longest), side="right")
-            end = min(int(shorter), first + max(1, max_gathered // longest))
-            group = by_length[first:end]
-            groups.append(self._single_group(rows[group], owners[group], starts[group], lens[group]))
-            first = end
+    def _add_prefix(self, tree: int, starts: IntArray, part_overhead: int) -> int | None:
+        """A part for what is left of a tree's prefix but its last token, if it is worth one. Where a row of
+        its own computes that token, it sees the same and shares the part: returns its request."""
+        members, last = [tree], None
+        for request in np.flatnonzero(self.page_rows[: self.num_requests] == self.page_rows[tree]).tolist():
+            if self.query_lens[request] == 1 and starts[request] == starts[tree]:
+                members, last = [request, tree], request
+        start, end = int(starts[tree]), int(self.cached[tree]) - 1
+        if end - start > part_overhead // 2:  # the tree's group would gather it at least once
+            self._add_context(SharedRun(np.array(members), start, end))
+            starts[members] = end
+        return last
+
+    def _tree_groups(self, lasts: dict[int, int | None], starts: IntArray) -> list[TreeGroup]:
+        """Trees in their order, as many in one group as are small. ``lasts``: the request whose row comes
+        with each."""
+        groups: list[TreeGroup] = []
+        packed: list[int] = []
+        num_rows = 0
+        for tree in lasts:
+            if packed and num_rows + int(self.query_lens[tree]) > MAX_PACKED_ROWS:
+                groups.append(self._tree_group(packed, lasts, starts))
+                packed, num_rows = [], 0
+            packed.append(tree)
+            num_rows += int(self.query_lens[tree])
+        if packed:
+            groups.append(self._tree_group(packed, lasts, starts))
         return groups
 
-    def _single_group(
-        self, rows: IntArray, owners: IntArray, starts: IntArray, lens: IntArray
-    ) -> SingleGroup:
+    def _tree_group(self, trees: list[int], lasts: dict[int, int | None], starts: IntArray) -> TreeGroup:
+        branches, num = self.branches, self.num_requests
+        assert branches is not None
+        rows: list[int] = []
+        slots: list[IntArray] = []
+        blocks: list[NDArray[np.bool_]] = []
+        for tree in trees:
+            last, first = lasts[tree], int(self.first_rows[tree])
+            end = first + int(self.query_lens[tree])
+            rows += [*([] if last is None else [int(self.first_rows[last])]), *range(first, end)]
+            first_node = int(self.first_rows[num])
+            head = self.page_table[self.page_rows[tree], starts[tree] : self.cached[tree]]
+            paths = branches.paths[first - first_node : end - first_node]
+            seen, visible = tree_block(head, paths, 0 if last is None else 1)
+            slots.append(seen)
+            blocks.append(visible)
+        all_slots = np.concatenate(slots)
+        hidden = np.full((len(rows), len(all_slots)), -np.inf, dtype=np.float32)
+        row = column = 0
+        for visible in blocks:
+            height, width = visible.shape
+            hidden[row : row + height, column : column + width][visible] = 0
+            row, column = row + height, column + width
+        all_rows = np.array(rows)
+        self.group_rows.append(all_rows)
+        mask = self._tensor(hidden).to(self.dtype)[None, None]
+        return TreeGroup(self._index(all_rows), len(rows), self._index(all_slots), len(all_slots), mask)
+
+    def _single_groups(self, requests: IntArray, starts: IntArray, max_gathered: int) -> list[SingleGroup]:
+        """Groups of rows whose tails are of like length."""
+        lens = self.kv_lens[requests] - starts[requests]
+        return [
+            self._single_group(requests[group], starts[requests[group]], lens[group])
+            for group in _alike_groups(lens, max_gathered)
+        ]
+
+    def _single_group(self, requests: IntArray, starts: IntArray, lens: IntArray) -> SingleGroup:
         longest = int(lens.max())
         columns = np.arange(longest)
         mask = None
         if int(lens.min()) < longest:
             hidden = np.where(columns < lens[:, None], np.float32(0), np.float32(-np.inf))
             mask = self._tensor(hidden).to(self.dtype)[:, None, None, :]
-        columns = starts[:, None] + np.minimum(columns, (lens - 1)[:, None])
-        slots = self.page_table[self.page_rows[owners][:, None], columns].ravel()
+        rows = self.first_rows[requests]
         self.group_rows.append(rows)
+        slots = self._tails(requests, starts, lens)
         return SingleGroup(self._index(rows), len(rows), self._index(slots), longest, mask)
+
+    def _tails(self, requests: IntArray, starts: IntArray, lens: IntArray) -> NDArray[np.int32]:
+        """The slots of the requests' tails, each as many as the longest has, by repeating its last one."""
+        columns = starts[:, None] + np.minimum(np.arange(int(lens.max())), (lens - 1)[:, None])
+        return self.page_table[self.page_rows[requests][:, None], columns].ravel()
+
+    def _short_groups(self, requests: IntArray, starts: IntArray, max_gathered: int) -> list[ShortGroup]:
+        """Groups of chunks whose tails are of like length."""
+        lens = self.kv_lens[requests] - starts[requests]
+        return [
+            self._short_group(requests[group], starts[requests[group]], lens[group])
+            for group in _alike_groups(lens, max_gathered)
+        ]
+
+    def _short_group(self, requests: IntArray, starts: IntArray, lens: IntArray) -> ShortGroup:
+        query_lens = self.query_lens[requests]
+        num_rows = int(query_lens.max())
+        row = np.minimum(np.arange(num_rows), (query_lens - 1)[:, None])
+        rows = self.first_rows[requests][:, None] + row
+        self.group_rows.append(np.where(np.arange(num_rows) < query_lens[:, None], rows, -1).ravel())
+        num_seen = (self.cached[requests] - starts)[:, None] + row + 1
+        columns = np.arange(int(lens.max()))
+        hidden = np.where(columns < num_seen[:, :, None], np.float32(0), np.float32(-np.inf))
+        mask = self._tensor(hidden).to(self.dtype)[:, None]
+        slots = self._index(self._tails(requests, starts, lens))
+        return ShortGroup(self._index(rows.ravel()), slots, len(requests), num_rows, len(columns), mask)
 
     def _causal_groups(self, chunks: IntArray) -> list[CausalGroup]:
         """Groups of chunks of like length, longest first."""
@@ -212,7 +238,7 @@ class _Planner:
             rows = self.first_rows[group][:, None] + columns
             self.group_rows.append(np.where(np.arange(longest) <= last, rows, -1).ravel())
             rows = rows.ravel()
-            columns = columns + (self.kv_lens - self.query_lens)[group][:, None]
+            columns = columns + self.cached[group][:, None]
             slots = self.page_table[self.page_rows[group][:, None], columns].ravel()
             groups.append(CausalGroup(self._index(rows), self._index(slots), len(group), longest))
             first = end
@@ -236,6 +262,25 @@ class _Planner:
 
     def _tensor(self, values: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+
+
+def _alike_groups(lens: IntArray, max_gathered: int) -> list[IntArray]:
+    """Indices of lengths that are padded to the longest of them, together at most ``max_gathered``, unless it
+    is one alone. One group in their own order, where that is possible."""
+    if not len(lens):
+        return []
+    longest = int(lens.max())
+    if _alike(int(lens.min()), longest) and len(lens) * longest <= max_gathered:
+        return [np.arange(len(lens))]
+    by_length = np.argsort(-lens, kind="stable")
+    groups, first = [], 0
+    while first < len(lens):
+        longest = int(lens[by_length[first]])
+        shorter = np.searchsorted(-lens[by_length], -_shortest_alike(longest), side="right")
+        end = min(int(shorter), first + max(1, max_gathered // longest))
+        groups.append(by_length[first:end])
+        first = end
+    return groups
 
 
 def _shortest_alike(longest: int) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from agentflow.kernels import cpu_ops, reference_ops
-from agentflow.kernels.attention_plan import AttentionPlan
+from agentflow.kernels.attention_parts import AttentionPlan
 from agentflow.kernels.linear_weight import LinearWeight
 
 

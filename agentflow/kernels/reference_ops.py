@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from agentflow.kernels.attention_plan import AttentionPlan
+from agentflow.kernels.attention_parts import AttentionPlan, PageTable
+from agentflow.kernels.branches import Branches
 from agentflow.kernels.linear_weight import LinearWeight
 
 
@@ -68,7 +69,23 @@ def attention(q: Tensor, kv_layer: Tensor, plan: AttentionPlan, scale: float) ->
         for num_seen in range(int(kv_len - query_len) + 1, int(kv_len) + 1):
             out[row] = _attend(q[row], kv_layer[slots[:num_seen]], scale)
             row += 1
+    if plan.branches is not None:
+        _attend_branches(out[row:], q[row:], kv_layer, plan.page_table, plan.branches, scale)
     return out.flatten(1)
+
+
+def _attend_branches(
+    out: Tensor, q: Tensor, kv_layer: Tensor, page_table: PageTable, branches: Branches, scale: float
+) -> None:
+    row = 0
+    for page_row, prefix_len, num_rows in zip(
+        branches.page_rows, branches.prefix_lens, branches.query_lens, strict=True
+    ):
+        prefix = page_table[page_row, :prefix_len].tolist()
+        for _ in range(int(num_rows)):
+            slots = prefix + branches.paths[row, : branches.path_lens[row]].tolist()
+            out[row] = _attend(q[row], kv_layer[slots], scale)
+            row += 1
 
 
 def _attend(q: Tensor, kv: Tensor, scale: float) -> Tensor:

@@ -20,6 +20,7 @@ from agentflow.server.constrained_request import ConstrainedRequest, constrained
 from agentflow.server.core.jump_forward import Jump
 from agentflow.server.core.request import Request, Status, TopTokens
 from agentflow.server.core.scheduler import Scheduler, SchedulerConfig, StepResult
+from agentflow.server.core.token_tree import token_tree
 from agentflow.server.engine_messages import (
     Abort,
     CloseState,
@@ -196,6 +197,7 @@ class Engine:
             tenant=origin.tenant,
             salt=origin.cache_salt,
             score_from=message.score_from,
+            tree=token_tree(message.choices) if message.choices else None,
             objective=origin.objective,
             task_group=origin.task_group or None,
             state=origin.state or None,
@@ -274,7 +276,7 @@ class Engine:
             self._finish(request, reason)
 
     def _finish(self, request: Request, reason: str) -> None:
-        text_end = self._texts.get(request.id)
+        text_end, tree = self._texts.get(request.id), request.tree
         token_ids: list[int] = []
         text = ""
         logprobs: list[float | None] = [*request.logprobs]
@@ -296,6 +298,7 @@ class Engine:
                 output_tokens=request.num_generated,
                 logprobs=logprobs,
                 top_logprobs=top_logprobs,
+                choice_logprobs=[] if tree is None else tree.by_choice(request.target_logprobs),
             )
         )
         self._drop(request.id)

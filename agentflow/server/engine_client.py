@@ -142,6 +142,14 @@ class EngineClient:
         message = Submit(next(self._ids), token_ids, None, origin=origin, score_from=score_from)
         return await self._call(message, None)
 
+    async def score_choices(
+        self, token_ids: list[int], choices: Sequence[Sequence[int]], *, origin: Origin = _NOWHERE
+    ) -> Finished:
+        """Log-probabilities of each choice's tokens after ``token_ids``, all computed together. What they
+        begin with in common is computed once. BadArgument for a choice without a token."""
+        message = Submit(next(self._ids), token_ids, None, origin=origin, choices=choices)
+        return await self._call(message, None)
+
     def compute_ahead(self, token_ids: list[int], *, origin: Origin) -> int:
         """Has the tokens computed for those that will come; nobody waits. Returns what ``forget`` takes."""
         request_id = next(self._ids)

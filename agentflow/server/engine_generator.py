@@ -11,10 +11,11 @@ import anyio.to_thread
 import msgspec
 
 from agentflow.constraint import Constraint
-from agentflow.errors import AgentflowError, BadArgument
+from agentflow.errors import BadArgument
 from agentflow.generator import Capabilities, Generated, OnText, Scored, StateHint, Stats, Usage
 from agentflow.sampling import SamplingParams
 from agentflow.server.chat_template import ChatTemplate
+from agentflow.server.choice_encoding import WINDOW_CHARS, EncodedChoices
 from agentflow.server.choice_scoring import scores_of
 from agentflow.server.core.request import TopTokens
 from agentflow.server.engine_client import EngineClient, RequestObserver
@@ -101,7 +102,7 @@ class EngineGenerator:
     ) -> Generated:
         """Generates, and appends the ids as they were generated."""
         self.capabilities.require(constraint)
-        token_ids = await self._prompt(context, "gen")
+        token_ids = await self._prompt(context)
         compiled = None
         if constraint is not None and self._compiler is not None:
             compiled = await self._compiler.compile(constraint, tenant=self._tenant)
@@ -132,47 +133,40 @@ class EngineGenerator:
         )
 
     async def score(self, context: EngineContext, choices: Sequence[str], method: str) -> Scored:
-        """Scores each choice's tokens after the context. The choices share the prefix: whichever
-        is computed first puts it into the cache for the others."""
-        prefix = await self._prompt(context, "select")
-        encoded = [context.tokens.encode_next(choice) for choice in choices]
+        """Scores all choices in one forward pass: the tokens of each that come after what all have in
+        common. The one that is chosen is appended with the ids that were scored."""
+        encoded = await self._encode_choices(context, choices)
         context.has_run = True
-        done = await self._score_all(prefix, encoded, context.origin_now())
-        alone: list[Finished] = []
+        end = await self._client.score_choices(encoded.prefix, encoded.ends, origin=context.origin_now())
+        unconditional: list[list[float]] = []
         if method == "unconditional_likelihood_normalized":
-            alone = await self._score_all(self._start_ids, encoded, context.origin_now())
-        logprobs = [[value or 0.0 for value in end.logprobs] for end in done]
-        unconditional = [[value or 0.0 for value in end.logprobs] for end in alone]
-        scores = scores_of(method, encoded, logprobs, unconditional)
+            # Not as a request of the state: what that needs next is its prompt, and not this.
+            origin = msgspec.structs.replace(context.origin_now(), state=0)
+            alone = await self._client.score_choices(self._start_ids, encoded.ends, origin=origin)
+            unconditional = alone.choice_logprobs
+        scores = scores_of(method, encoded.ends, end.choice_logprobs, unconditional)
         best = max(range(len(scores)), key=scores.__getitem__)
-        context.tokens.generated(encoded[best], choices[best])
-        context.num_computed = len(prefix) + len(encoded[best])
-        usage = sum((_usage(end) for end in (*done, *alone)), Usage())
-        return Scored(best, tuple(map(sum, logprobs)), tuple(scores), usage)
+        context.tokens.choose(encoded, best)
+        context.num_unencoded_chars = 0
+        context.num_computed = len(encoded.prefix)
+        return Scored(best, tuple(map(sum, end.choice_logprobs)), tuple(scores), _usage(end))
+
+    async def _encode_choices(self, context: EngineContext, choices: Sequence[str]) -> EncodedChoices:
+        """In a thread where it is much."""
+        num_chars = context.num_unencoded_chars + sum(map(len, choices)) + WINDOW_CHARS * len(choices)
+        if num_chars > MAX_INLINE_CHARS:
+            encoded = await anyio.to_thread.run_sync(context.tokens.encode_choices, choices)
+        else:
+            encoded = context.tokens.encode_choices(choices)
+        if not encoded.num_before and not encoded.text:
+            raise BadArgument("select on an empty state: append some text or a turn first")
+        return encoded
 
     @property
     def _start_ids(self) -> list[int]:
         """What stands before a text that stands after nothing."""
         bos = self._client.tokenizer.bos_id
         return [bos if bos is not None else self._client.info.end_token_ids[0]]
-
-    async def _score_all(self, prefix: list[int], ends: list[list[int]], origin: Origin) -> list[Finished]:
-        scored: dict[int, Finished] = {}
-        failures: list[AgentflowError] = []
-
-        async def score_one(index: int) -> None:
-            try:
-                scored[index] = await self._client.score(prefix + ends[index], len(prefix), origin=origin)
-            except AgentflowError as error:
-                failures.append(error)
-                group.cancel_scope.cancel()
-
-        async with anyio.create_task_group() as group:
-            for index in range(len(ends)):
-                group.start_soon(score_one, index)
-        if failures:  # the first: the others mostly say the same
-            raise failures[0]
-        return [scored[index] for index in range(len(ends))]
 
     async def fork(self, context: EngineContext, count: int) -> list[EngineContext]:
         """Contexts with the same ids: one task group. What they share and nobody has computed yet is
@@ -270,11 +264,11 @@ class EngineGenerator:
         """``observer`` sees the engine's requests, those of all sessions."""
         self._client.observe(observer)
 
-    async def _prompt(self, context: EngineContext, what: str) -> list[int]:
+    async def _prompt(self, context: EngineContext) -> list[int]:
         await self._encode(context)
         token_ids = context.tokens.ids()
         if not token_ids:
-            raise BadArgument(f"{what} on an empty state: append some text or a turn first")
+            raise BadArgument("gen on an empty state: append some text or a turn first")
         return token_ids
 
     async def _encode(self, context: EngineContext) -> None:

@@ -33,7 +33,8 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
 
 class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Run a request over ``token_ids``: generate (``params.max_tokens``), or only compute them
-    (``params`` None), or score the tokens from index ``score_from`` on.
+    (``params`` None), or score the tokens from index ``score_from`` on, or score each of ``choices`` as
+    what comes after them.
 
     ``generated_ids``: what an engine that died had generated already, as told in ``Progress``. They
     count as output, with ``generated_logprobs`` and ``generated_top_logprobs``; their text is not told
@@ -46,6 +47,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     seed: int = 0
     origin: Origin = Origin()
     score_from: int = 0
+    choices: Sequence[Sequence[int]] = ()
     generated_ids: Sequence[int] = ()
     generated_logprobs: Sequence[float] = ()
     generated_top_logprobs: Sequence[TopTokens] = ()
@@ -103,7 +105,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The end of a request. ``token_ids`` and ``text`` are all of the generation; ``finish_reason``
     is ``eos`` (the model's end token), ``stop`` or ``length``. ``logprobs``: one per generated (or
     scored) token, None for a token that was re-encoded; empty where not asked for. ``top_logprobs``: the
-    same for the likeliest tokens at each place."""
+    same for the likeliest tokens at each place. ``choice_logprobs``: of each choice those of its tokens."""
 
     request_id: int
     token_ids: list[int]
@@ -114,6 +116,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True, array_like=True):
     output_tokens: int
     logprobs: list[float | None]
     top_logprobs: list[TopTokens | None] = []
+    choice_logprobs: list[list[float]] = []
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):

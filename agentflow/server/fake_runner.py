@@ -57,9 +57,9 @@ class FakeRunner:
             self._on_step(batch)
         self._slot_tokens[batch.write_slots] = batch.token_ids
         self._slot_positions[batch.write_slots] = batch.positions
-        owners = np.repeat(np.arange(len(batch.query_lens)), batch.query_lens)
+        slots_of_rows = _SlotsOfRows(batch)
         seen = [
-            self._tokens_before(batch, int(owners[row]), int(batch.positions[row]) + 1)
+            self._tokens_in(slots_of_rows.seen_by(row, int(batch.positions[row]) + 1))
             for row in batch.sampled.rows.tolist()
         ]
         return self.choose(seen, batch.sampled)
@@ -78,19 +78,23 @@ class FakeRunner:
                 while token in forbidden[i] or (mask is not None and not is_allowed(mask, token)):
                     token = (token + 1) % self.info.vocab_size
             tokens.append(token)
-            logprobs.append(-(zlib.crc32(before.tobytes() + b"%d" % token) % 5000) / 1000)
+            logprobs.append(_logprob(before, token))
+        scored: list[float] = []
+        if sampled.scored is not None:
+            pairs = zip(sampled.scored.rows.tolist(), sampled.scored.token_ids.tolist(), strict=True)
+            scored = [_logprob(seen[row], token) for row, token in pairs]
         output = BatchOutput(
             token_ids=np.array(tokens, dtype=np.int64),
             logprobs=np.array(logprobs, dtype=np.float32) if sampled.needs_logprobs else None,
+            scored_logprobs=None if sampled.scored is None else np.array(scored, dtype=np.float32),
         )
         return output if sampled.top_counts is None else self._with_top(output, int(sampled.top_counts.max()))
 
     def close(self) -> None:
         """Nothing to give back."""
 
-    def _tokens_before(self, batch: Batch, owner: int, end: int) -> NDArray[np.int64]:
-        slots = batch.page_table[batch.page_rows[owner], :end]
-        if not np.array_equal(self._slot_positions[slots], np.arange(end)):
+    def _tokens_in(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        if not np.array_equal(self._slot_positions[slots], np.arange(len(slots))):
             raise RuntimeError("the page table shows a slot that holds another position")
         return self._slot_tokens[slots]
 
@@ -106,7 +110,33 @@ class FakeRunner:
         rank = np.arange(count)
         ids = (output.token_ids[:, None] + rank) % self.info.vocab_size
         logprobs = output.logprobs[:, None] - rank.astype(np.float32)
-        return BatchOutput(output.token_ids, output.logprobs, ids, logprobs)
+        return BatchOutput(output.token_ids, output.logprobs, ids, logprobs, output.scored_logprobs)
+
+
+class _SlotsOfRows:
+    """Which slots each row of a batch sees."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+        self._owners = np.repeat(np.arange(len(batch.query_lens)), batch.query_lens)
+        if batch.branches is not None:
+            lens = batch.branches.query_lens
+            self._trees = np.repeat(np.arange(len(lens)), lens)
+
+    def seen_by(self, row: int, end: int) -> NDArray[np.int64]:
+        """In the order of their positions, which are those below ``end``."""
+        batch, branches = self._batch, self._batch.branches
+        if row < len(self._owners):
+            return batch.page_table[batch.page_rows[self._owners[row]], :end].astype(np.int64)
+        assert branches is not None
+        branch = row - len(self._owners)
+        tree = self._trees[branch]
+        prefix = batch.page_table[branches.page_rows[tree], : branches.prefix_lens[tree]]
+        return np.concatenate((prefix, branches.paths[branch, : branches.path_lens[branch]]), dtype=np.int64)
+
+
+def _logprob(before: NDArray[np.int64], token: int) -> float:
+    return -(zlib.crc32(before.tobytes() + b"%d" % token) % 5000) / 1000
 
 
 def _masks(masks: TokenMasks | None) -> dict[int, TokenWords]:

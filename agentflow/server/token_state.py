@@ -14,6 +14,7 @@ from datetime import datetime
 from agentflow.errors import BadArgument, NotSupported
 from agentflow.server.chat_layout import Layout, lay_out
 from agentflow.server.chat_template import ChatTemplate, Message
+from agentflow.server.choice_encoding import EncodedChoices, encode_choices
 from agentflow.server.token_spans import Part, Run, Segment, Span, encode_spans, spans_of
 from agentflow.server.tokenizer import Tokenizer
 
@@ -86,13 +87,26 @@ class TokenState:
         the conversation or cannot hold what stands between its turns."""
         return list(self._ids) if self._is_settled else _joined(self._segments_now())
 
-    def encode_next(self, text: str) -> list[int]:
-        """The ids that ``text`` would have as content that begins here, after a cut: for the choices of a
-        select, of which one may be appended with ``generated``. Raises as ``ids`` does."""
-        segments = self._segments if self._is_settled else self._segments_now()
+    def encode_choices(self, choices: Sequence[str]) -> EncodedChoices:
+        """The ids that the state would have with each of ``choices`` as its next text: the pending run of
+        text is encoded anew with each. One of them may then be appended with ``choose``. Raises as
+        ``ids`` does."""
+        text = "".join(self._pending)
+        segments = self._segments
+        if not self._is_settled:
+            spans = self._spans(self._lay_out())
+            segments = encode_spans(spans[:-1] if text else spans, self._tokenizer, self._segments)
         num_chars = sum([len(segment.span.text) for segment in segments])
         last_id = next((segment.ids[-1] for segment in reversed(segments) if segment.ids), None)
-        return self._tokenizer.encode(text, continues=self._tokenizer.continues_after(num_chars, last_id))
+        continues = self._tokenizer.continues_after(num_chars, last_id)
+        return encode_choices(self._tokenizer, _joined(segments), text, choices, continues=continues)
+
+    def choose(self, encoded: EncodedChoices, index: int) -> None:
+        """Appends one of the choices, with exactly the ids that it was encoded to. Nothing may have been
+        appended since ``encode_choices``."""
+        text, ids = encoded.run(index)
+        self._pending = []
+        self.generated(ids, text)
 
     def fork(self) -> TokenState:
         """A copy that goes its own way from here; costs a copy of the ids, no rendering and no encoding."""

@@ -135,7 +135,7 @@ class WorkloadRecorder:
             objective=origin.objective,
             task_group=_name(origin.task_group),
             state=_name(origin.state),
-            label=SCORE if submit.score_from else "",
+            label=SCORE if submit.score_from or submit.choices else "",
         )
 
 

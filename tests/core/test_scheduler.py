@@ -67,9 +67,8 @@ class Harness:
         if batch is None:
             return False
         self.row_counts.append(len(batch.token_ids))
-        assert (
-            len(batch.token_ids) == len(batch.positions) == len(batch.write_slots) == batch.query_lens.sum()
-        )
+        num_rows = batch.query_lens.sum() + (0 if batch.branches is None else batch.branches.query_lens.sum())
+        assert len(batch.token_ids) == len(batch.positions) == len(batch.write_slots) == num_rows
         assert len(np.unique(batch.write_slots)) == len(batch.write_slots)
         for result in self.scheduler.complete(self.runner.run(batch)):
             request = result.request
@@ -82,7 +81,9 @@ class Harness:
 
     def check(self) -> None:
         scheduler = self.scheduler
-        held = sum(r.num_computed - r.committed.num_tokens for r in scheduler.running.values())
+        held = sum(
+            r.num_computed - r.committed.num_tokens + len(r.node_slots) for r in scheduler.running.values()
+        )
         memory = scheduler.memory
         assert memory.num_held == held
         assert memory.slots.num_free + memory.cache.num_cached + held == memory.slots.total

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from kernel_cases import Case, Shape, make_case, shapes
 
 from agentflow.kernels import cpu_ops, reference_ops
-from agentflow.kernels.attention_plan import AttentionPlan, plan_attention
+from agentflow.kernels.attention_parts import AttentionPlan
+from agentflow.kernels.attention_plan import plan_attention
 from agentflow.kernels.ops import Kernels
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 0.02}
@@ -130,16 +131,17 @@ def test_a_long_request_is_not_padded_to() -> None:
 
 
 def test_a_chunk_after_a_cached_prefix_reads_it_without_a_mask() -> None:
-    case = make_case([Shape(-1, 0, 300, 20)])
+    case = make_case([Shape(-1, 0, 300, 40)])
     plan = planned(case)
-    assert [(part.num_rows, part.num_slots) for part in plan.contexts] == [(20, 300)]
-    assert [(group.num_chunks, group.num_rows) for group in plan.causals] == [(1, 20)]
+    assert [(part.num_rows, part.num_slots) for part in plan.contexts] == [(40, 300)]
+    assert [(group.num_chunks, group.num_rows) for group in plan.causals] == [(1, 40)]
 
 
-def test_a_few_rows_after_a_short_prefix_stand_alone() -> None:
-    case = make_case([Shape(-1, 0, 60, 3)])
+def test_chunks_of_a_few_rows_share_one_pass_over_their_keys() -> None:
+    case = make_case([Shape(-1, 0, 60, 3), Shape(-1, 0, 80, 1), Shape(-1, 0, 70, 5)])
     plan = planned(case)
-    assert [(group.num_rows, group.num_slots) for group in plan.singles] == [(3, 63)]
+    assert [(group.num_rows, group.num_slots) for group in plan.singles] == [(1, 81)]
+    assert [(group.num_chunks, group.num_rows, group.num_slots) for group in plan.shorts] == [(2, 5, 75)]
     assert not plan.causals
     assert not plan.contexts
     assert_equals_reference(case, plan)

@@ -91,23 +91,30 @@ class Conversations:
         assert prompt_of(context)[: len(prompt) + len(expected.ids)] == prompt + expected.ids
         assert context.tokens.num_rerendered_tokens == 0
 
-    async def choose(self, context: EngineContext) -> None:
-        """An assistant's turn with a select, against the twin."""
+    async def choose(self, context: EngineContext, text: str) -> None:
+        """An assistant's turn with a text and a select, against the twin."""
         self.generator.begin_role(context, "assistant")
-        prompt = prompt_of(context)
-        encoded = [TOKENIZER.encode(choice) for choice in CHOICES]
-        logprobs = [sum(fake_logprob(prompt + ids[:n], ids[n]) for n in range(len(ids))) for ids in encoded]
-        scores = [total / len(ids) for total, ids in zip(logprobs, encoded, strict=True)]
+        settled = prompt_of(context)
+        self.generator.fill(context, text)
+        encoded = [settled + TOKENIZER.encode(text + choice, continues=True) for choice in CHOICES]
+        start = min(len(encoded[0]), *(common_prefix(encoded[0], ids) for ids in encoded[1:]))
+        start = min(start, *(len(ids) - 1 for ids in encoded))
+        logprobs = [sum(fake_logprob(ids[:n], ids[n]) for n in range(start, len(ids))) for ids in encoded]
+        scores = [total / (len(ids) - start) for total, ids in zip(logprobs, encoded, strict=True)]
+        prefix = encoded[0][:start]
+        num_cached = self.cached(context, prefix)
         end = await self.generator.score(context, CHOICES, "token_length_normalized")
         assert end.logprobs == pytest.approx(logprobs)
         assert end.scores == pytest.approx(scores)
         assert end.index == max(range(len(CHOICES)), key=scores.__getitem__)
         self.generator.fill(context, "swer")  # is not encoded together with what was chosen
-        assert prompt_of(context) == prompt + encoded[end.index] + TOKENIZER.encode("swer", continues=True)
-        assert end.usage.prompt_tokens == sum(len(prompt) + len(ids) for ids in encoded)
-        for ids in encoded:
-            self.note(context, prompt + ids[:-1])
+        assert prompt_of(context) == encoded[end.index] + TOKENIZER.encode("swer", continues=True)
+        assert context.tokens.text_view().endswith(text + CHOICES[end.index] + "swer")
+        assert end.usage == af.Usage(len(prefix), num_cached, 0)
+        self.note(context, prefix)
         self.generator.end_role(context)
+        assert prompt_of(context)[: len(encoded[end.index])] == encoded[end.index]
+        assert context.tokens.num_rerendered_tokens == 0
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
@@ -123,7 +130,7 @@ steps = st.one_of(
     st.tuples(
         st.just("ask"), texts, st.integers(1, 12), st.sampled_from([(), ("e",), ("an", " t")]), st.booleans()
     ),
-    st.tuples(st.just("choose")),
+    st.tuples(st.just("choose"), texts),
     st.tuples(st.just("fork"), st.integers(1, 3)),
 )
 
@@ -146,7 +153,7 @@ async def test_conversations_are_token_exact_and_reuse_all_that_was_computed(pla
                         context, text, SamplingParams(max_tokens=max_tokens, stop=stop, logprobs=logprobs)
                     )
                 case "choose":
-                    await talk.choose(context)
+                    await talk.choose(context, args[0])
                 case "fork":
                     ahead = context.computing_ahead
                     talk.contexts += await talk.generator.fork(context, args[0])
@@ -285,7 +292,6 @@ async def test_an_empty_state_cannot_be_continued():
 
 
 async def test_a_select_that_cannot_run_says_why_once():
-    """All of its requests fail; it is the first failure that is raised, not a group of them."""
     async with plain_engine(max_context=64) as client:
         generator = generator_on(client)
         context = generator.open("")

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plain_sampler import MASK, plain_choice, plain_uniform
 
-from agentflow.server.core.batch import SampledRows, TokenMasks
+from agentflow.server.core.batch import SampledRows, ScoredTokens, TokenMasks
 from agentflow.server.model import sampler
 from agentflow.server.model.sampler import choose_tokens, uniforms
 
@@ -229,3 +229,34 @@ def test_logits_that_are_not_numbers_give_a_token_and_harm_no_other_row(temperat
     tokens = choose_tokens(logits, sampled_rows([(temperature, 0, 0.9, 0.0, 1, 2)] * 2)).token_ids
     assert 0 <= tokens[0] < 50
     assert tokens[1] == alone[0]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 49)), max_size=40).map(sorted),
+    st.integers(0, 4),
+    st.integers(0, 1000),
+)
+def test_any_number_of_tokens_after_a_row_is_scored(
+    pairs: list[tuple[int, int]], cut: int, seed: int
+) -> None:
+    """Together or in parts, and beside rows that sample."""
+    logits = random_logits(5, 50, seed)
+    logits[0, 7] = 1e4  # all of the probability
+    rows = np.array([row for row, _ in pairs], dtype=np.int64)
+    tokens = np.array([token for _, token in pairs], dtype=np.int64)
+    targets = np.array([3, -1, 4, -1, 5])
+    greedy = [(0.0, 0, 1.0, 0.0, 0, 0)] * 5
+    sampled = sampled_rows(greedy, target_ids=targets, needs_logprobs=True, scored=ScoredTokens(rows, tokens))
+    expected = [float(logits[row].double().log_softmax(-1)[token]) for row, token in pairs]
+    output = choose_tokens(logits, sampled)
+    assert output.scored_logprobs == pytest.approx(expected, abs=1e-5)
+    assert all(
+        value == 0.0 for value, pair in zip(output.scored_logprobs, pairs, strict=True) if pair == (0, 7)
+    )
+    parts = [
+        choose_tokens(logits[first:end], sampled.part(first, end)).scored_logprobs
+        for first, end in ((0, cut), (cut, 5))
+        if first < end
+    ]
+    assert np.concatenate(parts).tolist() == output.scored_logprobs.tolist()
+    assert output.token_ids.tolist() == np.where(targets < 0, logits.argmax(-1).numpy(), targets).tolist()

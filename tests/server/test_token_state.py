@@ -198,7 +198,7 @@ def test_a_fork_renders_nothing() -> None:
 
 
 @pytest.mark.parametrize("prepend", SENTENCEPIECE)
-def test_what_comes_next_is_encoded_as_if_it_were_appended(prepend: str) -> None:
+def test_a_choice_is_encoded_as_if_it_were_appended(prepend: str) -> None:
     tokenizer, _ = SENTENCEPIECE[prepend]
     for begin in ("", "the fox", "the fox\n"):
         for turn in (False, True):
@@ -206,12 +206,32 @@ def test_what_comes_next_is_encoded_as_if_it_were_appended(prepend: str) -> None
             if turn:
                 say(state, "user", "What?")
             state.text(begin)
-            ids = state.encode_next("dog<s>")
-            state.cut()
-            assert state.encode_next("dog<s>") == ids
-            before = state.ids()
-            state.text("dog<s>")
-            assert state.ids() == before + ids
+            choices = ["dog<s>", "dog", "cat", "s"]
+            chosen = state.fork() if not begin else state
+            encoded = chosen.encode_choices(choices)
+            for index, choice in enumerate(choices):
+                whole = TokenState(tokenizer, TEMPLATES["inst"])
+                if turn:
+                    say(whole, "user", "What?")
+                whole.text(begin + choice)
+                assert encoded.prefix + encoded.ends[index] == whole.ids()
+            chosen.choose(encoded, 0)
+            assert chosen.ids() == encoded.prefix + encoded.ends[0]
+            assert chosen.text_view().endswith(begin + "dog<s>")
+
+
+def test_after_a_cut_a_choice_is_encoded_alone() -> None:
+    state = state_of("plain")
+    state.text("The qu")
+    state.cut()
+    settled = state.ids()
+    encoded = state.encode_choices(["ick", "estion"])
+    assert encoded.prefix == settled
+    assert encoded.ends == [SMALL.encode(choice, continues=True) for choice in ("ick", "estion")]
+    state.choose(encoded, 1)
+    state.text("!")
+    assert state.ids() == settled + encoded.ends[1] + SMALL.encode("!", continues=True)
+    assert state.text_view().endswith("The question!")
 
 
 @given(chunks=st.lists(st.text(st.sampled_from("the an\n"), max_size=5), max_size=4))

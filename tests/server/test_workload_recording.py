@@ -103,11 +103,13 @@ async def test_what_generates_nothing_has_no_output(tmp_path):
         await client.compute([5, 6, 7])
         client.compute_ahead([5, 6, 8], origin=Origin())
         await client.score([5, 6, 7, 8], 3)
+        await client.score_choices([5, 6, 9], [[1, 2], [3]])
     by_prompt = sorted(read(path), key=lambda a: a.prompt.tolist())
     assert [(a.prompt.tolist(), a.output.tolist(), a.max_new_tokens, a.label) for a in by_prompt] == [
         ([5, 6, 7], [], 0, ""),
         ([5, 6, 7, 8], [], 0, "score"),
         ([5, 6, 8], [], 0, ""),
+        ([5, 6, 9], [], 0, "score"),
     ]
 
 

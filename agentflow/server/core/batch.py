@@ -73,6 +73,38 @@ class TokenMasks:
 
 
 @dataclass(slots=True, frozen=True)
+class ScoredTokens:
+    """Tokens whose log-probabilities are wanted, any number after one row: ``token_ids[i]`` after sampled
+    row ``rows[i]``. ``rows`` ascend."""
+
+    rows: IntArray
+    token_ids: IntArray
+
+    def part(self, first: int, end: int) -> ScoredTokens:
+        """Those of the rows from ``first`` up to ``end``, counted from ``first``."""
+        low, high = np.searchsorted(self.rows, (first, end)).tolist()
+        return ScoredTokens(self.rows[low:high] - first, self.token_ids[low:high])
+
+
+@dataclass(slots=True, frozen=True)
+class BranchRows:
+    """Rows that stand at the end of a batch and are part of no request's sequence: the tokens of trees below
+    a prefix. Each sees the whole prefix, then the nodes above it in its tree, then itself.
+
+    ``page_rows``, ``prefix_lens``, ``query_lens`` [G]: of each tree the page table's row and the length of
+    its prefix there, this batch's rows included, and how many rows it has here. ``paths`` [B, any]: for each
+    row the slots of the nodes above it and its own, of which the first ``path_lens[b]`` count; the
+    others repeat its own.
+    """
+
+    page_rows: IntArray
+    prefix_lens: IntArray
+    query_lens: IntArray
+    paths: IntArray
+    path_lens: IntArray
+
+
+@dataclass(slots=True, frozen=True)
 class SampledRows:
     """The rows whose logits are needed, and how a token is chosen from each. All arrays have length S.
 
@@ -81,7 +113,7 @@ class SampledRows:
     will have in its sequence; with ``seeds`` it is the counter of the random number.
     ``needs_logprobs``: whether any row wants the log-probability of its token. ``edits``, ``masks`` and
     ``top_counts`` (how many likeliest tokens each row wants told) are None in the many batches where no
-    row has any.
+    row has any. ``scored`` (None likewise): tokens to score beside the rows' own.
     """
 
     rows: IntArray
@@ -96,6 +128,7 @@ class SampledRows:
     edits: LogitEdits | None = None
     masks: TokenMasks | None = None
     top_counts: IntArray | None = None
+    scored: ScoredTokens | None = None
 
     def part(self, first: int, end: int) -> SampledRows:
         """The sampled rows from ``first`` up to ``end``."""
@@ -113,6 +146,7 @@ class SampledRows:
             edits=None if self.edits is None else self.edits.part(first, end),
             masks=None if self.masks is None else self.masks.part(first, end),
             top_counts=None if self.top_counts is None else self.top_counts[cut],
+            scored=None if self.scored is None else self.scored.part(first, end),
         )
 
 
@@ -125,7 +159,8 @@ class Batch:
     scheduler's own table, shared and not copied; ``page_rows`` [R] says which of its rows belongs
     to which request: ``page_table[page_rows[r], :kv_lens[r]]`` are the slots of request r in order
     of position, those written in this step included. ``query_lens`` [R]: rows of each request.
-    ``num_decode``: so many requests at the front have one row each.
+    ``num_decode``: so many requests at the front have one row each. ``branches``: of the last rows of
+    the batch, which are counted in none of these; None where there are none.
     """
 
     token_ids: IntArray
@@ -137,6 +172,7 @@ class Batch:
     kv_lens: IntArray
     num_decode: int
     sampled: SampledRows
+    branches: BranchRows | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -144,12 +180,14 @@ class BatchOutput:
     """One token per sampled row: ``token_ids`` [S] (the target where one was asked for), and
     ``logprobs`` [S], its log-probability under the unmodified logits (None where nobody asked).
     ``top_ids`` and ``top_logprobs`` [S, any]: each row's likeliest tokens under the same logits, likeliest
-    first, at least as many as its ``top_counts`` (None where nobody asked)."""
+    first, at least as many as its ``top_counts`` (None where nobody asked). ``scored_logprobs``: of
+    ``SampledRows.scored``, in that order."""
 
     token_ids: IntArray
     logprobs: FloatArray | None
     top_ids: IntArray | None = None
     top_logprobs: FloatArray | None = None
+    scored_logprobs: FloatArray | None = None
 
     def top_of(self, row: int, count: int) -> list[tuple[int, float]]:
         """The ``count`` likeliest tokens of one sampled row, or as many as were found."""

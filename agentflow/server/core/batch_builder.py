@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from agentflow.server.core.batch import Batch, IntArray, SampledRows
+from agentflow.server.core.batch import Batch, BranchRows, IntArray, SampledRows
+from agentflow.server.core.branch_builder import build_branches, scored_tokens, tree_rows
 from agentflow.server.core.request import Request
 from agentflow.server.core.sampling_table import SamplingTable
 
@@ -16,10 +17,15 @@ Work = tuple[Request, int]
 
 
 def build_batch(
-    work: Sequence[Work], slots: NDArray[np.int32], page_table: NDArray[np.int32], sampling: SamplingTable
+    work: Sequence[Work],
+    slots: NDArray[np.int32],
+    page_table: NDArray[np.int32],
+    sampling: SamplingTable,
+    branches: Sequence[Work] = (),
 ) -> Batch:
-    """The batch of ``work``, in its order: requests with one row come first. ``slots`` [T]: for all rows,
-    in that order; they are written to the page table.
+    """The batch of ``work``, in its order: requests with one row come first. Then so many nodes of each of
+    ``branches``. ``slots`` [T]: for all rows, in that order; they are written to the page table, and those
+    of nodes to their requests.
 
     Nothing is made for each row, and for each request only what is in Python lists, so that the number
     of arrays is the same however many requests there are.
@@ -37,8 +43,14 @@ def build_batch(
         first_rows = np.cumsum(query_lens) - query_lens
         positions = np.arange(len(token_ids)) + np.repeat(starts - first_rows, query_lens)
         rows_of_table = np.repeat(page_rows, query_lens)
-    page_table[rows_of_table, positions] = slots
     kv_lens = starts + query_lens
+    page_table[rows_of_table, positions] = slots[: len(token_ids)]
+    sampled = _sampled_rows(work, page_rows, query_lens, kv_lens, sampling, branches)
+    branch_rows: BranchRows | None = None
+    if branches:
+        nodes, node_positions, branch_rows = build_branches(branches, slots[len(token_ids) :])
+        token_ids = np.concatenate((token_ids, nodes))
+        positions = np.concatenate((positions, node_positions))
     return Batch(
         token_ids=token_ids,
         positions=positions,
@@ -48,14 +60,17 @@ def build_batch(
         query_lens=query_lens,
         kv_lens=kv_lens,
         num_decode=num_single,
-        sampled=_sampled_rows(work, page_rows, query_lens, kv_lens, sampling),
+        sampled=sampled,
+        branches=branch_rows,
     )
 
 
 def targets_of(request: Request, num_rows: int) -> Sequence[tuple[int, int]]:
     """Which of the request's next ``num_rows`` rows give a token: pairs of row (0 is the first
-    uncomputed token) and target (-1 to sample)."""
+    uncomputed token) and target (-1 to sample). Of a select's targets after one row this is the first."""
     start, end = request.num_computed, request.num_computed + num_rows
+    if request.tree is not None and end == request.num_tokens:
+        return ((num_rows - 1, int(request.tree.targets[0])),)
     first_unscored = request.first_unscored
     if first_unscored == request.num_tokens:  # as in most steps
         return ((num_rows - 1, -1),) if request.max_new_tokens and end == request.num_tokens else ()
@@ -72,10 +87,11 @@ def _sampled_rows(
     query_lens: IntArray,
     kv_lens: IntArray,
     sampling: SamplingTable,
+    branches: Sequence[Work],
 ) -> SampledRows:
     """``targets_of`` of all requests. In most steps each gives a token, from its last row."""
     if sampling.num_scoring:
-        return _scored_and_sampled_rows(work, page_rows, sampling)
+        return _scored_and_sampled_rows(work, branches, sampling)
     rows: IntArray = query_lens.cumsum() - 1
     at_end = [request.num_tokens - request.num_computed == num_rows for request, num_rows in work]
     if sampling.num_silent or not all(at_end):
@@ -86,23 +102,37 @@ def _sampled_rows(
 
 
 def _scored_and_sampled_rows(
-    work: Sequence[Work], page_rows: IntArray, sampling: SamplingTable
+    work: Sequence[Work], branches: Sequence[Work], sampling: SamplingTable
 ) -> SampledRows:
+    """The same where some are only scored, and of each node's targets the first."""
     rows: list[int] = []
     targets: list[int] = []
     owners: list[int] = []
     positions: list[int] = []
+    tree_begins: list[int] = []
     first_row = 0
-    for owner, (request, num_rows) in enumerate(work):
+    for request, num_rows in work:
         for row, target in targets_of(request, num_rows):
+            if request.tree is not None:
+                tree_begins.append(len(rows))
             rows.append(first_row + row)
             targets.append(target)
-            owners.append(owner)
+            owners.append(request.page_row)
             positions.append(request.num_computed + row + 1)
         first_row += num_rows
+    for request, num_nodes in branches:
+        tree, first = request.tree, request.num_nodes_computed
+        assert tree is not None
+        tree_begins.append(len(rows))
+        rows += range(first_row, first_row + num_nodes)
+        targets += tree.targets[tree.first_targets[1 + first : 1 + first + num_nodes]].tolist()
+        owners += [request.page_row] * num_nodes
+        positions += (tree.depths[first : first + num_nodes] + request.num_tokens + 1).tolist()
+        first_row += num_nodes
     return sampling.sampled_rows(
         np.array(rows, dtype=np.int64),
-        page_rows[np.array(owners, dtype=np.int64)],
+        np.array(owners, dtype=np.int64),
         np.array(positions, dtype=np.int64),
         np.array(targets, dtype=np.int64),
+        scored_tokens(tree_rows(work, branches), tree_begins) if tree_begins else None,
     )

@@ -102,6 +102,11 @@ class KVMemory:
         start = request.num_computed
         self.slots.release(self.page_table[request.page_row, start : start + count])
 
+    def release_nodes(self, request: Request) -> None:
+        """The nodes of the request's tree need their slots no longer. May be repeated."""
+        self.slots.release(request.node_slots)
+        request.node_slots = request.node_slots[:0]
+
     def commit(self, request: Request) -> None:
         """Puts all computed tokens of a running request into the cache and locks them there."""
         known = request.committed
@@ -141,6 +146,7 @@ class KVMemory:
     def detach(self, request: Request) -> None:
         """The request runs no longer: what it computed stays cached, the rest is free."""
         self.commit(request)
+        self.release_nodes(request)
         assert request.committed is not None
         if request.state is not None and self._use_cache:
             self.liveness.refresh(
@@ -152,7 +158,7 @@ class KVMemory:
             row = self.page_table[request.page_row]
             self.slots.release(row[held_from : request.num_computed])
         request.committed = None
-        request.num_computed = 0
+        request.num_computed = request.num_nodes_computed = 0
         self._free_rows.append(request.page_row)
         request.page_row = -1
 
@@ -160,7 +166,7 @@ class KVMemory:
         """What a running request alone holds: if it gave way, so much would become free, and might
         have to be computed again."""
         assert request.committed is not None
-        alone = request.num_computed - request.committed.num_tokens
+        alone = request.num_computed - request.committed.num_tokens + len(request.node_slots)
         node = request.committed.node
         while node.parent is not None and node.locks == 1:
             alone += len(node.slots)

@@ -42,13 +42,18 @@ class OutputReserve:
 
     def need(self, request: Request) -> int:
         """Slots that a running request will still take: what it has to compute, and what it generates."""
-        return request.num_tokens - request.num_computed + self.expected(request)
+        return request.num_tokens - request.num_computed + request.num_nodes_left + self.expected(request)
 
     def need_at_peak(self, requests: Iterable[Request]) -> int:
         """Slots that the requests together take beyond those they have, at the worst moment: all go on
         in step, and each gives back what it alone uses when it has generated what is expected."""
         rows = [
-            (self.expected(r), r.num_tokens - r.num_shared, r.num_computed - r.num_shared) for r in requests
+            (
+                self.expected(r),
+                r.num_tokens + r.num_nodes - r.num_shared,
+                r.num_computed + len(r.node_slots) - r.num_shared,
+            )
+            for r in requests
         ]
         if not rows:
             return 0

@@ -14,10 +14,11 @@ _Place = tuple[CacheIdentity, int, int]
 
 
 class Prefills:
-    """Running requests with more than one row to compute. ``moved`` when one got further."""
+    """Running requests with more than one row to compute, and selects until they are done. ``moved`` when
+    one got further."""
 
     def __init__(self) -> None:
-        self._requests: dict[int, tuple[Request, _Place]] = {}
+        self._requests: dict[int, tuple[Request, _Place | None]] = {}
         self._at: dict[_Place, list[Request]] = {}
 
     def __len__(self) -> int:
@@ -32,6 +33,9 @@ class Prefills:
     def add(self, request: Request) -> None:
         """It has just been admitted."""
         next_index = request.num_computed
+        if request.num_tokens - next_index <= 1 and request.tree is not None:
+            self._requests[request.id] = request, None  # nobody waits for one row, or for nodes
+            return
         place = (request.extra_key, next_index, int(request.tokens[next_index]))
         self._requests[request.id] = request, place
         here = self._at.get(place)
@@ -41,11 +45,12 @@ class Prefills:
             here.append(request)
 
     def moved(self, request: Request) -> None:
-        """It has computed more; it leaves when one row or none is left. Unknown ones are ignored."""
+        """It has computed more; it leaves when one row or none is left, a select when none is. Unknown
+        ones are ignored."""
         known = self._requests.get(request.id)
         if known is not None:
             self._leave(*known)
-            if request.num_to_compute > 1:
+            if request.num_to_compute > (1 if request.tree is None else 0):
                 self.add(request)  # in its old place among the requests
             else:
                 del self._requests[request.id]
@@ -56,7 +61,9 @@ class Prefills:
         if known is not None:
             self._leave(*known)
 
-    def _leave(self, request: Request, place: _Place) -> None:
+    def _leave(self, request: Request, place: _Place | None) -> None:
+        if place is None:
+            return
         here = self._at[place]
         if len(here) == 1:
             del self._at[place]

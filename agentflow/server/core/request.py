@@ -12,14 +12,18 @@ import numpy as np
 
 from agentflow.sampling import SamplingParams
 from agentflow.server.core.grammar import TokenWords
-from agentflow.server.core.radix_node import PrefixMatch, TokenArray
+from agentflow.server.core.radix_node import PrefixMatch, SlotArray, TokenArray
 from agentflow.server.core.token_run import TokenRun, token_run
+from agentflow.server.core.token_tree import TokenTree
 
 Objective = Literal["latency", "throughput"]
 """What the program wants of a request: somebody waits for it, or only the sum of all counts."""
 
 TopTokens = list[tuple[int, float]]
 """The likeliest tokens at one place with their log-probabilities, likeliest first."""
+
+
+_NO_SLOTS: SlotArray = np.empty(0, dtype=np.int32)
 
 
 class CacheIdentity(NamedTuple):
@@ -39,11 +43,13 @@ class Status(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A generation (``max_new_tokens`` > 0), a pure prefill (0), or a scoring.
+    """A generation (``max_new_tokens`` > 0), a pure prefill (0), a scoring, or a select.
 
     ``tokens`` is a buffer; its first ``num_tokens`` are known (prompt, then what was generated).
     ``num_computed`` of them have their KV in slots. A scoring request has ``score_from`` > 0: the
-    log-probability of each token from that index on is wanted, and nothing is generated.
+    log-probability of each token from that index on is wanted, and nothing is generated. A select has a
+    ``tree`` of choices below its tokens: ``num_nodes_computed`` of its nodes have their KV in ``node_slots``,
+    which are its own and never cached, and ``target_logprobs`` are those of its targets.
 
     ``task_group``: names the siblings that one consumer waits for. ``state``: the program's state that
     this request belongs to; what it computed is kept longer while that is open.
@@ -65,6 +71,7 @@ class Request:
     seed: int
     extra_key: CacheIdentity
     score_from: int = 0
+    tree: TokenTree | None = None
     objective: Objective = "latency"
     task_group: Hashable = None
     state: Hashable = None
@@ -82,6 +89,9 @@ class Request:
     was_admitted: bool = False
     page_row: int = -1
     committed: PrefixMatch | None = None
+    num_nodes_computed: int = 0
+    node_slots: SlotArray = field(default_factory=lambda: _NO_SLOTS)
+    target_logprobs: list[float] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopTokens] = field(default_factory=list)
 
@@ -97,6 +107,7 @@ class Request:
         tenant: str = "",
         salt: Hashable = None,
         score_from: int = 0,
+        tree: TokenTree | None = None,
         objective: Objective = "latency",
         task_group: Hashable = None,
         state: Hashable = None,
@@ -117,6 +128,8 @@ class Request:
             seed=seed,
             extra_key=CacheIdentity(tenant, salt),
             score_from=score_from,
+            tree=tree,
+            target_logprobs=[] if tree is None else [0.0] * len(tree.targets),
             objective=objective,
             task_group=task_group,
             state=state,
@@ -136,7 +149,10 @@ class Request:
     @property
     def num_to_compute(self) -> int:
         """Tokens whose KV (or logits) are needed now. The last token of a scoring is only a target."""
-        return self.num_tokens - self.num_computed - (1 if self.score_from or self.is_complete else 0)
+        left = self.num_tokens - self.num_computed
+        if self.tree is not None:
+            return left + self.num_nodes_left
+        return left - (1 if self.score_from or self.is_complete else 0)
 
     @property
     def first_unscored(self) -> int:
@@ -147,6 +163,16 @@ class Request:
         if self.params.wants_logprobs:
             return min(self.num_prompt + len(self.logprobs), self.num_tokens)
         return self.num_tokens
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of its tree, if it has one."""
+        return 0 if self.tree is None else self.tree.num_nodes
+
+    @property
+    def num_nodes_left(self) -> int:
+        """Those of them that are not computed."""
+        return 0 if self.tree is None else self.tree.num_nodes - self.num_nodes_computed
 
     @property
     def num_reusable(self) -> int:

@@ -11,7 +11,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from agentflow.server.core.batch import FloatArray, IntArray, LogitEdits, SampledRows, TokenMasks
+from agentflow.server.core.batch import (
+    FloatArray,
+    IntArray,
+    LogitEdits,
+    SampledRows,
+    ScoredTokens,
+    TokenMasks,
+)
 from agentflow.server.core.grammar import TokenWords
 from agentflow.server.core.request import Request
 from agentflow.server.core.token_counts import TokenCounts
@@ -62,7 +69,7 @@ class SamplingTable:
         self._constrained.pop(request.page_row, None)
 
     def _count(self, request: Request, change: int) -> None:
-        is_scoring = request.score_from > 0
+        is_scoring = request.score_from > 0 or request.tree is not None
         is_jumping = request.token_mask is not None and request.params.wants_logprobs
         if is_scoring or is_jumping:
             self.num_scoring += change
@@ -72,10 +79,16 @@ class SamplingTable:
             self._num_logprobs += change
 
     def sampled_rows(
-        self, rows: IntArray, page_rows: IntArray, positions: IntArray, target_ids: IntArray | None = None
+        self,
+        rows: IntArray,
+        page_rows: IntArray,
+        positions: IntArray,
+        target_ids: IntArray | None = None,
+        scored: ScoredTokens | None = None,
     ) -> SampledRows:
         """How a token is chosen from each of ``rows``, which belong to ``page_rows``; with ``target_ids``
-        some have a target. One that wants log-probabilities has them made for all in its batch."""
+        some have a target. One that wants log-probabilities has them made for all in its batch. ``scored``:
+        what is to be scored besides."""
         edits, masks, top_counts = None, None, None
         if self._special:
             edits, top_counts = self._edits_of(page_rows, target_ids)
@@ -97,6 +110,7 @@ class SamplingTable:
             edits=edits,
             masks=masks,
             top_counts=top_counts,
+            scored=scored,
         )
 
     def _masks_of(self, page_rows: IntArray, target_ids: IntArray | None) -> TokenMasks | None:

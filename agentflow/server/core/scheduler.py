@@ -17,7 +17,9 @@ from typing import NamedTuple
 from agentflow.errors import PromptTooLong
 from agentflow.server.core.batch import Batch, BatchOutput
 from agentflow.server.core.batch_builder import Work, build_batch, targets_of
+from agentflow.server.core.branch_builder import TreeRows, take_scored, tree_rows
 from agentflow.server.core.counters import Counters
+from agentflow.server.core.draft import Draft
 from agentflow.server.core.kv_memory import KVMemory
 from agentflow.server.core.output_reserve import OutputReserve
 from agentflow.server.core.policies import DEFAULT_POLICY, policy_named
@@ -25,6 +27,7 @@ from agentflow.server.core.prefills import Prefills
 from agentflow.server.core.request import CacheIdentity, Request, Status, TopTokens
 from agentflow.server.core.sampling_table import SamplingTable
 from agentflow.server.core.token_run import TokenRun
+from agentflow.server.core.token_tree import TokenTree
 
 # Forced tokens are computed in the step after they are known where they are no more than this; more of them
 # take their turn like a prompt's.
@@ -50,15 +53,6 @@ class StepResult(NamedTuple):
     token_id: int | None
     logprobs: list[float]
     tops: list[TopTokens]
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A batch in the making: ``limit``: rows that it may have."""
-
-    work: list[Work]
-    num_rows: int
-    limit: int
 
 
 def _is_chunk(item: Work) -> bool:
@@ -87,6 +81,8 @@ class Scheduler:
         self._reserve = OutputReserve()
         self._arrivals = itertools.count()
         self._in_flight: list[Work] = []
+        self._branches_in_flight: list[Work] = []
+        self._scored_in_flight: list[TreeRows] = []
 
     @property
     def counters(self) -> Counters:
@@ -98,7 +94,9 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues a request, or raises ``PromptTooLong`` where it could never run."""
         room = self.max_total_tokens - request.num_prompt
-        if room < (1 if request.max_new_tokens else 0):
+        if request.tree is not None:
+            self._check_tree(request.num_prompt, request.tree)
+        elif room < (1 if request.max_new_tokens else 0):
             raise PromptTooLong(
                 f"the prompt has {request.num_prompt} tokens; with its output it must fit into "
                 f"{self.max_total_tokens} (the smaller of the model's context and the KV pool): shorten it"
@@ -114,15 +112,16 @@ class Scheduler:
             for request in self._prefills:
                 self._prefill(request, draft)
             self._admit_waiting(draft)
-            if draft.work or not self.running:
+            if draft.num_rows or not self.running:
                 break
             self._retract_one(1)  # half-done prefills hold all slots between them
         work = sorted(draft.work, key=_is_chunk)  # stable: requests with one row come first
-        self._in_flight = work
-        if not work:
+        self._in_flight, self._branches_in_flight = work, draft.branches
+        if not draft.num_rows:
             return None
+        self._scored_in_flight = tree_rows(work, draft.branches) if self._sampling.num_scoring else []
         slots = self.memory.allocate(draft.num_rows)
-        return build_batch(work, slots, self.memory.page_table, self._sampling)
+        return build_batch(work, slots, self.memory.page_table, self._sampling, draft.branches)
 
     def complete(self, output: BatchOutput) -> list[StepResult]:
         """The batch of the last ``schedule`` has run: its rows are computed now. New tokens are
@@ -142,30 +141,47 @@ class Scheduler:
             self.memory.num_computed += num_rows
             if in_prompt:
                 self.memory.commit(request)
-            if num_rows > 1:
-                self._prefills.moved(request)
+            self._prefills.moved(request)
             token_id = None
             if targets and targets[-1][1] < 0:
                 token_id = token_ids[end - 1]
                 request.tokens[request.num_tokens] = token_id
                 request.num_tokens += 1
                 self._counters.generated_tokens += 1
-            told = [] if logprobs is None else logprobs[next_output:end]
+            told = [] if logprobs is None or request.tree is not None else logprobs[next_output:end]
             tops: list[TopTokens] = []
             if request.params.top_logprobs:
                 tops = [output.top_of(i, request.params.top_logprobs) for i in range(next_output, end)]
             results.append(StepResult(request, token_id, told, tops))
             next_output = end
         self._in_flight = []
+        if self._scored_in_flight:
+            self._complete_trees(output, results)
         return results
+
+    def _complete_trees(self, output: BatchOutput, results: list[StepResult]) -> None:
+        """The same for the nodes of the batch, and what was scored."""
+        take_scored(self._scored_in_flight, output)
+        told = {result.request.id for result in results}
+        for request, num_nodes in self._branches_in_flight:
+            request.num_nodes_computed += num_nodes
+            self.memory.num_computed += num_nodes
+            self._prefills.moved(request)
+            if not request.num_nodes_left:
+                self.memory.release_nodes(request)
+            if request.id not in told:
+                results.append(StepResult(request, None, [], []))
+        self._branches_in_flight, self._scored_in_flight = [], []
 
     def discard(self) -> list[Request]:
         """The batch of the last ``schedule`` failed: its rows are not computed, its slots go back.
         Returns its requests; the caller releases them."""
         for request, num_rows in self._in_flight:
             self.memory.give_back(request, num_rows)
-        failed = [request for request, _ in self._in_flight]
-        self._in_flight = []
+        for request, _ in self._branches_in_flight:
+            self.memory.release_nodes(request)
+        failed = list(dict.fromkeys([r for r, _ in (*self._in_flight, *self._branches_in_flight)]))
+        self._in_flight, self._branches_in_flight, self._scored_in_flight = [], [], []
         return failed
 
     def release(self, request: Request) -> None:
@@ -221,7 +237,21 @@ class Scheduler:
         assert not len(self.waiting)
         self.memory.check()
 
-    def _decode(self) -> _Draft:
+    def _check_tree(self, num_prompt: int, tree: TokenTree) -> None:
+        if num_prompt + tree.longest > self.max_total_tokens:
+            raise PromptTooLong(
+                f"the prompt has {num_prompt} tokens; with the {tree.longest} of its longest choice it must "
+                f"fit into {self.max_total_tokens} (the smaller of the model's context and the KV pool): "
+                "shorten it"
+            )
+        total = self.memory.slots.total
+        if num_prompt + tree.num_nodes > total:
+            raise PromptTooLong(
+                f"the prompt has {num_prompt} tokens and its choices {tree.num_nodes} to compute; "
+                f"together they must fit into the KV pool of {total}: offer fewer or shorter choices"
+            )
+
+    def _decode(self) -> Draft:
         """One row for each request that decodes, and with it those of the tokens that a grammar has forced
         on it since, as far as the budget allows. Where slots are short, requests give way first."""
         while True:
@@ -236,18 +266,17 @@ class Scheduler:
                 work.append((request, 1 + num_more))
             missing = num_rows - self.memory.num_available
             if missing <= 0:
-                return _Draft(work, num_rows, limit)
+                return Draft(work, [], num_rows, limit)
             self._retract_one(missing)
 
-    def _prefill(self, request: Request, draft: _Draft) -> None:
+    def _prefill(self, request: Request, draft: Draft) -> None:
         """Adds as many of the request's rows as budget and pool allow."""
         available = self.memory.num_available - draft.num_rows
         num_rows = min(draft.limit - draft.num_rows, request.num_to_compute, available)
         if num_rows > 0:
-            draft.work.append((request, num_rows))
-            draft.num_rows += num_rows
+            draft.add(request, num_rows)
 
-    def _admit_waiting(self, draft: _Draft) -> None:
+    def _admit_waiting(self, draft: Draft) -> None:
         if draft.num_rows >= draft.limit or not len(self.waiting) or not self.memory.has_free_row:
             return
         promised = sum(map(self._reserve.need, self.running.values()))
@@ -274,12 +303,12 @@ class Scheduler:
             request.num_computed = 0
             self.memory.cache.unlock(match)
             return False
-        self.waiting.admit(request, request.num_tokens - match.num_tokens)
+        self.waiting.admit(request, request.num_tokens - match.num_tokens + request.num_nodes)
         self.running[request.id] = request
         request.status = Status.RUNNING
         self.memory.attach(request, match)
         self._sampling.attach(request)
-        if request.num_to_compute > 1:
+        if request.num_to_compute > 1 or request.tree is not None:
             self._prefills.add(request)
         if not request.was_admitted:
             request.was_admitted = True

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from agentflow.kernels.attention_plan import AttentionPlan
+from agentflow.kernels.attention_parts import AttentionPlan
 from agentflow.kernels.linear_weight import LinearWeight
 from agentflow.kernels.ops import Kernels
 from agentflow.server.model.config import LlamaConfig

@@ -13,7 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentflow.sampling import MAX_TOP_LOGPROBS
-from agentflow.server.core.batch import BatchOutput, FloatArray, IntArray, SampledRows, TokenMasks
+from agentflow.server.core.batch import (
+    BatchOutput,
+    FloatArray,
+    IntArray,
+    SampledRows,
+    ScoredTokens,
+    TokenMasks,
+)
 from agentflow.server.model.logit_edits import edited
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -40,9 +47,10 @@ def choose_tokens(logits: Tensor, sampled: SampledRows) -> BatchOutput:
     totals = logits.logsumexp(dim=-1)
     chosen = logits.gather(1, torch.from_numpy(tokens).to(logits.device).unsqueeze(1)).squeeze(1)
     logprobs = _host(chosen - totals)
+    scored = None if sampled.scored is None else _scored(logits, totals, sampled.scored)
     if sampled.top_counts is None:
-        return BatchOutput(tokens, logprobs)
-    return BatchOutput(tokens, logprobs, *_top(logits, totals, sampled.top_counts > 0))
+        return BatchOutput(tokens, logprobs, scored_logprobs=scored)
+    return BatchOutput(tokens, logprobs, *_top(logits, totals, sampled.top_counts > 0), scored)
 
 
 def _masked(logits: Tensor, masks: TokenMasks | None) -> Tensor:
@@ -74,6 +82,12 @@ def _choose(logits: Tensor, sampled: SampledRows) -> IntArray:
             uniforms=uniforms(sampled.seeds[is_random], sampled.positions[is_random]),
         )
     return tokens
+
+
+def _scored(logits: Tensor, totals: Tensor, scored: ScoredTokens) -> FloatArray:
+    rows = torch.from_numpy(scored.rows).to(logits.device)
+    token_ids = torch.from_numpy(scored.token_ids).to(logits.device)
+    return _host(logits[rows, token_ids] - totals[rows])
 
 
 def _top(logits: Tensor, totals: Tensor, chosen: NDArray[np.bool_]) -> tuple[IntArray, FloatArray]:

@@ -79,6 +79,7 @@ class TorchRunner:
             batch.kv_lens,
             dtype=self._dtype,
             device=self._device,
+            branches=batch.branches,
         )
         hidden = self._model.forward(
             self._tensor(batch.token_ids),
@@ -128,9 +129,11 @@ def _joined(outputs: list[BatchOutput]) -> BatchOutput:
     logprobs = [output.logprobs for output in outputs if output.logprobs is not None]
     top_ids = [output.top_ids for output in outputs if output.top_ids is not None]
     top_logprobs = [output.top_logprobs for output in outputs if output.top_logprobs is not None]
+    scored = [output.scored_logprobs for output in outputs if output.scored_logprobs is not None]
     return BatchOutput(
         np.concatenate([output.token_ids for output in outputs]),
         np.concatenate(logprobs) if logprobs else None,
         np.concatenate(top_ids) if top_ids else None,
         np.concatenate(top_logprobs) if top_logprobs else None,
+        np.concatenate(scored) if scored else None,
     )

@@ -1,0 +1,125 @@
+"""The parts that the attention of a batch is computed in.
+
+A request's keys are cut into runs that it shares with other requests and a tail of its own.
+
+* A *context part* is a run of slots that all of its query rows see whole: the prefix that requests
+  share, or what a long prefill chunk finds in the cache. It is read once for all of its rows, with
+  no mask, and merged with the rest by log-sum-exp (the idea of Hydragen, arXiv 2402.05099, and of
+  the cascade attention of FlashInfer).
+* A *single group* holds rows that stand alone, one per decoding request: their tails are gathered
+  side by side and padded to the longest.
+* A *short group* holds chunks of a few rows, such as tokens that a grammar has forced: the whole tail of
+  each is gathered once for all of its rows, and a mask shows to each row what comes before it.
+* A *causal group* holds prefill chunks: row i of a chunk sees its rows 0 to i.
+* A *tree group* holds *branch rows*, the nodes of trees below a prefix (``branches``): a mask shows to each
+  the nodes above it. The prefix is a context part for all of them.
+
+Every row is in exactly one single, short, causal or tree group, and in any number of context parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agentflow.kernels.branches import Branches
+
+IntArray = NDArray[np.int64]
+PageTable = NDArray[np.int32]
+Index = slice | Tensor
+"""Positions along a dimension: a slice where they are consecutive, which costs no copy."""
+
+
+@dataclass(slots=True, frozen=True)
+class ContextPart:
+    """``num_rows`` query rows that all see ``num_slots`` slots, none masked."""
+
+    rows: Index
+    num_rows: int
+    slots: Index
+    num_slots: int
+
+
+@dataclass(slots=True, frozen=True)
+class SingleGroup:
+    """``num_rows`` rows with ``num_slots`` slots each: ``slots`` is flat, row after row.
+
+    A row with fewer keys repeats its own last slot, so that no foreign (perhaps never written)
+    slot is read, and ``mask`` [num_rows, 1, 1, num_slots], 0 or -inf, hides the repetition.
+    """
+
+    rows: Index
+    num_rows: int
+    slots: Index
+    num_slots: int
+    mask: Tensor | None
+
+
+@dataclass(slots=True, frozen=True)
+class ShortGroup:
+    """``num_chunks`` chunks of ``num_rows`` rows each, with ``num_slots`` slots each: ``rows`` and ``slots``
+    are flat, chunk after chunk. A shorter chunk repeats its last row, one with fewer keys its last slot.
+    ``mask`` [num_chunks, 1, num_rows, num_slots], 0 or -inf."""
+
+    rows: Index
+    slots: Index
+    num_chunks: int
+    num_rows: int
+    num_slots: int
+    mask: Tensor
+    repeated: dict[int, Tensor] = field(default_factory=dict)
+
+    def mask_for(self, times: int) -> Tensor:
+        """The mask for so many copies of each chunk's rows, end to end. Made in the first layer."""
+        found = self.repeated.get(times)
+        if found is None:
+            found = self.repeated[times] = self.mask.repeat(1, 1, times, 1)
+        return found
+
+
+@dataclass(slots=True, frozen=True)
+class CausalGroup:
+    """``num_chunks`` chunks of ``num_rows`` rows each: ``rows`` and ``slots`` are flat, chunk after
+    chunk. A shorter chunk repeats its last row; the causal mask hides that from its other rows."""
+
+    rows: Index
+    slots: Index
+    num_chunks: int
+    num_rows: int
+
+
+@dataclass(slots=True, frozen=True)
+class TreeGroup:
+    """``num_rows`` rows of one tree or a few small ones over all ``num_slots`` slots that any of them sees:
+    the ends of prefixes and nodes. ``mask`` [1, 1, num_rows, num_slots], 0 or -inf, hides the others."""
+
+    rows: Index
+    num_rows: int
+    slots: Index
+    num_slots: int
+    mask: Tensor
+
+
+@dataclass(slots=True, frozen=True)
+class AttentionPlan:
+    """The parts, and the batch they were made from (for the reference).
+
+    ``order`` [T]: where each row of the batch stands in the groups' rows laid end to end, singles
+    first and trees last; None where that is the batch's own order.
+    """
+
+    page_table: PageTable
+    page_rows: IntArray
+    query_lens: IntArray
+    kv_lens: IntArray
+    branches: Branches | None
+    singles: Sequence[SingleGroup]
+    shorts: Sequence[ShortGroup]
+    causals: Sequence[CausalGroup]
+    trees: Sequence[TreeGroup]
+    contexts: Sequence[ContextPart]
+    order: Tensor | None

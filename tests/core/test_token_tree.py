@@ -1,0 +1,74 @@
+"""The tree of choices against one written down as nested dictionaries."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentflow.errors import BadArgument
+from agentflow.server.core.token_tree import TokenTree, token_tree
+
+choices_to_score = st.lists(
+    st.lists(st.integers(0, 3), min_size=1, max_size=6) | st.just([0, 0, 0, 0, 0, 0, 0, 0, 1]),
+    min_size=1,
+    max_size=12,
+)
+
+
+def ways(choices: list[list[int]]) -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
+    """All beginnings of the choices, and those after which one goes on."""
+    all_ways = {tuple(choice[:n]) for choice in choices for n in range(1, len(choice) + 1)}
+    return all_ways, {way[:-1] for way in all_ways if len(way) > 1}
+
+
+def way_to(tree: TokenTree, node: int) -> tuple[int, ...]:
+    found = []
+    while node >= 0:
+        found.append(int(tree.token_ids[node]))
+        node = int(tree.parents[node])
+    return tuple(reversed(found))
+
+
+@given(choices_to_score)
+def test_each_beginning_is_there_once(choices):
+    tree = token_tree(choices)
+    all_ways, inner = ways(choices)
+    nodes = [way_to(tree, node) for node in range(tree.num_nodes)]
+    assert set(nodes) == inner
+    assert len(nodes) == len(inner)
+    assert tree.depths.tolist() == [len(way) - 1 for way in nodes]
+    assert tree.depths.tolist() == sorted(tree.depths.tolist())  # breadth first
+    assert all(tree.parents[node] < node for node in range(tree.num_nodes))
+    rows = [(), *nodes]
+    targets = [
+        (*way, int(token))
+        for row, way in enumerate(rows)
+        for token in tree.targets[tree.first_targets[row] : tree.first_targets[row + 1]]
+    ]
+    assert len(targets) == len(all_ways) == len(tree.targets)
+    assert set(targets) == all_ways
+    assert [[targets[t] for t in choice] for choice in tree.choice_targets] == [
+        [tuple(choice[: n + 1]) for n in range(len(choice))] for choice in choices
+    ]
+    assert tree.longest == max(map(len, choices))
+    assert tree.by_choice(targets) == [[targets[t] for t in choice] for choice in tree.choice_targets]
+
+
+@given(choices_to_score, st.data())
+def test_the_way_to_each_node_begins_at_the_top(choices, data):
+    tree = token_tree(choices)
+    if not tree.num_nodes:
+        return
+    first = data.draw(st.integers(0, tree.num_nodes - 1))
+    end = data.draw(st.integers(first + 1, tree.num_nodes))
+    paths = tree.paths(first, end)
+    assert paths.shape == (end - first, int(tree.depths[first:end].max()) + 1)
+    for node, path in zip(range(first, end), paths.tolist(), strict=True):
+        size = int(tree.depths[node]) + 1
+        assert path[size:] == [node] * (len(path) - size)
+        assert [int(tree.token_ids[n]) for n in path[:size]] == list(way_to(tree, node))
+
+
+@pytest.mark.parametrize("choices", [[], [[]], [[1], []]])
+def test_a_choice_without_a_token_is_refused(choices):
+    with pytest.raises(BadArgument, match="a choice without a single token"):
+        token_tree(choices)
