@@ -101,7 +101,7 @@ def test_it_agrees_with_interegular(pattern, others, rolls):
 
 @pytest.mark.parametrize(
     "pattern",
-    [".", r"\w", r"\D", r"[^\W\d_]", "(?i)[k-ſ]", "(?i)[^s]", "(?ai)k", "(?i)[𐐀-𐐐]"],
+    [".", r"\w", r"\D", r"[^\W\d_]", "(?i)[k-ſ]", "(?i)[^s]", "(?ai)k", "(?i)[𐐀-𐐐]", "(?i)[𐐀b]", "(?i)[y-𐐀]"],
 )
 def test_a_set_holds_the_same_characters_of_all_unicode(pattern):
     fsm = build_fsm(parse_regex(pattern))
@@ -121,8 +121,7 @@ def test_ranges_of_code_points_are_read_as_utf8(pairs, rolls):
     edges = {point + step for pair in ranges for point in pair for step in (-1, 0, 1)}
     edges |= {rolls.randrange(0x110000) for _ in range(50)} | {0x7F, 0x80, 0x7FF, 0x800, 0xFFFF, 0x10000}
     for kept in (ranges, all_but(ranges)):
-        inside = [any(first <= point <= last for first, last in kept) for point in range(0xD800)]
-        if not any(inside) and all(first >= 0xD800 and last <= 0xDFFF for first, last in kept):
+        if all(first >= 0xD800 and last <= 0xDFFF for first, last in kept):
             with pytest.raises(BadArgument, match="no text at all"):
                 build_fsm(CharSet(kept))
             continue

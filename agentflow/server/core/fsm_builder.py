@@ -23,7 +23,8 @@ from agentflow.server.core.utf8_rows import Row, utf8_rows
 MAX_STATES = 50_000
 MAX_TRANSITIONS = 4_000_000
 """4 bytes each."""
-MAX_STEPS = 2_000_000
+MAX_STEPS = 1_500_000
+_STEPS_PER_RANGE = 15  # what takes as long as making the rows of bytes for a range of characters
 
 Numbers: TypeAlias = NDArray[np.int32]
 
@@ -122,7 +123,7 @@ def _rows_of(masks: tuple[int, ...], classes: CharClasses, limit: WorkLimit) -> 
             joined[-1] = (joined[-1][0], last, label)
         else:
             joined.append((first, last, label))
-    limit.spend(2 * len(labelled))
+    limit.spend(len(labelled) + _STEPS_PER_RANGE * len(joined))
     return utf8_rows(tuple(joined))
 
 
