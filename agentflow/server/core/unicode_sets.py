@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import re
 from functools import cache, lru_cache
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from agentflow.server.core.regex_tree import MAX_CODE_POINT, Ranges, all_but, merged
+
+CodePoints: TypeAlias = NDArray[np.int64]
 
 _BLOCK = 256
 
@@ -64,9 +68,9 @@ def set_without_case(
 
 def _cased_chars_of(ranges: Ranges) -> str:
     """Of these characters, those that have a case."""
-    edges = [point for first, last in ranges for point in (first, last + 1)]
-    places = np.searchsorted(_cased_code_points(), edges).tolist()
-    return "".join([_cased_chars()[places[at] : places[at + 1]] for at in range(0, len(places), 2)])
+    edges: CodePoints = np.array(ranges, dtype=np.int64).reshape(-1, 2) + np.array([0, 1])
+    places: CodePoints = np.searchsorted(_cased_code_points(), edges)
+    return "".join([_cased_chars()[int(first) : int(after)] for first, after in places])
 
 
 def _without_cased(ranges: Ranges) -> list[tuple[int, int]]:
@@ -99,12 +103,12 @@ def _cased_chars() -> str:
 
 
 @cache
-def _cased_code_points() -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+def _cased_code_points() -> CodePoints:
     return np.array([ord(char) for char in _cased_chars()], dtype=np.int64)
 
 
 @cache
 def _all_chars() -> str:
     """Every code point, at its own index: also those that no text can have."""
-    code_points = np.arange(MAX_CODE_POINT + 1, dtype="<u4")
-    return code_points.tobytes().decode("utf-32-le", "surrogatepass")
+    code_points: CodePoints = np.arange(MAX_CODE_POINT + 1, dtype=np.int64)
+    return code_points.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
