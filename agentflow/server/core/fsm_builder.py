@@ -99,7 +99,7 @@ def _transitions(machine: CharMachine, shape: Numbers, num_rows: Numbers, table:
     num_targets: Numbers = np.array([len(targets) for targets in machine.targets], dtype=np.int64)
     transitions: Transitions = np.zeros((len(shape) + int(num_own.sum()), table.shape[1]), dtype=np.int32)
     alike: Numbers = num_own * (1 + int(num_targets.max())) + num_targets
-    for kind in np.unique(alike[num_targets > 0]).tolist():
+    for kind in sorted(set(alike[num_targets > 0].tolist())):
         states: Numbers = np.flatnonzero(alike == kind)
         # What a row's number means in each state: 0 dead, then its targets, then its own states.
         targets: Transitions = np.array([machine.targets[state] for state in states.tolist()], dtype=np.int32)

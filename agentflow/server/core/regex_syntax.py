@@ -75,8 +75,10 @@ def parse_regex(pattern: str) -> Regex:
         if error.msg.lower().startswith("bad escape \\p"):
             raise TooMuchForFsm("\\p{…} is not Python's") from None
         raise BadArgument(f"regex: not a pattern of Python's re: {error}") from None
-    except (OverflowError, ValueError):
+    except OverflowError:
         raise TooMuchForFsm("a repeat's number is too large") from None
+    except ValueError as error:
+        raise BadArgument(f"regex: not a pattern of Python's re: {error}") from None
     except RecursionError:
         raise BadArgument(_TOO_DEEP) from None
     return _Reader().sequence(list(parsed), parsed.state.flags, True, True, 0)

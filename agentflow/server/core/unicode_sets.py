@@ -12,11 +12,13 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from agentflow.server.core.regex_tree import MAX_CODE_POINT, Ranges, all_but, merged
+from agentflow.server.core.regex_tree import Ranges, all_but, merged
 
 CodePoints: TypeAlias = NDArray[np.int64]
 
 _BLOCK = 256
+_LAST_LETTER = 0x3FFFF
+"""No version of Unicode has a letter, a digit or a space beyond; the tests look whether that still holds."""
 
 LAST_OF_PLANE = 0xFFFF
 """Up to here Python reads the members of a set one by one where case is ignored."""
@@ -109,6 +111,6 @@ def _cased_code_points() -> CodePoints:
 
 @cache
 def _all_chars() -> str:
-    """Every code point, at its own index: also those that no text can have."""
-    code_points: CodePoints = np.arange(MAX_CODE_POINT + 1, dtype=np.int64)
+    """Every code point up to the last letter, at its own index: also those that no text can have."""
+    code_points: CodePoints = np.arange(_LAST_LETTER + 1, dtype=np.int64)
     return code_points.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
