@@ -144,6 +144,11 @@ def test_a_set_holds_the_same_characters_of_all_unicode(pattern):
     ]
 
 
+def test_far_out_no_character_has_a_case():
+    far = "".join(char for char in EVERY_CHAR if ord(char) > 0x3FFFF)
+    assert far.lower() == far.upper() == far
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 0x10FFFF), st.integers(0, 0x10FFFF)), max_size=6), dice)
 @example([(0, 0x10FFFF)], random.Random(1))
