@@ -3,8 +3,8 @@
 - The frontend (``agentflow/*.py``, ``agentflow/backends``) knows neither the server nor what it is built
   from. ``backends/embedded.py`` and ``cli.py`` may import the server, but only when they run it: inside
   functions, or for the type checker alone.
-- ``agentflow/server/core`` is pure: the standard library, numpy, interegular, the errors and the sampling
-  parameters.
+- ``agentflow/server/core`` is pure: the standard library, numpy, interegular, the errors, the sampling parameters, and how
+  Mermaid's labels are written.
 - ``agentflow/kernels`` knows no other module of agentflow.
 """
 
@@ -32,7 +32,14 @@ HEAVY = (
     "accelerate",
 )
 LAZY_FILES = ("agentflow/backends/embedded.py", "agentflow/cli.py")
-CORE_MAY_IMPORT = ("numpy", "interegular", "agentflow.errors", "agentflow.sampling", "agentflow.server.core")
+CORE_MAY_IMPORT = (
+    "numpy",
+    "interegular",
+    "agentflow.errors",
+    "agentflow.mermaid_text",
+    "agentflow.sampling",
+    "agentflow.server.core",
+)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from agentflow.server.core.char_graph import END, Arcs, WorkLimit
 from agentflow.server.core.regex_tree import MAX_CODE_POINT, Ranges
 
+_STEPS_PER_STATE = 10
+
 
 @dataclass(frozen=True, slots=True)
 class CharClasses:
@@ -80,7 +82,7 @@ def determinised(
             pairs.extend(leads)
         if len(pairs) > 1:
             pairs = _disjoint(pairs, limit)
-        limit.spend(len(places) + len(pairs))
+        limit.spend(_STEPS_PER_STATE + len(places) + len(pairs))
         row = []
         for _, reached in pairs:
             number = numbers.get(reached)
@@ -124,9 +126,15 @@ def trimmed(machine: CharMachine) -> CharMachine | None:
 
 def _disjoint(pairs: list[tuple[int, frozenset[int]]], limit: WorkLimit) -> list[tuple[int, frozenset[int]]]:
     """The same arcs with no character in two of them, and one arc for each set of places, sorted."""
+    by_mask: dict[int, list[frozenset[int]]] = {}
+    for mask, reached in pairs:
+        by_mask.setdefault(mask, []).append(reached)
+        limit.left -= len(reached)
+    limit.spend(len(pairs))
     parts: list[tuple[int, frozenset[int]]] = []
     covered = 0
-    for mask, reached in pairs:
+    for mask, several in by_mask.items():
+        reached = several[0] if len(several) == 1 else several[0].union(*several[1:])
         if mask & covered:
             split: list[tuple[int, frozenset[int]]] = []
             rest = mask
@@ -134,7 +142,7 @@ def _disjoint(pairs: list[tuple[int, frozenset[int]]], limit: WorkLimit) -> list
                 common = part & mask
                 if common:
                     split.append((common, part_reached | reached))
-                    limit.spend(len(part_reached) + len(reached))
+                    limit.left -= len(part_reached) + len(reached)
                     part ^= common
                     rest &= ~common
                 if part:

@@ -29,7 +29,7 @@ class ForcedRuns:
         only_class = np.argmax(leads_on, axis=1)
         one_byte = np.array(bytes_in_class == 1)[only_class]
         is_forced = (np.count_nonzero(leads_on, axis=1) == 1) & one_byte & ~fsm.accepting
-        byte_of_class = np.zeros(len(bytes_in_class), dtype=np.int16)
+        byte_of_class: ForcedBytes = np.zeros(len(bytes_in_class), dtype=np.int16)
         byte_of_class[fsm.class_of_byte] = np.arange(256, dtype=np.int16)
         after = fsm.transitions[np.arange(len(fsm.transitions)), only_class]
         self.forced_byte: ForcedBytes = np.where(is_forced, byte_of_class[only_class], np.int16(-1))
@@ -156,7 +156,7 @@ def _bytes_by_target(fsm: Fsm, state: int) -> dict[int, list[tuple[int, int]]]:
 
 
 def _shown_char(char: str) -> str:
-    if "\udc80" <= char <= "\udcff":
+    if 0xDC80 <= ord(char) <= 0xDCFF:
         return f"\\x{ord(char) - 0xDC00:02x}"  # half a character
     return char if char.isprintable() and char != "\\" else char.encode("unicode_escape").decode()
 

@@ -44,7 +44,7 @@ class PromisedPlaces:
         waiting = [(node, promises)]
         while waiting:
             at, made = waiting.pop()
-            self._limit.spend(1 + len(made))
+            self._limit.spend(4 + len(made))
             if at == END:
                 if all(self._machines[maker].accepting[state] for maker, state in made):
                     places.add(END)
@@ -73,12 +73,12 @@ class PromisedPlaces:
         for maker, state in promises:
             machine = self._machines[maker]
             onward: list[tuple[int, Promises]] = []
+            self._limit.spend(3 * len(ways) * (1 + len(machine.masks[state])))
             for mask, made in ways:
                 for read, target in zip(machine.masks[state], machine.targets[state], strict=True):
                     if mask & read:
                         onward.append((mask & read, made if target == _KEPT else made | {(maker, target)}))
             ways = onward
-            self._limit.spend(len(ways))
         return tuple([(mask, self._enter(self._graph.after[node], made)) for mask, made in ways])
 
     def _prepare(self, node: int) -> None:

@@ -24,13 +24,16 @@ from agentflow.server.core.regex_tree import (
     Sequence,
     TooMuchForFsm,
     all_but,
-    merged,
     one_char,
 )
-from agentflow.server.core.unicode_sets import category, without_case
+from agentflow.server.core.unicode_sets import LAST_OF_PLANE, set_ranges, set_without_case
 
 MAX_DEPTH = 100
 MAX_RANGES = 200_000
+"""Of all sets of a pattern together."""
+_RANGES_PER_QUESTION = 200  # what takes as long as asking what a small set means without case
+_RANGES_PER_PLANE = 20_000  # the same for a range that Python reads one by one
+_MAX_CASED = 3000  # about as many characters have a case
 
 _IGNORE_CASE = int(re.IGNORECASE)
 _MULTILINE = int(re.MULTILINE)
@@ -72,8 +75,10 @@ def parse_regex(pattern: str) -> Regex:
         if error.msg.lower().startswith("bad escape \\p"):
             raise TooMuchForFsm("\\p{…} is not Python's") from None
         raise BadArgument(f"regex: not a pattern of Python's re: {error}") from None
-    except (OverflowError, ValueError):
+    except OverflowError:
         raise TooMuchForFsm("a repeat's number is too large") from None
+    except ValueError as error:
+        raise BadArgument(f"regex: not a pattern of Python's re: {error}") from None
     except RecursionError:
         raise BadArgument(_TOO_DEEP) from None
     return _Reader().sequence(list(parsed), parsed.state.flags, True, True, 0)
@@ -83,7 +88,8 @@ class _Reader:
     """Turns what Python's parser says into a tree."""
 
     def __init__(self) -> None:
-        self._num_ranges = 0
+        self._ranges_left = MAX_RANGES
+        self._without_case: dict[tuple[str, Ranges, tuple[str, ...], bool, bool], Ranges] = {}
 
     def sequence(self, items: list[Any], flags: int, at_start: bool, at_end: bool, depth: int) -> Regex:
         """``at_start``, ``at_end``: whether nothing comes before, or after, in the text."""
@@ -128,7 +134,8 @@ class _Reader:
 
     def _rest(self, items: list[Any], flags: int, depth: int) -> Regex:
         """What follows a look-ahead: its own part, and then any text unless an anchor says that it ends."""
-        name, value = (str(items[-1][0]), items[-1][1]) if items else ("", None)
+        name = str(items[-1][0]) if items else ""
+        value: Any = items[-1][1] if items else None
         tail: Regex = _ANY_TEXT
         if name == "BRANCH":
             tail = Choice(tuple([self._rest(list(option), flags, depth + 1) for option in value[1]]))
@@ -148,19 +155,37 @@ class _Reader:
             return ANY_CHAR if flags & _DOT_ALL else _ALL_BUT_NEWLINE
         if name == "LITERAL" and not flags & _IGNORE_CASE:
             return one_char(value)
-        members = list(value) if name == "IN" else [(name.removeprefix("NOT_"), value)]
-        negated = name == "NOT_LITERAL" or str(members[0][0]) == "NEGATE"
+        found = list(value) if name == "IN" else [(name.removeprefix("NOT_"), value)]
+        literals = "".join([chr(member) for op, member in found if str(op) == "LITERAL"])
+        members = tuple([(int(member[0]), int(member[1])) for op, member in found if str(op) == "RANGE"])
+        escapes = tuple([_CATEGORIES[str(member)] for op, member in found if str(op) == "CATEGORY"])
+        negated = name == "NOT_LITERAL" or str(found[0][0]) == "NEGATE"
         ascii_only = bool(flags & _ASCII)
-        ranges = merged([pair for op, member in members for pair in _ranges(str(op), member, ascii_only)])
-        if negated:
-            ranges = all_but(ranges)
         if flags & _IGNORE_CASE:
-            written = "".join([_written(str(op), member) for op, member in members])
-            ranges = without_case(f"[{'^' if negated else ''}{written}]", ascii_only, ranges)
-        self._num_ranges += len(ranges)
-        if self._num_ranges > MAX_RANGES:
-            raise TooMuchForFsm("its sets of characters are too many")
+            ranges = self._ask(literals, members, escapes, negated, ascii_only)
+        else:
+            ranges = set_ranges(literals, members, escapes, negated, ascii_only)
+        self._spend(len(ranges) + len(found))
         return CharSet(ranges)
+
+    def _ask(
+        self, literals: str, members: Ranges, escapes: tuple[str, ...], negated: bool, ascii_only: bool
+    ) -> Ranges:
+        """A set without case, counted when it is asked for the first time."""
+        question = (literals, members, escapes, negated, ascii_only)
+        known = self._without_case.get(question)
+        if known is None:
+            self._spend(_RANGES_PER_QUESTION)
+            for first, last in members:
+                is_long = first <= LAST_OF_PLANE < last
+                self._spend(_RANGES_PER_PLANE if is_long else min(last - first, _MAX_CASED))
+            known = self._without_case[question] = set_without_case(*question)
+        return known
+
+    def _spend(self, num_ranges: int) -> None:
+        self._ranges_left -= num_ranges
+        if self._ranges_left < 0:
+            raise TooMuchForFsm("its sets of characters are too many")
 
 
 def _inner_flags(flags: int, group: Any) -> int:
@@ -183,23 +208,3 @@ def _anchor(name: str, at_start: bool, at_end: bool) -> Regex:
     if name in _ENDS:
         raise BadArgument("regex: $ and \\Z cannot be kept but at the end: write a newline as \\n")
     raise BadArgument("regex: a word boundary \\b cannot be kept: write the characters that may stand there")
-
-
-def _ranges(op: str, member: Any, ascii_only: bool) -> Ranges:
-    """What one member of a set means, case apart."""
-    if op == "LITERAL":
-        return ((int(member), int(member)),)
-    if op == "RANGE":
-        return ((int(member[0]), int(member[1])),)
-    if op == "CATEGORY":
-        return category(_CATEGORIES[str(member)], ascii_only)
-    return ()
-
-
-def _written(op: str, member: Any) -> str:
-    """A member as it is written between brackets."""
-    if op == "LITERAL":
-        return f"\\U{member:08x}"
-    if op == "RANGE":
-        return f"\\U{member[0]:08x}-\\U{member[1]:08x}"
-    return _CATEGORIES[str(member)] if op == "CATEGORY" else ""

@@ -7,12 +7,21 @@ from __future__ import annotations
 
 import re
 from functools import cache, lru_cache
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-from agentflow.server.core.regex_tree import MAX_CODE_POINT, Ranges, all_but, merged
+from agentflow.server.core.regex_tree import Ranges, all_but, merged
+
+CodePoints: TypeAlias = NDArray[np.int64]
 
 _BLOCK = 256
+_LAST_LETTER = 0x3FFFF
+"""No version of Unicode has a letter, a digit or a space beyond; the tests look whether that still holds."""
+
+LAST_OF_PLANE = 0xFFFF
+"""Up to here Python reads the members of a set one by one where case is ignored."""
 
 
 @cache
@@ -28,25 +37,53 @@ def category(name: str, ascii_only: bool) -> Ranges:
     return tuple([(found.start(), found.end() - 1) for found in pattern.finditer(_all_chars())])
 
 
+def set_ranges(
+    literals: str, members: Ranges, escapes: tuple[str, ...], negated: bool, ascii_only: bool
+) -> Ranges:
+    """The characters of a set: of these literals, ranges (in any order) and categories, or all but those."""
+    every = [(ord(char), ord(char)) for char in literals]
+    every += [pair for escape in escapes for pair in category(escape, ascii_only)]
+    ranges = merged([*every, *members])
+    return all_but(ranges) if negated else ranges
+
+
 @lru_cache(maxsize=4096)
-def without_case(pattern: str, ascii_only: bool, ranges: Ranges) -> Ranges:
-    """What the pattern of one character matches when case is ignored. ``ranges``: when it is not."""
-    reader = re.compile(pattern, re.IGNORECASE | (re.ASCII if ascii_only else 0))
+def set_without_case(
+    literals: str, members: Ranges, escapes: tuple[str, ...], negated: bool, ascii_only: bool
+) -> Ranges:
+    """The same where case is ignored. Only characters that have a case are asked about, and of a range only
+    they are written into the question: Python takes long to read large ranges where case is ignored. But
+    beyond the first 65,536 characters it treats ranges and literals differently."""
+    ranges = set_ranges(literals, members, escapes, negated, ascii_only)
+    beyond = [f"\\U{first:08x}-\\U{last:08x}" for first, last in members if last > LAST_OF_PLANE]
+    within = merged([pair for pair in members if pair[1] <= LAST_OF_PLANE])
+    written = "".join([re.escape(char) for char in _cased_chars_of(within) + literals])
+    written += "".join([*beyond, *escapes])
+    if not written:
+        return ranges
+    reader = re.compile(
+        f"[{'^' if negated else ''}{written}]", re.IGNORECASE | (re.ASCII if ascii_only else re.UNICODE)
+    )
     matched = [(ord(char), ord(char)) for char in reader.findall(_cased_chars())]
-    return merged([*matched, *_uncased(ranges)])
+    return merged([*matched, *_without_cased(ranges)])
 
 
-def _uncased(ranges: Ranges) -> list[tuple[int, int]]:
-    """Of these ranges, the characters that have no case."""
+def _cased_chars_of(ranges: Ranges) -> str:
+    """Of these characters, those that have a case."""
+    edges: CodePoints = np.array(ranges, dtype=np.int64).reshape(-1, 2) + np.array([0, 1])
+    places: CodePoints = np.searchsorted(_cased_code_points(), edges)
+    return "".join([_cased_chars()[int(first) : int(after)] for first, after in places])
+
+
+def _without_cased(ranges: Ranges) -> list[tuple[int, int]]:
+    """Of these characters, those that have no case."""
     left: list[tuple[int, int]] = []
-    cased = _cased_code_points()
     for first, last in ranges:
         start = first
-        for at in range(int(np.searchsorted(cased, first)), int(np.searchsorted(cased, last, "right"))):
-            point = int(cased[at])
-            if start < point:
-                left.append((start, point - 1))
-            start = point + 1
+        for char in _cased_chars_of(((first, last),)):
+            if start < ord(char):
+                left.append((start, ord(char) - 1))
+            start = ord(char) + 1
         if start <= last:
             left.append((start, last))
     return left
@@ -68,12 +105,12 @@ def _cased_chars() -> str:
 
 
 @cache
-def _cased_code_points() -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+def _cased_code_points() -> CodePoints:
     return np.array([ord(char) for char in _cased_chars()], dtype=np.int64)
 
 
 @cache
 def _all_chars() -> str:
-    """Every code point, at its own index: also those that no text can have."""
-    code_points = np.arange(MAX_CODE_POINT + 1, dtype="<u4")
-    return code_points.tobytes().decode("utf-32-le", "surrogatepass")
+    """Every code point up to the last letter, at its own index: also those that no text can have."""
+    code_points: CodePoints = np.arange(_LAST_LETTER + 1, dtype=np.int64)
+    return code_points.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")

@@ -1,0 +1,195 @@
+"""What a regular expression may not say, and what is too large: told by name, and after bounded work."""
+
+import gc
+import sys
+import tracemalloc
+
+import pytest
+
+from agentflow.errors import BadArgument
+from agentflow.server.core.fsm_builder import MAX_STEPS, build_fsm
+from agentflow.server.core.regex_syntax import parse_regex
+from agentflow.server.core.regex_tree import (
+    EMPTY,
+    NOTHING,
+    CharSet,
+    Choice,
+    LookAhead,
+    Regex,
+    Repeat,
+    Sequence,
+    TooMuchForFsm,
+    literal,
+)
+
+REFUSED = {
+    r"a\b": "word boundary",
+    r"\Ba": "word boundary",
+    r"(?<=a)b": "look-behind",
+    r"(?<!a)b": "look-behind",
+    r"(a)\1": "back-reference",
+    r"(?P<x>a)(?P=x)": "back-reference",
+    r"(a)?(?(1)b|c)": "conditional",
+    r"(?>a)b": "atomic group",
+    r"a*+b": "possessive repeat",
+    r"a{1,2}+b": "possessive repeat",
+    r"a^b": r"\^ and \\A cannot be kept but at the start",
+    r"(?:^a)+": r"\^ and \\A",
+    r"(?:a|\A)b|c\Ad": r"\^ and \\A",
+    r"a$b": r"\$ and \\Z cannot be kept but at the end",
+    r"a$\n": r"\$ and \\Z",
+    r"a\Z?b": "not a pattern of Python's re",
+    r"(?=a$b)a": r"\$ and \\Z",
+    r"(a": "unterminated subpattern",
+    r"a**": "multiple repeat",
+    r"[b-a]": "bad character range",
+    r"(?<x>a)": "unknown extension",
+    "(" * 5000 + ")" * 5000: "nest deeper",
+    "(" * 120 + "a" + ")" * 120: "nest deeper",
+    r"(?a)(?u)a": "incompatible",
+    f"a{{{'9' * 5000}}}": "limit",
+    r"[^\s\S]": "no text at all",
+    "a[\ud800]": "no text at all",
+    r"(?!a)a": "no text at all",
+    r"a(?=b)": "no text at all",
+    r"(?=.*a$).*b": "no text at all",
+}
+
+ANCHORED = {
+    r"^abc$": "abc",
+    r"\Aabc\Z": "abc",
+    r"^a|b$": "a|b",
+    r"(^a|^b)(c|d$)": "(a|b)(c|d)",
+    r"^(?:^a)$$": "a",
+    r"^$": "",
+    r"^(?=a)^.$": "(?=a).",
+    r"(?m)^a\n$": r"a\n",
+    r"a|$": "a|",
+}
+
+TOO_MUCH = {
+    "the other syntax": r"\p{L}+",
+    "in a set": r"[a\P{Lu}]",
+    "a huge repeat": "a{99999999999}",
+    "nested repeats": "((a{1000}){1000}){1000}",
+    "repeats of nothing": "(?:(?:){1000000}){1000000}",
+    "exponential states": ".*a.{20}",
+    "exponential states, forbidden": "(?!.*a.{20}).*",
+    "many ways to be empty": "(?:a?){1400}",
+    "nested optional repeats": "(?:.{0,20}){0,50}",
+    "many stars": "(x|y)*" * 10_000,
+    "many promises": "".join(f"(?=.*{char})" for char in "abcdefghijklmnop") + ".*",
+    "many sets": "".join(rf"[\w{chr(0x2000 + at)}]" for at in range(20_000)),
+    "large shapes": "".join(rf"[\w{chr(0x2000 + at)}]" for at in range(200)),
+    "sets that overlap": "".join(f"[{chr(0x2000 + at)}-{chr(0x3000 + at)}]" for at in range(2_000)),
+    "sets without case": "(?i)" + "".join(f"[\\x00-{chr(0x1000 + at)}]" for at in range(900)),
+    "a long text": "x" * 60_000,
+    "a long text of large sets": r"\w" * 400,
+}
+
+BYTES_AT_MOST = 100 << 20
+
+
+@pytest.mark.parametrize("pattern", REFUSED, ids=lambda pattern: pattern[:20])
+def test_what_cannot_be_kept_is_refused_by_name(pattern):
+    with pytest.raises(BadArgument, match=REFUSED[pattern]) as caught:
+        build_fsm(parse_regex(pattern))
+    assert str(caught.value).startswith("regex: ")
+
+
+@pytest.mark.parametrize("pattern", ANCHORED)
+def test_anchors_at_the_ends_say_nothing(pattern):
+    fsm, plain = build_fsm(parse_regex(pattern)), build_fsm(parse_regex(ANCHORED[pattern]))
+    assert fsm.to_bytes() == plain.to_bytes()
+
+
+@pytest.mark.parametrize("name", TOO_MUCH)
+def test_what_is_too_large_fails_after_bounded_work(name):
+    """Work is counted in calls of functions, Python's and C's, which are the same on every machine."""
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        with pytest.raises(TooMuchForFsm) as caught:
+            build_fsm(parse_regex(TOO_MUCH[name]))
+    finally:
+        sys.setprofile(None)
+    assert str(caught.value)
+    assert calls < 2 * MAX_STEPS
+
+
+@pytest.mark.parametrize("name", ["exponential states", "large shapes", "many promises", "many stars"])
+def test_what_is_too_large_fails_before_it_fills_the_memory(name):
+    gc.collect()
+    tracemalloc.start()
+    try:
+        with pytest.raises(TooMuchForFsm):
+            build_fsm(parse_regex(TOO_MUCH[name]))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < BYTES_AT_MOST
+
+
+@pytest.mark.parametrize(
+    ("limit", "most"), [("max_states", 8003), ("max_transitions", 8004 * 13), ("max_steps", 25_000)]
+)
+def test_each_limit_is_one_that_can_be_set(limit, most):
+    regex = parse_regex(r'"[^"\\]{0,1000}"')
+    build_fsm(regex, **{limit: most + 1})
+    with pytest.raises(TooMuchForFsm):
+        build_fsm(regex, **{limit: most // 2})
+
+
+def test_a_tree_whose_parts_are_shared_is_counted_without_walking_all_of_it():
+    """A billion texts in thirty choices."""
+    regex: Regex = literal("a")
+    for _ in range(60):
+        regex = Sequence((regex, regex))
+    with pytest.raises(TooMuchForFsm, match="repeats and choices"):
+        build_fsm(regex)
+
+
+def test_a_deep_tree_is_too_much():
+    regex: Regex = literal("a")
+    for _ in range(5_000):
+        regex = Choice((regex, EMPTY))
+    with pytest.raises(TooMuchForFsm, match="nests deeper"):
+        build_fsm(regex)
+
+
+@pytest.mark.parametrize(
+    ("regex", "texts", "others"),
+    [
+        (EMPTY, [""], ["a"]),
+        (literal("héé"), ["héé"], ["", "h", "hé", "hééé"]),
+        (Choice((literal("yes"), NOTHING, EMPTY)), ["yes", ""], ["no", "y"]),
+        (Sequence((Repeat(NOTHING, 0, None), literal("a"))), ["a"], ["", "aa"]),
+        (Repeat(EMPTY, 3, None), [""], ["a"]),
+        (Repeat(Choice((EMPTY, literal("ab"))), 2, 3), ["", "ab", "ababab"], ["a", "abababab"]),
+        (Repeat(literal("a"), 0, 0), [""], ["a"]),
+        (Sequence((LookAhead(NOTHING, False), literal("a"))), ["a"], [""]),
+        (CharSet(((0x61, 0x62), (0x63, 0x63))), ["a", "b", "c"], ["d", "`", ""]),
+    ],
+)
+def test_trees_that_no_pattern_gives(regex, texts, others):
+    fsm = build_fsm(regex)
+    assert [text for text in [*texts, *others] if fsm.matches(text.encode())] == texts
+
+
+@pytest.mark.parametrize("regex", [NOTHING, Repeat(NOTHING, 1, 2), Sequence((literal("a"), CharSet(())))])
+def test_a_tree_that_no_text_matches_is_refused(regex):
+    with pytest.raises(BadArgument, match="no text at all"):
+        build_fsm(regex)
+
+
+@pytest.mark.parametrize(
+    "ranges", [((2, 1),), ((5, 6), (1, 2)), ((1, 3), (3, 4)), ((0, 0x110000),), ((-1, 3),)]
+)
+def test_ranges_out_of_order_are_no_set(ranges):
+    with pytest.raises(ValueError, match="sorted and disjoint"):
+        CharSet(ranges)
