@@ -12,7 +12,8 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 from process_engine import PLAIN, generate, kill, process_engine, text_after
-from server.engine_loaders import POISON, SLOW_POISON, Hold, start
+from server.engine_loaders import POISON, SLOW_POISON, start
+from server.holds import Hold
 
 from agentflow.errors import AgentflowError, BadModelFolder, EngineFailed, Overloaded
 from agentflow.sampling import SamplingParams

@@ -14,7 +14,7 @@ from fake_engine import TEMPLATE, StepGate
 from plain_engine import plain_engine
 from process_engine import PLAIN, generate, kill, process_engine
 from prometheus_client.parser import text_string_to_metric_families
-from server.engine_loaders import Hold
+from server.holds import Hold
 from wire_peer import WireGenerator
 
 from agentflow.errors import EngineFailed
