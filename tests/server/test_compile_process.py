@@ -259,8 +259,9 @@ async def test_with_its_scope_it_ends_whatever_it_does(tmp_path):
 
     async with anyio.create_task_group() as group, opened() as compiler:
         group.start_soon(fail, f"hold {hold.path}")
-        group.start_soon(fail, "pid")
         await hold.reached()
+        group.start_soon(fail, "pid")
+        await checkpoint()
         process = compiler.pid
     hold.release()
     assert {type(failure) for failure in failures} == {EngineFailed}
