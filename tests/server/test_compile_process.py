@@ -166,7 +166,7 @@ async def test_killed_while_it_compiles_only_that_constraint_fails(tmp_path):
             await hold.reached()
             for number in range(3):
                 group.start_soon(succeed, number)
-            await checkpoint()
+            await anyio.wait_all_tasks_blocked()
             killed = compiler.pid
             os.kill(killed, signal.SIGKILL)
             hold.release()
@@ -261,7 +261,7 @@ async def test_with_its_scope_it_ends_whatever_it_does(tmp_path):
         group.start_soon(fail, f"hold {hold.path}")
         await hold.reached()
         group.start_soon(fail, "pid")
-        await checkpoint()
+        await anyio.wait_all_tasks_blocked()
         process = compiler.pid
     hold.release()
     assert {type(failure) for failure in failures} == {EngineFailed}
