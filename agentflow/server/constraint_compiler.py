@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import anyio
 
@@ -32,6 +33,26 @@ LOADER = "agentflow.server.constraint_compilation:compile_constraint"
 ABANDONED_S = 0.2
 # So many processes in a row that died and compiled nothing; another one is started when there is work.
 MAX_FAILURES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class CompileCounts:
+    """``compiled`` constraints; calls that were ``refused``, with whatever error; ``cache_hits``, calls that
+    were answered from the cache, refused or not; ``killed`` processes: they died, or had to be killed,
+    while they compiled."""
+
+    compiled: int = 0
+    refused: int = 0
+    cache_hits: int = 0
+    killed: int = 0
+
+    def __add__(self, other: CompileCounts) -> CompileCounts:
+        return CompileCounts(
+            self.compiled + other.compiled,
+            self.refused + other.refused,
+            self.cache_hits + other.cache_hits,
+            self.killed + other.killed,
+        )
 
 
 @asynccontextmanager
@@ -66,12 +87,7 @@ class _Job:
 
 
 class ConstraintCompiler:
-    """Use ``constraint_compiler`` to make one. All of it belongs to the event loop's thread.
-
-    Counters: ``num_compiled`` constraints; ``num_refused`` calls that ended with an error;
-    ``num_cache_hits``, calls that were answered from the cache, with an error or without; ``num_killed``
-    processes that died, or were killed, while they compiled.
-    """
+    """Use ``constraint_compiler`` to make one. All of it belongs to the event loop's thread."""
 
     def __init__(self, limits: CompileLimits, loader: str) -> None:
         self._limits = limits
@@ -84,10 +100,15 @@ class ConstraintCompiler:
         self._has_work = anyio.Event()
         self._has_ended = False
         self._worker: CompileWorker | None = None
-        self.num_compiled = 0
-        self.num_refused = 0
-        self.num_cache_hits = 0
-        self.num_killed = 0
+        self._num_compiled = 0
+        self._num_refused = 0
+        self._num_cache_hits = 0
+        self._num_killed = 0
+
+    @property
+    def counts(self) -> CompileCounts:
+        """So far."""
+        return CompileCounts(self._num_compiled, self._num_refused, self._num_cache_hits, self._num_killed)
 
     @property
     def pid(self) -> int | None:
@@ -105,11 +126,11 @@ class ConstraintCompiler:
             if outcome is None:
                 outcome = await self._wait_for(constraint, tenant)
             else:
-                self.num_cache_hits += 1
+                self._num_cache_hits += 1
             if isinstance(outcome, Refusal):
                 raise outcome.to_error()
         except AgentflowError:
-            self.num_refused += 1
+            self._num_refused += 1
             raise
         return outcome
 
@@ -212,14 +233,14 @@ class ConstraintCompiler:
         with anyio.CancelScope(deadline=job.began_at + self._limits.wall_s) as job.scope:
             end = await worker.compile(job.constraint)
         if end is None or worker.has_died:
-            self.num_killed += 1
+            self._num_killed += 1
             await worker.end()  # before anything else is run, and on this tenant's account
         self._queue.charge(tenant, anyio.current_time() - job.began_at)
         if end is None:
             what = f"is not compiled within {self._limits.wall_s:g} s on this busy server"
             end = CompileEnd(refusal=over_limit(job.constraint, what, is_final=False))
         if end.compiled is not None:
-            self.num_compiled += 1
+            self._num_compiled += 1
         outcome = end.compiled or end.refusal
         assert outcome is not None
         self._end(job, outcome)

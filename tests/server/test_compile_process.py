@@ -72,7 +72,7 @@ async def test_the_process_survives_what_python_notices(source, error, message):
         assert type(failure) is error
         assert failure.args[0].startswith(message)
         assert await process_of(compiler, "pid again") == before
-        assert (compiler.num_killed, compiler.num_refused, compiler.num_compiled) == (0, 1, 2)
+        assert (compiler.counts.killed, compiler.counts.refused, compiler.counts.compiled) == (0, 1, 2)
 
 
 @pytest.mark.parametrize("source", ["allocate 200000000", "grow"])
@@ -83,7 +83,7 @@ async def test_out_of_memory_is_an_answer_and_the_next_process_starts_anew(sourc
         assert type(failure) is RequestRefused
         assert str(failure).startswith("regex: it needs more than 100 MB of memory, which is the limit")
         assert await process_of(compiler, "pid again") != before
-        assert (compiler.num_killed, compiler.num_compiled) == (0, 2)
+        assert (compiler.counts.killed, compiler.counts.compiled) == (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ async def test_what_python_does_not_notice_costs_the_process_and_is_not_tried_ag
             failure = await refusal(compiler, source)
             assert type(failure) is RequestRefused
             assert str(failure).startswith(message)
-        assert (compiler.num_killed, compiler.num_cache_hits) == (1, 1)
+        assert (compiler.counts.killed, compiler.counts.cache_hits) == (1, 1)
         assert await process_of(compiler, "pid again") != before
 
 
@@ -111,12 +111,12 @@ async def test_what_hangs_is_killed_by_the_clock():
         failure = await refusal(compiler, "hang")
         assert type(failure) is RequestRefused
         assert str(failure).startswith("regex: it is not compiled within 0.5 s on this busy server, which is")
-        assert compiler.num_killed == 1
+        assert compiler.counts.killed == 1
         after = await process_of(compiler, "pid again")
         assert after != before
         # Next time the server may be less busy: it is tried again.
         await refusal(compiler, "hang")
-        assert (compiler.num_killed, compiler.num_cache_hits) == (2, 0)
+        assert (compiler.counts.killed, compiler.counts.cache_hits) == (2, 0)
 
 
 async def test_a_process_that_has_grown_is_replaced():
@@ -125,7 +125,7 @@ async def test_a_process_that_has_grown_is_replaced():
         assert await process_of(compiler, "leave 30000001") == first
         second = await process_of(compiler, "leave 30000002")
         assert second != first
-        assert (compiler.num_killed, compiler.num_compiled) == (0, 3)
+        assert (compiler.counts.killed, compiler.counts.compiled) == (0, 3)
 
 
 async def test_large_answers_one_after_the_other():
@@ -174,7 +174,7 @@ async def test_killed_while_it_compiles_only_that_constraint_fails(tmp_path):
         assert "the compiling process was killed by SIGKILL while it compiled this" in str(failures[0])
         assert processes == [compiler.pid] * 3
         assert compiler.pid != killed
-        assert compiler.num_killed == 1
+        assert compiler.counts.killed == 1
         # Whoever killed it may be gone: nothing is remembered of it.
         assert await process_of(compiler, f"hold {hold.path}") == compiler.pid
 
@@ -187,7 +187,7 @@ async def test_killed_while_it_waits_it_is_replaced():
             while compiler.pid == before:
                 await checkpoint()
             assert await process_of(compiler, f"pid {number} again") != before
-        assert (compiler.num_killed, compiler.num_refused) == (0, 0)
+        assert (compiler.counts.killed, compiler.counts.refused) == (0, 0)
 
 
 async def test_signals_to_end_are_the_servers_business():
@@ -224,7 +224,7 @@ async def test_what_cannot_be_loaded_is_told_to_whoever_needs_it(loader, message
             assert type(failure) is EngineFailed
             assert str(failure).startswith("constraints cannot be compiled: ")
             assert message in str(failure)
-        assert compiler.num_cache_hits == 0
+        assert compiler.counts.cache_hits == 0
 
 
 async def test_one_that_dies_at_each_start_is_given_up_until_it_is_needed(tmp_path, monkeypatch):

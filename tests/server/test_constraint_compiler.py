@@ -65,7 +65,7 @@ async def test_equal_constraints_are_compiled_once():
         assert (compiled.key, compiled.form) == ("regex pid", "fsm")
         other = await compiler.compile(Constraint("grammar", "pid"), tenant="ann")
         assert other.key == "grammar pid"
-        assert (compiler.num_compiled, compiler.num_cache_hits, compiler.num_refused) == (2, 1, 0)
+        assert (compiler.counts.compiled, compiler.counts.cache_hits, compiler.counts.refused) == (2, 1, 0)
 
 
 async def test_a_refused_constraint_is_refused_again_at_once():
@@ -76,14 +76,14 @@ async def test_a_refused_constraint_is_refused_again_at_once():
                 await compiler.compile(Constraint("regex", "refuse look-behind"), tenant="ann")
             errors.append(caught.value)
         assert errors[0] is not errors[1]
-        assert (compiler.num_refused, compiler.num_cache_hits) == (2, 1)
+        assert (compiler.counts.refused, compiler.counts.cache_hits) == (2, 1)
 
 
 async def test_what_does_not_fit_into_the_cache_is_compiled_again():
     async with opened(cache_bytes=10_000) as compiler:
         for number in (1, 2, 3, 1):
             await compiler.compile(Constraint("regex", f"payload {4000 + number}"), tenant="ann")
-        assert (compiler.num_compiled, compiler.num_cache_hits) == (4, 0)
+        assert (compiler.counts.compiled, compiler.counts.cache_hits) == (4, 0)
 
 
 async def test_who_asks_for_the_same_meanwhile_waits_for_the_one_that_runs(tmp_path):
@@ -96,7 +96,7 @@ async def test_who_asks_for_the_same_meanwhile_waits_for_the_one_that_runs(tmp_p
             await caller.call(held(hold), tenant)
         hold.release()
     assert len(caller.done) == 3
-    assert (compiler.num_compiled, compiler.num_cache_hits) == (1, 0)
+    assert (compiler.counts.compiled, compiler.counts.cache_hits) == (1, 0)
 
 
 # What is refused before it is sent
@@ -118,7 +118,7 @@ async def test_what_no_process_has_to_see(constraint, error, message):
     async with opened() as compiler:
         with pytest.raises(error, match=message):
             await compiler.compile(constraint, tenant="mallory")
-        assert compiler.num_refused == 1
+        assert compiler.counts.refused == 1
         assert not compiler._jobs
         assert len(compiler._cache) == 0
 
@@ -163,7 +163,7 @@ async def test_full_queues_refuse(tmp_path):
                 assert all(str(error).startswith(message) for error in refused)
             hold.release()
         assert sorted(caller.done) == ["a1", "a1", "a1", "a2", "a2", "b1", held(hold).source]
-        assert compiler.num_refused == 3
+        assert compiler.counts.refused == 3
         await compiler.compile(PID, tenant="ann")
 
 
@@ -182,7 +182,7 @@ async def test_one_that_goes_does_not_disturb_the_others(tmp_path):
         await wait_all_tasks_blocked()
         hold.release()
     assert caller.done == [held(hold).source, "pid"]
-    assert (compiler.num_compiled, compiler.num_killed) == (2, 0)
+    assert (compiler.counts.compiled, compiler.counts.killed) == (2, 0)
 
 
 async def test_what_nobody_waits_for_is_not_begun(tmp_path):
@@ -197,7 +197,7 @@ async def test_what_nobody_waits_for_is_not_begun(tmp_path):
         await caller.call(PID)
         hold.release()
     assert caller.done == [held(hold).source, "pid"]
-    assert compiler.num_compiled == 2
+    assert compiler.counts.compiled == 2
     assert not caller.refused
 
 
@@ -210,7 +210,7 @@ async def test_what_nobody_waits_for_any_more_is_killed(tmp_path, monkeypatch):
         await hold.reached()
         before = compiler.pid
         for scope in scopes:
-            assert compiler.num_killed == 0
+            assert compiler.counts.killed == 0
             scope.cancel()
             await wait_all_tasks_blocked()
         # Asked for again, it is compiled again, by another process.
@@ -218,7 +218,7 @@ async def test_what_nobody_waits_for_any_more_is_killed(tmp_path, monkeypatch):
         hold.release()
         assert int(compiled.payload) == compiler.pid != before
     assert caller.done == []
-    assert (compiler.num_killed, compiler.num_compiled, compiler.num_refused) == (1, 1, 0)
+    assert (compiler.counts.killed, compiler.counts.compiled, compiler.counts.refused) == (1, 1, 0)
     assert not compiler._jobs
 
 
@@ -237,7 +237,7 @@ async def test_what_nobody_waited_for_a_moment_goes_on(tmp_path, monkeypatch):
         assert (job.num_waiting, job.scope.deadline) == (1, job.began_at + 1e7)
         hold.release()
     assert caller.done == [held(hold).source]
-    assert (compiler.num_killed, compiler.num_compiled) == (0, 1)
+    assert (compiler.counts.killed, compiler.counts.compiled) == (0, 1)
 
 
 # Limits
