@@ -193,7 +193,9 @@ def _ending_with_socket(connection: socket.socket) -> Iterator[None]:
     flags = fcntl.fcntl(connection, fcntl.F_GETFL)
     fcntl.fcntl(connection, fcntl.F_SETFL, flags | os.O_ASYNC)
     try:
-        if select.select([connection], [], [], 0)[0]:  # the server sends nothing now: it closed before that
+        readable = select.poll()  # not select(), which takes no numbers above 1023
+        readable.register(connection, select.POLLIN)
+        if readable.poll(0):  # the server sends nothing now: it closed before the signal could come
             raise ConnectionResetError
         yield
     finally:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -205,6 +207,15 @@ async def test_it_gets_only_what_others_leave():
         assert os.sched_getscheduler(process) == os.SCHED_IDLE
         assert os.getpriority(os.PRIO_PROCESS, process) == 19
         assert score_of(process) == 1000
+
+
+@pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2048, reason="too few files")
+async def test_a_server_with_many_files_open():
+    with contextlib.ExitStack() as stack:
+        for _ in range(1100):
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        async with opened() as compiler:
+            assert await process_of(compiler) == compiler.pid
 
 
 # Loading
