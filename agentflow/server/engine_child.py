@@ -1,102 +1,19 @@
-"""The server's handle on one engine process: starts it, exchanges frames with it, ends it."""
+"""The server's handle on one engine process."""
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-import subprocess
-import sys
-
-import anyio
-import anyio.to_thread
-
-from agentflow.server.engine_frames import READ_BYTES, FrameBuffer, Start, to_frame
+from agentflow.server.child_process import ChildProcess
+from agentflow.server.engine_frames import Start
 from agentflow.server.engine_process import LAST_STEP_S
 
 # How long an engine may take to end by itself: its last step, and then its memory.
 END_S = LAST_STEP_S + 2.0
 
 
-class EngineChild:
-    """One process, from ``start`` to ``end``; a new one is needed after that."""
-
-    def __init__(self, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
-        self._process = process
-        self._connection = connection
-        self._buffer = FrameBuffer()
+class EngineChild(ChildProcess):
+    """One engine process, from ``start`` to ``end``."""
 
     @classmethod
     def start(cls, start: Start) -> EngineChild:
-        """A process that begins to load. Takes a few milliseconds."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                ours.setblocking(False)
-                ours.send(to_frame(start))  # a new socket has room for it
-                process = subprocess.Popen(
-                    # Not multiprocessing: it would run the program's main module again in the child.
-                    [sys.executable, "-P", "-m", "agentflow.server.engine_process", str(theirs.fileno())],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    env={**os.environ, "PYTHONPATH": _import_path()},
-                    process_group=0,  # Ctrl-C is for the server only
-                )
-            except BaseException:
-                ours.close()
-                raise
-        return cls(process, ours)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    async def send(self, frame: bytes) -> None:
-        """Waits for as long as the socket is full. OSError when the process has ended."""
-        rest = memoryview(frame)
-        while rest:
-            try:
-                rest = rest[self._connection.send(rest) :]
-            except BlockingIOError:
-                await anyio.wait_writable(self._connection)
-
-    async def receive(self) -> list[bytes]:
-        """The next frames that the process sends, perhaps none yet. EOFError when it has ended."""
-        await anyio.wait_readable(self._connection)
-        try:
-            piece = self._connection.recv(READ_BYTES)
-        except BlockingIOError:
-            return []
-        except OSError:  # it ended with frames unread
-            piece = b""
-        if not piece:
-            raise EOFError
-        return self._buffer.push(piece)
-
-    async def end(self, grace_s: float = 0.0) -> str:
-        """Ends the process, with SIGKILL where it does not end by itself within ``grace_s``; says how it
-        ended. Cancelling does not shorten this."""
-        self._connection.close()
-        with anyio.CancelScope(shield=True):
-            limiter = anyio.CapacityLimiter(1)  # its own: the server's worker threads may all be busy
-            code = await anyio.to_thread.run_sync(self._reap, grace_s, limiter=limiter)
-        return f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-
-    def _reap(self, grace_s: float) -> int:
-        try:
-            return self._process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
-
-
-def _import_path() -> str:
-    """The child finds modules where this process does, and in the same order."""
-    return os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+        """A process that begins to load."""
+        return cls.run("agentflow.server.engine_process", start)

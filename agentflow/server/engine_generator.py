@@ -17,6 +17,7 @@ from agentflow.sampling import SamplingParams
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.choice_encoding import WINDOW_CHARS, EncodedChoices
 from agentflow.server.choice_scoring import scores_of
+from agentflow.server.constraint_compiler import CompileCounts, ConstraintCompiler
 from agentflow.server.core.request import TopTokens
 from agentflow.server.engine_client import EngineClient, RequestObserver
 from agentflow.server.engine_messages import EngineStats, Finished, Origin
@@ -56,15 +57,23 @@ class EngineContext:
 class EngineGenerator:
     """A ``Generator`` on a running engine. One engine serves many sessions and many generators of
     this kind; ``tenant`` separates their caches. ``use_hints=False`` tells the engine nothing of the
-    program: neither which requests continue one state, nor which are siblings, nor what will be forked."""
+    program: neither which requests continue one state, nor which are siblings, nor what will be forked.
+    ``compiler``: of constraints."""
 
     def __init__(
-        self, client: EngineClient, template: ChatTemplate, *, tenant: str = "", use_hints: bool = True
+        self,
+        client: EngineClient,
+        template: ChatTemplate,
+        *,
+        tenant: str = "",
+        use_hints: bool = True,
+        compiler: ConstraintCompiler | None = None,
     ) -> None:
         self._use_hints = use_hints
         self._client = client
         self._template = template
         self._tenant = tenant
+        self._compiler = compiler
         self._num_rerendered = 0
         info = client.info
         self.capabilities = Capabilities(
@@ -259,6 +268,11 @@ class EngineGenerator:
     async def engine_stats(self) -> EngineStats:
         """What ``stats`` tells, and what only the server's metrics show."""
         return await self._client.stats()
+
+    @property
+    def compile_counts(self) -> CompileCounts:
+        """Of its compiler, which other generators may use too."""
+        return CompileCounts() if self._compiler is None else self._compiler.counts
 
     def observe(self, observer: RequestObserver) -> None:
         """``observer`` sees the engine's requests, those of all sessions."""

@@ -23,17 +23,15 @@ from collections.abc import Iterator
 from agentflow.errors import AgentflowError, EngineFailed
 from agentflow.server.engine import Engine
 from agentflow.server.engine_frames import (
-    READ_BYTES,
-    FrameBuffer,
     Loaded,
     LoadEngine,
     LoadFailed,
     Start,
     start_decoder,
     to_engine_decoder,
-    to_frame,
 )
 from agentflow.server.engine_messages import FromEngine, Stop
+from agentflow.server.message_frames import READ_BYTES, FrameBuffer, to_frame
 
 logger = logging.getLogger(__name__)
 

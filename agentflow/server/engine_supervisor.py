@@ -25,7 +25,6 @@ from agentflow.server.engine_frames import (
     Start,
     answer_decoder,
     from_engine_decoder,
-    to_frame,
 )
 from agentflow.server.engine_ledger import EngineLedger, aborted
 from agentflow.server.engine_messages import (
@@ -40,6 +39,7 @@ from agentflow.server.engine_messages import (
     Submit,
     ToEngine,
 )
+from agentflow.server.message_frames import to_frame
 from agentflow.server.tokenizer import Tokenizer
 from agentflow.task_group import open_task_group
 

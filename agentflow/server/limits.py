@@ -35,6 +35,38 @@ class ServerLimits:
             ("hello_timeout_s", self.hello_timeout_s > 0, "more than 0"),
             ("ping_interval_s", self.ping_interval_s > 0, "more than 0"),
         )
-        for field, holds, wanted in ranges:
-            if not holds:
-                raise BadArgument(f"server limits: {field} must be {wanted}, not {getattr(self, field)!r}")
+        _check("server limits", self, ranges)
+
+
+@dataclass(frozen=True, slots=True)
+class CompileLimits:
+    """Of one constraint: ``cpu_s`` of processor time for compiling it, ``wall_s`` on the clock, which also
+    runs while the engine has the processors, ``memory_bytes`` for it, and ``compiled_bytes`` of what comes
+    out. Of all: ``max_waiting`` constraints wait at most, ``max_waiting_per_tenant`` of them one tenant's,
+    and ``cache_bytes`` of compiled ones are kept."""
+
+    cpu_s: float = 2.0
+    wall_s: float = 20.0
+    memory_bytes: int = 512_000_000
+    compiled_bytes: int = 16_000_000
+    max_waiting: int = 1_024
+    max_waiting_per_tenant: int = 64
+    cache_bytes: int = 64_000_000
+
+    def __post_init__(self) -> None:
+        ranges = (
+            ("cpu_s", self.cpu_s > 0, "more than 0"),
+            ("wall_s", self.wall_s > 0, "more than 0"),
+            ("memory_bytes", self.memory_bytes >= 1, "at least 1"),
+            ("compiled_bytes", self.compiled_bytes >= 1, "at least 1"),
+            ("max_waiting", self.max_waiting >= 1, "at least 1"),
+            ("max_waiting_per_tenant", self.max_waiting_per_tenant >= 1, "at least 1"),
+            ("cache_bytes", self.cache_bytes >= 0, "0 or more"),
+        )
+        _check("compile limits", self, ranges)
+
+
+def _check(name: str, limits: object, ranges: tuple[tuple[str, bool, str], ...]) -> None:
+    for field, holds, wanted in ranges:
+        if not holds:
+            raise BadArgument(f"{name}: {field} must be {wanted}, not {getattr(limits, field)!r}")

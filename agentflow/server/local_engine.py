@@ -13,6 +13,7 @@ from typing import Any
 import anyio.to_thread
 
 from agentflow.server.chat_template import ChatTemplate
+from agentflow.server.constraint_compiler import constraint_compiler
 from agentflow.server.core.policies import DEFAULT_POLICY
 from agentflow.server.core.scheduler import SchedulerConfig
 from agentflow.server.engine_client import EngineClient, running_engine
@@ -108,15 +109,18 @@ def _load(options: EngineOptions, folder: Path, device: str) -> tuple[ModelRunne
 async def open_generator(
     options: EngineOptions, *, record_to: Path | None = None
 ) -> AsyncIterator[EngineGenerator]:
-    """An engine with its chat template, ready for an interpreter. ``record_to``: a file for the workload
-    that it serves; ``BadArgument``, before anything is loaded, if it cannot be made."""
+    """An engine with its chat template and a compiler of constraints, ready for an interpreter.
+    ``record_to``: a file for the workload that it serves; ``BadArgument``, before anything is loaded, if it
+    cannot be made."""
     template = ChatTemplate.from_folder(resolve_model(options.model))
     async with AsyncExitStack() as stack:
         sink = None if record_to is None else stack.enter_context(open_sink(record_to))
+        # First: its process loads while the model does, and takes only what that leaves.
+        compiler = await stack.enter_async_context(constraint_compiler())
         client = await stack.enter_async_context(open_engine(options))
         if record_to is not None and sink is not None:
             await stack.enter_async_context(recording(client, sink, name=workload_name(record_to)))
-        yield EngineGenerator(client, template)
+        yield EngineGenerator(client, template, compiler=compiler)
 
 
 def _default_device() -> str:

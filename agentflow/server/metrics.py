@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from agentflow.generator import Generator, Stats
+from agentflow.server.constraint_compiler import CompileCounts
 from agentflow.server.engine_client import RequestObserver
 from agentflow.server.engine_messages import EngineStats
 from agentflow.server.request_times import TPOT_BOUNDS_S, WAIT_BOUNDS_S, RequestTimes
@@ -47,6 +48,9 @@ COUNTERS = (
 @runtime_checkable
 class MeasuredGenerator(Protocol):
     """A generator with an engine behind it."""
+
+    @property
+    def compile_counts(self) -> CompileCounts: ...
 
     async def engine_stats(self) -> EngineStats: ...
 
@@ -103,6 +107,8 @@ class ServerMetrics:
         self.totals = EngineTotals()
         self.num_sessions = 0
         self.is_engine_up = False
+        self._compiled_before = CompileCounts()  # by the generators before this one
+        self._generator: MeasuredGenerator | None = None
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(_Families(self))
         self._has_watched = False
@@ -113,8 +119,18 @@ class ServerMetrics:
             self.totals.begin_anew()
             self.requests.forget_pending()
         self._has_watched = True
+        self._compiled_before = self.compile_counts
+        self._generator = None
         if isinstance(generator, MeasuredGenerator):
             generator.observe(self.requests)
+            self._generator = generator
+
+    @property
+    def compile_counts(self) -> CompileCounts:
+        """Of the compilers of all generators, one after the other."""
+        if self._generator is None:
+            return self._compiled_before
+        return self._compiled_before + self._generator.compile_counts
 
     async def scrape(self, generator: Generator[Any] | None, num_sessions: int) -> bytes:
         """All metrics as text. Asks the engine, and waits for it no longer than ``SCRAPE_TIMEOUT_S``."""
@@ -190,6 +206,14 @@ class _Families(Collector):
         yield CounterMetricFamily(
             "agentflow_engine_restarts", "Engine processes that died.", value=self._metrics.totals.restarts
         )
+        compiling = self._metrics.compile_counts
+        for name, text, value in (
+            ("constraints_compiled", "Constraints compiled.", compiling.compiled),
+            ("constraints_refused", "Requests whose constraint was refused.", compiling.refused),
+            ("constraint_cache_hits", "Constraints found in the cache.", compiling.cache_hits),
+            ("compile_processes_killed", "Compiling processes lost to a constraint.", compiling.killed),
+        ):
+            yield CounterMetricFamily(f"agentflow_{name}", text, value=value)
 
     def _histograms(self) -> Iterator[Metric]:
         requests = self._metrics.requests

@@ -1,7 +1,7 @@
 """What engine processes load in tests: the plain fake model, with faults that the options ask for.
 
-Places where a process can be held are named pipes, so that a test knows when one stands there: see
-``Hold``. What is to happen once and not again after a restart is noted in a file.
+Places where a process can be held: see ``holds.py``. What is to happen once and not again after a restart
+is noted in a file.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import os
 import signal
 from pathlib import Path
 
-import anyio.to_thread
 import numpy as np
 from fake_engine import TOKENIZER
 from numpy.typing import NDArray
 from plain_engine import END_ID, plain_token
+from server.holds import stand
 
 from agentflow.errors import BadModelFolder
 from agentflow.server.core.batch import Batch
@@ -77,27 +77,3 @@ def load(
         on_step=on_step,
     )
     return runner, TOKENIZER, SchedulerConfig(**(config or {}))
-
-
-def stand(path: str) -> None:
-    """Stands at a hold, if it is still there, until it is released or the process is killed."""
-    if os.path.exists(path):
-        with open(path, "rb") as pipe:
-            pipe.read()
-
-
-class Hold:
-    """A place at which the first process that comes by stands still."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-        os.mkfifo(self.path)
-
-    async def reached(self) -> None:
-        """Waits for a process to stand here; no other will. ``release`` is to be called then."""
-        self._pipe = await anyio.to_thread.run_sync(os.open, self.path, os.O_WRONLY)
-        os.unlink(self.path)
-
-    def release(self) -> None:
-        """Lets the process go on, where it was not killed."""
-        os.close(self._pipe)

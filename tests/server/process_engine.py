@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 
 from fake_engine import TOKENIZER
 from plain_engine import alone
-from server.engine_loaders import Hold, start
+from server.engine_loaders import start
+from server.holds import Hold
 
 from agentflow.sampling import SamplingParams
 from agentflow.server.engine_client import EngineClient

@@ -14,7 +14,7 @@ from anyio.lowlevel import checkpoint
 from fake_engine import TEMPLATE, TOKENIZER
 from plain_engine import plain_engine
 from process_engine import LENGTH, PLAIN, generate, kill, process_engine, text_after
-from server.engine_loaders import Hold
+from server.holds import Hold
 
 from agentflow.sampling import SamplingParams
 from agentflow.server.app import create_app

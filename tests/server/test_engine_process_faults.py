@@ -12,13 +12,15 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 from process_engine import PLAIN, generate, kill, process_engine, text_after
-from server.engine_loaders import POISON, SLOW_POISON, Hold, start
+from server.engine_loaders import POISON, SLOW_POISON, start
+from server.holds import Hold
 
 from agentflow.errors import AgentflowError, BadModelFolder, EngineFailed, Overloaded
 from agentflow.sampling import SamplingParams
 from agentflow.server.engine_child import EngineChild
-from agentflow.server.engine_frames import from_engine_decoder, to_frame
+from agentflow.server.engine_frames import from_engine_decoder
 from agentflow.server.engine_messages import Finished, Submit
+from agentflow.server.message_frames import to_frame
 
 pytestmark = pytest.mark.anyio
 

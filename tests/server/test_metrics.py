@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
@@ -14,17 +15,21 @@ from fake_engine import TEMPLATE, StepGate
 from plain_engine import plain_engine
 from process_engine import PLAIN, generate, kill, process_engine
 from prometheus_client.parser import text_string_to_metric_families
-from server.engine_loaders import Hold
+from server.compile_loaders import LOADER
+from server.holds import Hold
 from wire_peer import WireGenerator
 
-from agentflow.errors import EngineFailed
+from agentflow.constraint import Constraint
+from agentflow.errors import EngineFailed, RequestRefused
 from agentflow.generator import Generator, Stats
 from agentflow.sampling import SamplingParams
 from agentflow.server import metrics as metrics_module
 from agentflow.server.app import create_app
+from agentflow.server.constraint_compiler import constraint_compiler
 from agentflow.server.engine_client import EngineClient
 from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.engine_messages import EngineStats, Failed, Finished, Origin, Progress, Started, Submit
+from agentflow.server.limits import CompileLimits
 from agentflow.server.metrics import EngineTotals, ServerMetrics
 from agentflow.server.request_times import MAX_TENANTS, OTHER_TENANTS, WAIT_BOUNDS_S, RequestTimes
 from agentflow.server.step_times import PHASES, STEP_BOUNDS_S, BucketCounts, StepTimes
@@ -130,6 +135,31 @@ async def test_counters_go_on_when_the_application_starts_again():
     _, told = await get_metrics(app)
     assert told["agentflow_engine_up",] == 0
     assert told["agentflow_generated_tokens_total",] == 40
+
+
+async def test_what_compilers_did_adds_up():
+    @asynccontextmanager
+    async def open_generator() -> AsyncIterator[Generator[Any]]:
+        limits = CompileLimits(cpu_s=0.1)
+        opening = constraint_compiler(limits, loader=LOADER)
+        async with plain_engine() as client, opening as compiler:
+            for source in ("pid", "pid", "abort", "spin"):
+                with contextlib.suppress(RequestRefused):
+                    await compiler.compile(Constraint("regex", source), tenant="ann")
+            yield EngineGenerator(client, TEMPLATE, compiler=compiler)
+
+    app = create_app(open_generator)
+    names = (
+        "constraints_compiled",
+        "constraints_refused",
+        "constraint_cache_hits",
+        "compile_processes_killed",
+    )
+    for times in (1, 2):
+        async with app.router.lifespan_context(app):
+            _, told = await get_metrics(app)
+            values = [told[f"agentflow_{name}_total",] for name in names]
+            assert values == [times, 2 * times, times, times]
 
 
 async def test_a_generator_without_an_engine_has_the_metrics_that_it_knows():

@@ -17,7 +17,7 @@ import pytest
 from fake_engine import StepGate
 from plain_engine import END_ID, PLAIN_IDS, plain_engine
 from process_engine import PLAIN, PROMPT, generate, kill, process_engine
-from server.engine_loaders import Hold
+from server.holds import Hold
 
 from agentflow import cli
 from agentflow.errors import BadArgument, PromptTooLong

@@ -1,0 +1,270 @@
+"""The event loop's side of compiling constraints: keeps what was compiled, and lets one process compile the
+rest, one constraint at a time.
+
+Compiling is where a hostile request can cost most, so it is fenced in: a process that runs only where a
+processor would be idle, with limits to what one constraint takes there, and a queue for each tenant.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import anyio
+
+from agentflow.constraint import MAX_SOURCE_CHARS, Constraint
+from agentflow.errors import AgentflowError, BadArgument, EngineFailed, RequestRefused
+from agentflow.server.compile_cache import CompileCache, Outcome
+from agentflow.server.compile_frames import CompileEnd, Refusal, over_limit
+from agentflow.server.compile_queue import CompileQueue
+from agentflow.server.compile_worker import LAST_WORDS_S, CannotCompile, CompileWorker
+from agentflow.server.compiled_constraint import CompiledConstraint
+from agentflow.server.limits import CompileLimits
+from agentflow.task_group import open_task_group
+
+logger = logging.getLogger(__name__)
+
+# A ``compile_frames.CompileConstraint``.
+LOADER = "agentflow.server.constraint_compilation:compile_constraint"
+# What nobody waits for any more may run so long; most constraints are done by then, and a new process
+# takes longer than this to start.
+ABANDONED_S = 0.2
+# So many processes in a row that died and compiled nothing; another one is started when there is work.
+MAX_FAILURES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class CompileCounts:
+    """``compiled`` constraints; calls that were ``refused``, with whatever error; ``cache_hits``, calls that
+    were answered from the cache, refused or not; ``killed`` processes: they died, or had to be killed,
+    while they compiled."""
+
+    compiled: int = 0
+    refused: int = 0
+    cache_hits: int = 0
+    killed: int = 0
+
+    def __add__(self, other: CompileCounts) -> CompileCounts:
+        return CompileCounts(
+            self.compiled + other.compiled,
+            self.refused + other.refused,
+            self.cache_hits + other.cache_hits,
+            self.killed + other.killed,
+        )
+
+
+@asynccontextmanager
+async def constraint_compiler(
+    limits: CompileLimits | None = None, *, loader: str = LOADER
+) -> AsyncIterator[ConstraintCompiler]:
+    """A compiler and its process for as long as the scope lasts. The process loads meanwhile: who asks
+    first waits for that. ``loader``: the function that compiles, as ``package.module:function``.
+
+    >>> async with constraint_compiler() as compiler:
+    ...     compiled = await compiler.compile(Constraint("regex", "[0-9]{4}"), tenant="ann")
+    """
+    compiler = ConstraintCompiler(limits or CompileLimits(), loader)
+    async with open_task_group() as group:
+        group.start_soon(compiler.run)
+        try:
+            yield compiler
+        finally:
+            group.cancel_scope.cancel()
+
+
+class _Job:
+    """One constraint on its way, and how many wait for it."""
+
+    def __init__(self, constraint: Constraint) -> None:
+        self.constraint = constraint
+        self.num_waiting = 0
+        self.ended = anyio.Event()
+        self.outcome: Outcome | None = None
+        self.began_at: float | None = None
+        self.scope = anyio.CancelScope()  # of its time in the process
+
+
+class ConstraintCompiler:
+    """Use ``constraint_compiler`` to make one. All of it belongs to the event loop's thread."""
+
+    def __init__(self, limits: CompileLimits, loader: str) -> None:
+        self._limits = limits
+        self._loader = loader
+        self._cache = CompileCache(limits.cache_bytes)
+        self._queue = CompileQueue[_Job](
+            max_waiting=limits.max_waiting, max_waiting_per_tenant=limits.max_waiting_per_tenant
+        )
+        self._jobs: dict[Constraint, _Job] = {}  # those that wait and the one that runs
+        self._has_work = anyio.Event()
+        self._has_ended = False
+        self._worker: CompileWorker | None = None
+        self._num_compiled = 0
+        self._num_refused = 0
+        self._num_cache_hits = 0
+        self._num_killed = 0
+
+    @property
+    def counts(self) -> CompileCounts:
+        """So far."""
+        return CompileCounts(self._num_compiled, self._num_refused, self._num_cache_hits, self._num_killed)
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process there is now, loading or loaded; None between two."""
+        return None if self._worker is None else self._worker.pid
+
+    async def compile(self, constraint: Constraint, *, tenant: str) -> CompiledConstraint:
+        """What the engine takes. Equal constraints are compiled once, whoever sends them.
+
+        ``BadArgument`` or ``RequestRefused`` where the constraint cannot be compiled, or not within the
+        limits, of which the message names the one; ``Overloaded`` where too many wait; ``EngineFailed``.
+        """
+        try:
+            outcome = self._cache.get(constraint)
+            if outcome is None:
+                outcome = await self._wait_for(constraint, tenant)
+            else:
+                self._num_cache_hits += 1
+            if isinstance(outcome, Refusal):
+                raise outcome.to_error()
+        except AgentflowError:
+            self._num_refused += 1
+            raise
+        return outcome
+
+    async def _wait_for(self, constraint: Constraint, tenant: str) -> Outcome:
+        job = self._jobs.get(constraint)
+        if job is None or job.scope.cancel_called:  # cancelled: its process is about to be ended
+            _check_sendable(constraint)
+            job = _Job(constraint)
+        self._check_alive()
+        if job.began_at is None:
+            self._queue.push(tenant, job)
+            self._jobs[constraint] = job
+            self._has_work.set()
+        else:
+            job.scope.deadline = job.began_at + self._limits.wall_s  # as it was, if it had been abandoned
+        job.num_waiting += 1
+        try:
+            await job.ended.wait()
+        finally:
+            job.num_waiting -= 1
+            if not job.num_waiting and not job.ended.is_set():
+                self._abandon(job)
+        if job.outcome is None:
+            self._check_alive()
+        assert job.outcome is not None
+        return job.outcome
+
+    def _abandon(self, job: _Job) -> None:
+        if job.began_at is None:
+            self._queue.discard(job)
+            del self._jobs[job.constraint]
+        else:
+            job.scope.deadline = min(job.scope.deadline, job.began_at + ABANDONED_S)
+
+    def _check_alive(self) -> None:
+        if self._has_ended:
+            raise EngineFailed("the engine has stopped, and compiles no constraints any more")
+
+    async def run(self) -> None:
+        """Until cancelled: one process after the other."""
+        num_failures = 0  # in a row
+        try:
+            while True:
+                try:
+                    problem = await self._live()
+                except CannotCompile as error:
+                    problem, num_failures = str(error), MAX_FAILURES
+                num_failures += 1
+                if problem is None:
+                    num_failures = 0
+                elif num_failures >= MAX_FAILURES:
+                    logger.error("constraints cannot be compiled: %s", problem)
+                    self._end_all(problem)
+                    await self._work()
+                    num_failures = 0
+        finally:
+            self._has_ended = True
+            for job in self._jobs.values():
+                job.ended.set()
+
+    async def _live(self) -> str | None:
+        """One process, from its start until it is used up; how it died if it has compiled nothing before.
+        ``CannotCompile`` where it would be the same with another."""
+        try:
+            worker = self._worker = CompileWorker.start(self._loader, self._limits)
+        except OSError as error:
+            raise CannotCompile(f"their process cannot be started: {error}") from error
+        has_compiled = False
+        grace_s = 0.0
+        try:
+            await worker.ready()
+            while worker.is_usable:
+                await self._next_work(worker)
+                has_compiled = True
+                await self._run(worker, *self._queue.pop())
+        except EOFError:
+            grace_s = LAST_WORDS_S
+        finally:
+            how = await worker.end(grace_s)
+            self._worker = None
+        return None if has_compiled else f"their process {how}"
+
+    async def _next_work(self, worker: CompileWorker) -> None:
+        """Waits for something in the queue. EOFError if the process dies meanwhile."""
+        if self._queue:
+            return
+        async with open_task_group() as group:
+            group.start_soon(worker.watch)
+            await self._work()
+            group.cancel_scope.cancel()
+
+    async def _work(self) -> None:
+        while not self._queue:
+            self._has_work = anyio.Event()
+            await self._has_work.wait()
+
+    async def _run(self, worker: CompileWorker, tenant: str, job: _Job) -> None:
+        end: CompileEnd | None = None
+        job.began_at = anyio.current_time()
+        with anyio.CancelScope(deadline=job.began_at + self._limits.wall_s) as job.scope:
+            end = await worker.compile(job.constraint)
+        if end is None or worker.has_died:
+            self._num_killed += 1
+            await worker.end()  # before anything else is run, and on this tenant's account
+        self._queue.charge(tenant, anyio.current_time() - job.began_at)
+        if end is None:
+            what = f"is not compiled within {self._limits.wall_s:g} s on this busy server"
+            end = CompileEnd(refusal=over_limit(job.constraint, what, is_final=False))
+        if end.compiled is not None:
+            self._num_compiled += 1
+        outcome = end.compiled or end.refusal
+        assert outcome is not None
+        self._end(job, outcome)
+
+    def _end(self, job: _Job, outcome: Outcome) -> None:
+        if isinstance(outcome, CompiledConstraint) or outcome.is_final:
+            self._cache.put(job.constraint, outcome)
+        if self._jobs.get(job.constraint) is job:  # not if it was abandoned and then asked for again
+            del self._jobs[job.constraint]
+        job.outcome = outcome
+        job.ended.set()
+
+    def _end_all(self, problem: str) -> None:
+        message = f"constraints cannot be compiled: {problem}"
+        while self._queue:
+            self._end(self._queue.pop()[1], Refusal(EngineFailed.code, message, is_final=False))
+
+
+def _check_sendable(constraint: Constraint) -> None:
+    """Before it is sent anywhere: it must be one, and no larger than a constraint may be."""
+    constraint.check()
+    if sum(map(len, constraint.choices)) > MAX_SOURCE_CHARS:
+        raise RequestRefused(f"choices: {MAX_SOURCE_CHARS} characters together are the limit")
+    try:
+        "".join((constraint.source, *constraint.choices)).encode()
+    except UnicodeEncodeError as error:
+        raise BadArgument(f"{constraint.kind}: text is needed, and a lone surrogate is none") from error
