@@ -1,7 +1,7 @@
 """What a machine forces: where only one byte may follow, and the text cannot end, it need not be sampled.
 
-``ForcedRuns`` is what decoding asks. ``CompressedFsm`` is the same machine with each such run made one
-edge, to be printed and drawn.
+``ForcedRuns`` is what decoding asks, and knows bytes. ``CompressedFsm`` is the same machine over characters,
+with each such run made one edge, to be printed and drawn.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentflow.mermaid_text import escaped
+from agentflow.server.core.char_reader import CharReader
 from agentflow.server.core.fsm import DEAD, START, Fsm
+from agentflow.server.core.regex_tree import MAX_CODE_POINT, Ranges, all_but
 
 ForcedBytes: TypeAlias = NDArray[np.int16]
 NextStates: TypeAlias = NDArray[np.int32]
@@ -60,28 +62,32 @@ class ForcedRuns:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """From ``source`` to ``target`` by ``text``, or, where that is empty, by one byte of the ranges
-    ``one_of`` (from and to, inclusive)."""
+    """From ``source`` to ``target`` by ``text``, or, where that is empty, by one character of the ranges
+    ``one_of`` (code points from and to, inclusive)."""
 
     source: int
     target: int
-    text: bytes
-    one_of: tuple[tuple[int, int], ...]
+    text: str
+    one_of: Ranges
 
     @property
     def label(self) -> str:
-        """For people. Bytes beyond ASCII are written as ``\\x..`` unless they make whole characters.
+        """For people: the text, or the characters between brackets, whichever are fewer, these or all others.
 
-        >>> Edge(1, 2, b"", ((48, 57), (195, 195))).label
-        '[0-9\\\\xc3]'
+        >>> Edge(1, 2, "", ((0, 0x21), (0x23, 0x10FFFF))).label
+        '[^"]'
         """
         if self.text:
-            return "".join([_shown_char(char) for char in self.text.decode(errors="surrogateescape")])
-        shown = [
-            _shown(first) if first == last else f"{_shown(first)}-{_shown(last)}"
-            for first, last in self.one_of
-        ]
-        return f"[{''.join(shown)}]"
+            return "".join([_shown(char) for char in self.text])
+        others = all_but(self.one_of)
+        if not others:
+            return "any character"
+        is_negated = len(others) < len(self.one_of) or self.one_of[-1][1] == MAX_CODE_POINT
+        shown = []
+        for first, last in others if is_negated else self.one_of:
+            edges = [chr(first)] if first == last else [chr(first), chr(last)]
+            shown.append("-".join([f"\\{edge}" if edge in "]^-" else _shown(edge) for edge in edges]))
+        return f"[{'^' if is_negated else ''}{''.join(shown)}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,52 +123,40 @@ class CompressedFsm:
 
 
 def compress(fsm: Fsm) -> CompressedFsm:
-    """The machine with runs of forced bytes made one edge.
+    """The machine, over characters again, with each run of characters that alone can follow made one edge.
 
     >>> print(compress(build_fsm(parse_regex("true|false|[0-9]"))))
     1 --[0-9]--> 2*
     1 --false--> 2*
     1 --true--> 2*
     """
-    runs = ForcedRuns(fsm)
+    reader = CharReader(fsm)
     edges: list[Edge] = []
     waiting = [START]
     seen = {START}
     for state in waiting:  # grows as it is read
-        for target, ranges in _bytes_by_target(fsm, state).items():
-            first, last = ranges[0]
-            if len(ranges) == 1 and first == last:
-                forced, after = runs.run(target)
-                edge = Edge(state, after, bytes([first]) + forced, ())
-            else:
-                edge = Edge(state, target, b"", tuple(ranges))
-            edges.append(edge)
-            if edge.target not in seen:
-                seen.add(edge.target)
-                waiting.append(edge.target)
+        for target, ranges in reader.leads_on(state).items():
+            char = _only_char(ranges)
+            after, text = target, ""
+            while char:
+                text += char
+                following = {} if fsm.accepting[after] else reader.leads_on(after)
+                char = ""
+                if len(following) == 1:
+                    [(next_state, next_ranges)] = following.items()
+                    char = _only_char(next_ranges)
+                    after = next_state if char else after
+            edges.append(Edge(state, after, text, () if text else ranges))
+            if after not in seen:
+                seen.add(after)
+                waiting.append(after)
     return CompressedFsm(tuple(edges), frozenset([state for state in waiting if fsm.accepting[state]]))
 
 
-def _bytes_by_target(fsm: Fsm, state: int) -> dict[int, list[tuple[int, int]]]:
-    """The ranges of bytes that lead to each state, in the order of their first byte."""
-    row = fsm.transitions[state][fsm.class_of_byte]
-    starts = [0, *(np.flatnonzero(row[1:] != row[:-1]) + 1).tolist(), 256]
-    found: dict[int, list[tuple[int, int]]] = {}
-    for at in range(len(starts) - 1):
-        target = int(row[starts[at]])
-        if target != DEAD:
-            found.setdefault(target, []).append((starts[at], starts[at + 1] - 1))
-    return found
+def _only_char(ranges: Ranges) -> str:
+    """Empty where there are several."""
+    return chr(ranges[0][0]) if len(ranges) == 1 and ranges[0][0] == ranges[0][1] else ""
 
 
-def _shown_char(char: str) -> str:
-    if 0xDC80 <= ord(char) <= 0xDCFF:
-        return f"\\x{ord(char) - 0xDC00:02x}"  # half a character
+def _shown(char: str) -> str:
     return char if char.isprintable() and char != "\\" else char.encode("unicode_escape").decode()
-
-
-def _shown(byte: int) -> str:
-    """A byte between brackets."""
-    if byte in b"[]^-\\":
-        return f"\\{chr(byte)}"
-    return chr(byte) if 0x20 < byte < 0x7F else f"\\x{byte:02x}"

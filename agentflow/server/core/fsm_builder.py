@@ -59,7 +59,7 @@ def build_fsm(
     return _over_bytes(machine, classes, limit, max_states, max_transitions)
 
 
-_UNSATISFIABLE = "regex: no text at all matches: write one that some text can match"
+_UNSATISFIABLE = "constraint: no text at all matches it: write one that some text can match"
 
 
 def _plain_machine(graph: CharGraph, classes: CharClasses, start: int, limit: WorkLimit) -> CharMachine:

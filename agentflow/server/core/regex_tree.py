@@ -4,7 +4,7 @@ A tree says what whole texts match, and nothing else: no groups, no anchors, no 
 
 >>> answer = Choice((literal("yes"), literal("no")))
 >>> digits = Repeat(CharSet(((0x30, 0x39),)), 1, 3)
->>> Sequence((answer, literal(", "), digits))  # "yes, 42"
+>>> record = Sequence((answer, literal(", "), digits))  # "yes, 42"
 """
 
 from __future__ import annotations
