@@ -6,34 +6,101 @@ How a value is made of the text again is the client's business (``value_type``).
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
 from agentflow.errors import BadArgument
 
-ConstraintKind = Literal["regex", "schema", "choices", "grammar"]
-CONSTRAINT_KINDS: tuple[ConstraintKind, ...] = ("regex", "schema", "choices", "grammar")
+ConstraintKind = Literal["regex", "schema", "choices", "grammar", "tags"]
+CONSTRAINT_KINDS: tuple[ConstraintKind, ...] = get_args(ConstraintKind)
+TaggedKind = Literal["regex", "schema", "grammar"]
+Whitespace = Literal["compact", "tight", "free"]
 
 MAX_SOURCE_CHARS = 200_000
 MAX_CONSTRAINT_CHOICES = 1000
+MAX_TAGS = 100
+MAX_MARK_CHARS = 200
+
+
+class TagRule(msgspec.Struct, frozen=True):
+    """One member of the list that a constraint of the kind ``tags`` has for its source: what stands
+    between ``begin`` and the next ``end`` after it is a text of this ``kind`` and ``source``."""
+
+    begin: str
+    kind: TaggedKind
+    source: str
+    end: str
+
+    def check(self) -> None:
+        """``BadArgument`` where it cannot be one."""
+        for name, mark in (("begin", self.begin), ("end", self.end)):
+            if not isinstance(mark, str) or not 0 < len(mark) <= MAX_MARK_CHARS:
+                raise BadArgument(f"tags: {name} must be a string of 1 to {MAX_MARK_CHARS} characters")
+        Constraint(self.kind, self.source).check()
 
 
 class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
-    """``source``: the regular expression that all of the text matches, the JSON schema (as JSON), or the
-    grammar (Lark's notation). ``choices``: of these one, whole."""
+    """``source``: the regular expression that all of the text matches, the JSON schema (as JSON), the
+    grammar (Lark's notation), or the tags that may stand in free text (a JSON list, see ``tags``).
+    ``choices``: of these one, whole. ``whitespace`` between the parts of a JSON value: ``compact`` is one
+    line with ``, `` and ``: ``, ``tight`` none, ``free`` any. ``jump_forward``: text that is forced may be
+    appended without sampling."""
 
     kind: ConstraintKind
     source: str = ""
     choices: tuple[str, ...] = ()
+    whitespace: Whitespace = "compact"
+    jump_forward: bool = True
 
     def check(self) -> Constraint:
         """Itself, or ``BadArgument`` where it cannot be one."""
         if self.kind == "choices":
-            if not all(isinstance(choice, str) and choice for choice in self.choices):
-                raise BadArgument("choices: each must be a string, and not an empty one")
-            if not 0 < len(set(self.choices)) == len(self.choices) <= MAX_CONSTRAINT_CHOICES:
-                raise BadArgument(f"choices: 1 to {MAX_CONSTRAINT_CHOICES} of them, each once")
+            self._check_choices()
         elif not isinstance(self.source, str) or not 0 < len(self.source) <= MAX_SOURCE_CHARS:
             raise BadArgument(f"{self.kind}: a string of 1 to {MAX_SOURCE_CHARS} characters is needed")
+        if self.kind == "tags":
+            _check_tags(self.tags())
+        if self.whitespace not in get_args(Whitespace):
+            known = ", ".join(map(repr, get_args(Whitespace)))
+            raise BadArgument(f"whitespace must be one of {known}, not {self.whitespace!r}")
+        if self.whitespace != "compact" and not self.has_schema:
+            raise BadArgument(f"whitespace={self.whitespace!r} is for JSON schemas, not for {self.kind}")
+        if not isinstance(self.jump_forward, bool):
+            raise BadArgument(f"jump_forward must be True or False, not {self.jump_forward!r}")
         return self
+
+    @property
+    def has_schema(self) -> bool:
+        """Whether a JSON schema is part of it."""
+        return self.kind == "schema" or (
+            self.kind == "tags" and any(tag.kind == "schema" for tag in self.tags())
+        )
+
+    def tags(self) -> tuple[TagRule, ...]:
+        """Of the kind ``tags``: its tags. ``BadArgument`` where the source is no list of tags."""
+        try:
+            return msgspec.json.decode(self.source, type=tuple[TagRule, ...])
+        except (msgspec.DecodeError, UnicodeError) as error:
+            raise BadArgument(f"tags: the source is no list of tags: {error}") from None
+
+    def _check_choices(self) -> None:
+        if not all(isinstance(choice, str) and choice for choice in self.choices):
+            raise BadArgument("choices: each must be a string, and not an empty one")
+        if not 0 < len(set(self.choices)) == len(self.choices) <= MAX_CONSTRAINT_CHOICES:
+            raise BadArgument(f"choices: 1 to {MAX_CONSTRAINT_CHOICES} of them, each once")
+
+
+def _check_tags(tags: tuple[TagRule, ...]) -> None:
+    if not 0 < len(tags) <= MAX_TAGS:
+        raise BadArgument(f"tags: 1 to {MAX_TAGS} of them")
+    for tag in tags:
+        tag.check()
+    begins = [tag.begin for tag in tags]
+    for index, begin in enumerate(begins):
+        # Otherwise a text could begin two tags at once.
+        inside = next((other for other in begins[:index] + begins[index + 1 :] if begin in other), None)
+        if inside is not None:
+            raise BadArgument(
+                f"tags: {begin!r} begins a tag, and is part of {inside!r}, which begins another"
+            )

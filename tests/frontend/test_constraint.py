@@ -11,7 +11,7 @@ from wire_server import ThreadServer, thread_server
 
 import agentflow as af
 from agentflow import ops
-from agentflow.constraint import Constraint
+from agentflow.constraint import Constraint, TagRule
 from agentflow.generator import Capabilities
 
 pytestmark = pytest.mark.anyio
@@ -29,6 +29,58 @@ KINDS = {
     "choices": {"choices": ["a"]},
     "grammar": {"grammar": "start: a"},
 }
+
+
+def tags(*rules: dict) -> Constraint:
+    return Constraint("tags", msgspec.json.encode(rules).decode())
+
+
+AGE = {"begin": "<age>", "kind": "regex", "source": "[0-9]+", "end": "</age>"}
+WHO = {"begin": "<who>", "kind": "schema", "source": '{"type": "string"}', "end": "</who>"}
+
+
+def test_what_can_be_asked_for():
+    for whitespace in ("compact", "tight", "free"):
+        for made in (Constraint("schema", "{}"), tags(AGE, WHO)):
+            asked = msgspec.structs.replace(made, whitespace=whitespace, jump_forward=False)
+            assert asked.check() is asked
+            assert msgspec.json.decode(msgspec.json.encode(asked), type=Constraint) == asked
+    assert tags(AGE, WHO).tags() == (TagRule(**AGE), TagRule(**WHO))
+    assert (tags(AGE).has_schema, tags(AGE, WHO).has_schema) == (False, True)
+
+
+def test_what_was_recorded_before_there_was_more_to_say_still_reads():
+    old = b'{"kind":"schema","source":"{}"}'
+    assert msgspec.json.decode(old, type=Constraint) == Constraint("schema", "{}")
+    assert msgspec.json.encode(Constraint("schema", "{}")) == old
+
+
+REFUSED = [
+    (tags(), "tags: 1 to 100 of them"),
+    (tags(*[{**AGE, "begin": f"<{n:03}>"} for n in range(101)]), "tags: 1 to 100 of them"),
+    (tags({**AGE, "begin": ""}), "tags: begin must be a string of 1 to 200 characters"),
+    (tags({**AGE, "end": "x" * 201}), "tags: end must be a string of 1 to 200"),
+    (tags({**AGE, "source": ""}), "regex: a string of 1 to 200000 characters is needed"),
+    (tags({**AGE, "kind": "choices"}), "the source is no list of tags: Invalid enum value 'choices'"),
+    (tags({"begin": "<age>"}), "the source is no list of tags: .* missing required field `kind`"),
+    (Constraint("tags", "<age>"), "the source is no list of tags"),
+    (Constraint("tags", '"\ud800"'), "the source is no list of tags"),
+    (tags(AGE, AGE), "tags: '<age>' begins a tag, and is part of '<age>', which begins another"),
+    (tags(AGE, {**AGE, "begin": "x<age>"}), "tags: '<age>' begins a tag, and is part of 'x<age>'"),
+    (Constraint("schema", "{}", whitespace="none"), "whitespace must be one of 'compact', 'tight', 'free'"),
+    (Constraint("regex", "a", whitespace="tight"), "whitespace='tight' is for JSON schemas, not for regex"),
+    (
+        msgspec.structs.replace(tags(AGE), whitespace="free"),
+        "whitespace='free' is for JSON schemas, not for tags",
+    ),
+    (Constraint("regex", "a", jump_forward=1), "jump_forward must be True or False, not 1"),
+]
+
+
+@pytest.mark.parametrize(("constraint", "message"), REFUSED)
+def test_what_makes_no_sense_is_refused(constraint, message):
+    with pytest.raises(af.BadArgument, match=message):
+        constraint.check()
 
 
 @pytest.mark.parametrize("kind", KINDS)
