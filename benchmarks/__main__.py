@@ -16,6 +16,7 @@ NAMES = {
     "radix": "the radix cache on a tree of a million tokens",
     "scheduler": "fairness, deep queues and a full pool, simulated",
     "frontend": "what a client costs: CPU for each op and token, round trips, stalls",
+    "schema_suite": "JSON schema's own test suite: accepted, refused by name, and valid instances",
     "ablation": "what each part of the design is worth, on the real model",
 }
 

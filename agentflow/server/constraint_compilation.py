@@ -1,0 +1,200 @@
+"""From a constraint to what the engine keeps: a machine where it is regular and small, else a grammar.
+
+Pure, and without a model: it runs in a process of its own, which may be killed. So what is refused here is
+refused before a token is generated, by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any, Final
+
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from agentflow.constraint import Constraint, TagRule, Whitespace
+from agentflow.errors import BadArgument, RequestRefused
+from agentflow.server.compiled_constraint import CompiledConstraint
+from agentflow.server.core.fsm_builder import build_fsm
+from agentflow.server.core.json_schema import schema_to_regex
+from agentflow.server.core.json_values import FREE_WHITESPACE_CHARS
+from agentflow.server.core.regex_syntax import parse_regex
+from agentflow.server.core.regex_tree import Choice, Regex, TooMuchForFsm, literal
+from agentflow.server.llguidance_grammar import (
+    ALL_TOKENS_ALLOWED,
+    LlguidanceGrammar,
+    LlguidanceVocabulary,
+    parser_limits,
+)
+from agentflow.server.llguidance_pattern import pattern_of
+from agentflow.server.schema_check import Schema, read_schema
+from agentflow.server.tag_grammar import tag_grammar
+
+VERSION: Final = 1
+"""Of what compilation makes of a constraint: part of the key."""
+
+SMALL_STACK_BYTES: Final = 1 << 20
+
+_RULE_OF_EBNF: Final = re.compile(r"^\s*(<?[\w-]+>?)\s*::=", re.MULTILINE)
+_WHITESPACE: Final[dict[str, dict[str, Any]]] = {
+    "compact": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
+    "tight": {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"},
+    "free": {"whitespace_pattern": rf"[ \n\r\t]{{1,{FREE_WHITESPACE_CHARS}}}"},
+}
+
+
+def compile_constraint(constraint: Constraint) -> CompiledConstraint:
+    """What the engine needs to keep a constraint that ``check`` has seen.
+
+    >>> compile_constraint(Constraint("choices", choices=("yes", "no"))).form
+    'fsm'
+
+    ``BadArgument``, which names what it is about, for what cannot be kept or what no text satisfies.
+    """
+    compiled = _regex_or_grammar(constraint)
+    if isinstance(compiled, str):
+        payload = _checked(compiled, constraint.kind).encode()
+        return CompiledConstraint(_key(constraint), "llguidance", payload)
+    try:
+        return CompiledConstraint(_key(constraint), "fsm", build_fsm(compiled).to_bytes())
+    except TooMuchForFsm:
+        grammar = _grammar_for_large(constraint, compiled)
+    return CompiledConstraint(_key(constraint), "llguidance", _checked(grammar, constraint.kind).encode())
+
+
+def _key(constraint: Constraint) -> str:
+    """Of all that determines the result."""
+    whitespace = constraint.whitespace if constraint.has_schema else ""
+    said = [VERSION, constraint.kind, constraint.source, constraint.choices, whitespace]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+
+
+def _regex_or_grammar(constraint: Constraint) -> Regex | str:
+    if constraint.kind == "choices":
+        return Choice(tuple([literal(choice) for choice in constraint.choices]))
+    if constraint.kind == "tags":
+        tags = constraint.tags()
+        return tag_grammar(tags, [_tag_body(tag, constraint.whitespace) for tag in tags])
+    return _of_source(constraint.kind, constraint.source, constraint.whitespace)
+
+
+def _of_source(kind: str, source: str, whitespace: Whitespace) -> Regex | str:
+    if kind == "regex":
+        return _of_pattern(source)
+    if kind == "schema":
+        return _of_schema(source, whitespace)
+    return _of_lark(source)
+
+
+def _of_pattern(pattern: str) -> Regex | str:
+    try:
+        return parse_regex(pattern)
+    except TooMuchForFsm:
+        return _lark_of_pattern(pattern.replace("/", r"\/"))
+
+
+def _lark_of_pattern(pattern: str) -> str:
+    return f"start: /{pattern}/\n{ALL_TOKENS_ALLOWED}"
+
+
+def _of_schema(source: str, whitespace: Whitespace) -> Regex | str:
+    schema = read_schema(source)
+    regex = schema_to_regex(schema, whitespace)
+    return _lark_of_schema(schema, whitespace) if regex is None else regex
+
+
+def _lark_of_schema(schema: Schema, whitespace: Whitespace) -> str:
+    # Escapes of letters that need none could spell a declared member's name anew.
+    options = {**_WHITESPACE[whitespace], "json_allowed_escapes": 'nrbtf\\"', "lenient": False}
+    return f"start: %json {json.dumps({**schema, 'x-guidance': options})}\n{ALL_TOKENS_ALLOWED}"
+
+
+def _of_lark(source: str) -> str:
+    names = _RULE_OF_EBNF.findall(source)
+    if names and "root" not in names:
+        raise BadArgument(
+            f"grammar: rules with ::= are read as GBNF, which begins at the rule root; there are {names[:8]}"
+        )
+    try:
+        return f"{gbnf_to_lark(source) if names else source}\n{ALL_TOKENS_ALLOWED}"
+    except Exception as error:  # the library raises bare Exception
+        raise BadArgument(f"grammar: {error}") from None
+
+
+def _tag_body(tag: TagRule, whitespace: Whitespace) -> Regex | str:
+    try:
+        return _of_source(tag.kind, tag.source, whitespace)
+    except BadArgument as error:
+        raise BadArgument(f"tags: of {tag.begin!r}: {error}") from None
+
+
+def _grammar_for_large(constraint: Constraint, regex: Regex) -> str:
+    """The parser's form of what no machine of a sensible size can keep."""
+    if constraint.kind == "schema":
+        return _lark_of_schema(read_schema(constraint.source), constraint.whitespace)
+    return _lark_of_pattern(pattern_of(regex))
+
+
+def _checked(grammar: str, kind: str) -> str:
+    """The grammar, if the library takes it whole and a text can begin under it.
+
+    The library recurses over rules, and a stack that overflows ends the process. This one may die; but the
+    engine reads the grammar again, and what gets by here with an eighth of its stack does there, too.
+    """
+    usual = threading.stack_size(SMALL_STACK_BYTES)
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(_refuse_what_the_library_does, grammar, kind).result()
+    finally:
+        threading.stack_size(usual)
+    return grammar
+
+
+def _refuse_what_the_library_does(grammar: str, kind: str) -> None:
+    vocabulary = _byte_vocabulary()
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(
+        grammar, vocabulary.ll_tokenizer, limits=parser_limits()
+    )
+    if is_error or messages:
+        raise BadArgument(f"{kind}: {_explained(messages[0])}")
+    try:
+        text = LlguidanceGrammar(grammar, vocabulary).matcher()
+        can_begin = text.mask().any()
+    except RequestRefused as error:
+        raise BadArgument(f"{kind}: {error}") from None
+    if not can_begin:
+        raise BadArgument(f"{kind}: no text but the empty one satisfies it")
+
+
+def _explained(message: str) -> str:
+    """The part of the library's message that is about what was sent."""
+    about, *more = message.rpartition("failed to compile JSON schema: ")[2].strip().split("\n")
+    if about.endswith("regex parse error:"):
+        about += "".join([line.removeprefix("error:") for line in more if line.startswith("error:")])
+    if keys := re.fullmatch(r"Unimplemented keys: \[(.*)\]", about):
+        return f"{keys[1]} cannot be kept: say it otherwise, or check it in the program"
+    if resource := re.match(r"Resource '(.*)' is not present", about):
+        return f"{resource[1]!r} is not in the schema, and is fetched from nowhere: write it into $defs"
+    if about.startswith("oneOf constraints"):
+        return "oneOf cannot be kept unless its options exclude each other by a type or a required constant"
+    return about
+
+
+class _Bytes:
+    """A vocabulary of single bytes: enough to ask whether a grammar can be used at all."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
+    def encode(self, text: str, *, continues: bool = False) -> list[int]:
+        return list(text.encode())
+
+
+@cache
+def _byte_vocabulary() -> LlguidanceVocabulary:
+    return LlguidanceVocabulary(_Bytes(), 256)

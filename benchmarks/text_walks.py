@@ -1,0 +1,116 @@
+"""Random texts under a compiled constraint, byte by byte, for whoever wants to see what it allows."""
+
+from __future__ import annotations
+
+import random
+from typing import Protocol
+
+import numpy as np
+
+from agentflow.server.compiled_constraint import CompiledConstraint
+from agentflow.server.core.fsm import DEAD, START, Fsm
+from agentflow.server.core.grammar import Matcher
+from agentflow.server.llguidance_grammar import LlguidanceGrammar, LlguidanceVocabulary
+
+WISH_TO_END = 40
+"""So many bytes on, a walk goes for the end."""
+MOST_BYTES = 3_000
+
+_CLOSING = {byte: rank for rank, byte in enumerate(b'"}],:0123456789nultrefas \\-')}
+_OPENING = b'{}[]",:-0123456789tfn'
+
+
+class GrowingText(Protocol):
+    """A text under a constraint, and how it may go on."""
+
+    def allowed(self) -> list[int]: ...
+
+    def may_end(self) -> bool: ...
+
+    def take(self, byte: int) -> None: ...
+
+
+class FsmText:
+    """One under a machine."""
+
+    def __init__(self, fsm: Fsm) -> None:
+        self._fsm = fsm
+        self._state = START
+
+    def allowed(self) -> list[int]:
+        """The bytes that may come next."""
+        row = self._fsm.transitions[self._state][self._fsm.class_of_byte]
+        return [int(byte) for byte in np.flatnonzero(row != DEAD)]
+
+    def may_end(self) -> bool:
+        """Whether it is complete."""
+        return bool(self._fsm.accepting[self._state])
+
+    def take(self, byte: int) -> None:
+        """It goes on by a byte."""
+        self._state = self._fsm.read(self._state, bytes([byte]))
+
+
+class MatcherText:
+    """One under a grammar whose tokens are the 256 bytes."""
+
+    def __init__(self, matcher: Matcher) -> None:
+        self._matcher = matcher
+        self.may_end = matcher.may_end
+        self.take = matcher.take
+
+    def allowed(self) -> list[int]:
+        """The bytes that may come next."""
+        bits = np.unpackbits(self._matcher.mask().view(np.uint8), bitorder="little")
+        return [int(byte) for byte in np.flatnonzero(bits)]
+
+
+class SingleBytes:
+    """A vocabulary whose tokens are the 256 bytes."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Of that number."""
+        return bytes([token_id])
+
+    def encode(self, text: str, *, continues: bool = False) -> list[int]:
+        """Of UTF-8."""
+        return list(text.encode())
+
+
+BYTE_VOCABULARY = LlguidanceVocabulary(SingleBytes(), 256)
+
+
+def text_under(compiled: CompiledConstraint) -> GrowingText:
+    """A new one."""
+    if compiled.form == "fsm":
+        return FsmText(Fsm.from_bytes(compiled.payload))
+    return MatcherText(LlguidanceGrammar(compiled.payload.decode(), BYTE_VOCABULARY).matcher())
+
+
+def walk(text: GrowingText, chance: random.Random, prefix: bytes = b"") -> bytes | None:
+    """Some text that the constraint calls complete, beginning with as much of ``prefix`` as it allows; None
+    where it came to no end. Biased to JSON's structure: plain chance would write one long string."""
+    written = bytearray()
+    while len(written) < MOST_BYTES:
+        allowed = text.allowed()
+        wants_to_end = len(written) > WISH_TO_END or chance.random() < 0.3
+        if not allowed or (wants_to_end and text.may_end() and len(written) >= len(prefix)):
+            return bytes(written) if text.may_end() else None
+        byte = _next_byte(allowed, len(written), chance, prefix)
+        text.take(byte)
+        written.append(byte)
+    return None
+
+
+def _next_byte(allowed: list[int], place: int, chance: random.Random, prefix: bytes) -> int:
+    if place < len(prefix) and prefix[place] in allowed:
+        return prefix[place]
+    if place > WISH_TO_END:
+        return min(allowed, key=lambda byte: (_CLOSING.get(byte, 99), byte))
+    if 0x22 in allowed and chance.random() < 0.25:
+        return 0x22
+    structure = [byte for byte in allowed if byte in _OPENING]
+    if structure and chance.random() < 0.5:
+        return chance.choice(structure)
+    ascii_bytes = [byte for byte in allowed if byte < 0x80]
+    return chance.choice(ascii_bytes if ascii_bytes and chance.random() < 0.8 else allowed)

@@ -1,0 +1,386 @@
+"""What constraints become, which are refused and in which words, and that texts under them are valid."""
+
+import calendar
+import datetime
+import json
+import random
+import subprocess
+import sys
+import uuid
+from typing import Annotated, Literal
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, Field, TypeAdapter
+
+from agentflow.constraint import Constraint
+from agentflow.errors import BadArgument
+from agentflow.server.constraint_compilation import compile_constraint
+from agentflow.server.core.fsm import Fsm
+from benchmarks.text_walks import text_under, walk
+
+
+class Address(BaseModel):
+    street: str
+    city: str | None = None
+
+
+class Person(BaseModel):
+    name: str = Field(min_length=1)
+    age: int = Field(ge=0, le=150)
+    share: float = Field(ge=0, le=1)
+    role: Literal["admin", "user"]
+    homes: list[Address] = []
+
+
+class Tree(BaseModel):
+    value: int
+    children: list["Tree"] = []
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"]
+    lives: int
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"]
+    name: str
+
+
+class Owner(BaseModel):
+    pet: Annotated[Cat | Dog, Field(discriminator="kind")]
+
+
+def compiled(kind, source, **more):
+    return compile_constraint(Constraint(kind, source, **more).check())
+
+
+def schema_of(model) -> str:
+    return json.dumps(model.model_json_schema())
+
+
+def takes(constraint, text: str) -> bool:
+    growing = text_under(constraint)
+    for byte in text.encode():
+        if byte not in growing.allowed():
+            return False
+        growing.take(byte)
+    return growing.may_end()
+
+
+def some_texts(constraint, number: int, prefix: bytes = b"") -> list[bytes]:
+    dice = random.Random(number)
+    walks = (walk(text_under(constraint), dice, prefix) for _ in range(number))
+    return [text for text in walks if text is not None]
+
+
+@pytest.mark.parametrize("whitespace", ["compact", "tight", "free"])
+@pytest.mark.parametrize(
+    ("model", "form"), [(Person, "fsm"), (Tree, "llguidance"), (Owner, "fsm"), (Address, "fsm")]
+)
+def test_records_are_read_back(model, form, whitespace):
+    constraint = compiled("schema", schema_of(model), whitespace=whitespace)
+    assert constraint.form == form
+    texts = some_texts(constraint, 20)
+    assert len(texts) == 20
+    for text in texts:
+        value = model.model_validate_json(text)
+        assert takes(constraint, text.decode())
+        if whitespace == "compact" and text.isascii() and b"\\u" not in text and b"\\/" not in text:
+            assert json.loads(json.dumps(json.loads(text))) == json.loads(
+                value.model_dump_json(exclude_unset=True)
+            )
+
+
+@pytest.mark.parametrize(
+    ("whitespace", "text"),
+    [
+        ("compact", '{"value": 1, "children": [{"value": 2}]}'),
+        ("tight", '{"value":1,"children":[{"value":2}]}'),
+    ],
+)
+def test_a_parser_writes_whitespace_as_a_machine_does(whitespace, text):
+    for other in ("compact", "tight", "free"):
+        expected = other in (whitespace, "free")
+        assert takes(compiled("schema", schema_of(Tree), whitespace=other), text) == expected
+
+
+CONSTRAINED = {
+    "pattern": {"type": "string", "pattern": "^[a-z]{2,4}-[0-9]+$"},
+    "format": {"type": "string", "format": "date-time"},
+    "multipleOf": {"type": "integer", "multipleOf": 7, "minimum": 0},
+    "range": {"type": "number", "exclusiveMinimum": 0, "maximum": 12.5},
+    "allOf": {
+        "allOf": [
+            {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+            {"maxProperties": 1},
+        ]
+    },
+    "map": {"type": "object", "additionalProperties": {"type": "integer"}, "maxProperties": 2},
+    "patternProperties": {
+        "type": "object",
+        "patternProperties": {"^x": {"type": "null"}},
+        "additionalProperties": False,
+    },
+    "any": {},
+    "oneOf": {"oneOf": [{"type": "string", "maxLength": 3}, {"type": "integer", "minimum": 5}]},
+    "unevaluated": {
+        "type": "object",
+        "properties": {"a": {"const": 1}},
+        "unevaluatedProperties": {"type": "null"},
+    },
+    "uniqueItems: false": {"type": "array", "items": {"type": "boolean"}, "uniqueItems": False},
+}
+
+
+@pytest.mark.parametrize("name", CONSTRAINED)
+def test_what_a_parser_allows_is_valid(name):
+    schema = CONSTRAINED[name]
+    checker = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
+    texts = some_texts(compiled("schema", json.dumps(schema)), 60)
+    assert len(texts) > 50
+    for text in texts:
+        checker.validate(json.loads(text))
+
+
+def test_members_that_are_declared_are_all_there_are_in_either_form():
+    members = {"a": {"type": "integer"}, "b": {"type": "string", "pattern": "x"}}
+    machine = compiled("schema", json.dumps({"type": "object", "properties": {"a": members["a"]}}))
+    parser = compiled("schema", json.dumps({"type": "object", "properties": members}))
+    assert (machine.form, parser.form) == ("fsm", "llguidance")
+    for constraint in (machine, parser):
+        assert takes(constraint, '{"a": 1}')
+        assert not takes(constraint, '{"a": 1, "c": 1}')
+        assert not takes(constraint, '{"\\u0061": "x"}')
+    asked_for = {"type": "object", "properties": members, "additionalProperties": True}
+    assert takes(compiled("schema", json.dumps(asked_for)), '{"a": 1, "c": 1}')
+
+
+def test_numbers_are_bounded_in_either_form():
+    for schema in ({"type": "integer"}, {"type": "array", "items": {"type": "integer", "minimum": 7}}):
+        constraint = compiled("schema", json.dumps(schema))
+        wrap = "[%s]" if "items" in schema else "%s"
+        assert takes(constraint, wrap % ("9" * 18))
+        assert not takes(constraint, wrap % ("9" * 19))
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ("{}", "%s"),
+        ("true", "%s"),
+        ('{"type": "array"}', "[%s]"),
+        ('{"type": "object"}', '{"a": [%s]}'),
+        ('{"type": "object", "properties": {"a": {"title": "anything"}}}', '{"a": {"b": %s}}'),
+        ('{"type": ["object", "null"], "additionalProperties": true}', '{"a": %s}'),
+        ('{"anyOf": [{"type": "null"}, true]}', "%s"),
+        ('{"type": "array", "prefixItems": [true], "items": false}', "[%s]"),
+    ],
+)
+def test_where_any_value_may_stand_its_numbers_are_bounded(schema, text):
+    constraint = compiled("schema", schema)
+    for value in ("1", "-1.5", '"a"', "null", "true", '[1, {"a": 2}]', "{}", "9" * 15):
+        assert takes(constraint, text % value), value
+    for value in ("1e5", "9" * 16, "-", "nul", "[1e5]"):
+        assert not takes(constraint, text % value), value
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ('{"type": "array", "uniqueItems": true}', 'schema: "uniqueItems" cannot be kept'),
+        ('{"properties": {"a": {"not": {"type": "null"}}}}', 'schema: "not" cannot be kept'),
+        ('{"contains": {"const": 1}}', 'schema: "contains" cannot be kept'),
+        ('{"if": {"type": "null"}, "then": {}}', '"if", "then" cannot be kept'),
+        ('{"type": "string", "format": "iri"}', "Unknown format: iri"),
+        ('{"oneOf": [{"type": "integer"}, {"type": "number"}]}', "oneOf cannot be kept unless"),
+        ('{"$ref": "other.json"}', "'json-schema:///other.json' is not in the schema"),
+        ('{"type": "string", "pattern": "a(?=b)"}', "look-around"),
+        ('{"minProperties": 2}', "minProperties above 1 needs"),
+        ('{"type": "integer", "minimum": 3, "maximum": 2}', "minimum (3) is greater than maximum (2)"),
+        ('{"type": "integer", "minimum": 3, "exclusiveMinimum": true}', "exclusiveMinimum must be a number"),
+        ('{"enum": []}', "anyOf is empty"),
+        ('{"type": "thing"}', "Invalid type: thing"),
+        ('{"required": 3}', "required must be a list of names"),
+        ('{"properties": []}', "properties must be an object"),
+        ("false", "an object that some value satisfies"),
+        ("[1]", "an object that some value satisfies"),
+        ('{"a": ', "not JSON that every reader takes"),
+        ('{"const": 1e999}', "not JSON that every reader takes"),
+        ('{"const": NaN}', "NaN is no JSON"),
+        ('{"const": "\\ud800"}', "not JSON that every reader takes"),
+        ("[" * 100_000, "nests deeper than 60"),
+        ('{"items": ' * 100 + "{}" + "}" * 100, "nests deeper than 60"),
+        ('{"$ref": "#"}', "no token can follow"),
+        ('{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}', "no token can follow"),
+    ],
+)
+def test_a_schema_that_cannot_be_kept_is_refused_by_name(schema, words):
+    with pytest.raises(BadArgument) as caught:
+        compiled("schema", schema)
+    assert words in str(caught.value)
+
+
+SAID = ["type", "properties", "items", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "required"]
+SAID += [
+    "minimum",
+    "maxLength",
+    "minItems",
+    "$defs",
+    "pattern",
+    "additionalProperties",
+    "minProperties",
+    "format",
+]
+anything = st.recursive(
+    st.sampled_from([None, True, 3, -1.5, "a", "object", "string", "#", "date", []]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(SAID), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@given(anything)
+def test_whatever_comes_as_a_schema_is_compiled_or_refused(schema):
+    try:
+        constraint = compiled("schema", json.dumps(schema))
+    except BadArgument:
+        return
+    assert text_under(constraint).allowed()
+
+
+TIMES = [datetime.date, datetime.datetime, datetime.time, datetime.timedelta, uuid.UUID]
+
+
+@pytest.mark.parametrize("kind", TIMES)
+def test_formats_are_read_back(kind):
+    """Digits at random: no day that does not exist, no second that a reader of times refuses."""
+    reader = TypeAdapter(kind)
+    constraint = compiled("schema", json.dumps(reader.json_schema()))
+    for number in range(100):
+        dice, growing, text = random.Random(number), text_under(constraint), bytearray()
+        while allowed := growing.allowed():
+            digits = [byte for byte in allowed if byte in b"0123456789"]
+            ends = b'"' if len(text) > 30 and ord('"') in allowed else allowed
+            text.append(dice.choice(digits if digits and len(text) < 30 else [*ends]))
+            growing.take(text[-1])
+        reader.validate_json(bytes(text))
+
+
+@pytest.mark.parametrize("year", [1999, 2000, 1900, 2024, 2023, 2100, 2400, 1204])
+def test_the_29th_of_february_is_in_leap_years(year):
+    constraint = compiled("schema", '{"type": "string", "format": "date"}')
+    assert takes(constraint, f'"{year}-02-29"') == calendar.isleap(year)
+    assert takes(constraint, f'"{year}-02-28"')
+    assert takes(constraint, f'"{year}-12-31"')
+
+
+def test_choices_and_patterns_are_machines():
+    assert Fsm.from_bytes(compiled("choices", "", choices=("a", "ab", "é")).payload).matches("é".encode())
+    fsm = Fsm.from_bytes(compiled("regex", r"^\d{4}-\d\d$").payload)
+    assert fsm.matches(b"2024-05")
+    assert not fsm.matches(b"2024-5")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "good", "bad"),
+    [
+        (r".*a.{30}", "xa" + "é" * 30, "xb" + "é" * 30),
+        (r"(\d{1,500}[a-c]){1,300}", "1a22b", "1a22"),
+        (r"\p{Lu}\p{Ll}+/é", "Éa/é", "éa/é"),
+    ],
+)
+def test_a_pattern_too_large_for_a_machine_is_kept_by_a_parser(pattern, good, bad):
+    constraint = compiled("regex", pattern)
+    assert constraint.form == "llguidance"
+    assert takes(constraint, good)
+    assert not takes(constraint, bad)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        (r"(a)\1", "regex: a back-reference"),
+        ("(", "regex: not a pattern"),
+        (r"[^\s\S]", "no text at all matches"),
+        (r"\p{Nothing}", "regex parse error: Unicode property not found"),
+        (r"(?=b).*a.{30}", "regex: a look-ahead in a pattern this large"),
+    ],
+)
+def test_a_pattern_that_cannot_be_kept_is_refused(pattern, words):
+    with pytest.raises(BadArgument) as caught:
+        compiled("regex", pattern)
+    assert words in str(caught.value)
+
+
+def test_grammars_in_both_notations():
+    lark = compiled("grammar", 'start: "(" start ")" | NUMBER\nNUMBER: /[0-9]+/\n')
+    gbnf = compiled("grammar", 'root ::= "(" root ")" | number # comment\nnumber ::= [0-9]+\n')
+    for constraint in (lark, gbnf):
+        assert constraint.form == "llguidance"
+        assert takes(constraint, "((12))")
+        assert not takes(constraint, "((12)")
+    arrow = compiled("grammar", 'start: NAME "::=" /[0-9]/\nNAME: /[a-z]+/')
+    assert takes(arrow, "x::=1")
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        ('expr ::= "a"', "begins at the rule root; there are ['expr']"),
+        ("root ::= nothing", "grammar: Rule 'nothing' not found"),
+        ("root ::= (", "grammar: "),
+        ("start: nothing", 'grammar: at 1(8): unknown name: "nothing"'),
+        ('start: "a', "grammar: 1(10): lexer error"),
+        ("start: <|im_end|>", "grammar: at 1(8): unknown special token"),
+        (r"start: /[^\x00-\U0010FFFF]/", "grammar: the grammar leads to a place where no token can follow"),
+        (
+            f"start: A\nA: /{'(.*a.{12})'}/ & /{'(.*b.{13})'}/ & ~/.*c.{{14}}/",
+            "grammar: the grammar cannot be used: fuel",
+        ),
+        ('start: ""', "grammar: no text but the empty one"),
+    ],
+)
+def test_a_grammar_that_cannot_be_kept_is_refused(grammar, words):
+    with pytest.raises(BadArgument) as caught:
+        compiled("grammar", grammar)
+    assert words in str(caught.value)
+
+
+def test_the_key_is_of_what_determines_the_result():
+    keys = [
+        compiled(kind, source, **more).key
+        for kind, source, more in [
+            ("regex", "a", {}),
+            ("regex", "b", {}),
+            ("grammar", 'start: "a"', {}),
+            ("choices", "", {"choices": ("a", "b")}),
+            ("choices", "", {"choices": ("ab",)}),
+            ("schema", '{"type": "null"}', {}),
+            ("schema", '{"type": "null"}', {"whitespace": "free"}),
+        ]
+    ]
+    assert len(set(keys)) == len(keys)
+    assert compiled("regex", "a", jump_forward=False).key == keys[0]
+    assert all(len(key) == 64 for key in keys)
+
+
+CHAIN = """
+from agentflow.constraint import Constraint
+from agentflow.server.constraint_compilation import compile_constraint
+rules = "".join(f"r{n}: r{n + 1}\\n" for n in range(%d))
+print(compile_constraint(Constraint("grammar", f'start: r0\\n{rules}r%d: "a"')).form)
+"""
+
+
+def test_a_grammar_that_overflows_a_stack_ends_the_process_that_compiles():
+    """And no other: one that the engine's stack could just not take does not get that far."""
+    ends = [
+        subprocess.run([sys.executable, "-c", CHAIN % (length, length)], capture_output=True, check=False)
+        for length in (100, 5_000)
+    ]
+    assert ends[0].stdout == b"llguidance\n"
+    assert ends[1].returncode < 0
+    assert ends[1].stdout == b""

@@ -1,0 +1,35 @@
+"""JSON schema's own test suite: what is generated under each schema that is accepted is valid, each refusal
+says why, and the table in the documentation is what comes out."""
+
+import pytest
+
+from benchmarks.schema_suite import DRAFTS, MARKS, PAGE, run_suite, table_lines
+
+INSTANCES = 6
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return {draft: run_suite(draft, INSTANCES) for draft in DRAFTS}
+
+
+def test_what_is_generated_is_valid(rows):
+    for of_draft in rows.values():
+        assert [text for row in of_draft for text in row.invalid] == []
+        accepted = sum(row.machines + row.grammars for row in of_draft)
+        finished = sum(row.instances for row in of_draft)
+        assert finished > 0.95 * INSTANCES * accepted
+
+
+def test_what_is_refused_is_refused_by_name(rows):
+    for of_draft in rows.values():
+        reasons = [reason for row in of_draft for reason in row.reasons.values()]
+        assert len(reasons) > 50
+        for reason in reasons:
+            assert reason.startswith("schema: ")
+            assert not any(word in reason for word in ("llguidance", "failed", "x-guidance", "InternalError"))
+
+
+def test_the_documentations_table_is_what_comes_out(rows):
+    written = PAGE.read_text(encoding="utf-8").partition(MARKS[0])[2].partition(MARKS[1])[0]
+    assert written.strip().splitlines() == "\n".join(table_lines(rows)).strip().splitlines()

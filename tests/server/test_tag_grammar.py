@@ -1,0 +1,145 @@
+"""Tags in free text: anything goes outside of them, and inside of them what their kind allows."""
+
+import json
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentflow.constraint import Constraint
+from agentflow.errors import BadArgument
+from agentflow.server.constraint_compilation import compile_constraint
+from agentflow.server.llguidance_grammar import LlguidanceGrammar
+from benchmarks.text_walks import BYTE_VOCABULARY, text_under, walk
+
+CALL = {"begin": "<call>", "kind": "schema", "source": '{"type": "integer"}', "end": "</call>"}
+WORD = {"begin": "[[", "kind": "regex", "source": "[a-z\\]]*", "end": "]]"}
+TREE = {"type": "object", "properties": {"v": {"type": "integer"}, "of": {"$ref": "#"}}, "required": ["v"]}
+NESTED = {"begin": "<tree>", "kind": "schema", "source": json.dumps(TREE), "end": "</tree>"}
+BRACKETS = {"begin": "aab", "kind": "grammar", "source": 'start: "(" start ")" | "x"', "end": "!"}
+
+
+def tags(*some, **more):
+    return compile_constraint(Constraint("tags", json.dumps(some), **more).check())
+
+
+def follow(constraint, text: str) -> tuple[int, bool]:
+    """How many bytes of the text are taken, and whether it may end there."""
+    growing = text_under(constraint)
+    for taken, byte in enumerate(text.encode()):
+        if byte not in growing.allowed():
+            return taken, growing.may_end()
+        growing.take(byte)
+    return len(text.encode()), growing.may_end()
+
+
+ALL = tags(CALL, WORD, BRACKETS, NESTED)
+
+
+@pytest.mark.parametrize(
+    ("text", "may_end"),
+    [
+        ("", True),
+        ("Free text, <b>and more</b> of it: é😀\n\x00", True),
+        ("It is <call", True),
+        ("It is <call>", False),
+        ("It is <call>1", False),
+        ("It is <call>12</call>", True),
+        ("It is <call>12</call>, and [[word]] and <call>3</call>.", True),
+        ("<<call>-1</call><call>2</call>", True),
+        ("aaab((x))!", True),
+        ("aab((x)", False),
+        ('<tree>{"v": 1, "of": {"v": 2}}</tree> done', True),
+        ('<tree>{"v": 1, "of": {"v": 2}}', False),
+        ("</call> outside means nothing", True),
+        ("[[a]]", True),
+        ("[[a]", False),
+    ],
+)
+def test_texts_that_are_allowed(text, may_end):
+    assert follow(ALL, text) == (len(text.encode()), may_end)
+
+
+@pytest.mark.parametrize(
+    ("text", "allowed"),
+    [
+        ("so <call>x", "so <call>"),
+        ("so <call>1 ", "so <call>1"),
+        ("so <call>1</call>[[A", "so <call>1</call>[["),
+        ("<call>1<call>", "<call>1<"),
+        ("aaab(y", "aaab("),
+        ('<tree>{"v": 1}<tree>', '<tree>{"v": 1}<'),
+    ],
+)
+def test_texts_that_are_not(text, allowed):
+    assert follow(ALL, text) == (len(allowed), False)
+
+
+def test_a_regular_body_ends_at_the_first_end():
+    assert follow(ALL, "[[a]]]") == (6, True)  # the last one is free text again
+    growing = text_under(ALL)
+    for byte in b"[[a]]":
+        growing.take(byte)
+    assert 0x20 in growing.allowed()
+
+
+@given(st.randoms(use_true_random=False), st.text(st.sampled_from("<cal>a[b] "), max_size=20))
+def test_wherever_a_tag_begins_what_follows_is_of_its_kind(dice, prefix):
+    text = walk(text_under(ALL), dice, prefix.encode())
+    if text is None:
+        return
+    outside, place = text.decode(errors="replace"), 0
+    inside = {
+        "<call>": r"(0|-?[1-9][0-9]{0,17})</call>",
+        "[[": r"[a-z\]]*?\]\]",
+        "aab": r"\(*x\)*!",
+        "<tree>": r"\{\"v\": .*?\}</tree>",
+    }
+    begins = "|".join(map(re.escape, inside))
+    while found := re.compile(begins).search(outside, place):
+        body = re.compile(inside[found[0]]).match(outside, found.end())
+        assert body is not None, outside
+        place = body.end()
+
+
+def test_a_string_in_a_regular_body_does_not_hold_the_end():
+    said = tags(CALL | {"source": '{"type": "string"}'})
+    assert follow(said, '<call>"a</call') == (len('<call>"a</call'), False)
+    assert follow(said, '<call>"a</call>') == (len('<call>"a</call'), False)
+    assert follow(said, '<call>"a</cal"</call>') == (len('<call>"a</cal"</call>'), True)
+
+
+def test_free_text_is_not_forced_and_marks_are():
+    grammar = LlguidanceGrammar(tags(CALL).payload.decode(), BYTE_VOCABULARY)
+    text = grammar.matcher()
+    assert text.forced() == b""
+    for byte in b"so <call>1":
+        text.take(byte)
+    assert not text.may_end()
+    text.take(ord("<"))
+    assert text.forced() == b"/call>"
+
+
+def test_the_whitespace_of_schemas_is_the_constraints():
+    for whitespace, body in (("compact", '{"v": 1}'), ("tight", '{"v":1}')):
+        text = f"<tree>{body}</tree>"
+        assert follow(tags(NESTED, whitespace=whitespace), text) == (len(text), True)
+        other = "tight" if whitespace == "compact" else "compact"
+        assert follow(tags(NESTED, whitespace=other), text)[1] is False
+
+
+@pytest.mark.parametrize(
+    ("tag", "words"),
+    [
+        (CALL | {"source": '{"not": {}}'}, 'tags: "not" cannot be kept'),
+        (CALL | {"source": "false"}, "tags: of '<call>': schema: an object that"),
+        (CALL | {"kind": "regex", "source": "(a)\\1"}, "tags: of '<call>': regex: a back-reference"),
+        (CALL | {"kind": "grammar", "source": "start: nothing"}, 'unknown name: "nothing"'),
+        (CALL | {"kind": "regex", "source": "(?=a)b"}, "a look-ahead"),
+    ],
+)
+def test_a_tag_that_cannot_be_kept_is_refused_by_name(tag, words):
+    with pytest.raises(BadArgument) as caught:
+        tags(WORD, tag)
+    assert words in str(caught.value)
