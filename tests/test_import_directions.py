@@ -3,8 +3,8 @@
 - The frontend (``agentflow/*.py``, ``agentflow/backends``) knows neither the server nor what it is built
   from. ``backends/embedded.py`` and ``cli.py`` may import the server, but only when they run it: inside
   functions, or for the type checker alone.
-- ``agentflow/server/core`` is pure: the standard library, numpy, interegular, the errors, the sampling parameters, and how
-  Mermaid's labels are written.
+- ``agentflow/server/core`` is pure: the standard library, numpy, the errors, the sampling parameters, and
+  how Mermaid's labels are written.
 - ``agentflow/kernels`` knows no other module of agentflow.
 """
 
@@ -34,7 +34,6 @@ HEAVY = (
 LAZY_FILES = ("agentflow/backends/embedded.py", "agentflow/cli.py")
 CORE_MAY_IMPORT = (
     "numpy",
-    "interegular",
     "agentflow.errors",
     "agentflow.mermaid_text",
     "agentflow.sampling",

@@ -10,7 +10,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from agentflow.constraint import Constraint
+from agentflow.constraint import CONSTRAINT_KINDS, Constraint
 from agentflow.errors import BadArgument
 from agentflow.generator import Capabilities, Generated, OnText, Scored, StateHint, Stats, Usage
 from agentflow.sampling import SamplingParams
@@ -77,7 +77,10 @@ class EngineGenerator:
         self._num_rerendered = 0
         info = client.info
         self.capabilities = Capabilities(
-            model=info.model, roles=template.has_template, max_context=info.max_context
+            model=info.model,
+            roles=template.has_template,
+            max_context=info.max_context,
+            constraints=() if compiler is None else CONSTRAINT_KINDS,
         )
 
     def open(self, cache_salt: str) -> EngineContext:
@@ -114,7 +117,8 @@ class EngineGenerator:
         token_ids = await self._prompt(context)
         compiled = None
         if constraint is not None and self._compiler is not None:
-            compiled = await self._compiler.compile(constraint, tenant=self._tenant)
+            same = msgspec.structs.replace(constraint, jump_forward=True)  # compiled alike
+            compiled = await self._compiler.compile(same, tenant=self._tenant)
         context.has_run = True
         end = await self._client.generate(
             token_ids,

@@ -13,10 +13,25 @@ from agentflow.server.core.fsm import Fsm
 from agentflow.server.core.fsm_grammar import FsmGrammar
 from agentflow.server.core.grammar import Grammar
 from agentflow.server.core.vocabulary import Vocabulary
+from agentflow.server.llguidance_grammar import LlguidanceGrammar, LlguidanceVocabulary
 from agentflow.server.tokenizer import Tokenizer
 
 MAX_GRAMMAR_BYTES = 256 * 1024 * 1024
 MAX_GRAMMARS = 256
+
+
+class _Texts:
+    """The tokenizer as llguidance is shown it: without the tokens that no content has."""
+
+    def __init__(self, vocabulary: Vocabulary, tokenizer: Tokenizer) -> None:
+        self._table = vocabulary.token_bytes
+        self._tokenizer = tokenizer
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._table[token_id] if token_id < len(self._table) else b""
+
+    def encode(self, text: str, *, continues: bool = False) -> list[int]:
+        return self._tokenizer.encode(text, continues=continues)
 
 
 class GrammarCache:
@@ -36,6 +51,10 @@ class GrammarCache:
         data = [b"" if i in closed else tokenizer.token_bytes(i) for i in range(num_tokens)]
         return Vocabulary(data, self._vocab_size)
 
+    @cached_property
+    def _llguidance_vocabulary(self) -> LlguidanceVocabulary:
+        return LlguidanceVocabulary(_Texts(self.vocabulary, self._tokenizer), self._vocab_size)
+
     def grammar(self, constraint: CompiledConstraint) -> Grammar:
         """The constraint's grammar, made now if it is not there."""
         found = self._grammars.pop(constraint.key, None) or self._made(constraint)
@@ -46,7 +65,7 @@ class GrammarCache:
     def _made(self, constraint: CompiledConstraint) -> Grammar:
         if constraint.form == "fsm":
             return FsmGrammar(Fsm.from_bytes(constraint.payload), self.vocabulary)
-        raise NotImplementedError
+        return LlguidanceGrammar(constraint.payload.decode(), self._llguidance_vocabulary)
 
     def _bound(self) -> None:
         """Those that requests still use live on with them."""

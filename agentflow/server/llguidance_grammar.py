@@ -30,6 +30,8 @@ ALL_TOKENS_ALLOWED: Final = '%llguidance {"no_forcing": true}'
 """A line of a grammar, its last so that it holds. Without it, of all the tokens that begin a forced text a
 mask has only one."""
 
+_LEAST_GRAMMAR_BYTES: Final = 200_000
+_BYTES_PER_CHAR: Final = 200
 _NOWHERE_TO_GO: Final = "the grammar leads to a place where no token can follow"
 
 
@@ -106,6 +108,13 @@ class LlguidanceGrammar:
         self._fresh = LLMatcher(vocabulary.ll_tokenizer, payload, log_level=0, limits=parser_limits())
         if self._fresh.is_error():
             raise RequestRefused(f"the grammar cannot be used: {_first_line(self._fresh.get_error())}")
+
+        self._nbytes = _LEAST_GRAMMAR_BYTES + _BYTES_PER_CHAR * len(payload)
+
+    @property
+    def nbytes(self) -> int:
+        """The library does not tell: a guess, on the large side."""
+        return self._nbytes
 
     def matcher(self) -> LlguidanceMatcher:
         """A new text's."""

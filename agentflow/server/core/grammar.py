@@ -7,6 +7,7 @@ decodes under the other.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -49,6 +50,14 @@ class Grammar(Protocol):
 
     def matcher(self) -> Matcher:
         """A new text's."""
+
+
+def words_of(token_ids: Sequence[int] | NDArray[np.intp], vocab_size: int) -> TokenWords:
+    """The mask that allows exactly these tokens."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
+    bits[np.asarray(token_ids, dtype=np.intp)] = 1
+    words: TokenWords = np.packbits(bits, bitorder="little").view(np.uint32)
+    return words
 
 
 def is_allowed(words: TokenWords, token_id: int) -> bool:

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from agentflow.server.core.grammar import TokenWords
+from agentflow.server.core.grammar import TokenWords, words_of
 
 Indices: TypeAlias = NDArray[np.intp]
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -63,10 +63,7 @@ class Vocabulary:
 
     def only(self, token_ids: Sequence[int] | Indices) -> TokenWords:
         """The mask of exactly these tokens."""
-        bits = np.zeros(self.num_words * 32, dtype=np.uint8)
-        bits[np.asarray(token_ids, dtype=np.intp)] = 1
-        words: TokenWords = np.packbits(bits, bitorder="little").view(np.uint32)
-        return words
+        return words_of(token_ids, self.vocab_size)
 
     def beginning_with(self, prefix: bytes) -> TokenWords:
         """The mask of all tokens whose bytes begin with ``prefix``."""

@@ -1,0 +1,222 @@
+"""What masks and compilation cost, without a model: our machines, and three libraries beside them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agentflow.constraint import Constraint
+from agentflow.server.compiled_constraint import CompiledConstraint
+from agentflow.server.constraint_compilation import compile_constraint
+from agentflow.server.core.grammar import Matcher
+from agentflow.server.grammar_cache import GrammarCache
+from agentflow.server.model_store import resolve_model
+from agentflow.server.tokenizer import Tokenizer
+from benchmarks.report import Report, Result, median_of
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "age": {"type": "integer"},
+        "city": {"enum": ["Paris", "London", "New York"]},
+        "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 5},
+        "is_active": {"type": "boolean"},
+        "score": {"type": "number"},
+    },
+    "required": ["name", "age", "city", "tags", "is_active", "score"],
+    "additionalProperties": False,
+}
+INSTANCES: list[dict[str, Any]] = [
+    {"name": "Ada Lovelace", "age": 36, "city": "London", "tags": ["math", "poetry"], "is_active": False},
+    {"name": "Blaise Pascal", "age": 39, "city": "Paris", "tags": [], "is_active": False},
+    {
+        "name": "Grace Hopper",
+        "age": 85,
+        "city": "New York",
+        "tags": ["navy", "COBOL", "naïve"],
+        "is_active": True,
+    },
+]
+TEXTS = [json.dumps({**instance, "score": 4.5}, ensure_ascii=False) for instance in INSTANCES]
+
+
+@dataclass
+class Costs:
+    """Of one library: seconds of the cold compile, and of each mask the first and the later times."""
+
+    compile_s: float = 0.0
+    first_s: list[float] = field(default_factory=list)
+    mask_s: list[float] = field(default_factory=list)
+
+
+Step = tuple[Callable[[], object], Callable[[int], object]]
+"""One text's: makes the mask that comes next, and takes a token."""
+
+
+def walk(costs: Costs, start: Callable[[], Step], texts: Sequence[Sequence[int]], repeats: int) -> None:
+    """Times the mask before each token; in the first round each is new, or nearly all are."""
+    for number in range(repeats):
+        for ids in texts:
+            mask, take = start()
+            for token in ids:
+                began = time.perf_counter()
+                mask()
+                elapsed = time.perf_counter() - began
+                (costs.mask_s if number else costs.first_s).append(elapsed)
+                take(token)
+
+
+def ours(tokenizer: Tokenizer, texts: Sequence[Sequence[int]], repeats: int) -> tuple[Costs, float]:
+    """Our costs, and the seconds of compiling the same once more, as an engine does: by its key."""
+    costs = Costs()
+    constraint = Constraint("schema", json.dumps(SCHEMA))
+    grammars = GrammarCache(tokenizer, tokenizer.vocab_size)
+    _ = grammars.vocabulary
+    began = time.perf_counter()
+    compiled: CompiledConstraint = compile_constraint(constraint)
+    grammar = grammars.grammar(compiled)
+    costs.compile_s = time.perf_counter() - began
+    began = time.perf_counter()
+    grammars.grammar(compiled)
+    again_s = time.perf_counter() - began
+
+    def start() -> Step:
+        matcher: Matcher = grammar.matcher()
+        return matcher.mask, matcher.take
+
+    walk(costs, start, texts, repeats)
+    return costs, again_s
+
+
+def llguidance(tokenizer: Tokenizer, texts: Sequence[Sequence[int]], repeats: int) -> Costs:
+    """With the tokenizer it is given here."""
+    from llguidance import LLMatcher
+    from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+    from agentflow.server.llguidance_grammar import ll_tokenizer
+
+    costs = Costs()
+    ll = ll_tokenizer(tokenizer, tokenizer.vocab_size)
+    bitmask = allocate_token_bitmask(1, tokenizer.vocab_size)
+    options: Any = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+    began = time.perf_counter()
+    source = LLMatcher.grammar_from_json_schema(json.dumps(SCHEMA), defaults=options)
+    LLMatcher(ll, source)
+    costs.compile_s = time.perf_counter() - began
+
+    def start() -> Step:
+        matcher = LLMatcher(ll, source)
+        return lambda: fill_next_token_bitmask(matcher, bitmask, 0), matcher.consume_token
+
+    walk(costs, start, texts, repeats)
+    return costs
+
+
+def xgrammar(tokenizer: Tokenizer, texts: Sequence[Sequence[int]], repeats: int) -> Costs:
+    """Its compiler is told the same separators."""
+    xgr = importlib.import_module("xgrammar")
+    costs = Costs()
+    vocabulary = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
+    ends = [tokenizer.eos_id] if tokenizer.eos_id is not None else []
+    info = xgr.TokenizerInfo(vocabulary, xgr.VocabType.RAW, stop_token_ids=ends)
+    compiler = xgr.GrammarCompiler(info, max_threads=2, cache_enabled=False)
+    began = time.perf_counter()
+    compiled = compiler.compile_json_schema(
+        json.dumps(SCHEMA), any_whitespace=False, separators=(", ", ": "), strict_mode=True
+    )
+    costs.compile_s = time.perf_counter() - began
+    bitmask = xgr.allocate_token_bitmask(1, tokenizer.vocab_size)
+
+    def start() -> Step:
+        matcher = xgr.GrammarMatcher(compiled)
+        return lambda: matcher.fill_next_token_bitmask(bitmask, 0), matcher.accept_token
+
+    walk(costs, start, texts, repeats)
+    return costs
+
+
+def outlines_core(tokenizer: Tokenizer, texts: Sequence[Sequence[int]], repeats: int) -> Costs:
+    """By the regular expression that it makes of the schema; an index of all states is made ahead."""
+    outlines = importlib.import_module("outlines_core")
+    kernels = importlib.import_module("outlines_core.json_schema")
+    costs = Costs()
+    tokens: dict[bytes, list[int]] = {}
+    for i in range(tokenizer.vocab_size):
+        if data := tokenizer.token_bytes(i):
+            tokens.setdefault(data, []).append(i)
+    vocabulary = outlines.Vocabulary(tokenizer.eos_id, tokens)
+    began = time.perf_counter()
+    regex = kernels.build_regex_from_schema(json.dumps(SCHEMA), whitespace_pattern=" ?")
+    index = outlines.Index(regex, vocabulary)
+    costs.compile_s = time.perf_counter() - began
+    words = np.zeros(-(-tokenizer.vocab_size // 32), dtype=np.int32)
+
+    def start() -> Step:
+        guide = outlines.Guide(index)
+        fill = lambda: guide.write_mask_into(words.ctypes.data, words.size, 4)  # noqa: E731
+        return fill, lambda token: guide.advance(token, return_tokens=False)
+
+    walk(costs, start, texts, repeats)
+    return costs
+
+
+PEERS = {"llguidance": llguidance, "xgrammar": xgrammar, "outlines-core": outlines_core}
+
+
+def measure_masks(report: Report) -> None:
+    """Compilation and masks of the six-field schema."""
+    repeats = 30 if report.scale == "full" else 5
+    tokenizer = Tokenizer.from_folder(Path(resolve_model("smollm2-135m")))
+    texts = [tokenizer.encode(text, continues=True) for text in TEXTS]
+    compile_constraint(Constraint("regex", "warm"))  # what is imported once
+    colds: list[float] = []
+    for _ in range(5):
+        costs, again_s = ours(tokenizer, texts, repeats)
+        colds.append(costs.compile_s * 1e3)
+    peers = _peers(tokenizer, texts, repeats)
+    mask_us = sorted(s * 1e6 for s in costs.mask_s)
+    p99 = mask_us[int(0.99 * len(mask_us))]
+    note = "; ".join(
+        f"{name} {_median_us(peer):.2g} µs (99th percentile {_p99_us(peer):.2g})"
+        for name, peer in peers.items()
+    )
+    add = report.results.append
+    add(Result("constrained.mask_us_p50", _round(statistics.median(mask_us)), "µs", [], note, "<= 10"))
+    add(Result("constrained.mask_us_p99", _round(p99), "µs", [], "", "<= 200"))
+    first_ms = [s * 1e3 for s in costs.first_s]
+    note = f"at most {max(first_ms):.2g} ms; the first mask of each state on the way"
+    add(Result("constrained.first_mask_ms", _round(statistics.median(first_ms)), "ms", [], note, "<= 1"))
+    note = "; ".join(f"{name} {peer.compile_s * 1e3:.3g} ms" for name, peer in peers.items())
+    add(median_of("constrained.compile_cold_ms", colds, "ms", note=note, goal="<= 50"))
+    add(Result("constrained.compile_again_ms", _round(again_s * 1e3), "ms", [], "by its key", "<= 1"))
+
+
+def _peers(tokenizer: Tokenizer, texts: Sequence[Sequence[int]], repeats: int) -> dict[str, Costs]:
+    found: dict[str, Costs] = {}
+    for name, measure in PEERS.items():
+        try:
+            found[name] = measure(tokenizer, texts, repeats)
+        except ImportError:
+            continue
+    return found
+
+
+def _median_us(costs: Costs) -> float:
+    return statistics.median(costs.mask_s) * 1e6
+
+
+def _p99_us(costs: Costs) -> float:
+    return sorted(costs.mask_s)[int(0.99 * len(costs.mask_s))] * 1e6
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.3g}")
