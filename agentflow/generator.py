@@ -124,6 +124,7 @@ class Stats(msgspec.Struct, frozen=True):
     waiting: int = 0
     peak_resident_bytes: int = 0
     restarts: int = 0
+    forced_tokens: int = 0
 
     @property
     def hit_rate(self) -> float:

@@ -17,6 +17,7 @@ NAMES = {
     "scheduler": "fairness, deep queues and a full pool, simulated",
     "frontend": "what a client costs: CPU for each op and token, round trips, stalls",
     "schema_suite": "JSON schema's own test suite: accepted, refused by name, and valid instances",
+    "constrained": "masks, jump-forward, select in one pass, hostile constraints",
     "ablation": "what each part of the design is worth, on the real model",
 }
 

@@ -11,8 +11,6 @@ import time
 from dataclasses import dataclass
 
 from agentflow.server.constraint_compilation import compile_constraint
-from rich.console import Console
-
 from agentflow.constraint import Constraint
 from agentflow.sampling import SamplingParams
 from agentflow.server.compiled_constraint import CompiledConstraint
@@ -97,7 +95,7 @@ class Records:
         return Run(ends, seconds, (await client.stats()).steps - before)
 
 
-async def measure_jump_forward(report: Report, console: Console) -> None:
+async def measure_jump_forward(report: Report) -> None:
     """The batch of records in each way, interleaved; prompts are in the cache for all of them."""
     repeats = 5 if report.scale == "full" else 2
     compiled = compile_constraint(Constraint("regex", RECORD))

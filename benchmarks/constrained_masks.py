@@ -102,10 +102,10 @@ def llguidance(tokenizer: Tokenizer, texts: Sequence[Sequence[int]], repeats: in
     from llguidance import LLMatcher
     from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
-    from agentflow.server.llguidance_grammar import ll_tokenizer
+    from agentflow.server.llguidance_grammar import LlguidanceVocabulary
 
     costs = Costs()
-    ll = ll_tokenizer(tokenizer, tokenizer.vocab_size)
+    ll = LlguidanceVocabulary(tokenizer, tokenizer.vocab_size).ll_tokenizer
     bitmask = allocate_token_bitmask(1, tokenizer.vocab_size)
     options: Any = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
     began = time.perf_counter()

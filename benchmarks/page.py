@@ -19,6 +19,7 @@ TITLES = {
     "radix": "The radix cache",
     "scheduler": "The scheduler",
     "frontend": "What a client costs",
+    "constrained": "Constrained decoding and select",
     "ablation": "What each part is worth",
 }
 REMARKS = {

@@ -267,6 +267,7 @@ class EngineGenerator:
             waiting=stats.waiting,
             peak_resident_bytes=stats.peak_resident_bytes,
             restarts=stats.restarts,
+            forced_tokens=stats.forced_tokens,
         )
 
     async def engine_stats(self) -> EngineStats:
