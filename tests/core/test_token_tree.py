@@ -50,7 +50,8 @@ def test_each_beginning_is_there_once(choices):
         [tuple(choice[: n + 1]) for n in range(len(choice))] for choice in choices
     ]
     assert tree.longest == max(map(len, choices))
-    assert tree.by_choice(targets) == [[targets[t] for t in choice] for choice in tree.choice_targets]
+    values = [-float(number) for number in range(len(targets))]
+    assert tree.by_choice(values) == [[values[t] for t in choice] for choice in tree.choice_targets]
 
 
 @given(choices_to_score, st.data())
