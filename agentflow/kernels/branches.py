@@ -36,9 +36,15 @@ def tree_block(
 ) -> tuple[IntArray, NDArray[np.bool_]]:
     """The slots of the rows of one tree, and which row sees which of them. All rows see ``head``; the first
     ``num_above`` nothing else, and each of the others its path."""
-    nodes, places = np.unique(paths, return_inverse=True)
+    # As np.unique does it, without sorting: paths of long choices repeat their slots again and again.
+    lowest = int(paths.min())
+    is_node = np.zeros(int(paths.max()) - lowest + 1, dtype=np.bool_)
+    is_node[paths - lowest] = True
+    nodes = np.flatnonzero(is_node)
+    place_of = np.empty(len(is_node), dtype=np.int64)
+    place_of[nodes] = np.arange(len(nodes))
     visible = np.zeros((num_above + len(paths), len(head) + len(nodes)), dtype=np.bool_)
     visible[:, : len(head)] = True
     rows = np.arange(num_above, len(visible))
-    visible[rows[:, None], len(head) + places.reshape(paths.shape)] = True
-    return np.concatenate((head, nodes)), visible
+    visible[rows[:, None], len(head) + place_of[paths - lowest]] = True
+    return np.concatenate((head, nodes + lowest)), visible

@@ -91,15 +91,14 @@ class TokenState:
         """The ids that the state would have with each of ``choices`` as its next text: the pending run of
         text is encoded anew with each. One of them may then be appended with ``choose``. Raises as
         ``ids`` does."""
-        text = "".join(self._pending)
-        segments = self._segments
-        if not self._is_settled:
-            spans = self._spans(self._lay_out())
-            segments = encode_spans(spans[:-1] if text else spans, self._tokenizer, self._segments)
-        num_chars = sum([len(segment.span.text) for segment in segments])
-        last_id = next((segment.ids[-1] for segment in reversed(segments) if segment.ids), None)
-        continues = self._tokenizer.continues_after(num_chars, last_id)
-        return encode_choices(self._tokenizer, _joined(segments), text, choices, continues=continues)
+        pending, self._pending = self._pending, []
+        try:
+            self._settle()
+        finally:
+            self._pending, self._is_settled = pending, self._is_settled and not pending
+        num_chars = sum([len(segment.span.text) for segment in self._segments])
+        continues = self._tokenizer.continues_after(num_chars, self._ids[-1] if self._ids else None)
+        return encode_choices(self._tokenizer, self._ids, "".join(pending), choices, continues=continues)
 
     def choose(self, encoded: EncodedChoices, index: int) -> None:
         """Appends one of the choices, with exactly the ids that it was encoded to. Nothing may have been

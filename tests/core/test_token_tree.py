@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentflow.errors import BadArgument
-from agentflow.server.core.token_tree import TokenTree, token_tree
+from agentflow.server.core.token_tree import MAX_CHOICE_TOKENS, TokenTree, token_tree
 
 choices_to_score = st.lists(
     st.lists(st.integers(0, 3), min_size=1, max_size=6) | st.just([0, 0, 0, 0, 0, 0, 0, 0, 1]),
@@ -50,7 +50,8 @@ def test_each_beginning_is_there_once(choices):
         [tuple(choice[: n + 1]) for n in range(len(choice))] for choice in choices
     ]
     assert tree.longest == max(map(len, choices))
-    assert tree.by_choice(targets) == [[targets[t] for t in choice] for choice in tree.choice_targets]
+    values = [-float(number) for number in range(len(targets))]
+    assert tree.by_choice(values) == [[values[t] for t in choice] for choice in tree.choice_targets]
 
 
 @given(choices_to_score, st.data())
@@ -72,3 +73,10 @@ def test_the_way_to_each_node_begins_at_the_top(choices, data):
 def test_a_choice_without_a_token_is_refused(choices):
     with pytest.raises(BadArgument, match="a choice without a single token"):
         token_tree(choices)
+
+
+def test_more_tokens_than_can_be_scored_at_once_are_refused():
+    tree = token_tree([[7] * MAX_CHOICE_TOKENS])
+    assert tree.num_nodes == MAX_CHOICE_TOKENS - 1
+    with pytest.raises(BadArgument, match="have 65537 tokens together, and at most 65536"):
+        token_tree([[7], [7] * MAX_CHOICE_TOKENS])

@@ -220,6 +220,30 @@ def test_a_choice_is_encoded_as_if_it_were_appended(prepend: str) -> None:
             assert chosen.text_view().endswith(begin + "dog<s>")
 
 
+@given(
+    script=scripts(with_ids=True), text=st.text(st.sampled_from("the an\n"), max_size=8), choose=st.booleans()
+)
+def test_a_look_at_choices_changes_nothing(script: Script, text: str, choose: bool) -> None:
+    """Whatever comes before the text, and whether or not the select goes through."""
+    state, other = state_of("chatml"), state_of("chatml")
+    for one in (state, other):
+        tell(one, script)
+        one.text(text)
+    encoded = state.encode_choices(["the quick", "the answer"])
+    before = state.ids()
+    assert before == other.ids()
+    assert encoded.prefix[: encoded.num_before] == before[: encoded.num_before]
+    if choose:
+        state.choose(encoded, 1)
+        assert state.ids() == encoded.prefix + encoded.ends[1]
+        assert state.text_view() == other.text_view() + "the answer"
+    else:
+        state.text("the answer")
+        other.text("the answer")
+        assert state.ids() == other.ids() == encoded.prefix + encoded.ends[1]
+    assert state.num_rerendered_tokens == 0
+
+
 def test_after_a_cut_a_choice_is_encoded_alone() -> None:
     state = state_of("plain")
     state.text("The qu")

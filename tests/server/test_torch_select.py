@@ -146,6 +146,16 @@ def test_a_thousand_choices(runner):
     torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
 
 
+def test_long_choices(runner):
+    """Paths longer than a step has rows: most of what a row sees was computed in earlier steps."""
+    rng = np.random.default_rng(1)
+    prompt, long = rng.integers(10, 320, 40).tolist(), rng.integers(10, 320, 150).tolist()
+    choices = [long, [*long[:100], *rng.integers(10, 320, 50).tolist()], long[:30], [13]]
+    select = select_of(1, prompt, choices)
+    run(runner, [select, request_of(2, [14] * 20, 30)], token_budget=32)
+    torch.testing.assert_close(scores(select), plain_scores(runner, prompt, choices), rtol=0, atol=TOLERANCE)
+
+
 def test_what_is_certain_has_a_log_probability_of_zero(folder, reference, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = tensors["lm_head.weight"] * 1000

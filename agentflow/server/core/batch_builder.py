@@ -30,16 +30,13 @@ def build_batch(
     Nothing is made for each row, and for each request only what is in Python lists, so that the number
     of arrays is the same however many requests there are.
     """
-    single = [request for request, num_rows in work if num_rows == 1]
-    num_single = len(single)
+    num_single = [num_rows for _, num_rows in work].count(1)
     starts = np.array([request.num_computed for request, _ in work], dtype=np.int64)
     page_rows = np.array([request.page_row for request, _ in work], dtype=np.int64)
     query_lens = np.array([num_rows for _, num_rows in work], dtype=np.int64)
-    token_ids = np.array([r.tokens[r.num_computed] for r in single], dtype=np.int64)
+    token_ids = _next_tokens(work, num_single)
     positions, rows_of_table = starts, page_rows
     if num_single < len(work):
-        prefilled = [r.tokens[r.num_computed : r.num_computed + count] for r, count in work[num_single:]]
-        token_ids = np.concatenate((token_ids, *prefilled), dtype=np.int64)
         first_rows = np.cumsum(query_lens) - query_lens
         positions = np.arange(len(token_ids)) + np.repeat(starts - first_rows, query_lens)
         rows_of_table = np.repeat(page_rows, query_lens)
@@ -63,6 +60,15 @@ def build_batch(
         sampled=sampled,
         branches=branch_rows,
     )
+
+
+def _next_tokens(work: Sequence[Work], num_single: int) -> IntArray:
+    """What is to be computed, in order; the first ``num_single`` requests have one row each."""
+    token_ids = np.array([r.tokens[r.num_computed] for r, _ in work[:num_single]], dtype=np.int64)
+    if num_single == len(work):
+        return token_ids
+    prefilled = [r.tokens[r.num_computed : r.num_computed + count] for r, count in work[num_single:]]
+    return np.concatenate((token_ids, *prefilled), dtype=np.int64)
 
 
 def targets_of(request: Request, num_rows: int) -> Sequence[tuple[int, int]]:

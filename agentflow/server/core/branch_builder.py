@@ -93,7 +93,8 @@ def scored_tokens(rows: Sequence[TreeRows], sampled_rows: Sequence[int]) -> Scor
 
 
 def take_scored(rows: Sequence[TreeRows], output: BatchOutput) -> None:
-    """Gives the requests what was scored after ``rows``."""
+    """Gives the requests what was scored after ``rows``. Rows of a tree come in their order, from its first
+    row on, perhaps more than once."""
     assert output.scored_logprobs is not None
     scored: list[float] = output.scored_logprobs.tolist()
     num_taken = 0

@@ -10,11 +10,12 @@ as anybody may be; then the one with the first deadline, if any has one; then th
 group that was admitted last; then the longest match among those with the objective ``latency``, then
 among the others.
 
-**The bound.** The *work* w(r) of a request is its uncached tokens on arrival (at least 1). When r
-arrives, A(r) is the work that waits before it in its tenant's line, and it gets the limit
-M(r) = B + OVERTAKEN_SHARE * A(r), where B = OVERTAKEN_BATCHES * token_budget. Let O(r) be the work of
-later arrivals of its tenant that were admitted (or left) while r waited, and W the largest w of any
-request. Then, not counting while what r needs next is being computed by a running request::
+**The bound.** The *work* w(r) of a request is its uncached tokens on arrival (at least 1), the nodes of
+a select's tree among them. When r arrives, A(r) is the work that waits before it in its tenant's line,
+and it gets the limit M(r) = B + OVERTAKEN_SHARE * A(r), where B = OVERTAKEN_BATCHES * token_budget. Let
+O(r) be the work of later arrivals of its tenant that were admitted (or left) while r waited, and W the
+largest w of any request. Then, not counting while what r needs next is being computed by a running
+request::
 
     O(r) < M(r) + W
 
@@ -109,7 +110,7 @@ class Tenant:
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap; old entries stay
 
     def add(self, request: Request, run: TokenRun, match: int) -> None:
-        self.line.add(request, max(1, request.num_tokens - match))
+        self.line.add(request, max(1, request.num_tokens + request.num_nodes - match))
         self.trees[request.objective].add(request, run, match)
         if request.task_group is not None:
             self.groups.setdefault(request.task_group, {})[request.id] = request

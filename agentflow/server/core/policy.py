@@ -53,7 +53,7 @@ class Policy(Protocol):
         """It was cancelled."""
 
     def admit(self, request: Request, num_uncached: int) -> None:
-        """It runs now: no longer waiting; so many of its tokens have to be computed."""
+        """It runs now: no longer waiting; so many of its tokens (and nodes) have to be computed."""
 
     def finish(self, request: Request) -> None:
         """It was admitted once, and now it is over."""

@@ -129,7 +129,6 @@ class Request:
             extra_key=CacheIdentity(tenant, salt),
             score_from=score_from,
             tree=tree,
-            target_logprobs=[] if tree is None else [0.0] * len(tree.targets),
             objective=objective,
             task_group=task_group,
             state=state,

@@ -18,6 +18,9 @@ from agentflow.errors import BadArgument
 
 Numbers: TypeAlias = NDArray[np.int64]
 
+MAX_CHOICE_TOKENS = 65_536
+"""A thousand long sentences. The tree is made between two steps, while everybody waits."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenTree:
@@ -60,9 +63,15 @@ class TokenTree:
 
 def token_tree(choices: Sequence[Sequence[int]]) -> TokenTree:
     """The tree of ``choices``, which may begin alike, be each other's beginnings, or be equal. BadArgument
-    where one has no token."""
+    where one has no token, or where they have more than ``MAX_CHOICE_TOKENS`` together."""
     if not choices or not all(choices):
         raise BadArgument("a choice without a single token cannot be scored")
+    num_tokens = sum([len(choice) for choice in choices])
+    if num_tokens > MAX_CHOICE_TOKENS:
+        raise BadArgument(
+            f"the choices of a select have {num_tokens} tokens together, and at most {MAX_CHOICE_TOKENS} "
+            "can be scored at once: offer fewer or shorter ones"
+        )
     growth = _Growth(choices)
     going_on = list(range(len(choices)))
     depth = 0
