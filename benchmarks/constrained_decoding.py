@@ -10,10 +10,10 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from agentflow.server.constraint_compilation import compile_constraint
 from agentflow.constraint import Constraint
 from agentflow.sampling import SamplingParams
 from agentflow.server.compiled_constraint import CompiledConstraint
+from agentflow.server.constraint_compilation import compile_constraint
 from agentflow.server.engine_client import EngineClient
 from agentflow.server.engine_messages import Finished
 from benchmarks.foundation import engine

@@ -1,4 +1,4 @@
-"""What a tenant that sends hostile constraints costs the others: their time per token, with it and without."""
+"""What a tenant that sends hostile constraints costs the others: their time per token, with and without."""
 
 from __future__ import annotations
 

@@ -31,7 +31,9 @@ async def measure_select(report: Report) -> None:
             return time.perf_counter() - began
 
         async def select() -> float:
-            choices = [[numbers.randrange(10, 49_000) for _ in range(CHOICE_TOKENS)] for _ in range(NUM_CHOICES)]
+            choices = [
+                [numbers.randrange(10, 49_000) for _ in range(CHOICE_TOKENS)] for _ in range(NUM_CHOICES)
+            ]
             began = time.perf_counter()
             await client.score_choices(prompt, choices)
             return time.perf_counter() - began

@@ -7,20 +7,15 @@ It lives in a thread of its own, away from the event loop, and speaks only in th
 from __future__ import annotations
 
 import logging
-import math
 import queue
 import time
 from collections.abc import Callable
 
-import numpy as np
-
-from agentflow.errors import AgentflowError, BadArgument, Cancelled, EngineFailed
-from agentflow.sampling import SamplingParams
+from agentflow.errors import AgentflowError, Cancelled, EngineFailed
 from agentflow.server.constrained_request import ConstrainedRequest, constrained_request
 from agentflow.server.core.jump_forward import Jump
 from agentflow.server.core.request import Request, Status, TopTokens
 from agentflow.server.core.scheduler import Scheduler, SchedulerConfig, StepResult
-from agentflow.server.core.token_tree import token_tree
 from agentflow.server.engine_messages import (
     Abort,
     CloseState,
@@ -36,7 +31,8 @@ from agentflow.server.engine_messages import (
 )
 from agentflow.server.engine_stats import engine_stats
 from agentflow.server.grammar_cache import GrammarCache
-from agentflow.server.runner import ModelRunner, RunnerInfo
+from agentflow.server.request_intake import request_of, text_end_of
+from agentflow.server.runner import ModelRunner
 from agentflow.server.step_times import COMPLETE, DELIVER, RUN, SCHEDULE, StepTimes
 from agentflow.server.text_end import TextEnd
 from agentflow.server.tokenizer import Tokenizer
@@ -44,7 +40,6 @@ from agentflow.server.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 Deliver = Callable[[list[FromEngine]], None]
-_GREEDY = SamplingParams()
 
 
 class Engine:
@@ -155,10 +150,10 @@ class Engine:
 
     def _submit(self, message: Submit) -> None:
         try:
-            request = self._request_of(message)
-            _take_generated(request, message)
-            text = self._text_of(message)
-            jump = self._constrain(request, message)
+            request = request_of(message, self._runner.info, self.scheduler.max_total_tokens)
+            text = text_end_of(message, self._tokenizer)
+            if message.constraint is not None and text is not None:
+                self._constrain(request, text, message)
             self.scheduler.add(request)
         except AgentflowError as error:
             self._fail(message.request_id, error)
@@ -170,59 +165,16 @@ class Engine:
         self._requests[request.id] = request
         if text is not None:
             self._texts[request.id] = text
-            if jump is not None:
-                self._jump(request, text, jump)
             if request.num_generated or request.token_mask is not None:
                 self._finish_if_complete(request, text)
 
-    def _constrain(self, request: Request, message: Submit) -> Jump | None:
-        """Puts the request under its grammar, if it has one; what is forced at once is given."""
-        if message.constraint is None:
-            return None
+    def _constrain(self, request: Request, text: TextEnd, message: Submit) -> None:
+        """Puts the request under its grammar; what that forces at once is appended."""
         constrained = constrained_request(request, message, self._grammars, self._tokenizer)
-        jump = constrained.begin(message.generated_ids)
         self._constrained[request.id] = constrained
-        return jump
-
-    def _request_of(self, message: Submit) -> Request:
-        params, origin = message.params or _GREEDY, message.origin
-        if not message.token_ids:
-            raise EngineFailed("a request without a single token cannot be computed")
-        return Request.create(
-            message.request_id,
-            np.array(message.token_ids, dtype=np.int32),
-            self._output_limit(message),
-            params,
-            seed=message.seed,
-            tenant=origin.tenant,
-            salt=origin.cache_salt,
-            score_from=message.score_from,
-            tree=token_tree(message.choices) if message.choices else None,
-            objective=origin.objective,
-            task_group=origin.task_group or None,
-            state=origin.state or None,
-            expected_output=origin.output_tokens,
-            deadline=math.inf if origin.deadline_s is None else time.monotonic() + origin.deadline_s,
-            end_ids=_end_ids(params, self._runner.info),
-        )
-
-    def _text_of(self, message: Submit) -> TextEnd | None:
-        """Follows the text of what is generated, from where an engine that died had got to."""
-        params = message.params
-        if params is None or message.score_from:
-            return None
-        text = TextEnd(
-            self._tokenizer, params.stop, stop_regex=params.stop_regex, min_tokens=params.min_tokens
-        )
-        for token_id in message.generated_ids:
-            text.push(token_id)  # the text it gives is at the other side already
-        return text
-
-    def _output_limit(self, message: Submit) -> int:
-        if message.params is None or message.score_from:
-            return 0
-        room = self.scheduler.max_total_tokens - len(message.token_ids)
-        return min(message.params.max_tokens, max(1, room))
+        jump = constrained.begin(message.generated_ids)
+        if jump is not None:
+            self._jump(request, text, jump)
 
     def _advance(self, result: StepResult) -> None:
         request = result.request
@@ -315,23 +267,3 @@ class Engine:
         self._started.discard(request_id)
         if request is not None:
             self.scheduler.release(request)
-
-
-def _take_generated(request: Request, message: Submit) -> None:
-    """As after a retraction: the tokens are known, and none of them is computed."""
-    end = request.num_prompt + len(message.generated_ids)
-    request.tokens[request.num_prompt : end] = message.generated_ids
-    request.num_tokens = end
-    request.logprobs += message.generated_logprobs
-    request.top_logprobs += message.generated_top_logprobs
-
-
-def _end_ids(params: SamplingParams, info: RunnerInfo) -> tuple[int, ...]:
-    """The tokens of the vocabulary that end a generation. BadArgument for a bias beyond the vocabulary."""
-    for token_id, _ in params.logit_bias:
-        if token_id >= info.vocab_size:
-            raise BadArgument(
-                f"gen: logit_bias names token {token_id}; this model's ids are 0 to {info.vocab_size - 1}"
-            )
-    own = () if params.ignore_eos else info.end_token_ids
-    return tuple({token_id for token_id in (*own, *params.stop_token_ids) if token_id < info.vocab_size})

@@ -20,3 +20,12 @@ class Counters:
     forced_tokens: int = 0
     evicted_tokens: int = 0
     retractions: int = 0
+    _num_recounted: int = 0
+
+    def generated(self, change: int) -> None:
+        """So many more tokens are generated. Where the same text got fewer tokens than before, fewer: that is
+        made up for with those that come next, for what is counted here never falls."""
+        self._num_recounted -= change
+        if self._num_recounted < 0:
+            self.generated_tokens -= self._num_recounted
+            self._num_recounted = 0

@@ -14,7 +14,6 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from agentflow.errors import PromptTooLong
 from agentflow.server.core.batch import Batch, BatchOutput
 from agentflow.server.core.batch_builder import Work, build_batch, targets_of
 from agentflow.server.core.branch_builder import TreeRows, take_scored, tree_rows
@@ -25,9 +24,9 @@ from agentflow.server.core.output_reserve import OutputReserve
 from agentflow.server.core.policies import DEFAULT_POLICY, policy_named
 from agentflow.server.core.prefills import Prefills
 from agentflow.server.core.request import CacheIdentity, Request, Status, TopTokens
+from agentflow.server.core.request_size import check_size
 from agentflow.server.core.sampling_table import SamplingTable
 from agentflow.server.core.token_run import TokenRun
-from agentflow.server.core.token_tree import TokenTree
 
 # Forced tokens are computed in the step after they are known where they are no more than this; more of them
 # take their turn like a prompt's.
@@ -93,14 +92,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queues a request, or raises ``PromptTooLong`` where it could never run."""
+        check_size(request, self.max_total_tokens, self.memory.slots.total)
         room = self.max_total_tokens - request.num_prompt
-        if request.tree is not None:
-            self._check_tree(request.num_prompt, request.tree)
-        elif room < (1 if request.max_new_tokens else 0):
-            raise PromptTooLong(
-                f"the prompt has {request.num_prompt} tokens; with its output it must fit into "
-                f"{self.max_total_tokens} (the smaller of the model's context and the KV pool): shorten it"
-            )
         request.max_new_tokens = min(request.max_new_tokens, room)
         request.arrival = next(self._arrivals)
         self.waiting.add(request)
@@ -147,7 +140,7 @@ class Scheduler:
                 token_id = token_ids[end - 1]
                 request.tokens[request.num_tokens] = token_id
                 request.num_tokens += 1
-                self._counters.generated_tokens += 1
+                self._counters.generated(1)
             told = [] if logprobs is None or request.tree is not None else logprobs[next_output:end]
             tops: list[TopTokens] = []
             if request.params.top_logprobs:
@@ -212,7 +205,7 @@ class Scheduler:
         start = request.num_prompt + num_kept
         end = start + len(token_ids)
         self._counters.forced_tokens += len(token_ids)
-        self._counters.generated_tokens += end - request.num_tokens
+        self._counters.generated(end - request.num_tokens)
         request.tokens[start:end] = token_ids
         request.num_tokens = end
         del request.logprobs[num_kept:], request.top_logprobs[num_kept:]
@@ -236,20 +229,6 @@ class Scheduler:
         assert not len(self._prefills)
         assert not len(self.waiting)
         self.memory.check()
-
-    def _check_tree(self, num_prompt: int, tree: TokenTree) -> None:
-        if num_prompt + tree.longest > self.max_total_tokens:
-            raise PromptTooLong(
-                f"the prompt has {num_prompt} tokens; with the {tree.longest} of its longest choice it must "
-                f"fit into {self.max_total_tokens} (the smaller of the model's context and the KV pool): "
-                "shorten it"
-            )
-        total = self.memory.slots.total
-        if num_prompt + tree.num_nodes > total:
-            raise PromptTooLong(
-                f"the prompt has {num_prompt} tokens and its choices {tree.num_nodes} to compute; "
-                f"together they must fit into the KV pool of {total}: offer fewer or shorter choices"
-            )
 
     def _decode(self) -> Draft:
         """One row for each request that decodes, and with it those of the tokens that a grammar has forced
@@ -315,7 +294,7 @@ class Scheduler:
             request.num_cached = min(match.num_tokens, request.num_prompt)
             self._counters.prompt_tokens += request.num_prompt
             self._counters.cached_tokens += request.num_cached
-            self._counters.cached_output_tokens += match.num_output
+            self._counters.cached_output_tokens += min(match.num_output, request.num_cached)
         return True
 
     def _is_blocked(self, request: Request, match: int | None) -> bool:
