@@ -167,6 +167,12 @@ def test_numbers_are_bounded_in_either_form():
         assert not takes(constraint, wrap % ("9" * 19))
 
 
+def test_a_value_that_is_true_is_no_schema():
+    constraint = compiled("schema", '{"type": "array", "items": {"const": true}}')
+    assert takes(constraint, "[true, true]")
+    assert not takes(constraint, "[1]")
+
+
 @pytest.mark.parametrize(
     ("schema", "text"),
     [
