@@ -338,6 +338,8 @@ def test_grammars_in_both_notations():
         ('expr ::= "a"', "begins at the rule root; there are ['expr']"),
         ("root ::= nothing", "grammar: Rule 'nothing' not found"),
         ("root ::= (", "grammar: "),
+        ("start: a\na[temperature=0.5]: /b/", "grammar: temperature is said of the whole gen"),
+        ("start: a\na[capture, max_tokens=5]: /b*/", "grammar: max_tokens is said of the whole gen"),
         ("start: nothing", 'grammar: at 1(8): unknown name: "nothing"'),
         ('start: "a', "grammar: 1(10): lexer error"),
         ("start: <|im_end|>", "grammar: at 1(8): unknown special token"),
