@@ -40,7 +40,9 @@ VERSION: Final = 1
 
 SMALL_STACK_BYTES: Final = 1 << 20
 
-_RULE_OF_EBNF: Final = re.compile(r"^\s*(<?[\w-]+>?)\s*::=", re.MULTILINE)
+_RULE_OF_EBNF: Final = re.compile(r"^[ \t]*(<?[\w-]+>?)[ \t]*::=", re.MULTILINE)
+# The first is not kept here; the second would count tokens that jumping forward writes anew.
+_ATTRIBUTE_OF_GEN: Final = re.compile(r"^[ \t]*\w+[ \t]*\[[^\]\n]*\b(temperature|max_tokens)\b", re.MULTILINE)
 _WHITESPACE: Final[dict[str, dict[str, Any]]] = {
     "compact": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
     "tight": {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"},
@@ -120,6 +122,8 @@ def _of_lark(source: str) -> str:
         raise BadArgument(
             f"grammar: rules with ::= are read as GBNF, which begins at the rule root; there are {names[:8]}"
         )
+    if attribute := _ATTRIBUTE_OF_GEN.search(source):
+        raise BadArgument(f"grammar: {attribute[1]} is said of the whole gen, not of a rule")
     try:
         return f"{gbnf_to_lark(source) if names else source}\n{ALL_TOKENS_ALLOWED}"
     except Exception as error:  # the library raises bare Exception

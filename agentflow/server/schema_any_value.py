@@ -44,15 +44,12 @@ def _replace_true(schema: Schema) -> None:
     for key in HOLD_A_SCHEMA:
         if schema.get(key) is True:
             schema[key] = {"$ref": _REFERENCE}
-    for key in (*HOLD_A_LIST, *HOLD_NAMED):
-        held = schema.get(key)
-        for place, one in list(enumerate(held) if isinstance(held, list) else _items(held)):
-            if one is True:
-                held[place] = {"$ref": _REFERENCE}  # type: ignore[index]
-
-
-def _items(held: Any) -> Iterable[tuple[Any, Any]]:
-    return held.items() if isinstance(held, dict) else ()
+    for key in HOLD_A_LIST:
+        if isinstance(listed := schema.get(key), list):
+            schema[key] = [{"$ref": _REFERENCE} if one is True else one for one in listed]
+    for key in HOLD_NAMED:
+        if isinstance(named := schema.get(key), dict):
+            schema[key] = {name: {"$ref": _REFERENCE} if one is True else one for name, one in named.items()}
 
 
 def _any_value() -> Schema:

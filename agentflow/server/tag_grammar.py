@@ -1,9 +1,9 @@
 """Tags in free text as a grammar: anything may be written, but where a tag begins, what follows is of the
 tag's kind until it ends.
 
-Free text and the mark that ends it are one terminal each: a text in which no tag's ``begin`` occurs, and one
-in which the first such occurrence is its end. So the text of a mark cannot be taken for free text, however
-its characters are spread over tokens.
+Free text to the end is one terminal, in which no tag's ``begin`` occurs; free text before a tag is another,
+and ends lazily, with the first ``begin``. So the text of a mark cannot be taken for free text, however its
+characters are spread over tokens.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def tag_grammar(tags: Sequence[TagRule], bodies: Sequence[TagBody]) -> str:
     ]
     grammars: list[dict[str, str]] = []
     for n, (tag, body) in enumerate(zip(tags, bodies, strict=True)):
-        lines.append(f"UNTIL_{n}: (/(?s:.*)/ {_text(tag.begin)}) & ~(/(?s:.*)/ ({some_begin}) /(?s:.+)/)")
+        lines.append(f"until_{n}[lazy]: /(?s:.*){literal_pattern(tag.begin)}/")
         if isinstance(body, str):
             grammars.append({"name": f"body_{n}", "lark_grammar": body})
-            lines.append(f"tag_{n}: UNTIL_{n} @body_{n} {_text(tag.end)}")
+            lines.append(f"tag_{n}: until_{n} @body_{n} {_text(tag.end)}")
         else:
             end = _text(tag.end)
-            lines.append(f"tag_{n}: UNTIL_{n} BODY_{n}")
+            lines.append(f"tag_{n}: until_{n} BODY_{n}")
             lines.append(f"BODY_{n}: (/{pattern_of(body)}/ {end}) & ~(/(?s:.*)/ {end} /(?s:.+)/)")
     lines.append(ALL_TOKENS_ALLOWED)
     main = {"name": "text", "lark_grammar": "\n".join(lines)}

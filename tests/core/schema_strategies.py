@@ -119,7 +119,8 @@ def valid_value(schema: Schema, dice: random.Random) -> Any:
         return dice.randint(least, schema.get("maximum", 10**18 - 1))
     if kind == "number":
         least, most = schema.get("minimum", -(10**6)), schema.get("maximum", 10**6)
-        return round(dice.uniform(least, most), 3) if dice.random() < 0.7 else dice.choice([least, most])
+        some = round(dice.uniform(least, most), 3) + 0.0  # no minus zero
+        return some if dice.random() < 0.7 else dice.choice([least, most])
     return {"boolean": dice.random() < 0.5, "null": None}[kind]
 
 

@@ -167,6 +167,12 @@ def test_numbers_are_bounded_in_either_form():
         assert not takes(constraint, wrap % ("9" * 19))
 
 
+def test_a_value_that_is_true_is_no_schema():
+    constraint = compiled("schema", '{"type": "array", "items": {"const": true}}')
+    assert takes(constraint, "[true, true]")
+    assert not takes(constraint, "[1]")
+
+
 @pytest.mark.parametrize(
     ("schema", "text"),
     [
@@ -332,6 +338,8 @@ def test_grammars_in_both_notations():
         ('expr ::= "a"', "begins at the rule root; there are ['expr']"),
         ("root ::= nothing", "grammar: Rule 'nothing' not found"),
         ("root ::= (", "grammar: "),
+        ("start: a\na[temperature=0.5]: /b/", "grammar: temperature is said of the whole gen"),
+        ("start: a\na[capture, max_tokens=5]: /b*/", "grammar: max_tokens is said of the whole gen"),
         ("start: nothing", 'grammar: at 1(8): unknown name: "nothing"'),
         ('start: "a', "grammar: 1(10): lexer error"),
         ("start: <|im_end|>", "grammar: at 1(8): unknown special token"),

@@ -110,6 +110,15 @@ def test_a_string_in_a_regular_body_does_not_hold_the_end():
     assert follow(said, '<call>"a</cal"</call>') == (len('<call>"a</cal"</call>'), True)
 
 
+def test_a_hundred_tags():
+    many = tags(*[CALL | {"begin": f"<fn_{n}>", "source": json.dumps({"const": n})} for n in range(100)])
+    for n in (0, 9, 57, 99):
+        text = f"Free <fn_ text <fn_{n}>{n}</call> and <fn_1>1</call>."
+        assert follow(many, text) == (len(text), True)
+        wrong = f"Free <fn_ text <fn_{n}>{n + 100}"
+        assert follow(many, wrong)[0] < len(wrong)
+
+
 def test_free_text_is_not_forced_and_marks_are():
     grammar = LlguidanceGrammar(tags(CALL).payload.decode(), BYTE_VOCABULARY)
     text = grammar.matcher()
