@@ -16,7 +16,8 @@ import numpy as np
 from agentflow.constraint import Constraint
 from agentflow.server.compiled_constraint import CompiledConstraint
 from agentflow.server.constraint_compilation import compile_constraint
-from agentflow.server.core.grammar import Matcher
+from agentflow.server.core.fsm_grammar import FsmMatcher
+from agentflow.server.core.grammar import Grammar, Matcher
 from agentflow.server.grammar_cache import GrammarCache
 from agentflow.server.model_store import resolve_model
 from agentflow.server.tokenizer import Tokenizer
@@ -51,11 +52,12 @@ TEXTS = [json.dumps({**instance, "score": 4.5}, ensure_ascii=False) for instance
 
 @dataclass
 class Costs:
-    """Of one library: seconds of the cold compile, and of each mask the first and the later times."""
+    """Of one library, in seconds: the cold compile; each step of the loop (to take a token and make the mask
+    after it) once all is warm; the masks that were made for the first time."""
 
     compile_s: float = 0.0
-    first_s: list[float] = field(default_factory=list)
-    mask_s: list[float] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    first_mask_s: list[float] = field(default_factory=list)
 
 
 Step = tuple[Callable[[], object], Callable[[int], object]]
@@ -63,16 +65,18 @@ Step = tuple[Callable[[], object], Callable[[int], object]]
 
 
 def walk(costs: Costs, start: Callable[[], Step], texts: Sequence[Sequence[int]], repeats: int) -> None:
-    """Times the mask before each token; in the first round each is new, or nearly all are."""
-    for number in range(repeats):
+    """Times the steps of all texts; in the first round they are cold."""
+    for number in range(repeats + 1):
         for ids in texts:
             mask, take = start()
-            for token in ids:
+            mask()
+            for token in ids[:-1]:
                 began = time.perf_counter()
+                take(token)
                 mask()
                 elapsed = time.perf_counter() - began
-                (costs.mask_s if number else costs.first_s).append(elapsed)
-                take(token)
+                if number:
+                    costs.step_s.append(elapsed)
 
 
 def ours(tokenizer: Tokenizer, texts: Sequence[Sequence[int]], repeats: int) -> tuple[Costs, float]:
@@ -93,8 +97,25 @@ def ours(tokenizer: Tokenizer, texts: Sequence[Sequence[int]], repeats: int) -> 
         matcher: Matcher = grammar.matcher()
         return matcher.mask, matcher.take
 
+    _time_first_masks(costs, grammar, texts)
     walk(costs, start, texts, repeats)
     return costs, again_s
+
+
+def _time_first_masks(costs: Costs, grammar: Grammar, texts: Sequence[Sequence[int]]) -> None:
+    """The first mask of every state on the way of the texts."""
+    seen: set[int] = set()
+    for ids in texts:
+        matcher = grammar.matcher()
+        assert isinstance(matcher, FsmMatcher)
+        for token in ids:
+            began = time.perf_counter()
+            matcher.mask()
+            elapsed = time.perf_counter() - began
+            if matcher.state not in seen:
+                seen.add(matcher.state)
+                costs.first_mask_s.append(elapsed)
+            matcher.take(token)
 
 
 def llguidance(tokenizer: Tokenizer, texts: Sequence[Sequence[int]], repeats: int) -> Costs:
@@ -106,7 +127,7 @@ def llguidance(tokenizer: Tokenizer, texts: Sequence[Sequence[int]], repeats: in
 
     costs = Costs()
     ll = LlguidanceVocabulary(tokenizer, tokenizer.vocab_size).ll_tokenizer
-    bitmask = allocate_token_bitmask(1, tokenizer.vocab_size)
+    bitmask = allocate_token_bitmask(1, ll.vocab_size)
     options: Any = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
     began = time.perf_counter()
     source = LLMatcher.grammar_from_json_schema(json.dumps(SCHEMA), defaults=options)
@@ -183,18 +204,18 @@ def measure_masks(report: Report) -> None:
         costs, again_s = ours(tokenizer, texts, repeats)
         colds.append(costs.compile_s * 1e3)
     peers = _peers(tokenizer, texts, repeats)
-    mask_us = sorted(s * 1e6 for s in costs.mask_s)
+    mask_us = sorted(s * 1e6 for s in costs.step_s)
     p99 = mask_us[int(0.99 * len(mask_us))]
-    note = "; ".join(
+    note = "to take a token and make the mask after it; " + "; ".join(
         f"{name} {_median_us(peer):.2g} µs (99th percentile {_p99_us(peer):.2g})"
         for name, peer in peers.items()
     )
     add = report.results.append
     add(Result("constrained.mask_us_p50", _round(statistics.median(mask_us)), "µs", [], note, "<= 10"))
     add(Result("constrained.mask_us_p99", _round(p99), "µs", [], "", "<= 200"))
-    first_ms = [s * 1e3 for s in costs.first_s]
-    note = f"at most {max(first_ms):.2g} ms; the first mask of each state on the way"
-    add(Result("constrained.first_mask_ms", _round(statistics.median(first_ms)), "ms", [], note, "<= 1"))
+    first_ms = [s * 1e3 for s in costs.first_mask_s]
+    note = f"the slowest of {len(first_ms)} states; median {statistics.median(first_ms):.2g} ms"
+    add(Result("constrained.first_mask_ms", _round(max(first_ms)), "ms", [], note, "<= 1"))
     note = "; ".join(f"{name} {peer.compile_s * 1e3:.3g} ms" for name, peer in peers.items())
     add(median_of("constrained.compile_cold_ms", colds, "ms", note=note, goal="<= 50"))
     add(Result("constrained.compile_again_ms", _round(again_s * 1e3), "ms", [], "by its key", "<= 1"))
@@ -211,11 +232,11 @@ def _peers(tokenizer: Tokenizer, texts: Sequence[Sequence[int]], repeats: int) -
 
 
 def _median_us(costs: Costs) -> float:
-    return statistics.median(costs.mask_s) * 1e6
+    return statistics.median(costs.step_s) * 1e6
 
 
 def _p99_us(costs: Costs) -> float:
-    return sorted(costs.mask_s)[int(0.99 * len(costs.mask_s))] * 1e6
+    return sorted(costs.step_s)[int(0.99 * len(costs.step_s))] * 1e6
 
 
 def _round(value: float) -> float:

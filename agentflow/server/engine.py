@@ -28,6 +28,7 @@ from agentflow.server.engine_messages import (
     Stop,
     Submit,
     ToEngine,
+    Wanted,
 )
 from agentflow.server.engine_stats import engine_stats
 from agentflow.server.grammar_cache import GrammarCache
@@ -149,6 +150,10 @@ class Engine:
                     return
 
     def _submit(self, message: Submit) -> None:
+        constraint = message.constraint
+        if constraint is not None and not constraint.payload and not self._grammars.knows(constraint):
+            self._outbox.append(Wanted(message.request_id))
+            return
         try:
             request = request_of(message, self._runner.info, self.scheduler.max_total_tokens)
             text = text_end_of(message, self._tokenizer)

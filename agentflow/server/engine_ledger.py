@@ -86,6 +86,17 @@ class EngineLedger:
             self._sent[entry.submit.request_id] = entry
         return [entry.as_submitted() for entry in released]
 
+    def again(self, request_id: int) -> Submit | None:
+        """A request that the process wants to have sent to it once more; None if it is not needed any more,
+        and then it is forgotten."""
+        entry = self._sent.get(request_id)
+        if entry is None:
+            return None
+        if entry.is_aborted:
+            self._remove(self._sent, request_id)
+            return None
+        return entry.as_submitted()
+
     def abort(self, request_id: int) -> bool:
         """Forgets a request, now or with its end. Returns whether the process must be told: it need
         not where the request is not with it."""

@@ -38,7 +38,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     ``generated_ids``: what an engine that died had generated already, as told in ``Progress``. They
     count as output, with ``generated_logprobs`` and ``generated_top_logprobs``; their text is not told
-    again. ``constraint``: what the text must be; ``jump_forward``: whether what it forces is appended
+    again. ``constraint``: what the text must be, without its payload where the engine has had that one
+    before; ``jump_forward``: whether what it forces is appended
     without sampling."""
 
     request_id: int
@@ -101,6 +102,13 @@ class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):
     num_dropped: int = 0
 
 
+class Wanted(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The request came with the key of its constraint alone, and the engine has that one no longer: the
+    request is to be sent again, whole."""
+
+    request_id: int
+
+
 class Finished(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The end of a request. ``token_ids`` and ``text`` are all of the generation; ``finish_reason``
     is ``eos`` (the model's end token), ``stop`` or ``length``. ``logprobs``: one per generated (or
@@ -155,4 +163,4 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     step_times: Sequence[BucketCounts] = ()
 
 
-FromEngine = Started | Progress | Finished | Failed | EngineStats
+FromEngine = Started | Progress | Wanted | Finished | Failed | EngineStats

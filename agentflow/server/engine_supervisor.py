@@ -38,6 +38,7 @@ from agentflow.server.engine_messages import (
     Report,
     Submit,
     ToEngine,
+    Wanted,
 )
 from agentflow.server.message_frames import to_frame
 from agentflow.server.tokenizer import Tokenizer
@@ -55,6 +56,9 @@ PEACE_S = 60.0
 RESTART_DELAYS_S = (0.0, 0.0, 1.0)
 # How long a process whose socket has ended may take to say how it ended.
 LAST_WORDS_S = 1.0
+
+# Constraints that the process was sent, remembered by their keys.
+MAX_SENT_KEYS = 10_000
 
 RESTARTING = "the engine is restarting: it answers again in a few seconds"
 
@@ -102,6 +106,7 @@ class EngineSupervisor:
         self._outgoing: MemoryObjectSendStream[bytes] | None = None
         self._ledger = EngineLedger()
         self._reports: set[int] = set()
+        self._sent_keys: set[str] = set()  # of the constraints that this process has been sent
         self._deaths = 0  # in a row, of unknown cause
         self._convictions = 0  # in a row
         self._loaded_at = math.inf
@@ -191,6 +196,7 @@ class EngineSupervisor:
             task_status.started(self._client)
 
     async def _converse(self, child: EngineChild) -> None:
+        self._sent_keys.clear()
         outgoing, to_write = anyio.create_memory_object_stream[bytes](math.inf)
         self._outgoing = outgoing
         try:
@@ -213,9 +219,19 @@ class EngineSupervisor:
                     continue
                 case Progress() | Finished():
                     self._deaths = self._convictions = 0
+                case Wanted():
+                    self._send_whole(message.request_id)
             self._ledger.hear(message)
         self._hand_over(messages)
         self._forward()
+
+    def _send_whole(self, request_id: int) -> None:
+        """Once more, with the payload of its constraint."""
+        submit = self._ledger.again(request_id)
+        if submit is None:
+            self._hand_over([aborted(request_id)])
+        elif self._outgoing is not None:
+            self._post(submit)
 
     def _bury(self) -> None:
         """The process is dead: whoever waits for no more than it hears so, the others wait for the next."""
@@ -234,7 +250,20 @@ class EngineSupervisor:
     def _forward(self) -> None:
         if self._outgoing is not None:
             for submit in self._ledger.release():
-                self._post(submit)
+                self._post(self._with_news_only(submit))
+
+    def _with_news_only(self, submit: Submit) -> Submit:
+        """Without the payload of a constraint that this process was sent already: it may be megabytes. If it
+        has it no longer, it says so."""
+        constraint = submit.constraint
+        if constraint is None:
+            return submit
+        if constraint.key in self._sent_keys:
+            return replace(submit, constraint=replace(constraint, payload=b""))
+        if len(self._sent_keys) >= MAX_SENT_KEYS:
+            self._sent_keys.clear()
+        self._sent_keys.add(constraint.key)
+        return submit
 
     def _post(self, message: ToEngine) -> None:
         assert self._outgoing is not None

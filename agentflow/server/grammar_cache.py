@@ -55,6 +55,10 @@ class GrammarCache:
     def _llguidance_vocabulary(self) -> LlguidanceVocabulary:
         return LlguidanceVocabulary(_Texts(self.vocabulary, self._tokenizer), self._vocab_size)
 
+    def knows(self, constraint: CompiledConstraint) -> bool:
+        """Whether there is no need for its payload."""
+        return constraint.key in self._grammars
+
     def grammar(self, constraint: CompiledConstraint) -> Grammar:
         """The constraint's grammar, made now if it is not there."""
         found = self._grammars.pop(constraint.key, None) or self._made(constraint)

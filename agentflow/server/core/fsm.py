@@ -49,10 +49,11 @@ class Fsm:
         return state
 
     def to_bytes(self) -> bytes:
-        """For ``from_bytes``, elsewhere."""
-        header = _HEADER.pack(*self.transitions.shape)
-        arrays = (self.class_of_byte, self.accepting, self.transitions)
-        return header + b"".join([array.tobytes() for array in arrays])
+        """For ``from_bytes``, elsewhere. States have numbers of 16 bits there, where that is enough."""
+        num_rows, num_classes = self.transitions.shape
+        header = _HEADER.pack(num_rows, num_classes)
+        transitions = self.transitions.astype(_number_type(num_rows))
+        return header + self.class_of_byte.tobytes() + self.accepting.tobytes() + transitions.tobytes()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Fsm:
@@ -60,8 +61,13 @@ class Fsm:
         num_rows, num_classes = _HEADER.unpack_from(data)
         accepting_at = _HEADER.size + 256
         transitions_at = accepting_at + num_rows
+        transitions = np.frombuffer(data, dtype=_number_type(num_rows), offset=transitions_at)
         return cls(
             np.frombuffer(data, dtype=np.uint8, count=256, offset=_HEADER.size),
-            np.frombuffer(data, dtype=np.int32, offset=transitions_at).reshape(num_rows, num_classes),
+            transitions.astype(np.int32).reshape(num_rows, num_classes),
             np.frombuffer(data, dtype=np.bool_, count=num_rows, offset=accepting_at),
         )
+
+
+def _number_type(num_rows: int) -> type[np.uint16] | type[np.int32]:
+    return np.uint16 if num_rows <= 1 << 16 else np.int32

@@ -21,7 +21,7 @@ from agentflow.server.core.regex_tree import Regex, TooMuchForFsm
 from agentflow.server.core.utf8_rows import Row, utf8_rows
 
 MAX_STATES = 50_000
-MAX_TRANSITIONS = 4_000_000
+MAX_TRANSITIONS = 2_000_000
 """4 bytes each."""
 MAX_STEPS = 1_500_000
 _STEPS_PER_RANGE = 15  # what takes as long as making the rows of bytes for a range of characters
