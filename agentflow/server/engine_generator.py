@@ -248,27 +248,8 @@ class EngineGenerator:
     async def stats(self) -> Stats:
         """Of the engine, all sessions together."""
         stats = await self.engine_stats()
-        return Stats(
-            model=stats.model,
-            steps=stats.steps,
-            prompt_tokens=stats.prompt_tokens,
-            cached_tokens=stats.cached_tokens,
-            cached_output_tokens=stats.cached_output_tokens,
-            computed_tokens=stats.computed_tokens,
-            generated_tokens=stats.generated_tokens,
-            evicted_tokens=stats.evicted_tokens,
-            rerendered_tokens=self._num_rerendered,
-            retractions=stats.retractions,
-            free_slots=stats.free_slots,
-            cached_slots=stats.cached_slots,
-            held_slots=stats.held_slots,
-            total_slots=stats.total_slots,
-            running=stats.running,
-            waiting=stats.waiting,
-            peak_resident_bytes=stats.peak_resident_bytes,
-            restarts=stats.restarts,
-            forced_tokens=stats.forced_tokens,
-        )
+        told = {name: getattr(stats, name) for name in Stats.__struct_fields__ if hasattr(stats, name)}
+        return Stats(**told, rerendered_tokens=self._num_rerendered)
 
     async def engine_stats(self) -> EngineStats:
         """What ``stats`` tells, and what only the server's metrics show."""

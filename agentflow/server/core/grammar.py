@@ -54,7 +54,7 @@ class Grammar(Protocol):
 
 def words_of(token_ids: Sequence[int] | NDArray[np.intp], vocab_size: int) -> TokenWords:
     """The mask that allows exactly these tokens."""
-    bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
+    bits: NDArray[np.uint8] = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
     bits[np.asarray(token_ids, dtype=np.intp)] = 1
     words: TokenWords = np.packbits(bits, bitorder="little").view(np.uint32)
     return words

@@ -89,15 +89,15 @@ class Vocabulary:
         lens = np.array([len(data) for data in self._sorted_bytes], dtype=np.intp)
         flat = np.frombuffer(b"".join(self._sorted_bytes), dtype=np.uint8)
         starts = np.cumsum(lens) - lens
-        node_of = np.zeros(len(lens), dtype=np.intp)  # in the level before
-        end_of = np.zeros(len(lens), dtype=np.intp)  # in the whole trie
+        node_of: Indices = np.zeros(len(lens), dtype=np.intp)  # in the level before
+        end_of: Indices = np.zeros(len(lens), dtype=np.intp)  # in the whole trie
         tokens = np.arange(len(lens))
         parts: list[tuple[Indices, Bytes, int]] = []
         depth = 0
         while len(tokens):
             last = flat[starts[tokens] + depth]
             parents = node_of[tokens]
-            is_new = np.ones(len(tokens), dtype=bool)
+            is_new: NDArray[np.bool_] = np.ones(len(tokens), dtype=bool)
             is_new[1:] = (last[1:] != last[:-1]) | (parents[1:] != parents[:-1])
             nodes = np.cumsum(is_new) - 1
             node_of[tokens] = nodes
