@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from server.plain_constrained import PlainConstrained
 from server.small_tokenizers import byte_level, byte_level_of, sentencepiece
 
+from agentflow.server.compiled_constraint import CompiledConstraint
 from agentflow.server.core.fsm import Fsm
 from agentflow.server.core.fsm_builder import build_fsm
 from agentflow.server.core.fsm_grammar import FsmGrammar
@@ -18,6 +19,7 @@ from agentflow.server.core.grammar import is_allowed
 from agentflow.server.core.jump_forward import ConstrainedText
 from agentflow.server.core.regex_syntax import parse_regex
 from agentflow.server.grammar_cache import GrammarCache
+from agentflow.server.llguidance_grammar import ALL_TOKENS_ALLOWED
 from agentflow.server.tokenizer import Tokenizer
 
 WORDS = [
@@ -115,6 +117,31 @@ def test_a_text_of_a_pattern_goes_as_its_twin(
     name: str, pattern: str, jumps: bool, max_tokens: int, data: st.DataObject
 ) -> None:
     check_walk(name, build_fsm(parse_regex(pattern)), jumps, max_tokens, data)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(st.sampled_from(PATTERNS), st.booleans(), st.data())
+def test_a_text_under_llguidance_goes_as_under_the_machine(
+    name: str, pattern: str, jumps: bool, data: st.DataObject
+) -> None:
+    """What the library says is forced may be less; what is allowed is the same."""
+    tokenizer, vocabulary = TOKENIZERS[name], GRAMMARS[name].vocabulary
+    source = f"start: /{pattern}/\n{ALL_TOKENS_ALLOWED}"
+    grammar = GRAMMARS[name].grammar(CompiledConstraint(pattern, "llguidance", source.encode()))
+    encode = (lambda text: tokenizer.encode(text, continues=True)) if jumps else None
+    text = ConstrainedText(grammar.matcher(), vocabulary, encode)
+    plain = PlainConstrained(build_fsm(parse_regex(pattern)), tokenizer, jumps)
+    for _ in range(60):
+        text.jump(60)
+        plain.ids, plain.held = list(text.token_ids), text.held
+        allowed = plain.allowed()
+        assert allowed_of(text, tokenizer.vocab_size) == allowed
+        assert text.may_end() == plain.may_end()
+        assert text.must_end() == plain.must_end()
+        if not allowed or (plain.may_end() and data.draw(st.booleans())):
+            assert plain.fsm.matches(plain.data)
+            return
+        text.take(data.draw(st.sampled_from(sorted(allowed))))
 
 
 def test_what_is_forced_gets_the_tokenizers_own_ids() -> None:

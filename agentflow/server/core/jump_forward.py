@@ -29,7 +29,10 @@ class Jump(NamedTuple):
 
 
 class ConstrainedText:
-    """What one generation has written under its grammar. ``encode``: None switches jump-forward off."""
+    """What one generation has written under its grammar. ``encode``: None switches jump-forward off.
+
+    ``token_ids``: of the text that there is. ``held``: forced bytes that the next token must begin with.
+    """
 
     def __init__(self, matcher: Matcher, vocabulary: Vocabulary, encode: Encode | None) -> None:
         self.token_ids: list[int] = []
@@ -37,15 +40,15 @@ class ConstrainedText:
         self._vocabulary = vocabulary
         self._encode = encode
         self._data = bytearray()
-        self._held = b""
+        self.held = b""
 
     def may_end(self) -> bool:
         """Whether the text is complete as it is."""
-        return not self._held and self._matcher.may_end()
+        return not self.held and self._matcher.may_end()
 
     def must_end(self) -> bool:
         """Whether it is complete, and nothing may follow."""
-        return not self._held and self._matcher.must_end()
+        return not self.held and self._matcher.must_end()
 
     def shown(self) -> str:
         """The end of the text, for messages."""
@@ -54,14 +57,14 @@ class ConstrainedText:
     def mask(self) -> TokenWords:
         """The tokens that may come next. Not to be written to."""
         words = self._matcher.mask()
-        return words & self._vocabulary.beginning_with(self._held) if self._held else words
+        return words & self._vocabulary.beginning_with(self.held) if self.held else words
 
     def take(self, token_id: int) -> None:
         """One more token was sampled. ``ValueError`` where it is not allowed."""
         self._matcher.take(token_id)
         self.token_ids.append(token_id)
         self._data += self._vocabulary.token_bytes[token_id]
-        self._held = b""
+        self.held = b""
 
     def jump(self, max_tokens: int) -> Jump | None:
         """Appends what is forced now; None where that changes no id, or where it would make more than
@@ -109,7 +112,7 @@ class ConstrainedText:
         self.token_ids = new_ids
         table = self._vocabulary.token_bytes
         self._data = bytearray(b"".join([table[token] for token in new_ids]))
-        self._held = b""
+        self.held = b""
 
     def _hold_back(self) -> None:
         """Takes the last token back where others say the same and more, and one of them is allowed."""
@@ -124,7 +127,7 @@ class ConstrainedText:
         if _num_bits(self._matcher.mask() & longer) > 1:
             self.token_ids = self.token_ids[:-1]
             del self._data[-len(data) :]
-            self._held = data
+            self.held = data
         else:
             self._matcher.take(last)
 
