@@ -1,4 +1,8 @@
-"""What masks and compilation cost, without a model: our machines, and three libraries beside them."""
+"""What masks and compilation cost, without a model: our machines, and three libraries beside them.
+
+A library that is not installed is left out. xgrammar asks for triton, which a CPU-only installation refuses:
+``pip install --no-deps xgrammar apache-tvm-ffi`` is enough here.
+"""
 
 from __future__ import annotations
 
