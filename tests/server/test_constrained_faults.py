@@ -6,7 +6,7 @@ from __future__ import annotations
 import anyio
 import pytest
 from fake_engine import TOKENIZER
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from logit_runner import logit_engine, logits_after
 from plain_constrained import PlainConstrained, written
@@ -82,6 +82,7 @@ all_params = st.builds(
 )
 
 
+@settings(max_examples=20)  # the twin tries every token at every place
 @given(
     st.lists(
         st.tuples(all_params, st.sampled_from(PATTERNS), st.booleans(), st.integers(0, 2**64 - 1)),
