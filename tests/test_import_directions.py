@@ -156,7 +156,7 @@ def test_a_wrong_import_is_found(tmp_path: Path, file: str, source: str, module:
             "agentflow/server/core/policy.py",
             "import heapq, numpy.typing\nfrom agentflow.errors import NotSupported",
         ),
-        ("agentflow/server/core/policy.py", "from . import request\nfrom interegular.fsm import FSM"),
+        ("agentflow/server/core/policy.py", "from . import request\nfrom ..core import radix_cache"),
         ("agentflow/server/engine.py", "import torch\nimport starlette\nfrom agentflow.kernels import ops"),
         ("agentflow/kernels/ops.py", "import torch\nfrom . import reference_ops"),
     ],

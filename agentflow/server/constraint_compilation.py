@@ -27,13 +27,14 @@ from agentflow.server.core.regex_syntax import parse_regex
 from agentflow.server.core.regex_tree import Choice, Regex, TooMuchForFsm, literal
 from agentflow.server.llguidance_grammar import (
     ALL_TOKENS_ALLOWED,
+    NOWHERE_TO_GO,
     LlguidanceGrammar,
     LlguidanceVocabulary,
     parser_limits,
 )
 from agentflow.server.llguidance_pattern import pattern_of
 from agentflow.server.schema_check import Schema, read_schema
-from agentflow.server.tag_grammar import tag_grammar
+from agentflow.server.tag_grammar import TagBody, tag_alone, tag_grammar
 
 VERSION: Final = 1
 """Of what compilation makes of a constraint: part of the key."""
@@ -130,11 +131,18 @@ def _of_lark(source: str) -> str:
         raise BadArgument(f"grammar: {error}") from None
 
 
-def _tag_body(tag: TagRule, whitespace: Whitespace) -> Regex | str:
+def _tag_body(tag: TagRule, whitespace: Whitespace) -> TagBody:
+    """What the tag's source says. Refused here where no text can stand in it: once it is begun, nothing
+    else can be written."""
     try:
-        return _of_source(tag.kind, tag.source, whitespace)
+        body = _of_source(tag.kind, tag.source, whitespace)
+        _checked(tag_alone(tag, body), tag.kind)
+        return body
     except BadArgument as error:
-        raise BadArgument(f"tags: of {tag.begin!r}: {error}") from None
+        why = str(error)
+        if why.endswith(NOWHERE_TO_GO):
+            why = f"nothing of its {tag.kind} can stand before the first {tag.end!r}: choose another end"
+        raise BadArgument(f"tags: of {tag.begin!r}: {why}") from None
 
 
 def _grammar_for_large(constraint: Constraint, regex: Regex) -> str:
@@ -169,6 +177,7 @@ def _refuse_what_the_library_does(grammar: str, kind: str) -> None:
     try:
         text = LlguidanceGrammar(grammar, vocabulary).matcher()
         can_begin = text.mask().any()
+        text.forced()
     except RequestRefused as error:
         raise BadArgument(f"{kind}: {error}") from None
     if not can_begin:
@@ -182,6 +191,8 @@ def _explained(message: str) -> str:
         about += "".join([line.removeprefix("error:") for line in more if line.startswith("error:")])
     if keys := re.fullmatch(r"Unimplemented keys: \[(.*)\]", about):
         return f"{keys[1]} cannot be kept: say it otherwise, or check it in the program"
+    if pointer := re.fullmatch(r"Pointer '(.*)' does not exist", about):
+        return f"$ref names '#{pointer[1]}', which the schema does not have"
     if resource := re.match(r"Resource '(.*)' is not present", about):
         return f"{resource[1]!r} is not in the schema, and is fetched from nowhere: write it into $defs"
     if about.startswith("oneOf constraints"):

@@ -32,7 +32,7 @@ mask has only one."""
 
 _LEAST_GRAMMAR_BYTES: Final = 200_000
 _BYTES_PER_CHAR: Final = 200
-_NOWHERE_TO_GO: Final = "the grammar leads to a place where no token can follow"
+NOWHERE_TO_GO: Final = "the grammar leads to a place where no token can follow"
 
 
 def parser_limits() -> LLParserLimits:
@@ -139,7 +139,7 @@ class LlguidanceMatcher:
             words = np.frombuffer(data, dtype=np.uint32, count=len(self._text_tokens))
             self._mask = words & self._text_tokens
             if not self._mask.any() and not self._matcher.is_accepting():
-                raise RequestRefused(_NOWHERE_TO_GO)
+                raise RequestRefused(NOWHERE_TO_GO)
         return self._mask
 
     def may_end(self) -> bool:
@@ -180,7 +180,7 @@ class LlguidanceMatcher:
         if self._matcher.is_error():
             reason = _first_line(self._matcher.get_error())
             if reason == "NoExtensionBias":
-                raise RequestRefused(_NOWHERE_TO_GO)
+                raise RequestRefused(NOWHERE_TO_GO)
             raise RequestRefused(
                 f"the grammar asks for more than a step may compute ({reason}): simplify it where the same "
                 "text can be read in many ways"

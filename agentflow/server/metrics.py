@@ -197,8 +197,8 @@ class _Families(Collector):
         prompts.add_metric(["computed"], count("prompt_tokens") - cached)
         yield prompts
         for name, text in (
-            ("generated_tokens", "Tokens of outputs."),
-            ("forced_tokens", "Tokens that a grammar forced: appended without sampling."),
+            ("generated_tokens", "Tokens of outputs, sampled or forced by a constraint."),
+            ("forced_tokens", "Of these, tokens that a constraint forced."),
             ("computed_tokens", "Rows computed: prompts and output, also those computed again."),
             ("evicted_tokens", "Tokens evicted from the cache."),
             ("retractions", "Running requests that gave way for want of KV."),

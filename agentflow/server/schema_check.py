@@ -21,6 +21,7 @@ from agentflow.server.core.schema_keywords import (
     IN_PLACE,
 )
 from agentflow.server.schema_any_value import define_any_value
+from agentflow.server.schema_finite import has_finite_value
 from agentflow.server.schema_formats import CLOSER_PATTERNS
 
 MOST_DEPTH: Final = 60
@@ -47,6 +48,11 @@ def read_schema(source: str) -> Schema:
     subschemas = list(_subschemas(schema, 0))
     for sub in subschemas:
         _refuse_what_is_no_schema(sub)
+    if not has_finite_value(schema):
+        raise BadArgument(
+            "schema: no value satisfies it: each would have to contain another one like it, without an end; "
+            "let what it refers to be null, or not be required"
+        )
     is_flat = not any(_applies_in_place(sub) for sub in subschemas)
     for sub in subschemas:
         _drop_what_says_nothing(sub)

@@ -36,15 +36,29 @@ def tag_grammar(tags: Sequence[TagRule], bodies: Sequence[TagBody]) -> str:
     grammars: list[dict[str, str]] = []
     for n, (tag, body) in enumerate(zip(tags, bodies, strict=True)):
         lines.append(f"until_{n}[lazy]: /(?s:.*){literal_pattern(tag.begin)}/")
-        if isinstance(body, str):
-            grammars.append({"name": f"body_{n}", "lark_grammar": body})
-            lines.append(f"tag_{n}: until_{n} @body_{n} {_text(tag.end)}")
-        else:
-            end = _text(tag.end)
-            lines.append(f"tag_{n}: until_{n} BODY_{n}")
-            lines.append(f"BODY_{n}: (/{pattern_of(body)}/ {end}) & ~(/(?s:.*)/ {end} /(?s:.+)/)")
-    lines.append(ALL_TOKENS_ALLOWED)
-    main = {"name": "text", "lark_grammar": "\n".join(lines)}
+        lines.append(f"tag_{n}: until_{n} body_{n}")
+        lines += _body_lines(n, tag.end, body, grammars)
+    return _joined(lines, grammars)
+
+
+def tag_alone(tag: TagRule, body: TagBody) -> str:
+    """The grammar of what stands behind the tag's ``begin``, its ``end`` included."""
+    grammars: list[dict[str, str]] = []
+    return _joined(["start: body_0", *_body_lines(0, tag.end, body, grammars)], grammars)
+
+
+def _body_lines(n: int, end_mark: str, body: TagBody, grammars: list[dict[str, str]]) -> list[str]:
+    """The rule ``body_n``; what it refers to is put into ``grammars``."""
+    end = _text(end_mark)
+    if isinstance(body, str):
+        grammars.append({"name": f"inner_{n}", "lark_grammar": body})
+        return [f"body_{n}: @inner_{n} {end}"]
+    first_end = f"BODY_{n}: (/{pattern_of(body)}/ {end}) & ~(/(?s:.*)/ {end} /(?s:.+)/)"
+    return [f"body_{n}: BODY_{n}", first_end]
+
+
+def _joined(lines: list[str], grammars: list[dict[str, str]]) -> str:
+    main = {"name": "text", "lark_grammar": "\n".join([*lines, ALL_TOKENS_ALLOWED])}
     return json.dumps({"grammars": [main, *grammars]})
 
 

@@ -25,7 +25,10 @@ from agentflow.generator import Generator, Stats
 from agentflow.sampling import SamplingParams
 from agentflow.server import metrics as metrics_module
 from agentflow.server.app import create_app
+from agentflow.server.compiled_constraint import CompiledConstraint
 from agentflow.server.constraint_compiler import constraint_compiler
+from agentflow.server.core.fsm_builder import build_fsm
+from agentflow.server.core.regex_syntax import parse_regex
 from agentflow.server.engine_client import EngineClient
 from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.engine_messages import EngineStats, Failed, Finished, Origin, Progress, Started, Submit
@@ -102,6 +105,24 @@ async def test_the_application_tells_what_its_engine_did():
     for phase in ("schedule", "run", "complete"):
         assert told["agentflow_step_seconds_count", phase] == stats.steps
         assert told["agentflow_step_seconds_bucket", "+Inf", phase] == stats.steps
+
+
+async def test_forced_tokens_are_told_apart():
+    machine = build_fsm(parse_regex("The capital of France is Paris")).to_bytes()
+    async with plain_engine() as client:
+        app = app_on(client)
+        async with app.router.lifespan_context(app):
+            await generate(client)
+            end = await client.generate(
+                [5, 6],
+                SamplingParams(),
+                seed=0,
+                on_text=lambda text: None,
+                constraint=CompiledConstraint("capital", "fsm", machine),
+            )
+            _, told = await get_metrics(app)
+    assert told["agentflow_forced_tokens_total",] == len(end.token_ids) > 5
+    assert told["agentflow_generated_tokens_total",] == 20 + len(end.token_ids)
 
 
 async def test_each_application_has_its_own_metrics():

@@ -141,11 +141,19 @@ def test_the_whitespace_of_schemas_is_the_constraints():
 @pytest.mark.parametrize(
     ("tag", "words"),
     [
-        (CALL | {"source": '{"not": {}}'}, 'tags: "not" cannot be kept'),
+        (CALL | {"source": '{"not": {}}'}, "tags: of '<call>': schema: \"not\" cannot be kept"),
         (CALL | {"source": "false"}, "tags: of '<call>': schema: an object that"),
         (CALL | {"kind": "regex", "source": "(a)\\1"}, "tags: of '<call>': regex: a back-reference"),
         (CALL | {"kind": "grammar", "source": "start: nothing"}, 'unknown name: "nothing"'),
         (CALL | {"kind": "regex", "source": "(?=a)b"}, "a look-ahead"),
+        (
+            CALL | {"kind": "regex", "source": "a b", "end": " "},
+            "nothing of its regex can stand before the first ' '",
+        ),
+        (
+            CALL | {"source": '{"type": "integer", "minimum": 5, "maximum": 3}'},
+            "of '<call>': schema: Unsatisfiable",
+        ),
     ],
 )
 def test_a_tag_that_cannot_be_kept_is_refused_by_name(tag, words):

@@ -1,0 +1,91 @@
+"""Recursive schemas without a value that ends, against a plain search for a small value."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentflow.constraint import Constraint
+from agentflow.errors import BadArgument
+from agentflow.server.constraint_compilation import compile_constraint
+from agentflow.server.schema_finite import has_finite_value
+
+NAMES = "abc"
+references = st.sampled_from([{"$ref": f"#/$defs/{name}"} for name in NAMES])
+schemas = st.recursive(
+    st.sampled_from([{"type": "null"}, {"const": {}}]) | references,
+    lambda inner: st.one_of(
+        st.builds(lambda one, two: {"anyOf": [one, two]}, inner, inner),
+        st.builds(lambda one, two: {"allOf": [one, two]}, inner, inner),
+        st.builds(
+            lambda one, least: {"type": "array", "items": one, "minItems": least}, inner, st.integers(0, 2)
+        ),
+        st.builds(lambda one: {"type": "array", "prefixItems": [{}, one], "minItems": 2.0}, inner),
+        st.builds(
+            lambda one, required: {"type": "object", "properties": {"m": one}, "required": required},
+            inner,
+            st.sampled_from([[], ["m"], ["other"]]),
+        ),
+    ),
+    max_leaves=4,
+)
+
+
+def height(schema: Any, definitions: dict[str, Any], most: int) -> bool:
+    """Whether a value needs no more than ``most`` schemas within each other, where types never conflict."""
+    if most == 0:
+        return False
+    if "$ref" in schema:
+        return height(definitions[schema["$ref"][-1]], definitions, most - 1)
+    if "anyOf" in schema:
+        return any(height(one, definitions, most - 1) for one in schema["anyOf"])
+    if "allOf" in schema:
+        return all(height(one, definitions, most - 1) for one in schema["allOf"])
+    if schema.get("minItems"):
+        item = schema["items"] if "items" in schema else schema["prefixItems"][1]
+        return height(item, definitions, most - 1)
+    if schema.get("required") == ["m"]:
+        return height(schema["properties"]["m"], definitions, most - 1)
+    return True
+
+
+@given(schemas, st.fixed_dictionaries(dict.fromkeys(NAMES, schemas)))
+def test_it_equals_a_search(root: dict[str, Any], definitions: dict[str, Any]) -> None:
+    assert has_finite_value({**root, "$defs": definitions}) is height(root, definitions, 24)
+
+
+LIST = {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$ref": "#"}}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        LIST | {"required": ["v", "next"]},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+        {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+    ],
+)
+def test_a_schema_without_a_value_is_refused_before_it_is_used(schema: dict[str, Any]) -> None:
+    with pytest.raises(BadArgument, match="each would have to contain another one like it, without an end"):
+        compile_constraint(Constraint("schema", json.dumps(schema)))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        LIST | {"required": ["v"]},
+        {"type": "array", "items": {"$ref": "#"}},
+        {"type": ["object", "null"], **LIST},
+    ],
+)
+def test_one_that_can_end_is_taken(schema: dict[str, Any]) -> None:
+    compile_constraint(Constraint("schema", json.dumps(schema)))
+
+
+def test_a_long_chain_of_references_takes_few_passes() -> None:
+    chain = {str(n): {"$ref": f"#/$defs/{n + 1}"} for n in range(3000)} | {"3000": {"type": "null"}}
+    assert has_finite_value({"$ref": "#/$defs/0", "$defs": chain})
