@@ -10,11 +10,11 @@ A request's keys are cut into runs that it shares with other requests and a tail
   side by side and padded to the longest.
 * A *short group* holds chunks of a few rows, such as tokens that a grammar has forced: the whole tail of
   each is gathered once for all of its rows, and a mask shows to each row what comes before it.
+  *Branch rows*, the nodes of trees below a prefix (``branches``), are such a chunk, too: the mask shows to
+  each the nodes above it. A long prefix is a context part for all of them.
 * A *causal group* holds prefill chunks: row i of a chunk sees its rows 0 to i.
-* A *tree group* holds *branch rows*, the nodes of trees below a prefix (``branches``): a mask shows to each
-  the nodes above it. The prefix is a context part for all of them.
 
-Every row is in exactly one single, short, causal or tree group, and in any number of context parts.
+Every row is in exactly one single, short or causal group, and in any number of context parts.
 """
 
 from __future__ import annotations
@@ -93,23 +93,11 @@ class CausalGroup:
 
 
 @dataclass(slots=True, frozen=True)
-class TreeGroup:
-    """``num_rows`` rows of one tree or a few small ones over all ``num_slots`` slots that any of them sees:
-    the ends of prefixes and nodes. ``mask`` [1, 1, num_rows, num_slots], 0 or -inf, hides the others."""
-
-    rows: Index
-    num_rows: int
-    slots: Index
-    num_slots: int
-    mask: Tensor
-
-
-@dataclass(slots=True, frozen=True)
 class AttentionPlan:
     """The parts, and the batch they were made from (for the reference).
 
     ``order`` [T]: where each row of the batch stands in the groups' rows laid end to end, singles
-    first and trees last; None where that is the batch's own order.
+    first, then shorts; None where that is the batch's own order.
     """
 
     page_table: PageTable
@@ -120,6 +108,5 @@ class AttentionPlan:
     singles: Sequence[SingleGroup]
     shorts: Sequence[ShortGroup]
     causals: Sequence[CausalGroup]
-    trees: Sequence[TreeGroup]
     contexts: Sequence[ContextPart]
     order: Tensor | None

@@ -20,7 +20,6 @@ from agentflow.kernels.attention_parts import (
     Index,
     ShortGroup,
     SingleGroup,
-    TreeGroup,
 )
 from agentflow.kernels.linear_weight import LinearWeight
 
@@ -128,7 +127,6 @@ def attention(q: Tensor, kv_layer: Tensor, plan: AttentionPlan, scale: float) ->
     parts = [_attend_singles(q, kv_layer, group, scale) for group in plan.singles]
     parts += [_attend_short_chunks(q, kv_layer, group, scale) for group in plan.shorts]
     parts += [_attend_chunks(q, kv_layer, group, scale) for group in plan.causals]
-    parts += [_attend_trees(q, kv_layer, group, scale) for group in plan.trees]
     out = _in_order([part_out for part_out, _ in parts], plan.order)
     if plan.contexts:
         lse = _in_order([part_lse for _, part_lse in parts], plan.order)
@@ -195,20 +193,6 @@ def _attend_chunks(q: Tensor, kv_layer: Tensor, group: CausalGroup, scale: float
     out = out.view(n, -1, length, head_dim).transpose(1, 2)
     lse = lse.reshape(n, -1, length).transpose(1, 2)
     return out.reshape(n * length, -1, head_dim), lse.reshape(n * length, -1)
-
-
-def _attend_trees(q: Tensor, kv_layer: Tensor, group: TreeGroup, scale: float) -> tuple[Tensor, Tensor]:
-    """All rows over all slots, under the mask, laid out as chunks are. Gives [rows, heads, head_dim] and the
-    log-sum-exp [rows, heads]."""
-    _, _, num_kv_heads, head_dim = kv_layer.shape
-    n, queries_per_head = group.num_rows, q.shape[1] // num_kv_heads
-    kv = _take(kv_layer, group.slots)
-    queries = _take(q, group.rows).view(n, num_kv_heads, queries_per_head, head_dim).permute(1, 2, 0, 3)
-    shape = (num_kv_heads, queries_per_head, group.num_slots, head_dim)
-    keys = kv[:, 0].transpose(0, 1).unsqueeze(1).expand(shape)
-    values = kv[:, 1].transpose(0, 1).unsqueeze(1).expand(shape)
-    out, lse = attend(queries, keys, values, group.mask, False, scale)
-    return out.permute(2, 0, 1, 3).reshape(n, -1, head_dim), lse.permute(2, 0, 1).reshape(n, -1)
 
 
 def _merge_context(

@@ -181,14 +181,14 @@ def test_the_dense_way_of_a_gpu_equals_the_reference(
         assert_equals_reference(case, planned(case, rows, part_overhead=10))
 
 
-def test_a_select_on_a_cached_prefix_is_one_part_and_one_group() -> None:
+def test_a_select_on_a_long_prefix_is_one_part_and_one_group() -> None:
     """Its last token's row reads the prefix together with all nodes."""
     case, rows = with_trees(
-        make_case([Shape(-1, 0, 999, 1)], consecutive=True), [Tree(0, (-1, -1, 0, 1, 2))], 0
+        make_case([Shape(-1, 0, 2999, 1)], consecutive=True), [Tree(0, (-1, -1, 0, 1, 2))], 0
     )
     plan = planned(case, rows)
-    assert [(part.num_rows, part.num_slots) for part in plan.contexts] == [(6, 999)]
-    assert [(group.num_rows, group.num_slots) for group in plan.trees] == [(6, 6)]
+    assert [(part.num_rows, part.num_slots) for part in plan.contexts] == [(6, 2999)]
+    assert [(group.num_rows, group.num_slots) for group in plan.shorts] == [(6, 6)]
     assert (list(plan.singles), list(plan.causals), plan.order) == ([], [], None)
     assert plan.contexts[0].rows == slice(0, 6)
     assert_equals_reference(case, plan)
@@ -201,7 +201,7 @@ def test_selects_and_decode_rows_on_one_prefix_read_it_together() -> None:
     plan = planned(case, rows)
     assert [(part.num_rows, part.num_slots) for part in plan.contexts] == [(9, 500)]
     assert [group.num_rows for group in plan.singles] == [1]
-    assert [group.num_rows for group in plan.trees] == [(1 + 2) + (1 + 3) + 1]
+    assert [group.num_rows for group in plan.shorts] == [(1 + 2) + (1 + 3) + 1]
     assert_equals_reference(case, plan)
 
 
@@ -209,7 +209,7 @@ def test_the_nodes_below_a_short_prefix_read_it_with_their_tree() -> None:
     case, rows = with_trees(make_case([Shape(-1, 0, 30, 1)]), [Tree(0, (-1, -1, 0))], 0)
     plan = planned(case, rows)
     assert not plan.contexts
-    assert [(group.num_rows, group.num_slots) for group in plan.trees] == [(4, 34)]
+    assert [(group.num_rows, group.num_slots) for group in plan.shorts] == [(4, 34)]
     assert_equals_reference(case, plan)
 
 
@@ -225,5 +225,5 @@ def test_large_trees_have_groups_of_their_own() -> None:
     )
     case, rows = with_trees(left, trees, 0)
     plan = planned(case, rows)
-    assert [group.num_rows for group in plan.trees] == [4, 601, 71, 5]
+    assert [group.num_rows for group in plan.shorts] == [4, 601, 71, 5]
     assert_equals_reference(case, plan)
