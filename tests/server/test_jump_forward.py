@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 from core.random_machines import machine_of
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from server.plain_constrained import PlainConstrained
 from server.small_tokenizers import byte_level, byte_level_of, sentencepiece
@@ -142,6 +142,32 @@ def test_a_text_under_llguidance_goes_as_under_the_machine(
             assert plain.fsm.matches(plain.data)
             return
         text.take(data.draw(st.sampled_from(sorted(allowed))))
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(st.data())
+@settings(max_examples=10)
+def test_of_a_long_text_only_the_end_is_encoded_again(name: str, data: st.DataObject) -> None:
+    """The ids are those of the whole text all the same."""
+    tokenizer, vocabulary = TOKENIZERS[name], GRAMMARS[name].vocabulary
+    lengths: list[int] = []
+
+    def encode(text: str) -> list[int]:
+        lengths.append(len(text))
+        return tokenizer.encode(text, continues=True)
+
+    record = r'\{"name": "[a-d é]{1,6}", "fox": (true|tr), "text": "日本語の(テキスト|日)"\}'
+    fsm = build_fsm(parse_regex(rf"\[({record}, )+\]"))
+    text = ConstrainedText(FsmGrammar(fsm, vocabulary).matcher(), vocabulary, encode)
+    table = vocabulary.token_bytes
+    while len(text.token_ids) < 600:
+        if text.jump(1000) is not None:
+            written = b"".join([table[i] for i in text.token_ids])
+            whole = tokenizer.encode((written + text.held).decode(errors="ignore"), continues=True)
+            assert whole[: len(text.token_ids)] == text.token_ids
+        allowed = [i for i in allowed_of(text, tokenizer.vocab_size) if b"]" not in table[i]]
+        text.take(data.draw(st.sampled_from(sorted(allowed))))
+    assert max(lengths) < len(b"".join([table[i] for i in text.token_ids]).decode(errors="ignore")) / 2
 
 
 def test_what_is_forced_gets_the_tokenizers_own_ids() -> None:

@@ -17,6 +17,13 @@ import numpy as np
 from agentflow.server.core.grammar import Matcher, TokenWords, is_allowed
 from agentflow.server.core.vocabulary import Vocabulary
 
+# Of a text that was encoded before so many tokens at its end are encoded again, together with what is new;
+# the first of them must come out as they are.
+WINDOW_TOKENS = 64
+OVERLAP_TOKENS = 32
+
+CONTINUATION_BYTES = range(0x80, 0xC0)
+
 Encode = Callable[[str], list[int]]
 """Text, as what stands after other text, to token ids."""
 
@@ -36,11 +43,13 @@ class ConstrainedText:
 
     def __init__(self, matcher: Matcher, vocabulary: Vocabulary, encode: Encode | None) -> None:
         self.token_ids: list[int] = []
+        self.held = b""
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._encode = encode
         self._data = bytearray()
-        self.held = b""
+        self._starts: list[int] = []  # where each token begins in it
+        self._num_encoded = 0  # so many ids are the tokenizer's own
 
     def may_end(self) -> bool:
         """Whether the text is complete as it is."""
@@ -62,57 +71,80 @@ class ConstrainedText:
     def take(self, token_id: int) -> None:
         """One more token was sampled. ``ValueError`` where it is not allowed."""
         self._matcher.take(token_id)
-        self.token_ids.append(token_id)
-        self._data += self._vocabulary.token_bytes[token_id]
+        self._append(token_id)
         self.held = b""
 
     def jump(self, max_tokens: int) -> Jump | None:
         """Appends what is forced now; None where that changes no id, or where it would make more than
         ``max_tokens`` ids in all: what is forced is then sampled, as far as it goes."""
-        if self._encode is None:
-            return None
-        forced = self._matcher.forced()
+        forced = b"" if self._encode is None else self._matcher.forced()
         if not forced:
             return None
-        new_ids = self._encoded(bytes(self._data) + forced)
-        if new_ids is None or len(new_ids) > max_tokens:
+        first, new_ids = self._encoded(forced)
+        if first + len(new_ids) > max_tokens or not new_ids:
             return None
-        old_ids = self.token_ids
-        num_kept = _num_common(old_ids, new_ids)
-        self._replace(num_kept, new_ids)
-        if len(new_ids) > num_kept or len(old_ids) > num_kept:
+        old_ids = self.token_ids[first:]
+        num_same = _num_common(old_ids, new_ids)
+        self._replace(first + num_same, new_ids[num_same:])
+        if max(len(old_ids), len(new_ids)) > num_same:
             self._hold_back()
-        num_kept = min(num_kept, len(self.token_ids))
-        if num_kept == len(old_ids) == len(self.token_ids):
+        num_kept = min(first + num_same, len(self.token_ids))
+        if num_kept == first + len(old_ids) == len(self.token_ids):
             return None
         return Jump(num_kept, self.token_ids[num_kept:])
 
-    def _encoded(self, data: bytes) -> list[int] | None:
-        """The ids of the whole characters of ``data``; None where the tokenizer cannot write them so."""
+    def _encoded(self, forced: bytes) -> tuple[int, list[int]]:
+        """The ids of the text with ``forced`` behind it, from one of its ids on, which is given; no ids where
+        the tokenizer cannot write it so. Of a long text only the end is encoded, from a place that has been
+        encoded before: that it has the same ids again at first shows that it could be cut there."""
+        first = self._num_encoded - WINDOW_TOKENS
+        while first > 0 and self._data[self._starts[first]] in CONTINUATION_BYTES:
+            first -= 1
+        if first > 0:
+            new_ids = self._encoded_from(first, forced)
+            if new_ids[:OVERLAP_TOKENS] == self.token_ids[first : first + OVERLAP_TOKENS]:
+                return first, new_ids
+        return 0, self._encoded_from(0, forced)
+
+    def _encoded_from(self, first: int, forced: bytes) -> list[int]:
+        start = self._starts[first] if first else 0
+        data = bytes(self._data[start:]) + forced
         try:
             text = data.decode()
         except UnicodeDecodeError as error:
-            if error.end < len(data) or error.reason != "unexpected end of data":
-                return None
-            if error.start < len(self._data):
-                return None
-            data = data[: error.start]
+            is_half = error.end == len(data) and error.reason == "unexpected end of data"
+            if not is_half or start + error.start < len(self._data):
+                return []
+            data = data[: error.start]  # without half a character at its end
             text = data.decode()
         assert self._encode is not None
         new_ids = self._encode(text)
         table = self._vocabulary.token_bytes
         if max(new_ids, default=0) >= len(table):  # a token that this model has no logits for
-            return None
-        return new_ids if b"".join([table[token] for token in new_ids]) == data else None
+            return []
+        return new_ids if b"".join([table[token] for token in new_ids]) == data else []
 
     def _replace(self, num_kept: int, new_ids: list[int]) -> None:
-        self._matcher.take_back(len(self.token_ids) - num_kept)
-        for token in new_ids[num_kept:]:
+        """The first ``num_kept`` ids stay, and ``new_ids`` come after them."""
+        self._drop(len(self.token_ids) - num_kept)
+        for token in new_ids:
             self._matcher.take(token)
-        self.token_ids = new_ids
-        table = self._vocabulary.token_bytes
-        self._data = bytearray(b"".join([table[token] for token in new_ids]))
+            self._append(token)
+        self._num_encoded = len(self.token_ids)
         self.held = b""
+
+    def _append(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+        self._starts.append(len(self._data))
+        self._data += self._vocabulary.token_bytes[token_id]
+
+    def _drop(self, num_tokens: int) -> None:
+        if not num_tokens:
+            return
+        self._matcher.take_back(num_tokens)
+        del self.token_ids[-num_tokens:]
+        del self._data[self._starts[-num_tokens] :]
+        del self._starts[-num_tokens:]
 
     def _hold_back(self) -> None:
         """Takes the last token back where others say the same and more, and one of them is allowed."""
@@ -123,13 +155,13 @@ class ConstrainedText:
         longer = self._vocabulary.beginning_with(data)
         if not is_allowed(longer, last) or _num_bits(longer) == 1:
             return
-        self._matcher.take_back(1)
+        self._drop(1)
         if _num_bits(self._matcher.mask() & longer) > 1:
-            self.token_ids = self.token_ids[:-1]
-            del self._data[-len(data) :]
             self.held = data
         else:
             self._matcher.take(last)
+            self._append(last)
+        self._num_encoded = len(self.token_ids)
 
 
 def _num_bits(words: TokenWords) -> int:
