@@ -77,6 +77,10 @@ class ChildProcess:
             raise EOFError
         return self._buffer.push(piece)
 
+    def signal(self, number: signal.Signals) -> None:
+        """Nothing happens where it has ended."""
+        self._process.send_signal(number)
+
     async def end(self, grace_s: float = 0.0) -> str:
         """Ends the process, with SIGKILL where it does not end by itself within ``grace_s``; says how it
         ended. Cancelling does not shorten this."""

@@ -52,6 +52,10 @@ class CompileQueue(Generic[ItemT]):
             return
         raise Overloaded(f"{most} constraints {whose} wait to be compiled, which is the limit: try later")
 
+    def waits_besides(self, tenant: str) -> bool:
+        """Whether another tenant waits."""
+        return any(name != tenant for name in self._items)
+
     def pop(self) -> tuple[str, ItemT]:
         """The next item, and the tenant whose turn it was. KeyError when nothing waits."""
         tenant = min(self._items, key=self._used.__getitem__) if self._items else ""

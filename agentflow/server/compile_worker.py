@@ -59,6 +59,14 @@ class CompileWorker(ChildProcess):
         if answer.problem:
             raise CannotCompile(answer.problem)
 
+    def pause(self) -> None:
+        """It gets no processor until ``go_on``."""
+        self.signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """After ``pause``."""
+        self.signal(signal.SIGCONT)
+
     async def watch(self) -> None:
         """Between two constraints: waits until it dies, and raises EOFError then."""
         await self._next_frame()

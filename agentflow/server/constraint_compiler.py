@@ -8,6 +8,7 @@ processor would be idle, with limits to what one constraint takes there, and a q
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from agentflow.server.compile_frames import CompileEnd, Refusal, over_limit
 from agentflow.server.compile_queue import CompileQueue
 from agentflow.server.compile_worker import LAST_WORDS_S, CannotCompile, CompileWorker
 from agentflow.server.compiled_constraint import CompiledConstraint
+from agentflow.server.cpu_allowance import CpuAllowance
 from agentflow.server.limits import CompileLimits
 from agentflow.task_group import open_task_group
 
@@ -31,6 +33,10 @@ LOADER = "agentflow.server.constraint_compilation:compile_constraint"
 # What nobody waits for any more may run so long; most constraints are done by then, and a new process
 # takes longer than this to start.
 ABANDONED_S = 0.2
+# What the process may take at once; most constraints take some milliseconds.
+BURST_S = 0.1
+# After that it gets its share of a processor in such pieces.
+SLICE_S = 0.01
 # So many processes in a row that died and compiled nothing; another one is started when there is work.
 MAX_FAILURES = 3
 
@@ -83,6 +89,7 @@ class _Job:
         self.ended = anyio.Event()
         self.outcome: Outcome | None = None
         self.began_at: float | None = None
+        self.gave_way = False  # to another tenant's
         self.scope = anyio.CancelScope()  # of its time in the process
 
 
@@ -100,6 +107,7 @@ class ConstraintCompiler:
         self._has_work = anyio.Event()
         self._has_ended = False
         self._worker: CompileWorker | None = None
+        self._allowance = CpuAllowance(BURST_S, limits.cpu_share, time.monotonic)
         self._num_compiled = 0
         self._num_refused = 0
         self._num_cache_hits = 0
@@ -205,6 +213,9 @@ class ConstraintCompiler:
             while worker.is_usable:
                 await self._next_work(worker)
                 has_compiled = True
+                await anyio.sleep(self._allowance.wait_s(SLICE_S))  # noqa: TID251  it took its share
+                if not self._queue:
+                    continue
                 await self._run(worker, *self._queue.pop())
         except EOFError:
             grace_s = LAST_WORDS_S
@@ -231,19 +242,45 @@ class ConstraintCompiler:
         end: CompileEnd | None = None
         job.began_at = anyio.current_time()
         with anyio.CancelScope(deadline=job.began_at + self._limits.wall_s) as job.scope:
-            end = await worker.compile(job.constraint)
+            async with open_task_group() as group:
+                group.start_soon(self._slow_down, worker, tenant, job)
+                end = await worker.compile(job.constraint)
+                group.cancel_scope.cancel()
         if end is None or worker.has_died:
             self._num_killed += 1
             await worker.end()  # before anything else is run, and on this tenant's account
         self._queue.charge(tenant, anyio.current_time() - job.began_at)
         if end is None:
             what = f"is not compiled within {self._limits.wall_s:g} s on this busy server"
+            if job.gave_way:
+                what = f"takes more than {self._limits.contended_s:g} s of processor time while others wait"
             end = CompileEnd(refusal=over_limit(job.constraint, what, is_final=False))
         if end.compiled is not None:
             self._num_compiled += 1
         outcome = end.compiled or end.refusal
         assert outcome is not None
         self._end(job, outcome)
+
+    async def _slow_down(self, worker: CompileWorker, tenant: str, job: _Job) -> None:
+        """Until cancelled: lets the process run while there is an allowance for it, and pauses it when it is
+        spent. Even what runs only on an idle processor costs those who want it in a moment: on two cores a
+        forward pass takes a third longer beside it. What takes long gives way where another tenant waits."""
+        allowance, ran_s = self._allowance, 0.0
+        while True:
+            began = anyio.current_time()
+            try:
+                await anyio.sleep(max(allowance.left_s, SLICE_S))  # noqa: TID251  its turn
+            finally:
+                allowance.spend(anyio.current_time() - began)
+            ran_s += anyio.current_time() - began
+            if ran_s >= self._limits.contended_s and self._queue.waits_besides(tenant):
+                job.gave_way = True
+                job.scope.cancel()
+            worker.pause()
+            try:
+                await anyio.sleep(allowance.wait_s(SLICE_S))  # noqa: TID251  the others' turn
+            finally:
+                worker.go_on()
 
     def _end(self, job: _Job, outcome: Outcome) -> None:
         if isinstance(outcome, CompiledConstraint) or outcome.is_final:

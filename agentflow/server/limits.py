@@ -40,15 +40,18 @@ class ServerLimits:
 
 @dataclass(frozen=True, slots=True)
 class CompileLimits:
-    """Of one constraint: ``cpu_s`` of processor time for compiling it, ``wall_s`` on the clock, which also
-    runs while the engine has the processors, ``memory_bytes`` for it, and ``compiled_bytes`` of what comes
-    out. Of all: ``max_waiting`` constraints wait at most, ``max_waiting_per_tenant`` of them one tenant's,
-    and ``cache_bytes`` of compiled ones are kept."""
+    """Of one constraint: ``cpu_s`` of processor time for compiling it (``contended_s`` while another tenant
+    waits), ``wall_s`` on the clock, which also runs while the engine has the processors, ``memory_bytes``
+    for it, and ``compiled_bytes`` of what comes out. Of all: ``cpu_share`` of one processor in the long run,
+    ``max_waiting`` constraints wait at most, ``max_waiting_per_tenant`` of them one tenant's, and
+    ``cache_bytes`` of compiled ones are kept."""
 
     cpu_s: float = 2.0
+    contended_s: float = 0.25
     wall_s: float = 20.0
     memory_bytes: int = 512_000_000
     compiled_bytes: int = 16_000_000
+    cpu_share: float = 0.2
     max_waiting: int = 1_024
     max_waiting_per_tenant: int = 64
     cache_bytes: int = 64_000_000
@@ -56,9 +59,11 @@ class CompileLimits:
     def __post_init__(self) -> None:
         ranges = (
             ("cpu_s", self.cpu_s > 0, "more than 0"),
+            ("contended_s", self.contended_s > 0, "more than 0"),
             ("wall_s", self.wall_s > 0, "more than 0"),
             ("memory_bytes", self.memory_bytes >= 1, "at least 1"),
             ("compiled_bytes", self.compiled_bytes >= 1, "at least 1"),
+            ("cpu_share", 0 < self.cpu_share <= 1, "more than 0, and at most 1"),
             ("max_waiting", self.max_waiting >= 1, "at least 1"),
             ("max_waiting_per_tenant", self.max_waiting_per_tenant >= 1, "at least 1"),
             ("cache_bytes", self.cache_bytes >= 0, "0 or more"),

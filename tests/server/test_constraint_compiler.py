@@ -20,7 +20,8 @@ PID = Constraint("regex", "pid")
 
 
 def opened(**limits):
-    return constraint_compiler(CompileLimits(**limits), loader=LOADER)
+    """What stands still in a test gives way to nobody, unless the test says so."""
+    return constraint_compiler(CompileLimits(**({"contended_s": 600.0} | limits)), loader=LOADER)
 
 
 def held(hold: Hold) -> Constraint:
@@ -138,6 +139,23 @@ async def test_a_tenant_with_one_constraint_does_not_wait_for_anothers_many(tmp_
             await caller.call(Constraint("regex", name), name)
         hold.release()
     assert caller.done == [held(hold).source, "ann", "bob", "pid 0", "pid 1", "pid 2", "pid 3"]
+
+
+async def test_what_takes_long_gives_way_to_another_tenant_and_not_to_its_own(tmp_path):
+    hold = Hold(tmp_path / "hold")
+    async with opened(contended_s=0.01) as compiler:
+        async with anyio.create_task_group() as group:
+            caller = Caller(compiler, group)
+            await caller.call(held(hold), "greedy")
+            await hold.reached()
+            await caller.call(Constraint("regex", "its own"), "greedy")
+            assert (caller.done, caller.refused) == ([], [])
+            await compiler.compile(Constraint("regex", "modest"), tenant="other")
+        hold.release()
+        (error,) = caller.refused
+        assert "takes more than 0.01 s of processor time while others wait" in str(error)
+        assert caller.done == ["its own"]
+        assert compiler.counts.killed == 1
 
 
 async def test_full_queues_refuse(tmp_path):
