@@ -211,7 +211,7 @@ def measure_masks(report: Report) -> None:
     mask_us = sorted(s * 1e6 for s in costs.step_s)
     p99 = mask_us[int(0.99 * len(mask_us))]
     note = "to take a token and make the mask after it; " + "; ".join(
-        f"{name} {_median_us(peer):.2g} µs (99th percentile {_p99_us(peer):.2g})"
+        f"{name} {_median_us(peer):.3g} µs (99th percentile {_p99_us(peer):.3g})"
         for name, peer in peers.items()
     )
     add = report.results.append

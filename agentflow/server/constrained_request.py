@@ -20,10 +20,11 @@ class ConstrainedRequest:
         self._request = request
         self._text = text
         self._end_words = end_words
+        self._cannot_go_on = False
 
     def is_complete(self) -> bool:
-        """Whether the text is complete and nothing may follow."""
-        return self._text.must_end()
+        """Whether the text is complete, and nothing may follow or none of the model's tokens can write it."""
+        return self._cannot_go_on or self._text.must_end()
 
     def begin(self, generated_ids: Sequence[int]) -> Jump | None:
         """What an engine that died had generated is there already; what is forced then is appended."""
@@ -52,8 +53,11 @@ class ConstrainedRequest:
                     f"the text so far is {text.shown()!r}"
                 )
             return words
+        if not words.any():
+            self._cannot_go_on = not self._end_words.any()
+            return self._end_words
         is_early = len(text.token_ids) < request.params.min_tokens
-        return words if is_early and words.any() else words | self._end_words
+        return words if is_early else words | self._end_words
 
 
 def constrained_request(

@@ -73,6 +73,7 @@ class Engine:
     def run(self) -> None:
         """The loop, until ``Stop``."""
         try:
+            self._grammars.prepare()
             while True:
                 self._read_inbox()
                 if self._is_stopping:

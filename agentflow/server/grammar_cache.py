@@ -6,6 +6,7 @@ them may take is bounded: the one that was used least recently goes first.
 
 from __future__ import annotations
 
+import logging
 from functools import cached_property
 
 from agentflow.server.compiled_constraint import CompiledConstraint
@@ -15,6 +16,8 @@ from agentflow.server.core.grammar import Grammar
 from agentflow.server.core.vocabulary import Vocabulary
 from agentflow.server.llguidance_grammar import LlguidanceGrammar, LlguidanceVocabulary
 from agentflow.server.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 MAX_GRAMMAR_BYTES = 256 * 1024 * 1024
 MAX_GRAMMARS = 256
@@ -54,6 +57,13 @@ class GrammarCache:
     @cached_property
     def _llguidance_vocabulary(self) -> LlguidanceVocabulary:
         return LlguidanceVocabulary(_Texts(self.vocabulary, self._tokenizer), self._vocab_size)
+
+    def prepare(self) -> None:
+        """Makes now what the first request would otherwise wait for, and the others with it."""
+        try:
+            _ = self.vocabulary, self._llguidance_vocabulary.ll_tokenizer
+        except Exception:
+            logger.exception("constraints cannot be kept with this tokenizer")
 
     def knows(self, constraint: CompiledConstraint) -> bool:
         """Whether there is no need for its payload."""

@@ -197,3 +197,23 @@ async def test_a_text_that_the_models_tokens_cannot_write_is_refused() -> None:
                 on_text=lambda text: None,
                 constraint=CompiledConstraint("unwritable", "fsm", unwritable.to_bytes()),
             )
+
+
+@pytest.mark.anyio
+async def test_a_complete_text_that_no_token_can_continue_is_over() -> None:
+    """Also where no end token is allowed."""
+    vocab_size = 60
+    chars = [chr(n) for n in range(33, 127) if chr(n).isalnum()]
+    writable = next(c for c in chars if TOKENIZER.encode(c)[0] < vocab_size)
+    other = next(c for c in chars if TOKENIZER.encode(c)[0] >= vocab_size)
+    fsm = build_fsm(parse_regex(f"{writable}({other}+)?"))
+    async with plain_engine(vocab_size=vocab_size, next_token=lambda tokens: 5) as client:
+        end = await client.generate(
+            [5, 6],
+            SamplingParams(max_tokens=4, ignore_eos=True),
+            seed=0,
+            on_text=lambda text: None,
+            constraint=CompiledConstraint("half writable", "fsm", fsm.to_bytes()),
+            jump_forward=False,
+        )
+    assert (end.text, end.finish_reason) == (writable, "stop")
