@@ -18,10 +18,18 @@ NUM_TOKENS = 48
 
 
 def engine_pid(server) -> int | None:
-    """Of the one process that the server has started, where there is one now."""
-    pids = [child.pid for child in psutil.Process(server.pid).children()]
+    """Of the one engine process that the server has started, where there is one now."""
+    pids = [child.pid for child in psutil.Process(server.pid).children() if is_engine(child)]
     assert len(pids) <= 1
     return pids[0] if pids else None
+
+
+def is_engine(process: psutil.Process) -> bool:
+    """And not the process that compiles constraints."""
+    try:
+        return "agentflow.server.engine_process" in process.cmdline()
+    except psutil.Error:  # it has just ended
+        return False
 
 
 def health(url: str, name: str) -> tuple[int, dict]:
