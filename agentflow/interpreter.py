@@ -184,10 +184,9 @@ class Interpreter(Generic[ContextT]):
         """What an op leaves behind when its state has failed: its variable and its children fail too."""
         match op:
             case _ if isinstance(op, ops.Declaring):
-                if not self._variables[op.var].done.is_set():
-                    self._variables[op.var].fail(
-                        because(f"{op.name!r} was not {_MADE.get(type(op), 'set')}", error)
-                    )
+                variable = self._variables.get(op.var)  # None: its state is closed already
+                if variable is not None and not variable.done.is_set():
+                    variable.fail(because(f"{op.name!r} was not {_MADE.get(type(op), 'set')}", error))
             case ops.Fork():
                 for child in filter(None, map(self._states.get, op.children)):
                     if not child.has_begun:
@@ -205,8 +204,9 @@ class Interpreter(Generic[ContextT]):
             if error.place is not None:  # one exception may fail many ops, each in a place of its own
                 error = ErrorInfo.of(error).to_exception()
             error.place = state.id, pending.number
-        if isinstance(pending.op, ops.Declaring):
-            self._variables[pending.op.var].fail(error)
+        variable = self._variables.get(pending.op.var) if isinstance(pending.op, ops.Declaring) else None
+        if variable is not None:
+            variable.fail(error)
         self._states.end(state, error)
 
     def _variable(self, var_id: int) -> VariableCell:

@@ -139,12 +139,15 @@ async def test_the_values_of_typed_gens_are_typed():
 
 class TestFailures:
     async def test_a_failure_is_raised_with_its_cause_and_nothing_stays(self):
-        backend = af.Scripted({"clarity.</user><assistant>": ValueError("broken"), "<assistant>": "yes"})
-        async with af.session(backend=backend) as flow:
-            with pytest.raises(af.RunFailed, match="branch 0 of a fork failed") as failure:
-                await flow.submit(judge.trace(dimensions=["clarity", "b"]), {"essay": "x"})
-            assert "broken" in str(failure.value.__cause__ or failure.value)
-        assert backend.generator.num_open == backend.generator.num_running == 0
+        for _ in range(
+            20
+        ):  # trio's tasks take turns in any order: some ops are skipped after the graph's end
+            backend = af.Scripted({"clarity.</user><assistant>": ValueError("broken"), "<assistant>": "yes"})
+            async with af.session(backend=backend) as flow:
+                with pytest.raises(af.RunFailed, match="branch 0 of a fork failed") as failure:
+                    await flow.submit(judge.trace(dimensions=["clarity", "b"]), {"essay": "x"})
+                assert "broken" in str(failure.value.__cause__ or failure.value)
+            assert backend.generator.num_open == backend.generator.num_running == 0
 
     async def test_a_plain_branch_that_fails_fails_the_graph_too(self):
         @af.program
