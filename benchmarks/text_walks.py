@@ -114,3 +114,13 @@ def _next_byte(allowed: list[int], place: int, chance: random.Random, prefix: by
         return chance.choice(structure)
     ascii_bytes = [byte for byte in allowed if byte < 0x80]
     return chance.choice(ascii_bytes if ascii_bytes and chance.random() < 0.8 else allowed)
+
+
+def takes(constraint: CompiledConstraint, text: str) -> bool:
+    """Whether the whole text may be written under the constraint."""
+    growing = text_under(constraint)
+    for byte in text.encode():
+        if byte not in growing.allowed():
+            return False
+        growing.take(byte)
+    return growing.may_end()

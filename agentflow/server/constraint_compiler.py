@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import anyio
+import msgspec
 
 from agentflow.constraint import MAX_SOURCE_CHARS, Constraint
 from agentflow.errors import AgentflowError, BadArgument, EngineFailed, RequestRefused
@@ -129,6 +130,8 @@ class ConstraintCompiler:
         ``BadArgument`` or ``RequestRefused`` where the constraint cannot be compiled, or not within the
         limits, of which the message names the one; ``Overloaded`` where too many wait; ``EngineFailed``.
         """
+        if not constraint.jump_forward:  # that is for the engine: what is compiled is the same
+            constraint = msgspec.structs.replace(constraint, jump_forward=True)
         try:
             outcome = self._cache.get(constraint)
             if outcome is None:

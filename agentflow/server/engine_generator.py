@@ -117,8 +117,7 @@ class EngineGenerator:
         token_ids = await self._prompt(context)
         compiled = None
         if constraint is not None and self._compiler is not None:
-            same = msgspec.structs.replace(constraint, jump_forward=True)  # compiled alike
-            compiled = await self._compiler.compile(same, tenant=self._tenant)
+            compiled = await self._compiler.compile(constraint, tenant=self._tenant)
         context.has_run = True
         end = await self._client.generate(
             token_ids,

@@ -8,7 +8,15 @@ from __future__ import annotations
 from typing import Final
 
 from agentflow.errors import BadArgument
-from agentflow.server.core.regex_tree import CharSet, Choice, LookAhead, Ranges, Regex, Sequence
+from agentflow.server.core.regex_tree import (
+    CharSet,
+    Choice,
+    LookAhead,
+    Ranges,
+    Regex,
+    Sequence,
+    without_surrogates,
+)
 
 _PLAIN: Final = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 _")
 _NO_TEXT: Final = r"[^\x{0}-\x{10FFFF}]"
@@ -46,16 +54,9 @@ def _char_set(ranges: Ranges) -> str:
         return _NO_TEXT
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
         return _char(ranges[0][0])
-    return "[" + "".join([f"{_char(first)}-{_char(last)}" for first, last in _without_halves(ranges)]) + "]"
-
-
-def _without_halves(ranges: Ranges) -> Ranges:
-    """Without surrogates, which no text in UTF-8 holds and Rust's syntax has no way to write."""
-    kept = []
-    for first, last in ranges:
-        below, above = (first, min(last, 0xD7FF)), (max(first, 0xE000), last)
-        kept += [part for part in (below, above) if part[0] <= part[1]]
-    return tuple(kept)
+    return (
+        "[" + "".join([f"{_char(first)}-{_char(last)}" for first, last in without_surrogates(ranges)]) + "]"
+    )
 
 
 def _char(code_point: int) -> str:

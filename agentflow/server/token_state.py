@@ -15,6 +15,7 @@ from agentflow.errors import BadArgument, NotSupported
 from agentflow.server.chat_layout import Layout, lay_out
 from agentflow.server.chat_template import ChatTemplate, Message
 from agentflow.server.choice_encoding import EncodedChoices, encode_choices
+from agentflow.server.core.token_run import num_common_ids
 from agentflow.server.token_spans import Part, Run, Segment, Span, encode_spans, spans_of
 from agentflow.server.tokenizer import Tokenizer
 
@@ -167,7 +168,7 @@ class TokenState:
         layout = self._lay_out()
         segments = encode_spans(self._spans(layout), self._tokenizer, self._segments)
         ids = _joined(segments)
-        self.num_rerendered_tokens += len(self._ids) - _num_common(self._ids, ids)
+        self.num_rerendered_tokens += len(self._ids) - num_common_ids(self._ids, ids)
         self._layout, self._segments, self._ids = layout, segments, ids
         self._is_settled = True
 
@@ -185,12 +186,3 @@ def _joined(segments: list[Segment]) -> list[int]:
     for segment in segments:
         ids += segment.ids
     return ids
-
-
-def _num_common(old: list[int], new: list[int]) -> int:
-    """How many ids at the front are the same."""
-    if new[: len(old)] == old:
-        return len(old)
-    return next(
-        (n for n, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new))
-    )

@@ -19,7 +19,7 @@ from agentflow.constraint import Constraint
 from agentflow.errors import BadArgument
 from agentflow.server.constraint_compilation import compile_constraint
 from agentflow.server.core.fsm import Fsm
-from benchmarks.text_walks import text_under, walk
+from benchmarks.text_walks import takes, text_under, walk
 
 
 class Address(BaseModel):
@@ -60,15 +60,6 @@ def compiled(kind, source, **more):
 
 def schema_of(model) -> str:
     return json.dumps(model.model_json_schema())
-
-
-def takes(constraint, text: str) -> bool:
-    growing = text_under(constraint)
-    for byte in text.encode():
-        if byte not in growing.allowed():
-            return False
-        growing.take(byte)
-    return growing.may_end()
 
 
 def some_texts(constraint, number: int, prefix: bytes = b"") -> list[bytes]:

@@ -13,7 +13,7 @@ from agentflow.server.constraint_compilation import _lark_of_schema
 from agentflow.server.core.fsm_builder import build_fsm
 from agentflow.server.core.json_schema import schema_to_regex
 from agentflow.server.schema_check import read_schema
-from benchmarks.text_walks import text_under, walk
+from benchmarks.text_walks import takes, text_under, walk
 
 
 def both_forms(schema, whitespace):
@@ -23,15 +23,6 @@ def both_forms(schema, whitespace):
     if regex is not None:
         forms.append(CompiledConstraint("machine", "fsm", build_fsm(regex).to_bytes()))
     return forms
-
-
-def takes(constraint, text: str) -> bool:
-    growing = text_under(constraint)
-    for byte in text.encode():
-        if byte not in growing.allowed():
-            return False
-        growing.take(byte)
-    return growing.may_end()
 
 
 @given(schemas, st.sampled_from(["compact", "tight"]), st.randoms(use_true_random=False))

@@ -4,7 +4,6 @@ lead through it for one text; ``char_machine`` makes one of them.
 
 from __future__ import annotations
 
-import itertools
 from typing import TypeAlias
 
 from agentflow.server.core.regex_tree import (
@@ -16,6 +15,7 @@ from agentflow.server.core.regex_tree import (
     Repeat,
     Sequence,
     TooMuchForFsm,
+    without_surrogates,
 )
 
 END = 0
@@ -26,7 +26,6 @@ NOWHERE = -1
 MAX_NODES = 50_000
 MAX_DEPTH = 250
 
-_SURROGATES = (0xD800, 0xDFFF)
 Arcs: TypeAlias = "tuple[tuple[int, frozenset[int]], ...]"
 """What may be read, as bits of character classes, and the places where that leads to."""
 
@@ -114,7 +113,7 @@ class CharGraph:
     def _set_index(self, ranges: Ranges) -> int:
         """Of a set of characters; -1 for one without any. Surrogates are no characters of a text."""
         self._limit.spend(len(ranges))
-        kept = _without_surrogates(ranges)
+        kept = without_surrogates(ranges)
         if not kept:
             return -1
         index = self._index_of_set.setdefault(kept, len(self.sets))
@@ -193,12 +192,3 @@ def _size(regex: Regex, known: dict[int, tuple[int, int]], depth: int) -> tuple[
     )
     known[id(regex)] = counted
     return counted
-
-
-def _without_surrogates(ranges: Ranges) -> Ranges:
-    first_surrogate, last_surrogate = _SURROGATES
-    if not any(first <= last_surrogate and last >= first_surrogate for first, last in ranges):
-        return ranges
-    below = [(first, min(last, first_surrogate - 1)) for first, last in ranges if first < first_surrogate]
-    above = [(max(first, last_surrogate + 1), last) for first, last in ranges if last > last_surrogate]
-    return tuple(itertools.chain(below, above))

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from agentflow.server.core.grammar import Matcher, TokenWords, is_allowed
+from agentflow.server.core.token_run import num_common_ids
 from agentflow.server.core.vocabulary import Vocabulary
 
 # Of a text that was encoded before so many tokens at its end are encoded again, together with what is new;
@@ -84,7 +85,7 @@ class ConstrainedText:
         if first + len(new_ids) > max_tokens or not new_ids:
             return None
         old_ids = self.token_ids[first:]
-        num_same = _num_common(old_ids, new_ids)
+        num_same = num_common_ids(old_ids, new_ids)
         self._replace(first + num_same, new_ids[num_same:])
         if max(len(old_ids), len(new_ids)) > num_same:
             self._hold_back()
@@ -166,13 +167,3 @@ class ConstrainedText:
 
 def _num_bits(words: TokenWords) -> int:
     return int(np.bitwise_count(words).sum())
-
-
-def _num_common(old: list[int], new: list[int]) -> int:
-    """How many ids at the front are the same."""
-    count = 0
-    for a, b in zip(old, new, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count

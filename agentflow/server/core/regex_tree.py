@@ -122,3 +122,16 @@ def all_but(ranges: Ranges) -> Ranges:
     edges = [-1, *itertools.chain.from_iterable(ranges), MAX_CODE_POINT + 1]
     gaps = [(edges[at] + 1, edges[at + 1] - 1) for at in range(0, len(edges), 2)]
     return tuple([(first, last) for first, last in gaps if first <= last])
+
+
+def without_surrogates(ranges: Ranges) -> Ranges:
+    """The characters among the code points: no text in UTF-8 holds half of a pair.
+
+    >>> without_surrogates(((0xD000, 0xE000),))
+    ((53248, 55295), (57344, 57344))
+    """
+    kept: list[tuple[int, int]] = []
+    for first, last in ranges:
+        below, above = (first, min(last, 0xD7FF)), (max(first, 0xE000), last)
+        kept += [part for part in (below, above) if part[0] <= part[1]]
+    return tuple(kept)

@@ -23,3 +23,12 @@ def common_prefix_len(a: TokenRun, b: TokenRun) -> int:
         b, np.int32, size // TOKEN_BYTES
     )
     return int(differs.argmax())
+
+
+def num_common_ids(old: list[int], new: list[int]) -> int:
+    """The same for lists of ids, most often one of which goes on where the other ends."""
+    if new[: len(old)] == old:
+        return len(old)
+    return next(
+        (n for n, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new))
+    )
