@@ -33,6 +33,8 @@
     │   ├── ServerLost          the connection is gone and could not be resumed
     │   ├── ProtocolError       a frame the other side does not understand
     │   ├── Overloaded          a limit of the server is reached; try later
+    │   │   └── RateLimited     the tenant has used what it may use in a minute
+    │   ├── NotAuthorized       no key, a wrong one, or one that does not allow this
     │   └── PortInUse           the address to serve on is taken
     └── EngineFailed            the engine itself broke; not the request's fault
 
@@ -344,9 +346,22 @@ class ProtocolError(ServerError):
 
 
 class Overloaded(ServerError):
-    """A limit of the server is reached; try again later."""
+    """A limit of the server is reached; try again later. ``retry_after_s``: when, where that is known."""
 
     code = "overloaded"
+    retry_after_s: float | None = None
+
+
+class RateLimited(Overloaded):
+    """The tenant has used what it may use in a minute; ``retry_after_s`` says when there is room again."""
+
+    code = "rate_limited"
+
+
+class NotAuthorized(ServerError):
+    """The server wants an API key, or this key does not allow what was asked."""
+
+    code = "not_authorized"
 
 
 class PortInUse(ServerError):

@@ -20,7 +20,8 @@ from datetime import datetime
 from typing import Literal
 
 from agentflow.errors import NotSupported
-from agentflow.server.chat_template import ChatTemplate, Message
+from agentflow.server.chat_message import Message
+from agentflow.server.chat_template import ChatTemplate
 
 _TURN_DIGITS = 9
 

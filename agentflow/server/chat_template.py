@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,8 @@ import jinja2.parser
 import jinja2.sandbox
 
 from agentflow.errors import BadModelFolder, NotSupported
+from agentflow.server.chat_message import Message
 from agentflow.server.tokenizer_files import chat_template_source, named_special_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One turn: who speaks and what. ``generated``: a model wrote some of it."""
-
-    role: str
-    content: str
-    generated: bool = False
 
 
 class ChatTemplate:

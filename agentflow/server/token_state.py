@@ -13,7 +13,8 @@ from datetime import datetime
 
 from agentflow.errors import BadArgument, NotSupported
 from agentflow.server.chat_layout import Layout, lay_out
-from agentflow.server.chat_template import ChatTemplate, Message
+from agentflow.server.chat_message import Message
+from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.choice_encoding import EncodedChoices, encode_choices
 from agentflow.server.core.token_run import num_common_ids
 from agentflow.server.token_spans import Part, Run, Segment, Span, encode_spans, spans_of

@@ -9,7 +9,8 @@ import small_tokenizers
 from hypothesis import strategies as st
 
 from agentflow.server.chat_layout import Layout
-from agentflow.server.chat_template import ChatTemplate, Message
+from agentflow.server.chat_message import Message
+from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.token_state import TokenState
 from agentflow.server.tokenizer import Tokenizer
 

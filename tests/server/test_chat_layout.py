@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from agentflow.errors import NotSupported
 from agentflow.server.chat_layout import Layout, lay_out
-from agentflow.server.chat_template import ChatTemplate, Message
+from agentflow.server.chat_message import Message
+from agentflow.server.chat_template import ChatTemplate
 
 
 @pytest.mark.parametrize("name", shapes.WITH_TWIN)

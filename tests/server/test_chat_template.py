@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from agentflow.errors import BadModelFolder, NotSupported
 from agentflow.server.chat_layout import lay_out
-from agentflow.server.chat_template import ChatTemplate, Message
+from agentflow.server.chat_message import Message
+from agentflow.server.chat_template import ChatTemplate
 
 
 @pytest.fixture(scope="module")

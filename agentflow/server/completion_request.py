@@ -1,0 +1,113 @@
+"""What every HTTP API asks of the engine, in one form, and what it gets back.
+
+One module per API translates its own requests into a ``CompletionRequest`` and the deltas into its own
+answers; ``completion`` runs them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from agentflow.constraint import Constraint
+from agentflow.generator import Usage
+from agentflow.sampling import SamplingParams
+from agentflow.server.chat_message import CalledTool, Message, ToolSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """``auto``: the model may call tools, and writes what it likes beside them. ``required``: it calls at
+    least one, and writes nothing else. ``none``: it calls none, though it is told of them. ``name``: with
+    ``required``, this tool. ``parallel``: it may call several."""
+
+    mode: Literal["auto", "required", "none"] = "auto"
+    name: str | None = None
+    parallel: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """``prompt``: a conversation, after which the assistant speaks; or plain text; or token ids. ``n``
+    answers are generated. Of ``constraint`` and ``tools`` at most one decides on the form of the text
+    (with tools, the constraint holds where no tool is called). ``priority``: higher goes first, within
+    the tenant. ``is_prefilled``: the conversation ends within a turn of the assistant, which goes on."""
+
+    prompt: tuple[Message, ...] | str | tuple[int, ...]
+    params: SamplingParams
+    constraint: Constraint | None = None
+    tools: tuple[ToolSpec, ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    n: int = 1
+    cache_salt: str = ""
+    priority: int = 0
+    is_prefilled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ToldToken:
+    """A generated token as log-probabilities name it; ``logprob`` is None where it was encoded anew.
+    ``top``: the likeliest at its place."""
+
+    token_id: int
+    text: str
+    raw: bytes
+    logprob: float | None
+    top: tuple[ToldToken, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """Answer number ``index`` goes on by ``text``; ``tokens`` where log-probabilities are asked for."""
+
+    index: int
+    text: str
+    tokens: tuple[ToldToken, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallBegun:
+    """Answer number ``index`` calls a tool; ``call`` counts its calls from 0."""
+
+    index: int
+    call: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolArguments:
+    """The call's arguments, a JSON object, go on by ``text``."""
+
+    index: int
+    call: int
+    text: str
+
+
+FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerEnded:
+    """The last delta of an answer. ``stop``: the stop string, or the token id of ``stop_token_ids``, that
+    ended it; None for the model's own end."""
+
+    index: int
+    finish_reason: FinishReason
+    usage: Usage
+    stop: str | int | None = None
+
+
+CompletionDelta: TypeAlias = TextDelta | ToolCallBegun | ToolArguments | AnswerEnded
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """All deltas of one answer, put together."""
+
+    text: str
+    tool_calls: tuple[CalledTool, ...]
+    tokens: tuple[ToldToken, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    stop: str | int | None = None
