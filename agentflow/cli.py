@@ -160,8 +160,9 @@ def _pull(options: argparse.Namespace) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     from agentflow.server.limits import ServerLimits
-    from agentflow.server.local_engine import EngineOptions, open_generator
+    from agentflow.server.local_engine import EngineOptions
     from agentflow.server.model_store import resolve_model
+    from agentflow.server.open_models import open_models
     from agentflow.server.serve import serve
 
     resolve_model(options.model)  # a wrong name is told before anything starts
@@ -179,7 +180,7 @@ def _serve(options: argparse.Namespace) -> int:
         max_unfinished=options.max_unfinished,
     )
     serve(
-        lambda: open_generator(engine, record_to=options.record_workload),
+        lambda: open_models({options.model: engine}, record_to=options.record_workload),
         host=options.host,
         port=options.port,
         limits=ServerLimits(resume_grace_s=options.resume_grace),

@@ -25,9 +25,11 @@ def session(
 ) -> Session:
     """A session on a backend.
 
-    With ``url`` (``ws://…`` or ``wss://…``; default: the variable AGENTFLOW_URL) on that server;
-    with ``backend`` on that; otherwise on the embedded engine, which runs ``model`` (a name that
-    ``agentflow pull`` knows, or a Hugging Face folder; default ``smollm2-135m``) in this process.
+    With ``url`` (``ws://…`` or ``wss://…``; default: the variable AGENTFLOW_URL) on that server, on
+    its ``model`` of that name, or its first one; with ``backend`` on that; otherwise on the embedded
+    engine, which runs ``model`` (a name that ``agentflow pull`` knows, or a Hugging Face folder;
+    default ``smollm2-135m``) in this process. ``api_key``: the server's; default: the variable
+    AGENTFLOW_API_KEY.
     ``deadline_s`` and ``output_tokens``: what all states of the session together may take, from when
     it is entered; more raises ``DeadlineExceeded`` or ``BudgetExceeded``. ``seed``: sampling without
     a seed of its own draws the same again for the same seed. ``record``: a file to write all ops and
@@ -50,13 +52,12 @@ def session(
 
 
 def _chosen_backend(url: str | None, model: str | None, api_key: str | None) -> Backend:
-    url = url or (os.environ.get("AGENTFLOW_URL") if model is None else None)
+    url = url or os.environ.get("AGENTFLOW_URL")
     if url is None:
         from agentflow.backends.embedded import Embedded
 
         return Embedded(model) if model is not None else Embedded()
-    if model is not None:
-        raise BadArgument("session: a server has its own model; give a url or a model, not both")
     from agentflow.backends.remote import Remote
 
-    return Remote(url, api_key=api_key)
+    api_key = api_key or os.environ.get("AGENTFLOW_API_KEY") or None
+    return Remote(url, api_key=api_key, model=model)

@@ -42,10 +42,12 @@ class Resume(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Hello(_Frame, frozen=True):
-    """Client, first frame. ``api_key`` goes into the Authorization header instead where possible."""
+    """Client, first frame. ``model``: its name, where the server has several; the server's first one
+    otherwise. An API key goes into the Authorization header."""
 
     version: int
     resume: Resume | None = None
+    model: str | None = None
 
 
 class Ops(_Frame, frozen=True):

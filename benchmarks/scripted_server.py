@@ -15,6 +15,7 @@ import anyio.to_thread
 
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
 from agentflow.generator import Generator
+from agentflow.server.models import one_model
 from agentflow.server.serve import running_server
 
 ENDLESS = " ".join(["word"] * 4096)
@@ -27,7 +28,7 @@ async def _open_generator() -> AsyncIterator[Generator[ScriptedContext]]:
 
 async def main() -> None:
     """Serves until standard input ends."""
-    async with running_server(_open_generator) as server:
+    async with running_server(one_model(_open_generator)) as server:
         print(server.url, flush=True)
         await anyio.to_thread.run_sync(sys.stdin.read)
 

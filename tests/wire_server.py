@@ -15,6 +15,7 @@ from wire_peer import WireGenerator
 
 from agentflow.generator import Generator
 from agentflow.server.limits import ServerLimits
+from agentflow.server.models import one_model
 from agentflow.server.serve import RunningServer, running_server
 from agentflow.task_group import open_task_group
 
@@ -59,7 +60,7 @@ def thread_server(limits: ServerLimits | None = None) -> Iterator[ThreadServer]:
         async def open_generator() -> AsyncIterator[Generator[object]]:
             yield generator  # type: ignore[misc]
 
-        running = portal.call(lambda: running_server(open_generator, limits=limits))
+        running = portal.call(lambda: running_server(one_model(open_generator), limits=limits))
         with portal.wrap_async_context_manager(running) as server:
             yield ThreadServer(server.url, generator, server, portal)
 

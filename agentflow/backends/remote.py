@@ -34,7 +34,8 @@ class Remote:
     """A server; what ``af.session("ws://127.0.0.1:8410")`` uses.
 
     ``url``: ``ws://`` or ``wss://`` (``http://`` and ``https://`` mean the same), the path
-    ``/v1/session`` unless it names one. ``api_key`` goes into the Authorization header.
+    ``/v1/session`` unless it names one. ``api_key`` goes into the Authorization header. ``model``: by
+    its name there; None: the server's first one.
     ``encoding``: of the frames; ``json`` to read them in a network trace. ``open_timeout_s``: for
     the first answer. ``keepalive_s``: after so much silence the connection is probed, and after as
     much again taken up anew. ``ssl_context``: for ``wss``, in place of the default.
@@ -49,6 +50,7 @@ class Remote:
         url: str,
         *,
         api_key: str | None = None,
+        model: str | None = None,
         encoding: Literal["msgpack", "json"] = "msgpack",
         open_timeout_s: float = 10.0,
         keepalive_s: float = 20.0,
@@ -58,6 +60,7 @@ class Remote:
             raise BadArgument(f"Remote: encoding must be 'msgpack' or 'json', not {encoding!r}")
         self.uri = _parsed(url)
         self.url = shown_url(self.uri)
+        self.model = model
         self.headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self.binary = encoding == "msgpack"
         self.open_timeout_s = open_timeout_s
@@ -108,7 +111,7 @@ class Remote:
             raise ServerUnreachable(f"{self.url} hung up before it answered: {error}") from error
 
     async def _greet(self, websocket: WebSocket, resume: Resume | None) -> Welcome:
-        await websocket.send_now(encode(Hello(VERSION, resume), binary=self.binary))
+        await websocket.send_now(encode(Hello(VERSION, resume, self.model), binary=self.binary))
         match server_frames().decode(await websocket.receive()):
             case Welcome() as welcome if welcome.version == VERSION:
                 return welcome

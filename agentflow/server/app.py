@@ -1,114 +1,140 @@
-"""The server as an ASGI application: the websocket of sessions, health checks, and metrics.
+"""The server as an ASGI application: the websocket of sessions, the HTTP APIs, health checks, metrics.
 
 ::
 
     /v1/session     websocket, docs/protocol.md
+    /v1/…           OpenAI's and Anthropic's APIs, api_routes.py
     /health/live    200 while the process answers
-    /health/ready   200 when sessions can be opened and the generator answers; 503 otherwise
+    /health/ready   200 when requests are taken and all engines answer; 503 otherwise
     /metrics        for Prometheus, docs/metrics.md
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from urllib.parse import urlsplit
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
 
-import anyio
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
-from agentflow.generator import ContextT, Generator
+from agentflow.errors import NotAuthorized
+from agentflow.generator import Generator
 from agentflow.protocol import SESSION_PATH
-from agentflow.server.limits import ServerLimits
+from agentflow.server.api_keys import key_of_header
+from agentflow.server.api_routes import api_routes, dialect_of
+from agentflow.server.browser_guard import BrowserGuard
+from agentflow.server.health import ENDING, live, ready, unready
+from agentflow.server.http_refusal import Refusal
+from agentflow.server.limits import HttpLimits, ServerLimits
 from agentflow.server.metrics import CONTENT_TYPE, ServerMetrics
-from agentflow.server.sessions import Sessions, open_sessions
+from agentflow.server.models import OpenModels
+from agentflow.server.service import Service
+from agentflow.server.sessions import open_sessions
+from agentflow.server.tenant import Anybody, Tenant, Tenants
 from agentflow.server.ws_session import WsSession
 
-# The engine answers between two steps, and a step may be a long prefill.
-STATS_TIMEOUT_S = 5.0
 
-OpenGenerator = Callable[[], AbstractAsyncContextManager[Generator[ContextT]]]
-
-
-def create_app(open_generator: OpenGenerator[ContextT], limits: ServerLimits | None = None) -> Starlette:
-    """The application. Its lifespan opens the generator and holds the sessions (``app.state.sessions``)."""
+def create_app(
+    open_models: OpenModels,
+    limits: ServerLimits | None = None,
+    *,
+    http_limits: HttpLimits | None = None,
+    tenants: Tenants | None = None,
+    cors_origins: Sequence[str] = (),
+    allowed_hosts: Sequence[str] | None = None,
+) -> Starlette:
+    """The application. Its lifespan opens the models and holds the sessions (``app.state.service``).
+    ``cors_origins``: pages that may use it, beside its own. ``allowed_hosts``: names that it is known by;
+    None: any."""
     limits = limits or ServerLimits()
     metrics = ServerMetrics()
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with open_generator() as generator, open_sessions(generator, limits) as sessions:
-            app.state.sessions = sessions
-            metrics.watch(generator)
+        async with open_models() as models, open_sessions(limits) as sessions:
+            service = Service(models, sessions, tenants or Anybody(), limits, http_limits or HttpLimits())
+            app.state.service = service
+            metrics.watch(models)
             try:
                 yield
             finally:
-                app.state.sessions = None
+                app.state.service = None
 
     routes = [
         WebSocketRoute(SESSION_PATH, _session),
-        Route("/health/live", _live),
-        Route("/health/ready", _ready),
+        *api_routes(),
+        Route("/health/live", live),
+        Route("/health/ready", ready),
         Route("/metrics", _metrics),
     ]
-    app = Starlette(routes=routes, lifespan=lifespan)
-    app.state.sessions = None
+    guard = Middleware(BrowserGuard, origins=cors_origins, hosts=allowed_hosts)
+    cors = Middleware(
+        CORSMiddleware, allow_origins=cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+    )
+    app = Starlette(
+        routes=routes,
+        lifespan=lifespan,
+        middleware=[cors, guard] if cors_origins else [guard],
+        exception_handlers={HTTPException: _not_here},
+    )
+    app.state.service = None
     app.state.metrics = metrics
     return app
 
 
 async def _session(socket: WebSocket) -> None:
-    sessions: Sessions[object] | None = socket.app.state.sessions
-    if sessions is None:
-        await socket.send_denial_response(_unready("the server is starting or shutting down"))
-    elif not _is_from_here(socket):
-        reason = "pages of other sites may not open sessions"
-        await socket.send_denial_response(JSONResponse({"reason": reason}, status_code=403))
-    else:
-        await WsSession(socket, sessions).run()
-
-
-def _is_from_here(socket: WebSocket) -> bool:
-    """A server on loopback must not be within reach of any web page that its user visits: browsers tell
-    the page's origin (RFC 6454), and other clients send none."""
-    origin = socket.headers.get("origin")
-    return origin is None or urlsplit(origin).netloc == socket.headers.get("host")
-
-
-async def _live(request: Request) -> JSONResponse:
-    return JSONResponse({"status": "live"})
-
-
-async def _ready(request: Request) -> JSONResponse:
-    sessions: Sessions[object] | None = request.app.state.sessions
-    if sessions is None:
-        return _unready("the server is starting or shutting down")
+    service: Service | None = socket.app.state.service
+    if service is None or service.is_draining:
+        await socket.send_denial_response(unready(ENDING))
+        return
     try:
-        with anyio.fail_after(STATS_TIMEOUT_S):
-            await sessions.generator.stats()
-    except TimeoutError:
-        return _unready(f"the engine has not answered for {STATS_TIMEOUT_S} s")
-    except Exception as error:  # whatever it is: the engine does not answer as it should
-        return _unready(f"the engine does not answer: {error}")
-    if len(sessions) >= sessions.limits.max_sessions:
-        return _unready(f"{len(sessions)} sessions are open, which is the limit")
-    model = sessions.generator.capabilities.model
-    return JSONResponse({"status": "ready", "model": model, "sessions": len(sessions)})
+        tenant = _tenant(service, socket)
+    except NotAuthorized as error:
+        headers = {"www-authenticate": "Bearer"}
+        reason = JSONResponse({"reason": str(error)}, status_code=401, headers=headers)
+        await socket.send_denial_response(reason)
+        return
+
+    def find(model: str | None) -> Generator[Any]:
+        return service.models.find(model, tenant).generator(tenant)
+
+    await WsSession(socket, service.sessions, find, tenant=tenant.name).run()
 
 
 async def _metrics(request: Request) -> Response:
-    sessions: Sessions[object] | None = request.app.state.sessions
+    service: Service | None = request.app.state.service
     metrics: ServerMetrics = request.app.state.metrics
-    if sessions is None:
-        text = await metrics.scrape(None, 0)
-    else:
-        text = await metrics.scrape(sessions.generator, len(sessions))
+    if service is not None:
+        try:
+            may_see = _tenant(service, request).sees_metrics
+        except NotAuthorized as error:
+            return JSONResponse({"reason": str(error)}, status_code=401)
+        if not may_see:
+            return JSONResponse({"reason": "this API key may not read metrics"}, status_code=403)
+    text = await metrics.scrape(
+        None if service is None else service.models, len(service.sessions) if service else 0
+    )
     return Response(text, media_type=CONTENT_TYPE)
 
 
-def _unready(reason: str) -> JSONResponse:
-    return JSONResponse({"status": "unready", "reason": reason}, status_code=503)
+def _tenant(service: Service, connection: Request | WebSocket) -> Tenant:
+    headers = connection.headers
+    return service.tenants.of(key_of_header(headers.get("authorization"), headers.get("x-api-key")))
+
+
+async def _not_here(request: Request, error: Exception) -> Response:
+    """There is no such path, or it takes another method."""
+    assert isinstance(error, HTTPException)
+    dialect = dialect_of(request.url.path)
+    code = "method_not_allowed" if error.status_code == 405 else "not_found"
+    message = f"{request.method} {request.url.path}: {error.detail.lower()}"
+    body = dialect.body(Refusal(error.status_code, code, message), "")
+    headers = dict(error.headers or {})
+    return Response(body, status_code=error.status_code, media_type="application/json", headers=headers)

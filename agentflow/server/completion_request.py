@@ -27,13 +27,20 @@ class ToolChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionRequest:
-    """``prompt``: a conversation, after which the assistant speaks; or plain text; or token ids. ``n``
-    answers are generated. Of ``constraint`` and ``tools`` at most one decides on the form of the text
-    (with tools, the constraint holds where no tool is called). ``priority``: higher goes first, within
-    the tenant. ``is_prefilled``: the conversation ends within a turn of the assistant, which goes on."""
+class TokenIds:
+    """A prompt as the ids that the model is given, with nothing put before them."""
 
-    prompt: tuple[Message, ...] | str | tuple[int, ...]
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """``prompt``: a conversation, after which the assistant speaks (a last turn of the assistant's own is
+    not ended, but goes on); or a text in which special tokens count; or token ids. ``n`` answers are
+    generated. Of ``constraint`` and ``tools`` at most one decides on the form of the text. ``priority``:
+    higher goes first, within the tenant."""
+
+    prompt: tuple[Message, ...] | str | TokenIds
     params: SamplingParams
     constraint: Constraint | None = None
     tools: tuple[ToolSpec, ...] = ()
@@ -41,7 +48,6 @@ class CompletionRequest:
     n: int = 1
     cache_salt: str = ""
     priority: int = 0
-    is_prefilled: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,7 +199,7 @@ class Engine:
         if result.token_id in self._runner.info.end_token_ids and not params.ignore_eos:
             self._finish(request, "eos")
         elif result.token_id in params.stop_token_ids:
-            self._finish(request, "stop")
+            self._finish(request, "stop", result.token_id)
         else:
             delta = text.push(result.token_id)
             logprobs = result.logprobs if params.wants_logprobs else ()
@@ -233,7 +233,7 @@ class Engine:
         else:
             self._finish(request, reason)
 
-    def _finish(self, request: Request, reason: str) -> None:
+    def _finish(self, request: Request, reason: str, stopped_by: int | None = None) -> None:
         text_end, tree = self._texts.get(request.id), request.tree
         token_ids: list[int] = []
         text = ""
@@ -257,6 +257,7 @@ class Engine:
                 logprobs=logprobs,
                 top_logprobs=top_logprobs,
                 choice_logprobs=[] if tree is None else tree.by_choice(request.target_logprobs),
+                stopped_by=stopped_by if text_end is None or text_end.stop is None else text_end.stop,
             )
         )
         self._drop(request.id)

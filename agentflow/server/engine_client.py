@@ -38,6 +38,7 @@ from agentflow.task_group import open_task_group
 logger = logging.getLogger(__name__)
 
 OnText = Callable[[str], None]
+OnProgress = Callable[[Progress], None]
 _NOWHERE = Origin()
 
 
@@ -59,12 +60,12 @@ class RequestObserver(Protocol):
 
 
 class _Call:
-    """One question in flight, a request or a report: who hears its text, and its answer."""
+    """One question in flight, a request or a report: who hears how it goes on, and its answer."""
 
-    __slots__ = ("answer", "ended", "error", "on_text")
+    __slots__ = ("answer", "ended", "error", "on_progress")
 
-    def __init__(self, on_text: OnText | None = None) -> None:
-        self.on_text = on_text
+    def __init__(self, on_progress: OnProgress | None = None) -> None:
+        self.on_progress = on_progress
         self.ended = anyio.Event()
         self.answer: Finished | EngineStats | None = None
         self.error: AgentflowError | None = None
@@ -95,6 +96,7 @@ class EngineClient:
         self.engine = engine
         self._ids = itertools.count(1)
         self._calls: dict[int, _Call] = {}
+        self._one_ended = anyio.Event()
         self._max_unfinished = max_unfinished
         self._unfinished: set[int] = set()
         self._reports: dict[int, _Call] = {}
@@ -104,6 +106,11 @@ class EngineClient:
     def observe(self, observer: RequestObserver) -> None:
         """From now on ``observer`` sees what is sent and heard."""
         self._observers.append(observer)
+
+    async def until_idle(self) -> None:
+        """Returns when nobody waits for a request."""
+        while self._calls:
+            await self._one_ended.wait()
 
     @property
     def num_calls(self) -> int:
@@ -116,12 +123,14 @@ class EngineClient:
         params: SamplingParams,
         *,
         seed: int,
-        on_text: OnText,
+        on_text: OnText | None = None,
+        on_progress: OnProgress | None = None,
         origin: Origin = _NOWHERE,
         constraint: CompiledConstraint | None = None,
         jump_forward: bool = True,
     ) -> Finished:
-        """Generates; ``on_text`` is called with each delta. Cancelling the call aborts the request."""
+        """Generates; ``on_text`` is called with each delta, ``on_progress`` with all that is told of each
+        step. Cancelling the call aborts the request."""
         message = Submit(
             next(self._ids),
             token_ids,
@@ -131,7 +140,7 @@ class EngineClient:
             constraint=constraint,
             jump_forward=jump_forward,
         )
-        return await self._call(message, on_text)
+        return await self._call(message, on_progress if on_text is None else _texts_to(on_text))
 
     async def compute(self, token_ids: list[int], *, origin: Origin = _NOWHERE) -> Finished:
         """Only computes the tokens, so that they are cached."""
@@ -183,14 +192,14 @@ class EngineClient:
         assert isinstance(stats, EngineStats)
         return stats
 
-    async def _call(self, message: Submit, on_text: OnText | None) -> Finished:
+    async def _call(self, message: Submit, on_progress: OnProgress | None) -> Finished:
         self._check_alive()
         if self._max_unfinished is not None and len(self._unfinished) >= self._max_unfinished:
             most = self._max_unfinished
             raise Overloaded(f"the engine has {most} unfinished requests, which is the limit: try later")
         self._submit(message)
         self._unfinished.add(message.request_id)
-        call = self._calls[message.request_id] = _Call(on_text)
+        call = self._calls[message.request_id] = _Call(on_progress)
         try:
             await call.ended.wait()
         except BaseException:
@@ -198,6 +207,9 @@ class EngineClient:
             raise
         finally:
             self._calls.pop(message.request_id, None)
+            if not self._calls:
+                self._one_ended.set()
+                self._one_ended = anyio.Event()
         finished = self._answer(call)
         assert isinstance(finished, Finished)
         return finished
@@ -227,8 +239,8 @@ class EngineClient:
             match message:
                 case Progress():
                     call = self._calls.get(message.request_id)  # None: aborted meanwhile
-                    if message.text and call is not None and call.on_text is not None:
-                        call.on_text(message.text)
+                    if call is not None and call.on_progress is not None:
+                        call.on_progress(message)
                 case Finished() | Failed():
                     self._unfinished.discard(message.request_id)
                     self._end(message.request_id, message)
@@ -247,6 +259,14 @@ class EngineClient:
             call.ended.set()
         for report in self._reports.values():
             report.ended.set()
+
+
+def _texts_to(on_text: OnText) -> OnProgress:
+    def hear(progress: Progress) -> None:
+        if progress.text:
+            on_text(progress.text)
+
+    return hear
 
 
 @asynccontextmanager

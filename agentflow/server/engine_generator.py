@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import anyio
@@ -17,11 +18,13 @@ from agentflow.sampling import SamplingParams
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.choice_encoding import WINDOW_CHARS, EncodedChoices
 from agentflow.server.choice_scoring import scores_of
-from agentflow.server.constraint_compiler import CompileCounts, ConstraintCompiler
+from agentflow.server.constraint_compiler import ConstraintCompiler
 from agentflow.server.core.request import TopTokens
-from agentflow.server.engine_client import EngineClient, RequestObserver
-from agentflow.server.engine_messages import EngineStats, Finished, Origin
+from agentflow.server.engine_client import EngineClient, OnProgress, RequestObserver
+from agentflow.server.engine_messages import EngineStats, Finished, Origin, Progress
+from agentflow.server.tenant import NOBODY_ELSE, RequestEntry, RequestGate, Tenant
 from agentflow.server.token_state import TokenState
+from agentflow.server.tokenizer import Tokenizer
 from agentflow.token_logprob import TokenLogprob, TopLogprobs
 
 # Text longer than this is encoded in a worker thread: about a millisecond of encoding.
@@ -56,37 +59,46 @@ class EngineContext:
 
 class EngineGenerator:
     """A ``Generator`` on a running engine. One engine serves many sessions and many generators of
-    this kind; ``tenant`` separates their caches. ``use_hints=False`` tells the engine nothing of the
-    program: neither which requests continue one state, nor which are siblings, nor what will be forked.
-    ``compiler``: of constraints."""
+    this kind; ``tenant`` separates their caches, and ``gate`` says how much it may ask for. ``name``: the
+    model's, where it is not what the engine calls it.
+    ``use_hints=False`` tells the engine nothing of the program: neither which requests continue one
+    state, nor which are siblings, nor what will be forked. ``compiler``: of constraints."""
 
     def __init__(
         self,
         client: EngineClient,
         template: ChatTemplate,
         *,
-        tenant: str = "",
+        name: str | None = None,
+        tenant: Tenant = NOBODY_ELSE,
+        gate: RequestGate | None = None,
         use_hints: bool = True,
         compiler: ConstraintCompiler | None = None,
     ) -> None:
         self._use_hints = use_hints
         self._client = client
-        self._template = template
-        self._tenant = tenant
+        self.template = template
+        self.tenant = tenant
+        self._gate = gate
         self._compiler = compiler
         self._num_rerendered = 0
         info = client.info
         self.capabilities = Capabilities(
-            model=info.model,
+            model=name or info.model,
             roles=template.has_template,
             max_context=info.max_context,
             constraints=() if compiler is None else CONSTRAINT_KINDS,
         )
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's."""
+        return self._client.tokenizer
+
     def open(self, cache_salt: str) -> EngineContext:
         """An empty state."""
-        origin = Origin(self._tenant, cache_salt, state=self._new_number())
-        return EngineContext(TokenState(self._client.tokenizer, self._template), origin)
+        origin = Origin(self.tenant.name, cache_salt, state=self._new_number())
+        return EngineContext(TokenState(self._client.tokenizer, self.template), origin)
 
     def fill(self, context: EngineContext, text: str) -> None:
         """Appends to the pending run of text, which is encoded when something ends it."""
@@ -113,26 +125,54 @@ class EngineGenerator:
         constraint: Constraint | None = None,
     ) -> Generated:
         """Generates, and appends the ids as they were generated."""
-        self.capabilities.require(constraint)
-        token_ids = await self._prompt(context)
-        compiled = None
-        if constraint is not None and self._compiler is not None:
-            compiled = await self._compiler.compile(constraint, tenant=self._tenant)
-        context.has_run = True
-        end = await self._client.generate(
-            token_ids,
-            params,
-            seed=params.seed or 0,
-            origin=context.origin_now(),
-            on_text=on_text,
-            constraint=compiled,
-            jump_forward=constraint is None or constraint.jump_forward,
-        )
+
+        def hear(progress: Progress) -> None:
+            if progress.text:
+                on_text(progress.text)
+
+        end = await self.complete(context, params, hear, constraint)
         context.tokens.generated(end.token_ids, end.text)
-        context.num_computed = len(token_ids) + len(end.token_ids)
         logprobs = tuple(end.logprobs) if params.wants_logprobs else None
         top_logprobs = self._with_texts(end.top_logprobs) if params.top_logprobs else None
         return Generated(end.text, end.finish_reason, _usage(end), logprobs, top_logprobs)
+
+    async def complete(
+        self,
+        context: EngineContext,
+        params: SamplingParams,
+        on_progress: OnProgress,
+        constraint: Constraint | None = None,
+    ) -> Finished:
+        """Generates after the context, which stays as it is. ``on_progress`` hears what each step gave."""
+        self.capabilities.require(constraint)
+        token_ids = await self._prompt(context)
+        with self._enter(len(token_ids)) as entry:
+            compiled = None
+            if constraint is not None and self._compiler is not None:
+                compiled = await self._compiler.compile(constraint, tenant=self.tenant.name)
+            context.has_run = True
+
+            def hear(progress: Progress) -> None:
+                entry.output_tokens += len(progress.token_ids) - progress.num_dropped
+                on_progress(progress)
+
+            end = await self._client.generate(
+                token_ids,
+                params,
+                seed=params.seed or 0,
+                origin=context.origin_now(),
+                on_progress=hear,
+                constraint=compiled,
+                jump_forward=constraint is None or constraint.jump_forward,
+            )
+            entry.cached_tokens, entry.output_tokens = end.cached_tokens, end.output_tokens
+        context.num_computed = len(token_ids) + len(end.token_ids)
+        return end
+
+    def _enter(self, prompt_tokens: int) -> AbstractContextManager[RequestEntry, None]:
+        if self._gate is None:
+            return nullcontext(RequestEntry())
+        return self._gate.request(self.tenant, prompt_tokens)
 
     def _with_texts(self, places: Sequence[TopTokens | None]) -> TopLogprobs:
         decode = self._client.tokenizer.decode
@@ -148,14 +188,16 @@ class EngineGenerator:
         """Scores all choices in one forward pass: the tokens of each that come after what all have in
         common. The one that is chosen is appended with the ids that were scored."""
         encoded = await self._encode_choices(context, choices)
-        context.has_run = True
-        end = await self._client.score_choices(encoded.prefix, encoded.ends, origin=context.origin_now())
-        unconditional: list[list[float]] = []
-        if method == "unconditional_likelihood_normalized":
-            # Not as a request of the state: what that needs next is its prompt, and not this.
-            origin = msgspec.structs.replace(context.origin_now(), state=0)
-            alone = await self._client.score_choices(self._start_ids, encoded.ends, origin=origin)
-            unconditional = alone.choice_logprobs
+        with self._enter(len(encoded.prefix) + sum(map(len, encoded.ends))) as entry:
+            context.has_run = True
+            end = await self._client.score_choices(encoded.prefix, encoded.ends, origin=context.origin_now())
+            entry.cached_tokens = end.cached_tokens
+            unconditional: list[list[float]] = []
+            if method == "unconditional_likelihood_normalized":
+                # Not as a request of the state: what that needs next is its prompt, and not this.
+                origin = msgspec.structs.replace(context.origin_now(), state=0)
+                alone = await self._client.score_choices(self._start_ids, encoded.ends, origin=origin)
+                unconditional = alone.choice_logprobs
         scores = scores_of(method, encoded.ends, end.choice_logprobs, unconditional)
         best = max(range(len(scores)), key=scores.__getitem__)
         context.tokens.choose(encoded, best)
@@ -180,11 +222,18 @@ class EngineGenerator:
         bos = self._client.tokenizer.bos_id
         return [bos if bos is not None else self._client.info.end_token_ids[0]]
 
-    async def fork(self, context: EngineContext, count: int) -> list[EngineContext]:
+    def check_ids(self, token_ids: Sequence[int]) -> None:
+        """``BadArgument`` for one that the vocabulary does not have."""
+        size = self._client.info.vocab_size
+        wrong = next((i for i in token_ids if not 0 <= i < size), None)
+        if wrong is not None:
+            raise BadArgument(f"{wrong} is no token of this model: its ids are 0 to {size - 1}")
+
+    async def fork(self, context: EngineContext, count: int, *, ahead: bool = True) -> list[EngineContext]:
         """Contexts with the same ids: one task group. What they share and nobody has computed yet is
-        computed now, before the first of them asks for it."""
+        computed now (``ahead``), before the first of them asks for it."""
         await self._encode(context)
-        if self._use_hints and count > 1:
+        if self._use_hints and ahead and count > 1:
             self._compute_ahead(context)
         group = self._new_number() if count > 1 else 0
         return [self._forked(context, group) for _ in range(count)]
@@ -253,11 +302,6 @@ class EngineGenerator:
     async def engine_stats(self) -> EngineStats:
         """What ``stats`` tells, and what only the server's metrics show."""
         return await self._client.stats()
-
-    @property
-    def compile_counts(self) -> CompileCounts:
-        """Of its compiler, which other generators may use too."""
-        return CompileCounts() if self._compiler is None else self._compiler.counts
 
     def observe(self, observer: RequestObserver) -> None:
         """``observer`` sees the engine's requests, those of all sessions."""

@@ -113,7 +113,8 @@ class Finished(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The end of a request. ``token_ids`` and ``text`` are all of the generation; ``finish_reason``
     is ``eos`` (the model's end token), ``stop`` or ``length``. ``logprobs``: one per generated (or
     scored) token, None for a token that was re-encoded; empty where not asked for. ``top_logprobs``: the
-    same for the likeliest tokens at each place. ``choice_logprobs``: of each choice those of its tokens."""
+    same for the likeliest tokens at each place. ``choice_logprobs``: of each choice those of its tokens.
+    ``stopped_by``: the string of ``stop`` or the id of ``stop_token_ids`` that ended it, if one did."""
 
     request_id: int
     token_ids: list[int]
@@ -125,6 +126,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True, array_like=True):
     logprobs: list[float | None]
     top_logprobs: list[TopTokens | None] = []
     choice_logprobs: list[list[float]] = []
+    stopped_by: str | int | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):

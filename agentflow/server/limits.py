@@ -39,6 +39,26 @@ class ServerLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """Of one HTTP request: its body may have ``body_bytes`` and must come within ``body_timeout_s``; its
+    prompt may have ``prompt_tokens`` (None: what the model takes), and it may ask for ``max_n`` answers."""
+
+    body_bytes: int = 16_000_000
+    body_timeout_s: float = 30.0
+    prompt_tokens: int | None = None
+    max_n: int = 128
+
+    def __post_init__(self) -> None:
+        ranges = (
+            ("body_bytes", self.body_bytes >= 1, "at least 1"),
+            ("body_timeout_s", self.body_timeout_s > 0, "more than 0"),
+            ("prompt_tokens", self.prompt_tokens is None or self.prompt_tokens >= 1, "at least 1"),
+            ("max_n", self.max_n >= 1, "at least 1"),
+        )
+        _check("HTTP limits", self, ranges)
+
+
+@dataclass(frozen=True, slots=True)
 class CompileLimits:
     """Of one constraint: ``cpu_s`` of processor time for compiling it (``contended_s`` while another tenant
     waits), ``wall_s`` on the clock, which also runs while the engine has the processors, ``memory_bytes``

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,12 @@ from agentflow.server.engine_client import EngineClient, running_engine
 from agentflow.server.engine_frames import Start
 from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.engine_supervisor import supervised_engine
+from agentflow.server.memory_shares import MIN_KV_TOKENS, WANTED_KV_TOKENS, kv_bytes_per_token
 from agentflow.server.model_store import resolve_model
 from agentflow.server.runner import ModelRunner
-from agentflow.server.simulator.workload import open_sink, workload_name
 from agentflow.server.tokenizer import Tokenizer
-from agentflow.server.workload_recording import recording
 
 DEFAULT_MODEL = "smollm2-135m"
-DEFAULT_KV_TOKENS = 65_536
 # Of the memory that is free when the engine starts, the KV pool takes at most this share.
 MAX_MEMORY_SHARE = 0.5
 
@@ -106,20 +104,11 @@ def _load(options: EngineOptions, folder: Path, device: str) -> tuple[ModelRunne
 
 
 @asynccontextmanager
-async def open_generator(
-    options: EngineOptions, *, record_to: Path | None = None
-) -> AsyncIterator[EngineGenerator]:
-    """An engine with its chat template and a compiler of constraints, ready for an interpreter.
-    ``record_to``: a file for the workload that it serves; ``BadArgument``, before anything is loaded, if it
-    cannot be made."""
+async def open_generator(options: EngineOptions) -> AsyncIterator[EngineGenerator]:
+    """An engine with its chat template and a compiler of constraints, ready for an interpreter."""
     template = ChatTemplate.from_folder(resolve_model(options.model))
-    async with AsyncExitStack() as stack:
-        sink = None if record_to is None else stack.enter_context(open_sink(record_to))
-        # First: its process loads while the model does, and takes only what that leaves.
-        compiler = await stack.enter_async_context(constraint_compiler())
-        client = await stack.enter_async_context(open_engine(options))
-        if record_to is not None and sink is not None:
-            await stack.enter_async_context(recording(client, sink, name=workload_name(record_to)))
+    # The compiler first: its process loads while the model does, and takes only what that leaves.
+    async with constraint_compiler() as compiler, open_engine(options) as client:
         yield EngineGenerator(client, template, compiler=compiler)
 
 
@@ -145,10 +134,7 @@ def limit_spinning() -> None:
 def _fitting_kv_tokens(folder: Path, dtype: str) -> int:
     import psutil
 
-    config: dict[str, int] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    heads = config.get("num_key_value_heads") or config.get("num_attention_heads", 1)
-    head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    item_bytes = 4 if dtype == "float32" else 2
-    bytes_per_token = 2 * config["num_hidden_layers"] * heads * head_size * item_bytes
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    bytes_per_token = kv_bytes_per_token(config, 4 if dtype == "float32" else 2)
     room: int = int(psutil.virtual_memory().available * MAX_MEMORY_SHARE) // bytes_per_token
-    return max(1024, min(DEFAULT_KV_TOKENS, room))
+    return max(MIN_KV_TOKENS, min(WANTED_KV_TOKENS, room))

@@ -12,16 +12,18 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 import anyio
 import uvicorn
 from starlette.applications import Starlette
 
 from agentflow.errors import PortInUse, ServerError
-from agentflow.generator import ContextT
 from agentflow.protocol import DEFAULT_PORT
-from agentflow.server.app import OpenGenerator, create_app
+from agentflow.server.app import create_app
 from agentflow.server.limits import ServerLimits
+from agentflow.server.models import OpenModels
+from agentflow.server.service import Service
 from agentflow.server.sessions import Sessions
 from agentflow.task_group import open_task_group
 
@@ -41,14 +43,19 @@ class RunningServer:
     app: Starlette
 
     @property
-    def sessions(self) -> Sessions[object]:
+    def service(self) -> Service:
+        """What it consists of."""
+        service: Service = self.app.state.service
+        return service
+
+    @property
+    def sessions(self) -> Sessions[Any]:
         """Those that are open."""
-        sessions: Sessions[object] = self.app.state.sessions
-        return sessions
+        return self.service.sessions
 
 
 def serve(
-    open_generator: OpenGenerator[ContextT],
+    open_models: OpenModels,
     *,
     host: str = DEFAULT_HOST,
     port: int = DEFAULT_PORT,
@@ -57,14 +64,14 @@ def serve(
     """Serves until SIGINT or SIGTERM, and returns. Prints one line when it is ready.
 
     ``PortInUse`` when somebody else listens there, ``ServerError`` when the address cannot be had
-    for another reason, and whatever ``open_generator`` raises.
+    for another reason, and whatever ``open_models`` raises.
     """
 
     async def main() -> None:
         with anyio.CancelScope() as scope, _signals_cancel(scope):
-            async with running_server(open_generator, host=host, port=port, limits=limits) as server:
-                model = server.sessions.generator.capabilities.model
-                print(f"agentflow serves {model} at {server.url}", flush=True)
+            async with running_server(open_models, host=host, port=port, limits=limits) as server:
+                names = ", ".join(model.name for model in server.service.models)
+                print(f"agentflow serves {names} at {server.url}", flush=True)
                 await anyio.sleep_forever()
 
     anyio.run(main, backend="asyncio")  # uvicorn's event loop
@@ -72,7 +79,7 @@ def serve(
 
 @asynccontextmanager
 async def running_server(
-    open_generator: OpenGenerator[ContextT],
+    open_models: OpenModels,
     *,
     host: str = DEFAULT_HOST,
     port: int = 0,
@@ -81,7 +88,7 @@ async def running_server(
     """Serves while the scope lasts; needs asyncio. Port 0 takes a free one. No signal handlers."""
     limits = limits or ServerLimits()
     with contextlib.closing(listen(host, port)) as listener:
-        app = create_app(open_generator, limits)
+        app = create_app(open_models, limits)
         # The lifespan runs here and not in uvicorn's own task: what it raises is raised here.
         async with app.router.lifespan_context(app), open_task_group() as group:
             server = _UvicornServer(_config(app, limits))

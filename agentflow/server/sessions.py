@@ -10,7 +10,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Generic
+from typing import Any, Generic
 
 import anyio
 import anyio.lowlevel
@@ -32,10 +32,14 @@ OPS_PER_TURN = 256
 class ServedSession(Generic[ContextT]):
     """One client's session. ``num_taken``: the number of the last op taken."""
 
-    def __init__(self, interpreter: Interpreter[ContextT], holder: anyio.CancelScope) -> None:
+    def __init__(
+        self, generator: Generator[ContextT], tasks: TaskGroup, holder: anyio.CancelScope, tenant: str
+    ) -> None:
+        self.tenant = tenant
+        self.capabilities = generator.capabilities
         self.id = secrets.token_urlsafe(12)
         self.secret = secrets.token_urlsafe(32)
-        self.interpreter = interpreter
+        self.interpreter = Interpreter(generator, tasks)
         self.num_taken = 0
         self.has_ended = False
         self.failure: AgentflowError | None = None
@@ -101,10 +105,9 @@ class ServedSession(Generic[ContextT]):
 
 
 class Sessions(Generic[ContextT]):
-    """All sessions on one generator. Made by ``open_sessions``."""
+    """All sessions of a server. Made by ``open_sessions``."""
 
-    def __init__(self, generator: Generator[ContextT], limits: ServerLimits, tasks: TaskGroup) -> None:
-        self.generator = generator
+    def __init__(self, limits: ServerLimits, tasks: TaskGroup) -> None:
         self.limits = limits
         self.num_connections = 0
         self._tasks = tasks
@@ -114,21 +117,27 @@ class Sessions(Generic[ContextT]):
     def __len__(self) -> int:
         return len(self._sessions)
 
-    async def open(self, holder: anyio.CancelScope) -> ServedSession[ContextT]:
-        """A new session. ``Overloaded`` when there are too many."""
+    async def open(
+        self, generator: Generator[ContextT], holder: anyio.CancelScope, *, tenant: str = ""
+    ) -> ServedSession[ContextT]:
+        """A new session of the tenant. ``Overloaded`` when there are too many."""
         if len(self._sessions) >= self.limits.max_sessions:
             raise Overloaded(
                 f"the server has {self.limits.max_sessions} sessions open, which is its limit: "
                 "try again later"
             )
-        session: ServedSession[ContextT] = await self._tasks.start(self._run, holder)
+        session: ServedSession[ContextT] = await self._tasks.start(self._run, generator, holder, tenant)
         return session
 
-    async def resume(self, resume: Resume, holder: anyio.CancelScope) -> ServedSession[ContextT]:
+    async def resume(
+        self, resume: Resume, holder: anyio.CancelScope, *, tenant: str = ""
+    ) -> ServedSession[ContextT]:
         """The session that a client comes back to, set to say again what the client has not heard.
-        ``ServerLost`` when it is gone."""
+        ``ServerLost`` when it is gone, or another tenant's."""
         session = self._sessions.get(resume.session)
-        if session is None or not secrets.compare_digest(session.secret.encode(), resume.secret.encode()):
+        if session is None or session.tenant != tenant:
+            raise _unknown_session()
+        if not secrets.compare_digest(session.secret.encode(), resume.secret.encode()):
             raise _unknown_session()
         await session.hand_over(holder)
         session.interpreter.rewind(resume.variables, resume.states)
@@ -139,11 +148,18 @@ class Sessions(Generic[ContextT]):
         while self._sessions:
             await self._one_gone.wait()
 
-    async def _run(self, holder: anyio.CancelScope, *, task_status: TaskStatus[object]) -> None:
+    async def _run(
+        self,
+        generator: Generator[ContextT],
+        holder: anyio.CancelScope,
+        tenant: str,
+        *,
+        task_status: TaskStatus[object],
+    ) -> None:
         session: ServedSession[ContextT] | None = None
         try:
             async with anyio.create_task_group() as group:
-                session = ServedSession(Interpreter(self.generator, group), holder)
+                session = ServedSession(generator, group, holder, tenant)
                 self._sessions[session.id] = session
                 task_status.started(session)
                 await session.until_over(self.limits.resume_grace_s)
@@ -169,12 +185,10 @@ class Sessions(Generic[ContextT]):
 
 
 @asynccontextmanager
-async def open_sessions(
-    generator: Generator[ContextT], limits: ServerLimits
-) -> AsyncIterator[Sessions[ContextT]]:
+async def open_sessions(limits: ServerLimits) -> AsyncIterator[Sessions[Any]]:
     """Holds sessions while the scope lasts, and cancels them at its end."""
     async with open_task_group() as group:
-        yield Sessions(generator, limits, group)
+        yield Sessions(limits, group)
         group.cancel_scope.cancel()
 
 

@@ -52,6 +52,8 @@ class TextEnd:
         self._num_read = 0
         self._num_delivered = 0
         self._stopped_at: int | None = None
+        self.stop: str | None = None
+        """Of ``stop`` the string that ended the text; None where none has, or a match of ``stop_regex``."""
 
     @property
     def stopped(self) -> bool:
@@ -109,8 +111,8 @@ class TextEnd:
             begin = None if pattern is None else pattern.step()
             for stop in stops:
                 stop.step(char)
-                if stop.num_matched == len(stop.string):
-                    begin = end - stop.num_matched if begin is None else min(begin, end - stop.num_matched)
+                if stop.num_matched == len(stop.string) and (begin is None or end - stop.num_matched < begin):
+                    begin, self.stop = end - stop.num_matched, stop.string
             if begin is not None:
                 self._stopped_at = begin
                 return begin

@@ -40,6 +40,7 @@ class TokenState:
         self._segments: list[Segment] = []
         self._ids: list[int] = []
         self._is_settled = False
+        self._has_prefix = True
         self.num_rerendered_tokens = 0
 
     def text(self, s: str) -> None:
@@ -74,6 +75,11 @@ class TokenState:
         if ids:
             self._parts = _with_run(self._parts, Run(text, tuple(ids)))
             self._is_settled = False
+
+    def only(self, ids: Sequence[int]) -> None:
+        """Begins an empty state with exactly these ids: nothing is put before them."""
+        self._has_prefix = False
+        self.generated(ids, self._tokenizer.decode(ids, skip_special=False))
 
     def cut(self) -> None:
         """Ends the pending run of text and settles its ids. Called before a generation, a select, a fork
@@ -119,6 +125,7 @@ class TokenState:
         child._segments = list(self._segments)
         child._ids = list(self._ids)
         child._is_settled = self._is_settled
+        child._has_prefix = self._has_prefix
         return child
 
     def text_view(self) -> str:
@@ -158,7 +165,8 @@ class TokenState:
         return lay_out(self._template, closed, self._open_role, now=self._now, previous=self._layout)
 
     def _spans(self, layout: Layout | None) -> list[Span]:
-        return spans_of(self._all_parts(), layout, self._tokenizer, self._template, self._now)
+        spans = spans_of(self._all_parts(), layout, self._tokenizer, self._template, self._now)
+        return spans if self._has_prefix else spans[1:]
 
     def _segments_now(self) -> list[Segment]:
         return encode_spans(self._spans(self._lay_out()), self._tokenizer, self._segments)

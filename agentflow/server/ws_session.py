@@ -13,7 +13,8 @@ reads slowly gets more at once.
 from __future__ import annotations
 
 import logging
-from typing import Generic
+from collections.abc import Callable
+from typing import Generic, TypeAlias
 
 import anyio
 from starlette.websockets import WebSocket, WebSocketDisconnect
@@ -26,7 +27,7 @@ from agentflow.errors import (
     ProtocolError,
 )
 from agentflow.events import ErrorInfo, Event
-from agentflow.generator import ContextT
+from agentflow.generator import ContextT, Generator
 from agentflow.protocol import (
     TAKEN_OVER,
     VERSION,
@@ -74,12 +75,25 @@ class _AckDue:
         return []
 
 
-class WsSession(Generic[ContextT]):
-    """Serves one accepted or not yet accepted websocket until it closes."""
+FindGenerator: TypeAlias = Callable[[str | None], Generator[ContextT]]
+"""Of the model with this name, or of the default one. ``UnknownModel``."""
 
-    def __init__(self, socket: WebSocket, sessions: Sessions[ContextT]) -> None:
+
+class WsSession(Generic[ContextT]):
+    """Serves one accepted or not yet accepted websocket of a tenant until it closes."""
+
+    def __init__(
+        self,
+        socket: WebSocket,
+        sessions: Sessions[ContextT],
+        find_generator: FindGenerator[ContextT],
+        *,
+        tenant: str = "",
+    ) -> None:
         self._socket = socket
         self._sessions = sessions
+        self._find_generator = find_generator
+        self._tenant = tenant
         self._limits = sessions.limits
         self._decoder = client_frames()
         self._binary = True
@@ -141,12 +155,13 @@ class WsSession(Generic[ContextT]):
             )
         self._check_room()
         if hello.resume is None:
-            return await self._sessions.open(self._scope)
-        return await self._sessions.resume(hello.resume, self._scope)
+            generator = self._find_generator(hello.model)
+            return await self._sessions.open(generator, self._scope, tenant=self._tenant)
+        return await self._sessions.resume(hello.resume, self._scope, tenant=self._tenant)
 
     async def _converse(self, session: ServedSession[ContextT]) -> None:
         limits = Limits(self._limits.frame_bytes, self._limits.resume_grace_s)
-        capabilities = self._sessions.generator.capabilities
+        capabilities = session.capabilities
         self._num_acked = session.num_taken
         await self._send(Welcome(VERSION, session.id, session.secret, capabilities, limits, self._num_acked))
         faults: list[Exception] = []

@@ -78,8 +78,8 @@ def test_what_is_served_is_measured_recorded_and_replayed(model_folder, tmp_path
             told = answer.read().decode().splitlines()
         server.terminate()
         server.communicate(timeout=30)
-    assert "agentflow_engine_up 1.0" in told
-    assert "agentflow_ttft_seconds_count 1.0" in told
+    assert 'agentflow_engine_up{model="smollm2-135m"} 1.0' in told
+    assert 'agentflow_ttft_seconds_count{model="smollm2-135m"} 1.0' in told
     result = run_cli("simulate", str(path), "--policy", "fair-lpm")
     assert result.returncode == 0
     assert "served: 1 requests, 2,000 KV tokens" in result.stdout

@@ -229,15 +229,17 @@ def test_a_session_has_one_backend(monkeypatch):
     for two in ({"url": "ws://x", "backend": backend}, {"model": "m", "backend": backend}):
         with pytest.raises(af.BadArgument, match="not several of them"):
             af.session(**two)
-    with pytest.raises(af.BadArgument, match="give a url or a model, not both"):
-        af.session("ws://x", model="m")
     monkeypatch.setenv("AGENTFLOW_URL", "ws://elsewhere:1")
+    monkeypatch.setenv("AGENTFLOW_API_KEY", "af-1")
     assert isinstance(af.session()._backend, Remote)
     assert af.session("ws://there:2")._backend.url == "ws://there:2/v1/session"
-    assert isinstance(af.session(model="m")._backend, af.Embedded)
+    assert af.session()._backend.headers == {"Authorization": "Bearer af-1"}
+    assert af.session(model="m", api_key="af-2")._backend.headers == {"Authorization": "Bearer af-2"}
+    assert af.session(model="m")._backend.model == "m"
     assert af.session(backend=backend)._backend is backend
     monkeypatch.delenv("AGENTFLOW_URL")
     assert isinstance(af.session()._backend, af.Embedded)
+    assert isinstance(af.session(model="m")._backend, af.Embedded)
 
 
 # The scripted backend.

@@ -144,15 +144,14 @@ class AsgiPeer:
 
 
 @asynccontextmanager
-async def connected(
-    sessions: Sessions[Any], *, binary: Sequence[bool] = (True,)
-) -> AsyncIterator[list[AsgiPeer]]:
+async def connected(server: Bench, *, binary: Sequence[bool] = (True,)) -> AsyncIterator[list[AsgiPeer]]:
     """Peers whose websockets are served; their connections break at the end, if they have not ended."""
     peers = [AsgiPeer(binary=is_binary) for is_binary in binary]
 
     async def serve(peer: AsgiPeer) -> None:
         scope = {"type": "websocket", "path": "/v1/session", "headers": []}
-        await WsSession(WebSocket(scope, peer.receive, peer.send), sessions).run()
+        socket = WebSocket(scope, peer.receive, peer.send)
+        await WsSession(socket, server.sessions, server.find).run()
         peer.has_returned.set()
 
     try:
@@ -176,8 +175,12 @@ NO_GRACE = ServerLimits(resume_grace_s=0, hello_timeout_s=1e6)
 class Bench:
     """A server's inside."""
 
-    generator: WireGenerator
+    generator: Any
     sessions: Sessions[Any]
+
+    def find(self, model: str | None) -> Any:
+        """The only one."""
+        return self.generator
 
     async def is_idle(self) -> None:
         """Waits until no session is left, and checks that nothing of them is."""
@@ -188,7 +191,7 @@ class Bench:
 @asynccontextmanager
 async def bench(limits: ServerLimits = FOREVER) -> AsyncIterator[Bench]:
     generator = WireGenerator()
-    async with open_sessions(generator, limits) as sessions:
+    async with open_sessions(limits) as sessions:
         yield Bench(generator, sessions)
 
 

@@ -14,16 +14,27 @@ import pytest
 from starlette.types import Message
 from websockets.exceptions import ConnectionClosedError, InvalidStatus
 from websockets.sync.client import connect
-from wire_peer import WireGenerator
+from wire_peer import HANG, Listener, WireGenerator, gen
 from wire_server import ThreadServer, thread_server
 
-from agentflow.errors import BadArgument, EngineFailed
+from agentflow import ops
+from agentflow.backends.remote import Remote
+from agentflow.errors import BadArgument, EngineFailed, UnknownModel
 from agentflow.generator import Generator
 from agentflow.protocol import VERSION, Hello, Refused, Welcome, encode, server_frames
 from agentflow.server.app import create_app
 from agentflow.server.limits import ServerLimits
+from agentflow.server.models import Models, OneGenerator, one_model
+from agentflow.server.serve import running_server
+from agentflow.server.tenant import NOBODY_ELSE
 
 FRAME_BYTES = 64 * 1024
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """uvicorn needs asyncio."""
+    return "asyncio"
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +57,7 @@ def get(server: ThreadServer, path: str) -> tuple[int, dict[str, Any]]:
 
 def test_health(server: ThreadServer) -> None:
     assert get(server, "/health/live") == (200, {"status": "live"})
-    assert get(server, "/health/ready") == (200, {"status": "ready", "model": "scripted", "sessions": 0})
+    assert get(server, "/health/ready") == (200, {"status": "ready", "models": ["scripted"], "sessions": 0})
 
 
 @pytest.mark.parametrize("fault", [EngineFailed("the engine broke"), ZeroDivisionError("the engine broke")])
@@ -92,7 +103,7 @@ async def test_before_and_after_its_lifespan_the_application_is_unready() -> Non
     async def open_generator() -> AsyncIterator[Generator[Any]]:
         yield WireGenerator()
 
-    app = create_app(open_generator)
+    app = create_app(one_model(open_generator))
     common = {"headers": [], "query_string": b"", "extensions": {"websocket.http.response": {}}}
     ready = {"type": "http", "method": "GET", "path": "/health/ready", **common}
     session = {"type": "websocket", "path": "/v1/session", **common}
@@ -180,3 +191,31 @@ def test_text_that_is_not_unicode_ends_the_connection(server: ThreadServer) -> N
 def test_limits_that_make_no_sense_are_refused(field: str, value: float) -> None:
     with pytest.raises(BadArgument, match=f"{field} must be .*, not {value}"):
         ServerLimits(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.anyio
+async def test_a_session_is_on_the_model_that_it_names() -> None:
+    def named(name: str) -> OneGenerator:
+        model = OneGenerator(WireGenerator())
+        model.name = name
+        return model
+
+    one, other = named("one"), named("other")
+
+    @asynccontextmanager
+    async def open_models() -> AsyncIterator[Models]:
+        yield Models([one, other])
+
+    def num_open(model: OneGenerator) -> int:
+        return model.generator(NOBODY_ELSE).num_open  # type: ignore[attr-defined]
+
+    async with running_server(open_models) as server:
+        for name, counts in ((None, (1, 0)), ("one", (1, 0)), ("other", (0, 1))):
+            listener = Listener()
+            async with Remote(server.url, model=name).connect(listener.deliver, listener.lost) as connection:
+                connection.send([ops.Open(1), ops.Text(1, (HANG,)), gen(1, 2)])
+                await listener.wait_for(lambda heard: 2 in heard.texts)
+                assert (num_open(one), num_open(other)) == counts
+        with pytest.raises(UnknownModel, match=r"no model 'none' here \(there are: one, other\)"):
+            async with Remote(server.url, model="none").connect(listener.deliver, listener.lost):
+                pytest.fail("it opened")

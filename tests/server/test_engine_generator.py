@@ -21,6 +21,7 @@ from agentflow.server.core.scheduler import SchedulerConfig
 from agentflow.server.engine_client import EngineClient
 from agentflow.server.engine_generator import MAX_INLINE_CHARS, EngineContext, EngineGenerator
 from agentflow.server.engine_messages import Submit
+from agentflow.server.tenant import Tenant
 
 pytestmark = pytest.mark.anyio
 
@@ -29,7 +30,7 @@ CHOICES = ("yes, an", "no, an", "the question an")
 
 
 def generator_on(client: EngineClient, tenant: str = "") -> EngineGenerator:
-    return EngineGenerator(client, TEMPLATE, tenant=tenant)
+    return EngineGenerator(client, TEMPLATE, tenant=Tenant(tenant))
 
 
 def prompt_of(context: EngineContext) -> list[int]:

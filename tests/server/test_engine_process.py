@@ -21,6 +21,7 @@ from agentflow.server.app import create_app
 from agentflow.server.engine_client import EngineClient
 from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.engine_messages import Finished
+from agentflow.server.models import one_model
 
 pytestmark = pytest.mark.anyio
 
@@ -170,7 +171,7 @@ async def test_while_it_restarts_the_server_is_live_and_says_why_it_is_not_ready
         results.append(await generate(clients[0]))
 
     clients: list[EngineClient] = []
-    app = create_app(open_generator)
+    app = create_app(one_model(open_generator))
     async with app.router.lifespan_context(app):
         async with anyio.create_task_group() as group:
             group.start_soon(run)

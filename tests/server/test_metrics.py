@@ -34,6 +34,7 @@ from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.engine_messages import EngineStats, Failed, Finished, Origin, Progress, Started, Submit
 from agentflow.server.limits import CompileLimits
 from agentflow.server.metrics import EngineTotals, ServerMetrics
+from agentflow.server.models import EngineModel, Models, one_model
 from agentflow.server.request_times import MAX_TENANTS, OTHER_TENANTS, WAIT_BOUNDS_S, RequestTimes
 from agentflow.server.step_times import PHASES, STEP_BOUNDS_S, BucketCounts, StepTimes
 
@@ -44,9 +45,9 @@ Samples = Mapping[tuple[str, ...], float]
 
 
 def samples(text: bytes) -> Samples:
-    """Values by name and label values."""
+    """Values by name and the values of labels other than the model's."""
     return {
-        (sample.name, *sample.labels.values()): sample.value
+        (sample.name, *(value for name, value in sample.labels.items() if name != "model")): sample.value
         for family in text_string_to_metric_families(text.decode())
         for sample in family.samples
     }
@@ -54,6 +55,12 @@ def samples(text: bytes) -> Samples:
 
 async def get_metrics(app: Any) -> tuple[dict[str, Any], Samples]:
     """The first message of the answer to GET /metrics, and what the body says."""
+    start, body = await get_text(app)
+    return start, samples(body.encode())
+
+
+async def get_text(app: Any) -> tuple[dict[str, Any], str]:
+    """The first message of the answer to GET /metrics, and the body."""
     sent: list[Any] = []
 
     async def receive() -> dict[str, Any]:
@@ -64,7 +71,7 @@ async def get_metrics(app: Any) -> tuple[dict[str, Any], Samples]:
 
     scope = {"type": "http", "method": "GET", "path": "/metrics", "headers": [], "query_string": b""}
     await app(scope, receive, send)
-    return sent[0], samples(sent[1]["body"])
+    return sent[0], sent[1]["body"].decode()
 
 
 def app_on(client: EngineClient) -> Any:
@@ -72,7 +79,7 @@ def app_on(client: EngineClient) -> Any:
     async def open_generator() -> AsyncIterator[Generator[Any]]:
         yield EngineGenerator(client, TEMPLATE)
 
-    return create_app(open_generator)
+    return create_app(one_model(open_generator))
 
 
 # The application
@@ -146,7 +153,7 @@ async def test_counters_go_on_when_the_application_starts_again():
             clients.append(client)
             yield EngineGenerator(client, TEMPLATE)
 
-    app = create_app(open_generator)
+    app = create_app(one_model(open_generator))
     for times in (1, 2):
         async with app.router.lifespan_context(app):
             await generate(clients[-1])
@@ -160,16 +167,16 @@ async def test_counters_go_on_when_the_application_starts_again():
 
 async def test_what_compilers_did_adds_up():
     @asynccontextmanager
-    async def open_generator() -> AsyncIterator[Generator[Any]]:
+    async def open_models() -> AsyncIterator[Models]:
         limits = CompileLimits(cpu_s=0.1)
         opening = constraint_compiler(limits, loader=LOADER)
         async with plain_engine() as client, opening as compiler:
             for source in ("pid", "pid", "abort", "spin"):
                 with contextlib.suppress(RequestRefused):
                     await compiler.compile(Constraint("regex", source), tenant="ann")
-            yield EngineGenerator(client, TEMPLATE, compiler=compiler)
+            yield Models([EngineModel("plain", client, TEMPLATE, compiler=compiler)], compiler)
 
-    app = create_app(open_generator)
+    app = create_app(open_models)
     names = (
         "constraints_compiled",
         "constraints_refused",
@@ -183,12 +190,28 @@ async def test_what_compilers_did_adds_up():
             assert values == [times, 2 * times, times, times]
 
 
+async def test_each_model_has_its_own_counters():
+    @asynccontextmanager
+    async def open_models() -> AsyncIterator[Models]:
+        async with plain_engine() as client, plain_engine() as other:
+            await generate(client)
+            yield Models([EngineModel("one", client, TEMPLATE), EngineModel("other", other, TEMPLATE)])
+
+    app = create_app(open_models)
+    async with app.router.lifespan_context(app):
+        _, body = await get_text(app)
+    lines = body.splitlines()
+    assert 'agentflow_generated_tokens_total{model="one"} 20.0' in lines
+    assert 'agentflow_generated_tokens_total{model="other"} 0.0' in lines
+    assert 'agentflow_engine_up{model="other"} 1.0' in lines
+
+
 async def test_a_generator_without_an_engine_has_the_metrics_that_it_knows():
     @asynccontextmanager
     async def open_generator() -> AsyncIterator[Generator[Any]]:
         yield WireGenerator()
 
-    app = create_app(open_generator)
+    app = create_app(one_model(open_generator))
     async with app.router.lifespan_context(app):
         start, told = await get_metrics(app)
     assert start["status"] == 200
@@ -361,11 +384,12 @@ def test_nothing_is_kept_of_requests_that_ended():
 
 def test_tenants_are_bounded_in_number_and_length_and_are_always_shown():
     metrics = ServerMetrics()
+    requests = metrics.of("model").requests
     names = [OTHER_TENANTS, "\ud800", '"\n', "x" * 1000, *map(str, range(2 * MAX_TENANTS))]
     for request_id, name in enumerate(names):
-        metrics.requests.sent(submit(request_id, tenant=name))
-        metrics.requests.heard([Started([request_id])])
-    waits = metrics.requests.queue_wait
+        requests.sent(submit(request_id, tenant=name))
+        requests.heard([Started([request_id])])
+    waits = requests.queue_wait
     assert len(waits) == MAX_TENANTS + 1
     assert max(map(len, waits)) <= 64
     assert sum(sum(counts.counts) for counts in waits.values()) == len(names)
@@ -390,7 +414,7 @@ def test_a_bucket_holds_its_upper_bound(bound):
 def test_buckets_are_told_as_sums_up_to_their_bounds():
     metrics = ServerMetrics()
     for value in (0.001, 0.05, 0.05, 1000.0):
-        metrics.requests.ttft.count(WAIT_BOUNDS_S, value)
+        metrics.of("model").requests.ttft.count(WAIT_BOUNDS_S, value)
     told = samples(metrics.text())
     buckets = [told["agentflow_ttft_seconds_bucket", le] for le in ("0.003", "0.03", "0.1", "300.0", "+Inf")]
     assert buckets == [1, 1, 3, 3, 4]
@@ -402,8 +426,8 @@ def test_buckets_are_told_as_sums_up_to_their_bounds():
 
 def test_the_page_lists_what_there_is():
     metrics = ServerMetrics()
-    metrics.requests.sent(submit(1))
-    metrics.requests.heard([Started([1])])
+    metrics.of("model").requests.sent(submit(1))
+    metrics.of("model").requests.heard([Started([1])])
     rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (.*?) \|", PAGE, flags=re.MULTILINE)
     documented = [(name, kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows]
     assert documented == [
@@ -415,6 +439,10 @@ def test_the_page_lists_what_there_is():
         for family in metrics.registry.collect()
     ]
     for family in metrics.registry.collect():
-        for label in {name for sample in family.samples for name in sample.labels} - {"le", "tenant"}:
+        for label in {name for sample in family.samples for name in sample.labels} - {
+            "le",
+            "tenant",
+            "model",
+        }:
             for value in {sample.labels[label] for sample in family.samples}:
                 assert f"`{value}`" in PAGE

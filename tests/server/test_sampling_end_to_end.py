@@ -18,6 +18,7 @@ from agentflow.backend import Backend
 from agentflow.backends.remote import Remote
 from agentflow.sampling import SamplingParams
 from agentflow.server.engine_generator import EngineGenerator
+from agentflow.server.models import one_model
 from agentflow.server.serve import running_server
 
 pytestmark = pytest.mark.anyio
@@ -89,7 +90,7 @@ def serving() -> Iterator[str]:
             yield EngineGenerator(client, TEMPLATE)
 
     with start_blocking_portal("asyncio") as portal:
-        running = portal.call(lambda: running_server(open_generator))
+        running = portal.call(lambda: running_server(one_model(open_generator)))
         with portal.wrap_async_context_manager(running) as server:
             yield server.url
 

@@ -22,6 +22,7 @@ from agentflow.backends.remote import Remote
 from agentflow.errors import EngineFailed, PortInUse, ServerError, ServerLost, ServerUnreachable, UnknownModel
 from agentflow.generator import Generator
 from agentflow.server.limits import ServerLimits
+from agentflow.server.models import one_model
 from agentflow.server.serve import listen, running_server, serve
 from agentflow.task_group import open_task_group
 
@@ -62,7 +63,7 @@ class Opening:
 )
 async def test_a_server_answers_at_its_url_while_the_scope_lasts(host: str, shown: str) -> None:
     opening = Opening()
-    async with running_server(opening, host=host) as server:
+    async with running_server(one_model(opening), host=host) as server:
         assert re.fullmatch(rf"ws://{shown}:\d+", server.url)
         assert opening.is_open
         listener = Listener()
@@ -84,7 +85,7 @@ async def test_the_end_of_a_server_frees_what_runs_and_tells_its_clients() -> No
     has_started, may_end = anyio.Event(), anyio.Event()
 
     async def host() -> None:
-        async with running_server(opening, limits=ServerLimits(resume_grace_s=1e6)) as server:
+        async with running_server(one_model(opening), limits=ServerLimits(resume_grace_s=1e6)) as server:
             urls.append(server.url)
             has_started.set()
             await may_end.wait()
@@ -105,11 +106,11 @@ async def test_the_end_of_a_server_frees_what_runs_and_tells_its_clients() -> No
 @pytest.mark.anyio
 async def test_errors_of_the_block_and_of_the_generator_leave_as_themselves() -> None:
     with pytest.raises(UnknownModel, match="no model"):
-        async with running_server(Opening(UnknownModel("no model"))):
+        async with running_server(one_model(Opening(UnknownModel("no model")))):
             pytest.fail("it started")
     opening = Opening()
     with pytest.raises(ZeroDivisionError):
-        async with running_server(opening):
+        async with running_server(one_model(opening)):
             raise ZeroDivisionError
     assert not opening.is_open
 
@@ -120,7 +121,7 @@ async def test_cancelling_a_server_is_a_clean_end() -> None:
     listener = Listener()
     with anyio.CancelScope() as scope:
         async with (
-            running_server(opening) as server,
+            running_server(one_model(opening)) as server,
             Remote(server.url).connect(listener.deliver, listener.lost) as connection,
         ):
             connection.send([ops.Open(1), ops.Text(1, (HANG,)), gen(1, 2)])
@@ -135,7 +136,7 @@ async def test_cancelling_a_server_is_a_clean_end() -> None:
 @pytest.mark.anyio
 async def test_signal_handlers_are_left_alone() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    async with running_server(Opening()):
+    async with running_server(one_model(Opening())):
         assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
@@ -149,7 +150,7 @@ def test_an_occupied_port_is_one_clear_line_before_anything_is_loaded(
         port = taken.getsockname()[1]
         opening = Opening(EngineFailed("loaded"))
         with pytest.raises(PortInUse) as caught:
-            serve(opening, port=port)
+            serve(one_model(opening), port=port)
     assert str(caught.value) == (
         f"port {port} of 127.0.0.1 is in use: stop what listens there, or choose another port"
     )
@@ -190,6 +191,7 @@ import sys
 from contextlib import asynccontextmanager
 import anyio
 from wire_peer import WireGenerator
+from agentflow.server.models import one_model
 from agentflow.server.serve import serve
 
 @asynccontextmanager
@@ -202,7 +204,7 @@ async def open_generator():
     finally:
         print("closed", flush=True)
 
-serve(open_generator, port=0)
+serve(one_model(open_generator), port=0)
 print("returned", flush=True)
 """
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import anyio
 import msgspec
 import pytest
-from asgi_peer import NO_GRACE, connected
+from asgi_peer import NO_GRACE, Bench, connected
 from fake_engine import TEMPLATE
 from plain_engine import plain_engine
 from server import compile_loaders
@@ -29,8 +29,8 @@ async def test_a_client_that_vanishes_mid_compile_leaves_nothing(tmp_path: Path)
     async with (
         plain_engine() as client,
         constraint_compiler(loader=compile_loaders.LOADER) as compiler,
-        open_sessions(EngineGenerator(client, TEMPLATE, compiler=compiler), NO_GRACE) as sessions,
-        connected(sessions) as [peer],
+        open_sessions(NO_GRACE) as sessions,
+        connected(Bench(EngineGenerator(client, TEMPLATE, compiler=compiler), sessions)) as [peer],
     ):
         await peer.greet()
         peer.put_ops(1, ops.Open(1), ops.Text(1, ("a text",)), slow)

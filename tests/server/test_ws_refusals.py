@@ -31,7 +31,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.mark.parametrize("frame", [Ops(1, ()), Bye()])
 async def test_a_first_frame_other_than_hello_is_refused(frame: Ops | Bye) -> None:
-    async with bench() as server, connected(server.sessions) as [peer]:
+    async with bench() as server, connected(server) as [peer]:
         peer.put(frame)
         refused, code = await peer.refusal()
         assert (refused.error.code, code) == ("protocol_error", 1002)
@@ -41,14 +41,14 @@ async def test_a_first_frame_other_than_hello_is_refused(frame: Ops | Bye) -> No
 
 async def test_a_silent_client_is_refused() -> None:
     limits = ServerLimits(hello_timeout_s=0.01)
-    async with bench(limits) as server, connected(server.sessions) as [peer]:
+    async with bench(limits) as server, connected(server) as [peer]:
         refused, code = await peer.refusal()
         assert code == 1002
         assert refused.error.message == "expected a hello frame within 0.01 s, and nothing came"
 
 
 async def test_another_version_is_refused_with_both_named() -> None:
-    async with bench() as server, connected(server.sessions) as [peer]:
+    async with bench() as server, connected(server) as [peer]:
         peer.put(Hello(VERSION + 1))
         refused, code = await peer.refusal()
         assert (refused.error.code, code) == ("protocol_error", 1002)
@@ -58,7 +58,7 @@ async def test_another_version_is_refused_with_both_named() -> None:
 
 async def test_too_many_sessions_are_refused_and_one_that_ends_makes_room() -> None:
     limits = ServerLimits(max_sessions=1)
-    async with bench(limits) as server, connected(server.sessions, binary=[True, True, True]) as peers:
+    async with bench(limits) as server, connected(server, binary=[True, True, True]) as peers:
         await peers[0].greet()
         peers[1].put(Hello(VERSION))
         refused, code = await peers[1].refusal()
@@ -70,15 +70,15 @@ async def test_too_many_sessions_are_refused_and_one_that_ends_makes_room() -> N
 
 async def test_too_many_connections_are_refused() -> None:
     limits = ServerLimits(max_connections=1, resume_grace_s=1e6)
-    async with bench(limits) as server, connected(server.sessions) as [first]:
+    async with bench(limits) as server, connected(server) as [first]:
         await first.greet()
-        async with connected(server.sessions, binary=[False]) as [second]:
+        async with connected(server, binary=[False]) as [second]:
             second.put(Hello(VERSION))
             refused, code = await second.refusal()
             assert (refused.error.code, code) == ("overloaded", 1013)
         first.hang_up()
         await first.has_returned.wait()
-        async with connected(server.sessions) as [third]:
+        async with connected(server) as [third]:
             await third.greet()
 
 
@@ -122,7 +122,7 @@ BAD_FRAMES: dict[str, tuple[bytes, str]] = {
 @pytest.mark.parametrize("case", BAD_FRAMES)
 async def test_a_bad_frame_is_refused_with_what_is_wrong_and_harms_nobody_else(case: str) -> None:
     data, wrong = BAD_FRAMES[case]
-    async with bench() as server, connected(server.sessions, binary=[False, True]) as [bad, good]:
+    async with bench() as server, connected(server, binary=[False, True]) as [bad, good]:
         await bad.greet()
         await good.greet()
         ids = count(1)
@@ -165,7 +165,7 @@ def mutated_frames(draw: st.DrawFn) -> bytes:
 @given(st.lists(mutated_frames().filter(lambda data: not _is_frame(data)), min_size=1, max_size=4))
 async def test_any_bytes_that_are_no_frame_are_refused(messages: list[bytes]) -> None:
     binary = [True] * (len(messages) + 1)
-    async with bench() as server, connected(server.sessions, binary=binary) as [good, *bad]:
+    async with bench() as server, connected(server, binary=binary) as [good, *bad]:
         await good.greet()
         for place, (peer, message) in enumerate(zip(bad, messages, strict=True)):
             if place % 2:  # before the hello, and after
@@ -178,7 +178,7 @@ async def test_any_bytes_that_are_no_frame_are_refused(messages: list[bytes]) ->
 
 
 async def test_both_encodings_in_one_session_are_refused() -> None:
-    async with bench() as server, connected(server.sessions) as [peer]:
+    async with bench() as server, connected(server) as [peer]:
         await peer.greet()
         peer.put_data('{"frame":"bye"}')
         refused, _ = await peer.refusal()
@@ -189,7 +189,7 @@ async def test_both_encodings_in_one_session_are_refused() -> None:
 @pytest.mark.parametrize("binary", [True, False])
 async def test_a_frame_over_the_limit_is_refused(binary: bool) -> None:
     limits = ServerLimits(frame_bytes=4096)
-    async with bench(limits) as server, connected(server.sessions, binary=[binary]) as [peer]:
+    async with bench(limits) as server, connected(server, binary=[binary]) as [peer]:
         await peer.greet()
         peer.put_ops(1, ops.Open(1), ops.Text(1, ("é" * 2048,)))
         refused, code = await peer.refusal()
@@ -199,7 +199,7 @@ async def test_a_frame_over_the_limit_is_refused(binary: bool) -> None:
 
 
 async def test_a_client_that_breaks_the_websocket_rules_ends_its_session() -> None:
-    async with bench() as server, connected(server.sessions) as [peer]:
+    async with bench() as server, connected(server) as [peer]:
         await peer.greet()
         peer.hang_up(code=1009)
         await server.is_idle()

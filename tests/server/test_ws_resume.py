@@ -23,7 +23,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_a_client_comes_back_and_hears_exactly_the_rest() -> None:
-    async with bench() as server, connected(server.sessions, binary=[True, False]) as [first, second]:
+    async with bench() as server, connected(server, binary=[True, False]) as [first, second]:
         welcome = await first.greet()
         program = (ops.Open(1), ops.Text(1, ("some #50",)), gen(1, 2), ops.Await(1, 1), ops.Fork(1, (5,)))
         first.put_ops(1, *program)
@@ -50,7 +50,7 @@ async def test_a_client_comes_back_and_hears_exactly_the_rest() -> None:
 
 
 async def test_a_client_that_heard_an_end_but_lost_it_hears_it_again() -> None:
-    async with bench() as server, connected(server.sessions, binary=[True, True]) as [first, second]:
+    async with bench() as server, connected(server, binary=[True, True]) as [first, second]:
         welcome = await first.greet()
         first.put_ops(1, ops.Open(1), ops.Text(1, ("word",)), gen(1, 2), ops.Await(1, 3))
         await first.events(lambda events: any(isinstance(event, Reached) for event in events))
@@ -63,7 +63,7 @@ async def test_a_client_that_heard_an_end_but_lost_it_hears_it_again() -> None:
 
 
 async def test_coming_back_before_the_server_noticed_takes_the_session_over() -> None:
-    async with bench() as server, connected(server.sessions, binary=[True] * 3) as peers:
+    async with bench() as server, connected(server, binary=[True] * 3) as peers:
         welcome = await peers[0].greet()
         resume = Resume(welcome.session, welcome.secret)
         for old, new in (peers[:2], peers[1:]):
@@ -81,7 +81,7 @@ async def test_coming_back_before_the_server_noticed_takes_the_session_over() ->
 
 
 async def test_a_stuck_connection_cannot_keep_its_session() -> None:
-    async with bench() as server, connected(server.sessions, binary=[True, True]) as [stuck, new]:
+    async with bench() as server, connected(server, binary=[True, True]) as [stuck, new]:
         welcome = await stuck.greet()
         stuck.put_ops(1, ops.Open(1), ops.Text(1, ("much #300",)), gen(1, 2))
         while server.generator.num_running == 0:
@@ -98,7 +98,7 @@ async def test_a_stuck_connection_cannot_keep_its_session() -> None:
 
 
 async def test_a_session_that_is_gone_or_not_ones_own_is_refused_in_the_same_words() -> None:
-    async with bench() as server, connected(server.sessions, binary=[True] * 4) as peers:
+    async with bench() as server, connected(server, binary=[True] * 4) as peers:
         own = await peers[0].greet()
         peers[0].bye()
         await server.is_idle()
@@ -117,7 +117,7 @@ async def test_a_session_that_is_gone_or_not_ones_own_is_refused_in_the_same_wor
 
 
 async def test_an_answer_to_stats_waits_for_a_client_that_is_away() -> None:
-    async with bench() as server, connected(server.sessions, binary=[True, True]) as [first, second]:
+    async with bench() as server, connected(server, binary=[True, True]) as [first, second]:
         welcome = await first.greet()
         first.put_ops(1, ops.Open(1), ops.Text(1, (HANG,)), gen(1, 2))
         await server.generator.has_hung.wait()

@@ -11,12 +11,11 @@ from typing import Any
 import anyio
 import msgspec
 import pytest
-from asgi_peer import FOREVER, NO_GRACE, AsgiPeer, bench, check_still_served, connected
+from asgi_peer import FOREVER, NO_GRACE, AsgiPeer, Bench, bench, check_still_served, connected
 from wire_peer import HANG, Listener, WireGenerator, count_words, gen
 
 from agentflow import ops
 from agentflow.events import Delta, StateFailed, Value, VarFailed
-from agentflow.interpreter import Interpreter
 from agentflow.protocol import (
     VERSION,
     Events,
@@ -33,7 +32,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.mark.parametrize("binary", [True, False])
 async def test_a_program_runs_in_either_encoding(binary: bool) -> None:
-    async with bench() as server, connected(server.sessions, binary=[binary]) as [peer]:
+    async with bench() as server, connected(server, binary=[binary]) as [peer]:
         welcome = await peer.greet()
         assert welcome.version == VERSION
         assert welcome.capabilities == server.generator.capabilities
@@ -66,7 +65,7 @@ async def test_a_program_runs_in_either_encoding(binary: bool) -> None:
 
 
 async def test_failures_travel_with_their_causes() -> None:
-    async with bench() as server, connected(server.sessions) as [peer]:
+    async with bench() as server, connected(server) as [peer]:
         await peer.greet()
         peer.put_ops(1, ops.Open(1), ops.End(1), gen(1, 10))
         events = await peer.events(lambda events: len(events) == 2)
@@ -77,7 +76,7 @@ async def test_failures_travel_with_their_causes() -> None:
 
 
 async def test_a_hundred_sessions_at_once_get_each_its_own() -> None:
-    async with bench() as server, connected(server.sessions, binary=[True, False] * 50) as peers:
+    async with bench() as server, connected(server, binary=[True, False] * 50) as peers:
         texts: dict[int, str] = {}
 
         async def client(number: int, peer: AsgiPeer) -> None:
@@ -103,7 +102,7 @@ async def test_a_hundred_sessions_at_once_get_each_its_own() -> None:
 
 
 async def test_bye_frees_everything_at_once() -> None:
-    async with bench() as server, connected(server.sessions) as [peer]:
+    async with bench() as server, connected(server) as [peer]:
         await peer.greet()
         peer.put_ops(
             1, ops.Open(1), ops.Text(1, (HANG,)), ops.Fork(1, (2, 3)), gen(1, 4), gen(2, 5), gen(3, 6)
@@ -117,7 +116,7 @@ async def test_bye_frees_everything_at_once() -> None:
 
 async def test_a_vanished_client_frees_everything_after_the_grace() -> None:
     limits = ServerLimits(resume_grace_s=0.01)
-    async with bench(limits) as server, connected(server.sessions) as [peer]:
+    async with bench(limits) as server, connected(server) as [peer]:
         await peer.greet()
         peer.put_ops(1, ops.Open(1), ops.Text(1, (HANG,)), gen(1, 4))
         await server.generator.has_hung.wait()
@@ -127,7 +126,7 @@ async def test_a_vanished_client_frees_everything_after_the_grace() -> None:
 
 
 async def test_without_grace_a_session_lives_as_long_as_its_connection() -> None:
-    async with bench(NO_GRACE) as server, connected(server.sessions) as [peer]:
+    async with bench(NO_GRACE) as server, connected(server) as [peer]:
         await peer.greet()
         await check_still_served(peer, count(1))
         peer.hang_up()
@@ -140,14 +139,14 @@ async def test_shutting_down_says_so_and_frees_everything() -> None:
     is_ready = anyio.Event()
 
     async def client(sessions: Sessions[Any]) -> None:
-        async with connected(sessions) as [peer]:
+        async with connected(Bench(generator, sessions)) as [peer]:
             await peer.greet()
             peer.put_ops(1, ops.Open(1), ops.Text(1, (HANG,)), gen(1, 2))
             await peer.events(bool)
             is_ready.set()
             codes.append(await peer.close_code())
 
-    async with open_task_group() as group, open_sessions(generator, FOREVER) as sessions:
+    async with open_task_group() as group, open_sessions(FOREVER) as sessions:
         group.start_soon(client, sessions)
         await is_ready.wait()
     assert codes == [1012]
@@ -155,7 +154,7 @@ async def test_shutting_down_says_so_and_frees_everything() -> None:
 
 
 async def test_a_fault_of_the_server_costs_one_session_only() -> None:
-    async with bench() as server, connected(server.sessions, binary=[True, True]) as [peer, good]:
+    async with bench() as server, connected(server, binary=[True, True]) as [peer, good]:
         await peer.greet()
         await good.greet()
         server.generator.stats_fault = ZeroDivisionError("a fault")
@@ -172,21 +171,21 @@ async def test_a_fault_of_the_server_costs_one_session_only() -> None:
 
 
 async def test_ops_without_events_are_confirmed_after_a_number_of_them() -> None:
-    async with bench() as server, connected(server.sessions) as [peer]:
+    async with bench() as server, connected(server) as [peer]:
         await peer.greet()
         peer.put_ops(1, ops.Open(1), *(ops.Text(1, ("a",)) for _ in range(ACK_OPS)))
         assert await peer.frame() == Events(ACK_OPS + 1)
 
 
 async def test_ops_without_events_are_confirmed_after_a_number_of_bytes() -> None:
-    async with bench() as server, connected(server.sessions) as [peer]:
+    async with bench() as server, connected(server) as [peer]:
         await peer.greet()
         peer.put_ops(1, ops.Open(1), ops.Text(1, ("a" * ACK_BYTES,)))
         assert await peer.frame() == Events(2)
 
 
 async def test_ops_sent_again_are_taken_once() -> None:
-    async with bench() as server, connected(server.sessions) as [peer]:
+    async with bench() as server, connected(server) as [peer]:
         await peer.greet()
         program = (ops.Open(1), ops.Text(1, ("once #2",)), ops.Text(1, (" more",)), gen(1, 2))
         peer.put_ops(1, *program[:3])
@@ -198,7 +197,7 @@ async def test_ops_sent_again_are_taken_once() -> None:
 
 
 async def test_a_slow_reader_gets_it_at_once_and_slows_nobody_else() -> None:
-    async with bench() as server, connected(server.sessions, binary=[True, True]) as [slow, quick]:
+    async with bench() as server, connected(server, binary=[True, True]) as [slow, quick]:
         await slow.greet()
         await quick.greet()
         slow.put_ops(1, ops.Open(1), ops.Text(1, ("much #3000",)), gen(1, 2), ops.GetStats(3))
@@ -220,7 +219,7 @@ async def test_a_slow_reader_gets_it_at_once_and_slows_nobody_else() -> None:
 
 async def test_events_are_cut_to_the_frame_limit() -> None:
     limits = ServerLimits(frame_bytes=4096)
-    async with bench(limits) as server, connected(server.sessions, binary=[False]) as [peer]:
+    async with bench(limits) as server, connected(server, binary=[False]) as [peer]:
         await peer.greet()
         peer.put_ops(1, ops.Open(1), ops.Text(1, ("much #3000",)), gen(1, 2))
         while server.generator.num_running == 0:
@@ -238,7 +237,7 @@ async def test_events_are_cut_to_the_frame_limit() -> None:
 
 async def test_a_frame_of_very_many_ops_lets_others_run_in_between() -> None:
     async with open_task_group() as group:
-        session = ServedSession(Interpreter(WireGenerator(), group), anyio.CancelScope())
+        session = ServedSession(WireGenerator(), group, anyio.CancelScope(), "")
         seen: set[int] = set()
 
         async def watch() -> None:

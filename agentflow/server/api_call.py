@@ -1,0 +1,251 @@
+"""One HTTP request to an API: whose it is, its body, and its answer, whole or as a stream of events.
+
+When the client is gone the work is cancelled, wherever it stands: nobody waits for it any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+import anyio
+import msgspec
+from starlette.datastructures import Headers
+from starlette.types import Message, Receive, Scope, Send
+
+from agentflow.server.api_keys import key_of_header
+from agentflow.server.engine_generator import EngineGenerator
+from agentflow.server.http_refusal import Refusal, refusal_of
+from agentflow.server.request_log import RequestRecord, log_request
+from agentflow.server.service import Service
+from agentflow.server.tenant import NOBODY_ELSE, Tenant
+from agentflow.task_group import open_task_group
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+JSON = b"application/json"
+EVENTS = b"text/event-stream; charset=utf-8"
+# A client's own request id is used where it looks like one.
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class ErrorDialect(Protocol):
+    """How an API writes its errors."""
+
+    request_id_header: bytes
+
+    def status(self, refusal: Refusal) -> int:
+        """Its status, where the API has one of its own."""
+
+    def body(self, refusal: Refusal, request_id: str) -> bytes:
+        """The body of an answer that is an error."""
+
+    def event(self, refusal: Refusal, request_id: str) -> bytes:
+        """The same, as the last event of a stream that has begun."""
+
+
+class ApiCall:
+    """What a handler is given. ``record`` is what the log will say of the call."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, dialect: ErrorDialect) -> None:
+        self.headers = Headers(scope=scope)
+        asked_id = self.headers.get("x-request-id", "")
+        self.id = asked_id if _REQUEST_ID.fullmatch(asked_id) else f"req_{secrets.token_hex(12)}"
+        self.tenant: Tenant = NOBODY_ELSE
+        self.record = RequestRecord(self.id, scope["method"], scope["path"])
+        self.path_params: Mapping[str, str] = scope.get("path_params", {})
+        self.has_begun = False
+        self.is_over = False
+        self.is_body_read = False
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._dialect = dialect
+        self._body = b""
+
+    @property
+    def service(self) -> Service:
+        """The server. ``Refusal`` before it is ready and after its end."""
+        service: Service | None = self._scope["app"].state.service
+        if service is None:
+            raise Refusal(503, "unready", "the server is starting or shutting down", retry_after_s=1.0)
+        return service
+
+    def read(self, kind: type[T]) -> T:
+        """The body. ``Refusal`` where it is none of that kind."""
+        try:
+            return msgspec.json.decode(self._body, type=kind)
+        except msgspec.ValidationError as error:
+            message, param = _shown_fault(error)
+            raise Refusal(400, "invalid_request", message, param=param) from None
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+            raise Refusal(400, "invalid_json", f"the body is no valid JSON: {error}") from None
+
+    def generator(self, model: str | None) -> EngineGenerator:
+        """The tenant's generator on the model. ``UnknownModel``."""
+        generator = self.service.models.find(model, self.tenant).generator(self.tenant)
+        if not isinstance(generator, EngineGenerator):
+            raise Refusal(400, "unsupported", f"{model!r} answers in sessions only: it has no engine")
+        self.record.model = generator.capabilities.model
+        return generator
+
+    async def reply(self, payload: Any, *, status: int = 200) -> None:
+        """Answers with JSON: a struct, or what is encoded already."""
+        body = payload if isinstance(payload, bytes) else msgspec.json.encode(payload)
+        await self._start(status, JSON, {b"content-length": b"%d" % len(body)})
+        await self._write(body, more=False)
+
+    async def begin_stream(self) -> None:
+        """From now on events are sent."""
+        await self._start(200, EVENTS, {b"cache-control": b"no-cache", b"x-accel-buffering": b"no"})
+
+    async def send_events(self, data: bytes, *, last: bool = False) -> None:
+        """Sends whole server-sent events; waits where the client reads more slowly than they come."""
+        await self._write(data, more=not last)
+
+    async def refuse(self, refusal: Refusal) -> None:
+        """Ends the answer with an error."""
+        self.record.error = refusal.code
+        if self.has_begun:
+            await self._write(self._dialect.event(refusal, self.id), more=False)
+            return
+        body = self._dialect.body(refusal, self.id)
+        headers = {b"content-length": b"%d" % len(body)}
+        if refusal.retry_after_s is not None:
+            headers[b"retry-after"] = b"%d" % math.ceil(refusal.retry_after_s)
+        if refusal.status == 401:
+            headers[b"www-authenticate"] = b"Bearer"
+        if not self.is_body_read:
+            headers[b"connection"] = b"close"  # the rest of it would be taken for the next request
+        await self._start(self._dialect.status(refusal), JSON, headers)
+        await self._write(body, more=False)
+
+    async def _start(self, status: int, media_type: bytes, headers: Mapping[bytes, bytes]) -> None:
+        self.has_begun = True
+        self.record.status = status
+        own = [(b"content-type", media_type), (self._dialect.request_id_header, self.id.encode())]
+        await self._send(
+            {"type": "http.response.start", "status": status, "headers": [*own, *headers.items()]}
+        )
+
+    async def _write(self, data: bytes, *, more: bool) -> None:
+        if not more:
+            self.is_over = True
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def read_body(self) -> None:
+        """Reads the body within the limits of size and time."""
+        limits = self.service.http_limits
+        length = self.headers.get("content-length", "")
+        if length.isdigit() and int(length) > limits.body_bytes:
+            raise _too_large(limits.body_bytes)
+        parts: list[bytes] = []
+        num_bytes = 0
+        with anyio.move_on_after(limits.body_timeout_s) as scope:
+            while not self.is_body_read:
+                message: Message = await self._receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                parts.append(message.get("body", b""))
+                num_bytes += len(parts[-1])
+                if num_bytes > limits.body_bytes:
+                    raise _too_large(limits.body_bytes)
+                self.is_body_read = not message.get("more_body", False)
+        if scope.cancelled_caught:
+            seconds = limits.body_timeout_s
+            raise Refusal(408, "request_timeout", f"the body did not come within {seconds:g} s")
+        self._body = b"".join(parts)
+
+    async def until_gone(self) -> None:
+        """Returns when the client has closed the connection. Only after the body was read."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+
+class ClientGone(Exception):
+    """Nobody is there to be answered."""
+
+
+Handler = Callable[[ApiCall], Awaitable[None]]
+
+
+class ApiEndpoint:
+    """An ASGI application that answers the requests to one path of an API."""
+
+    def __init__(self, handler: Handler, dialect: ErrorDialect) -> None:
+        self._handler = handler
+        self._dialect = dialect
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call = ApiCall(scope, receive, send, self._dialect)
+        began_s = time.perf_counter()
+        try:
+            try:
+                await self._answer(call)
+            except (ClientGone, OSError):
+                call.record.error = "client_gone"
+            except Exception as error:
+                await self._refuse(call, error)
+        finally:
+            call.record.took_s = time.perf_counter() - began_s
+            if not call.is_over:
+                call.record.error = call.record.error or "client_gone"
+            log_request(call.record)
+
+    async def _answer(self, call: ApiCall) -> None:
+        service = call.service
+        headers = call.headers
+        call.tenant = service.tenants.of(
+            key_of_header(headers.get("authorization"), headers.get("x-api-key"))
+        )
+        call.record.tenant = call.tenant.name
+        service.check_open()
+        with service.calls:
+            await call.read_body()
+            async with open_task_group() as group:
+                group.start_soon(_cancel_when_gone, call, group.cancel_scope)
+                await self._handler(call)
+                group.cancel_scope.cancel()
+
+    async def _refuse(self, call: ApiCall, error: Exception) -> None:
+        refusal = refusal_of(error)
+        if refusal.status == 500:
+            logger.error("request %s failed", call.id, exc_info=error)
+        if call.is_over:
+            return
+        try:
+            await call.refuse(refusal)
+        except OSError:
+            call.record.error = "client_gone"
+
+
+async def _cancel_when_gone(call: ApiCall, scope: anyio.CancelScope) -> None:
+    await call.until_gone()
+    if not call.is_over:
+        scope.cancel()
+
+
+def _too_large(limit: int) -> Refusal:
+    return Refusal(413, "request_too_large", f"the body has more than {limit:,} bytes, which is the limit")
+
+
+def _shown_fault(error: msgspec.ValidationError) -> tuple[str, str | None]:
+    """What is wrong, and with which field: msgspec names its place at the end, as `$.a[0]`."""
+    message = str(error)
+    text, has_place, place = message.rpartition(" - at `$")
+    unknown = re.fullmatch(r"Object contains unknown field `(.*)`", text if has_place else message)
+    at = place.rstrip("`").lstrip(".") if has_place else ""
+    if unknown is not None:
+        field = f"{at}.{unknown[1]}".lstrip(".")
+        return f"there is no parameter {field!r} here", field
+    missing = re.fullmatch(r"Object missing required field `(.*)`", text if has_place else message)
+    if missing is not None:
+        field = f"{at}.{missing[1]}".lstrip(".")
+        return f"the required parameter {field!r} is missing", field
+    return (f"{at}: {text}" if has_place and at else message), at or None

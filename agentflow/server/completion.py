@@ -1,0 +1,227 @@
+"""Runs a ``CompletionRequest`` on a tenant's generator and gives what comes of it, as it comes.
+
+::
+
+    async with completing(generator, request) as completion:
+        while deltas := await completion.next():
+            …
+
+Leaving the block aborts what still runs. Deltas that were not fetched in time are put together: whoever
+reads slowly gets larger ones.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from agentflow.generator import Usage
+from agentflow.sampling import SamplingParams
+from agentflow.server.chat_message import CalledTool, Message
+from agentflow.server.completion_request import (
+    Answer,
+    AnswerEnded,
+    CompletionDelta,
+    CompletionRequest,
+    FinishReason,
+    TextDelta,
+    TokenIds,
+    ToldToken,
+    ToolArguments,
+    ToolCallBegun,
+)
+from agentflow.server.engine_generator import MAX_INLINE_CHARS, EngineContext, EngineGenerator
+from agentflow.server.engine_messages import Finished, Progress
+from agentflow.server.told_tokens import ToldTokens
+from agentflow.task_group import open_task_group
+
+_SEED_BITS = 62
+# An odd number near 2**63 divided by the golden ratio: seeds of the answers of one request lie far apart.
+_SEED_STEP = 5_700_357_409_661_598_991
+
+
+class Completion:
+    """Use ``completing`` to make one. ``fetched_answers`` is for those who want no deltas."""
+
+    def __init__(self, generator: EngineGenerator, request: CompletionRequest) -> None:
+        self._generator = generator
+        self._request = request
+        self._seed = secrets.randbits(_SEED_BITS) if request.params.seed is None else request.params.seed
+        self._deltas: list[CompletionDelta] = []
+        self._changed = anyio.Event()
+        self._failure: Exception | None = None
+        self._has_ended = False
+
+    async def next(self) -> list[CompletionDelta]:
+        """What came since the last call; waits for it. Empty at the end. Raises what the request failed
+        with; what came before that is given first."""
+        while not self._deltas and not self._has_ended:
+            await self._changed.wait()
+        if not self._deltas and self._failure is not None:
+            raise self._failure
+        deltas, self._deltas = self._deltas, []
+        return _joined(deltas) if len(deltas) > 1 else deltas
+
+    async def until_begun(self) -> None:
+        """Waits until there is something to fetch. Raises what the request failed with before that."""
+        while not self._deltas and not self._has_ended:
+            await self._changed.wait()
+        if not self._deltas and self._failure is not None:
+            raise self._failure
+
+    async def answers(self) -> list[Answer]:
+        """All answers, when they are there. Nothing else may have fetched deltas."""
+        all_deltas: list[CompletionDelta] = []
+        while deltas := await self.next():
+            all_deltas += deltas
+        return answers_of(all_deltas, self._request.n)
+
+    async def run(self) -> None:
+        """For ``completing``."""
+        try:
+            context = self._generator.open(self._request.cache_salt)
+            contexts = [context]
+            try:
+                await self._fill(context)
+                if self._request.n > 1:
+                    # Whoever comes first computes the prompt; a request of its own for that would make it
+                    # look cached to all of them.
+                    contexts += await self._generator.fork(context, self._request.n - 1, ahead=False)
+                async with open_task_group() as group:
+                    for index, one in enumerate(contexts):
+                        group.start_soon(self._answer, index, one)
+            finally:
+                for one in contexts:
+                    self._generator.free(one)
+        except Exception as error:
+            self._failure = error
+        self._has_ended = True
+        self._changed.set()
+
+    async def _fill(self, context: EngineContext) -> None:
+        prompt = self._request.prompt
+        if isinstance(prompt, str):
+            # All of it is the client's, marks included: there is no content here to be told from markup.
+            encode = self._generator.tokenizer.encode_markup
+            if len(prompt) > MAX_INLINE_CHARS:
+                token_ids = await anyio.to_thread.run_sync(encode, prompt)
+            else:
+                token_ids = encode(prompt)
+            context.tokens.generated(token_ids, prompt)
+        elif isinstance(prompt, TokenIds):
+            self._generator.check_ids(prompt.ids)
+            context.tokens.only(prompt.ids)
+        else:
+            self._fill_turns(context, prompt)
+
+    def _fill_turns(self, context: EngineContext, messages: Sequence[Message]) -> None:
+        for number, message in enumerate(messages):
+            self._generator.begin_role(context, message.role)
+            self._generator.fill(context, message.content)
+            if number == len(messages) - 1 and message.role == "assistant":
+                return  # it goes on
+            self._generator.end_role(context)
+        self._generator.begin_role(context, "assistant")
+
+    async def _answer(self, index: int, context: EngineContext) -> None:
+        params = self._params(index)
+        told = self._told(params)
+        num_chars = 0
+
+        def hear(progress: Progress) -> None:
+            nonlocal num_chars
+            num_chars += len(progress.text)
+            tokens: Sequence[ToldToken] = ()
+            if told is not None:
+                tokens = told.push(progress)
+            if progress.text or tokens:
+                self._add(TextDelta(index, progress.text, tuple(tokens)))
+
+        end = await self._generator.complete(context, params, hear, self._request.constraint)
+        rest = end.text[num_chars:]
+        tokens = told.finish(end) if told is not None else ()
+        if rest or tokens:
+            self._add(TextDelta(index, rest, tuple(tokens)))
+        self._add(_ended(index, end))
+
+    def _told(self, params: SamplingParams) -> ToldTokens | None:
+        if not params.wants_logprobs:
+            return None
+        is_constrained = self._request.constraint is not None
+        return ToldTokens(self._generator.tokenizer, params, is_constrained=is_constrained)
+
+    def _params(self, index: int) -> SamplingParams:
+        seed = (self._seed + index * _SEED_STEP) % 2**63
+        return msgspec.structs.replace(self._request.params, seed=seed)
+
+    def _add(self, delta: CompletionDelta) -> None:
+        self._deltas.append(delta)
+        self._changed.set()
+        self._changed = anyio.Event()
+
+
+@asynccontextmanager
+async def completing(generator: EngineGenerator, request: CompletionRequest) -> AsyncIterator[Completion]:
+    """Runs the request while the scope lasts. ``BadArgument`` for parameters that are wrong."""
+    request.params.check()
+    if request.constraint is not None:
+        request.constraint.check()
+    completion = Completion(generator, request)
+    async with open_task_group() as group:
+        group.start_soon(completion.run)
+        yield completion
+        group.cancel_scope.cancel()
+
+
+def answers_of(deltas: Sequence[CompletionDelta], n: int) -> list[Answer]:
+    """The ``n`` answers that the deltas make up."""
+    return [_answer_of([delta for delta in deltas if delta.index == index]) for index in range(n)]
+
+
+def _answer_of(deltas: Sequence[CompletionDelta]) -> Answer:
+    texts: list[str] = []
+    tokens: list[ToldToken] = []
+    calls: list[tuple[ToolCallBegun, list[str]]] = []
+    end: AnswerEnded | None = None
+    for delta in deltas:
+        match delta:
+            case TextDelta():
+                texts.append(delta.text)
+                tokens += delta.tokens
+            case ToolCallBegun():
+                calls.append((delta, []))
+            case ToolArguments():
+                calls[delta.call][1].append(delta.text)
+            case AnswerEnded():
+                end = delta
+    assert end is not None
+    called = tuple(CalledTool(begun.id, begun.name, "".join(parts)) for begun, parts in calls)
+    return Answer("".join(texts), called, tuple(tokens), end.finish_reason, end.usage, end.stop)
+
+
+def _joined(deltas: Sequence[CompletionDelta]) -> list[CompletionDelta]:
+    """Deltas of the same text that follow each other, put together."""
+    joined: list[CompletionDelta] = []
+    last: dict[int, int] = {}  # of each answer the place of its last delta
+    for delta in deltas:
+        place = last.get(delta.index)
+        before = None if place is None else joined[place]
+        if isinstance(delta, TextDelta) and isinstance(before, TextDelta) and place is not None:
+            joined[place] = TextDelta(delta.index, before.text + delta.text, before.tokens + delta.tokens)
+        elif isinstance(delta, ToolArguments) and isinstance(before, ToolArguments) and place is not None:
+            joined[place] = ToolArguments(delta.index, delta.call, before.text + delta.text)
+        else:
+            last[delta.index] = len(joined)
+            joined.append(delta)
+    return joined
+
+
+def _ended(index: int, end: Finished) -> AnswerEnded:
+    reason: FinishReason = "length" if end.finish_reason == "length" else "stop"
+    usage = Usage(end.prompt_tokens, end.cached_tokens, end.output_tokens)
+    return AnswerEnded(index, reason, usage, end.stopped_by)

@@ -1,0 +1,64 @@
+"""How a refusal looks over HTTP: which status an error has, and its name in the APIs' error bodies.
+
+docs/errors.md lists what comes of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from agentflow.errors import (
+    AgentflowError,
+    BadArgument,
+    EngineFailed,
+    FrameTooLarge,
+    NotAuthorized,
+    NotSupported,
+    Overloaded,
+    PromptTooLong,
+    RateLimited,
+    RequestRefused,
+    UnknownModel,
+)
+
+# Where a limit is reached and nobody can say for how long.
+RETRY_AFTER_S = 1.0
+
+_STATUS_AND_CODE: dict[type[AgentflowError], tuple[int, str]] = {
+    BadArgument: (400, "invalid_value"),
+    NotSupported: (400, "unsupported"),
+    PromptTooLong: (400, "context_length_exceeded"),
+    RequestRefused: (400, "request_refused"),
+    NotAuthorized: (401, "invalid_api_key"),
+    UnknownModel: (404, "model_not_found"),
+    FrameTooLarge: (413, "request_too_large"),
+    RateLimited: (429, "rate_limit_exceeded"),
+    EngineFailed: (500, "engine_failed"),
+    Overloaded: (503, "overloaded"),
+}
+
+
+@dataclass(eq=False)
+class Refusal(Exception):
+    """An answer that is an error. ``code``: our name for its cause; ``param``: the field of the request
+    that is wrong, where it is one; ``retry_after_s``: when to try again, where that helps."""
+
+    status: int
+    code: str
+    message: str
+    param: str | None = None
+    retry_after_s: float | None = None
+
+
+def refusal_of(error: Exception) -> Refusal:
+    """What a client is told of an error. Of a fault of the server's own it learns no more than that."""
+    if isinstance(error, Refusal):
+        return error
+    for kind in type(error).__mro__:
+        if kind in _STATUS_AND_CODE:
+            status, code = _STATUS_AND_CODE[kind]
+            retry_after_s = getattr(error, "retry_after_s", None)
+            if status in (429, 503):
+                retry_after_s = retry_after_s or RETRY_AFTER_S
+            return Refusal(status, code, str(error), retry_after_s=retry_after_s)
+    return Refusal(500, "internal_error", "the server failed to answer this request; its log says why")

@@ -1,0 +1,137 @@
+"""The models that a server has, by name; each with an engine, a KV pool and a radix tree of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, Protocol, TypeAlias
+
+from agentflow.errors import UnknownModel
+from agentflow.generator import Generator
+from agentflow.server.chat_template import ChatTemplate
+from agentflow.server.constraint_compiler import CompileCounts, ConstraintCompiler
+from agentflow.server.engine_client import EngineClient
+from agentflow.server.engine_generator import EngineGenerator
+from agentflow.server.tenant import RequestGate, Tenant
+
+
+class Model(Protocol):
+    """One model. ``created_s``: since when it is served (Unix time)."""
+
+    name: str
+    created_s: int
+
+    def generator(self, tenant: Tenant) -> Generator[Any]:
+        """The tenant's. The same tenant gets the same one each time."""
+
+    async def until_idle(self) -> None:
+        """Returns when nobody waits for anything that it generates."""
+
+
+class EngineModel:
+    """A model on an engine. ``gate``: what its tenants' requests pass through."""
+
+    def __init__(
+        self,
+        name: str,
+        client: EngineClient,
+        template: ChatTemplate,
+        *,
+        compiler: ConstraintCompiler | None = None,
+        gate: RequestGate | None = None,
+    ) -> None:
+        self.name = name
+        self.created_s = int(time.time())
+        self.client = client
+        self._template = template
+        self._compiler = compiler
+        self._gate = gate
+        self._generators: dict[Tenant, EngineGenerator] = {}
+
+    def generator(self, tenant: Tenant) -> EngineGenerator:
+        generator = self._generators.get(tenant)
+        if generator is None:
+            generator = self._generators[tenant] = EngineGenerator(
+                self.client,
+                self._template,
+                name=self.name,
+                tenant=tenant,
+                gate=self._gate,
+                compiler=self._compiler,
+            )
+        return generator
+
+    async def until_idle(self) -> None:
+        await self.client.until_idle()
+
+
+class OneGenerator:
+    """A model that is a generator of any kind, the same for all tenants."""
+
+    def __init__(self, generator: Generator[Any]) -> None:
+        self.name = generator.capabilities.model
+        self.created_s = int(time.time())
+        self._generator = generator
+
+    def generator(self, tenant: Tenant) -> Generator[Any]:
+        return self._generator
+
+    async def until_idle(self) -> None:
+        """At once: it does not say whether it is busy."""
+
+
+class Models:
+    """At least one; the first is the default. ``compiler``: of the constraints of all."""
+
+    def __init__(self, models: Sequence[Model], compiler: ConstraintCompiler | None = None) -> None:
+        self._models = {model.name: model for model in models}
+        self._compiler = compiler
+
+    def __iter__(self) -> Iterator[Model]:
+        return iter(self._models.values())
+
+    def find(self, name: str | None, tenant: Tenant) -> Model:
+        """The model of this name, or the tenant's first one. ``UnknownModel``, also where the tenant may not
+        use it."""
+        seen = self.seen_by(tenant)
+        if name is None:
+            if not seen:
+                raise UnknownModel("this API key allows no model")
+            return seen[0]
+        for model in seen:
+            if model.name == name:
+                return model
+        known = ", ".join(model.name for model in seen) or "none"
+        raise UnknownModel(f"there is no model {name[:200]!r} here (there are: {known})")
+
+    def seen_by(self, tenant: Tenant) -> list[Model]:
+        """Those that the tenant may use."""
+        return [model for model in self if tenant.may_use(model.name)]
+
+    @property
+    def compile_counts(self) -> CompileCounts:
+        """Of the compiler."""
+        return CompileCounts() if self._compiler is None else self._compiler.counts
+
+    async def until_idle(self) -> None:
+        """Returns when no model is asked for anything."""
+        for model in self:
+            await model.until_idle()
+
+
+OpenModels: TypeAlias = Callable[[], AbstractAsyncContextManager[Models]]
+
+
+def one_model(open_generator: Callable[[], AbstractAsyncContextManager[Generator[Any]]]) -> OpenModels:
+    """A server's models where there is one, of any kind.
+
+    >>> app = create_app(one_model(open_generator))
+    """
+
+    @asynccontextmanager
+    async def open_models() -> AsyncIterator[Models]:
+        async with open_generator() as generator:
+            yield Models([OneGenerator(generator)])
+
+    return open_models

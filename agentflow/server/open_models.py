@@ -1,0 +1,78 @@
+"""From options to a server's running models: each in a process of its own, within the memory there is."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from agentflow.errors import BadArgument
+from agentflow.sampling import SamplingParams
+from agentflow.server.chat_template import ChatTemplate
+from agentflow.server.constraint_compiler import constraint_compiler
+from agentflow.server.engine_client import EngineClient
+from agentflow.server.limits import CompileLimits
+from agentflow.server.local_engine import EngineOptions, open_engine
+from agentflow.server.memory_shares import memory_need, share_memory
+from agentflow.server.model_store import resolve_model
+from agentflow.server.models import EngineModel, Models
+from agentflow.server.simulator.workload import open_sink, workload_name
+from agentflow.server.tenant import RequestGate
+from agentflow.server.workload_recording import recording
+
+MEMORY_SHARE = 0.8
+_WARM_UP = SamplingParams(max_tokens=2, ignore_eos=True)
+
+
+@asynccontextmanager
+async def open_models(
+    models: Mapping[str, EngineOptions],
+    *,
+    memory_share: float = MEMORY_SHARE,
+    compile_limits: CompileLimits | None = None,
+    gate: RequestGate | None = None,
+    record_to: Path | None = None,
+) -> AsyncIterator[Models]:
+    """The models by the names that clients know them by, warmed up. ``gate``: what tenants' requests pass
+    through. ``record_to``: a file for the workload of the only model. ``BadArgument`` and ``ModelError``
+    before anything is loaded."""
+    if record_to is not None and len(models) > 1:
+        raise BadArgument("a workload is recorded of one model: serve only that one, or record nothing")
+    folders = {name: resolve_model(options.model) for name, options in models.items()}
+    sized = _sized(models, folders, memory_share)
+    templates = {name: ChatTemplate.from_folder(folder) for name, folder in folders.items()}
+    async with AsyncExitStack() as stack:
+        sink = None if record_to is None else stack.enter_context(open_sink(record_to))
+        # First: its process loads while the models do, and takes only what they leave.
+        compiler = await stack.enter_async_context(constraint_compiler(limits=compile_limits))
+        opened: list[EngineModel] = []
+        for name, options in sized.items():
+            client = await stack.enter_async_context(open_engine(options))
+            await _warm_up(client)
+            if record_to is not None and sink is not None:
+                await stack.enter_async_context(recording(client, sink, name=workload_name(record_to)))
+            opened.append(EngineModel(name, client, templates[name], compiler=compiler, gate=gate))
+        yield Models(opened, compiler)
+
+
+def _sized(
+    models: Mapping[str, EngineOptions], folders: Mapping[str, Path], memory_share: float
+) -> dict[str, EngineOptions]:
+    import psutil
+
+    needs = [
+        memory_need(name, folders[name], options.dtype, options.kv_tokens) for name, options in models.items()
+    ]
+    shares = share_memory(needs, int(psutil.virtual_memory().available * memory_share))
+    return {
+        name: replace(options, model=str(folders[name]), kv_tokens=shares[name], own_process=True)
+        for name, options in models.items()
+    }
+
+
+async def _warm_up(client: EngineClient) -> None:
+    """A first request pays for what is made at first use; that shall be no client's."""
+    tokenizer = client.tokenizer
+    prompt = [*tokenizer.prefix_ids, *tokenizer.encode("Once upon a time")]
+    await client.generate(prompt, _WARM_UP, seed=0)

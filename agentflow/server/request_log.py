@@ -1,0 +1,46 @@
+"""What the log says of HTTP requests: who asked for what and how it went, and never what was said."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass
+
+logger = logging.getLogger("agentflow.requests")
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request. ``error``: the code of its refusal, or ``client_gone``."""
+
+    id: str
+    method: str
+    path: str
+    status: int = 0
+    took_s: float = 0.0
+    tenant: str = ""
+    model: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    is_streamed: bool = False
+    error: str | None = None
+
+
+def log_request(record: RequestRecord) -> None:
+    """One line, with all fields as ``extra`` for a structured format."""
+    if logger.isEnabledFor(logging.INFO):
+        logger.info(
+            "%s %s %d %.3fs tenant=%s model=%s in=%d cached=%d out=%d id=%s%s",
+            record.method,
+            record.path,
+            record.status,
+            record.took_s,
+            record.tenant or "-",
+            record.model or "-",
+            record.prompt_tokens,
+            record.cached_tokens,
+            record.output_tokens,
+            record.id,
+            "" if record.error is None else f" error={record.error}",
+            extra={"request": asdict(record)},
+        )

@@ -1,0 +1,64 @@
+"""What a running server consists of, for all that answers its requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+
+from agentflow.errors import Overloaded
+from agentflow.server.limits import HttpLimits, ServerLimits
+from agentflow.server.models import Models
+from agentflow.server.sessions import Sessions
+from agentflow.server.tenant import Tenants
+
+
+class CallsInFlight:
+    """Counts what is being answered."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self._none = anyio.Event()
+
+    def __enter__(self) -> None:
+        self.num += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.num -= 1
+        if self.num == 0:
+            self._none.set()
+            self._none = anyio.Event()
+
+    async def until_none(self) -> None:
+        """Returns when nothing is being answered."""
+        while self.num:
+            await self._none.wait()
+
+
+@dataclass(eq=False)
+class Service:
+    """``is_draining``: the server ends; what runs may finish, and nothing new is taken."""
+
+    models: Models
+    sessions: Sessions[Any]
+    tenants: Tenants
+    limits: ServerLimits
+    http_limits: HttpLimits
+    calls: CallsInFlight = field(default_factory=CallsInFlight)
+    is_draining: bool = False
+
+    def check_open(self) -> None:
+        """``Overloaded`` while it ends."""
+        if self.is_draining:
+            error = Overloaded("the server is shutting down")
+            error.retry_after_s = 1.0
+            raise error
+
+    async def drain(self, drain_s: float) -> bool:
+        """Takes nothing new, and returns when all is answered, or after ``drain_s`` (False)."""
+        self.is_draining = True
+        with anyio.move_on_after(drain_s) as scope:
+            await self.calls.until_none()
+            await self.models.until_idle()
+        return not scope.cancelled_caught

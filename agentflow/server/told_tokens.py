@@ -1,0 +1,74 @@
+"""Log-probabilities as they stream: each token is told with the text that it is part of.
+
+A token may end with half a character, or be held back because a stop could begin in its text. It is told
+once all of its text is. Under a constraint tokens can still be replaced by others for the same text, so
+there they are told at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agentflow.sampling import SamplingParams
+from agentflow.server.completion_request import ToldToken
+from agentflow.server.core.request import TopTokens
+from agentflow.server.engine_messages import Finished, Progress
+from agentflow.server.tokenizer import Tokenizer
+
+
+class ToldTokens:
+    """Those of one answer. ``is_constrained``: nothing is told before the end."""
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, *, is_constrained: bool) -> None:
+        self._tokenizer = tokenizer
+        self._num_top = params.top_logprobs
+        self._is_constrained = is_constrained
+        self._waiting: list[ToldToken] = []
+        self._num_told = 0
+        self._num_bytes_given = 0  # of the text
+        self._num_bytes_told = 0  # of the tokens
+
+    def push(self, progress: Progress) -> list[ToldToken]:
+        """The tokens whose text is given with this step's."""
+        if self._is_constrained:
+            return []
+        tops: Sequence[TopTokens | None] = progress.top_logprobs or [None] * len(progress.token_ids)
+        for token_id, logprob, top in zip(progress.token_ids, progress.logprobs, tops, strict=True):
+            self._waiting.append(self._told(token_id, logprob, top))
+        self._num_bytes_given += len(progress.text.encode())
+        told: list[ToldToken] = []
+        for token in self._waiting:
+            if self._num_bytes_told + len(token.raw) > self._num_bytes_given:
+                break
+            self._num_bytes_told += len(token.raw)
+            told.append(token)
+        del self._waiting[: len(told)]
+        self._num_told += len(told)
+        return told
+
+    def finish(self, end: Finished) -> list[ToldToken]:
+        """The tokens that are left."""
+        start = self._num_told
+        tops = end.top_logprobs or [None] * len(end.token_ids)
+        return [
+            self._told(token_id, logprob, top)
+            for token_id, logprob, top in zip(
+                end.token_ids[start:], end.logprobs[start:], tops[start:], strict=True
+            )
+        ]
+
+    def _told(self, token_id: int, logprob: float | None, top: TopTokens | None) -> ToldToken:
+        likeliest: Sequence[tuple[int, float]] = () if top is None else top
+        return ToldToken(
+            token_id,
+            self._text(token_id),
+            self._tokenizer.token_bytes(token_id),
+            logprob,
+            tuple(
+                ToldToken(other, self._text(other), self._tokenizer.token_bytes(other), value)
+                for other, value in likeliest[: self._num_top]
+            ),
+        )
+
+    def _text(self, token_id: int) -> str:
+        return self._tokenizer.decode([token_id], skip_special=False, continues=True)

@@ -1,0 +1,263 @@
+"""Completions: what a request gives as deltas and as answers, against the engine asked directly."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+from fake_engine import TEMPLATE, TOKENIZER, FakeEngine
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentflow.constraint import Constraint
+from agentflow.errors import BadArgument, NotSupported, PromptTooLong
+from agentflow.generator import Usage
+from agentflow.sampling import SamplingParams
+from agentflow.server import completion as completion_module
+from agentflow.server.chat_message import Message
+from agentflow.server.completion import answers_of, completing
+from agentflow.server.completion_request import (
+    AnswerEnded,
+    CompletionRequest,
+    TextDelta,
+    TokenIds,
+    ToolArguments,
+    ToolCallBegun,
+)
+from agentflow.server.constraint_compiler import constraint_compiler
+from agentflow.server.engine_generator import MAX_INLINE_CHARS, EngineGenerator
+
+pytestmark = pytest.mark.anyio
+
+ASK = (Message("system", "Be brief."), Message("user", "What do plants do?"))
+SAMPLED = SamplingParams(max_tokens=24, temperature=1.0, seed=3)
+
+
+@asynccontextmanager
+async def generator_on(engine: FakeEngine) -> AsyncIterator[EngineGenerator]:
+    async with engine.open_client() as client:
+        yield EngineGenerator(client, TEMPLATE)
+        await engine.assert_idle()
+
+
+async def ask(generator: EngineGenerator, request: CompletionRequest):
+    async with completing(generator, request) as completion:
+        return await completion.answers()
+
+
+async def test_a_conversation_is_what_a_state_with_these_turns_is():
+    engine = FakeEngine()
+    async with generator_on(engine) as generator:
+        [answer] = await ask(generator, CompletionRequest(ASK, SAMPLED))
+        context = generator.open("")
+        for message in ASK:
+            generator.begin_role(context, message.role)
+            generator.fill(context, message.content)
+            generator.end_role(context)
+        generator.begin_role(context, "assistant")
+        end = await generator.generate(context, SAMPLED, lambda text: None)
+        generator.free(context)
+    assert answer.text == end.text
+    assert answer.finish_reason == "length"
+    assert answer.usage.prompt_tokens == end.usage.prompt_tokens
+    assert answer.usage.output_tokens == 24
+
+
+async def test_a_last_turn_of_the_assistant_goes_on():
+    engine = FakeEngine()
+    async with generator_on(engine) as generator:
+        prompts = []
+        generator.observe(SentPrompts(prompts))
+        await ask(generator, CompletionRequest((*ASK, Message("assistant", "They turn")), SAMPLED))
+        await ask(generator, CompletionRequest(ASK, SAMPLED))
+    assert prompts[0][: len(prompts[1])] == prompts[1]
+    assert TOKENIZER.decode(prompts[0][len(prompts[1]) :], continues=True) == "They turn"
+
+
+class SentPrompts:
+    def __init__(self, prompts: list[list[int]]) -> None:
+        self.prompts = prompts
+
+    def sent(self, submit) -> None:
+        self.prompts.append([*submit.token_ids])
+
+    def heard(self, messages) -> None:
+        pass
+
+
+@pytest.mark.parametrize("num_chars", [30, MAX_INLINE_CHARS + 1])
+async def test_in_a_plain_text_special_tokens_count(num_chars):
+    text = "<|im_start|>user\n" + "x" * num_chars
+    engine = FakeEngine()
+    async with generator_on(engine) as generator:
+        prompts = []
+        generator.observe(SentPrompts(prompts))
+        if num_chars > 1000:
+            with pytest.raises(PromptTooLong):
+                await ask(generator, CompletionRequest(text, SAMPLED))
+        else:
+            await ask(generator, CompletionRequest(text, SAMPLED))
+    assert prompts == [TOKENIZER.encode_markup(text)]
+
+
+async def test_ids_are_the_prompt_as_they_are():
+    engine = FakeEngine()
+    async with generator_on(engine) as generator:
+        prompts = []
+        generator.observe(SentPrompts(prompts))
+        await ask(generator, CompletionRequest(TokenIds((5, 6, 7)), SAMPLED, n=2))
+        for wrong in (-1, TOKENIZER.vocab_size):
+            with pytest.raises(BadArgument, match=f"{wrong} is no token of this model: its ids are 0 to"):
+                await ask(generator, CompletionRequest(TokenIds((5, wrong)), SAMPLED))
+    assert prompts == [[5, 6, 7], [5, 6, 7]]
+
+
+async def test_several_answers_are_a_fork_of_one_prompt():
+    engine = FakeEngine()
+    async with generator_on(engine) as generator:
+        request = CompletionRequest(ASK, SAMPLED, n=3)
+        answers = await ask(generator, request)
+        stats = await generator.stats()
+        again = await ask(generator, request)
+        [alone] = await ask(generator, CompletionRequest(ASK, SAMPLED))
+    num_prompt = answers[0].usage.prompt_tokens
+    assert [answer.text for answer in answers] == [answer.text for answer in again]
+    assert answers[0].text == alone.text
+    # The prompt is computed once, and whoever computed it does not call it cached.
+    assert stats.computed_tokens < 2 * num_prompt + 3 * 24
+    assert min(answer.usage.cached_tokens for answer in answers) < num_prompt // 2
+    assert max(answer.usage.cached_tokens for answer in answers) >= num_prompt - 1
+
+
+async def test_without_a_seed_answers_differ():
+    engine = FakeEngine()
+    async with generator_on(engine) as generator:
+        seeds = set()
+
+        class Seeds:
+            def sent(self, submit) -> None:
+                seeds.add(submit.seed)
+
+            def heard(self, messages) -> None:
+                pass
+
+        generator.observe(Seeds())
+        for _ in range(2):
+            await ask(generator, CompletionRequest(ASK, SamplingParams(max_tokens=2), n=2))
+    assert len(seeds) == 4
+
+
+async def test_log_probabilities_come_with_the_text_that_they_are_of():
+    engine = FakeEngine()
+    params = SamplingParams(max_tokens=40, logprobs=True, top_logprobs=2, seed=1, temperature=1.0)
+    async with generator_on(engine) as generator:
+        async with completing(generator, CompletionRequest(ASK, params)) as completion:
+            deltas = []
+            while batch := await completion.next():
+                deltas += batch
+        [answer] = answers_of(deltas, 1)
+    assert len(answer.tokens) == 40
+    assert b"".join(token.raw for token in answer.tokens).decode(errors="replace").startswith(answer.text)
+    assert all(len(token.top) == 2 and token.logprob is not None for token in answer.tokens)
+    told = b""
+    text = ""
+    for delta in deltas:
+        if isinstance(delta, TextDelta):
+            told += b"".join(token.raw for token in delta.tokens)
+            text += delta.text
+            if delta is not deltas[-2]:  # the last one also has the bytes that are no text
+                assert text.encode().startswith(told)
+
+
+async def test_a_stop_is_told():
+    engine = FakeEngine()
+    async with generator_on(engine) as generator:
+        [free] = await ask(generator, CompletionRequest(ASK, SAMPLED))
+        stop = free.text[6:9]
+        params = SamplingParams(max_tokens=24, temperature=1.0, seed=3, stop=("never", stop))
+        [answer] = await ask(generator, CompletionRequest(ASK, params))
+    assert (answer.finish_reason, answer.stop) == ("stop", stop)
+    assert answer.text == free.text[: free.text.index(stop)]
+
+
+async def test_under_a_constraint_tokens_are_told_at_the_end():
+    engine = FakeEngine()
+    params = SamplingParams(max_tokens=200, logprobs=True, seed=1)
+    request = CompletionRequest(ASK, params, constraint=Constraint("regex", "(yes|no), I mean [0-9]{3}"))
+    async with engine.open_client() as client, constraint_compiler() as compiler:
+        generator = EngineGenerator(client, TEMPLATE, compiler=compiler)
+        [answer] = await ask(generator, request)
+    assert b"".join(token.raw for token in answer.tokens).decode() == answer.text
+    assert answer.text.endswith(tuple("0123456789"))
+
+
+async def test_leaving_the_block_aborts_what_runs():
+    engine = FakeEngine()
+    async with generator_on(engine) as generator:
+        request = CompletionRequest(ASK, SamplingParams(max_tokens=900), n=3)
+        async with completing(generator, request) as completion:
+            await completion.next()
+        stats = await generator.stats()
+    assert (stats.running, stats.waiting, stats.held_slots) == (0, 0, 0)
+
+
+async def test_errors_are_raised_where_the_deltas_are_fetched():
+    engine = FakeEngine()
+    async with generator_on(engine) as generator:
+        too_long = CompletionRequest("x" * 3000, SAMPLED)
+        async with completing(generator, too_long) as completion:
+            with pytest.raises(PromptTooLong):
+                await completion.until_begun()
+            with pytest.raises(PromptTooLong):
+                await completion.next()
+        with pytest.raises(NotSupported, match="regex"):
+            await ask(generator, CompletionRequest(ASK, SAMPLED, constraint=Constraint("regex", "a")))
+        with pytest.raises(BadArgument, match="temperature"):
+            await ask(generator, CompletionRequest(ASK, SamplingParams(temperature=-1)))
+
+
+async def test_who_reads_slowly_gets_larger_deltas():
+    engine = FakeEngine()
+    request = CompletionRequest(ASK, SAMPLED, n=2)
+    async with generator_on(engine) as generator, completing(generator, request) as completion:
+        with anyio.fail_after(10):
+            while not completion._has_ended:
+                await anyio.lowlevel.checkpoint()
+        deltas = await completion.next()
+        assert await completion.next() == []
+    assert [type(delta) for delta in deltas].count(TextDelta) == 2
+    assert [type(delta) for delta in deltas].count(AnswerEnded) == 2
+
+
+ANSWER = st.lists(
+    st.one_of(
+        st.text(min_size=1, max_size=3),
+        st.lists(st.text(min_size=1, max_size=3), max_size=3).map(tuple),
+    ),
+    max_size=5,
+)
+
+
+@given(st.lists(ANSWER, min_size=1, max_size=3), st.randoms(use_true_random=False))
+async def test_deltas_put_together_are_the_same_answers(answers, random):
+    """Text, and calls with their arguments, of several answers mixed up."""
+    lines = []
+    for index, parts in enumerate(answers):
+        line = []
+        calls = 0
+        for part in parts:
+            if isinstance(part, str):
+                line.append(TextDelta(index, part))
+            else:
+                line.append(ToolCallBegun(index, calls, f"call_{calls}", "tool"))
+                line += [ToolArguments(index, calls, text) for text in part]
+                calls += 1
+        lines.append([*line, AnswerEnded(index, "stop", Usage())])
+    mixed = []
+    while any(lines):
+        mixed.append(random.choice([line for line in lines if line]).pop(0))
+    joined = completion_module._joined(mixed)
+    assert answers_of(joined, len(answers)) == answers_of(mixed, len(answers))
+    assert len(joined) <= len(mixed)
