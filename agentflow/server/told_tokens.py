@@ -7,6 +7,8 @@ there they are told at the end.
 
 from __future__ import annotations
 
+import codecs
+from collections import deque
 from collections.abc import Sequence
 
 from agentflow.sampling import SamplingParams
@@ -23,10 +25,11 @@ class ToldTokens:
         self._tokenizer = tokenizer
         self._num_top = params.top_logprobs
         self._is_constrained = is_constrained
-        self._waiting: list[ToldToken] = []
+        self._waiting: deque[tuple[int, ToldToken]] = deque()  # each with where its text ends
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._num_told = 0
-        self._num_bytes_given = 0  # of the text
-        self._num_bytes_told = 0  # of the tokens
+        self._num_chars_read = 0  # of the tokens
+        self._num_chars_given = 0  # of the text
 
     def push(self, progress: Progress) -> list[ToldToken]:
         """The tokens whose text is given with this step's."""
@@ -34,15 +37,13 @@ class ToldTokens:
             return []
         tops: Sequence[TopTokens | None] = progress.top_logprobs or [None] * len(progress.token_ids)
         for token_id, logprob, top in zip(progress.token_ids, progress.logprobs, tops, strict=True):
-            self._waiting.append(self._told(token_id, logprob, top))
-        self._num_bytes_given += len(progress.text.encode())
+            token = self._told(token_id, logprob, top)
+            self._num_chars_read += len(self._decoder.decode(token.raw))
+            self._waiting.append((self._num_chars_read, token))
+        self._num_chars_given += len(progress.text)
         told: list[ToldToken] = []
-        for token in self._waiting:
-            if self._num_bytes_told + len(token.raw) > self._num_bytes_given:
-                break
-            self._num_bytes_told += len(token.raw)
-            told.append(token)
-        del self._waiting[: len(told)]
+        while self._waiting and self._waiting[0][0] <= self._num_chars_given:
+            told.append(self._waiting.popleft()[1])
         self._num_told += len(told)
         return told
 
