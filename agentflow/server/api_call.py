@@ -87,9 +87,13 @@ class ApiCall:
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise Refusal(400, "invalid_json", f"the body is no valid JSON: {error}") from None
 
-    def generator(self, model: str | None) -> EngineGenerator:
-        """The tenant's generator on the model. ``UnknownModel``."""
-        generator = self.service.models.find(model, self.tenant).generator(self.tenant)
+    def generator(self, model: str | None, *, to_generate: bool = True) -> EngineGenerator:
+        """The tenant's generator on the model. ``UnknownModel``; ``Overloaded`` where what it generates would
+        come too late."""
+        found = self.service.models.find(model, self.tenant)
+        if to_generate:
+            found.check_admission(self.tenant)
+        generator = found.generator(self.tenant)
         if not isinstance(generator, EngineGenerator):
             raise Refusal(400, "unsupported", f"{model!r} answers in sessions only: it has no engine")
         self.record.model = generator.capabilities.model

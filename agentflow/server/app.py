@@ -11,8 +11,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.applications import Starlette
@@ -41,25 +42,31 @@ from agentflow.server.tenant import Anybody, Tenant, Tenants
 from agentflow.server.ws_session import WsSession
 
 
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may use the server. ``cors_origins``: pages that may, beside its own. ``allowed_hosts``: names that
+    it is known by; None: any."""
+
+    tenants: Tenants = field(default_factory=Anybody)
+    cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] | None = None
+
+
 def create_app(
     open_models: OpenModels,
     limits: ServerLimits | None = None,
     *,
     http_limits: HttpLimits | None = None,
-    tenants: Tenants | None = None,
-    cors_origins: Sequence[str] = (),
-    allowed_hosts: Sequence[str] | None = None,
+    access: Access | None = None,
 ) -> Starlette:
-    """The application. Its lifespan opens the models and holds the sessions (``app.state.service``).
-    ``cors_origins``: pages that may use it, beside its own. ``allowed_hosts``: names that it is known by;
-    None: any."""
-    limits = limits or ServerLimits()
+    """The application. Its lifespan opens the models and holds the sessions (``app.state.service``)."""
+    limits, access = limits or ServerLimits(), access or Access()
     metrics = ServerMetrics()
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with open_models() as models, open_sessions(limits) as sessions:
-            service = Service(models, sessions, tenants or Anybody(), limits, http_limits or HttpLimits())
+            service = Service(models, sessions, access.tenants, limits, http_limits or HttpLimits())
             app.state.service = service
             metrics.watch(models)
             try:
@@ -74,14 +81,15 @@ def create_app(
         Route("/health/ready", ready),
         Route("/metrics", _metrics),
     ]
-    guard = Middleware(BrowserGuard, origins=cors_origins, hosts=allowed_hosts)
+    origins = access.cors_origins
+    guard = Middleware(BrowserGuard, origins=origins, hosts=access.allowed_hosts)
     cors = Middleware(
-        CORSMiddleware, allow_origins=cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+        CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"]
     )
     app = Starlette(
         routes=routes,
         lifespan=lifespan,
-        middleware=[cors, guard] if cors_origins else [guard],
+        middleware=[cors, guard] if origins else [guard],
         exception_handlers={HTTPException: _not_here},
     )
     app.state.service = None

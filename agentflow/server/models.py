@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeAlias
 
 from agentflow.errors import UnknownModel
 from agentflow.generator import Generator
+from agentflow.server.admission import Admission
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.constraint_compiler import CompileCounts, ConstraintCompiler
 from agentflow.server.engine_client import EngineClient
@@ -25,12 +26,16 @@ class Model(Protocol):
     def generator(self, tenant: Tenant) -> Generator[Any]:
         """The tenant's. The same tenant gets the same one each time."""
 
+    def check_admission(self, tenant: Tenant) -> None:
+        """``Overloaded`` where a request that came now would wait too long."""
+
     async def until_idle(self) -> None:
         """Returns when nobody waits for anything that it generates."""
 
 
 class EngineModel:
-    """A model on an engine. ``gate``: what its tenants' requests pass through."""
+    """A model on an engine. ``gate``: what its tenants' requests pass through. ``max_wait_s``: what a request
+    over HTTP may expect to wait; None: any time."""
 
     def __init__(
         self,
@@ -40,6 +45,7 @@ class EngineModel:
         *,
         compiler: ConstraintCompiler | None = None,
         gate: RequestGate | None = None,
+        max_wait_s: float | None = None,
     ) -> None:
         self.name = name
         self.created_s = int(time.time())
@@ -47,6 +53,8 @@ class EngineModel:
         self._template = template
         self._compiler = compiler
         self._gate = gate
+        self._admission = Admission(max_wait_s)
+        client.observe(self._admission)
         self._generators: dict[Tenant, EngineGenerator] = {}
 
     def generator(self, tenant: Tenant) -> EngineGenerator:
@@ -62,6 +70,10 @@ class EngineModel:
             )
         return generator
 
+    def check_admission(self, tenant: Tenant) -> None:
+        """``Overloaded`` where a request that came now would wait too long."""
+        self._admission.check(tenant.name)
+
     async def until_idle(self) -> None:
         await self.client.until_idle()
 
@@ -76,6 +88,9 @@ class OneGenerator:
 
     def generator(self, tenant: Tenant) -> Generator[Any]:
         return self._generator
+
+    def check_admission(self, tenant: Tenant) -> None:
+        """Takes anything."""
 
     async def until_idle(self) -> None:
         """At once: it does not say whether it is busy."""

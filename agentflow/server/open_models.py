@@ -32,11 +32,12 @@ async def open_models(
     memory_share: float = MEMORY_SHARE,
     compile_limits: CompileLimits | None = None,
     gate: RequestGate | None = None,
+    max_wait_s: float | None = None,
     record_to: Path | None = None,
 ) -> AsyncIterator[Models]:
     """The models by the names that clients know them by, warmed up. ``gate``: what tenants' requests pass
-    through. ``record_to``: a file for the workload of the only model. ``BadArgument`` and ``ModelError``
-    before anything is loaded."""
+    through. ``max_wait_s``: what a request over HTTP may expect to wait. ``record_to``: a file for the
+    workload of the only model. ``BadArgument`` and ``ModelError`` before anything is loaded."""
     if record_to is not None and len(models) > 1:
         raise BadArgument("a workload is recorded of one model: serve only that one, or record nothing")
     folders = {name: resolve_model(options.model) for name, options in models.items()}
@@ -52,7 +53,10 @@ async def open_models(
             await _warm_up(client)
             if record_to is not None and sink is not None:
                 await stack.enter_async_context(recording(client, sink, name=workload_name(record_to)))
-            opened.append(EngineModel(name, client, templates[name], compiler=compiler, gate=gate))
+            model = EngineModel(
+                name, client, templates[name], compiler=compiler, gate=gate, max_wait_s=max_wait_s
+            )
+            opened.append(model)
         yield Models(opened, compiler)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -20,12 +22,15 @@ from starlette.applications import Starlette
 
 from agentflow.errors import PortInUse, ServerError
 from agentflow.protocol import DEFAULT_PORT
-from agentflow.server.app import create_app
-from agentflow.server.limits import ServerLimits
+from agentflow.server.app import Access, create_app
+from agentflow.server.http_protocol import TimedHttpProtocol
+from agentflow.server.limits import HttpLimits, ServerLimits
 from agentflow.server.models import OpenModels
 from agentflow.server.service import Service
 from agentflow.server.sessions import Sessions
 from agentflow.task_group import open_task_group
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_HOST = "127.0.0.1"
 # How long open connections may take to close when the server stops.
@@ -54,25 +59,49 @@ class RunningServer:
         return self.service.sessions
 
 
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Paths of PEM files: the server's certificate (with its chain) and key."""
+
+    certificate: Path
+    key: Path
+    key_password: str | None = None
+
+
 def serve(
     open_models: OpenModels,
     *,
     host: str = DEFAULT_HOST,
     port: int = DEFAULT_PORT,
     limits: ServerLimits | None = None,
+    http_limits: HttpLimits | None = None,
+    access: Access | None = None,
+    tls: Tls | None = None,
+    drain_s: float = 30.0,
 ) -> None:
-    """Serves until SIGINT or SIGTERM, and returns. Prints one line when it is ready.
+    """Serves until SIGINT or SIGTERM: then nothing new is taken, what runs may go on for ``drain_s``, and it
+    returns. A second signal ends it at once. Prints one line when it is ready.
 
     ``PortInUse`` when somebody else listens there, ``ServerError`` when the address cannot be had
     for another reason, and whatever ``open_models`` raises.
     """
 
     async def main() -> None:
-        with anyio.CancelScope() as scope, _signals_cancel(scope):
-            async with running_server(open_models, host=host, port=port, limits=limits) as server:
+        with anyio.CancelScope() as scope, _signals(scope) as is_asked_to_end:
+            async with running_server(
+                open_models,
+                host=host,
+                port=port,
+                limits=limits,
+                http_limits=http_limits,
+                access=access,
+                tls=tls,
+            ) as server:
                 names = ", ".join(model.name for model in server.service.models)
                 print(f"agentflow serves {names} at {server.url}", flush=True)
-                await anyio.sleep_forever()
+                await is_asked_to_end()
+                if not await server.service.drain(drain_s):
+                    logger.warning("after %g s requests still ran: they are cancelled", drain_s)
 
     anyio.run(main, backend="asyncio")  # uvicorn's event loop
 
@@ -84,18 +113,22 @@ async def running_server(
     host: str = DEFAULT_HOST,
     port: int = 0,
     limits: ServerLimits | None = None,
+    http_limits: HttpLimits | None = None,
+    access: Access | None = None,
+    tls: Tls | None = None,
 ) -> AsyncIterator[RunningServer]:
     """Serves while the scope lasts; needs asyncio. Port 0 takes a free one. No signal handlers."""
     limits = limits or ServerLimits()
     with contextlib.closing(listen(host, port)) as listener:
-        app = create_app(open_models, limits)
+        app = create_app(open_models, limits, http_limits=http_limits, access=access)
+        # Before the models: what is wrong with a certificate is told at once.
+        server = _UvicornServer(_config(app, limits, tls))
         # The lifespan runs here and not in uvicorn's own task: what it raises is raised here.
         async with app.router.lifespan_context(app), open_task_group() as group:
-            server = _UvicornServer(_config(app, limits))
             group.start_soon(server.run_shielded, listener)
             try:
                 await server.has_started.wait()
-                yield RunningServer(_url(listener), app)
+                yield RunningServer(_url(listener, is_secure=tls is not None), app)
             finally:
                 server.should_exit = True
 
@@ -130,9 +163,14 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _config(app: Starlette, limits: ServerLimits) -> uvicorn.Config:
-    return uvicorn.Config(
+def _config(app: Starlette, limits: ServerLimits, tls: Tls | None) -> uvicorn.Config:
+    config = uvicorn.Config(
         app,
+        http=TimedHttpProtocol,
+        limit_concurrency=2 * limits.max_connections,  # as many again as there may be websockets
+        ssl_certfile=None if tls is None else tls.certificate,
+        ssl_keyfile=None if tls is None else tls.key,
+        ssl_keyfile_password=None if tls is None else tls.key_password,
         lifespan="off",
         log_config=None,
         log_level="warning",
@@ -145,6 +183,11 @@ def _config(app: Starlette, limits: ServerLimits) -> uvicorn.Config:
         ws_ping_timeout=limits.ping_interval_s,
         timeout_graceful_shutdown=SHUTDOWN_S,
     )
+    try:
+        config.load()
+    except OSError as error:  # ssl.SSLError is one
+        raise ServerError(f"the TLS certificate or key cannot be used: {error}") from error
+    return config
 
 
 class _UvicornServer(uvicorn.Server):
@@ -169,11 +212,22 @@ class _UvicornServer(uvicorn.Server):
 
 
 @contextlib.contextmanager
-def _signals_cancel(scope: anyio.CancelScope) -> Iterator[None]:
-    """The first SIGINT or SIGTERM cancels ``scope``; a second one does what it did before."""
+def _signals(scope: anyio.CancelScope) -> Iterator[Callable[[], Awaitable[None]]]:
+    """Gives a function that returns at the first SIGINT or SIGTERM. The second one, or a first one before
+    that function is called, cancels ``scope``; a third one does what it did before."""
     loop = asyncio.get_running_loop()
+    is_asked = anyio.Event()
+    is_awaited = False
+
+    async def is_asked_to_end() -> None:
+        nonlocal is_awaited
+        is_awaited = True
+        await is_asked.wait()
 
     def stop(number: int, frame: FrameType | None) -> None:
+        if is_awaited and not is_asked.is_set():
+            loop.call_soon_threadsafe(is_asked.set)
+            return
         restore()
         loop.call_soon_threadsafe(scope.cancel)
 
@@ -183,11 +237,12 @@ def _signals_cancel(scope: anyio.CancelScope) -> Iterator[None]:
 
     previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield is_asked_to_end
     finally:
         restore()
 
 
-def _url(listener: socket.socket) -> str:
+def _url(listener: socket.socket, *, is_secure: bool) -> str:
     host, port = listener.getsockname()[:2]
-    return f"ws://[{host}]:{port}" if ":" in host else f"ws://{host}:{port}"
+    scheme = "wss" if is_secure else "ws"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

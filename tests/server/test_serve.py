@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -21,9 +22,10 @@ from agentflow import ops
 from agentflow.backends.remote import Remote
 from agentflow.errors import EngineFailed, PortInUse, ServerError, ServerLost, ServerUnreachable, UnknownModel
 from agentflow.generator import Generator
+from agentflow.server import http_protocol
 from agentflow.server.limits import ServerLimits
 from agentflow.server.models import one_model
-from agentflow.server.serve import listen, running_server, serve
+from agentflow.server.serve import Tls, listen, running_server, serve
 from agentflow.task_group import open_task_group
 
 TESTS = Path(__file__).parent.parent
@@ -138,6 +140,51 @@ async def test_signal_handlers_are_left_alone() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     async with running_server(one_model(Opening())):
         assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+# Silence, TLS
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("sent", [b"", b"GET /health/live HTTP/1.1\r\nHost:", b"\r\n"])
+async def test_who_connects_and_asks_for_nothing_is_cut_off(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_protocol, "HEADERS_TIMEOUT_S", 0.05)
+    async with running_server(one_model(Opening())) as server:
+        port = int(server.url.rpartition(":")[2])
+        async with await anyio.connect_tcp("127.0.0.1", port) as stream:
+            if sent:
+                await stream.send(sent)
+            with pytest.raises(anyio.EndOfStream):
+                await stream.receive()
+        # A request that is there in time is answered, and so is the next one on the same connection.
+        async with await anyio.connect_tcp("127.0.0.1", port) as stream:
+            for _ in range(2):
+                await stream.send(b"GET /health/live HTTP/1.1\r\nHost: here\r\n\r\n")
+                answer = b""
+                while b"live" not in answer:
+                    answer += await stream.receive()
+                assert answer.startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.anyio
+async def test_a_server_on_tls_is_reached_with_its_certificate(tmp_path: Path) -> None:
+    pem = TESTS / "frontend" / "localhost_for_tests.pem"
+    context = ssl.create_default_context(cafile=pem)
+    async with running_server(one_model(Opening()), tls=Tls(pem, pem)) as server:
+        assert server.url.startswith("wss://")
+        listener = Listener()
+        url = server.url.replace("127.0.0.1", "localhost")
+        async with Remote(url, ssl_context=context).connect(listener.deliver, listener.lost) as connection:
+            connection.send([ops.Open(1), ops.Text(1, ("hello",)), gen(1, 2)])
+            assert await listener.text(2) == "hello"
+    opening = Opening()
+    for wrong in (tmp_path / "none.pem", Path(__file__)):
+        with pytest.raises(ServerError, match="the TLS certificate or key cannot be used"):
+            async with running_server(one_model(opening), tls=Tls(wrong, wrong)):
+                pytest.fail("it started")
+    assert not opening.is_open
 
 
 # Addresses

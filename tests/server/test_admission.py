@@ -1,0 +1,154 @@
+"""Admission control: what it foresees against queues that are simulated to their end."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentflow.errors import Overloaded
+from agentflow.sampling import SamplingParams
+from agentflow.server.admission import MAX_IDLE_TENANTS, Admission
+from agentflow.server.engine_messages import Failed, Finished, Origin, Started, Submit
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def submit(request_id: int, tenant: str = "ann") -> Submit:
+    return Submit(request_id, [1], SamplingParams(), origin=Origin(tenant))
+
+
+def finished(request_id: int) -> Finished:
+    return Finished(request_id, [], "", "length", 3, 0, 1, [])
+
+
+def test_an_empty_queue_takes_anything():
+    admission = Admission(0.001, Clock())
+    admission.check("ann")
+    admission.sent(submit(1))
+    admission.heard([Started([1])])
+    admission.check("ann")
+
+
+@pytest.mark.parametrize("place_s", [0.05, 0.5, 3.0])
+def test_a_steady_queue_is_foreseen(place_s):
+    """One request starts each ``place_s``; two come in that time."""
+    clock = Clock()
+    admission = Admission(10.0, clock)
+    queue: list[int] = []
+    foreseen: dict[int, float] = {}
+    came: dict[int, float] = {}
+    errors: list[float] = []
+    refused = 0
+    for number in range(600):
+        for request_id in (2 * number, 2 * number + 1):
+            try:
+                admission.check("ann")
+            except Overloaded as error:
+                refused += error.retry_after_s >= 1
+                continue
+            foreseen[request_id], came[request_id] = admission.expected_wait_s("ann"), clock.now_s
+            admission.sent(submit(request_id))
+            queue.append(request_id)
+        clock.now_s += place_s
+        started = queue.pop(0)
+        admission.heard([Started([started])])
+        errors.append(foreseen[started] - (clock.now_s - came[started]))
+    assert refused > 300
+    assert len(queue) * place_s <= 10.0 + 2 * place_s
+    assert max(map(abs, errors[-50:])) <= 2 * place_s
+
+
+def test_other_tenants_are_not_refused_for_one_that_floods():
+    clock = Clock()
+    admission = Admission(5.0, clock)
+    for request_id in range(100):
+        admission.sent(submit(request_id, "flood"))
+    for request_id in range(10):
+        clock.now_s += 1
+        admission.heard([Started([request_id])])
+    with pytest.raises(Overloaded, match="would wait about 90 s, and 5 s are the limit"):
+        admission.check("flood")
+    admission.check("quiet")
+    admission.sent(submit(1000, "quiet"))
+    admission.check("quiet")
+
+
+def test_while_nothing_starts_the_oldest_shows_how_long_it_takes():
+    clock = Clock()
+    admission = Admission(10.0, clock)
+    admission.sent(submit(1))
+    admission.check("ann")
+    clock.now_s += 10.5
+    with pytest.raises(Overloaded):
+        admission.check("ann")
+    admission.heard([Failed(1, "cancelled", "")])
+    admission.check("ann")
+
+
+def test_without_a_limit_nothing_is_refused():
+    clock = Clock()
+    admission = Admission(None, clock)
+    for request_id in range(10):
+        admission.sent(submit(request_id))
+    clock.now_s += 1e6
+    admission.check("ann")
+
+
+def test_idle_tenants_are_forgotten():
+    admission = Admission(1.0, Clock())
+    for number in range(3 * MAX_IDLE_TENANTS):
+        admission.sent(submit(number, str(number)))
+        admission.heard([Started([number])])
+    assert len(admission._lines) <= MAX_IDLE_TENANTS
+    assert not admission._tenant_of
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["sent", "started", "finished", "failed"]),
+            st.integers(0, 8),
+            st.sampled_from(["ann", "ben"]),
+            st.floats(0, 5),
+        ),
+        max_size=40,
+    )
+)
+def test_what_waits_is_counted_whatever_happens(events):
+    """Against a plain set, with starts and ends of unknown requests and of those that started before."""
+    clock = Clock()
+    admission = Admission(1.0, clock)
+    waiting: dict[int, str] = {}
+    known: set[int] = set()
+    for what, request_id, tenant, passes_s in events:
+        clock.now_s += passes_s
+        if what == "sent":
+            if request_id in known:
+                continue
+            known.add(request_id)
+            waiting[request_id] = tenant
+            admission.sent(submit(request_id, tenant))
+        else:
+            waiting.pop(request_id, None)
+            message = {
+                "started": Started([request_id]),
+                "finished": finished(request_id),
+                "failed": Failed(request_id, "cancelled", ""),
+            }[what]
+            admission.heard([message])
+        for name in ("ann", "ben"):
+            expected = admission.expected_wait_s(name)
+            assert expected >= 0
+            assert math.isfinite(expected)
+            if name not in waiting.values():
+                assert expected == 0
+    assert set(admission._tenant_of) == set(waiting)
