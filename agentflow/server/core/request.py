@@ -22,6 +22,11 @@ Objective = Literal["latency", "throughput"]
 TopTokens = list[tuple[int, float]]
 """The likeliest tokens at one place with their log-probabilities, likeliest first."""
 
+MIN_SHARE, MAX_SHARE = 0.01, 100.0
+"""Of a tenant, against that of others."""
+MAX_PRIORITY = 10
+"""Of a request within its tenant; the lowest is -MAX_PRIORITY."""
+
 
 _NO_SLOTS: SlotArray = np.empty(0, dtype=np.int32)
 
