@@ -137,28 +137,67 @@ REFUSED = {
     "no table": ("[tenants]\nann = 3", r"tenants\.ann must be a table"),
     "no keys": ("[tenants.ann]\nshare = 1.0", r"tenants\.ann: .*missing required field `keys`"),
     "one key": (f'[tenants.ann]\nkeys = "{HASHED}"', r"tenants\.ann\.keys: Expected `array`, got `str`"),
-    "key in plain text": (f'[tenants.ann]\nkeys = ["{ANN}"]', r"tenants\.ann\.keys\[0\] is no hashed key.*sha256sum"),
+    "key in plain text": (
+        f'[tenants.ann]\nkeys = ["{ANN}"]',
+        r"tenants\.ann\.keys\[0\] is no hashed key.*sha256sum",
+    ),
     "half a hash": ('[tenants.ann]\nkeys = ["sha256:00"]', r"tenants\.ann\.keys\[0\] is no hashed key"),
-    "twice": (f'[tenants.ann]\nkeys = ["{HASHED}", "{HASHED}"]', r"ann\.keys\[1\] is the same key as tenants\.ann\.keys\[0\]"),
-    "two tenants": (f'[tenants.ann]\nkeys = ["{HASHED}"]\n[tenants.bob]\nkeys = ["{HASHED}"]', r"bob\.keys\[0\] is the same key as tenants\.ann"),
-    "unknown field": ("[tenants.ann]\nkeys = []\nshares = 1", r"tenants\.ann\.shares: there is no such field; there are: keys, share"),
-    "share of another type": ('[tenants.ann]\nkeys = []\nshare = "2"', r"tenants\.ann\.share: Expected `float`, got `str`"),
-    "share of nothing": ("[tenants.ann]\nkeys = []\nshare = 0", r"tenants\.ann\.share: Expected `float` >= 0\.01"),
-    "infinite share": ("[tenants.ann]\nkeys = []\nshare = inf", r"tenants\.ann\.share: Expected `float` <= 100"),
+    "twice": (
+        f'[tenants.ann]\nkeys = ["{HASHED}", "{HASHED}"]',
+        r"ann\.keys\[1\] is the same key as tenants\.ann\.keys\[0\]",
+    ),
+    "two tenants": (
+        f'[tenants.ann]\nkeys = ["{HASHED}"]\n[tenants.bob]\nkeys = ["{HASHED}"]',
+        r"bob\.keys\[0\] is the same key as tenants\.ann",
+    ),
+    "unknown field": (
+        "[tenants.ann]\nkeys = []\nshares = 1",
+        r"tenants\.ann\.shares: there is no such field; there are: keys, share",
+    ),
+    "share of another type": (
+        '[tenants.ann]\nkeys = []\nshare = "2"',
+        r"tenants\.ann\.share: Expected `float`, got `str`",
+    ),
+    "share of nothing": (
+        "[tenants.ann]\nkeys = []\nshare = 0",
+        r"tenants\.ann\.share: Expected `float` >= 0\.01",
+    ),
+    "infinite share": (
+        "[tenants.ann]\nkeys = []\nshare = inf",
+        r"tenants\.ann\.share: Expected `float` <= 100",
+    ),
     "share that is no number": ("[tenants.ann]\nkeys = []\nshare = nan", r"tenants\.ann\.share: "),
-    "half a request": ("[tenants.ann]\nkeys = []\nrequests_per_minute = 0.5", r"ann\.requests_per_minute: Expected `int \| null`"),
-    "no tokens": ("[tenants.ann]\nkeys = []\ntokens_per_minute = 0", r"ann\.tokens_per_minute: Expected `int` >= 1"),
-    "yes as a number": ("[tenants.ann]\nkeys = []\nmax_unfinished = true", r"ann\.max_unfinished: Expected `int \| null`, got `bool`"),
-    "no model": ("[tenants.ann]\nkeys = []\nmodels = []", r"tenants\.ann\.models: Expected `array` of length >= 1"),
-    "nameless model": ('[tenants.ann]\nkeys = []\nmodels = [""]', r"tenants\.ann\.models\[0\]: Expected `str` of length >= 1"),
-    "a number as yes": ("[tenants.ann]\nkeys = []\nsees_metrics = 1", r"tenants\.ann\.sees_metrics: Expected `bool`"),
+    "half a request": (
+        "[tenants.ann]\nkeys = []\nrequests_per_minute = 0.5",
+        r"ann\.requests_per_minute: Expected `int \| null`",
+    ),
+    "no tokens": (
+        "[tenants.ann]\nkeys = []\ntokens_per_minute = 0",
+        r"ann\.tokens_per_minute: Expected `int` >= 1",
+    ),
+    "yes as a number": (
+        "[tenants.ann]\nkeys = []\nmax_unfinished = true",
+        r"ann\.max_unfinished: Expected `int \| null`, got `bool`",
+    ),
+    "no model": (
+        "[tenants.ann]\nkeys = []\nmodels = []",
+        r"tenants\.ann\.models: Expected `array` of length >= 1",
+    ),
+    "nameless model": (
+        '[tenants.ann]\nkeys = []\nmodels = [""]',
+        r"tenants\.ann\.models\[0\]: Expected `str` of length >= 1",
+    ),
+    "a number as yes": (
+        "[tenants.ann]\nkeys = []\nsees_metrics = 1",
+        r"tenants\.ann\.sees_metrics: Expected `bool`",
+    ),
     "no name": ('[tenants.""]\nkeys = []', "a tenant's name is 1 to 64 printable characters"),
     "spaces": ('[tenants." "]\nkeys = []', "a tenant's name is 1 to 64 printable characters"),
     "line break": ('[tenants."a\\nb"]\nkeys = []', "a tenant's name is 1 to 64 printable characters"),
     "long name": (f"[tenants.{'n' * 65}]\nkeys = []", "a tenant's name is 1 to 64 printable characters"),
     "same tenant twice": ("[tenants.ann]\nkeys = []\n[tenants.ann]\nkeys = []", "this is no TOML: "),
     "deep": ("tenants = " + "[" * 100_000, "this is no TOML: "),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("text", "message"), REFUSED.values(), ids=REFUSED.keys())
