@@ -25,7 +25,8 @@ KEY_BYTES = 32
 DEFAULT_TENANT = Tenant("default", sees_metrics=True)
 """Whom the keys of the command line name."""
 
-_VISIBLE = re.compile(r"[!-~]+")
+# What goes through a header as it is.
+_API_KEY = re.compile(r"[!-~]([ -~]*[!-~])?")
 
 
 def new_key() -> tuple[str, str]:
@@ -122,6 +123,6 @@ class Tenants:
 
 
 def _hashed_argument(key: str) -> bytes:
-    if not _VISIBLE.fullmatch(key):
-        raise BadArgument("an API key is one or more visible characters of ASCII, without spaces")
+    if not _API_KEY.fullmatch(key):
+        raise BadArgument("an API key must be printable ASCII, not empty, and without spaces at its ends")
     return hashed_key(key).encode()

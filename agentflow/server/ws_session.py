@@ -24,6 +24,7 @@ from agentflow.errors import (
     FrameTooLarge,
     Overloaded,
     ProtocolError,
+    RateLimited,
 )
 from agentflow.events import ErrorInfo, Event
 from agentflow.generator import ContextT
@@ -61,6 +62,7 @@ CLOSE_CODES: dict[type[AgentflowError], int] = {
     FrameTooLarge: 1009,
     EngineFailed: 1011,
     Overloaded: 1013,
+    RateLimited: 1013,
 }
 OTHER_REFUSAL = 1008
 # What the websocket implementation closes with when the client broke the websocket protocol.
