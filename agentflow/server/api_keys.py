@@ -103,9 +103,17 @@ class Tenants:
             raise NotAuthorized("this API key is not known here")
         return found
 
+    def current(self, tenant: Tenant) -> Tenant:
+        """What the tenant of that name may use now; for whoever keeps a tenant longer than a request takes.
+        ``NotAuthorized`` where nobody has that name any more."""
+        for now in self:
+            if now.name == tenant.name:
+                return now
+        raise NotAuthorized(f"the tenant {tenant.name!r} has no API key here any more")
+
     def reload(self) -> None:
         """Reads the file again. ``BadArgument`` where it cannot be used now: what it said before stays in
-        force. A tenant who is known already keeps what it was given before."""
+        force. Opens a file, so call it off the event loop."""
         self._tenant_of = self._read()
 
     def _read(self) -> dict[bytes, Tenant]:

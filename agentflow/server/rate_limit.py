@@ -15,7 +15,7 @@ Time is counted in nanoseconds and what is in a bucket in whole parts of a token
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -72,6 +72,7 @@ class _Account:
         self.num_unfinished = 0
 
     def set_limits(self, tenant: Tenant, now_ns: int) -> None:
+        """A bucket stays while there is no limit: what was used before counts when there is one again."""
         self.requests = _limited(self.requests, tenant.requests_per_minute, now_ns)
         self.tokens = _limited(self.tokens, tenant.tokens_per_minute, now_ns)
 
@@ -82,12 +83,11 @@ class _Account:
 
 
 def _limited(bucket: Bucket | None, per_minute: int | None, now_ns: int) -> Bucket | None:
-    if per_minute is None:
-        return None
+    if per_minute is None or (bucket is not None and bucket.per_minute == per_minute):
+        return bucket
     if bucket is None:
         return Bucket(per_minute, now_ns)
-    if bucket.per_minute != per_minute:
-        bucket.set_limit(per_minute, now_ns)
+    bucket.set_limit(per_minute, now_ns)
     return bucket
 
 
@@ -129,26 +129,28 @@ class TenantGate:
         """Around one request. ``RateLimited`` where it is not let in, which costs nothing; ``retry_after_s``
         is then exact (if the tenant uses no more until then), and None where it depends on when a request
         ends."""
-        account = self._account(tenant)
         now_ns = self._clock_ns()
-        _check(tenant, account, now_ns)
-        if account.requests is not None:
-            account.requests.take(1, now_ns)
-        if account.tokens is not None:
-            account.tokens.take(prompt_tokens, now_ns)
+        account = self._account(tenant, now_ns)
+        requests = None if tenant.requests_per_minute is None else account.requests
+        tokens = None if tenant.tokens_per_minute is None else account.tokens
+        _check_unfinished(tenant, account.num_unfinished)
+        _check_buckets(((requests, "requests"), (tokens, "tokens")), now_ns)
+        if requests is not None:
+            requests.take(1, now_ns)
+        if tokens is not None:
+            tokens.take(prompt_tokens, now_ns)
         account.num_unfinished += 1
         admitted = AdmittedRequest(prompt_tokens)
         try:
             yield admitted
         finally:
             account.num_unfinished -= 1
-            if account.tokens is not None:
+            if tokens is not None:
                 computed = admitted.prompt_tokens - min(admitted.cached_tokens, admitted.prompt_tokens)
-                account.tokens.take(computed + admitted.output_tokens - prompt_tokens, self._clock_ns())
+                tokens.take(computed + admitted.output_tokens - prompt_tokens, self._clock_ns())
 
-    def _account(self, tenant: Tenant) -> _Account:
+    def _account(self, tenant: Tenant, now_ns: int) -> _Account:
         """The tenant's account, with the limits that it has now: the file of tenants may have changed."""
-        now_ns = self._clock_ns()
         account = self._accounts.get(tenant.name)
         if account is None:
             if len(self._accounts) >= self._sweep_at:
@@ -159,16 +161,18 @@ class TenantGate:
         return account
 
 
-def _check(tenant: Tenant, account: _Account, now_ns: int) -> None:
-    """``RateLimited`` where one more request may not come now."""
-    if tenant.max_unfinished is not None and account.num_unfinished >= tenant.max_unfinished:
+def _check_unfinished(tenant: Tenant, num_unfinished: int) -> None:
+    if tenant.max_unfinished is not None and num_unfinished >= tenant.max_unfinished:
         raise RateLimited(
-            f"{account.num_unfinished} requests of this API key's tenant are unfinished, which is its limit: "
-            "send more when some have ended"
+            f"{num_unfinished} requests of this API key's tenant are unfinished, and {tenant.max_unfinished} "
+            "may be: send more when some have ended"
         )
+
+
+def _check_buckets(buckets: Sequence[tuple[Bucket | None, str]], now_ns: int) -> None:
     waits = [
         (bucket.wait_ns(now_ns), f"{bucket.per_minute:,} {what} a minute")
-        for bucket, what in ((account.requests, "requests"), (account.tokens, "tokens"))
+        for bucket, what in buckets
         if bucket is not None
     ]
     wait_ns = max((wait for wait, _ in waits), default=0)

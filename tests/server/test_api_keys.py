@@ -53,6 +53,7 @@ def test_without_keys_everybody_is_the_same_tenant() -> None:
     assert not tenants.need_keys
     assert tenants.of(None) is tenants.of("anything") is NOBODY_ELSE
     assert list(tenants) == [NOBODY_ELSE]
+    assert tenants.current(NOBODY_ELSE) is NOBODY_ELSE
 
 
 def test_keys_of_the_command_line_name_one_tenant_that_sees_the_metrics() -> None:
@@ -250,12 +251,19 @@ def test_the_file_is_read_again_and_a_bad_one_changes_nothing(tmp_path: Path) ->
     with pytest.raises(BadArgument):
         tenants.reload()
     assert tenants.of(ANN).share == 2.0
+    before = tenants.of(ANN)
     file.write_text(WHOLE.replace("share = 2", "share = 3").replace(hashed_key(BOB), hashed_key("af-new")))
     tenants.reload()
     assert tenants.of(ANN).share == 3.0
+    assert before.share == 2.0
+    assert tenants.current(before) is tenants.of(ANN)
     assert tenants.of("af-new").name == "bob & co"
     with pytest.raises(NotAuthorized):
         tenants.of(BOB)
+    file.write_text(WHOLE.replace("[tenants.ann]", "[tenants.anna]"))
+    tenants.reload()
+    with pytest.raises(NotAuthorized, match="'ann' has no API key here any more"):
+        tenants.current(before)
 
 
 @given(
