@@ -111,8 +111,8 @@ class Line:
 
 
 class Tenant:
-    """What one tenant has waiting, and what it may still use in this round. ``tiers``: one for each priority
-    that it has used, highest first; mostly one."""
+    """What one tenant has waiting, and what it may still use in this round. ``tiers``: by
+    priority, highest first, one for each that it has used; mostly one."""
 
     def __init__(self, token_budget: int) -> None:
         self.share = 1.0
@@ -122,13 +122,16 @@ class Tenant:
         self.num_waiting = 0
         self.returned = Returned()
         self.line = Line(OVERTAKEN_BATCHES * token_budget)
-        self.tiers: list[PriorityTier] = []
+        self.tiers: dict[int, PriorityTier] = {}
         self.trees: list[WaitingTree] = []  # those of all tiers
         self.current_group: Hashable = None
 
     def add(self, request: Request, run: TokenRun, match: int) -> None:
         self.line.add(request, max(1, request.num_tokens + request.num_nodes - match))
-        self._tier_of(request).add(request, run, match)
+        tier = self.tiers.get(request.priority)
+        if tier is None:
+            tier = self._new_tier(request.priority)
+        tier.add(request, run, match)
 
     def next(self, is_blocked: IsBlocked) -> Request | None:
         """The order that the module's docstring gives."""
@@ -136,9 +139,9 @@ class Tenant:
         if returned is not None:
             return returned
         overdue = self.line.overdue()
-        if overdue is not None and not is_blocked(overdue, self._tier_of(overdue).match_of(overdue)):
+        if overdue is not None and not is_blocked(overdue, self.tiers[overdue.priority].match_of(overdue)):
             return overdue
-        for tier in self.tiers:
+        for tier in self.tiers.values():
             found = tier.next(self.current_group, is_blocked)
             if found is not None:
                 return found
@@ -149,17 +152,13 @@ class Tenant:
         if self.returned.discard(request):
             return
         self.line.remove(request)
-        self._tier_of(request).remove(request)
+        self.tiers[request.priority].remove(request)
 
-    def _tier_of(self, request: Request) -> PriorityTier:
-        for tier in self.tiers:
-            if tier.priority == request.priority:
-                return tier
-        made = PriorityTier(request.priority)
-        self.tiers.append(made)
-        self.tiers.sort(key=lambda tier: -tier.priority)
-        self.trees += made.trees.values()
-        return made
+    def _new_tier(self, priority: int) -> PriorityTier:
+        tier = self.tiers[priority] = PriorityTier()
+        self.tiers = dict(sorted(self.tiers.items(), reverse=True))
+        self.trees += tier.trees.values()
+        return tier
 
 
 class FairLongestPrefix:

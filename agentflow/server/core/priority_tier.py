@@ -19,8 +19,7 @@ from agentflow.server.core.waiting_tree import WaitingTree
 class PriorityTier:
     """Requests in the order that the module's docstring gives."""
 
-    def __init__(self, priority: int) -> None:
-        self.priority = priority
+    def __init__(self) -> None:
         self.trees = {"latency": WaitingTree(), "throughput": WaitingTree()}
         self.groups: dict[Hashable, dict[int, Request]] = {}
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap; old entries stay
@@ -44,12 +43,13 @@ class PriorityTier:
 
     def next(self, current_group: Hashable, is_blocked: IsBlocked) -> Request | None:
         """The first that is not blocked. ``current_group``: of the request that was admitted last."""
-        urgent = self._most_urgent()
+        urgent = self._most_urgent() if self._deadlines else None
         if urgent is not None and not is_blocked(urgent, self.match_of(urgent)):
             return urgent
-        for sibling in self.groups.get(current_group, {}).values():
-            if not is_blocked(sibling, self.match_of(sibling)):
-                return sibling
+        if current_group in self.groups:
+            for sibling in self.groups[current_group].values():
+                if not is_blocked(sibling, self.match_of(sibling)):
+                    return sibling
         for tree in self.trees.values():
             found = tree.longest_match(is_blocked)
             if found is not None:
