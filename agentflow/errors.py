@@ -33,7 +33,7 @@
     │   ├── ServerLost          the connection is gone and could not be resumed
     │   ├── ProtocolError       a frame the other side does not understand
     │   ├── Overloaded          a limit of the server is reached; try later
-    │   │   └── RateLimited     the tenant has used what it may use in a minute
+    │   │   └── RateLimited     the tenant has used what it may use, in a minute or at once
     │   ├── NotAuthorized       no key, a wrong one, or one that does not allow this
     │   └── PortInUse           the address to serve on is taken
     └── EngineFailed            the engine itself broke; not the request's fault
@@ -353,7 +353,8 @@ class Overloaded(ServerError):
 
 
 class RateLimited(Overloaded):
-    """The tenant has used what it may use in a minute; ``retry_after_s`` says when there is room again."""
+    """The tenant has used what it may use in a minute, and ``retry_after_s`` says when there is room again;
+    or it has as many unfinished requests as it may have, and nobody knows when one ends."""
 
     code = "rate_limited"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from agentflow.errors import AgentflowError, RunFailed, from_code
+from agentflow.errors import AgentflowError, Overloaded, RunFailed, from_code
 from agentflow.generator import Stats, Usage
 from agentflow.token_logprob import TopLogprobs
 
@@ -17,13 +17,15 @@ MAX_CAUSES = 16
 
 class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """An error of the tree in ``errors.py``, with what caused it. ``state`` and ``op``: whose op failed, and
-    which, counted from 1 (text, turns, gens and the like; not ``await``, ``seal``, ``close``)."""
+    which, counted from 1 (text, turns, gens and the like; not ``await``, ``seal``, ``close``).
+    ``retry_after_s``: of an ``Overloaded``, in so many seconds it is worth another try."""
 
     code: str
     message: str
     cause: ErrorInfo | None = None
     state: int | None = None
     op: int | None = None
+    retry_after_s: float | None = None
 
     @classmethod
     def of(cls, error: BaseException) -> ErrorInfo:
@@ -36,7 +38,8 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
             code = link.code if isinstance(link, AgentflowError) else RunFailed.code
             message = str(link) if isinstance(link, AgentflowError) else repr(link)
             state, op = (link.place if isinstance(link, AgentflowError) else None) or (None, None)
-            info = cls(code, message, info, state, op)
+            retry_after_s = link.retry_after_s if isinstance(link, Overloaded) else None
+            info = cls(code, message, info, state, op, retry_after_s)
         assert info is not None
         return info
 
@@ -64,6 +67,8 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
         error = from_code(self.code, self.message)
         error.__cause__ = self.cause.to_exception() if self.cause else None
         error.place = None if self.state is None or self.op is None else (self.state, self.op)
+        if isinstance(error, Overloaded):
+            error.retry_after_s = self.retry_after_s
         return error
 
 

@@ -32,6 +32,7 @@ class WireGenerator(ScriptedGenerator):
     def __init__(self) -> None:
         super().__init__(count_words)
         self.stats_fault: Exception | None = None
+        self.generate_fault: Exception | None = None
         self.has_hung = anyio.Event()
 
     async def generate(
@@ -41,6 +42,8 @@ class WireGenerator(ScriptedGenerator):
         on_text: OnText,
         constraint: Constraint | None = None,
     ) -> Generated:
+        if self.generate_fault is not None:
+            raise self.generate_fault
         if not context.text.endswith(HANG):
             return await super().generate(context, params, on_text, constraint)
         self.num_running += 1

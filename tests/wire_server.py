@@ -76,7 +76,8 @@ class Budget:
 
 @dataclass
 class Proxy:
-    """``budgets``: of the connections to come, then unlimited. ``current``: of the latest one."""
+    """``budgets``: of the connections to come, then unlimited. ``current``: of the latest one. ``answers``:
+    what the next connections get in place of the server; each is closed after its answer."""
 
     port: int
     target_port: int
@@ -84,6 +85,7 @@ class Proxy:
     current: Budget = field(default_factory=Budget)
     num_connections: int = 0
     refuses: bool = False
+    answers: list[bytes] = field(default_factory=list)
     last_down: bytes = b""  # the latest that came from the server
     carried: anyio.Event = field(default_factory=anyio.Event)  # set, and made anew, when something is carried
 
@@ -96,6 +98,11 @@ class Proxy:
         self.num_connections += 1
         if self.refuses:
             await client.aclose()
+            return
+        if self.answers:
+            async with client:
+                await client.receive()
+                await client.send(self.answers.pop(0))
             return
         self.current = budget = self.budgets.pop(0) if self.budgets else Budget()
         server = await anyio.connect_tcp("127.0.0.1", self.target_port)

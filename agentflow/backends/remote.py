@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -28,6 +29,9 @@ from agentflow.protocol import (
     server_frames,
 )
 from agentflow.task_group import open_task_group
+
+# What goes through a header as it is.
+_API_KEY = re.compile(r"[!-~]([ -~]*[!-~])?")
 
 
 class Remote:
@@ -58,6 +62,8 @@ class Remote:
     ) -> None:
         if encoding not in ("msgpack", "json"):
             raise BadArgument(f"Remote: encoding must be 'msgpack' or 'json', not {encoding!r}")
+        if api_key is not None and not _API_KEY.fullmatch(api_key):
+            raise BadArgument("Remote: api_key must be printable ASCII, and not empty")
         self.uri = _parsed(url)
         self.url = shown_url(self.uri)
         self.model = model
@@ -72,7 +78,7 @@ class Remote:
 
     def connect(self, deliver: Deliver, lost: Lost) -> AbstractAsyncContextManager[Connection]:
         """Opens a session on the server. ``ServerUnreachable`` when nobody answers; what the server
-        refuses with, when it does. For the session."""
+        refuses with, when it does: ``NotAuthorized`` for a wrong key, ``Overloaded``. For the session."""
         return self._connect(deliver, lost)
 
     @asynccontextmanager

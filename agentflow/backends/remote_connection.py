@@ -222,15 +222,17 @@ class RemoteConnection:
         await self._websocket.aclose()
         self._websocket = None
         why: Exception = ended
+        at_least_s = 0.0
         grace_s = self._welcome.limits.resume_grace_s
         with anyio.move_on_after(grace_s):
             for delay_s in _backoff():
-                await anyio.sleep(delay_s)  # noqa: TID251  (a deliberate delay between attempts)
+                await anyio.sleep(max(delay_s, at_least_s))  # noqa: TID251  (a deliberate delay between attempts)
                 try:
                     resume = self._cursors.resume(self._welcome.session, self._welcome.secret)
                     websocket, self._welcome = await self._reopen(resume)
                 except (ServerUnreachable, Overloaded) as error:
                     why = error
+                    at_least_s = (error.retry_after_s if isinstance(error, Overloaded) else None) or 0.0
                 else:
                     self._websocket = websocket
                     self._go_on(self._welcome)

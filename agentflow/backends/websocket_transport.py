@@ -20,6 +20,7 @@ from websockets.frames import Frame, Opcode
 from websockets.protocol import State
 from websockets.uri import WebSocketURI
 
+from agentflow.backends.refused_handshake import no_server, refusal_of
 from agentflow.errors import ServerUnreachable
 
 CLOSE_TIMEOUT_S = 1.0
@@ -183,7 +184,8 @@ async def open_websocket(
     binary: bool,
     keepalive_s: float,
 ) -> WebSocket:
-    """Connects and shakes hands; ``ServerUnreachable`` when nobody answers, or not with a websocket."""
+    """Connects and shakes hands; ``ServerUnreachable`` when nobody answers, or not with a websocket, and
+    what ``refused_handshake`` says when the server lets nobody in, or not this client."""
     try:
         stream = await _connect(uri, ssl_context)
     except OSError as error:
@@ -200,10 +202,9 @@ async def open_websocket(
         await websocket.aclose()
         if not isinstance(error, Exception):
             raise
-        status = f"HTTP {error.response.status_code}" if isinstance(error, InvalidStatus) else str(error)
-        raise ServerUnreachable(
-            f"{shown_url(uri)} answers, but not as an agentflow server ({status}): check the address"
-        ) from error
+        if isinstance(error, InvalidStatus):
+            raise refusal_of(shown_url(uri), error.response) from error
+        raise no_server(shown_url(uri), str(error)) from error
     return websocket
 
 

@@ -20,7 +20,9 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
     """Where a request comes from. Requests share cached KV only under an equal ``tenant`` and
     ``cache_salt``. ``state``: the program's state that it continues (0: none). ``task_group``: equal
     for siblings that one consumer waits for (0: none). ``output_tokens``: what the program expects its
-    generations to have (0: nothing is known). ``deadline_s``: in so many seconds they should be done."""
+    generations to have (0: nothing is known). ``deadline_s``: in so many seconds they should be done.
+    ``share``: the tenant's part of the engine's work, against that of others while both wait; its latest
+    request's holds. ``priority``: higher goes first, within the tenant; -10 to 10."""
 
     tenant: str = ""
     cache_salt: str = ""
@@ -29,6 +31,8 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
     task_group: int = 0
     output_tokens: int = 0
     deadline_s: float | None = None
+    share: float = 1.0
+    priority: int = 0
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -40,6 +40,8 @@ def request_of(message: Submit, info: RunnerInfo, max_total_tokens: int) -> Requ
         state=origin.state or None,
         expected_output=origin.output_tokens,
         deadline=math.inf if origin.deadline_s is None else time.monotonic() + origin.deadline_s,
+        priority=origin.priority,
+        share=origin.share,
         end_ids=_end_ids(params, info),
     )
     end = request.num_prompt + len(message.generated_ids)

@@ -25,6 +25,7 @@ from agentflow.errors import (
     FrameTooLarge,
     Overloaded,
     ProtocolError,
+    RateLimited,
 )
 from agentflow.events import ErrorInfo, Event
 from agentflow.generator import ContextT, Generator
@@ -62,6 +63,7 @@ CLOSE_CODES: dict[type[AgentflowError], int] = {
     FrameTooLarge: 1009,
     EngineFailed: 1011,
     Overloaded: 1013,
+    RateLimited: 1013,
 }
 OTHER_REFUSAL = 1008
 # What the websocket implementation closes with when the client broke the websocket protocol.

@@ -10,10 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentflow.errors import BadArgument
 from agentflow.sampling import SamplingParams
 from agentflow.server.core import fair_policy
 from agentflow.server.core.fair_policy import FairLongestPrefix
-from agentflow.server.core.request import Request
+from agentflow.server.core.request import MAX_SHARE, MIN_SHARE, Request
+from agentflow.server.core.scheduler import Scheduler, SchedulerConfig
+from agentflow.server.fake_runner import FakeRunner
 
 
 def free(request, match) -> bool:
@@ -46,6 +49,7 @@ arrivals = st.tuples(
     st.integers(0, 8),
     st.sampled_from("aaab"),
     st.sampled_from([math.inf, math.inf, 1.0, 2.0]),
+    st.sampled_from([0, 0, -1, 3]),
 )
 # Mostly about as many come as go, so that some are passed over again and again.
 steps = st.lists(
@@ -74,8 +78,8 @@ def test_nobody_is_overtaken_further_than_the_bound(plan, least, share):
         largest = 0
         for number, (kind, *args) in enumerate(plan):
             if kind == "arrive":
-                size, cached, tenant, deadline = args
-                made = request(number, size, cached, tenant, deadline=deadline)
+                size, cached, tenant, deadline, priority = args
+                made = request(number, size, cached, tenant, deadline=deadline, priority=priority)
                 before = sum(work(r) for r in waiting.values() if r.tenant == tenant)
                 limit[number] = least + share * before
                 largest = max(largest, work(made))
@@ -99,28 +103,181 @@ def test_nobody_is_overtaken_further_than_the_bound(plan, least, share):
         assert {r.id for r in policy} == set(waiting)
 
 
+shares = st.sampled_from([1.0, 1.0, 3.0, 0.25, 0.01, 100.0]) | st.floats(MIN_SHARE, MAX_SHARE)
+
+
+@settings(max_examples=200)
 @given(
-    sizes=st.lists(st.tuples(st.integers(1, 300), st.sampled_from("aab")), min_size=1, max_size=60),
+    sizes=st.lists(
+        st.tuples(st.integers(1, 300), st.sampled_from("aab"), st.integers(0, 20)), min_size=1, max_size=60
+    ),
     quantum=st.integers(1, 200),
+    share=st.fixed_dictionaries({"a": shares, "b": shares}),
+    num_running=st.integers(1, 4),
 )
-def test_tenants_that_wait_get_equal_shares(sizes, quantum):
-    """While two tenants both wait, what they were given differs by less than two turns and a request each."""
+def test_tenants_that_wait_get_what_their_shares_say(sizes, quantum, share, num_running):
+    """While two tenants both wait, what they are charged for each part of their shares differs by less than
+    the bound of the docstring."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fair_policy, "TURN_BATCHES", quantum)
         policy = FairLongestPrefix(Cache().peek, 1)
         left: Counter[str] = Counter()
-        for number, (size, tenant) in enumerate(sizes):
-            policy.add(request(number, size + 1, 0, tenant))
+        for number, (size, tenant, _) in enumerate(sizes):
+            policy.add(request(number, size + 1, 0, tenant, share=share[tenant]))
             left[tenant] += 1
-        given_to: Counter[str] = Counter()
-        largest = max(size for size, _ in sizes) + 1
+        charged: Counter[str] = Counter()
+        running: list[Request] = []
+        largest = max(size for size, _, _ in sizes) + 1
+        generated = num_running * max(generates for _, _, generates in sizes)
+        bound = quantum + (largest + generated) / min(share.values())
         while left["a"] and left["b"]:
             chosen = policy.next(free)
             assert chosen is not None
             policy.admit(chosen, chosen.num_tokens)
             left[chosen.tenant] -= 1
-            given_to[chosen.tenant] += chosen.num_tokens
-            assert abs(given_to["a"] - given_to["b"]) <= 2 * (quantum + largest)
+            charged[chosen.tenant] += chosen.num_tokens
+            running.append(chosen)
+            if len(running) == num_running:
+                ended = running.pop(0)
+                ended.num_tokens += sizes[ended.id][2]
+                charged[ended.tenant] += ended.num_generated
+                policy.finish(ended)
+            if left["a"] and left["b"]:
+                difference = charged["a"] / share["a"] - charged["b"] / share["b"]
+                assert abs(difference) < bound * (1 + 1e-9)
+
+
+def test_tenants_that_flood_get_tokens_in_proportion_to_their_shares():
+    """The whole scheduler, until one of them has nobody waiting."""
+    token_budget, size, output = 16, 40, 4
+    config = SchedulerConfig(max_running=8, token_budget=token_budget)
+    scheduler = Scheduler(num_slots=2000, max_context=256, config=config)
+    runner = FakeRunner(num_slots=2000, max_context=256)
+    share = {"one": 1.0, "three": 3.0}
+    for number in range(400):
+        tenant = "one" if number % 2 else "three"
+        tokens = np.arange(number * size, (number + 1) * size, dtype=np.int32) % 20_000
+        scheduler.add(
+            Request.create(number, tokens, output, SamplingParams(), tenant=tenant, share=share[tenant])
+        )
+    charged: Counter[str] = Counter()
+    finished: Counter[str] = Counter()
+    while finished["three"] < 190:
+        batch = scheduler.schedule()
+        assert batch is not None
+        for result in scheduler.complete(runner.run(batch)):
+            if result.request.num_generated == output:
+                scheduler.release(result.request)
+                finished[result.request.tenant] += 1
+                charged[result.request.tenant] += size + output
+    turn = fair_policy.TURN_BATCHES * token_budget
+    in_flight = config.max_running * (size + output)  # admitted, and not in these sums
+    assert abs(charged["one"] - charged["three"] / 3) < turn + size + 8 * output + in_flight
+    assert 2.5 < charged["three"] / charged["one"] < 3.5
+
+
+@pytest.mark.parametrize("share", [0.0, -1.0, math.nan, math.inf, 0.001])
+def test_a_share_that_would_stop_the_round_is_refused(share):
+    with pytest.raises(BadArgument, match=r"share must be 0\.01 to 100\.0"):
+        request(0, 10, share=share)
+
+
+@pytest.mark.parametrize("priority", [-11, 11])
+def test_a_priority_out_of_range_is_refused(priority):
+    with pytest.raises(BadArgument, match="priority must be -10 to 10"):
+        request(0, 10, priority=priority)
+
+
+waiting_requests = st.lists(
+    st.tuples(
+        st.integers(2, 40),
+        st.integers(0, 30),
+        st.integers(-10, 10),
+        st.sampled_from(["latency", "throughput"]),
+        st.sampled_from([None, None, "g", "h"]),
+        st.sampled_from([math.inf, math.inf, 1.0, 2.0]),
+    ),
+    min_size=1,
+    max_size=30,
+)
+
+
+def policy_with(given_requests, priorities) -> FairLongestPrefix:
+    policy = FairLongestPrefix(Cache().peek, token_budget=10_000)  # nobody is overtaken that far
+    for number, (size, cached, _, objective, group, deadline) in enumerate(given_requests):
+        made = request(number, size, cached, objective=objective, task_group=group, deadline=deadline)
+        made.priority = priorities[number]
+        policy.add(made)
+    return policy
+
+
+@given(plan=waiting_requests, blocked=st.sets(st.integers(0, 30)))
+def test_the_highest_priority_that_is_not_blocked_goes_first(plan, blocked):
+    policy = policy_with(plan, [priority for _, _, priority, *_ in plan])
+
+    def is_blocked(made: Request, match: int | None = None) -> bool:
+        return made.tokens[0] in blocked and Cache().peek(None, made.reusable_run()) < made.num_reusable
+
+    waiting = {made.id: made for made in policy}
+    while (chosen := policy.next(is_blocked)) is not None:
+        assert not is_blocked(chosen)
+        assert chosen.priority == max(made.priority for made in waiting.values() if not is_blocked(made))
+        policy.admit(chosen, work(chosen))
+        del waiting[chosen.id]
+    assert all(is_blocked(made) for made in waiting.values())
+
+
+@given(plan=waiting_requests, priority=st.integers(-10, 10))
+def test_priorities_that_are_all_equal_change_nothing(plan, priority):
+    without = order_of(policy_with(plan, [0] * len(plan)))
+    assert order_of(policy_with(plan, [priority] * len(plan))) == without
+
+
+@given(plan=waiting_requests)
+def test_within_a_priority_the_order_is_that_of_requests_which_wait_alone(plan):
+    plan = [(*rest, None, deadline) for *rest, _, deadline in plan]  # groups follow what was admitted before
+    priorities = [priority for _, _, priority, *_ in plan]
+    order = order_of(policy_with(plan, priorities))
+    for priority in set(priorities):
+        alone = FairLongestPrefix(Cache().peek, token_budget=10_000)
+        for made in sorted(policy_with(plan, priorities), key=lambda made: made.arrival):
+            if made.priority == priority:
+                alone.add(made)
+        assert order_of(alone) == [number for number in order if priorities[number] == priority]
+
+
+def test_a_lower_priority_does_not_starve():
+    """A flood of higher ones passes it by as far as the bound lets it, and no further."""
+    policy = FairLongestPrefix(Cache().peek, token_budget=32)
+    policy.add(request(0, 100, priority=-10))
+    num_before = 0
+    for number in range(1, 1000):
+        policy.add(request(number, 100, priority=10))
+        chosen = policy.next(free)
+        assert chosen is not None
+        policy.admit(chosen, work(chosen))
+        if chosen.id == 0:
+            break
+        num_before += 1
+    assert num_before == -(-fair_policy.OVERTAKEN_BATCHES * 32 // 100)
+
+
+def test_before_many_of_a_lower_priority_higher_ones_get_what_the_docstring_says():
+    """Half of what the lower ones get, beyond what they get at once."""
+    policy = FairLongestPrefix(Cache().peek, token_budget=32)
+    for number in range(2000):
+        policy.add(request(number, 100))
+    done: Counter[int] = Counter()
+    for number in range(2000, 3500):
+        policy.add(request(number, 100, priority=1))
+        chosen = policy.next(free)
+        assert chosen is not None
+        policy.admit(chosen, 100)
+        done[chosen.priority] += 100
+        at_once = fair_policy.OVERTAKEN_BATCHES * 32
+        assert done[1] <= at_once + fair_policy.OVERTAKEN_SHARE * done[0] + 100
+        assert done[0] == 0 or done[1] >= at_once + fair_policy.OVERTAKEN_SHARE * (done[0] - 100) - 100
+    assert done[0] > 80_000
 
 
 def test_a_request_that_shares_nothing_is_not_passed_over_for_ever():

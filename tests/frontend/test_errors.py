@@ -63,13 +63,16 @@ def test_errors_are_what_python_calls_them_too():
     assert str(af.UnknownVariable("no 'x'")) == "no 'x'"  # not its repr, as of a KeyError
 
 
-infos = st.recursive(
-    st.builds(ErrorInfo, st.sampled_from([e.code for e in all_classes()]), st.text(max_size=20)),
-    lambda causes: st.builds(
-        ErrorInfo, st.sampled_from([e.code for e in all_classes()]), st.text(max_size=20), causes
-    ),
-    max_leaves=6,
-)
+def one_info(causes: st.SearchStrategy[ErrorInfo | None]) -> st.SearchStrategy[ErrorInfo]:
+    codes = st.sampled_from([error.code for error in all_classes()])
+    limits = st.sampled_from([af.Overloaded.code, af.RateLimited.code])
+    waits = st.none() | st.floats(0, 1e9)
+    return st.builds(ErrorInfo, codes, st.text(max_size=20), causes) | st.builds(
+        ErrorInfo, limits, st.text(max_size=20), causes, retry_after_s=waits
+    )
+
+
+infos = st.recursive(one_info(st.none()), one_info, max_leaves=6)
 
 
 @given(info=infos)

@@ -26,7 +26,14 @@ from agentflow.backend import Connection
 from agentflow.backends.remote import Remote
 from agentflow.backends.remote_connection import RemoteConnection
 from agentflow.backends.websocket_transport import WebSocket
-from agentflow.errors import AgentflowError, FrameTooLarge, ProtocolError, ServerLost, ServerUnreachable
+from agentflow.errors import (
+    AgentflowError,
+    FrameTooLarge,
+    ProtocolError,
+    RateLimited,
+    ServerLost,
+    ServerUnreachable,
+)
 from agentflow.events import Delta, ErrorInfo, StatsReply, Value
 from agentflow.generator import Capabilities, Stats, Usage
 from agentflow.protocol import (
@@ -226,6 +233,17 @@ async def test_a_refusal_that_comes_with_a_broken_connection_is_still_heard() ->
     error = await _lost_with(handler)
     assert isinstance(error, AgentflowError)
     assert (error.code, str(error)) == ("overloaded", "full")
+
+
+async def test_a_refusal_says_when_it_is_worth_another_try() -> None:
+    def handler(connection: ServerConnection) -> None:
+        connection.recv()
+        say(connection, Refused(ErrorInfo("rate_limited", "slow down", retry_after_s=2.5)))
+
+    with canned_server(handler) as address, pytest.raises(RateLimited, match="slow down") as caught:
+        async with opened(Remote(f"ws://{address}")):
+            pytest.fail("a session was opened")
+    assert caught.value.retry_after_s == 2.5
 
 
 class _BrokenWhenSending(ByteStream):

@@ -1,14 +1,26 @@
-"""``fair-lpm``: longest prefix match with a fair share for each tenant and a bound on overtaking.
+"""``fair-lpm``: longest prefix match with a share for each tenant and a bound on overtaking.
 
 **Between tenants**: deficit round robin (Shreedhar and Varghese, SIGCOMM 1995) over *uncached* tokens:
 prompt tokens that have to be computed when a request is admitted, and generated ones when it is over.
 A cached token costs its tenant nothing, so sharing is rewarded (compare Sheng et al., "Fairness in
-Serving Large Language Models", OSDI 2024, and deficit longest prefix match, Cao et al. 2025).
+Serving Large Language Models", OSDI 2024, and deficit longest prefix match, Cao et al. 2025). A tenant's
+turn is as long as its share says: q = TURN_BATCHES * token_budget times the share of its latest request.
+
+**The shares.** Let tenants a and b with shares s(a) and s(b) begin to wait together, owing nothing, and both
+have somebody waiting who is not blocked from then on. Let C(x) be what x was charged since then, L the most
+that one admission is charged, and G the most that requests of one tenant generate which run together. Then::
+
+    | C(a) / s(a) - C(b) / s(b) |  <  q + (L + G) / min(s(a), s(b))
+
+Proof. After k(x) turns, C(x) = k(x) q s(x) - d(x), with the deficit d(x) <= q s(x), and <= 0 between turns.
+Who is admitted had d(x) > 0, so d(x) > -L after it, and only running requests that end take more, at most
+G: d(x) > -(L + G). Turns alternate: k(a) = k(b), or one more for whose turn it is or was. If k(a) = k(b),
+the difference is d(b) / s(b) - d(a) / s(a), which lies between -q - (L + G) / s(b) and q + (L + G) / s(a).
+If k(a) = k(b) + 1, then d(b) <= 0, and q more of it lies between -(L + G) / s(b) and q + (L + G) / s(a). ∎
 
 **Within a tenant**: requests that lost their slots; then the oldest, if it has been overtaken as far
-as anybody may be; then the one with the first deadline, if any has one; then the siblings of the task
-group that was admitted last; then the longest match among those with the objective ``latency``, then
-among the others.
+as anybody may be; then those of the highest priority, and of lower ones only where all of these are blocked;
+among equal priorities in the order of ``priority_tier``: deadline, task group, objective, longest match.
 
 **The bound.** The *work* w(r) of a request is its uncached tokens on arrival (at least 1), the nodes of
 a select's tree among them. When r arrives, A(r) is the work that waits before it in its tenant's line,
@@ -26,17 +38,21 @@ M(r) + w(x) <= M(r) + W after. ∎
 
 So r waits for at most A(r) + O(r) < (1 + OVERTAKEN_SHARE) A(r) + B + W of its tenant's work:
 against first-come order, waiting grows by at most that factor and a constant, whatever arrives later.
+
+The bound does not ask for priorities, so nobody starves: a request of a higher priority that came later
+overtakes, as one with a longer match does. While many of a lower priority wait, higher ones go first for
+B of work at once, and beyond that for OVERTAKEN_SHARE of what the lower ones get in that time.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Iterator
 from typing import NamedTuple
 
 from agentflow.server.core.policy import IsBlocked, Peek, Returned
+from agentflow.server.core.priority_tier import PriorityTier
 from agentflow.server.core.request import CacheIdentity, Request
 from agentflow.server.core.token_run import TokenRun
 from agentflow.server.core.waiting_tree import WaitingTree
@@ -95,27 +111,27 @@ class Line:
 
 
 class Tenant:
-    """What one tenant has waiting, and what it may still use in this round."""
+    """What one tenant has waiting, and what it may still use in this round. ``tiers``: by
+    priority, highest first, one for each that it has used; mostly one."""
 
     def __init__(self, token_budget: int) -> None:
-        self.deficit = 0
+        self.share = 1.0
+        self.deficit = 0.0
         self.has_turn = False
         self.num_admitted = 0  # and not over yet
         self.num_waiting = 0
         self.returned = Returned()
         self.line = Line(OVERTAKEN_BATCHES * token_budget)
-        self.trees = {"latency": WaitingTree(), "throughput": WaitingTree()}
-        self.groups: dict[Hashable, dict[int, Request]] = {}
+        self.tiers: dict[int, PriorityTier] = {}
+        self.trees: list[WaitingTree] = []  # those of all tiers
         self.current_group: Hashable = None
-        self._deadlines: list[tuple[float, int, Request]] = []  # a heap; old entries stay
 
     def add(self, request: Request, run: TokenRun, match: int) -> None:
         self.line.add(request, max(1, request.num_tokens + request.num_nodes - match))
-        self.trees[request.objective].add(request, run, match)
-        if request.task_group is not None:
-            self.groups.setdefault(request.task_group, {})[request.id] = request
-        if request.deadline < math.inf:
-            heapq.heappush(self._deadlines, (request.deadline, request.id, request))
+        tier = self.tiers.get(request.priority)
+        if tier is None:
+            tier = self._new_tier(request.priority)
+        tier.add(request, run, match)
 
     def next(self, is_blocked: IsBlocked) -> Request | None:
         """The order that the module's docstring gives."""
@@ -123,41 +139,26 @@ class Tenant:
         if returned is not None:
             return returned
         overdue = self.line.overdue()
-        if overdue is not None and not is_blocked(overdue, self._match_of(overdue)):
+        if overdue is not None and not is_blocked(overdue, self.tiers[overdue.priority].match_of(overdue)):
             return overdue
-        urgent = self._most_urgent()
-        if urgent is not None and not is_blocked(urgent, self._match_of(urgent)):
-            return urgent
-        for sibling in self.groups.get(self.current_group, {}).values():
-            if not is_blocked(sibling, self._match_of(sibling)):
-                return sibling
-        for tree in self.trees.values():
-            found = tree.longest_match(is_blocked)
+        for tier in self.tiers.values():
+            found = tier.next(self.current_group, is_blocked)
             if found is not None:
-                return found[0]
+                return found
         return None
-
-    def _match_of(self, request: Request) -> int:
-        """How much of a waiting request is cached."""
-        return self.trees[request.objective].match_of(request)
-
-    def _most_urgent(self) -> Request | None:
-        """The one with the first deadline."""
-        while self._deadlines and self._deadlines[0][1] not in self.line.waiting:
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][2] if self._deadlines else None
 
     def remove(self, request: Request) -> None:
         """It waits no longer."""
         if self.returned.discard(request):
             return
         self.line.remove(request)
-        self.trees[request.objective].remove(request)
-        group = request.task_group
-        if group is not None:
-            del self.groups[group][request.id]
-            if not self.groups[group]:
-                del self.groups[group]
+        self.tiers[request.priority].remove(request)
+
+    def _new_tier(self, priority: int) -> PriorityTier:
+        tier = self.tiers[priority] = PriorityTier()
+        self.tiers = dict(sorted(self.tiers.items(), reverse=True))
+        self.trees += tier.trees.values()
+        return tier
 
 
 class FairLongestPrefix:
@@ -200,7 +201,7 @@ class FairLongestPrefix:
             tenant = self._tenants[self._turns[0]]
             if not tenant.has_turn:
                 tenant.has_turn = True
-                tenant.deficit += TURN_BATCHES * self._token_budget
+                tenant.deficit += TURN_BATCHES * self._token_budget * tenant.share
             if tenant.deficit > 0:
                 request = tenant.next(is_blocked)
                 if request is not None:
@@ -219,7 +220,7 @@ class FairLongestPrefix:
         self._num_waiting -= 1
         if not tenant.num_waiting:
             self._turns.remove(request.tenant)
-            tenant.has_turn, tenant.deficit = False, min(0, tenant.deficit)
+            tenant.has_turn, tenant.deficit = False, min(0.0, tenant.deficit)
         self._forget_idle(request.tenant)
 
     def admit(self, request: Request, num_uncached: int) -> None:
@@ -250,6 +251,7 @@ class FairLongestPrefix:
         if not tenant.num_waiting:
             self._turns.append(request.tenant)
         tenant.num_waiting += 1
+        tenant.share = request.share
         self._num_waiting += 1
         return tenant
 
@@ -260,4 +262,4 @@ class FairLongestPrefix:
 
     def _trees(self, identity: CacheIdentity) -> Iterable[WaitingTree]:
         tenant = self._tenants.get(identity.tenant)
-        return () if tenant is None else tenant.trees.values()
+        return () if tenant is None else tenant.trees

@@ -3,7 +3,7 @@
 ``fair-lpm`` (the default): longest cached prefix first, with a share for each tenant and a bound on
 how far anybody is overtaken (``fair_policy``). For comparison: ``lpm``, longest cached prefix first;
 ``dfs-weight``, the waiting requests' tree depth first, heaviest branch first (``prefix_policy``);
-``fcfs``, in order of arrival; ``random``.
+``fcfs``, in order of arrival; ``random``. These know no tenants, shares or priorities.
 
 A policy holds the waiting requests and says which is next. What steps compute and evict is told to
 it, so that it need not match everybody against the cache again and again.

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from agentflow.errors import BadArgument
 from agentflow.sampling import SamplingParams
 from agentflow.server.core.grammar import TokenWords
 from agentflow.server.core.radix_node import PrefixMatch, SlotArray, TokenArray
@@ -21,6 +22,11 @@ Objective = Literal["latency", "throughput"]
 
 TopTokens = list[tuple[int, float]]
 """The likeliest tokens at one place with their log-probabilities, likeliest first."""
+
+MIN_SHARE, MAX_SHARE = 0.01, 100.0
+"""Of a tenant, against that of others."""
+MAX_PRIORITY = 10
+"""Of a request within its tenant; the lowest is -MAX_PRIORITY."""
 
 
 _NO_SLOTS: SlotArray = np.empty(0, dtype=np.int32)
@@ -59,6 +65,7 @@ class Request:
     cache when it was first admitted, ``num_shared`` of its tokens when it was last.
     ``deadline``: when its program wants it to be done, on the clock of whoever made it (infinite: any time).
     ``expected_output``: tokens that the program expects it to generate (0: nothing is known).
+    ``priority``: higher goes first, within its tenant. ``share``: its tenant's part, against that of others.
     ``arrival``: its place among all requests, given by the scheduler and kept for good.
     """
 
@@ -78,6 +85,8 @@ class Request:
     end_ids: tuple[int, ...] = ()
     expected_output: int = 0
     deadline: float = math.inf
+    priority: int = 0
+    share: float = 1.0
     token_mask: TokenWords | None = None
     is_complete: bool = False
     arrival: int = -1
@@ -113,9 +122,16 @@ class Request:
         state: Hashable = None,
         expected_output: int = 0,
         deadline: float = math.inf,
+        priority: int = 0,
+        share: float = 1.0,
         end_ids: tuple[int, ...] = (),
     ) -> Request:
-        """A waiting request over a copy of ``prompt`` (int32, at least one token)."""
+        """A waiting request over a copy of ``prompt`` (int32, at least one token). ``BadArgument`` for a
+        priority or a share that is out of range."""
+        if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+            raise BadArgument(f"priority must be {-MAX_PRIORITY} to {MAX_PRIORITY}, not {priority}")
+        if not MIN_SHARE <= share <= MAX_SHARE:
+            raise BadArgument(f"a tenant's share must be {MIN_SHARE} to {MAX_SHARE}, not {share}")
         tokens: TokenArray = np.empty(len(prompt) + max_new_tokens, dtype=np.int32)
         tokens[: len(prompt)] = prompt
         return cls(
@@ -134,6 +150,8 @@ class Request:
             state=state,
             expected_output=expected_output,
             deadline=deadline,
+            priority=priority,
+            share=share,
             end_ids=end_ids,
         )
 

@@ -81,6 +81,9 @@ class WaitingTree:
     def __len__(self) -> int:
         return len(self._node_of)
 
+    def __contains__(self, request: Request) -> bool:
+        return request.id in self._node_of
+
     def node_of(self, request: Request) -> WaitingNode:
         """Where the request ends."""
         return self._node_of[request.id]

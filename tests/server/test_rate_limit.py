@@ -1,0 +1,286 @@
+"""What tenants may use in a minute, against a twin that keeps every event and replays them all, exactly."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from agentflow.errors import Overloaded, RateLimited
+from agentflow.server import rate_limit
+from agentflow.server.rate_limit import MINUTE_NS, AdmittedRequest, TenantGate
+from agentflow.server.tenant import Tenant
+
+
+@dataclass
+class Clock:
+    now_ns: int = 10**15
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
+@dataclass
+class PlainLimits:
+    """The twin: of one tenant, what came and ended when."""
+
+    tenant: Tenant
+    events: list[tuple[int, int, int]] = field(default_factory=list)  # (when, requests, tokens)
+    num_unfinished: int = 0
+
+    def takes(self, now_ns: int) -> bool:
+        if self.num_unfinished >= (self.tenant.max_unfinished or 10**9):
+            return False
+        limits = ((self.tenant.requests_per_minute, 1), (self.tenant.tokens_per_minute, 2))
+        return all(limit is None or self._left(limit, column, now_ns) >= 1 for limit, column in limits)
+
+    def _left(self, limit: int, column: int, now_ns: int) -> Fraction:
+        left, before_ns = Fraction(limit), now_ns
+        for event in [*self.events, (now_ns, 0, 0)]:
+            left += limit * Fraction(max(0, event[0] - before_ns), MINUTE_NS)
+            left = min(Fraction(limit), left) - event[column]
+            left = min(Fraction(limit), left)
+            before_ns = event[0]
+        return left
+
+
+limits = st.none() | st.integers(1, 5) | st.sampled_from([60, 1000, 10**9])
+tenants = st.builds(
+    Tenant,
+    st.sampled_from("abc"),
+    requests_per_minute=limits,
+    tokens_per_minute=limits,
+    max_unfinished=st.none() | st.integers(1, 3),
+)
+
+
+class TenantGateMachine(RuleBasedStateMachine):
+    """Requests of three tenants come, end and fail while time goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.gate = TenantGate(self.clock)
+        self.twins: dict[str, PlainLimits] = {}
+        self.open: list[tuple[AbstractContextManager[AdmittedRequest], AdmittedRequest, PlainLimits]] = []
+
+    @initialize(given=st.lists(tenants, min_size=3, max_size=3, unique_by=lambda tenant: tenant.name))
+    def begin(self, given: list[Tenant]) -> None:
+        self.twins = {tenant.name: PlainLimits(tenant) for tenant in given}
+
+    @rule(name=st.sampled_from("aab"), prompt_tokens=st.sampled_from([0, 1, 3, 50, 5000]))
+    def come(self, name: str, prompt_tokens: int) -> None:
+        twin = self.twins[name]
+        request = self.gate.request(twin.tenant, prompt_tokens)
+        if not twin.takes(self.clock.now_ns):
+            self.be_refused(request, twin, prompt_tokens)
+            return
+        admitted = request.__enter__()
+        twin.events.append((self.clock.now_ns, 1, prompt_tokens))
+        twin.num_unfinished += 1
+        self.open.append((request, admitted, twin))
+
+    def be_refused(
+        self, request: AbstractContextManager[AdmittedRequest], twin: PlainLimits, prompt_tokens: int
+    ) -> None:
+        with pytest.raises(RateLimited) as caught, request:
+            raise AssertionError("let in")
+        retry_after_s = caught.value.retry_after_s
+        if retry_after_s is None:
+            assert twin.num_unfinished == twin.tenant.max_unfinished
+            return
+        then_ns = self.clock.now_ns + round(retry_after_s * 1e9)
+        assert twin.takes(then_ns)
+        assert not twin.takes(then_ns - 1)
+
+    @rule(which=st.integers(0, 9), output=st.integers(0, 40), cached=st.integers(0, 60), fails=st.booleans())
+    def end(self, which: int, output: int, cached: int, fails: bool) -> None:
+        if not self.open:
+            return
+        request, admitted, twin = self.open.pop(which % len(self.open))
+        admitted.output_tokens, admitted.cached_tokens = output, cached
+        fault = ZeroDivisionError() if fails else None
+        assert not request.__exit__(type(fault) if fault else None, fault, None)  # raised again
+        twin.num_unfinished -= 1
+        charged = output - min(cached, admitted.prompt_tokens)
+        twin.events.append((self.clock.now_ns, 0, charged))
+
+    @rule(passed_ns=st.sampled_from([0, 1, 10**6, 10**9, 20 * 10**9, MINUTE_NS, 10 * MINUTE_NS]))
+    def wait(self, passed_ns: int) -> None:
+        self.clock.now_ns += passed_ns
+
+    @invariant()
+    def unfinished_requests_are_counted(self) -> None:
+        for twin in self.twins.values():
+            assert self.gate.num_unfinished(twin.tenant) == twin.num_unfinished
+
+
+TestTenantGate = TenantGateMachine.TestCase
+TestTenantGate.settings = settings(max_examples=150, stateful_step_count=40)
+
+
+def use(
+    gate: TenantGate,
+    tenant: Tenant,
+    prompt: int = 0,
+    output: int = 0,
+    *,
+    cached: int = 0,
+    fault: Exception | None = None,
+) -> None:
+    """One request from its beginning to its end."""
+    with gate.request(tenant, prompt) as admitted:
+        admitted.output_tokens, admitted.cached_tokens = output, cached
+        if fault is not None:
+            raise fault
+
+
+def refusal(gate: TenantGate, tenant: Tenant, prompt: int = 0) -> RateLimited:
+    with pytest.raises(RateLimited) as caught:
+        use(gate, tenant, prompt)
+    return caught.value
+
+
+@given(
+    per_minute=st.integers(1, 50),
+    gaps_ns=st.lists(st.integers(0, 20 * 10**9), min_size=1, max_size=150),
+)
+def test_in_any_span_no_more_requests_are_let_in_than_promised(per_minute: int, gaps_ns: list[int]) -> None:
+    clock = Clock()
+    gate = TenantGate(clock)
+    tenant = Tenant("ann", requests_per_minute=per_minute)
+    taken_ns = []
+    for gap_ns in gaps_ns:
+        clock.now_ns += gap_ns
+        try:
+            use(gate, tenant)
+        except RateLimited:
+            continue
+        taken_ns.append(clock.now_ns)
+    for first, begin_ns in enumerate(taken_ns):
+        for count, end_ns in enumerate(taken_ns[first:], 1):
+            assert count <= per_minute * (1 + Fraction(end_ns - begin_ns, MINUTE_NS))
+
+
+def test_a_tenant_without_limits_is_never_refused() -> None:
+    gate = TenantGate(Clock())
+    for _ in range(1000):
+        use(gate, Tenant(), 10**9, 10**9)
+
+
+def test_a_refusal_says_which_limit_and_when_there_is_room() -> None:
+    clock = Clock()
+    gate = TenantGate(clock)
+    ann = Tenant("ann", requests_per_minute=2, tokens_per_minute=1000)
+    use(gate, ann, 10)
+    use(gate, ann, 10)
+    error = refusal(gate, ann)
+    assert isinstance(error, Overloaded)
+    assert (
+        str(error)
+        == "this API key's tenant has used up its limit of 2 requests a minute: try again in 30.00 s"
+    )
+    assert error.retry_after_s == 30.0
+    clock.now_ns += 30 * 10**9
+    use(gate, ann, 2000)  # a longer prompt than a minute's tokens is taken, and paid for afterwards
+    error = refusal(gate, ann)
+    assert "2 requests a minute and 1,000 tokens a minute" in str(error)
+    assert error.retry_after_s == pytest.approx(60 * 1001 / 1000)
+    use(gate, Tenant("bob", requests_per_minute=2))
+
+
+def test_what_was_refused_costs_nothing() -> None:
+    clock = Clock()
+    gate = TenantGate(clock)
+    ann = Tenant("ann", requests_per_minute=1, tokens_per_minute=10)
+    use(gate, ann, 1)
+    for _ in range(50):
+        assert refusal(gate, ann, 10**6).retry_after_s == 60.0
+    clock.now_ns += MINUTE_NS
+    use(gate, ann, 1)
+
+
+def test_what_the_cache_had_is_given_back_and_what_was_generated_is_charged_also_after_a_failure() -> None:
+    clock = Clock()
+    gate = TenantGate(clock)
+    ann = Tenant("ann", tokens_per_minute=60)
+    for _ in range(100):
+        use(gate, ann, 59, cached=59)
+    use(gate, ann, 59, cached=10**6)  # no more than there was
+    with pytest.raises(ZeroDivisionError):
+        use(gate, ann, 50, 20, fault=ZeroDivisionError())
+    assert refusal(gate, ann).retry_after_s == 11.0  # ten below zero, a token in each second
+
+
+def test_a_prompt_that_was_estimated_is_charged_as_it_was() -> None:
+    gate = TenantGate(Clock())
+    ann = Tenant("ann", tokens_per_minute=60)
+    with gate.request(ann, 0) as admitted:
+        admitted.prompt_tokens, admitted.cached_tokens, admitted.output_tokens = 100, 30, 5
+    assert refusal(gate, ann).retry_after_s == 16.0
+
+
+def test_only_so_many_are_unfinished_at_once() -> None:
+    gate = TenantGate(Clock())
+    ann = Tenant("ann", max_unfinished=2)
+    with gate.request(ann, 5), gate.request(ann, 5):
+        assert gate.num_unfinished(ann) == 2
+        error = refusal(gate, ann)
+        assert "2 requests of this API key's tenant are unfinished, and 2 may be" in str(error)
+        assert error.retry_after_s is None
+        use(gate, Tenant("bob", max_unfinished=1))
+    with pytest.raises(ZeroDivisionError):
+        use(gate, ann, fault=ZeroDivisionError())
+    assert gate.num_unfinished(ann) == 0
+    use(gate, ann)
+
+
+def test_limits_may_change_while_a_tenant_uses_the_server() -> None:
+    clock = Clock()
+    gate = TenantGate(clock)
+    with gate.request(Tenant("ann"), 5):
+        use(gate, Tenant("ann", requests_per_minute=1))
+        assert refusal(gate, Tenant("ann", requests_per_minute=1)).retry_after_s == 60.0
+        assert refusal(gate, Tenant("ann", requests_per_minute=60)).retry_after_s == 1.0
+    clock.now_ns += 10**9
+    use(gate, Tenant("ann", requests_per_minute=60))
+    use(gate, Tenant("ann"))
+
+
+def test_who_is_known_under_old_limits_too_wins_nothing_by_it() -> None:
+    """Of a session that began before the file was read again."""
+    gate = TenantGate(Clock())
+    old, new = Tenant("ann"), Tenant("ann", requests_per_minute=1, tokens_per_minute=10)
+    with gate.request(old, 5) as unlimited:
+        use(gate, new, 5)
+        unlimited.output_tokens = 10**6  # not charged: it was let in without that limit
+    for _ in range(5):
+        use(gate, old, 5)
+        assert refusal(gate, new).retry_after_s == 60.0
+
+
+def test_a_clock_that_stands_still_or_goes_back_gives_nothing_away() -> None:
+    clock = Clock()
+    gate = TenantGate(clock)
+    ann = Tenant("ann", requests_per_minute=1)
+    use(gate, ann)
+    clock.now_ns -= 10 * MINUTE_NS
+    assert refusal(gate, ann).retry_after_s == 60.0
+    clock.now_ns += 10 * MINUTE_NS
+    assert refusal(gate, ann).retry_after_s == 60.0
+
+
+def test_tenants_that_used_nothing_lately_are_forgotten() -> None:
+    clock = Clock()
+    gate = TenantGate(clock)
+    with gate.request(Tenant("long", max_unfinished=1), 5):
+        for number in range(20_000):
+            use(gate, Tenant(f"t{number}", requests_per_minute=60), 5)
+            clock.now_ns += 10**9  # each bucket is full again a second later
+        assert len(gate) <= rate_limit.MIN_SWEPT
+        assert refusal(gate, Tenant("long", max_unfinished=1)).retry_after_s is None
