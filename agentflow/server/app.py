@@ -28,7 +28,7 @@ from starlette.websockets import WebSocket
 from agentflow.errors import NotAuthorized
 from agentflow.generator import Generator
 from agentflow.protocol import SESSION_PATH
-from agentflow.server.api_keys import key_of_header
+from agentflow.server.api_keys import Tenants, key_of_header
 from agentflow.server.api_routes import api_routes, dialect_of
 from agentflow.server.browser_guard import BrowserGuard
 from agentflow.server.health import ENDING, live, ready, unready
@@ -38,7 +38,7 @@ from agentflow.server.metrics import CONTENT_TYPE, ServerMetrics
 from agentflow.server.models import OpenModels
 from agentflow.server.service import Service
 from agentflow.server.sessions import open_sessions
-from agentflow.server.tenant import Anybody, Tenant, Tenants
+from agentflow.server.tenant import Tenant
 from agentflow.server.ws_session import WsSession
 
 
@@ -47,7 +47,7 @@ class Access:
     """Who may use the server. ``cors_origins``: pages that may, beside its own. ``allowed_hosts``: names that
     it is known by; None: any."""
 
-    tenants: Tenants = field(default_factory=Anybody)
+    tenants: Tenants = field(default_factory=Tenants)
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] | None = None
 

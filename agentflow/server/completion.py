@@ -84,7 +84,7 @@ class Completion:
     async def run(self) -> None:
         """For ``completing``."""
         try:
-            context = self._generator.open(self._request.cache_salt)
+            context = self._generator.open(self._request.cache_salt, priority=self._request.priority)
             contexts = [context]
             try:
                 await self._fill(context)
@@ -99,7 +99,7 @@ class Completion:
                 for one in contexts:
                     self._generator.free(one)
         except Exception as error:
-            self._failure = error
+            self._failure = _first_of(error)
         self._has_ended = True
         self._changed.set()
 
@@ -163,6 +163,13 @@ class Completion:
         self._deltas.append(delta)
         self._changed.set()
         self._changed = anyio.Event()
+
+
+def _first_of(error: Exception) -> Exception:
+    """Several answers may fail at once, mostly for the same reason."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 @asynccontextmanager

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import anyio
@@ -22,13 +22,16 @@ from agentflow.server.constraint_compiler import ConstraintCompiler
 from agentflow.server.core.request import TopTokens
 from agentflow.server.engine_client import EngineClient, OnProgress, RequestObserver
 from agentflow.server.engine_messages import EngineStats, Finished, Origin, Progress
-from agentflow.server.tenant import NOBODY_ELSE, RequestEntry, RequestGate, Tenant
+from agentflow.server.rate_limit import AdmittedRequest, TenantGate
+from agentflow.server.tenant import NOBODY_ELSE, Tenant
 from agentflow.server.token_state import TokenState
 from agentflow.server.tokenizer import Tokenizer
 from agentflow.token_logprob import TokenLogprob, TopLogprobs
 
 # Text longer than this is encoded in a worker thread: about a millisecond of encoding.
 MAX_INLINE_CHARS = 4000
+# What a text is taken for until it is encoded.
+CHARS_PER_TOKEN = 4
 # A prefix about to be forked is computed ahead from so many uncomputed tokens on: below that, the
 # forks wait for each other no longer than for this.
 MIN_AHEAD_TOKENS = 32
@@ -71,7 +74,7 @@ class EngineGenerator:
         *,
         name: str | None = None,
         tenant: Tenant = NOBODY_ELSE,
-        gate: RequestGate | None = None,
+        gate: TenantGate | None = None,
         use_hints: bool = True,
         compiler: ConstraintCompiler | None = None,
     ) -> None:
@@ -95,9 +98,10 @@ class EngineGenerator:
         """The model's."""
         return self._client.tokenizer
 
-    def open(self, cache_salt: str) -> EngineContext:
-        """An empty state."""
-        origin = Origin(self.tenant.name, cache_salt, state=self._new_number())
+    def open(self, cache_salt: str, *, priority: int = 0) -> EngineContext:
+        """An empty state. ``priority``: of its requests, within the tenant."""
+        state = self._new_number()
+        origin = Origin(self.tenant.name, cache_salt, state=state, share=self.tenant.share, priority=priority)
         return EngineContext(TokenState(self._client.tokenizer, self.template), origin)
 
     def fill(self, context: EngineContext, text: str) -> None:
@@ -145,15 +149,16 @@ class EngineGenerator:
     ) -> Finished:
         """Generates after the context, which stays as it is. ``on_progress`` hears what each step gave."""
         self.capabilities.require(constraint)
-        token_ids = await self._prompt(context)
-        with self._enter(len(token_ids)) as entry:
+        with self._admit(context.num_unencoded_chars // CHARS_PER_TOKEN) as admitted:
+            token_ids = await self._prompt(context)
+            admitted.prompt_tokens = len(token_ids)
             compiled = None
             if constraint is not None and self._compiler is not None:
                 compiled = await self._compiler.compile(constraint, tenant=self.tenant.name)
             context.has_run = True
 
             def hear(progress: Progress) -> None:
-                entry.output_tokens += len(progress.token_ids) - progress.num_dropped
+                admitted.output_tokens += len(progress.token_ids) - progress.num_dropped
                 on_progress(progress)
 
             end = await self._client.generate(
@@ -165,14 +170,17 @@ class EngineGenerator:
                 constraint=compiled,
                 jump_forward=constraint is None or constraint.jump_forward,
             )
-            entry.cached_tokens, entry.output_tokens = end.cached_tokens, end.output_tokens
+            admitted.cached_tokens, admitted.output_tokens = end.cached_tokens, end.output_tokens
         context.num_computed = len(token_ids) + len(end.token_ids)
         return end
 
-    def _enter(self, prompt_tokens: int) -> AbstractContextManager[RequestEntry, None]:
+    @contextmanager
+    def _admit(self, prompt_tokens: int) -> Iterator[AdmittedRequest]:
         if self._gate is None:
-            return nullcontext(RequestEntry())
-        return self._gate.request(self.tenant, prompt_tokens)
+            yield AdmittedRequest(prompt_tokens)
+            return
+        with self._gate.request(self.tenant, prompt_tokens) as admitted:
+            yield admitted
 
     def _with_texts(self, places: Sequence[TopTokens | None]) -> TopLogprobs:
         decode = self._client.tokenizer.decode
@@ -187,11 +195,12 @@ class EngineGenerator:
     async def score(self, context: EngineContext, choices: Sequence[str], method: str) -> Scored:
         """Scores all choices in one forward pass: the tokens of each that come after what all have in
         common. The one that is chosen is appended with the ids that were scored."""
-        encoded = await self._encode_choices(context, choices)
-        with self._enter(len(encoded.prefix) + sum(map(len, encoded.ends))) as entry:
+        with self._admit(context.num_unencoded_chars // CHARS_PER_TOKEN) as admitted:
+            encoded = await self._encode_choices(context, choices)
+            admitted.prompt_tokens = len(encoded.prefix) + sum(map(len, encoded.ends))
             context.has_run = True
             end = await self._client.score_choices(encoded.prefix, encoded.ends, origin=context.origin_now())
-            entry.cached_tokens = end.cached_tokens
+            admitted.cached_tokens = end.cached_tokens
             unconditional: list[list[float]] = []
             if method == "unconditional_likelihood_normalized":
                 # Not as a request of the state: what that needs next is its prompt, and not this.

@@ -14,7 +14,8 @@ from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.constraint_compiler import CompileCounts, ConstraintCompiler
 from agentflow.server.engine_client import EngineClient
 from agentflow.server.engine_generator import EngineGenerator
-from agentflow.server.tenant import RequestGate, Tenant
+from agentflow.server.rate_limit import TenantGate
+from agentflow.server.tenant import Tenant
 
 
 class Model(Protocol):
@@ -44,7 +45,7 @@ class EngineModel:
         template: ChatTemplate,
         *,
         compiler: ConstraintCompiler | None = None,
-        gate: RequestGate | None = None,
+        gate: TenantGate | None = None,
         max_wait_s: float | None = None,
     ) -> None:
         self.name = name
@@ -71,7 +72,10 @@ class EngineModel:
         return generator
 
     def check_admission(self, tenant: Tenant) -> None:
-        """``Overloaded`` where a request that came now would wait too long."""
+        """``RateLimited`` where the tenant may not send a request now, and ``Overloaded`` where one that came
+        now would wait too long."""
+        if self._gate is not None:
+            self._gate.check(tenant)
         self._admission.check(tenant.name)
 
     async def until_idle(self) -> None:

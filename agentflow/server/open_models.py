@@ -17,8 +17,8 @@ from agentflow.server.local_engine import EngineOptions, open_engine
 from agentflow.server.memory_shares import memory_need, share_memory
 from agentflow.server.model_store import resolve_model
 from agentflow.server.models import EngineModel, Models
+from agentflow.server.rate_limit import TenantGate
 from agentflow.server.simulator.workload import open_sink, workload_name
-from agentflow.server.tenant import RequestGate
 from agentflow.server.workload_recording import recording
 
 MEMORY_SHARE = 0.8
@@ -31,7 +31,7 @@ async def open_models(
     *,
     memory_share: float = MEMORY_SHARE,
     compile_limits: CompileLimits | None = None,
-    gate: RequestGate | None = None,
+    gate: TenantGate | None = None,
     max_wait_s: float | None = None,
     record_to: Path | None = None,
 ) -> AsyncIterator[Models]:

@@ -102,7 +102,8 @@ class AdmittedRequest:
 
 
 class TenantGate:
-    """Lets in what tenants may still use. ``clock_ns``: nanoseconds. For one event loop.
+    """Lets in what tenants may still use. ``current``: what a tenant may use now, where that can change (it
+    may raise ``NotAuthorized``). ``clock_ns``: nanoseconds. For one event loop.
 
     >>> gate = TenantGate()
     >>> with gate.request(tenant, prompt_tokens=len(token_ids)) as admitted:
@@ -110,8 +111,14 @@ class TenantGate:
     ...         admitted.output_tokens += 1
     """
 
-    def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(
+        self,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        *,
+        current: Callable[[Tenant], Tenant] | None = None,
+    ) -> None:
         self._clock_ns = clock_ns
+        self._current = current
         self._accounts: dict[str, _Account] = {}
         self._sweep_at = MIN_SWEPT
 
@@ -124,17 +131,17 @@ class TenantGate:
         account = self._accounts.get(tenant.name)
         return 0 if account is None else account.num_unfinished
 
+    def check(self, tenant: Tenant) -> None:
+        """``RateLimited`` where a request that came now would not be let in."""
+        self._let_in(tenant, self._clock_ns())
+
     @contextmanager
     def request(self, tenant: Tenant, prompt_tokens: int) -> Iterator[AdmittedRequest]:
         """Around one request. ``RateLimited`` where it is not let in, which costs nothing; ``retry_after_s``
         is then exact (if the tenant uses no more until then), and None where it depends on when a request
         ends."""
         now_ns = self._clock_ns()
-        account = self._account(tenant, now_ns)
-        requests = None if tenant.requests_per_minute is None else account.requests
-        tokens = None if tenant.tokens_per_minute is None else account.tokens
-        _check_unfinished(tenant, account.num_unfinished)
-        _check_buckets(((requests, "requests"), (tokens, "tokens")), now_ns)
+        account, requests, tokens = self._let_in(tenant, now_ns)
         if requests is not None:
             requests.take(1, now_ns)
         if tokens is not None:
@@ -148,6 +155,17 @@ class TenantGate:
             if tokens is not None:
                 computed = admitted.prompt_tokens - min(admitted.cached_tokens, admitted.prompt_tokens)
                 tokens.take(computed + admitted.output_tokens - prompt_tokens, self._clock_ns())
+
+    def _let_in(self, tenant: Tenant, now_ns: int) -> tuple[_Account, Bucket | None, Bucket | None]:
+        """The tenant's account, and the buckets that it has now."""
+        if self._current is not None:
+            tenant = self._current(tenant)
+        account = self._account(tenant, now_ns)
+        requests = None if tenant.requests_per_minute is None else account.requests
+        tokens = None if tenant.tokens_per_minute is None else account.tokens
+        _check_unfinished(tenant, account.num_unfinished)
+        _check_buckets(((requests, "requests"), (tokens, "tokens")), now_ns)
+        return account, requests, tokens
 
     def _account(self, tenant: Tenant, now_ns: int) -> _Account:
         """The tenant's account, with the limits that it has now: the file of tenants may have changed."""

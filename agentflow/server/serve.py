@@ -17,11 +17,13 @@ from types import FrameType
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import uvicorn
 from starlette.applications import Starlette
 
-from agentflow.errors import PortInUse, ServerError
+from agentflow.errors import AgentflowError, PortInUse, ServerError
 from agentflow.protocol import DEFAULT_PORT
+from agentflow.server.api_keys import Tenants
 from agentflow.server.app import Access, create_app
 from agentflow.server.http_protocol import TimedHttpProtocol
 from agentflow.server.limits import HttpLimits, ServerLimits
@@ -88,20 +90,25 @@ def serve(
 
     async def main() -> None:
         with anyio.CancelScope() as scope, _signals(scope) as is_asked_to_end:
-            async with running_server(
-                open_models,
-                host=host,
-                port=port,
-                limits=limits,
-                http_limits=http_limits,
-                access=access,
-                tls=tls,
-            ) as server:
+            async with (
+                running_server(
+                    open_models,
+                    host=host,
+                    port=port,
+                    limits=limits,
+                    http_limits=http_limits,
+                    access=access,
+                    tls=tls,
+                ) as server,
+                open_task_group() as group,
+            ):
+                group.start_soon(_reload_keys_on_hangup, server.service.tenants)
                 names = ", ".join(model.name for model in server.service.models)
                 print(f"agentflow serves {names} at {server.url}", flush=True)
                 await is_asked_to_end()
                 if not await server.service.drain(drain_s):
                     logger.warning("after %g s requests still ran: they are cancelled", drain_s)
+                group.cancel_scope.cancel()
 
     anyio.run(main, backend="asyncio")  # uvicorn's event loop
 
@@ -209,6 +216,19 @@ class _UvicornServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+async def _reload_keys_on_hangup(tenants: Tenants) -> None:
+    """Each SIGHUP has the keys file read again; what is wrong with it is logged, and changes nothing."""
+    if not hasattr(signal, "SIGHUP"):
+        return
+    with anyio.open_signal_receiver(signal.SIGHUP) as hangups:
+        async for _ in hangups:
+            try:
+                await anyio.to_thread.run_sync(tenants.reload)
+                logger.info("the keys file was read again")
+            except AgentflowError as error:
+                logger.error("the keys file cannot be used, and the one before stays in force: %s", error)
 
 
 @contextlib.contextmanager

@@ -8,10 +8,10 @@ from typing import Any
 import anyio
 
 from agentflow.errors import Overloaded
+from agentflow.server.api_keys import Tenants
 from agentflow.server.limits import HttpLimits, ServerLimits
 from agentflow.server.models import Models
 from agentflow.server.sessions import Sessions
-from agentflow.server.tenant import Tenants
 
 
 class CallsInFlight:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,32 +28,3 @@ class Tenant:
 
 NOBODY_ELSE = Tenant(sees_metrics=True)
 """The tenant of a server without keys."""
-
-
-class Tenants(Protocol):
-    """Whom a server serves."""
-
-    def of(self, key: str | None) -> Tenant:
-        """The tenant whose key it is. ``NotAuthorized`` where it is nobody's."""
-
-
-class Anybody:
-    """No keys: everybody is the same tenant."""
-
-    def of(self, key: str | None) -> Tenant:
-        return NOBODY_ELSE
-
-
-@dataclass(slots=True)
-class RequestEntry:
-    """What one request of a tenant turned out to be. Whoever runs it fills it in, as far as it got."""
-
-    cached_tokens: int = 0
-    output_tokens: int = 0
-
-
-class RequestGate(Protocol):
-    """Says how much a tenant may ask for: each request passes through it."""
-
-    def request(self, tenant: Tenant, prompt_tokens: int) -> AbstractContextManager[RequestEntry, None]:
-        """Entered before the request is sent, left at its end. ``RateLimited`` where it may not be sent."""

@@ -15,13 +15,14 @@ from wire_peer import WireGenerator
 
 from agentflow.errors import EngineFailed, NotAuthorized, Overloaded, PromptTooLong, RateLimited, UnknownModel
 from agentflow.server.api_call import ApiCall, ApiEndpoint, Handler
+from agentflow.server.api_keys import Tenants
 from agentflow.server.http_refusal import Refusal
 from agentflow.server.limits import HttpLimits, ServerLimits
 from agentflow.server.models import Models, OneGenerator
 from agentflow.server.openai_errors import OpenAIErrors
 from agentflow.server.service import Service
 from agentflow.server.sessions import open_sessions
-from agentflow.server.tenant import Anybody, Tenant
+from agentflow.server.tenant import Tenant
 from agentflow.task_group import open_task_group
 
 pytestmark = pytest.mark.anyio
@@ -80,7 +81,7 @@ class Exchange:
 async def service(**limits: Any):
     async with open_sessions(ServerLimits()) as sessions:
         models = Models([OneGenerator(WireGenerator())])
-        yield Service(models, sessions, Anybody(), ServerLimits(), HttpLimits(**limits))
+        yield Service(models, sessions, Tenants(), ServerLimits(), HttpLimits(**limits))
 
 
 async def exchange(

@@ -1,0 +1,160 @@
+"""What a tenant's requests take with them to the engine, and what is counted of them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+from fake_engine import TEMPLATE, TOKENIZER, FakeEngine
+
+from agentflow.errors import NotAuthorized, RateLimited
+from agentflow.sampling import SamplingParams
+from agentflow.server.chat_message import Message
+from agentflow.server.completion import completing
+from agentflow.server.completion_request import CompletionRequest
+from agentflow.server.models import EngineModel
+from agentflow.server.rate_limit import MINUTE_NS, TenantGate
+from agentflow.server.tenant import Tenant
+from agentflow.task_group import open_task_group
+
+pytestmark = pytest.mark.anyio
+
+TEXT = "a text of some length that is the same each time"
+SHORT = SamplingParams(max_tokens=3, ignore_eos=True)
+
+
+class Clock:
+    """Stands still unless it is moved, so that no bucket fills."""
+
+    now_ns = 10**15
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
+@asynccontextmanager
+async def model_on(engine: FakeEngine, gate: TenantGate) -> AsyncIterator[EngineModel]:
+    async with engine.open_client() as client:
+        yield EngineModel("model", client, TEMPLATE, gate=gate)
+        await engine.assert_idle()
+
+
+def left(gate: TenantGate, tenant: Tenant) -> int:
+    """Tokens in the tenant's bucket."""
+    return gate._accounts[tenant.name].tokens._level // MINUTE_NS
+
+
+async def test_what_was_computed_and_generated_is_counted():
+    tenant = Tenant("ann", tokens_per_minute=1000)
+    gate = TenantGate(Clock())
+    num_prompt = len(TOKENIZER.encode(TEXT))
+    async with model_on(FakeEngine(), gate) as model:
+        generator = model.generator(tenant)
+        for cost in (num_prompt + 3, 3 + 1):  # the second time all but the last prompt token is cached
+            context = generator.open("")
+            generator.fill(context, TEXT)
+            before = (gate._accounts and left(gate, tenant)) or 1000
+            await generator.generate(context, SHORT, lambda text: None)
+            assert before - left(gate, tenant) == cost
+            generator.free(context)
+
+
+async def test_a_select_is_counted_too():
+    tenant = Tenant("ann", tokens_per_minute=1000)
+    gate = TenantGate(Clock())
+    async with model_on(FakeEngine(), gate) as model:
+        generator = model.generator(tenant)
+        context = generator.open("")
+        generator.fill(context, TEXT)
+        await generator.score(context, ["yes", "no"], "token_length_normalized")
+        generator.free(context)
+    assert 1000 - left(gate, tenant) >= len(TOKENIZER.encode(TEXT))
+
+
+async def test_what_a_cancelled_generation_made_is_counted():
+    tenant = Tenant("ann", tokens_per_minute=1000)
+    gate = TenantGate(Clock())
+    heard = anyio.Event()
+    async with model_on(FakeEngine(), gate) as model:
+        generator = model.generator(tenant)
+        context = generator.open("")
+        generator.fill(context, TEXT)
+
+        async def generate() -> None:
+            await generator.complete(context, SamplingParams(max_tokens=500), lambda progress: heard.set())
+
+        async with open_task_group() as group:
+            group.start_soon(generate)
+            await heard.wait()
+            group.cancel_scope.cancel()
+        generator.free(context)
+    assert 1000 - left(gate, tenant) > len(TOKENIZER.encode(TEXT))
+    assert gate.num_unfinished(tenant) == 0
+
+
+async def test_more_than_a_tenant_may_have_at_once_is_refused_and_others_are_not():
+    one, other = Tenant("one", max_unfinished=2), Tenant("other", max_unfinished=2)
+    engine, gate = FakeEngine(), TenantGate()
+    async with model_on(engine, gate) as model:
+        engine.gate.allow(0)
+        request = CompletionRequest(TEXT, SHORT, n=2)
+        async with completing(model.generator(one), request) as first:
+            await engine.gate.held()
+            with pytest.raises(RateLimited, match="2 requests of this API key's tenant are unfinished"):
+                model.check_admission(one)
+            async with completing(model.generator(one), request) as second:
+                with pytest.raises(RateLimited):
+                    await second.answers()
+            model.check_admission(other)
+            async with completing(model.generator(other), request) as third:
+                engine.gate.open()
+                assert len(await third.answers()) == 2
+            assert len(await first.answers()) == 2
+        model.check_admission(one)
+
+
+async def test_a_tenant_that_is_gone_is_refused_in_sessions_that_go_on():
+    tenants = {"ann": Tenant("ann")}
+
+    def current(tenant: Tenant) -> Tenant:
+        if tenant.name not in tenants:
+            raise NotAuthorized("no such tenant any more")
+        return tenants[tenant.name]
+
+    gate = TenantGate(Clock(), current=current)
+    async with model_on(FakeEngine(), gate) as model:
+        generator = model.generator(tenants["ann"])
+        context = generator.open("")
+        generator.fill(context, TEXT)
+        await generator.generate(context, SHORT, lambda text: None)
+        tenants["ann"] = Tenant("ann", requests_per_minute=1)
+        await generator.generate(context, SHORT, lambda text: None)
+        with pytest.raises(RateLimited, match="1 requests a minute"):
+            await generator.generate(context, SHORT, lambda text: None)
+        del tenants["ann"]
+        with pytest.raises(NotAuthorized):
+            await generator.generate(context, SHORT, lambda text: None)
+        generator.free(context)
+
+
+async def test_share_and_priority_reach_the_engine():
+    tenant = Tenant("ann", share=2.5)
+    sent = []
+
+    class Sent:
+        def sent(self, submit) -> None:
+            sent.append(submit.origin)
+
+        def heard(self, messages) -> None:
+            pass
+
+    async with model_on(FakeEngine(), TenantGate()) as model:
+        model.client.observe(Sent())
+        generator = model.generator(tenant)
+        prompt = (Message("user", TEXT),)
+        async with completing(generator, CompletionRequest(prompt, SHORT, n=2, priority=3)) as completion:
+            await completion.answers()
+    assert {(origin.tenant, origin.share, origin.priority) for origin in sent} == {("ann", 2.5, 3)}
+    assert len(sent) == 2
