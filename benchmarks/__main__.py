@@ -15,6 +15,7 @@ NAMES = {
     "foundation": "the engine against transformers, and the prefix cache against none",
     "radix": "the radix cache on a tree of a million tokens",
     "scheduler": "fairness, deep queues and a full pool, simulated",
+    "server": "HTTP against the engine alone, idle sessions, an overload",
     "frontend": "what a client costs: CPU for each op and token, round trips, stalls",
     "schema_suite": "JSON schema's own test suite: accepted, refused by name, and valid instances",
     "constrained": "masks, jump-forward, select in one pass, hostile constraints",

@@ -1,0 +1,150 @@
+"""What serving costs on top of the engine: throughput and time to first token over HTTP against the engine
+driven in process, memory of idle sessions, and what is left of the throughput in an overload."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from rich.console import Console
+
+from agentflow.sampling import SamplingParams
+from agentflow.server.engine_messages import Progress
+from agentflow.server.local_engine import EngineOptions
+from agentflow.server.models import EngineModel
+from agentflow.server.open_models import open_models
+from agentflow.server.serve import RunningServer, running_server
+from agentflow.server.tenant import NOBODY_ELSE
+from benchmarks.http_load import WORDS
+from benchmarks.load_process import LoadProcess, load_process
+from benchmarks.report import Report, median_of
+from benchmarks.server_overload import measure_overload
+from benchmarks.server_sessions import measure_sessions
+
+MODEL = "smollm2-135m"
+NUM_STREAMS = 32
+PROMPT_WORDS = 40
+NUM_TOKENS = 64
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[tuple[RunningServer, EngineModel]]:
+    """A server in this process, its engine in another, as ``agentflow serve`` has it."""
+    engine = EngineOptions(MODEL, device="cpu", num_threads=2, max_running=NUM_STREAMS, kv_tokens=20_000)
+    async with running_server(lambda: open_models({MODEL: engine})) as server:
+        [model] = server.service.models
+        assert isinstance(model, EngineModel)
+        yield server, model
+
+
+class InProcess:
+    """The engine's own client, driven without HTTP: the same prompts, as ids."""
+
+    def __init__(self, model: EngineModel) -> None:
+        self._model = model
+        self._rng = random.Random(7)
+
+    def _prompt(self) -> list[int]:
+        generator = self._model.generator(NOBODY_ELSE)
+        context = generator.open("")
+        generator.begin_role(context, "user")
+        generator.fill(context, " ".join([self._rng.choice(WORDS) for _ in range(PROMPT_WORDS)]))
+        generator.end_role(context)
+        generator.begin_role(context, "assistant")
+        token_ids = context.tokens.ids()
+        generator.free(context)
+        return token_ids
+
+    async def throughput(self) -> float:
+        """Output tokens per second of ``NUM_STREAMS`` streams."""
+        prompts = [self._prompt() for _ in range(NUM_STREAMS)]
+        params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+        began_s = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for prompt in prompts:
+                group.create_task(self._model.client.generate(prompt, params, seed=0, on_progress=_hear))
+        return NUM_STREAMS * NUM_TOKENS / (time.perf_counter() - began_s)
+
+    async def ttft_ms(self) -> float:
+        """Of one request alone: from its ids to the first text."""
+        prompt = self._prompt()
+        first_s = 0.0
+
+        def hear(progress: Progress) -> None:
+            nonlocal first_s
+            if progress.text and not first_s:
+                first_s = time.perf_counter()
+
+        began_s = time.perf_counter()
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        await self._model.client.generate(prompt, params, seed=0, on_progress=hear)
+        return (first_s - began_s) * 1000
+
+
+def _hear(progress: Progress) -> None:
+    """Somebody listens, as a caller would."""
+
+
+async def over_http(clients: LoadProcess, port: int, seed: int) -> float:
+    """Output tokens per second of as many streams."""
+    wall_s, outcomes = await clients.put(
+        port=port, streams=NUM_STREAMS, prompt_words=PROMPT_WORDS, max_tokens=NUM_TOKENS, seed=seed
+    )
+    num_tokens = sum(outcome.num_tokens for outcome in outcomes)
+    assert num_tokens == NUM_STREAMS * NUM_TOKENS, [outcome.status for outcome in outcomes]
+    return num_tokens / wall_s
+
+
+async def measure_throughput(report: Report) -> None:
+    """``http_vs_engine``: rounds in turns, each with prompts of its own."""
+    rounds = 7 if report.scale == "full" else 2
+    ratios: list[float] = []
+    rates: list[tuple[float, float]] = []
+    async with served() as (server, model), load_process() as clients:
+        port, engine = port_of(server), InProcess(model)
+        await engine.throughput()
+        await over_http(clients, port, -1)
+        for number in range(rounds):
+            alone = await engine.throughput()
+            http = await over_http(clients, port, number)
+            rates.append((http, alone))
+            ratios.append(http / alone)
+    http, alone = sorted(rates)[len(rates) // 2]
+    note = f"{http:.0f} against {alone:.0f} output tokens/s, {NUM_STREAMS} streams"
+    report.results.append(median_of("server.http_vs_engine", ratios, "ratio", goal=">= 0.9", note=note))
+
+
+async def measure_ttft(report: Report) -> None:
+    """``http_ttft_ms``: what HTTP adds, request by request in turns."""
+    rounds = 60 if report.scale == "full" else 15
+    added: list[float] = []
+    alone: list[float] = []
+    async with served() as (server, model), load_process() as clients:
+        port, engine = port_of(server), InProcess(model)
+        for number in range(rounds):
+            _, [outcome] = await clients.put(port=port, prompt_words=PROMPT_WORDS, max_tokens=4, seed=number)
+            alone.append(await engine.ttft_ms())
+            added.append(outcome.ttft_s * 1000 - alone[-1])
+    note = f"median of {rounds}; the engine alone: {sorted(alone)[rounds // 2]:.1f} ms"
+    report.results.append(median_of("server.http_ttft_ms", added, "ms", goal="<= 5", note=note))
+
+
+def port_of(server: RunningServer) -> int:
+    """Where it listens."""
+    return int(server.url.rpartition(":")[2])
+
+
+def run(report: Report, console: Console, only: str) -> None:
+    """All figures whose id contains ``only``."""
+    for name, measure in (
+        ("server.http_vs_engine", measure_throughput),
+        ("server.http_ttft_ms", measure_ttft),
+        ("server.idle_session_kb", measure_sessions),
+        ("server.overload_goodput", measure_overload),
+    ):
+        if only in name:
+            console.print(f"[dim]{name} …[/]")
+            asyncio.run(measure(report))
