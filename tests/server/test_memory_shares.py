@@ -1,0 +1,106 @@
+"""How models share memory: never more than there is, and by the rule that the module states."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentflow.errors import BadArgument, BadModelFolder
+from agentflow.server.memory_shares import (
+    MIN_KV_TOKENS,
+    PROCESS_BYTES,
+    WANTED_KV_TOKENS,
+    MemoryNeed,
+    memory_need,
+    share_memory,
+)
+
+NEEDS = st.lists(
+    st.builds(
+        MemoryNeed,
+        st.just(""),
+        st.integers(0, 10**10),
+        st.integers(1, 10**6),
+        st.one_of(st.none(), st.integers(1, 10**6)),
+    ),
+    min_size=1,
+    max_size=5,
+).map(lambda needs: [MemoryNeed(str(n), *list_of(need)[1:]) for n, need in enumerate(needs)])
+
+
+def list_of(need: MemoryNeed) -> list:
+    return [need.name, need.weight_bytes, need.kv_bytes_per_token, need.kv_tokens]
+
+
+def fixed_bytes(needs: list[MemoryNeed]) -> int:
+    return sum(
+        need.weight_bytes + PROCESS_BYTES + (need.kv_tokens or 0) * need.kv_bytes_per_token for need in needs
+    )
+
+
+@given(NEEDS, st.integers(0, 10**11))
+def test_what_is_shared_out_is_there(needs, budget):
+    least = fixed_bytes(needs) + sum(
+        MIN_KV_TOKENS * need.kv_bytes_per_token for need in needs if need.kv_tokens is None
+    )
+    if least > budget:
+        with pytest.raises(BadArgument, match="the models do not fit"):
+            share_memory(needs, budget)
+        return
+    shares = share_memory(needs, budget)
+    assert [*shares] == [need.name for need in needs]
+    used = sum(shares[need.name] * need.kv_bytes_per_token for need in needs)
+    used += sum(need.weight_bytes + PROCESS_BYTES for need in needs)
+    assert used <= budget
+    for need in needs:
+        if need.kv_tokens is not None:
+            assert shares[need.name] == need.kv_tokens
+        else:
+            assert MIN_KV_TOKENS <= shares[need.name] <= WANTED_KV_TOKENS
+
+
+@given(NEEDS, st.integers(0, 10**11))
+def test_pools_without_a_size_get_equal_parts_unless_they_want_less(needs, budget):
+    try:
+        shares = share_memory(needs, budget)
+    except BadArgument:
+        return
+    open_needs = [need for need in needs if need.kv_tokens is None]
+    parts = {need.name: shares[need.name] * need.kv_bytes_per_token for need in open_needs}
+    squeezed = [need for need in open_needs if MIN_KV_TOKENS < shares[need.name] < WANTED_KV_TOKENS]
+    for one in squeezed:
+        for other in squeezed:  # the same number of bytes, but for one token
+            difference = abs(parts[one.name] - parts[other.name])
+            assert difference <= 2 * len(needs) * max(one.kv_bytes_per_token, other.kv_bytes_per_token)
+    if squeezed:  # nothing is left over that somebody would have wanted
+        left = budget - fixed_bytes(needs) - sum(parts.values())
+        assert left <= sum(need.kv_bytes_per_token for need in open_needs)
+
+
+def test_a_model_that_does_not_fit_is_named_with_what_it_needs():
+    needs = [MemoryNeed("small", 10**9, 20_000), MemoryNeed("large", 14 * 10**9, 100_000, 50_000)]
+    with pytest.raises(BadArgument) as caught:
+        share_memory(needs, 8 * 10**9)
+    assert str(caught.value) == (
+        "the models do not fit into 8.00 GB: small 1.00 GB of weights and 0.02 GB for 1,024 tokens; large "
+        "14.00 GB of weights and 5.00 GB for 50,000 tokens; and 0.50 GB each for its process. Serve fewer, "
+        "give smaller --kv-tokens, or a larger --memory-share"
+    )
+
+
+def test_weights_are_counted_in_the_headers_of_their_files(tmp_path):
+    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for number, shape in enumerate(([3, 5], [7])):
+        header = json.dumps({"__metadata__": {}, "w": {"dtype": "F32", "shape": shape}}).encode()
+        data = struct.pack("<Q", len(header)) + header
+        (tmp_path / f"model-{number}.safetensors").write_bytes(data)
+    assert memory_need("m", tmp_path, "bfloat16", None) == MemoryNeed("m", 22 * 2, 2 * 2 * 2 * 8 * 2, None)
+    assert memory_need("m", tmp_path, "float32", 7) == MemoryNeed("m", 22 * 4, 2 * 2 * 2 * 8 * 4, 7)
+    (tmp_path / "model-0.safetensors").write_bytes(b"short")
+    with pytest.raises(BadModelFolder, match="no safetensors file"):
+        memory_need("m", tmp_path, "bfloat16", None)
