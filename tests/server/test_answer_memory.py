@@ -1,0 +1,66 @@
+"""Answers by their conversations, against a plain list of all that was said."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentflow.server.answer_memory import AnswerMemory, conversation_keys
+from agentflow.server.chat_message import CalledTool, Message
+
+CALL = CalledTool("call_1", "weather", '{"city": "Oslo"}')
+
+
+def test_a_key_tells_all_that_was_said():
+    said = [
+        [Message("user", "a")],
+        [Message("user", "b")],
+        [Message("system", "a")],
+        [Message("user", "a"), Message("user", "")],
+        [Message("user", ""), Message("user", "a")],
+        [Message("user", "a", name="ann")],
+        [Message("assistant", "a")],
+        [Message("assistant", "a", tool_calls=(CALL,))],
+        [Message("assistant", "a", tool_calls=(CALL, CALL))],
+        [Message("tool", "a", tool_call_id="call_1")],
+        [Message("tool", "a", tool_call_id="call_2")],
+    ]
+    keys = [conversation_keys(messages)[-1] for messages in said]
+    assert len(set(keys)) == len(said)
+    assert conversation_keys(said[0], start=b"tools")[-1] not in keys
+    assert conversation_keys([*said[0], *said[1]])[0] == keys[0]
+    assert conversation_keys([]) == []
+
+
+def test_whether_a_turn_was_generated_does_not_matter():
+    asked = [Message("user", "a"), Message("assistant", "b")]
+    assert conversation_keys(asked) == conversation_keys(
+        [asked[0], Message("assistant", "b", generated=True)]
+    )
+
+
+@given(
+    st.integers(0, 12),
+    st.lists(
+        st.tuples(st.booleans(), st.sampled_from([b"a", b"b", b"c", b"d"]), st.integers(0, 6)), max_size=40
+    ),
+)
+def test_the_answers_last_asked_for_are_kept(room, events):
+    memory = AnswerMemory(room)
+    kept: list[tuple[bytes, list[int]]] = []  # the oldest first
+    for number, (remembers, key, length) in enumerate(events):
+        if remembers:
+            token_ids = [number] * length
+            memory.remember(key, token_ids)
+            kept = [one for one in kept if one[0] != key]
+            if length <= room:
+                kept.append((key, token_ids))
+            while sum(len(ids) for _, ids in kept) > room:
+                del kept[0]
+        else:
+            known = dict(kept).get(key)
+            found = memory.recall(key)
+            assert (None if found is None else [*found]) == known
+            if known is not None:
+                kept = [one for one in kept if one[0] != key] + [(key, known)]
+        assert len(memory) == len(kept)
