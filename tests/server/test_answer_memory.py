@@ -24,6 +24,9 @@ def test_a_key_tells_all_that_was_said():
         [Message("assistant", "a", tool_calls=(CALL, CALL))],
         [Message("tool", "a", tool_call_id="call_1")],
         [Message("tool", "a", tool_call_id="call_2")],
+        [Message("tool", "a", tool_call_id="")],
+        [Message("tool", "a")],
+        [Message("user", "\ud800")],
     ]
     keys = [conversation_keys(messages)[-1] for messages in said]
     assert len(set(keys)) == len(said)
@@ -33,18 +36,15 @@ def test_a_key_tells_all_that_was_said():
 
 
 def test_whether_a_turn_was_generated_does_not_matter():
-    asked = [Message("user", "a"), Message("assistant", "b")]
-    assert conversation_keys(asked) == conversation_keys(
-        [asked[0], Message("assistant", "b", generated=True)]
-    )
+    asked, answered = Message("user", "a"), Message("assistant", "b")
+    generated = Message("assistant", "b", generated=True)
+    assert conversation_keys([asked, answered]) == conversation_keys([asked, generated])
 
 
-@given(
-    st.integers(0, 12),
-    st.lists(
-        st.tuples(st.booleans(), st.sampled_from([b"a", b"b", b"c", b"d"]), st.integers(0, 6)), max_size=40
-    ),
-)
+EVENT = st.tuples(st.booleans(), st.sampled_from([b"a", b"b", b"c", b"d"]), st.integers(0, 6))
+
+
+@given(st.integers(0, 12), st.lists(EVENT, max_size=40))
 def test_the_answers_last_asked_for_are_kept(room, events):
     memory = AnswerMemory(room)
     kept: list[tuple[bytes, list[int]]] = []  # the oldest first
