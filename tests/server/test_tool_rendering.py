@@ -199,8 +199,8 @@ def test_arguments_are_shown_as_they_were_written() -> None:
 
 def test_a_template_that_writes_json_in_its_own_way() -> None:
     template = ChatTemplate(
-        "{% for m in messages %}{% for c in m.tool_calls or [] %}"
-        "{{ c.function.arguments | tojson(indent=1) }}{{ c.function.arguments.items() | list | length }}{% endfor %}{{ m.content }}{% endfor %}"
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{% set given = c.function.arguments %}"
+        "{{ given | tojson(indent=1) }}{{ given.items() | list | length }}{% endfor %}{% endfor %}"
     )
     call = CalledTool("call_1", "weather", '{"a":1}')
     messages = [Message("assistant", "", tool_calls=(call,))]
