@@ -53,8 +53,8 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
     grammar (Lark's notation), or the tags that may stand in free text (a JSON list, see ``tags``).
     ``choices``: of these one, whole. ``whitespace`` between the parts of a JSON value: ``compact`` is one
     line with ``, `` and ``: ``, ``tight`` none, ``free`` any. ``jump_forward``: text that is forced may be
-    appended without sampling. ``between``: with it, the tags stand in no free text: there is at least one,
-    at most ``max_tags`` (None: any number), and between two there is just this."""
+    appended without sampling. There are at most ``max_tags`` (None: any number). ``between``: with
+    it, the tags stand in no free text: there is at least one, and between two there is just this."""
 
     kind: ConstraintKind
     source: str = ""
@@ -99,8 +99,11 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
     def _check_row(self) -> None:
         if self.between is None and self.max_tags is None:
             return
-        if self.kind != "tags" or not isinstance(self.between, str) or len(self.between) > MAX_MARK_CHARS:
-            raise BadArgument(f"between is for tags: a string of at most {MAX_MARK_CHARS} characters")
+        if self.kind != "tags":
+            raise BadArgument(f"between and max_tags are for tags, not for {self.kind}")
+        between = "" if self.between is None else self.between
+        if not isinstance(between, str) or len(between) > MAX_MARK_CHARS:
+            raise BadArgument(f"between must be a string of at most {MAX_MARK_CHARS} characters, or None")
         if self.max_tags is not None and not (
             isinstance(self.max_tags, int) and 0 < self.max_tags <= MAX_TAGS
         ):

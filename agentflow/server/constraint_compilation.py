@@ -75,7 +75,7 @@ def _key(constraint: Constraint) -> str:
     """Of all that determines the result."""
     whitespace = constraint.whitespace if constraint.has_schema else ""
     said: list[object] = [VERSION, constraint.kind, constraint.source, constraint.choices, whitespace]
-    if constraint.between is not None:
+    if constraint.between is not None or constraint.max_tags is not None:
         said += [constraint.between, constraint.max_tags]
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
@@ -101,7 +101,7 @@ def _of_tags(
     constraint: Constraint, tags: Sequence[TagRule], bodies: Sequence[TagBody], *, is_small: bool = True
 ) -> Regex | str:
     if constraint.between is None:
-        return tag_grammar(tags, bodies)
+        return tag_grammar(tags, bodies, constraint.max_tags)
     regular = [body for body in bodies if not isinstance(body, str)]
     if is_small and len(regular) == len(bodies):
         return row_regex(tags, regular, constraint.between, constraint.max_tags)

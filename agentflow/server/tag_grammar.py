@@ -24,15 +24,16 @@ TagBody: TypeAlias = "Regex | str"
 """A regular expression, or a grammar in Lark's notation that has a ``start``."""
 
 
-def tag_grammar(tags: Sequence[TagRule], bodies: Sequence[TagBody]) -> str:
-    """The grammar of free text with these tags; ``bodies`` are what ``TagRule.source`` says, compiled.
+def tag_grammar(tags: Sequence[TagRule], bodies: Sequence[TagBody], max_tags: int | None = None) -> str:
+    """The grammar of free text with at most ``max_tags`` of these tags (None: any number); ``bodies`` are
+    what ``TagRule.source`` says, compiled.
 
     A body that is an expression ends at the first ``end``. One that needs a grammar ends where the grammar
     does: an ``end`` inside one of its JSON strings is text.
     """
     some_begin = "|".join([_text(tag.begin) for tag in tags])
     lines = [
-        "start: tag* FREE_TEXT?",
+        f"start: {'tag*' if max_tags is None else f'tag{{0,{max_tags}}}'} FREE_TEXT?",
         f"FREE_TEXT: /(?s:.+)/ & ~(/(?s:.*)/ ({some_begin}) /(?s:.*)/)",
         "tag: " + " | ".join([f"tag_{n}" for n in range(len(tags))]),
     ]

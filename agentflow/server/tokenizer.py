@@ -20,6 +20,7 @@ from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.space_prefix import SpacePrefix, find_space_prefix, without_space_prefix
 from agentflow.server.token_bytes import TokenDecoder, read_decoder
 from agentflow.server.tokenizer_files import named_special_tokens, read_text
+from agentflow.server.tool_format import tool_format
 
 
 class Tokenizer:
@@ -102,11 +103,13 @@ class Tokenizer:
             raise BadModelFolder(f"{file} holds no tokenizer; fetch the model again")
         added = spec.get("added_tokens") or []
         all_special = all(token.get("special") for token in added)
-        turn_markup = "" if all_special else ChatTemplate.from_folder(folder).turn_markup()
+        template = ChatTemplate.from_folder(folder)
+        calls = tool_format(template)
         return cls(
             spec,
             named_tokens=named_special_tokens(folder),
-            turn_markup=turn_markup,
+            turn_markup="" if all_special else template.turn_markup(),
+            tool_markup=calls.begin + calls.end,
             where=f"the tokenizer in {folder}",
         )
 

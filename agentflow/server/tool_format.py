@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -212,24 +211,3 @@ def _common_end(a: str, b: str) -> str:
     while length < min(len(a), len(b)) and a[-1 - length] == b[-1 - length]:
         length += 1
     return a[len(a) - length :]
-
-
-def described(tools: Sequence[ToolSpec]) -> str:
-    """The system text that tells a model of tools whose template does not."""
-    lines = [
-        json.dumps(
-            {"name": tool.name, "description": tool.description, "parameters": tool.parameters},
-            ensure_ascii=False,
-        )
-        for tool in tools
-    ]
-    example = '{"name": "...", "arguments": {...}}'
-    return "\n".join(
-        [
-            "You can call these tools:",
-            "<tools>",
-            *lines,
-            "</tools>",
-            f"To call one, write {FALLBACK.begin}{example}{FALLBACK.end}",
-        ]
-    )

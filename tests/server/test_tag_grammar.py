@@ -236,8 +236,9 @@ def test_how_many_tags(source, between, most):
 @pytest.mark.parametrize(
     ("constraint", "message"),
     [
-        (Constraint("regex", "a", between=""), "between is for tags"),
-        (Constraint("tags", json.dumps([CALL]), max_tags=1), "between is for tags"),
+        (Constraint("regex", "a", between=""), "between and max_tags are for tags"),
+        (Constraint("tags", json.dumps([CALL]), between="x" * 300), "between must be a string"),
+        (Constraint("tags", json.dumps([CALL]), max_tags=101), "max_tags must be 1 to"),
         (Constraint("tags", json.dumps([CALL]), between="", max_tags=0), "max_tags must be 1 to"),
         (Constraint("tags", json.dumps([{**WORD, "end": ""}])), "end must be a string of 1 to"),
         (Constraint("tags", json.dumps([{**CALL, "lead": "x" * 300}])), "lead must be a string of 0 to"),
@@ -246,3 +247,10 @@ def test_how_many_tags(source, between, most):
 def test_rows_that_make_no_sense(constraint, message):
     with pytest.raises(BadArgument, match=message):
         constraint.check()
+
+
+def test_so_many_tags_in_free_text():
+    text = "a <call>1</call> b <call>2</call>"
+    assert follow(tags(CALL, max_tags=1), text) == (len("a <call>1</call> b <call"), True)
+    assert follow(tags(CALL, max_tags=2), text + " c") == (len(text) + 2, True)
+    assert follow(tags(CALL, max_tags=1), "none") == (4, True)
