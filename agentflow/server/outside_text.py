@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeAlias
 
 from agentflow.errors import NotSupported
@@ -32,7 +33,7 @@ def outside_places(render: Callable[[Mark], str], text: str, closed_places: Plac
     for around in (_all_of, closed_places):
         nonce = new_nonce()
         try:
-            marked = render(lambda string, nonce=nonce, around=around: _marked(string, nonce, around(string)))
+            marked = render(partial(_marked, nonce, around))
         except NotSupported:
             continue
         parts = marked.split(nonce)
@@ -78,10 +79,10 @@ def _all_of(string: str) -> list[Place]:
     return [(len(string) - len(string.lstrip()), len(string.rstrip()))]
 
 
-def _marked(string: str, nonce: str, places: Sequence[Place]) -> str:
+def _marked(nonce: str, around: Places, string: str) -> str:
     parts: list[str] = []
     at = 0
-    for start, end in places:
+    for start, end in around(string):
         if start < end:
             parts += [string[at:start], nonce, string[start:end], nonce]
             at = end

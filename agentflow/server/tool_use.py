@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agentflow.constraint import Constraint
@@ -57,15 +57,15 @@ def tool_use(template: ChatTemplate, request: CompletionRequest) -> ToolUse:
     Where the notation has no mark (Llama 3.1 writes a bare JSON object), an answer under ``auto`` is not
     constrained, as nothing says where a call begins; one that is a whole valid call is read as a call.
 
+    The last message of a prefilled request is among ``messages``, and is the turn that goes on.
+
     ``BadArgument``: tools that make no sense. ``NotSupported``: a model without a chat template, a prompt
     that is no conversation, or a constraint beside tools that may be called.
     """
     choice, tools = request.tool_choice, request.tools
     _check(request)
     assert isinstance(request.prompt, tuple)
-    messages: tuple[Message, ...] = tuple(
-        [message for message in request.prompt if isinstance(message, Message)]
-    )
+    messages = _with_names([message for message in request.prompt if isinstance(message, Message)])
     form = tool_format(template)
     given = tools
     if not form.is_native:
@@ -78,6 +78,17 @@ def tool_use(template: ChatTemplate, request: CompletionRequest) -> ToolUse:
     constraint = _constraint(form, allowed, choice)
     names = tuple([tool.name for tool in allowed])
     return ToolUse(messages, given, constraint, form, names, is_constrained=constraint is not None)
+
+
+def _with_names(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Results with the names of what was called, which clients leave out and some templates want."""
+    names: dict[str | None, str] = {}
+    named: list[Message] = []
+    for message in messages:
+        names.update({call.id: call.name for call in message.tool_calls})
+        is_unnamed = message.role == "tool" and message.name is None
+        named.append(replace(message, name=names.get(message.tool_call_id)) if is_unnamed else message)
+    return tuple(named)
 
 
 def _check(request: CompletionRequest) -> None:
