@@ -19,6 +19,10 @@ MISTRAL_FORM = ToolFormat("[TOOL_CALLS] ", "", is_list=True, before="", between=
 FORMS = {
     "hermes": (HERMES_FORM, ToolDialect("object")),
     "thinking_hermes": (HERMES_FORM, ToolDialect("text")),
+    "spaced_hermes": (
+        ToolFormat("<tool_call>\n", "\n</tool_call> ", name_first=False, whitespace="free"),
+        ToolDialect("object"),
+    ),
     "llama": (ToolFormat("", "", arguments_key="parameters", before="", between=None), ToolDialect("object")),
     "mistral": (MISTRAL_FORM, ToolDialect("object", short_ids=True)),
     "mistral_with_ids": (MISTRAL_FORM, ToolDialect("object", short_ids=True)),

@@ -62,6 +62,8 @@ TREE = ToolSpec(
         },
     },
 )
+# The first shows the ids that calls were given, the second writes JSON in a way of its own.
+UNSTABLE = (TEMPLATES["mistral_with_ids"], TEMPLATES["spaced_hermes"])
 REGULAR, ANY = (WEATHER, NOW), (WEATHER, NOW, TREE)
 REQUIRED, AUTO = ToolChoice("required"), ToolChoice("auto")
 USER = Message("user", "What is the weather?")
@@ -248,7 +250,7 @@ async def test_the_engine_gives_valid_calls(name, chosen):
                 assert prose_of(told.pieces) == ""
             num_gone_on += goes_on(template, asked, told, calls)
     assert num_calls > 0 or (name, chosen) == ("llama", "auto")
-    assert chosen == "auto" or num_gone_on or name == "mistral_with_ids"
+    assert chosen == "auto" or num_gone_on or template in UNSTABLE
 
 
 def goes_on(
@@ -263,7 +265,7 @@ def goes_on(
     ends_with_call = calls and all(
         not isinstance(p, TextPiece) for p in told.pieces[calls_begin(told.pieces) :]
     )
-    if not ends_with_call or has_no_place or template is TEMPLATES["mistral_with_ids"]:
+    if not ends_with_call or has_no_place or template in UNSTABLE:
         return False
     if not told.text.startswith(prose + says_prose) or prose != prose.strip():
         return False

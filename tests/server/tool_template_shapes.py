@@ -68,7 +68,7 @@ LLAMA = """{{- bos_token }}
         {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
         {{- '{"name": "' + call.name + '", "parameters": ' + call.arguments | tojson + '}' }}
     {%- elif message.role == 'tool' %}
-        {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' + message.content }}
+        {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' + {'output': message.content} | tojson }}
     {%- else %}
         {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content | trim }}
     {%- endif %}
@@ -112,7 +112,20 @@ MISTRAL = """{{- bos_token }}
 # The same, with the ids among what is shown of a call.
 MISTRAL_WITH_IDS = MISTRAL.replace(
     "{{- call.function | tojson }}",
-    """{{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' }}""",
+    """{{- (call.function | tojson)[:-1] + ', "id": "' + call.id[-9:] + '"}' }}""",
+).replace("length != 9", "length < 9")
+
+# As of other models with these marks: the arguments first, spaces here and there, results with their names.
+SPACED_HERMES = (
+    HERMES.replace(
+        '\'\\n<tool_call>\\n{"name": "\' + call.name + \'", "arguments": \'',
+        "'\\n<tool_call>\\n{ \"arguments\": '",
+    )
+    .replace("'}\\n</tool_call>'", "', \"name\": \"' + call.name + '\"}\\n</tool_call> '")
+    .replace(
+        "message.content + '\\n</tool_response>'",
+        "message.name + ': ' + message.content + '\\n</tool_response>'",
+    )
 )
 
 # Each parameter by itself, arguments before the name, and the template looks at the types.
@@ -148,6 +161,7 @@ TOKENIZER = Tokenizer(SPEC, named_tokens=TOKENS, tool_markup="[TOOL_CALLS]")
 SOURCES = {
     "hermes": HERMES,
     "thinking_hermes": THINKING_HERMES,
+    "spaced_hermes": SPACED_HERMES,
     "llama": LLAMA,
     "mistral": MISTRAL,
     "mistral_with_ids": MISTRAL_WITH_IDS,
