@@ -23,20 +23,28 @@ MAX_TAGS = 100
 MAX_MARK_CHARS = 200
 
 
-class TagRule(msgspec.Struct, frozen=True):
+class TagRule(msgspec.Struct, frozen=True, omit_defaults=True):
     """One member of the list that a constraint of the kind ``tags`` has for its source: what stands
-    between ``begin`` and the next ``end`` after it is a text of this ``kind`` and ``source``."""
+    between ``begin`` and the next ``end`` after it is a text of this ``kind`` and ``source``. ``lead``, such
+    as a line break, must come right after ``begin``. The end of a schema may be empty: a JSON object or
+    list ends by itself."""
 
     begin: str
     kind: TaggedKind
     source: str
     end: str
+    lead: str = ""
 
     def check(self) -> None:
         """``BadArgument`` where it cannot be one."""
-        for name, mark in (("begin", self.begin), ("end", self.end)):
-            if not isinstance(mark, str) or not 0 < len(mark) <= MAX_MARK_CHARS:
-                raise BadArgument(f"tags: {name} must be a string of 1 to {MAX_MARK_CHARS} characters")
+        least_end = 0 if self.kind == "schema" else 1
+        for name, mark, least in (
+            ("begin", self.begin, 1),
+            ("end", self.end, least_end),
+            ("lead", self.lead, 0),
+        ):
+            if not isinstance(mark, str) or not least <= len(mark) <= MAX_MARK_CHARS:
+                raise BadArgument(f"tags: {name} must be a string of {least} to {MAX_MARK_CHARS} characters")
         Constraint(self.kind, self.source).check()
 
 
@@ -45,13 +53,16 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
     grammar (Lark's notation), or the tags that may stand in free text (a JSON list, see ``tags``).
     ``choices``: of these one, whole. ``whitespace`` between the parts of a JSON value: ``compact`` is one
     line with ``, `` and ``: ``, ``tight`` none, ``free`` any. ``jump_forward``: text that is forced may be
-    appended without sampling."""
+    appended without sampling. There are at most ``max_tags`` (None: any number). ``between``: with
+    it, the tags stand in no free text: there is at least one, and between two there is just this."""
 
     kind: ConstraintKind
     source: str = ""
     choices: tuple[str, ...] = ()
     whitespace: Whitespace = "compact"
     jump_forward: bool = True
+    between: str | None = None
+    max_tags: int | None = None
 
     def check(self) -> Constraint:
         """Itself, or ``BadArgument`` where it cannot be one."""
@@ -61,6 +72,7 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
             raise BadArgument(f"{self.kind}: a string of 1 to {MAX_SOURCE_CHARS} characters is needed")
         if self.kind == "tags":
             _check_tags(self.tags())
+        self._check_row()
         if self.whitespace not in get_args(Whitespace):
             known = ", ".join(map(repr, get_args(Whitespace)))
             raise BadArgument(f"whitespace must be one of {known}, not {self.whitespace!r}")
@@ -83,6 +95,19 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
             return msgspec.json.decode(self.source, type=tuple[TagRule, ...])
         except (msgspec.DecodeError, UnicodeError) as error:
             raise BadArgument(f"tags: the source is no list of tags: {error}") from None
+
+    def _check_row(self) -> None:
+        if self.between is None and self.max_tags is None:
+            return
+        if self.kind != "tags":
+            raise BadArgument(f"between and max_tags are for tags, not for {self.kind}")
+        between = "" if self.between is None else self.between
+        if not isinstance(between, str) or len(between) > MAX_MARK_CHARS:
+            raise BadArgument(f"between must be a string of at most {MAX_MARK_CHARS} characters, or None")
+        if self.max_tags is not None and not (
+            isinstance(self.max_tags, int) and 0 < self.max_tags <= MAX_TAGS
+        ):
+            raise BadArgument(f"max_tags must be 1 to {MAX_TAGS}, or None")
 
     def _check_choices(self) -> None:
         if not all(isinstance(choice, str) and choice for choice in self.choices):

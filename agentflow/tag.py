@@ -56,6 +56,8 @@ class Tag:
         self.rule = TagRule(begin, constraint.kind, constraint.source, end)
         """As the backend is told. For the gen."""
         self.rule.check()
+        if not end:
+            raise BadArgument(f"Tag({begin!r}): end must not be empty: it is where the tag is cut off")
 
     def __repr__(self) -> str:
         return f"<Tag {self.begin!r} … {self.end!r}: {self._type.shown}>"

@@ -87,7 +87,7 @@ class Toolbox:
                     "name": {"const": tool.name},
                     "arguments": next(own)
                     if tool.parameters is None
-                    else _hoisted(tool.name, tool.parameters, definitions),
+                    else hoisted(tool.name, tool.parameters, definitions),
                 },
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
@@ -141,7 +141,7 @@ def _described(tool: Tool) -> _Described:
     return _Described(name, tool, _signature(name, tool))
 
 
-def _hoisted(name: str, schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+def hoisted(name: str, schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
     """``schema`` as a part of a larger one: what it defines goes into the definitions of the whole, under
     the tool's name, and what it refers to is found there."""
 

@@ -6,13 +6,14 @@ markers is markup, and a walk along the real rendering finds the contents betwee
 trimmed. Where that fails (the template drops a part of a content, or writes other markup for it), each
 turn in question is rendered once more as a marker among the real others. What cannot be told apart is
 never taken for markup, in which special tokens would count: it is content, or the call is refused.
+
+Tools and tool calls come from outside too, but are shown inside the markup (see ``outside_text``).
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-import secrets
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,8 +21,10 @@ from datetime import datetime
 from typing import Literal
 
 from agentflow.errors import NotSupported
-from agentflow.server.chat_message import Message
+from agentflow.server.chat_message import Message, ToolSpec
 from agentflow.server.chat_template import ChatTemplate
+from agentflow.server.chat_values import Mark, unmarked
+from agentflow.server.outside_text import Place, Places, new_nonce, outside_places
 
 _TURN_DIGITS = 9
 
@@ -49,12 +52,15 @@ class Layout:
     """A rendering and where in it the contents are, in the order of the text.
 
     A turn may be shown as it is, altered, several times or not at all; the template decides.
+    ``outside``: places in the markup that show what tools and tool calls say, as far as they were asked for.
     """
 
     messages: tuple[Message, ...]
     open_role: str | None
     text: str
     shown: tuple[Shown, ...]
+    tools: tuple[ToolSpec, ...] = ()
+    outside: tuple[Place, ...] = ()
 
     def pieces(self) -> list[Piece]:
         """The whole text, piece by piece: markup, content, markup, …, markup. Markup may be empty."""
@@ -72,25 +78,37 @@ def lay_out(
     messages: Sequence[Message],
     open_role: str | None = None,
     *,
+    tools: Sequence[ToolSpec] = (),
     now: datetime | None = None,
     previous: Layout | None = None,
+    closed_places: Places | None = None,
 ) -> Layout:
     """Renders ``messages`` and says where each content is. ``open_role``: whose turn is then opened; the text
     ends where its content begins (for an assistant, with the template's own generation prompt).
 
     ``previous``: a layout of an earlier state of the same conversation; what its text has in common with
-    the new one is read off it. Costs two renderings, and one more for each new turn that was altered.
+    the new one is read off it. ``closed_places``: where a text has tokens that no content may have; only
+    with it does the layout say what came from ``outside``. Costs two renderings (three with tools), and one
+    more for each new turn that was altered.
     Raises ``NotSupported`` where the template refuses these messages or hides the opened turn.
     """
-    asked = _Asked(template, tuple(messages), open_role, now or datetime.now())
-    if previous is not None and (previous.messages, previous.open_role) == (asked.messages, open_role):
+    asked = _Asked(template, tuple(messages), open_role, now or datetime.now(), tuple(tools))
+    if previous is not None and (previous.messages, previous.open_role, previous.tools) == (
+        asked.messages,
+        open_role,
+        asked.tools,
+    ):
         return previous
     text = asked.render(asked.messages)
     marks = asked.marks()
     shown = None if marks is None else _walk(text, asked.messages, marks)
     if shown is None:
         shown = _one_by_one(text, asked, marks, previous)
-    return Layout(asked.messages, open_role, text, tuple(_whole_generations(text, asked.messages, shown)))
+    shown = _whole_generations(text, asked.messages, shown)
+    outside: tuple[Place, ...] = ()
+    if closed_places is not None and asked.says_more_than_contents:
+        outside = outside_places(lambda mark: asked.render(asked.messages, mark), text, closed_places)
+    return Layout(asked.messages, open_role, text, tuple(shown), asked.tools, outside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +126,24 @@ class _Asked:
     messages: tuple[Message, ...]
     open_role: str | None
     now: datetime
+    tools: tuple[ToolSpec, ...]
 
-    def render(self, messages: tuple[Message, ...]) -> str:
+    @property
+    def says_more_than_contents(self) -> bool:
+        return bool(self.tools) or any(
+            message.tool_calls or message.tool_call_id is not None or message.name is not None
+            for message in self.messages
+        )
+
+    def render(self, messages: tuple[Message, ...], mark: Mark = unmarked) -> str:
         if self.open_role is None or self.open_role == "assistant":
             opens = self.open_role is not None
-            return self.template.render(messages, add_generation_prompt=opens, now=self.now)
-        marker = _nonce()
-        text = self.template.render((*messages, Message(self.open_role, marker)), now=self.now)
+            return self.template.render(
+                messages, tools=self.tools, add_generation_prompt=opens, now=self.now, mark=mark
+            )
+        marker = new_nonce()
+        opened = (*messages, Message(self.open_role, marker))
+        text = self.template.render(opened, tools=self.tools, now=self.now, mark=mark)
         if marker not in text:
             raise NotSupported(
                 f"the model's chat template does not show a {self.open_role} turn at this place"
@@ -124,10 +153,11 @@ class _Asked:
     def marks(self, turn: int | None = None) -> _Marks | None:
         """The markup around all contents, or around that of ``turn`` with the others as they are. None
         where the template does not take a marker for a content."""
-        nonce = _nonce()
+        nonce = new_nonce()
         marked = tuple(
             replace(message, content=f"{nonce}{number:0{_TURN_DIGITS}}")
-            if turn in (None, number)
+            # Beside tool calls, templates write no content otherwise than an empty one.
+            if turn == number or (turn is None and (message.content or not message.tool_calls))
             else message
             for number, message in enumerate(self.messages)
         )
@@ -254,11 +284,6 @@ def _whole_generations(text: str, messages: tuple[Message, ...], shown: list[Sho
                 part = Shown(part.turn, at, at + length)
         whole.append(part)
     return whole
-
-
-def _nonce() -> str:
-    # Digits, which stay the same in capitals, and of one length, as templates may look at that.
-    return str(10**38 + secrets.randbelow(10**38))
 
 
 def _cannot_tell(message: Message) -> NotSupported:

@@ -5,10 +5,10 @@ How a rendering is taken apart into markup and contents is in ``chat_layout``.
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ import jinja2.parser
 import jinja2.sandbox
 
 from agentflow.errors import BadModelFolder, NotSupported
-from agentflow.server.chat_message import Message
+from agentflow.server.chat_message import Message, ToolSpec
+from agentflow.server.chat_values import Mark, ToolDialect, message_values, to_json, tool_values, unmarked
 from agentflow.server.tokenizer_files import chat_template_source, named_special_tokens
+from agentflow.server.tool_dialect import find_dialect
 
 
 class ChatTemplate:
@@ -55,21 +57,39 @@ class ChatTemplate:
         """Whether the model can hold a conversation in roles."""
         return self._template is not None
 
+    @cached_property
+    def dialect(self) -> ToolDialect:
+        """How it wants tool calls: found by trying, at the first conversation that has some."""
+        return find_dialect(lambda messages, dialect: self.render(messages, dialect=dialect))
+
     def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = False, now: datetime | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[ToolSpec] = (),
+        add_generation_prompt: bool = False,
+        now: datetime | None = None,
+        dialect: ToolDialect | None = None,
+        mark: Mark = unmarked,
     ) -> str:
         """The conversation as the model reads it. ``now``: what the template takes for the present time.
+        ``dialect``: None is the template's own. ``mark`` is put on all that is said in tools and calls.
 
-        Raises ``NotSupported`` where there is no template, or where it refuses these messages.
+        Raises ``NotSupported`` where there is no template, or where it refuses these messages, and
+        ``BadArgument`` for a tool call whose arguments are no JSON object.
         """
         if self._template is None:
             raise NotSupported("this model has no chat template: use plain text instead of roles")
         moment = now or datetime.now()
+        if dialect is None:
+            has_calls = any(message.tool_calls or message.tool_call_id for message in messages)
+            dialect = self.dialect if has_calls else ToolDialect()
+        values = message_values(messages, dialect, mark)
         try:
             return self._template.render(
                 **self.special_tokens,
-                messages=[{"role": message.role, "content": message.content} for message in messages],
-                tools=None,
+                messages=values,
+                tools=tool_values(tools, mark),
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 strftime_now=moment.strftime,
@@ -114,24 +134,11 @@ def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes for HTML, which no model was trained on.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = to_json
     given: dict[str, Callable[..., Any]] = {"raise_exception": _refuse, "dict": _Dict()}
     environment.globals.update(given)
     return environment

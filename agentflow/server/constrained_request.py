@@ -66,10 +66,7 @@ def constrained_request(
     """The request of a ``Submit`` with a constraint."""
     assert message.constraint is not None
 
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, continues=True)
-
     matcher = grammars.grammar(message.constraint).matcher()
-    jumping: Encode | None = encode if message.jump_forward else None
+    jumping: Encode | None = tokenizer.encode_written if message.jump_forward else None
     text = ConstrainedText(matcher, grammars.vocabulary, jumping)
     return ConstrainedRequest(request, text, grammars.vocabulary.only(request.end_ids))

@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, Final
@@ -34,7 +35,7 @@ from agentflow.server.llguidance_grammar import (
 )
 from agentflow.server.llguidance_pattern import pattern_of
 from agentflow.server.schema_check import Schema, read_schema
-from agentflow.server.tag_grammar import TagBody, tag_alone, tag_grammar
+from agentflow.server.tag_grammar import TagBody, row_grammar, row_regex, tag_alone, tag_grammar
 
 VERSION: Final = 1
 """Of what compilation makes of a constraint: part of the key."""
@@ -73,7 +74,9 @@ def compile_constraint(constraint: Constraint) -> CompiledConstraint:
 def _key(constraint: Constraint) -> str:
     """Of all that determines the result."""
     whitespace = constraint.whitespace if constraint.has_schema else ""
-    said = [VERSION, constraint.kind, constraint.source, constraint.choices, whitespace]
+    said: list[object] = [VERSION, constraint.kind, constraint.source, constraint.choices, whitespace]
+    if constraint.between is not None or constraint.max_tags is not None:
+        said += [constraint.between, constraint.max_tags]
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
@@ -82,7 +85,7 @@ def _regex_or_grammar(constraint: Constraint) -> Regex | str:
         return Choice(tuple([literal(choice) for choice in constraint.choices]))
     if constraint.kind == "tags":
         tags = constraint.tags()
-        return tag_grammar(tags, [_tag_body(tag, constraint.whitespace) for tag in tags])
+        return _of_tags(constraint, tags, [_tag_body(tag, constraint.whitespace) for tag in tags])
     return _of_source(constraint.kind, constraint.source, constraint.whitespace)
 
 
@@ -92,6 +95,17 @@ def _of_source(kind: str, source: str, whitespace: Whitespace) -> Regex | str:
     if kind == "schema":
         return _of_schema(source, whitespace)
     return _of_lark(source)
+
+
+def _of_tags(
+    constraint: Constraint, tags: Sequence[TagRule], bodies: Sequence[TagBody], *, is_small: bool = True
+) -> Regex | str:
+    if constraint.between is None:
+        return tag_grammar(tags, bodies, constraint.max_tags)
+    regular = [body for body in bodies if not isinstance(body, str)]
+    if is_small and len(regular) == len(bodies):
+        return row_regex(tags, regular, constraint.between, constraint.max_tags)
+    return row_grammar(tags, bodies, constraint.between, constraint.max_tags)
 
 
 def _of_pattern(pattern: str) -> Regex | str:
@@ -149,6 +163,17 @@ def _grammar_for_large(constraint: Constraint, regex: Regex) -> str:
     """The parser's form of what no machine of a sensible size can keep."""
     if constraint.kind == "schema":
         return _lark_of_schema(read_schema(constraint.source), constraint.whitespace)
+    if constraint.kind == "tags":
+        tags = constraint.tags()
+        bodies = [
+            _lark_of_schema(read_schema(tag.source), constraint.whitespace)
+            if tag.kind == "schema"
+            else _tag_body(tag, constraint.whitespace)
+            for tag in tags
+        ]
+        grammar = _of_tags(constraint, tags, bodies, is_small=False)
+        assert isinstance(grammar, str)
+        return grammar
     return _lark_of_pattern(pattern_of(regex))
 
 

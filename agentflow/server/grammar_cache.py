@@ -34,7 +34,7 @@ class _Texts:
         return self._table[token_id] if token_id < len(self._table) else b""
 
     def encode(self, text: str, *, continues: bool = False) -> list[int]:
-        return self._tokenizer.encode(text, continues=continues)
+        return self._tokenizer.encode_written(text)
 
 
 class GrammarCache:
@@ -50,7 +50,7 @@ class GrammarCache:
         """The model's. Laying it out takes some tens of milliseconds."""
         tokenizer = self._tokenizer
         num_tokens = min(tokenizer.vocab_size, self._vocab_size)
-        closed = tokenizer.closed_ids
+        closed = tokenizer.closed_ids - tokenizer.mark_ids
         data = [b"" if i in closed else tokenizer.token_bytes(i) for i in range(num_tokens)]
         return Vocabulary(data, self._vocab_size)
 

@@ -9,8 +9,10 @@ from functools import lru_cache
 
 from agentflow.errors import NotSupported
 from agentflow.server.chat_layout import Layout, lay_out
+from agentflow.server.chat_message import Message
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.detokenizer import Detokenizer
+from agentflow.server.outside_text import cut_out
 from agentflow.server.tokenizer import Tokenizer
 
 
@@ -24,11 +26,13 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One turn, or (``role`` is None) text outside all turns."""
+    """One turn, or (``role`` is None) text outside all turns. ``given``: the message that a whole turn was
+    given as; what it says beside its content holds."""
 
     role: str | None
     runs: tuple[Run, ...] = ()
     is_open: bool = False
+    given: Message | None = None
 
     @property
     def text(self) -> str:
@@ -37,6 +41,10 @@ class Part:
     @property
     def is_generated(self) -> bool:
         return any(run.ids is not None for run in self.runs)
+
+    def message(self) -> Message:
+        """The turn as the template is given it."""
+        return self.given or Message(self.role or "", self.text, self.is_generated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +130,22 @@ def _laid_out(
     for shown in layout.shown:
         if shown.start < start or shown.end > end:
             continue
-        if at < shown.start:
-            yield Span(layout.text[at : shown.start], is_markup=True)
+        yield from _markup(layout, tokenizer, at, shown.start)
         for run in _rewritten(turns[shown.turn].runs, layout.text[shown.start : shown.end], tokenizer):
             yield Span(run.text, is_markup=False, ids=run.ids)
         at = shown.end
+    yield from _markup(layout, tokenizer, at, end)
+
+
+def _markup(layout: Layout, tokenizer: Tokenizer, start: int, end: int) -> Iterator[Span]:
+    """Markup, in which special tokens from tools and tool calls are content."""
+    at = start
+    cuts = cut_out(layout.text, start, end, layout.outside, tokenizer.closed_places) if layout.outside else ()
+    for low, high in cuts:
+        if at < low:
+            yield Span(layout.text[at:low], is_markup=True)
+        yield Span(layout.text[low:high], is_markup=False)
+        at = high
     if at < end:
         yield Span(layout.text[at:end], is_markup=True)
 
@@ -180,7 +199,7 @@ def _end_of_turns(num_turns: int, layout: Layout, template: ChatTemplate, now: d
         return 0
     if num_turns == len(layout.messages) and layout.open_role is None:
         return len(layout.text)
-    alone = lay_out(template, layout.messages[:num_turns], now=now)
+    alone = lay_out(template, layout.messages[:num_turns], tools=layout.tools, now=now)
     places = [part.end for part in layout.shown if part.turn == num_turns - 1]
     if places and alone.shown and alone.shown[-1].turn == num_turns - 1:
         closing = alone.text[alone.shown[-1].end :]

@@ -13,7 +13,7 @@ from datetime import datetime
 
 from agentflow.errors import BadArgument, NotSupported
 from agentflow.server.chat_layout import Layout, lay_out
-from agentflow.server.chat_message import Message
+from agentflow.server.chat_message import Message, ToolSpec
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.choice_encoding import EncodedChoices, encode_choices
 from agentflow.server.core.token_run import num_common_ids
@@ -34,6 +34,7 @@ class TokenState:
         self._template = template
         # A template that shows the time must not rewrite the conversation as time goes on.
         self._now = datetime.now()
+        self._tools: tuple[ToolSpec, ...] = ()
         self._parts: list[Part] = []
         self._pending: list[str] = []
         self._layout: Layout | None = None
@@ -42,6 +43,21 @@ class TokenState:
         self._is_settled = False
         self._has_prefix = True
         self.num_rerendered_tokens = 0
+
+    def tools(self, specs: Sequence[ToolSpec]) -> None:
+        """The tools that the template tells the model of. ``BadArgument`` once there is a turn."""
+        if any(part.role is not None for part in self._parts):
+            raise BadArgument("tools are told before the first turn: begin a new state for other ones")
+        self._tools = tuple(specs)
+        self._is_settled = False
+
+    def turn(self, message: Message) -> None:
+        """Appends a whole turn, with its tool calls. One that has none has the same ids as with
+        ``begin_role``, ``text`` and ``end_role``. Raises as these do."""
+        self.begin_role(message.role)
+        self.text(message.content)
+        self.end_role()
+        self._parts[-1] = replace(self._parts[-1], given=message)
 
     def text(self, s: str) -> None:
         """Appends content to the open turn, or outside all turns where none is open."""
@@ -120,6 +136,7 @@ class TokenState:
         self.cut()
         child = TokenState(self._tokenizer, self._template)
         child._now = self._now
+        child._tools = self._tools
         child._parts = list(self._parts)
         child._layout = self._layout
         child._segments = list(self._segments)
@@ -159,10 +176,15 @@ class TokenState:
         turns = [part for part in self._parts if part.role is not None]
         if not turns:
             return None
-        closed = [
-            Message(part.role or "", part.text, part.is_generated) for part in turns if not part.is_open
-        ]
-        return lay_out(self._template, closed, self._open_role, now=self._now, previous=self._layout)
+        return lay_out(
+            self._template,
+            [part.message() for part in turns if not part.is_open],
+            self._open_role,
+            tools=self._tools,
+            now=self._now,
+            previous=self._layout,
+            closed_places=self._tokenizer.closed_places,
+        )
 
     def _spans(self, layout: Layout | None) -> list[Span]:
         spans = spans_of(self._all_parts(), layout, self._tokenizer, self._template, self._now)

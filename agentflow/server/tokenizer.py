@@ -20,6 +20,7 @@ from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.space_prefix import SpacePrefix, find_space_prefix, without_space_prefix
 from agentflow.server.token_bytes import TokenDecoder, read_decoder
 from agentflow.server.tokenizer_files import named_special_tokens, read_text
+from agentflow.server.tool_format import tool_format
 
 
 class Tokenizer:
@@ -29,6 +30,7 @@ class Tokenizer:
     ``vocab_size``: ids run from 0 to below it. ``special_ids``: tokens that are no text. ``named_tokens``:
     such as ``{"bos_token": "<s>"}``. ``prefix_ids``: what the model expects before a text that no template
     opens (usually nothing or its bos). ``space_prefix``: whether, and where, encoding puts a space in front.
+    ``mark_ids``: tokens with which the model marks tool calls; text, even where they are special.
     """
 
     def __init__(
@@ -37,10 +39,13 @@ class Tokenizer:
         *,
         named_tokens: Mapping[str, str] | None = None,
         turn_markup: str = "",
+        tool_markup: str = "",
         where: str = "the tokenizer",
     ) -> None:
         """``spec``: the object of a ``tokenizer.json``. ``turn_markup``: what the chat template writes around
         turns; an added token in it is text in contents even where the tokenizer does not call it special.
+        ``tool_markup``: what a model writes around tool calls; a special token in it is text in what a model
+        writes, so that calls can be read, and stays closed to contents.
         Raises ``BadModelFolder``, in whose message the tokenizer is called ``where``."""
         self.named_tokens = dict(named_tokens or {})
         self._decoder: TokenDecoder = read_decoder(spec.get("decoder"), where)
@@ -49,6 +54,7 @@ class Tokenizer:
         is_special = {t["content"]: bool(t["special"]) or t["content"] in named for t in self._added}
         turns = {text for text in is_special if text.strip() and text in turn_markup}
         self._closed_to_content = turns | {text for text, special in is_special.items() if special}
+        marks = {text for text in self._closed_to_content - turns - named if text in tool_markup}
 
         bare: dict[str, Any] = {"truncation": None, "padding": None, "post_processor": None}
         self._markup = _load({**spec, "truncation": None, "padding": None}, where)
@@ -62,12 +68,17 @@ class Tokenizer:
             self._inner_content = _variant(
                 {**spec, **bare}, self._markup, self._added, self._closed_to_content
             )
+        self._inner_written = self._inner_content
+        if marks:
+            open_to_models = self._closed_to_content - marks
+            self._inner_written = _variant({**spec, **bare}, self._markup, self._added, open_to_models)
 
         # Asked, not read: the library numbers added tokens itself, whatever id the file gives them.
         ids = {text: i for text in is_special if (i := self._markup.token_to_id(text)) is not None}
         self._added_ids = frozenset(ids.values())
         self._closed_ids = frozenset(ids[text] for text in self._closed_to_content)
         self.special_ids = frozenset(ids[text] for text, special in is_special.items() if special)
+        self.mark_ids = frozenset(ids[text] for text in marks)
         model_size: int = self._markup.get_vocab_size(with_added_tokens=False)
         self.vocab_size = max([model_size, *(i + 1 for i in self._added_ids)])
         probe = self._markup.encode("a", add_special_tokens=True)
@@ -92,11 +103,13 @@ class Tokenizer:
             raise BadModelFolder(f"{file} holds no tokenizer; fetch the model again")
         added = spec.get("added_tokens") or []
         all_special = all(token.get("special") for token in added)
-        turn_markup = "" if all_special else ChatTemplate.from_folder(folder).turn_markup()
+        template = ChatTemplate.from_folder(folder)
+        calls = tool_format(template)
         return cls(
             spec,
             named_tokens=named_special_tokens(folder),
-            turn_markup=turn_markup,
+            turn_markup="" if all_special else template.turn_markup(),
+            tool_markup=calls.begin + calls.end,
             where=f"the tokenizer in {folder}",
         )
 
@@ -140,9 +153,28 @@ class Tokenizer:
         # A vocabulary whose merges build a special token out of plain text: spell it instead.
         return [part for i in ids for part in (self._spell(i) if i in self._closed_ids else (i,))]
 
+    def encode_written(self, text: str) -> list[int]:
+        """The ids of text that a model writes, after other text: as content, but that the marks of tool
+        calls are the tokens that they are."""
+        if not self.mark_ids:
+            return self.encode(text, continues=True)
+        ids = self._encode(self._inner_written, self._inner_written, text, True)
+        shut = self._closed_ids - self.mark_ids
+        return (
+            ids if shut.isdisjoint(ids) else [p for i in ids for p in (self._spell(i) if i in shut else (i,))]
+        )
+
     def encode_markup(self, text: str, *, continues: bool = False) -> list[int]:
         """The ids of trusted template text, in which special tokens are recognised."""
         return self._encode(self._markup, self._inner_markup, text, continues)
+
+    def closed_places(self, text: str) -> list[tuple[int, int]]:
+        """From where to where ``text``, taken as markup, writes tokens of ``closed_ids``."""
+        if not self._closed_ids:
+            return []
+        encoded = self._encoding(self._markup, text)
+        pairs = zip(encoded.ids, encoded.offsets, strict=True)
+        return [place for token, place in pairs if token in self._closed_ids]
 
     def encode_exact(self, text: str, *, continues: bool = False) -> list[int]:
         """Ids of content whose bytes are exactly those of ``text``, also where the tokenizer would have
@@ -193,11 +225,8 @@ class Tokenizer:
     def _bytes(self) -> list[bytes]:
         """For each id its bytes. Computed at the first use; two threads at once both compute it."""
         written = [self._markup.id_to_token(i) for i in range(self.vocab_size)]
-        to_bytes = self._decoder.to_bytes
-        return [
-            b"" if token is None or i in self.special_ids else to_bytes(token)
-            for i, token in enumerate(written)
-        ]
+        to_bytes, unseen = self._decoder.to_bytes, self.special_ids - self.mark_ids
+        return [b"" if token is None or i in unseen else to_bytes(token) for i, token in enumerate(written)]
 
     @cached_property
     def _bytes_with_special(self) -> list[bytes]:
@@ -209,10 +238,7 @@ class Tokenizer:
     def _encode(
         self, whole: tokenizers.Tokenizer, inner: tokenizers.Tokenizer, text: str, continues: bool
     ) -> list[int]:
-        try:
-            encoded = whole.encode(text, add_special_tokens=False)
-        except TypeError as error:
-            raise BadArgument(f"a text to encode holds half of a surrogate pair: {text[:40]!r}") from error
+        encoded = self._encoding(whole, text)
         ids: list[int] = encoded.ids
         if not continues or inner is whole:
             return ids
@@ -222,6 +248,12 @@ class Tokenizer:
             return list(inner.encode(text, add_special_tokens=False).ids)
         head = text[: encoded.offsets[first][0]]
         return [*inner.encode(head, add_special_tokens=False).ids, *ids[first:]]
+
+    def _encoding(self, whole: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
+        try:
+            return whole.encode(text, add_special_tokens=False)
+        except TypeError as error:
+            raise BadArgument(f"a text to encode holds half of a surrogate pair: {text[:40]!r}") from error
 
     def _spell(self, token_id: int) -> list[int]:
         ids: list[int] = []

@@ -190,3 +190,8 @@ def test_a_tag_that_makes_no_sense_is_refused(arguments, message):
 def test_a_gen_that_makes_no_sense_is_refused(arguments, message):
     with pytest.raises(af.BadArgument, match=message):
         af.gen("r", **arguments)
+
+
+def test_a_tag_has_an_end():
+    with pytest.raises(af.BadArgument, match="end must not be empty"):
+        af.Tag("<n>", schema={"type": "integer"}, end="")

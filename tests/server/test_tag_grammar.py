@@ -160,3 +160,97 @@ def test_a_tag_that_cannot_be_kept_is_refused_by_name(tag, words):
     with pytest.raises(BadArgument) as caught:
         tags(WORD, tag)
     assert words in str(caught.value)
+
+
+LED = {**CALL, "lead": "\n", "end": "\n</call>"}
+BARE = {
+    "begin": "CALLS",
+    "lead": " ",
+    "kind": "schema",
+    "source": '{"type": "array", "items": {"type": "null"}}',
+}
+BARE["end"] = ""
+
+
+@pytest.mark.parametrize(
+    ("tag", "text", "taken", "may_end"),
+    [
+        (LED, "so <call>\n1\n</call> and", None, True),
+        (LED, "so <call>1", "so <call>", False),
+        (LED, "so <call>\n1</call>", "so <call>\n1", False),
+        (BARE, "so CALLS [null, null]", None, True),
+        (BARE, "so CALLS [null] and", None, True),
+        (BARE, "so CALLS[null]", "so CALLS", False),
+        ({**NESTED, "end": ""}, 'a <tree>{"v": 1, "of": {"v": 2}} done', None, True),
+    ],
+)
+def test_a_lead_and_an_empty_end(tag, text, taken, may_end):
+    assert follow(tags(tag), text) == (len(text if taken is None else taken), may_end)
+
+
+LONG = {"type": "string", "maxLength": 70}
+LARGE = {"type": "object", "properties": {"a": LONG, "b": LONG, "c": LONG}, "required": ["a", "b", "c"]}
+ROWS = {
+    "machine": tags(LED, between="\n"),
+    "parser": tags({**LED, "source": json.dumps(TREE)}, between="\n"),
+    "large": tags(*[{**LED, "begin": f"<{n}>", "source": json.dumps(LARGE)} for n in range(4)], between="\n"),
+}
+VALUES = {
+    "machine": ["1", "-20"],
+    "parser": ['{"v": 1}', '{"v": 1, "of": {"v": 2}}'],
+    "large": ['{"a": "x", "b": "", "c": "y"}'],
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_tags_in_a_row(name):
+    row, values = ROWS[name], VALUES[name]
+    assert row.form == ("fsm" if name == "machine" else "llguidance")
+    begin = "<2>" if name == "large" else "<call>"
+    one, other = f"{begin}\n{values[0]}\n</call>", f"{begin}\n{values[-1]}\n</call>"
+    for text, taken, may_end in (
+        (one, None, True),
+        (f"{one}\n{other}", None, True),
+        (f"{one}\n{other}\n{one}", None, True),
+        (f"{one}\n", None, False),
+        ("", None, False),
+        (f" {one}", "", False),
+        (f"{one} {one}", one, True),
+        (f"{one}{one}", one, True),
+    ):
+        assert follow(row, text) == (len(text if taken is None else taken), may_end)
+
+
+@pytest.mark.parametrize("source", [CALL["source"], json.dumps(TREE)])
+@pytest.mark.parametrize(("between", "most"), [("", 1), ("", 2), ("; ", 3), ("", None)])
+def test_how_many_tags(source, between, most):
+    value = "7" if source == CALL["source"] else '{"v": 7}'
+    row = tags({**CALL, "source": source}, between=between, max_tags=most)
+    one = f"<call>{value}</call>"
+    for count in range(1, 6):
+        text = between.join([one] * count)
+        allowed = count if most is None else min(count, most)
+        assert follow(row, text) == (len(between.join([one] * allowed)), True)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "message"),
+    [
+        (Constraint("regex", "a", between=""), "between and max_tags are for tags"),
+        (Constraint("tags", json.dumps([CALL]), between="x" * 300), "between must be a string"),
+        (Constraint("tags", json.dumps([CALL]), max_tags=101), "max_tags must be 1 to"),
+        (Constraint("tags", json.dumps([CALL]), between="", max_tags=0), "max_tags must be 1 to"),
+        (Constraint("tags", json.dumps([{**WORD, "end": ""}])), "end must be a string of 1 to"),
+        (Constraint("tags", json.dumps([{**CALL, "lead": "x" * 300}])), "lead must be a string of 0 to"),
+    ],
+)
+def test_rows_that_make_no_sense(constraint, message):
+    with pytest.raises(BadArgument, match=message):
+        constraint.check()
+
+
+def test_so_many_tags_in_free_text():
+    text = "a <call>1</call> b <call>2</call>"
+    assert follow(tags(CALL, max_tags=1), text) == (len("a <call>1</call> b <call"), True)
+    assert follow(tags(CALL, max_tags=2), text + " c") == (len(text) + 2, True)
+    assert follow(tags(CALL, max_tags=1), "none") == (4, True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import chat_template_shapes as shapes
 import pytest
@@ -180,11 +180,9 @@ class CountingTemplate(ChatTemplate):
 
     num_renderings = 0
 
-    def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = False, now: datetime | None = None
-    ) -> str:
+    def render(self, messages: Sequence[Message], **options: Any) -> str:
         self.num_renderings += 1
-        return super().render(messages, add_generation_prompt=add_generation_prompt, now=now)
+        return super().render(messages, **options)
 
 
 def test_a_fork_renders_nothing() -> None:

@@ -1,0 +1,161 @@
+"""A request's tools as the engine needs them: what the template is given, what the answer must look like, and
+who reads it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from agentflow.constraint import Constraint
+from agentflow.errors import BadArgument, NotSupported
+from agentflow.server.chat_message import Message, ToolSpec
+from agentflow.server.chat_template import ChatTemplate
+from agentflow.server.completion_request import CompletionRequest, ToolChoice
+from agentflow.server.tool_format import ToolFormat, tool_format
+from agentflow.server.tool_messages import as_plain_messages
+from agentflow.server.tool_output import ToolOutput
+from agentflow.tool_call import hoisted
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """``messages`` and ``tools`` are for the ``TokenState``, ``constraint`` for the generation.
+    ``callable_names``: tools that an answer may call. ``is_constrained``: calls are kept valid by it."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSpec, ...]
+    constraint: Constraint | None
+    form: ToolFormat
+    callable_names: tuple[str, ...]
+    is_constrained: bool
+
+    def output(self) -> ToolOutput:
+        """The reader of one answer."""
+        return ToolOutput(self.form, self.callable_names, is_constrained=self.is_constrained)
+
+
+def tool_use(template: ChatTemplate, request: CompletionRequest) -> ToolUse:
+    """What a request with a conversation becomes, with tools or without.
+
+    >>> use = tool_use(template, request)
+    >>> tokens.tools(use.tools)
+    >>> for message in use.messages:
+    ...     tokens.turn(message)
+    >>> tokens.begin_role("assistant")
+    >>> output, heard = use.output(), []  # for each answer
+    >>> def on_text(text: str) -> None:
+    ...     heard.append(text)
+    ...     tell(output.push(text))
+    >>> end = await generator.generate(context, request.params, on_text, use.constraint)
+    >>> tell(output.finish(end.text[len("".join(heard)) :]))
+    >>> reason = "tool_calls" if output.num_calls else end.finish_reason
+
+    ``required``: the answer is one call (or several, where that is asked for and the model's notation has a
+    place for them) and nothing else. ``auto``: prose, in which whatever begins as a call is a valid one.
+    Where the notation has no mark (Llama 3.1 writes a bare JSON object), an answer under ``auto`` is not
+    constrained, as nothing says where a call begins; one that is a whole valid call is read as a call.
+
+    The last message of a prefilled request is among ``messages``, and is the turn that goes on.
+
+    ``BadArgument``: tools that make no sense. ``NotSupported``: a model without a chat template, a prompt
+    that is no conversation, or a constraint beside tools that may be called.
+    """
+    choice, tools = request.tool_choice, request.tools
+    _check(request)
+    assert isinstance(request.prompt, tuple)
+    messages = _with_names([message for message in request.prompt if isinstance(message, Message)])
+    form = tool_format(template)
+    given = tools
+    if not form.is_native:
+        messages, given = as_plain_messages(messages, tools, template), ()
+    if not tools or choice.mode == "none":
+        return ToolUse(messages, given, request.constraint, form, (), is_constrained=False)
+    if not template.has_template:
+        raise NotSupported("this model has no chat template: it cannot be told of tools")
+    allowed = [tool for tool in tools if choice.name in (None, tool.name)]
+    constraint = _constraint(form, allowed, choice)
+    names = tuple([tool.name for tool in allowed])
+    return ToolUse(messages, given, constraint, form, names, is_constrained=constraint is not None)
+
+
+def _with_names(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Results with the names of what was called, which clients leave out and some templates want."""
+    names: dict[str | None, str] = {}
+    named: list[Message] = []
+    for message in messages:
+        names.update({call.id: call.name for call in message.tool_calls})
+        is_unnamed = message.role == "tool" and message.name is None
+        named.append(replace(message, name=names.get(message.tool_call_id)) if is_unnamed else message)
+    return tuple(named)
+
+
+def _check(request: CompletionRequest) -> None:
+    choice, names = request.tool_choice, [tool.name for tool in request.tools]
+    if not isinstance(request.prompt, tuple) or not all(isinstance(one, Message) for one in request.prompt):
+        raise NotSupported("tools need a conversation as the prompt, not plain text or token ids")
+    if len(set(names)) != len(names):
+        raise BadArgument(f"two tools have one name: {', '.join(names)}")
+    if choice.mode == "required" and not names:
+        raise BadArgument("a tool call is required, and there are no tools: give at least one")
+    if choice.name is not None and choice.name not in names:
+        raise BadArgument(
+            f"tool {choice.name!r} is to be called, but the tools are: {', '.join(names) or 'none'}"
+        )
+    if names and choice.mode == "auto" and request.constraint is not None:
+        raise NotSupported(
+            f"a {request.constraint.kind} for the answer cannot be kept beside tools that may be called: "
+            "leave one of them out, or let no tool be called"
+        )
+
+
+def _constraint(form: ToolFormat, tools: Sequence[ToolSpec], choice: ToolChoice) -> Constraint | None:
+    is_single = not choice.parallel or choice.name is not None or not form.allows_several
+    schema = call_schema(form, tools)
+    definitions = schema.pop("$defs", None)
+    if form.is_list:
+        schema = {"type": "array", "items": schema, "minItems": 1, **({"maxItems": 1} if is_single else {})}
+    source = json.dumps({**schema, "$defs": definitions} if definitions else schema, ensure_ascii=False)
+    is_required = choice.mode == "required"
+    if not form.mark:
+        return Constraint("schema", source, whitespace=form.whitespace) if is_required else None
+    rule = {"begin": form.mark, "kind": "schema", "source": source, "end": form.end}
+    if lead := form.begin.removeprefix(form.mark):
+        rule["lead"] = lead
+    return Constraint(
+        "tags",
+        json.dumps([rule], ensure_ascii=False),
+        whitespace=form.whitespace,
+        between=(form.between or "") if is_required else None,
+        max_tags=1 if is_single or form.is_list else None,
+    )
+
+
+def call_schema(form: ToolFormat, tools: Sequence[ToolSpec]) -> dict[str, Any]:
+    """The JSON schema of one call of one of the tools, its members in the order of the format."""
+    definitions: dict[str, Any] = {}
+    calls: list[dict[str, Any]] = []
+    for tool in tools:
+        arguments = hoisted(tool.name, _of_object(tool.parameters), definitions)
+        name: dict[str, Any] = {form.name_key: {"const": tool.name}, form.arguments_key: arguments}
+        members = name if form.name_first else dict(reversed(name.items()))
+        properties = {**{key: {"const": value} for key, value in form.constants}, **members}
+        calls.append(
+            {
+                "type": "object",
+                "properties": properties,
+                "required": list(properties),
+                "additionalProperties": False,
+            }
+        )
+    schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    return {**schema, "$defs": definitions} if definitions else schema
+
+
+def _of_object(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Arguments are an object even where the schema does not say so, and one without parameters is empty."""
+    schema = {"type": "object", **parameters}
+    if schema.get("properties") == {} and not {"additionalProperties", "patternProperties"} & set(schema):
+        schema["additionalProperties"] = False
+    return schema

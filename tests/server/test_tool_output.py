@@ -1,0 +1,266 @@
+"""Prose and tool calls told apart in a text that comes in any pieces."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentflow.server.json_extent import JsonExtent
+from agentflow.server.tool_format import FALLBACK, ToolFormat
+from agentflow.server.tool_output import Arguments, CallBegun, Piece, ToolOutput
+
+HERMES = ToolFormat("<tool_call>\n", "\n</tool_call>")
+LIST = ToolFormat("[TOOL_CALLS] ", "", is_list=True, before="", between=None)
+BARE = ToolFormat("", "", arguments_key="parameters", before="", between=None)
+BARE_LIST = ToolFormat("", "", is_list=True, before="", between=None)
+LAST_NAME = ToolFormat("<call>", "</call>", name_first=False, before="", between="")
+TYPED = ToolFormat("<call>", "</call>", constants=(("type", "function"),))
+FORMS = {
+    "hermes": HERMES,
+    "fallback": FALLBACK,
+    "list": LIST,
+    "bare": BARE,
+    "bare_list": BARE_LIST,
+    "last_name": LAST_NAME,
+    "typed": TYPED,
+}
+NAMES = ("weather", "get_time", 'odd "näme"')
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(st.sampled_from('ab{}[]"\\<>é/ \n'), max_size=6),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.text("ab{", max_size=2), inner, max_size=2)
+    ),
+    max_leaves=5,
+)
+arguments = st.dictionaries(st.sampled_from(["city", "a}", '"']), values, max_size=3)
+calls = st.lists(st.tuples(st.sampled_from(NAMES), arguments.map(json.dumps)), min_size=1, max_size=3)
+
+
+def written(form: ToolFormat, some: list[tuple[str, str]]) -> str:
+    objects = []
+    for name, text in some:
+        members = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in form.constants]
+        own = [
+            f"{json.dumps(form.name_key)}: {json.dumps(name, ensure_ascii=False)}",
+            f"{json.dumps(form.arguments_key)}: {text}",
+        ]
+        objects.append("{" + ", ".join(members + (own if form.name_first else own[::-1])) + "}")
+    if form.is_list:
+        return f"{form.begin}[{', '.join(objects)}]{form.end}"
+    return (form.between or "").join([f"{form.begin}{one}{form.end}" for one in objects])
+
+
+def told(pieces: list[Piece]) -> list[tuple[str, ...]]:
+    """Neighbouring pieces of a kind put together, and the ids of calls left out."""
+    found: list[tuple[str, ...]] = []
+    for piece in pieces:
+        if isinstance(piece, CallBegun):
+            assert re.fullmatch("call_[0-9a-f]{24}", piece.id)
+            found.append(("call", piece.name, ""))
+        elif isinstance(piece, Arguments):
+            assert piece.text
+            kind, name, text = found[-1]
+            assert kind == "call"
+            found[-1] = (kind, name, text + piece.text)
+        else:
+            assert piece.text
+            if found and found[-1][0] == "prose":
+                found[-1] = ("prose", found[-1][1] + piece.text)
+            else:
+                found.append(("prose", piece.text))
+    return found
+
+
+def read(
+    form: ToolFormat, parts: list[str], *, constrained: bool, names: tuple[str, ...] = NAMES
+) -> list[Piece]:
+    output = ToolOutput(form, names, is_constrained=constrained)
+    pieces = [piece for part in parts for piece in output.push(part)]
+    pieces += output.finish()
+    assert output.num_calls == sum(isinstance(piece, CallBegun) for piece in pieces)
+    return pieces
+
+
+def cut(text: str, data: st.DataObject) -> list[str]:
+    at = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    return [text[a:b] for a, b in zip([0, *at], [*at, len(text)], strict=True)]
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("constrained", [True, False])
+@given(some=calls, before=st.sampled_from(["", "I look.", "a <b> {c} [d]", "x\n\n"]), data=st.data())
+def test_calls_are_read_as_they_were_written(name, constrained, some, before, data):
+    form = FORMS[name]
+    some = some if form.allows_several else some[:1]
+    before = before if form.mark else ""
+    text = (before + form.before if before else "") + written(form, some)
+    pieces = read(form, cut(text, data), constrained=constrained)
+    expected = [("call", *call) for call in some]
+    assert told(pieces) == ([("prose", before)] if before else []) + expected
+
+
+WORDS = [
+    "<tool_call>",
+    "</tool_call>",
+    "\n",
+    "[TOOL_CALLS]",
+    " ",
+    "[",
+    "]",
+    "{",
+    "}",
+    '{"name": "weather"',
+    ", ",
+]
+WORDS += [
+    '"arguments": ',
+    '"parameters": ',
+    "{}",
+    '{"a": "}"}',
+    "<tool",
+    "text",
+    '"',
+    "\\",
+    "<call>",
+    "</call>",
+]
+WORDS += [
+    '<tool_call>\n{"name": "weather", "arguments": {"a": 1}}\n</tool_call>',
+    '"\\ud83d',
+    "1e",
+    "-",
+    "tru",
+]
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("constrained", [True, False])
+@given(text=st.lists(st.sampled_from(WORDS), max_size=12).map("".join), data=st.data())
+def test_nothing_depends_on_how_a_text_is_cut(name, constrained, text, data):
+    form = FORMS[name]
+    whole = told(read(form, [text], constrained=constrained))
+    assert told(read(form, cut(text, data), constrained=constrained)) == whole
+    assert told(read(form, list(text), constrained=constrained)) == whole
+
+
+@pytest.mark.parametrize("name", FORMS)
+@given(text=st.lists(st.sampled_from(WORDS), max_size=12).map("".join))
+def test_nothing_is_lost(name, text):
+    """All characters that are no part of a call come as prose, in their order, but for white space beside
+    calls and the ends of calls."""
+    found = told(read(FORMS[name], [text], constrained=False))
+    if all(kind == "prose" for kind, *_ in found):
+        assert "".join(piece[1] for piece in found) == text
+    at = 0
+    for piece in found:
+        shown = piece[-1]
+        assert text.find(shown, at) >= 0
+        at = text.find(shown, at) + len(shown)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@given(text=st.lists(st.sampled_from(WORDS), max_size=12).map("".join))
+def test_without_tools_all_is_prose(name, text):
+    found = told(read(FORMS[name], list(text), constrained=False, names=()))
+    assert found == ([("prose", text)] if text else [])
+
+
+@given(text=st.text(st.sampled_from("ab\n <tool_cal{"), max_size=30))
+def test_prose_comes_at_once(text):
+    """Only what could begin a mark is held back."""
+    output = ToolOutput(HERMES, NAMES, is_constrained=True)
+    heard = ""
+    for number, char in enumerate(text):
+        heard += "".join(piece.text for piece in output.push(char))
+        so_far = text[: number + 1]
+        could_begin = [
+            m for m in ("<tool_call>", "\n<tool_call>") for n in range(len(m)) if so_far.endswith(m[:n])
+        ]
+        longest = max(
+            [n for m in could_begin for n in range(len(m)) if so_far.endswith(m[:n])],
+            default=0,
+        )
+        assert heard == so_far[: len(so_far) - longest]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>\n{oops",
+        "<tool_call>\nno JSON</tool_call>",
+        "<tool_call>",
+        '<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "weather"}\n</tool_call>',
+        '<tool_call>\n{"name": "weather", "arguments": [1]}\n</tool_call>',
+        '<tool_call>\n{"name": 1, "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "weather", "arguments": {"a": ',
+        '<tool_call>\n{"name": "weather", "arguments": {"a": nope}}\n</tool_call>',
+        "<tool_call>\n" + "[" * 10_000,
+        "<tool_call>\n" + "[" * 5000 + "]" * 5000,
+        '<tool_call>\n{"name": "weather", "arguments": {"a": "\ud800"}}',
+    ],
+)
+def test_what_is_no_call_is_prose(text):
+    assert told(read(HERMES, [text], constrained=False)) == [("prose", text)]
+    assert told(read(HERMES, [*text[:200], text[200:]], constrained=False)) == [("prose", text)]
+
+
+def test_prose_goes_on_after_what_is_no_call():
+    output = ToolOutput(HERMES, NAMES, is_constrained=False)
+    pieces = output.push("<tool_call>{oops, and a long text after it")
+    assert told(pieces) == [("prose", "<tool_call>{oops, and a long text after it")]
+    good = written(HERMES, [("weather", "{}")])
+    assert told(output.push("\n" + good + " So.")) == [("call", "weather", "{}"), ("prose", " So.")]
+
+
+def test_a_call_is_told_with_its_first_character():
+    output = ToolOutput(HERMES, NAMES, is_constrained=True)
+    output.push('<tool_call>\n{"name": "weather", "arguments": ')
+    begun, first = output.push('{"c')
+    assert (begun.name, first) == ("weather", Arguments('{"c'))
+    assert output.push('ity": "O}') == [Arguments('ity": "O}')]
+    assert output.push('"}}') == [Arguments('"}')]
+    assert output.push("\n</tool_call>") == []
+    assert output.finish() == []
+
+
+def test_a_call_that_is_cut_off_under_a_constraint():
+    text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Os'
+    assert told(read(HERMES, [text], constrained=True)) == [("call", "weather", '{"city": "Os')]
+    assert told(read(HERMES, [text], constrained=False)) == [("prose", text)]
+    assert told(read(HERMES, [text[:20]], constrained=True)) == [("prose", text[:20])]
+
+
+def test_white_space_around_calls_is_nobodys():
+    one = written(HERMES, [("weather", "{}")])
+    text = f"Look:\n{one} \n\n{one}\n"
+    assert told(read(HERMES, [text], constrained=True)) == [
+        ("prose", "Look:"),
+        *[("call", "weather", "{}")] * 2,
+    ]
+    assert told(read(HERMES, [one + "\n\nSo."], constrained=True)) == [
+        ("call", "weather", "{}"),
+        ("prose", "\n\nSo."),
+    ]
+
+
+@given(
+    value=values.filter(lambda value: isinstance(value, dict | list)),
+    after=st.text('a{}[]"', max_size=3),
+    data=st.data(),
+)
+def test_the_extent_of_a_value(value, after, data):
+    text = json.dumps(value)
+    extent, at = JsonExtent(), 0
+    for part in cut(text + after, data):
+        end = extent.read(part)
+        if end is not None:
+            assert at + end == len(text)
+            return
+        at += len(part)
+    raise AssertionError("the value did not end")
