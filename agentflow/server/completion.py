@@ -20,15 +20,15 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from agentflow.generator import Usage
 from agentflow.sampling import SamplingParams
+from agentflow.server.answer_memory import conversation_keys
+from agentflow.server.answer_reading import AnswerReader
 from agentflow.server.chat_message import CalledTool, Message
 from agentflow.server.completion_request import (
     Answer,
     AnswerEnded,
     CompletionDelta,
     CompletionRequest,
-    FinishReason,
     TextDelta,
     TokenIds,
     ToldToken,
@@ -36,8 +36,8 @@ from agentflow.server.completion_request import (
     ToolCallBegun,
 )
 from agentflow.server.engine_generator import MAX_INLINE_CHARS, EngineContext, EngineGenerator
-from agentflow.server.engine_messages import Finished, Progress
 from agentflow.server.told_tokens import ToldTokens
+from agentflow.server.tool_use import ToolUse, tool_use
 from agentflow.task_group import open_task_group
 
 _SEED_BITS = 62
@@ -56,6 +56,8 @@ class Completion:
         self._changed = anyio.Event()
         self._failure: Exception | None = None
         self._has_ended = False
+        self._tools: ToolUse | None = None
+        self._conversation: bytes | None = None  # its key, where the answers are turns that may come back
 
     async def next(self) -> list[CompletionDelta]:
         """What came since the last call; waits for it. Empty at the end. Raises what the request failed
@@ -117,43 +119,44 @@ class Completion:
             self._generator.check_ids(prompt.ids)
             context.tokens.only(prompt.ids)
         else:
-            self._fill_turns(context, prompt)
+            self._fill_turns(context)
 
-    def _fill_turns(self, context: EngineContext, messages: Sequence[Message]) -> None:
-        for number, message in enumerate(messages):
+    def _fill_turns(self, context: EngineContext) -> None:
+        use = self._tools = tool_use(self._generator.template, self._request)
+        context.tokens.tools(use.tools)
+        keys = conversation_keys(use.messages, start=repr(use.tools).encode("utf-8", "backslashreplace"))
+        last = len(use.messages) - 1
+        for number, (message, key) in enumerate(zip(use.messages, keys, strict=True)):
+            if message.tool_calls or message.role == "tool":
+                context.tokens.turn(message)
+                context.num_unencoded_chars += len(message.content)
+                continue
+            token_ids = self._generator.answers.recall(key) if message.role == "assistant" else None
             self._generator.begin_role(context, message.role)
-            self._generator.fill(context, message.content)
-            if number == len(messages) - 1 and message.role == "assistant":
+            if token_ids is None:
+                self._generator.fill(context, message.content)
+            else:
+                context.tokens.generated(token_ids, message.content)
+            if number == last and message.role == "assistant":
                 return  # it goes on
             self._generator.end_role(context)
         self._generator.begin_role(context, "assistant")
+        self._conversation = keys[-1] if keys else b""
 
     async def _answer(self, index: int, context: EngineContext) -> None:
-        params = self._params(index)
-        told = self._told(params)
-        num_chars = 0
-
-        def hear(progress: Progress) -> None:
-            nonlocal num_chars
-            num_chars += len(progress.text)
-            tokens: Sequence[ToldToken] = ()
-            if told is not None:
-                tokens = told.push(progress)
-            if progress.text or tokens:
-                self._add(TextDelta(index, progress.text, tuple(tokens)))
-
-        end = await self._generator.complete(context, params, hear, self._request.constraint)
-        rest = end.text[num_chars:]
-        tokens = told.finish(end) if told is not None else ()
-        if rest or tokens:
-            self._add(TextDelta(index, rest, tuple(tokens)))
-        self._add(_ended(index, end))
-
-    def _told(self, params: SamplingParams) -> ToldTokens | None:
-        if not params.wants_logprobs:
-            return None
-        is_constrained = self._request.constraint is not None
-        return ToldTokens(self._generator.tokenizer, params, is_constrained=is_constrained)
+        params, use, constraint = self._params(index), self._tools, self._request.constraint
+        if use is not None:
+            constraint = use.constraint
+        told = None
+        if params.wants_logprobs:
+            told = ToldTokens(self._generator.tokenizer, params, is_constrained=constraint is not None)
+        output = use.output() if use is not None and use.callable_names else None
+        reader = AnswerReader(index, self._add, told=told, output=output)
+        end = await self._generator.complete(context, params, reader.hear, constraint)
+        reader.finish(end)
+        if self._conversation is not None:
+            [key] = conversation_keys([Message("assistant", end.text)], start=self._conversation)
+            self._generator.answers.remember(key, end.token_ids)
 
     def _params(self, index: int) -> SamplingParams:
         seed = (self._seed + index * _SEED_STEP) % 2**63
@@ -226,9 +229,3 @@ def _joined(deltas: Sequence[CompletionDelta]) -> list[CompletionDelta]:
             last[delta.index] = len(joined)
             joined.append(delta)
     return joined
-
-
-def _ended(index: int, end: Finished) -> AnswerEnded:
-    reason: FinishReason = "length" if end.finish_reason == "length" else "stop"
-    usage = Usage(end.prompt_tokens, end.cached_tokens, end.output_tokens)
-    return AnswerEnded(index, reason, usage, end.stopped_by)

@@ -15,6 +15,7 @@ from agentflow.constraint import CONSTRAINT_KINDS, Constraint
 from agentflow.errors import BadArgument
 from agentflow.generator import Capabilities, Generated, OnText, Scored, StateHint, Stats, Usage
 from agentflow.sampling import SamplingParams
+from agentflow.server.answer_memory import AnswerMemory
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.choice_encoding import WINDOW_CHARS, EncodedChoices
 from agentflow.server.choice_scoring import scores_of
@@ -82,6 +83,8 @@ class EngineGenerator:
         self._client = client
         self.template = template
         self.tenant = tenant
+        self.answers = AnswerMemory()
+        """Of the tenant, in conversations over HTTP."""
         self._gate = gate
         self._compiler = compiler
         self._num_rerendered = 0

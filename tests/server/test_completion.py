@@ -66,6 +66,30 @@ async def test_a_conversation_is_what_a_state_with_these_turns_is():
     assert answer.usage.output_tokens == 24
 
 
+async def test_an_answer_that_comes_back_as_text_is_the_tokens_that_were_generated():
+    engine = FakeEngine()
+    async with generator_on(engine) as generator:
+        prompts, request = [], CompletionRequest(ASK, SamplingParams(max_tokens=24, temperature=1.0, seed=3))
+        generator.observe(SentPrompts(prompts))
+        [answer] = await ask(generator, request)
+        again = (*ASK, Message("assistant", answer.text), Message("user", "And at night?"))
+        [next_answer] = await ask(generator, CompletionRequest(again, SAMPLED))
+        context = generator.open("")
+        for message in again[:2]:
+            context.tokens.turn(message)
+        context.tokens.begin_role("assistant")
+        start = context.tokens.ids()
+        # Another conversation with the same answer in it does not know it.
+        other = (Message("user", "Something else."), *again[2:])
+        await ask(generator, CompletionRequest(other, SAMPLED))
+    assert prompts[1][: len(start)] == start == prompts[0]
+    # All that was computed of the first turn and its answer is cached: but its last token, never computed.
+    assert next_answer.usage.cached_tokens == len(start) + 24 - 1
+    encoded = TOKENIZER.encode(answer.text, continues=True)
+    assert encoded != prompts[1][len(start) : len(start) + 24]  # what a fresh encoding would have given
+    assert any(prompts[2][at : at + len(encoded)] == encoded for at in range(len(prompts[2])))
+
+
 async def test_a_last_turn_of_the_assistant_goes_on():
     engine = FakeEngine()
     async with generator_on(engine) as generator:
@@ -241,8 +265,8 @@ ANSWER = st.lists(
 )
 
 
-@given(st.lists(ANSWER, min_size=1, max_size=3), st.randoms(use_true_random=False))
-async def test_deltas_put_together_are_the_same_answers(answers, random):
+@given(st.lists(ANSWER, min_size=1, max_size=3), st.lists(st.integers(0, 2), max_size=40))
+async def test_deltas_put_together_are_the_same_answers(answers, order):
     """Text, and calls with their arguments, of several answers mixed up."""
     lines = []
     for index, parts in enumerate(answers):
@@ -258,7 +282,9 @@ async def test_deltas_put_together_are_the_same_answers(answers, random):
         lines.append([*line, AnswerEnded(index, "stop", Usage())])
     mixed = []
     while any(lines):
-        mixed.append(random.choice([line for line in lines if line]).pop(0))
+        left = [line for line in lines if line]
+        turn = order[len(mixed)] if len(mixed) < len(order) else 0
+        mixed.append(left[turn % len(left)].pop(0))
     joined = completion_module._joined(mixed)
     assert answers_of(joined, len(answers)) == answers_of(mixed, len(answers))
     assert len(joined) <= len(mixed)
