@@ -284,6 +284,22 @@ def calls_begin(pieces: Sequence[Piece]) -> int:
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("name", ["hermes", "chatml"])
+async def test_a_state_that_goes_on_keeps_the_ids(name):
+    """A session that stays open appends the result to the call as it was generated."""
+    async with engine() as client:
+        told = await answer(client, ALL[name], request(REQUIRED))
+    state = told.prompt
+    expected = state.ids() + told.ids
+    state.generated(told.ids, told.text)
+    state.end_role()
+    state.turn(Message("tool" if name == "hermes" else "user", "rain"))
+    state.begin_role("assistant")
+    assert state.ids()[: len(expected)] == expected
+    assert state.num_rerendered_tokens == 0
+
+
+@pytest.mark.anyio
 @pytest.mark.parametrize("jumps", [True, False])
 async def test_a_special_mark_is_written_as_its_token(jumps):
     """Forced as well as sampled."""
