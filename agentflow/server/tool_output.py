@@ -7,17 +7,15 @@ that it is a call: what turns out to be none is prose, and none of it is lost.
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import jiter
-import msgspec
 import regex
 
 from agentflow.server.json_extent import JsonExtent
+from agentflow.server.tool_call_text import CallHeads, could_be_json, name_of, read_calls
 from agentflow.server.tool_format import ToolFormat
 
 
@@ -70,7 +68,7 @@ class ToolOutput:
         self._checked_at = 0  # so many characters could be JSON
         self._read: Callable[[bool], bool] = self._read_start if names else self._read_prose
         self._marks = _openings(form) if names else ()
-        self._heads = _Heads(form) if is_constrained and form.name_first else None
+        self._heads = CallHeads(form) if is_constrained and form.name_first else None
 
     def push(self, text: str) -> list[Piece]:
         """The text goes on; what that makes certain."""
@@ -205,7 +203,7 @@ class ToolOutput:
     def _take_head(self, found: regex.Match[str] | None, is_over: bool) -> bool:
         if found is not None and found.partial and not is_over:
             return False
-        name = None if found is None or found.partial else _string(found["name"])
+        name = None if found is None or found.partial else name_of(found)
         if found is None or name not in self._names or name is None:
             self._extent, self._num_read = JsonExtent(), 0
             self._read = self._read_whole
@@ -242,7 +240,7 @@ class ToolOutput:
         self._num_read = len(self._held)
         if end is None:
             return self._no_call() if is_over or self._is_no_json(bare) else False
-        calls = self._calls(self._held[start : at + end])
+        calls = read_calls(self._form, self._names, self._held[start : at + end])
         if not calls:
             return self._no_call()
         for name, arguments in calls:
@@ -257,60 +255,11 @@ class ToolOutput:
         if len(begun) < 2 * self._checked_at:
             return False
         self._checked_at = len(begun)
-        return not _could_be_json(begun)
+        return not could_be_json(begun)
 
     def _tell_call(self, name: str) -> None:
         self._pieces.append(CallBegun(f"call_{secrets.token_hex(12)}", name))
         self.num_calls += 1
-
-    def _calls(self, text: str) -> list[tuple[str, str]]:
-        """Names and arguments of a call, or of a list of calls; none where one of them is no call."""
-        form = self._form
-        if not _could_be_json(text):  # the same reader's word, whether it comes early or late
-            return []
-        try:
-            if text.startswith("["):
-                objects = msgspec.json.decode(text, type=list[dict[str, msgspec.Raw]])
-            else:
-                objects = [msgspec.json.decode(text, type=dict[str, msgspec.Raw])]
-            calls: list[tuple[str, str]] = []
-            for members in objects:
-                name = msgspec.json.decode(members[form.name_key], type=str)
-                arguments = bytes(members[form.arguments_key]).decode()
-                msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])
-                if name not in self._names:
-                    return []
-                calls.append((name, arguments))
-        except (msgspec.MsgspecError, KeyError, UnicodeError, RecursionError):
-            return []
-        return calls
-
-
-class _Heads:
-    """What stands around arguments in a format whose calls are told as they grow. ``first``: from the mark to
-    the first arguments; ``after``: from arguments to the end of the call, or of the list, or to where the
-    list has ``more``; ``later``: from there to the arguments of the next call."""
-
-    def __init__(self, form: ToolFormat) -> None:
-        constants = "".join([rf"{_json(key)}\s*:\s*{_json(value)}\s*,\s*" for key, value in form.constants])
-        name = rf'{_json(form.name_key)}\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*'
-        call = rf"\{{\s*{constants}{name}{_json(form.arguments_key)}\s*:\s*(?=\{{)"
-        opening = r"\[\s*" if form.is_list else ""
-        self.first = regex.compile(rf"{regex.escape(form.mark)}\s*{opening}{call}")
-        self.later = regex.compile(rf"\[\s*{call}")
-        end = r"\s*(?:(?P<more>,)|\])" if form.is_list else ""
-        self.after = regex.compile(rf"\s*\}}{end}")
-
-
-def _json(text: str) -> str:
-    return regex.escape(json.dumps(text, ensure_ascii=False))
-
-
-def _string(text: str) -> str | None:
-    try:
-        return msgspec.json.decode(text, type=str)
-    except msgspec.MsgspecError:
-        return None
 
 
 def _openings(form: ToolFormat) -> tuple[str, ...]:
@@ -322,12 +271,3 @@ def _overlap(text: str, mark: str) -> int:
     """The length of the longest end of ``text`` that ``mark`` begins with."""
     longest = min(len(text), len(mark) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)
-
-
-def _could_be_json(text: str) -> bool:
-    """Whether the text can go on to be JSON."""
-    try:
-        jiter.from_json(text.encode(), partial_mode="trailing-strings")
-        return True
-    except ValueError:
-        return False
