@@ -36,9 +36,10 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class ErrorDialect(Protocol):
-    """How an API writes its errors."""
+    """How an API writes its errors. ``body_type``: what ``body`` is the JSON of."""
 
     request_id_header: bytes
+    body_type: type[msgspec.Struct]
 
     def status(self, refusal: Refusal) -> int:
         """Its status, where the API has one of its own."""

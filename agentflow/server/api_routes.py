@@ -5,28 +5,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 from starlette.routing import BaseRoute, Route
 
 from agentflow.server.api_call import ApiEndpoint, ErrorDialect, Handler
 from agentflow.server.openai_errors import OpenAIErrors
-from agentflow.server.openai_models import get_model, list_models
+from agentflow.server.openai_models import ModelCard, ModelList, get_model, list_models
 
 OPENAI = OpenAIErrors()
 
 
 @dataclass(frozen=True, slots=True)
 class ApiRoute:
-    """One method on one path."""
+    """One method on one path. ``request``: what its body is decoded as (None: it has none); ``response``:
+    the answer with status 200; ``streams``: with ``"stream": true`` server-sent events come instead. The
+    OpenAPI document is made of these (openapi.py)."""
 
     method: str
     path: str
     handler: Handler
     dialect: ErrorDialect
+    response: type[msgspec.Struct]
+    request: type[msgspec.Struct] | None = None
+    streams: bool = False
 
 
 ROUTES = (
-    ApiRoute("GET", "/v1/models", list_models, OPENAI),
-    ApiRoute("GET", "/v1/models/{name:path}", get_model, OPENAI),
+    ApiRoute("GET", "/v1/models", list_models, OPENAI, response=ModelList),
+    ApiRoute("GET", "/v1/models/{name:path}", get_model, OPENAI, response=ModelCard),
 )
 
 
