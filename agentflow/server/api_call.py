@@ -237,16 +237,20 @@ def _too_large(limit: int) -> Refusal:
 
 
 def _shown_fault(error: msgspec.ValidationError) -> tuple[str, str | None]:
-    """What is wrong, and with which field: msgspec names its place at the end, as `$.a[0]`."""
-    message = str(error)
-    text, has_place, place = message.rpartition(" - at `$")
-    unknown = re.fullmatch(r"Object contains unknown field `(.*)`", text if has_place else message)
-    at = place.rstrip("`").lstrip(".") if has_place else ""
+    """What is wrong, and with which field: msgspec names its place at the end, as `$.a[0]`, or as
+    `key` in `$.a` for a name in the field."""
+    text, has_place, place = str(error).rpartition(" - at `")
+    if not has_place:
+        text, place = str(error), ""
+    is_key = place.startswith("key` in `")
+    at = place.removeprefix("key` in `").rstrip("`").lstrip("$.")
+    unknown = re.fullmatch(r"Object contains unknown field `(.*)`", text, re.DOTALL)
     if unknown is not None:
         field = f"{at}.{unknown[1]}".lstrip(".")
         return f"there is no parameter {field!r} here", field
-    missing = re.fullmatch(r"Object missing required field `(.*)`", text if has_place else message)
+    missing = re.fullmatch(r"Object missing required field `(.*)`", text)
     if missing is not None:
         field = f"{at}.{missing[1]}".lstrip(".")
         return f"the required parameter {field!r} is missing", field
-    return (f"{at}: {text}" if has_place and at else message), at or None
+    of_key = "a key: " if is_key else ""
+    return (f"{at}: {of_key}{text}" if at else text), at or None

@@ -20,6 +20,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
+from agentflow.errors import PromptTooLong
 from agentflow.generator import Usage
 from agentflow.sampling import SamplingParams
 from agentflow.server.chat_message import CalledTool, Message
@@ -81,6 +82,15 @@ class Completion:
             all_deltas += deltas
         return answers_of(all_deltas, self._request.n)
 
+    async def prompt_ids(self) -> list[int]:
+        """What the model would be given. It is asked for nothing: for this no ``completing`` is needed."""
+        context = self._generator.open(self._request.cache_salt)
+        try:
+            await self._fill(context)
+            return await self._generator.prompt_ids(context)
+        finally:
+            self._generator.free(context)
+
     async def run(self) -> None:
         """For ``completing``."""
         try:
@@ -88,6 +98,7 @@ class Completion:
             contexts = [context]
             try:
                 await self._fill(context)
+                await self._check_size(context)
                 if self._request.n > 1:
                     # Whoever comes first computes the prompt; a request of its own for that would make it
                     # look cached to all of them.
@@ -102,6 +113,16 @@ class Completion:
             self._failure = error
         self._has_ended = True
         self._changed.set()
+
+    async def _check_size(self, context: EngineContext) -> None:
+        most = self._request.max_prompt_tokens
+        if most is None:
+            return
+        num_tokens = len(await self._generator.prompt_ids(context))
+        if num_tokens > most:
+            raise PromptTooLong(
+                f"the prompt has {num_tokens} tokens, and this server takes at most {most}: shorten it"
+            )
 
     async def _fill(self, context: EngineContext) -> None:
         prompt = self._request.prompt
@@ -126,7 +147,8 @@ class Completion:
             if number == len(messages) - 1 and message.role == "assistant":
                 return  # it goes on
             self._generator.end_role(context)
-        self._generator.begin_role(context, "assistant")
+        if self._request.opens_turn:
+            self._generator.begin_role(context, "assistant")
 
     async def _answer(self, index: int, context: EngineContext) -> None:
         params = self._params(index)

@@ -6,12 +6,8 @@ import msgspec
 
 from agentflow.server.http_refusal import Refusal
 
-_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-}
+# An unknown key or model is an invalid request there; the code tells which.
+_TYPES = {403: "permission_error", 429: "rate_limit_error"}
 
 
 class OpenAIError(msgspec.Struct, kw_only=True):
@@ -41,9 +37,7 @@ class OpenAIErrors:
     def body(self, refusal: Refusal, request_id: str) -> bytes:
         error = OpenAIError(
             message=refusal.message,
-            type="server_error"
-            if refusal.status >= 500
-            else _TYPES.get(refusal.status, "invalid_request_error"),
+            type=_type(refusal.status),
             param=refusal.param,
             code=refusal.code,
         )
@@ -51,3 +45,7 @@ class OpenAIErrors:
 
     def event(self, refusal: Refusal, request_id: str) -> bytes:
         return b"data: " + self.body(refusal, request_id) + b"\n\n"
+
+
+def _type(status: int) -> str:
+    return "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")

@@ -84,7 +84,9 @@ def api_server(
         service.tenants = tenants or service.tenants
         service.http_limits = limits or service.http_limits
 
-    with start_blocking_portal("asyncio") as portal:
-        with portal.wrap_async_context_manager(portal.call(running_server, open_models)) as server:
-            portal.call(settle, server.service)
-            yield ApiServer(server.url.replace("ws://", "http://"), engine, server, portal)
+    with contextlib.ExitStack() as stack:
+        portal = stack.enter_context(start_blocking_portal("asyncio"))
+        running = portal.call(running_server, open_models)
+        server = stack.enter_context(portal.wrap_async_context_manager(running))
+        portal.call(settle, server.service)
+        yield ApiServer(server.url.replace("ws://", "http://"), engine, server, portal)
