@@ -56,8 +56,7 @@ class ApiCall:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, dialect: ErrorDialect) -> None:
         self.headers = Headers(scope=scope)
-        asked_id = self.headers.get("x-request-id", "")
-        self.id = asked_id if _REQUEST_ID.fullmatch(asked_id) else f"req_{secrets.token_hex(12)}"
+        self.id = request_id_of(self.headers)
         self.tenant: Tenant = NOBODY_ELSE
         self.record = RequestRecord(self.id, scope["method"], scope["path"])
         self.path_params: Mapping[str, str] = scope.get("path_params", {})
@@ -167,6 +166,12 @@ class ApiCall:
         """Returns when the client has closed the connection. Only after the body was read."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
+
+
+def request_id_of(headers: Headers) -> str:
+    """What the client calls its request, or else a new id."""
+    asked_id = headers.get("x-request-id", "")
+    return asked_id if _REQUEST_ID.fullmatch(asked_id) else f"req_{secrets.token_hex(12)}"
 
 
 class ClientGone(Exception):
