@@ -39,7 +39,7 @@ from agentflow.server.completion_request import (
 from agentflow.server.engine_generator import MAX_INLINE_CHARS, EngineContext, EngineGenerator
 from agentflow.server.engine_messages import Finished, Progress
 from agentflow.server.told_tokens import ToldTokens
-from agentflow.task_group import open_task_group
+from agentflow.task_group import first_of, open_task_group
 
 _SEED_BITS = 62
 # An odd number near 2**63 divided by the golden ratio: seeds of the answers of one request lie far apart.
@@ -110,7 +110,7 @@ class Completion:
                 for one in contexts:
                     self._generator.free(one)
         except Exception as error:
-            self._failure = error
+            self._failure = first_of(error)
         self._has_ended = True
         self._changed.set()
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import anyio
 
-from agentflow.server.completion import Completion, completing
+from agentflow.server.completion import completing
 from agentflow.server.completion_request import CompletionDelta, CompletionRequest
 from agentflow.server.engine_generator import EngineGenerator
-from agentflow.task_group import open_task_group
+from agentflow.task_group import first_of, open_task_group
 
 
 class CompletionSet:
@@ -41,16 +41,18 @@ class CompletionSet:
         deltas, self._deltas = self._deltas, []
         return deltas
 
-    async def pump(self, completion: Completion, first_index: int) -> None:
-        """For ``completing_all``: takes over what comes of one request."""
+    async def run(self, generator: EngineGenerator, request: CompletionRequest, first_index: int) -> None:
+        """For ``completing_all``: runs one request and takes over what comes of it."""
         try:
-            await completion.until_begun()
-            self._num_beginning -= 1
-            while deltas := await completion.next():
-                self._deltas += [replace(delta, index=first_index + delta.index) for delta in deltas]
+            async with completing(generator, request) as completion:
+                await completion.until_begun()
+                self._num_beginning -= 1
                 self._tell()
+                while deltas := await completion.next():
+                    self._deltas += [replace(delta, index=first_index + delta.index) for delta in deltas]
+                    self._tell()
         except Exception as error:
-            self._failure = self._failure or error
+            self._failure = self._failure or first_of(error)
         self._num_running -= 1
         self._tell()
 
@@ -65,15 +67,10 @@ async def completing_all(
 ) -> AsyncIterator[CompletionSet]:
     """Runs the requests while the scope lasts."""
     completions = CompletionSet(len(requests))
-
-    async def run(request: CompletionRequest, first_index: int) -> None:
-        async with completing(generator, request) as completion:
-            await completions.pump(completion, first_index)
-
     async with open_task_group() as group:
         first_index = 0
         for request in requests:
-            group.start_soon(run, request, first_index)
+            group.start_soon(completions.run, generator, request, first_index)
             first_index += request.n
         yield completions
         group.cancel_scope.cancel()

@@ -26,6 +26,8 @@ _WHY_NOT = {
     "web_search_options": "the server does not search the web",
     "moderation": "the server does not moderate",
 }
+# False asks for nothing.
+_FLAGS = ("store", "echo")
 _FAULT_OF_GEN = re.compile(r"gen: (\w+) must be (.*)", re.DOTALL)
 
 
@@ -43,7 +45,7 @@ def check_fields(request: SharedFields, max_n: int) -> None:
     """``Refusal`` for what would change the answer in a way that is not there."""
     for name, why in _WHY_NOT.items():
         value = getattr(request, name, None)
-        if value is not None and value is not False:
+        if value is not None and not (value is False and name in _FLAGS):
             raise refused(name, why)
     n = request.n or 1
     if request.best_of is not None and request.best_of != n:

@@ -31,6 +31,12 @@ _ALWAYS = (401, 408, 413, 429, 500, 503)
 # These are answered before the API is asked: a page of another site, another method.
 _OUTSIDE = (403, 405)
 _NAME = {"type": "string"}
+_EVENT = {
+    "type": "object",
+    "description": 'Of each event, where the request says `"stream": true`.',
+    "properties": {"event": _NAME, "data": _NAME},
+    "required": ["data"],
+}
 _LIVE = {"type": "object", "properties": {"status": {"const": "live"}}, "required": ["status"]}
 _READY = {
     "type": "object",
@@ -109,7 +115,7 @@ def _answers(route: ApiRoute, schemas: dict[type[msgspec.Struct], Schema]) -> Sc
     dialect = route.dialect
     content: Schema = {JSON: {"schema": schemas[route.response]}}
     if route.streams:
-        content[EVENTS] = {"schema": {"type": "string", "description": "With `stream`: events."}}
+        content[EVENTS] = {"schema": _EVENT}
     own = [400, *_ALWAYS] if route.request is not None else [*_ALWAYS]
     if route.request is not None or "{" in route.path:
         own.append(404)
