@@ -4,6 +4,7 @@
 #   make demo    run examples/essay_judge.py on the default model
 #   make examples       run every example on the default model (ARGS="--url ws://…": on a server)
 #   make test    run the whole test suite (ARGS="-k radix" passes options to pytest)
+#   make fuzz    hold the HTTP APIs against their OpenAPI document: 5,000 random requests and more
 #   make lint    ruff, mypy and the directions of import
 #   make compiled       a copy of the package in build/compiled, its scheduling core compiled to C
 #   make test-compiled  the tests of the core on that copy
@@ -32,7 +33,7 @@ MODEL := smollm2-135m
 EXAMPLES := few_shot self_consistency tree_of_thought skeleton_of_thought essay_judge react \
             generative_agents chat long_document extraction retrieval
 
-.PHONY: demo examples test lint compiled test-compiled clean distclean
+.PHONY: demo examples test fuzz lint compiled test-compiled clean distclean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -48,6 +49,9 @@ examples: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	@$(BIN)/python -m pytest $(ARGS)
+
+fuzz: $(VENV)/.installed-dev
+	@PYTHONPATH=.:tests:tests/server $(BIN)/python tests/server/openapi_fuzz.py $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

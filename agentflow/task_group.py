@@ -25,3 +25,14 @@ async def open_task_group() -> AsyncIterator[TaskGroup]:
         while isinstance(lone, BaseExceptionGroup) and len(lone.exceptions) == 1:
             lone = lone.exceptions[0]
     raise lone from lone.__cause__
+
+
+def first_of(error: Exception) -> Exception:
+    """The error itself, or of a group of them the first: for one who can be told only one.
+
+    >>> first_of(ExceptionGroup("two tasks failed", [OSError("a"), ValueError("b")]))
+    OSError('a')
+    """
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -36,9 +36,10 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class ErrorDialect(Protocol):
-    """How an API writes its errors."""
+    """How an API writes its errors. ``body_type``: what ``body`` is the JSON of."""
 
     request_id_header: bytes
+    body_type: type[msgspec.Struct]
 
     def status(self, refusal: Refusal) -> int:
         """Its status, where the API has one of its own."""
@@ -55,8 +56,7 @@ class ApiCall:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, dialect: ErrorDialect) -> None:
         self.headers = Headers(scope=scope)
-        asked_id = self.headers.get("x-request-id", "")
-        self.id = asked_id if _REQUEST_ID.fullmatch(asked_id) else f"req_{secrets.token_hex(12)}"
+        self.id = request_id_of(self.headers)
         self.tenant: Tenant = NOBODY_ELSE
         self.record = RequestRecord(self.id, scope["method"], scope["path"])
         self.path_params: Mapping[str, str] = scope.get("path_params", {})
@@ -172,6 +172,12 @@ class ApiCall:
             pass
 
 
+def request_id_of(headers: Headers) -> str:
+    """What the client calls its request, or else a new id."""
+    asked_id = headers.get("x-request-id", "")
+    return asked_id if _REQUEST_ID.fullmatch(asked_id) else f"req_{secrets.token_hex(12)}"
+
+
 class ClientGone(Exception):
     """Nobody is there to be answered."""
 
@@ -240,16 +246,20 @@ def _too_large(limit: int) -> Refusal:
 
 
 def _shown_fault(error: msgspec.ValidationError) -> tuple[str, str | None]:
-    """What is wrong, and with which field: msgspec names its place at the end, as `$.a[0]`."""
-    message = str(error)
-    text, has_place, place = message.rpartition(" - at `$")
-    unknown = re.fullmatch(r"Object contains unknown field `(.*)`", text if has_place else message)
-    at = place.rstrip("`").lstrip(".") if has_place else ""
+    """What is wrong, and with which field: msgspec names its place at the end, as `$.a[0]`, or as
+    `key` in `$.a` for a name in the field."""
+    text, has_place, place = str(error).rpartition(" - at `")
+    if not has_place:
+        text, place = str(error), ""
+    is_key = place.startswith("key` in `")
+    at = place.removeprefix("key` in `").rstrip("`").lstrip("$.")
+    unknown = re.fullmatch(r"Object contains unknown field `(.*)`", text, re.DOTALL)
     if unknown is not None:
         field = f"{at}.{unknown[1]}".lstrip(".")
         return f"there is no parameter {field!r} here", field
-    missing = re.fullmatch(r"Object missing required field `(.*)`", text if has_place else message)
+    missing = re.fullmatch(r"Object missing required field `(.*)`", text)
     if missing is not None:
         field = f"{at}.{missing[1]}".lstrip(".")
         return f"the required parameter {field!r} is missing", field
-    return (f"{at}: {text}" if has_place and at else message), at or None
+    of_key = "a key: " if is_key else ""
+    return (f"{at}: {of_key}{text}" if at else text), at or None

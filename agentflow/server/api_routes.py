@@ -5,28 +5,72 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 from starlette.routing import BaseRoute, Route
 
 from agentflow.server.api_call import ApiEndpoint, ErrorDialect, Handler
+from agentflow.server.openai_chat import create_chat_completion
+from agentflow.server.openai_chat_types import ChatAnswer, ChatRequest
+from agentflow.server.openai_completion_types import TextAnswer, TextRequest
+from agentflow.server.openai_completions import create_completion
 from agentflow.server.openai_errors import OpenAIErrors
-from agentflow.server.openai_models import get_model, list_models
+from agentflow.server.openai_models import ModelCard, ModelList, get_model, list_models
+from agentflow.server.openai_tokenize import (
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    TokenizeAnswer,
+    TokenizeRequest,
+    detokenize,
+    tokenize,
+)
 
 OPENAI = OpenAIErrors()
 
 
 @dataclass(frozen=True, slots=True)
 class ApiRoute:
-    """One method on one path."""
+    """One method on one path. ``request``: what its body is decoded as (None: it has none); ``response``:
+    the answer with status 200; ``streams``: with ``"stream": true`` server-sent events come instead. The
+    OpenAPI document is made of these (openapi.py)."""
 
     method: str
     path: str
     handler: Handler
     dialect: ErrorDialect
+    response: type[msgspec.Struct]
+    request: type[msgspec.Struct] | None = None
+    streams: bool = False
 
 
 ROUTES = (
-    ApiRoute("GET", "/v1/models", list_models, OPENAI),
-    ApiRoute("GET", "/v1/models/{name:path}", get_model, OPENAI),
+    ApiRoute("GET", "/v1/models", list_models, OPENAI, response=ModelList),
+    ApiRoute("GET", "/v1/models/{name:path}", get_model, OPENAI, response=ModelCard),
+    ApiRoute(
+        "POST",
+        "/v1/chat/completions",
+        create_chat_completion,
+        OPENAI,
+        response=ChatAnswer,
+        request=ChatRequest,
+        streams=True,
+    ),
+    ApiRoute(
+        "POST",
+        "/v1/completions",
+        create_completion,
+        OPENAI,
+        response=TextAnswer,
+        request=TextRequest,
+        streams=True,
+    ),
+    *(
+        ApiRoute("POST", f"{prefix}/{name}", handler, OPENAI, response=response, request=request)
+        for prefix in ("", "/v1")
+        for name, handler, response, request in (
+            ("tokenize", tokenize, TokenizeAnswer, TokenizeRequest),
+            ("detokenize", detokenize, DetokenizeAnswer, DetokenizeRequest),
+        )
+    ),
 )
 
 

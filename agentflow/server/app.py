@@ -7,6 +7,7 @@
     /health/live    200 while the process answers
     /health/ready   200 when requests are taken and all engines answer; 503 otherwise
     /metrics        for Prometheus, docs/metrics.md
+    /openapi.json   what the HTTP APIs take and answer
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from starlette.websockets import WebSocket
 from agentflow.errors import NotAuthorized
 from agentflow.generator import Generator
 from agentflow.protocol import SESSION_PATH
+from agentflow.server.api_call import request_id_of
 from agentflow.server.api_keys import Tenants, key_of_header
 from agentflow.server.api_routes import api_routes, dialect_of
 from agentflow.server.browser_guard import BrowserGuard
@@ -36,6 +38,7 @@ from agentflow.server.http_refusal import Refusal
 from agentflow.server.limits import HttpLimits, ServerLimits
 from agentflow.server.metrics import CONTENT_TYPE, ServerMetrics
 from agentflow.server.models import OpenModels
+from agentflow.server.openapi import openapi
 from agentflow.server.service import Service
 from agentflow.server.sessions import open_sessions
 from agentflow.server.tenant import Tenant
@@ -80,6 +83,7 @@ def create_app(
         Route("/health/live", live),
         Route("/health/ready", ready),
         Route("/metrics", _metrics),
+        Route("/openapi.json", openapi),
     ]
     origins = access.cors_origins
     guard = Middleware(BrowserGuard, origins=origins, hosts=access.allowed_hosts)
@@ -143,6 +147,7 @@ async def _not_here(request: Request, error: Exception) -> Response:
     dialect = dialect_of(request.url.path)
     code = "method_not_allowed" if error.status_code == 405 else "not_found"
     message = f"{request.method} {request.url.path}: {error.detail.lower()}"
-    body = dialect.body(Refusal(error.status_code, code, message), "")
-    headers = dict(error.headers or {})
+    request_id = request_id_of(request.headers)
+    body = dialect.body(Refusal(error.status_code, code, message), request_id)
+    headers = {**(error.headers or {}), dialect.request_id_header.decode(): request_id}
     return Response(body, status_code=error.status_code, media_type="application/json", headers=headers)

@@ -20,6 +20,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
+from agentflow.errors import PromptTooLong
 from agentflow.sampling import SamplingParams
 from agentflow.server.answer_memory import conversation_keys
 from agentflow.server.answer_reading import AnswerReader
@@ -38,7 +39,7 @@ from agentflow.server.completion_request import (
 from agentflow.server.engine_generator import MAX_INLINE_CHARS, EngineContext, EngineGenerator
 from agentflow.server.told_tokens import ToldTokens
 from agentflow.server.tool_use import ToolUse, tool_use
-from agentflow.task_group import open_task_group
+from agentflow.task_group import first_of, open_task_group
 
 _SEED_BITS = 62
 # An odd number near 2**63 divided by the golden ratio: seeds of the answers of one request lie far apart.
@@ -83,6 +84,15 @@ class Completion:
             all_deltas += deltas
         return answers_of(all_deltas, self._request.n)
 
+    async def prompt_ids(self) -> list[int]:
+        """What the model would be given. It is asked for nothing: for this no ``completing`` is needed."""
+        context = self._generator.open(self._request.cache_salt)
+        try:
+            await self._fill(context)
+            return await self._generator.prompt_ids(context)
+        finally:
+            self._generator.free(context)
+
     async def run(self) -> None:
         """For ``completing``."""
         try:
@@ -90,6 +100,7 @@ class Completion:
             contexts = [context]
             try:
                 await self._fill(context)
+                await self._check_size(context)
                 if self._request.n > 1:
                     # Whoever comes first computes the prompt; a request of its own for that would make it
                     # look cached to all of them.
@@ -101,9 +112,19 @@ class Completion:
                 for one in contexts:
                     self._generator.free(one)
         except Exception as error:
-            self._failure = _first_of(error)
+            self._failure = first_of(error)
         self._has_ended = True
         self._changed.set()
+
+    async def _check_size(self, context: EngineContext) -> None:
+        most = self._request.max_prompt_tokens
+        if most is None:
+            return
+        num_tokens = len(await self._generator.prompt_ids(context))
+        if num_tokens > most:
+            raise PromptTooLong(
+                f"the prompt has {num_tokens} tokens, and this server takes at most {most}: shorten it"
+            )
 
     async def _fill(self, context: EngineContext) -> None:
         prompt = self._request.prompt
@@ -140,8 +161,9 @@ class Completion:
             if number == last and message.role == "assistant":
                 return  # it goes on
             self._generator.end_role(context)
-        self._generator.begin_role(context, "assistant")
-        self._conversation = keys[-1] if keys else b""
+        if self._request.opens_turn:
+            self._generator.begin_role(context, "assistant")
+            self._conversation = keys[-1] if keys else b""
 
     async def _answer(self, index: int, context: EngineContext) -> None:
         params, use, constraint = self._params(index), self._tools, self._request.constraint
@@ -166,13 +188,6 @@ class Completion:
         self._deltas.append(delta)
         self._changed.set()
         self._changed = anyio.Event()
-
-
-def _first_of(error: Exception) -> Exception:
-    """Several answers may fail at once, mostly for the same reason."""
-    while isinstance(error, ExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 @asynccontextmanager

@@ -153,7 +153,7 @@ class EngineGenerator:
         """Generates after the context, which stays as it is. ``on_progress`` hears what each step gave."""
         self.capabilities.require(constraint)
         with self._admit(context.num_unencoded_chars // CHARS_PER_TOKEN) as admitted:
-            token_ids = await self._prompt(context)
+            token_ids = await self.prompt_ids(context)
             admitted.prompt_tokens = len(token_ids)
             compiled = None
             if constraint is not None and self._compiler is not None:
@@ -319,7 +319,8 @@ class EngineGenerator:
         """``observer`` sees the engine's requests, those of all sessions."""
         self._client.observe(observer)
 
-    async def _prompt(self, context: EngineContext) -> list[int]:
+    async def prompt_ids(self, context: EngineContext) -> list[int]:
+        """The ids that the model would be given now. ``BadArgument`` where there are none."""
         await self._encode(context)
         token_ids = context.tokens.ids()
         if not token_ids:

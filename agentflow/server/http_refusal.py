@@ -20,6 +20,7 @@ from agentflow.errors import (
     RequestRefused,
     UnknownModel,
 )
+from agentflow.task_group import first_of
 
 # Where a limit is reached and nobody can say for how long.
 RETRY_AFTER_S = 1.0
@@ -52,6 +53,7 @@ class Refusal(Exception):
 
 def refusal_of(error: Exception) -> Refusal:
     """What a client is told of an error. Of a fault of the server's own it learns no more than that."""
+    error = first_of(error)
     if isinstance(error, Refusal):
         return error
     for kind in type(error).__mro__:

@@ -1,0 +1,76 @@
+"""Several completion requests as one: their answers are counted on, request by request."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import anyio
+
+from agentflow.server.completion import completing
+from agentflow.server.completion_request import CompletionDelta, CompletionRequest
+from agentflow.server.engine_generator import EngineGenerator
+from agentflow.task_group import first_of, open_task_group
+
+
+class CompletionSet:
+    """Use ``completing_all`` to make one. What fails one request fails all."""
+
+    def __init__(self, num_requests: int) -> None:
+        self._deltas: list[CompletionDelta] = []
+        self._num_beginning = num_requests
+        self._num_running = num_requests
+        self._failure: Exception | None = None
+        self._changed = anyio.Event()
+
+    async def until_begun(self) -> None:
+        """Waits until there is something of each request, so that what is refused is refused before
+        anything is said. Raises what one failed with."""
+        while self._num_beginning and self._failure is None:
+            await self._changed.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    async def next(self) -> list[CompletionDelta]:
+        """As of a ``Completion``."""
+        while not self._deltas and self._num_running and self._failure is None:
+            await self._changed.wait()
+        if not self._deltas and self._failure is not None:
+            raise self._failure
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    async def run(self, generator: EngineGenerator, request: CompletionRequest, first_index: int) -> None:
+        """For ``completing_all``: runs one request and takes over what comes of it."""
+        try:
+            async with completing(generator, request) as completion:
+                await completion.until_begun()
+                self._num_beginning -= 1
+                self._tell()
+                while deltas := await completion.next():
+                    self._deltas += [replace(delta, index=first_index + delta.index) for delta in deltas]
+                    self._tell()
+        except Exception as error:
+            self._failure = self._failure or first_of(error)
+        self._num_running -= 1
+        self._tell()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+
+@asynccontextmanager
+async def completing_all(
+    generator: EngineGenerator, requests: Sequence[CompletionRequest]
+) -> AsyncIterator[CompletionSet]:
+    """Runs the requests while the scope lasts."""
+    completions = CompletionSet(len(requests))
+    async with open_task_group() as group:
+        first_index = 0
+        for request in requests:
+            group.start_soon(completions.run, generator, request, first_index)
+            first_index += request.n
+        yield completions
+        group.cancel_scope.cancel()

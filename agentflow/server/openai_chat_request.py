@@ -1,0 +1,69 @@
+"""From ``POST /v1/chat/completions`` to what the engine is asked."""
+
+from __future__ import annotations
+
+import msgspec
+
+from agentflow.constraint import Constraint
+from agentflow.server.api_call import ApiCall
+from agentflow.server.completion_request import CompletionRequest
+from agentflow.server.engine_generator import EngineGenerator
+from agentflow.server.openai_chat_types import ChatRequest, ObjectFormat, SchemaFormat
+from agentflow.server.openai_conversation import conversation_of, tool_choice_of, tools_of
+from agentflow.server.openai_sampling import check_fields, constraint_of, sampling_of, wrong
+
+ANY_OBJECT = Constraint("schema", '{"type":"object"}')
+
+
+def completion_of_chat(call: ApiCall, body: ChatRequest, generator: EngineGenerator) -> CompletionRequest:
+    """``Refusal`` that names the field, where something cannot be had."""
+    limits = call.service.http_limits
+    check_fields(body, limits.max_n)
+    tools = tools_of(body.tools or ())
+    choice = tool_choice_of(body.tool_choice, tools, body.parallel_tool_calls)
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    return CompletionRequest(
+        conversation_of(body.messages, generator.capabilities.model),
+        sampling_of(body, generator, max_tokens, _top_logprobs(body)),
+        constraint=_form_of(body, may_call=bool(tools) and choice.mode != "none"),
+        tools=tools,
+        tool_choice=choice,
+        n=body.n or 1,
+        cache_salt=body.cache_salt or "",
+        priority=body.priority or 0,
+        max_prompt_tokens=limits.prompt_tokens,
+    )
+
+
+def _top_logprobs(body: ChatRequest) -> int | None:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise wrong("top_logprobs", "'top_logprobs' needs 'logprobs' to be true")
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def _form_of(body: ChatRequest, *, may_call: bool) -> Constraint | None:
+    """What the text must look like."""
+    asked = {"regex or grammar": constraint_of(body), "response_format": _response_format(body)}
+    names = [name for name, constraint in asked.items() if constraint is not None]
+    if len(names) > 1:
+        raise wrong("response_format", f"'response_format' excludes {names[0]}: give one of them")
+    if not names:
+        return None
+    if may_call:
+        raise wrong(
+            "tools",
+            f"'tools' that may be called exclude {names[0]}, which says what all of the text is: "
+            "set 'tool_choice' to 'none', or leave one of them out",
+        )
+    return asked[names[0]]
+
+
+def _response_format(body: ChatRequest) -> Constraint | None:
+    match body.response_format:
+        case ObjectFormat():
+            return ANY_OBJECT
+        case SchemaFormat(json_schema=spec):
+            if spec.schema is None:
+                return ANY_OBJECT
+            return Constraint("schema", msgspec.json.encode(spec.schema).decode())
+    return None

@@ -1,0 +1,112 @@
+"""``POST /tokenize`` and ``POST /detokenize``, as vLLM has them: what a prompt is to the model."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import anyio.to_thread
+import msgspec
+from msgspec import Meta
+
+from agentflow.sampling import SamplingParams
+from agentflow.server.api_call import ApiCall
+from agentflow.server.completion import Completion
+from agentflow.server.completion_request import CompletionRequest
+from agentflow.server.engine_generator import MAX_INLINE_CHARS, EngineGenerator
+from agentflow.server.openai_chat_types import MAX_MESSAGES, MAX_TOOLS
+from agentflow.server.openai_conversation import conversation_of, tools_of
+from agentflow.server.openai_fields import TokenId
+from agentflow.server.openai_message_types import ChatMessage, Tool
+from agentflow.server.openai_sampling import faults_named, wrong
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``prompt``: as of ``/v1/completions``; ``add_special_tokens``: with what the model expects before a
+    text. Or ``messages``: as of ``/v1/chat/completions``; ``add_generation_prompt``: with the opening of
+    the assistant's turn. ``return_token_strs``: also each token's text."""
+
+    model: str
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeAnswer(msgspec.Struct, kw_only=True):
+    """``max_model_len``: tokens of prompt and output together."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int | None
+    token_strs: list[str] | None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Token ids of the model."""
+
+    model: str
+    tokens: list[TokenId]
+
+
+class DetokenizeAnswer(msgspec.Struct):
+    """Their text, special tokens included."""
+
+    prompt: str
+
+
+async def tokenize(call: ApiCall) -> None:
+    """The token ids of a prompt."""
+    body = call.read(TokenizeRequest)
+    generator = call.generator(body.model)
+    token_ids = await _ids_of(body, generator)
+    texts: list[str] | None = None
+    if body.return_token_strs:
+        decode = generator.tokenizer.decode
+        texts = [decode([token_id], skip_special=False, continues=True) for token_id in token_ids]
+    call.record.prompt_tokens = len(token_ids)
+    await call.reply(
+        TokenizeAnswer(
+            tokens=token_ids,
+            count=len(token_ids),
+            max_model_len=generator.capabilities.max_context,
+            token_strs=texts,
+        )
+    )
+
+
+async def detokenize(call: ApiCall) -> None:
+    """The text of token ids."""
+    body = call.read(DetokenizeRequest)
+    generator = call.generator(body.model)
+    with faults_named("tokens"):
+        generator.check_ids(body.tokens)
+    await call.reply(DetokenizeAnswer(generator.tokenizer.decode(body.tokens, skip_special=False)))
+
+
+async def _ids_of(body: TokenizeRequest, generator: EngineGenerator) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise wrong("prompt", "give either 'prompt' or 'messages'")
+    if body.messages is not None:
+        if body.add_special_tokens is not None:
+            raise wrong("add_special_tokens", "'add_special_tokens' is for 'prompt', not for 'messages'")
+        request = CompletionRequest(
+            conversation_of(body.messages, generator.capabilities.model),
+            SamplingParams(),
+            tools=tools_of(body.tools or ()),
+            opens_turn=body.add_generation_prompt is not False,
+        )
+        return await Completion(generator, request).prompt_ids()
+    for name in ("tools", "add_generation_prompt"):
+        if getattr(body, name) is not None:
+            raise wrong(name, f"{name!r} is for 'messages', not for 'prompt'")
+    prompt = body.prompt or ""
+    if body.add_special_tokens is not False and prompt:
+        return await Completion(generator, CompletionRequest(prompt, SamplingParams())).prompt_ids()
+    tokenizer = generator.tokenizer
+    if not prompt:
+        return [] if body.add_special_tokens is False else list(tokenizer.prefix_ids)
+    if len(prompt) > MAX_INLINE_CHARS:
+        return await anyio.to_thread.run_sync(tokenizer.encode_markup, prompt)
+    return tokenizer.encode_markup(prompt)

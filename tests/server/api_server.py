@@ -1,0 +1,92 @@
+"""The HTTP APIs behind a real web server in a thread of its own, on the deterministic engine: for tests with
+the real clients. Look at the server through ``call`` and the methods here only."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+from fake_engine import TEMPLATE, FakeEngine
+
+from agentflow.server.chat_template import ChatTemplate
+from agentflow.server.constraint_compiler import constraint_compiler
+from agentflow.server.engine_generator import EngineGenerator
+from agentflow.server.engine_messages import EngineStats
+from agentflow.server.limits import HttpLimits
+from agentflow.server.models import EngineModel, Models
+from agentflow.server.serve import RunningServer, running_server
+from agentflow.server.service import Service
+from agentflow.server.tenant import NOBODY_ELSE, Tenants
+
+MODEL = "fake"
+ResultT = TypeVar("ResultT")
+
+
+@dataclass
+class ApiServer:
+    """``url``: such as ``http://127.0.0.1:4000``. ``engine``: its gate holds and lets go steps."""
+
+    url: str
+    engine: FakeEngine
+    _server: RunningServer
+    _portal: BlockingPortal
+
+    def call(self, function: Callable[..., ResultT], *args: object) -> ResultT:
+        """Calls a function, or waits for a coroutine function, in the server's loop."""
+        return self._portal.call(function, *args)
+
+    @property
+    def service(self) -> Service:
+        """What the server consists of."""
+        return self._server.service
+
+    @property
+    def generator(self) -> EngineGenerator:
+        """What a server without keys answers with."""
+        generator = self.service.models.find(MODEL, NOBODY_ELSE).generator(NOBODY_ELSE)
+        assert isinstance(generator, EngineGenerator)
+        return generator
+
+    def stats(self) -> EngineStats:
+        """The engine's, as it is now."""
+        return self.call(self.generator.engine_stats)
+
+    def assert_idle(self) -> None:
+        """Nothing runs or waits, and no slot is held."""
+        self.call(self.engine.assert_idle)
+
+
+@contextmanager
+def api_server(
+    engine: FakeEngine | None = None,
+    *,
+    template: ChatTemplate = TEMPLATE,
+    tenants: Tenants | None = None,
+    limits: HttpLimits | None = None,
+    constraints: bool = True,
+) -> Iterator[ApiServer]:
+    """A server on a free port, whose only model is called ``fake``. ``constraints``: with a process that
+    compiles them."""
+    engine = engine or FakeEngine()
+
+    @asynccontextmanager
+    async def open_models() -> AsyncIterator[Models]:
+        async with contextlib.AsyncExitStack() as stack:
+            client = await stack.enter_async_context(engine.open_client())
+            compiler = await stack.enter_async_context(constraint_compiler()) if constraints else None
+            yield Models([EngineModel(MODEL, client, template, compiler=compiler)], compiler)
+
+    def settle(service: Service) -> None:
+        service.tenants = tenants or service.tenants
+        service.http_limits = limits or service.http_limits
+
+    with contextlib.ExitStack() as stack:
+        portal = stack.enter_context(start_blocking_portal("asyncio"))
+        running = portal.call(running_server, open_models)
+        server = stack.enter_context(portal.wrap_async_context_manager(running))
+        portal.call(settle, server.service)
+        yield ApiServer(server.url.replace("ws://", "http://"), engine, server, portal)

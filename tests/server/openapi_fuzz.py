@@ -1,0 +1,114 @@
+"""Sends what the OpenAPI document allows, and what it does not, to a server on the deterministic engine, and
+holds each answer against the document: no fault of the server, nothing taken that the document forbids, no
+status, type, header or body that is not in it.
+
+``make fuzz`` runs this file: some 3,500 cases at the limits of each field, always the same, and 5,000 by
+chance, others each time (``ARGS="--cases 20000"``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx2
+import schemathesis
+from api_server import MODEL, api_server
+from fake_engine import FakeEngine
+from logit_runner import logit_runner
+from schemathesis.engine import Status, events, from_schema
+from schemathesis.schemas import BaseSchema
+
+# Left out: that all is taken that the document allows (a conversation may be too long, fields exclude each
+# other), and that a key is asked for (this server has none).
+_LEFT_OUT = ["positive_data_acceptance", "ignored_auth"]
+
+
+@dataclass
+class Outcome:
+    """``answers``: how many of each operation and status. ``faults``: what was not as documented."""
+
+    answers: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+
+
+def fuzz(num_random: int, *, limits_of: str | None = None, derandomize: bool = False) -> Outcome:
+    """The limits of each field (``limits_of``: in this path only), and so many cases by chance."""
+    outcome = Outcome()
+    # Short texts, so that a case is short; with logits, so that all parameters can be had.
+    engine = FakeEngine(runner=logit_runner(max_context=192))
+    with api_server(engine) as server:
+        document = _with_known_models(httpx2.get(f"{server.url}/openapi.json").json())
+        _run(_schema(document, server.url, ["coverage"], path=limits_of), outcome)
+        schema = _schema(document, server.url, ["fuzzing"])
+        num_bodies = sum(1 for result in schema.get_all_operations() if result.ok().body)
+        # Operations without a body have few cases, and stop short of their share.
+        schema.config.generation.update(
+            max_examples=max(num_random // num_bodies, 1), deterministic=derandomize
+        )
+        _run(schema, outcome)
+        server.assert_idle()
+    return outcome
+
+
+def _schema(document: dict[str, Any], url: str, phases: list[str], *, path: str | None = None) -> BaseSchema:
+    schema = schemathesis.openapi.from_dict(document)
+    schema.config.update(base_url=url, continue_on_failure=True)
+    schema.config.checks.update(included_check_names=["all"], excluded_check_names=_LEFT_OUT)
+    schema.config.phases.update(phases=phases)
+    return schema if path is None else schema.include(path=path)
+
+
+def _run(schema: BaseSchema, outcome: Outcome) -> None:
+    for event in from_schema(schema).execute():
+        match event:
+            case events.ScenarioFinished(recorder=recorder, status=status, label=label):
+                for interaction in recorder.interactions.values():
+                    answer = interaction.response
+                    told = "no answer" if answer is None else answer.status_code
+                    outcome.answers[f"{label} {told}"] += 1
+                if status is Status.FAILURE:
+                    outcome.faults += _faults(recorder)
+            case events.NonFatalError(value=error) | events.FatalError(exception=error):
+                outcome.faults.append(f"schemathesis: {error}")
+
+
+def _faults(recorder: Any) -> list[str]:
+    return [
+        f"{check.name} of {recorder.cases[case_id].value.as_curl_command()}\n{check.failure_info.failure}"
+        for case_id, checks in recorder.checks.items()
+        for check in checks
+        if check.failure_info is not None
+    ]
+
+
+def _with_known_models(document: dict[str, Any]) -> dict[str, Any]:
+    """Nearly all names of models are unknown to the server; here half of them are the one that it has."""
+    document = copy.deepcopy(document)
+    for name, schema in document["components"]["schemas"].items():
+        if name.endswith("Request") and "model" in schema["properties"]:
+            schema["properties"]["model"] = {"enum": [MODEL, "unknown"], "type": "string"}
+    return document
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=5_000, help="cases by chance")
+    num_cases = parser.parse_args().cases
+    began_s = time.perf_counter()
+    outcome = fuzz(num_cases, derandomize=False)
+    for name, count in sorted(outcome.answers.items()):
+        print(f"{count:7,} {name}")
+    for fault in outcome.faults:
+        print(f"\n{fault}")
+    took_s = time.perf_counter() - began_s
+    print(f"{outcome.answers.total():,} cases in {took_s:.0f} s, {len(outcome.faults)} faults")
+    raise SystemExit(1 if outcome.faults else 0)
+
+
+if __name__ == "__main__":
+    main()
