@@ -12,6 +12,7 @@ from typing import TypeVar
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from fake_engine import TEMPLATE, FakeEngine
 
+from agentflow.server.api_keys import Tenants
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.constraint_compiler import constraint_compiler
 from agentflow.server.engine_generator import EngineGenerator
@@ -20,7 +21,7 @@ from agentflow.server.limits import HttpLimits
 from agentflow.server.models import EngineModel, Models
 from agentflow.server.serve import RunningServer, running_server
 from agentflow.server.service import Service
-from agentflow.server.tenant import NOBODY_ELSE, Tenants
+from agentflow.server.tenant import NOBODY_ELSE
 
 MODEL = "fake"
 ResultT = TypeVar("ResultT")

@@ -205,8 +205,8 @@ async def test_a_client_that_goes_while_it_is_streamed_to_has_its_work_cancelled
     ("error", "status", "code", "kind"),
     [
         (PromptTooLong("too long"), 400, "context_length_exceeded", "invalid_request_error"),
-        (NotAuthorized("no key"), 401, "invalid_api_key", "authentication_error"),
-        (UnknownModel("no such"), 404, "model_not_found", "not_found_error"),
+        (NotAuthorized("no key"), 401, "invalid_api_key", "invalid_request_error"),
+        (UnknownModel("no such"), 404, "model_not_found", "invalid_request_error"),
         (RateLimited("too many"), 429, "rate_limit_exceeded", "rate_limit_error"),
         (Overloaded("busy"), 503, "overloaded", "server_error"),
         (EngineFailed("broke"), 500, "engine_failed", "server_error"),
