@@ -141,6 +141,8 @@ class ApiCall:
     async def _write(self, data: bytes, *, more: bool) -> None:
         if not more:
             self.is_over = True
+        if self.record.asked is not None:
+            self.record.answered = (self.record.answered or b"") + data
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def read_body(self) -> None:
@@ -165,6 +167,8 @@ class ApiCall:
             seconds = limits.body_timeout_s
             raise Refusal(408, "request_timeout", f"the body did not come within {seconds:g} s")
         self._body = b"".join(parts)
+        if self.service.logs_prompts:
+            self.record.asked = self._body
 
     async def until_gone(self) -> None:
         """Returns when the client has closed the connection. Only after the body was read."""

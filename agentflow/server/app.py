@@ -47,12 +47,14 @@ from agentflow.server.ws_session import WsSession
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may use the server. ``cors_origins``: pages that may, beside its own. ``allowed_hosts``: names that
-    it is known by; None: any."""
+    """Who may use the server, and who reads along. ``cors_origins``: pages that may, beside its own.
+    ``allowed_hosts``: names that it is known by; None: any. ``logs_prompts``: the log has prompts and
+    answers."""
 
     tenants: Tenants = field(default_factory=Tenants)
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] | None = None
+    logs_prompts: bool = False
 
 
 def create_app(
@@ -70,6 +72,7 @@ def create_app(
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with open_models() as models, open_sessions(limits) as sessions:
             service = Service(models, sessions, access.tenants, limits, http_limits or HttpLimits())
+            service.logs_prompts = access.logs_prompts
             app.state.service = service
             metrics.watch(models)
             try:

@@ -1,4 +1,5 @@
-"""What the log says of HTTP requests: who asked for what and how it went, and never what was said."""
+"""What the log says of HTTP requests: who asked for what and how it went, and what was said only where the
+operator wants that."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ logger = logging.getLogger("agentflow.requests")
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request. ``error``: the code of its refusal, or ``client_gone``."""
+    """One request. ``error``: the code of its refusal, or ``client_gone``. ``asked`` and ``answered``: the
+    bodies, where they are to be logged."""
 
     id: str
     method: str
@@ -24,11 +26,15 @@ class RequestRecord:
     output_tokens: int = 0
     is_streamed: bool = False
     error: str | None = None
+    asked: bytes | None = None
+    answered: bytes | None = None
 
 
 def log_request(record: RequestRecord) -> None:
     """One line, with all fields as ``extra`` for a structured format."""
     if logger.isEnabledFor(logging.INFO):
+        fields = {name: _text(value) for name, value in asdict(record).items() if value is not None}
+        said = [f" {name}={fields[name]}" for name in ("error", "asked", "answered") if name in fields]
         logger.info(
             "%s %s %d %.3fs tenant=%s model=%s in=%d cached=%d out=%d id=%s%s",
             record.method,
@@ -41,6 +47,10 @@ def log_request(record: RequestRecord) -> None:
             record.cached_tokens,
             record.output_tokens,
             record.id,
-            "" if record.error is None else f" error={record.error}",
-            extra={"request": asdict(record)},
+            "".join(said),
+            extra={"request": fields},
         )
+
+
+def _text(value: object) -> object:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value

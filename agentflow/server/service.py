@@ -38,7 +38,8 @@ class CallsInFlight:
 
 @dataclass(eq=False)
 class Service:
-    """``is_draining``: the server ends; what runs may finish, and nothing new is taken."""
+    """``is_draining``: the server ends; what runs may finish, and nothing new is taken. ``logs_prompts``:
+    what is asked and answered over HTTP goes into the log."""
 
     models: Models
     sessions: Sessions[Any]
@@ -47,6 +48,7 @@ class Service:
     http_limits: HttpLimits
     calls: CallsInFlight = field(default_factory=CallsInFlight)
     is_draining: bool = False
+    logs_prompts: bool = False
 
     def check_open(self) -> None:
         """``Overloaded`` while it ends."""
