@@ -1,6 +1,8 @@
 """What a user sees on the command line when something is wrong: one clear line."""
 
+import os
 import socket
+import tomllib
 import urllib.request
 
 import anyio
@@ -90,3 +92,41 @@ def test_nonsense_sizes_are_refused(option):
     result = run_cli("serve", option)
     assert result.returncode == 2
     assert option.partition("=")[0] in result.stderr
+
+
+def test_every_command_has_help_with_examples_and_fits_a_narrow_terminal():
+    listed = run_cli()
+    assert listed.returncode == 0
+    names = [
+        line.split()[0] for line in listed.stdout.splitlines() if line.startswith("    ") and line[4] != " "
+    ]
+    assert {"pull", "serve", "config", "replay", "simulate"} <= set(names)
+    environment = {**os.environ, "COLUMNS": "80"}
+    for name in names:
+        result = run_cli(name, "--help", env=environment)
+        assert result.returncode == 0
+        examples = result.stdout.partition("\nexamples:\n")[2].splitlines()
+        assert any(f"agentflow {name}" in line for line in examples), name
+        assert max(map(len, result.stdout.splitlines())) <= 80, name
+
+
+def test_the_version_is_told():
+    assert run_cli("--version").stdout == f"agentflow {af.__version__}\n"
+
+
+def test_the_configuration_can_be_seen_and_used(tmp_path):
+    environment = {**os.environ, "AGENTFLOW_SERVE_MAX_N": "3"}
+    shown = run_cli("config", "--port", "9000", "--api-key", "af-secret", env=environment)
+    assert shown.returncode == 0
+    assert "af-secret" not in shown.stdout
+    assert tomllib.loads(shown.stdout)["limits"]["max_n"] == 3
+    path = tmp_path / "server.toml"
+    path.write_text(shown.stdout)
+    again = run_cli("config", "--config", str(path))
+    assert tomllib.loads(again.stdout) == {**tomllib.loads(shown.stdout), "access": {"api_keys": []}}
+
+
+def test_a_server_for_everybody_must_be_asked_for():
+    result = run_cli("serve", "--host", "0.0.0.0")
+    assert result.returncode == 2
+    assert "--allow-anonymous" in only_line(result.stderr)
