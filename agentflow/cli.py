@@ -52,16 +52,20 @@ def _commands() -> list[Command]:
     from agentflow import chat_command, replay_command
     from agentflow.server import (
         config_command,
+        models_command,
         pull_command,
         serve_command,
         simulate_command,
+        top_command,
     )
 
     return [
         pull_command.COMMAND,
+        models_command.COMMAND,
         chat_command.COMMAND,
         serve_command.COMMAND,
         config_command.COMMAND,
+        top_command.COMMAND,
         replay_command.COMMAND,
         simulate_command.COMMAND,
     ]

@@ -82,7 +82,7 @@ same options and shows what holds, and where it is from.""",
 agentflow serve                              the default model, on this machine
 agentflow serve --model ./my-llama --port 9000
 agentflow serve --config server.toml         settings from a file
-AGENTFLOW_SERVE_PORT=9000 agentflow serve    settings from the environment
+AGENTFLOW_SERVE_PORT=9000 agentflow serve    or from the environment
 agentflow serve --host 0.0.0.0 --keys-file keys.toml
 """,
     add_options=add_config_flags,
