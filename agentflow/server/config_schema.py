@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from agentflow.protocol import DEFAULT_PORT
-from agentflow.server.limits import MIN_FRAME_BYTES, CompileLimits, ServerLimits
+from agentflow.server.limits import MIN_FRAME_BYTES, CompileLimits, HttpLimits, ServerLimits
 
 if TYPE_CHECKING:
     from agentflow.server.local_engine import EngineOptions
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = "smollm2-135m"
 
 _SERVER = ServerLimits()
+_HTTP = HttpLimits()
 _COMPILE = CompileLimits()
 
 Count = Annotated[int, Meta(ge=1)]
@@ -64,7 +65,7 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     """``[engine]``."""
 
     memory_share: Annotated[Share, _help("of the free memory, for weights and KV of all models together")] = (
-        0.5
+        0.8
     )
 
 
@@ -125,14 +126,14 @@ class AccessConfig(Struct, frozen=True, kw_only=True):
 class LimitsConfig(Struct, frozen=True, kw_only=True):
     """``[limits]``: what it takes from its clients."""
 
-    body_bytes: Annotated[Count, _help("of one HTTP request's body")] = _SERVER.body_bytes
+    body_bytes: Annotated[Count, _help("of one HTTP request's body")] = _HTTP.body_bytes
     frame_bytes: Annotated[int, Meta(ge=MIN_FRAME_BYTES), _help("of one websocket message")] = (
         _SERVER.frame_bytes
     )
     max_prompt_tokens: Annotated[
         Count | None, _help("of one HTTP request (not set: what the model's context holds)")
-    ] = _SERVER.max_prompt_tokens
-    max_n: Annotated[Count, _help("answers to one HTTP request (its `n`)")] = _SERVER.max_n
+    ] = _HTTP.prompt_tokens
+    max_n: Annotated[Count, _help("answers to one HTTP request (its `n`)")] = _HTTP.max_n
     max_connections: Annotated[Count, _help("connections open at once")] = _SERVER.max_connections
     max_sessions: Annotated[Count, _help("websocket sessions open at once")] = _SERVER.max_sessions
     resume_grace_s: Annotated[SecondsOrNone, _help("how long a session outlives a broken connection")] = (
@@ -148,7 +149,7 @@ class LimitsConfig(Struct, frozen=True, kw_only=True):
         _SERVER.header_timeout_s
     )
     body_timeout_s: Annotated[Seconds, _help("how long a request's body may take to arrive")] = (
-        _SERVER.body_timeout_s
+        _HTTP.body_timeout_s
     )
     compile_cpu_s: Annotated[Seconds, _help("processor time to compile one constraint")] = _COMPILE.cpu_s
     compile_wall_s: Annotated[Seconds, _help("time on the clock to compile one")] = _COMPILE.wall_s
@@ -161,8 +162,17 @@ class LimitsConfig(Struct, frozen=True, kw_only=True):
     )
 
     def server_limits(self) -> ServerLimits:
-        """Those of connections and requests."""
+        """Those of connections and sessions."""
         return ServerLimits(**{name: getattr(self, name) for name in ServerLimits.__dataclass_fields__})
+
+    def http_limits(self) -> HttpLimits:
+        """Those of one HTTP request."""
+        return HttpLimits(
+            body_bytes=self.body_bytes,
+            body_timeout_s=self.body_timeout_s,
+            prompt_tokens=self.max_prompt_tokens,
+            max_n=self.max_n,
+        )
 
     def compile_limits(self) -> CompileLimits:
         """Those of constraints."""

@@ -13,14 +13,12 @@ MIN_FRAME_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """Of websockets: ``frame_bytes`` of one message, in either direction; ``max_sessions`` open at once,
-    those in their grace period included; ``max_connections`` open at once; ``resume_grace_s``: how long a
-    session outlives its connection; ``hello_timeout_s``: how long a new connection may stay silent;
-    ``ping_interval_s``: a silent client is probed, and after as much again without an answer counts as gone.
-
-    Of HTTP requests: ``body_bytes`` of one body; ``max_prompt_tokens`` of one prompt (None: what the model's
-    context holds); ``max_n`` answers to one request; ``header_timeout_s`` and ``body_timeout_s``: how long
-    headers and body may take to arrive."""
+    """``frame_bytes``: of one websocket message, in either direction. ``max_sessions``: open at once,
+    those in their grace period included. ``max_connections``: websockets open at once.
+    ``resume_grace_s``: how long a session outlives its connection. ``hello_timeout_s``: how long a
+    new connection may stay silent. ``ping_interval_s``: a silent client is probed, and after as much
+    again without an answer counts as gone. ``header_timeout_s``: how long a connection may take to ask for
+    something, and the headers of a request to arrive."""
 
     frame_bytes: int = MAX_FRAME_BYTES
     max_sessions: int = 1_000
@@ -28,11 +26,7 @@ class ServerLimits:
     resume_grace_s: float = 10.0
     hello_timeout_s: float = 10.0
     ping_interval_s: float = 20.0
-    body_bytes: int = 16_000_000
-    max_prompt_tokens: int | None = None
-    max_n: int = 128
-    header_timeout_s: float = 10.0
-    body_timeout_s: float = 30.0
+    header_timeout_s: float = 20.0
 
     def __post_init__(self) -> None:
         ranges = (
@@ -42,17 +36,29 @@ class ServerLimits:
             ("resume_grace_s", self.resume_grace_s >= 0, "0 or more"),
             ("hello_timeout_s", self.hello_timeout_s > 0, "more than 0"),
             ("ping_interval_s", self.ping_interval_s > 0, "more than 0"),
-            ("body_bytes", self.body_bytes >= 1, "at least 1"),
-            (
-                "max_prompt_tokens",
-                self.max_prompt_tokens is None or self.max_prompt_tokens >= 1,
-                "at least 1, or None",
-            ),
-            ("max_n", self.max_n >= 1, "at least 1"),
             ("header_timeout_s", self.header_timeout_s > 0, "more than 0"),
-            ("body_timeout_s", self.body_timeout_s > 0, "more than 0"),
         )
         _check("server limits", self, ranges)
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """Of one HTTP request: its body may have ``body_bytes`` and must come within ``body_timeout_s``; its
+    prompt may have ``prompt_tokens`` (None: what the model takes), and it may ask for ``max_n`` answers."""
+
+    body_bytes: int = 16_000_000
+    body_timeout_s: float = 30.0
+    prompt_tokens: int | None = None
+    max_n: int = 128
+
+    def __post_init__(self) -> None:
+        ranges = (
+            ("body_bytes", self.body_bytes >= 1, "at least 1"),
+            ("body_timeout_s", self.body_timeout_s > 0, "more than 0"),
+            ("prompt_tokens", self.prompt_tokens is None or self.prompt_tokens >= 1, "at least 1"),
+            ("max_n", self.max_n >= 1, "at least 1"),
+        )
+        _check("HTTP limits", self, ranges)
 
 
 @dataclass(frozen=True, slots=True)

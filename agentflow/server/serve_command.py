@@ -24,8 +24,6 @@ NOT_SERVED_YET = (
     "body_timeout_s",
     "max_wait_s",
     "drain_s",
-    "log_level",
-    "log_format",
     "log_prompts",
 )
 """Settings that the server does not follow yet: changing one is refused, not ignored."""
@@ -34,10 +32,12 @@ NOT_SERVED_YET = (
 def run_serve(config: ServeConfig) -> None:
     """Serves until it is told to end."""
     from agentflow.server.local_engine import open_generator
+    from agentflow.server.log_setup import set_up_logs
     from agentflow.server.model_store import resolve_model
     from agentflow.server.serve import serve
 
     _refuse_what_is_not_served(config)
+    set_up_logs(config.logs.log_level, config.logs.log_format)
     model = config.models[0]
     resolve_model(model.path)  # a wrong name is told before anything starts
     serve(
@@ -79,7 +79,7 @@ Every option is also an environment variable (AGENTFLOW_SERVE_KV_TOKENS for
 before a variable, a variable before the file. `agentflow config` takes the
 same options and shows what holds, and where it is from.""",
     examples="""\
-agentflow serve                              the default model, on this machine
+agentflow serve                              the default model
 agentflow serve --model ./my-llama --port 9000
 agentflow serve --config server.toml         settings from a file
 AGENTFLOW_SERVE_PORT=9000 agentflow serve    or from the environment

@@ -16,7 +16,7 @@ from agentflow.server.config_schema import GROUPS, ModelConfig, ServeConfig
 from agentflow.server.config_setting import all_settings, model_settings, shared_names
 from agentflow.server.config_text import config_text
 from agentflow.server.core.policies import POLICIES
-from agentflow.server.limits import CompileLimits, ServerLimits
+from agentflow.server.limits import CompileLimits, HttpLimits, ServerLimits
 
 
 def loaded(
@@ -292,9 +292,11 @@ def test_every_setting_has_a_flag_a_variable_and_a_key(name, file):
 def test_the_limits_are_the_servers_own():
     limits = loaded().config.limits
     assert limits.server_limits() == ServerLimits()
+    assert limits.http_limits() == HttpLimits()
     assert limits.compile_limits() == CompileLimits()
     changed = loaded(max_sessions="3", compile_cpu_s="7", max_prompt_tokens="9").config.limits
-    assert changed.server_limits() == ServerLimits(max_sessions=3, max_prompt_tokens=9)
+    assert changed.server_limits() == ServerLimits(max_sessions=3)
+    assert changed.http_limits() == HttpLimits(prompt_tokens=9)
     assert changed.compile_limits() == CompileLimits(cpu_s=7)
 
 
