@@ -20,7 +20,6 @@ from agentflow.server.engine_client import EngineClient, running_engine
 from agentflow.server.engine_frames import Start
 from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.engine_supervisor import supervised_engine
-from agentflow.server.limits import CompileLimits
 from agentflow.server.model_store import resolve_model
 from agentflow.server.runner import ModelRunner
 from agentflow.server.simulator.workload import open_sink, workload_name
@@ -108,7 +107,7 @@ def _load(options: EngineOptions, folder: Path, device: str) -> tuple[ModelRunne
 
 @asynccontextmanager
 async def open_generator(
-    options: EngineOptions, *, record_to: Path | None = None, compile_limits: CompileLimits | None = None
+    options: EngineOptions, *, record_to: Path | None = None
 ) -> AsyncIterator[EngineGenerator]:
     """An engine with its chat template and a compiler of constraints, ready for an interpreter.
     ``record_to``: a file for the workload that it serves; ``BadArgument``, before anything is loaded, if it
@@ -117,7 +116,7 @@ async def open_generator(
     async with AsyncExitStack() as stack:
         sink = None if record_to is None else stack.enter_context(open_sink(record_to))
         # First: its process loads while the model does, and takes only what that leaves.
-        compiler = await stack.enter_async_context(constraint_compiler(compile_limits))
+        compiler = await stack.enter_async_context(constraint_compiler())
         client = await stack.enter_async_context(open_engine(options))
         if record_to is not None and sink is not None:
             await stack.enter_async_context(recording(client, sink, name=workload_name(record_to)))

@@ -21,6 +21,11 @@ NOT_SERVED_YET = (
     "max_prompt_tokens",
     "max_n",
     "header_timeout_s",
+    "compile_cpu_s",
+    "compile_wall_s",
+    "compile_memory_bytes",
+    "compile_cpu_share",
+    "compile_cache_bytes",
     "body_timeout_s",
     "max_wait_s",
     "drain_s",
@@ -41,11 +46,7 @@ def run_serve(config: ServeConfig) -> None:
     model = config.models[0]
     resolve_model(model.path)  # a wrong name is told before anything starts
     serve(
-        lambda: open_generator(
-            model.engine_options(),
-            record_to=config.logs.workload_path,
-            compile_limits=config.limits.compile_limits(),
-        ),
+        lambda: open_generator(model.engine_options(), record_to=config.logs.workload_path),
         host=config.network.host,
         port=config.network.port,
         limits=config.limits.server_limits(),

@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 import tomllib
 import urllib.request
 
@@ -130,3 +132,28 @@ def test_a_server_for_everybody_must_be_asked_for():
     result = run_cli("serve", "--host", "0.0.0.0")
     assert result.returncode == 2
     assert "--allow-anonymous" in only_line(result.stderr)
+
+
+def test_a_bare_install_shows_every_help_and_says_what_a_command_needs():
+    missing = (
+        "torch",
+        "starlette",
+        "uvicorn",
+        "prometheus_client",
+        "numpy",
+        "jinja2",
+        "tokenizers",
+        "psutil",
+    )
+    code = f"import sys; sys.modules.update(dict.fromkeys({missing!r})); from agentflow.cli import main; "
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", f"{code}sys.exit(main({list(arguments)!r}))"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    for name in ("serve", "config", "chat", "top", "models", "simulate", "replay", "pull"):
+        assert run(name, "--help").returncode == 0, name
+    assert tomllib.loads(run("config").stdout)["network"]["port"] == 8410
+    refused = run("serve")
+    assert refused.returncode == 1
+    assert "pip install 'agentflow-lm[engine,server]'" in only_line(refused.stderr)
