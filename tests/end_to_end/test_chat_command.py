@@ -2,6 +2,7 @@
 
 import os
 import pty
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -93,6 +94,15 @@ class Terminal:
         seen, _, self._unread = self._unread.partition(text.encode())
         return (seen + text.encode()).decode()
 
+    def interrupt_until(self, text: str) -> None:
+        """Presses Ctrl-C until ``text`` comes. Between drawing the prompt and waiting for a key there is a moment
+        in which readline hears a signal and waits all the same."""
+        while text.encode() not in self._unread:
+            self.type(INTERRUPT)
+            while text.encode() not in self._unread and select.select([self._descriptor], [], [], 1.0)[0]:
+                self._unread += os.read(self._descriptor, 4096)
+        self.until(text)
+
     def type(self, keys: bytes) -> None:
         os.write(self._descriptor, keys)
 
@@ -130,8 +140,7 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves():
         terminal.until("hello</user><assistant>")
         terminal.until("cached")
         terminal.until("> ")
-        terminal.type(INTERRUPT)
-        terminal.until("leaves")
+        terminal.interrupt_until("leaves")
         terminal.until("> ")
         terminal.type(END)
         assert terminal.process.wait(timeout=30) == 0
