@@ -95,8 +95,8 @@ class Terminal:
         return (seen + text.encode()).decode()
 
     def interrupt_until(self, text: str) -> None:
-        """Presses Ctrl-C until ``text`` comes. Between drawing the prompt and waiting for a key there is a moment
-        in which readline hears a signal and waits all the same."""
+        """Presses Ctrl-C until ``text`` comes. Between drawing the prompt and waiting for a key there is a
+        moment in which readline hears a signal and waits all the same."""
         while text.encode() not in self._unread:
             self.type(INTERRUPT)
             while text.encode() not in self._unread and select.select([self._descriptor], [], [], 1.0)[0]:
