@@ -7,6 +7,7 @@ was asked for, when its first text came and when it was complete, in seconds sin
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from agentflow.command import Command
 from agentflow.errors import Cancelled
 from agentflow.events import Value, VarFailed
 from agentflow.generator import Usage
@@ -179,3 +181,24 @@ def _totals(recording: Recording, runs: RecordedRuns) -> list[str]:
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recording", type=Path, metavar="FILE", help="a recording (.jsonl)")
+
+
+def _run(options: argparse.Namespace) -> int:
+    run_replay(options.recording)
+    return 0
+
+
+COMMAND = Command(
+    name="replay",
+    summary="show the recording of a session",
+    description="""\
+Shows what af.session(record=FILE) recorded: the fork tree of each run, with
+texts, tokens and times. (af.Replay(FILE) runs the program again on it.)""",
+    examples="agentflow replay run.jsonl",
+    add_options=_add_options,
+    run=_run,
+)

@@ -14,7 +14,7 @@ from agentflow.events import Delta, Event, Reached, StateFailed, StatsReply, Val
 from agentflow.generator import Generated, OnText, Stats
 from agentflow.sampling import SamplingParams
 
-# A prompt with this end is never answered.
+# A prompt with this end is never answered; the end of a user's turn is one too.
 HANG = "…hang"
 
 
@@ -44,7 +44,7 @@ class WireGenerator(ScriptedGenerator):
     ) -> Generated:
         if self.generate_fault is not None:
             raise self.generate_fault
-        if not context.text.endswith(HANG):
+        if not context.text.removesuffix("</user><assistant>").endswith(HANG):
             return await super().generate(context, params, on_text, constraint)
         self.num_running += 1
         self.has_hung.set()

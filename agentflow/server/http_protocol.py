@@ -7,15 +7,15 @@ within its headers; clients that open connections and let them stand would in th
 from __future__ import annotations
 
 import asyncio
+from typing import ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-HEADERS_TIMEOUT_S = 20.0
-
 
 class TimedHttpProtocol(HttpToolsProtocol):
-    """Closes a connection whose request line and headers have not come within ``HEADERS_TIMEOUT_S``."""
+    """Closes a connection whose request line and headers have not come within ``headers_timeout_s``."""
 
+    headers_timeout_s: ClassVar[float] = 20.0
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -36,7 +36,7 @@ class TimedHttpProtocol(HttpToolsProtocol):
 
     def _begin_to_wait(self) -> None:
         if self._timer is None:
-            self._timer = self.loop.call_later(HEADERS_TIMEOUT_S, self._hang_up)
+            self._timer = self.loop.call_later(self.headers_timeout_s, self._hang_up)
 
     def _stop_waiting(self) -> None:
         if self._timer is not None:
@@ -46,3 +46,8 @@ class TimedHttpProtocol(HttpToolsProtocol):
     def _hang_up(self) -> None:
         self._timer = None
         self.transport.close()
+
+
+def timed_http_protocol(headers_timeout_s: float) -> type[TimedHttpProtocol]:
+    """The class with another time-out: uvicorn makes the objects itself."""
+    return type("TimedHttpProtocol", (TimedHttpProtocol,), {"headers_timeout_s": headers_timeout_s})

@@ -17,7 +17,8 @@ class ServerLimits:
     those in their grace period included. ``max_connections``: websockets open at once.
     ``resume_grace_s``: how long a session outlives its connection. ``hello_timeout_s``: how long a
     new connection may stay silent. ``ping_interval_s``: a silent client is probed, and after as much
-    again without an answer counts as gone."""
+    again without an answer counts as gone. ``header_timeout_s``: how long a connection may take to ask for
+    something, and the headers of a request to arrive."""
 
     frame_bytes: int = MAX_FRAME_BYTES
     max_sessions: int = 1_000
@@ -25,6 +26,7 @@ class ServerLimits:
     resume_grace_s: float = 10.0
     hello_timeout_s: float = 10.0
     ping_interval_s: float = 20.0
+    header_timeout_s: float = 20.0
 
     def __post_init__(self) -> None:
         ranges = (
@@ -34,6 +36,7 @@ class ServerLimits:
             ("resume_grace_s", self.resume_grace_s >= 0, "0 or more"),
             ("hello_timeout_s", self.hello_timeout_s > 0, "more than 0"),
             ("ping_interval_s", self.ping_interval_s > 0, "more than 0"),
+            ("header_timeout_s", self.header_timeout_s > 0, "more than 0"),
         )
         _check("server limits", self, ranges)
 

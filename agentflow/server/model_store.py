@@ -110,6 +110,12 @@ def resolve_model(name_or_path: str) -> Path:
     return folder
 
 
+def pulled_folder(name: str) -> Path | None:
+    """The folder of a known model in the store; None where it is not pulled. ``KeyError`` for another."""
+    source = KNOWN_MODELS[name]
+    return _folder_of(source) if _is_pulled(source) else None
+
+
 def pull_model(name: str, *, progress: bool = True) -> Path:
     """Fetch a known model into the store unless it is there; return its folder.
 

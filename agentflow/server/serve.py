@@ -25,7 +25,7 @@ from agentflow.errors import AgentflowError, PortInUse, ServerError
 from agentflow.protocol import DEFAULT_PORT
 from agentflow.server.api_keys import Tenants
 from agentflow.server.app import Access, create_app
-from agentflow.server.http_protocol import TimedHttpProtocol
+from agentflow.server.http_protocol import timed_http_protocol
 from agentflow.server.limits import HttpLimits, ServerLimits
 from agentflow.server.models import OpenModels
 from agentflow.server.service import Service
@@ -173,7 +173,7 @@ def listen(host: str, port: int) -> socket.socket:
 def _config(app: Starlette, limits: ServerLimits, tls: Tls | None) -> uvicorn.Config:
     config = uvicorn.Config(
         app,
-        http=TimedHttpProtocol,
+        http=timed_http_protocol(limits.header_timeout_s),
         limit_concurrency=2 * limits.max_connections,  # as many again as there may be websockets
         ssl_certfile=None if tls is None else tls.certificate,
         ssl_keyfile=None if tls is None else tls.key,

@@ -22,7 +22,6 @@ from agentflow import ops
 from agentflow.backends.remote import Remote
 from agentflow.errors import EngineFailed, PortInUse, ServerError, ServerLost, ServerUnreachable, UnknownModel
 from agentflow.generator import Generator
-from agentflow.server import http_protocol
 from agentflow.server.limits import ServerLimits
 from agentflow.server.models import one_model
 from agentflow.server.serve import Tls, listen, running_server, serve
@@ -147,11 +146,8 @@ async def test_signal_handlers_are_left_alone() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("sent", [b"", b"GET /health/live HTTP/1.1\r\nHost:", b"\r\n"])
-async def test_who_connects_and_asks_for_nothing_is_cut_off(
-    sent: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_protocol, "HEADERS_TIMEOUT_S", 0.05)
-    async with running_server(one_model(Opening())) as server:
+async def test_who_connects_and_asks_for_nothing_is_cut_off(sent: bytes) -> None:
+    async with running_server(one_model(Opening()), limits=ServerLimits(header_timeout_s=0.05)) as server:
         port = int(server.url.rpartition(":")[2])
         async with await anyio.connect_tcp("127.0.0.1", port) as stream:
             if sent:

@@ -1,0 +1,202 @@
+"""``agentflow chat``: a conversation in the terminal, or with what a pipe brings, a line a turn.
+
+The session's event loop has a thread of its own. This one reads lines and waits, so that Ctrl-C reaches it
+wherever it is: at the prompt, or during an answer, which is then stopped. Answers go to standard output,
+and everything else to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+from rich.console import Console
+from rich.text import Text
+
+from agentflow.chat_conversation import Answered, Conversation
+from agentflow.command import Command, count
+from agentflow.errors import AgentflowError
+from agentflow.open_session import session as open_session
+from agentflow.session import Session
+
+PROMPT = "> "
+HELP = """\
+/reset          forget the conversation, and begin anew
+/system TEXT    begin anew with other instructions; without TEXT: show them
+/exit           leave (or Ctrl-D)
+/help           this
+Ctrl-C stops an answer. A line that begins with two slashes is said with one."""
+API_KEY_VARIABLE = "AGENTFLOW_API_KEY"
+
+
+def run_chat(
+    session: Session, *, read: Callable[[], str], console: Console, system: str | None, **sampling: Any
+) -> None:
+    """Talks until ``read`` raises EOFError. ``console``: for all but the answers."""
+    with start_blocking_portal("asyncio") as portal:
+        with console.status("opening the model…") if console.is_terminal else contextlib.nullcontext():
+            opening = portal.wrap_async_context_manager(session)
+            flow = opening.__enter__()
+        with contextlib.ExitStack() as stack:
+            stack.push(opening)
+            conversation = portal.call(lambda: Conversation(flow, system_text=system, **sampling))
+            console.print(Text(f"{flow.capabilities.model}: /help lists the commands"), style="dim")
+            _Terminal(portal, conversation, console).talk(read)
+
+
+class _Terminal:
+    def __init__(self, portal: BlockingPortal, conversation: Conversation, console: Console) -> None:
+        self._portal = portal
+        self._conversation = conversation
+        self._console = console
+        self._shows_controls = not sys.stdout.isatty()
+
+    def talk(self, read: Callable[[], str]) -> None:
+        while True:
+            try:
+                line = read().strip()
+            except EOFError:
+                if sys.stdin.isatty():  # the prompt's line is not over
+                    self._say("")
+                return
+            except KeyboardInterrupt:
+                if not sys.stdin.isatty():
+                    raise
+                self._say("\n(Ctrl-D or /exit leaves)")
+                continue
+            command, _, rest = line.partition(" ")
+            match command:
+                case "":
+                    pass
+                case "/exit" | "/quit":
+                    return
+                case "/help":
+                    self._say(HELP)
+                case "/reset":
+                    self._reset(self._conversation.system_text)
+                case "/system":
+                    self._system(rest.strip())
+                case _ if line.startswith("/") and not line.startswith("//"):
+                    self._say(f"there is no command {command}: /help lists them")
+                case _:
+                    self._ask(line[1:] if line.startswith("//") else line)
+
+    def _ask(self, question: str) -> None:
+        future = self._portal.start_task_soon(self._conversation.ask, question, self._show)
+        try:
+            try:
+                answered = future.result()
+            except KeyboardInterrupt:
+                self._portal.call(self._conversation.stop)
+                answered = future.result()
+        except AgentflowError as error:
+            print(flush=True)
+            self._say(f"agentflow: {error}", style="red")
+            self._portal.call(self._conversation.check_alive)
+            return
+        print(flush=True)
+        self._say(stats_line(answered))
+
+    def _show(self, text: str) -> None:
+        if not self._shows_controls:  # a model's text must not steer the terminal
+            text = "".join(char for char in text if char.isprintable() or char in "\n\t")
+        print(text, end="", flush=True)
+
+    def _system(self, text: str) -> None:
+        if text:
+            self._reset(text)
+        else:
+            self._say(self._conversation.system_text or "(no instructions)")
+
+    def _reset(self, system: str | None) -> None:
+        self._portal.call(self._conversation.reset, system)
+        self._say("(a new conversation)")
+
+    def _say(self, text: str, style: str = "dim") -> None:
+        self._console.print(Text(text), style=style, soft_wrap=True)
+
+
+def stats_line(answered: Answered) -> str:
+    """What an answer took, in one line."""
+    usage = answered.usage
+    if usage is None:
+        return f"(stopped after {answered.took_s:.1f} s)"
+    parts = [f"{usage.output_tokens:,} token{'s' * (usage.output_tokens != 1)}"]
+    if answered.tokens_per_s is not None:
+        parts.append(f"{answered.tokens_per_s:.1f} tokens/s")
+    parts.append(f"first after {answered.ttft_s * 1000:,.0f} ms")
+    parts.append(f"prompt of {usage.prompt_tokens:,}, {usage.hit_rate:.0%} cached")
+    if answered.finish_reason == "length":
+        parts.append("cut: --max-tokens")
+    return f"({', '.join(parts)})"
+
+
+def _read_line() -> str:
+    if sys.stdin.isatty():
+        return input(PROMPT)
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line
+
+
+def _edit_lines() -> None:
+    """Arrow keys and history, where Python has readline. The history ends with the chat."""
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (input() uses it once it is imported)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--url", help="a server, such as ws://127.0.0.1:8410 (default: AGENTFLOW_URL, or the engine here)")
+    add("--model", metavar="NAME", help="a pulled model or a Hugging Face folder (default: smollm2-135m)")
+    add("--api-key", metavar="KEY", help=f"for the server (default: {API_KEY_VARIABLE})")
+    add("--system", metavar="TEXT", help="instructions for the model")
+    add("--temperature", type=float, default=0.7, metavar="N", help="0: always the likeliest (%(default)s)")
+    add("--top-p", type=float, default=0.95, metavar="N", help="cuts unlikely tokens off (%(default)s)")
+    add("--max-tokens", type=count, default=512, metavar="N", help="of one answer (%(default)s)")
+    add("--seed", type=int, metavar="N", help="the same seed and lines, the same answers")
+
+
+def _run(options: argparse.Namespace) -> int:
+    session = open_session(
+        options.url,
+        model=options.model,
+        api_key=options.api_key or os.environ.get(API_KEY_VARIABLE),
+        seed=options.seed,
+    )
+    _edit_lines()
+    run_chat(
+        session,
+        read=_read_line,
+        console=Console(stderr=True),
+        system=options.system,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        max_tokens=options.max_tokens,
+    )
+    return 0
+
+
+COMMAND = Command(
+    name="chat",
+    summary="talk to a model in the terminal",
+    description="""\
+Talks to a model in this process, or to a server. Ctrl-C stops an answer,
+Ctrl-D leaves; /help lists what else there is. Without a terminal, each line
+of the standard input is a turn.""",
+    examples="""\
+agentflow chat                                the default model
+agentflow chat --url ws://127.0.0.1:8410      a server
+agentflow chat --system "Answer in one sentence."
+echo "Name three rivers." | agentflow chat 2>/dev/null
+""",
+    add_options=_add_options,
+    run=_run,
+)

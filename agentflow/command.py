@@ -1,0 +1,46 @@
+"""What a subcommand of ``agentflow`` is made of; each has a file of its own, which defines one."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """``summary``: its line in ``agentflow --help``. ``description`` and ``examples``: of its own help.
+    ``run``: gives the exit code; an error of agentflow's own becomes one line. ``usage``: in place of the
+    line that argparse makes."""
+
+    name: str
+    summary: str
+    description: str
+    examples: str
+    add_options: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    usage: str | None = None
+
+    def add_to(self, commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+        """Makes its parser."""
+        indented = "\n".join(f"  {line}" for line in self.examples.strip().splitlines())
+        parser = commands.add_parser(
+            self.name,
+            usage=self.usage,
+            help=self.summary,
+            description=self.description.strip(),
+            epilog=f"examples:\n{indented}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        self.add_options(parser)
+
+
+def count(text: str) -> int:
+    """The type of an option that is a number of things, at least one."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, not {text!r}") from None
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value

@@ -1,0 +1,35 @@
+"""``agentflow pull``: fetches a model into the local store."""
+
+from __future__ import annotations
+
+import argparse
+
+from agentflow.command import Command
+from agentflow.server.config_schema import DEFAULT_MODEL
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help="its name (default: %(default)s)"
+    )
+
+
+def _run(options: argparse.Namespace) -> int:
+    from agentflow.server.model_store import pull_model
+
+    folder = pull_model(options.model)
+    print(f"{options.model} is ready in {folder}")
+    return 0
+
+
+COMMAND = Command(
+    name="pull",
+    summary="fetch a model into the local store",
+    description="Fetches a model, verifies it, and stores it for `serve` and `chat`.",
+    examples="""\
+agentflow pull                      the default model
+agentflow models                    what can be pulled, and what is here
+""",
+    add_options=_add_options,
+    run=_run,
+)

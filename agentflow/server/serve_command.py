@@ -1,0 +1,88 @@
+"""``agentflow serve``: runs the server with the configuration that holds."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentflow.command import Command
+from agentflow.errors import NotSupported
+from agentflow.server.config_flags import add_config_flags, read_flags
+from agentflow.server.config_schema import NetworkConfig, ServeConfig
+
+if TYPE_CHECKING:
+    from agentflow.server.serve import Tls
+
+
+def run_serve(config: ServeConfig) -> None:
+    """Serves until it is told to end. What is wrong with models, keys or certificates is raised before
+    anything is loaded."""
+    from agentflow.server.api_keys import Tenants
+    from agentflow.server.app import Access
+    from agentflow.server.log_setup import set_up_logs
+    from agentflow.server.open_models import open_models
+    from agentflow.server.rate_limit import TenantGate
+    from agentflow.server.serve import serve
+
+    if config.logs.log_prompts:
+        raise NotSupported("this server writes no prompts and answers into its log: leave log_prompts out")
+    set_up_logs(config.logs.log_level, config.logs.log_format)
+    tenants = Tenants(config.access.api_keys, config.access.keys_path)
+    gate = TenantGate(current=tenants.current)
+    network = config.network
+    serve(
+        lambda: open_models(
+            {model.name: model.engine_options() for model in config.models},
+            memory_share=config.engine.memory_share,
+            compile_limits=config.limits.compile_limits(),
+            gate=gate,
+            max_wait_s=config.overload.max_wait_s,
+            record_to=config.logs.workload_path,
+        ),
+        host=network.host,
+        port=network.port,
+        limits=config.limits.server_limits(),
+        http_limits=config.limits.http_limits(),
+        access=Access(tenants, network.cors_origins, network.allowed_hosts or None),
+        tls=_tls(network),
+        drain_s=config.overload.drain_s,
+    )
+
+
+def _tls(network: NetworkConfig) -> Tls | None:
+    from agentflow.server.serve import Tls
+
+    if network.tls_cert is None or network.tls_key is None:
+        return None
+    certificate, key = Path(network.tls_cert).expanduser(), Path(network.tls_key).expanduser()
+    return Tls(certificate, key, network.tls_key_password)
+
+
+def _run(options: argparse.Namespace) -> int:
+    run_serve(read_flags(options).config)
+    return 0
+
+
+COMMAND = Command(
+    name="serve",
+    usage="agentflow serve [--model NAME[=PATH]] [--config FILE] [--port N] ...",
+    summary="run the server",
+    description="""\
+Serves models to programs on this machine or others:
+af.session("ws://HOST:PORT") connects to it.
+
+Every option is also an environment variable (AGENTFLOW_SERVE_KV_TOKENS for
+--kv-tokens) and a key of the TOML file (kv_tokens in [engine]). A flag comes
+before a variable, a variable before the file. `agentflow config` takes the
+same options and shows what holds, and where it is from.""",
+    examples="""\
+agentflow serve                              the default model
+agentflow serve --model ./my-llama --port 9000
+agentflow serve --config server.toml         settings from a file
+AGENTFLOW_SERVE_PORT=9000 agentflow serve    or from the environment
+agentflow serve --host 0.0.0.0 --keys-file keys.toml
+""",
+    add_options=add_config_flags,
+    run=_run,
+)

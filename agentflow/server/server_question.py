@@ -1,0 +1,75 @@
+"""One GET to a running server, for the commands that look at one; what can go wrong is one line each."""
+
+from __future__ import annotations
+
+import os
+import urllib.error
+import urllib.request
+from http.client import HTTPException
+from urllib.parse import urlsplit, urlunsplit
+
+from agentflow.errors import BadArgument, NotAuthorized, ProtocolError, ServerError, ServerUnreachable
+from agentflow.protocol import DEFAULT_PORT
+
+DEFAULT_URL = f"http://127.0.0.1:{DEFAULT_PORT}"
+URL_VARIABLE, API_KEY_VARIABLE = "AGENTFLOW_URL", "AGENTFLOW_API_KEY"
+TIMEOUT_S = 10.0
+
+
+def http_url(url: str | None) -> str:
+    """Scheme and host of a server, given as http(s) or ws(s); None: that of AGENTFLOW_URL, or of this
+    machine. ``BadArgument`` for what is no url.
+
+    >>> http_url("ws://127.0.0.1:8410/v1/session")
+    'http://127.0.0.1:8410'
+    """
+    text = url or os.environ.get(URL_VARIABLE) or DEFAULT_URL
+    try:
+        parts = urlsplit(text)
+        scheme = {"ws": "http", "wss": "https"}.get(parts.scheme, parts.scheme)
+        if (
+            scheme not in ("http", "https")
+            or not parts.hostname
+            or (parts.port is not None and parts.port < 1)
+        ):
+            raise ValueError("it needs a scheme and a host")
+    except ValueError as error:
+        raise BadArgument(f"{text!r} is no server's url ({error}): it looks like {DEFAULT_URL}") from None
+    return urlunsplit((scheme, parts.netloc, "", "", ""))
+
+
+def ask_server(url: str, path: str, api_key: str | None) -> bytes:
+    """What the server answers to ``GET path``. Waits, ten seconds at most.
+
+    ``ServerUnreachable`` where nobody answers, ``NotAuthorized`` where a key is missing or not enough,
+    ``ProtocolError`` where somebody else answers, ``ServerError`` for what else the server refuses.
+    """
+    key = api_key or os.environ.get(API_KEY_VARIABLE)
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    try:
+        request = urllib.request.Request(url + path, headers=headers)
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+            content: bytes = answer.read()
+            return content
+    except urllib.error.HTTPError as error:
+        with error:
+            raise _refused(url, path, error.code, has_key=key is not None) from None
+    except (OSError, HTTPException, ValueError) as error:
+        reason = getattr(error, "reason", None) or error
+        raise ServerUnreachable(
+            f"nobody answers at {url} ({reason}): is `agentflow serve` running there?"
+        ) from None
+
+
+def _refused(url: str, path: str, status: int, *, has_key: bool) -> ServerError:
+    match status:
+        case 401 if not has_key:
+            return NotAuthorized(f"{url} wants an API key: give --api-key or set {API_KEY_VARIABLE}")
+        case 401:
+            return NotAuthorized(f"{url} does not know this API key")
+        case 403:
+            return NotAuthorized(f"{url} does not show {path} to this API key")
+        case 404 | 405:
+            return ProtocolError(f"{url} has no {path}: it is no agentflow server, or an older one")
+        case _:
+            return ServerError(f"{url} answers {path} with status {status}")

@@ -1,0 +1,74 @@
+"""``agentflow simulate``: its options. What it does is in ``simulator.command``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import get_args
+
+from agentflow.command import Command, count
+from agentflow.server.config_schema import Policy
+
+POLICY_NAMES: tuple[str, ...] = get_args(Policy)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("workload", type=Path, metavar="WORKLOAD", help="recorded (.jsonl, .jsonl.gz) or generated (.json)")
+    add(
+        "--policy",
+        choices=[*POLICY_NAMES, "all"],
+        action="append",
+        help="order of admission; may be repeated; all: one line each (default: all)",
+    )
+    add(
+        "--kv-tokens", type=count, metavar="N", help="tokens that the KV pool holds (default: the workload's)"
+    )
+    add("--token-budget", type=count, default=256, metavar="N", help="rows of one forward pass (%(default)s)")
+    add("--max-running", type=count, default=64, metavar="N", help="requests in one batch (%(default)s)")
+    add("--max-context", type=count, default=8192, metavar="N", help="tokens of one request (%(default)s)")
+    add("--no-cache", action="store_true", help="turn the prefix cache off")
+    add(
+        "--cost",
+        type=Path,
+        metavar="FILE",
+        help="a cost model, as `python -m benchmarks scheduler --only cost` fits one",
+    )
+    add("--json", type=Path, metavar="FILE", help="also write the results there")
+
+
+def _run(options: argparse.Namespace) -> int:
+    from agentflow.server.simulator.command import SimulateOptions, run_simulate
+
+    names = options.policy or ["all"]
+    run_simulate(
+        SimulateOptions(
+            workload=options.workload,
+            policies=POLICY_NAMES if "all" in names else names,
+            kv_tokens=options.kv_tokens,
+            token_budget=options.token_budget,
+            max_running=options.max_running,
+            max_context=options.max_context,
+            use_cache=not options.no_cache,
+            cost=options.cost,
+            json=options.json,
+        )
+    )
+    return 0
+
+
+COMMAND = Command(
+    name="simulate",
+    summary="replay a workload against the scheduler, without a model",
+    description="""\
+Replays a workload in simulated time against the real scheduler and cache:
+hit rate, waiting times, fairness, evictions. Several policies give a line
+each.""",
+    examples="""\
+agentflow serve --record-workload served.jsonl.gz
+agentflow simulate served.jsonl.gz             what it was, under every policy
+agentflow simulate served.jsonl.gz --policy fair-lpm --kv-tokens 20000
+""",
+    add_options=_add_options,
+    run=_run,
+)

@@ -1,0 +1,146 @@
+"""``agentflow chat`` as a user has it: with a pipe, on a server, and in a terminal."""
+
+import os
+import pty
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from end_to_end.serving import run_cli
+from wire_peer import HANG
+from wire_server import thread_server
+
+from agentflow.chat_command import stats_line
+from agentflow.chat_conversation import Answered
+from agentflow.generator import Usage
+
+INTERRUPT, END = b"\x03", b"\x04"
+
+
+def test_lines_of_a_pipe_are_turns_of_one_state(model_folder):
+    result = run_cli(
+        "chat",
+        "--max-tokens",
+        "8",
+        "--temperature",
+        "0",
+        input="Name a city.\n\nAnother one.\n/exit\nnever\n",
+    )
+    assert result.returncode == 0
+    assert len(result.stdout.split("\n")) >= 3
+    lines = [line for line in result.stderr.splitlines() if "cached" in line]
+    assert len(lines) == 2
+    assert " 0% cached" in lines[0]
+    assert " 0% cached" not in lines[1]
+
+
+def test_a_server_answers_and_commands_are_obeyed():
+    with thread_server() as server:
+        result = run_cli(
+            "chat",
+            "--url",
+            server.url,
+            "--system",
+            "Be kind.",
+            input="hello\n/system\n/system Be brief.\n/system\n/nonsense\n/help\n",
+        )
+    assert result.returncode == 0
+    assert result.stdout == "kind.</system><user>hello</user><assistant>\n"  # the prompt's last word
+    told = result.stderr.splitlines()
+    assert told[0] == "scripted: /help lists the commands"
+    assert told[2:6] == [
+        "Be kind.",
+        "(a new conversation)",
+        "Be brief.",
+        "there is no command /nonsense: /help lists them",
+    ]
+
+
+def test_a_server_that_is_not_there_is_one_line():
+    result = run_cli("chat", "--url", "ws://127.0.0.1:9", input="hello\n")
+    assert result.returncode == 1
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_what_an_answer_took_is_one_line():
+    answered = Answered("…", Usage(1200, 600, 11), "length", ttft_s=1.0, took_s=3.0)
+    assert stats_line(answered) == (
+        "(11 tokens, 5.0 tokens/s, first after 1,000 ms, prompt of 1,200, 50% cached, cut: --max-tokens)"
+    )
+    answered = Answered("…", Usage(12, 0, 1), "eos", ttft_s=0.5, took_s=0.5)
+    assert stats_line(answered) == "(1 token, first after 500 ms, prompt of 12, 0% cached)"
+    assert stats_line(Answered("…", None, "stopped", 0.5, 0.75)) == "(stopped after 0.8 s)"
+
+
+class Terminal:
+    """What a user sees and types."""
+
+    def __init__(self, process: subprocess.Popen[bytes], descriptor: int) -> None:
+        self.process = process
+        self._descriptor = descriptor
+        self._unread = b""
+
+    def until(self, text: str) -> str:
+        """Reads until ``text`` has come, and gives what came."""
+        while text.encode() not in self._unread:
+            try:
+                chunk = os.read(self._descriptor, 4096)
+            except OSError:  # the other end is closed
+                chunk = b""
+            assert chunk, f"ended before {text!r} came: {self._unread.decode()}"
+            self._unread += chunk
+        seen, _, self._unread = self._unread.partition(text.encode())
+        return (seen + text.encode()).decode()
+
+    def interrupt_until(self, text: str) -> None:
+        """Presses Ctrl-C until ``text`` comes. Between drawing the prompt and waiting for a key there is a
+        moment in which readline hears a signal and waits all the same."""
+        while text.encode() not in self._unread:
+            self.type(INTERRUPT)
+            while text.encode() not in self._unread and select.select([self._descriptor], [], [], 1.0)[0]:
+                self._unread += os.read(self._descriptor, 4096)
+        self.until(text)
+
+    def type(self, keys: bytes) -> None:
+        os.write(self._descriptor, keys)
+
+
+@contextmanager
+def in_a_terminal(*arguments: str) -> Iterator[Terminal]:
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "agentflow.cli", *arguments],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+        preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),  # its controlling terminal
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "80"},
+    )
+    os.close(slave)
+    try:
+        yield Terminal(process, master)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
+
+
+def test_ctrl_c_stops_an_answer_and_ctrl_d_leaves():
+    with thread_server() as server, in_a_terminal("chat", "--url", server.url) as terminal:
+        terminal.until("> ")
+        terminal.type(f"a word {HANG}\n".encode())
+        terminal.until("begun")
+        terminal.type(INTERRUPT)
+        terminal.until("stopped after")
+        terminal.until("> ")
+        terminal.type(b"hello\n")
+        terminal.until("hello</user><assistant>")
+        terminal.until("cached")
+        terminal.until("> ")
+        terminal.interrupt_until("leaves")
+        terminal.until("> ")
+        terminal.type(END)
+        assert terminal.process.wait(timeout=30) == 0

@@ -1,0 +1,130 @@
+"""A conversation: turns on one state, and an answer that is stopped."""
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import anyio
+import pytest
+
+import agentflow as af
+from agentflow.backend import Connection, Deliver, Lost
+from agentflow.backends.interpreted import interpreted
+from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
+from agentflow.chat_conversation import Answered, Conversation
+from agentflow.generator import Capabilities, Usage
+from agentflow.task_group import open_task_group
+
+pytestmark = pytest.mark.anyio
+
+
+class Talkative:
+    """Answers with the prompt's text; begins and never ends where the user says ``hang``, and does not even
+    begin at ``silence``. ``refuse`` is refused."""
+
+    def __init__(self) -> None:
+        self.has_hung = anyio.Event()
+        outer = self
+
+        class Generator(ScriptedGenerator):
+            async def generate(self, context: ScriptedContext, params, on_text, constraint=None):
+                question = context.text.rpartition("<user>")[2].partition("</user>")[0]
+                if question in ("hang", "silence"):
+                    if question == "hang":
+                        on_text("begun ")
+                    outer.has_hung.set()
+                    await anyio.sleep_forever()
+                return await super().generate(context, params, on_text, constraint)
+
+        def answer(prompt: str) -> str | Exception:
+            return af.PromptTooLong("too long") if prompt.endswith("refuse</user><assistant>") else prompt
+
+        self.generator = Generator(answer)
+
+    def connect(self, deliver: Deliver, lost: Lost) -> AbstractAsyncContextManager[Connection]:
+        return self._connect(deliver)
+
+    @asynccontextmanager
+    async def _connect(self, deliver: Deliver) -> AsyncIterator[Connection]:
+        async with interpreted(self.generator, deliver) as connection:
+            yield connection
+
+
+async def test_turns_follow_each_other_on_one_state():
+    async with af.session(backend=Talkative()) as flow:
+        conversation = Conversation(flow, system_text="Be kind.")
+        shown: list[str] = []
+        first = await conversation.ask("Who are you?", shown.append)
+        prompt = "<system>Be kind.</system><user>Who are you?</user><assistant>"
+        assert first.text == "".join(shown) == prompt
+        assert (first.finish_reason, first.usage) == ("eos", Usage(4, 0, 4))
+        assert 0 <= first.ttft_s <= first.took_s
+        second = await conversation.ask("And?", shown.append)
+        assert second.text == f"{prompt}{first.text}</assistant><user>And?</user><assistant>"
+
+
+async def test_after_a_stop_what_was_said_stays():
+    backend = Talkative()
+    async with af.session(backend=backend) as flow:
+        conversation = Conversation(flow)
+        assert (await ask_and_stop(conversation, backend, "hang")).text == "begun "
+        following = await conversation.ask("And?", print)
+    assert following.text == ("<user>hang</user><assistant>begun </assistant><user>And?</user><assistant>")
+    assert backend.generator.num_open == 0
+
+
+async def test_an_answer_that_had_not_begun_leaves_nothing():
+    backend = Talkative()
+    async with af.session(backend=backend) as flow:
+        conversation = Conversation(flow)
+        assert (await ask_and_stop(conversation, backend, "silence")).text == ""
+        assert (await conversation.ask("And?", print)).text == "<user>And?</user><assistant>"
+
+
+async def ask_and_stop(conversation: Conversation, backend: Talkative, question: str) -> Answered:
+    found: list[Answered] = []
+
+    async def ask() -> None:
+        found.append(await conversation.ask(question, print))
+
+    async with open_task_group() as group:
+        group.start_soon(ask)
+        await backend.has_hung.wait()
+        conversation.stop()
+    assert (found[0].usage, found[0].finish_reason) == (None, "stopped")
+    return found[0]
+
+
+async def test_a_refused_turn_leaves_the_conversation_where_it_was():
+    async with af.session(backend=Talkative()) as flow:
+        conversation = Conversation(flow)
+        with pytest.raises(af.PromptTooLong):
+            await conversation.ask("refuse", print)
+        conversation.stop()  # nothing runs
+        assert (await conversation.ask("And?", print)).text == "<user>And?</user><assistant>"
+
+
+async def test_a_reset_begins_anew_and_frees_what_was():
+    backend = Talkative()
+    async with af.session(backend=backend) as flow:
+        conversation = Conversation(flow, system_text="Be kind.")
+        await conversation.ask("One?", print)
+        conversation.reset("Be brief.")
+        answered = await conversation.ask("Two?", print)
+        assert answered.text == "<system>Be brief.</system><user>Two?</user><assistant>"
+        assert conversation.system_text == "Be brief."
+        assert backend.generator.num_open == 2  # the root and its turn
+
+
+async def test_a_model_without_turns_is_refused():
+    backend = Talkative()
+    backend.generator.capabilities = Capabilities(model="base", roles=False)
+    async with af.session(backend=backend) as flow:
+        with pytest.raises(af.NotSupported, match="base has no chat template"):
+            Conversation(flow)
+
+
+def test_the_rate_is_of_the_tokens_after_the_first():
+    answered = Answered("…", Usage(10, 5, 11), "eos", ttft_s=1.0, took_s=3.0)
+    assert answered.tokens_per_s == 5
+    assert Answered("…", Usage(10, 5, 1), "eos", ttft_s=1.0, took_s=3.0).tokens_per_s is None
+    assert Answered("…", None, "stopped", ttft_s=1.0, took_s=3.0).tokens_per_s is None

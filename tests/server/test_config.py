@@ -1,0 +1,307 @@
+"""The configuration: what comes before what, what is refused and how, and that it can be printed and read."""
+
+import tomllib
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import inspect, structs
+
+from agentflow.errors import BadArgument
+from agentflow.server import config_schema
+from agentflow.server.config import Effective, Flags, load_config
+from agentflow.server.config_schema import GROUPS, ModelConfig, ServeConfig
+from agentflow.server.config_setting import all_settings, model_settings, shared_names
+from agentflow.server.config_text import config_text
+from agentflow.server.core.policies import POLICIES
+from agentflow.server.limits import CompileLimits, HttpLimits, ServerLimits
+
+
+def loaded(
+    *,
+    environment: dict[str, str] | None = None,
+    models: tuple[str, ...] = (),
+    file: Path | None = None,
+    **flags,
+) -> Effective:
+    path = None if file is None else str(file)
+    return load_config(Flags(flags, models, path), environment or {})
+
+
+def refusal(**arguments) -> str:
+    with pytest.raises(BadArgument) as refused:
+        loaded(**arguments)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Writes a configuration file."""
+
+    def write(text: str) -> Path:
+        path = tmp_path / "server.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_a_flag_comes_before_a_variable_a_variable_before_the_file_and_the_file_before_the_default(file):
+    path = file("[network]\nport = 3\n[limits]\nmax_n = 3\n[overload]\ndrain_s = 3\n")
+    environment = {"AGENTFLOW_SERVE_PORT": "2", "AGENTFLOW_SERVE_MAX_N": "2"}
+    found = loaded(environment=environment, file=path, port="1")
+    assert found.config.network.port == 1
+    assert found.config.limits.max_n == 2
+    assert found.config.overload.drain_s == 3
+    assert found.config.overload.max_wait_s == 30
+    names = ("port", "max_n", "drain_s", "max_wait_s")
+    assert [found.sources[name] for name in names] == [
+        "flag --port",
+        "environment AGENTFLOW_SERVE_MAX_N",
+        f"file {path}",
+        "default",
+    ]
+
+
+def test_an_empty_variable_says_nothing():
+    found = loaded(environment={"AGENTFLOW_SERVE_PORT": "", "AGENTFLOW_SERVE_DEVICE": ""})
+    assert found.config == ServeConfig(models=(ModelConfig(name="smollm2-135m", path="smollm2-135m"),))
+
+
+def test_a_variable_names_the_file(file):
+    path = file("[network]\nport = 3\n")
+    assert loaded(environment={"AGENTFLOW_SERVE_CONFIG": str(path)}).config.network.port == 3
+
+
+def test_lists_come_from_repeated_flags_and_from_variables_with_commas():
+    assert loaded(cors_origins=["https://a", "https://b,c"]).config.network.cors_origins == (
+        "https://a",
+        "https://b,c",
+    )
+    found = loaded(environment={"AGENTFLOW_SERVE_CORS_ORIGIN": "https://a, https://b,"})
+    assert found.config.network.cors_origins == ("https://a", "https://b")
+
+
+def test_a_switch_of_the_file_can_be_turned_by_a_flag(file):
+    path = file("[engine]\ncache = false\n")
+    assert not loaded(file=path).config.models[0].cache
+    found = loaded(file=path, cache=True)
+    assert found.config.models[0].cache
+    assert found.sources["cache"] == "flag --cache"
+    assert loaded(cache=False).sources["cache"] == "flag --no-cache"
+
+
+def test_a_models_own_table_comes_before_what_holds_for_all(file):
+    path = file('[engine]\nthreads = 2\n[models.big]\npath = "/models/big"\nthreads = 7\n[models.small]\n')
+    big, small = loaded(file=path, threads="3", kv_tokens="5").config.models
+    assert (big.name, big.path, big.threads, big.kv_tokens) == ("big", "/models/big", 7, 5)
+    assert (small.name, small.path, small.threads, small.kv_tokens) == ("small", "small", 3, 5)
+
+
+def test_who_names_models_first_says_which_there_are(file):
+    path = file("[models.a]\nthreads = 7\n[models.b]\n")
+    found = loaded(file=path, models=("c=/x=y", "a"), environment={"AGENTFLOW_SERVE_MODEL": "b"})
+    assert [(one.name, one.path, one.threads) for one in found.config.models] == [
+        ("c", "/x=y", None),
+        ("a", "a", 7),
+    ]
+    assert found.models_source == "flag --model"
+    found = loaded(file=path, environment={"AGENTFLOW_SERVE_MODEL": "b,./folder/"})
+    assert [(one.name, one.path) for one in found.config.models] == [("b", "b"), ("folder", "./folder/")]
+
+
+def test_engine_options_are_those_of_the_model():
+    model = loaded(max_running="3", cache=False, threads="2", models=("a=/b",)).config.models[0]
+    options = model.engine_options()
+    assert (options.model, options.max_running, options.use_cache) == ("/b", 3, False)
+    assert (options.num_threads, options.own_process, options.max_unfinished) == (2, True, 4096)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"port": "70000"}, "--port must be a whole number from 0 to 65535, not '70000'"),
+        ({"kv_tokens": "0"}, "--kv-tokens must be a whole number, at least 1, not '0'"),
+        ({"memory_share": "nan"}, "--memory-share must be a number above 0 and at most 1, not 'nan'"),
+        ({"max_wait_s": "inf"}, "--max-wait-s must be a number, at least 0, not 'inf'"),
+        ({"dtype": "int8"}, "--dtype must be one of bfloat16, float32, not 'int8'"),
+        ({"host": ""}, "--host must be a text that is not empty, not ''"),
+        (
+            {"environment": {"AGENTFLOW_SERVE_LOG_PROMPTS": "maybe"}},
+            "AGENTFLOW_SERVE_LOG_PROMPTS must be true or false, not 'maybe'",
+        ),
+        (
+            {"environment": {"AGENTFLOW_SERVE_PROT": "1"}},
+            "the environment variable AGENTFLOW_SERVE_PROT is no setting of the server: did you mean "
+            "AGENTFLOW_SERVE_PORT?",
+        ),
+        ({"tls_cert": "c.pem"}, "tls_key is missing: TLS needs both a certificate and its key"),
+        ({"tls_key_password": "x"}, "tls_key_password is given without tls_key: name the key that it opens"),
+        ({"keys_file": "/no/such"}, "keys_file: there is no file /no/such"),
+        ({"models": ("a", "a")}, "--model names the model 'a' twice: write NAME=PATH to tell them apart"),
+        ({"models": ("=x",)}, "--model must be NAME or NAME=PATH, not '=x'"),
+        ({"models": ("x=",)}, "--model must be NAME or NAME=PATH, not 'x='"),
+        ({"environment": {"AGENTFLOW_SERVE_MODEL": ","}}, "AGENTFLOW_SERVE_MODEL names no model"),
+    ],
+)
+def test_what_is_wrong_is_told_in_one_line_with_its_source(arguments, told):
+    assert refusal(**arguments) == told
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[network]\nport = true", "network.port must be a whole number from 0 to 65535, not true"),
+        ("[network]\nport = '1'", "network.port must be a whole number from 0 to 65535, not '1'"),
+        ("[network]\nprot = 1", "[network] has no key 'prot': did you mean 'port'?"),
+        ("[network]\nmax_n = 1", "[network] has no key 'max_n': it belongs in [limits]"),
+        ("port = 1", "'port' stands in no table: it belongs in [network]"),
+        ("[networks]", "there is no table [networks]: did you mean [network]?"),
+        ("[models]\na = 1", "models.a must be a table: write [models.a] and its keys below it"),
+        ("[models.a]\nthreds = 1", "[models.a] has no key 'threds': did you mean 'threads'?"),
+        ("[models.a]\nname = 'b'", "[models.a] has no key 'name'"),
+        ("[network]\ncors_origins = 'x'", "cors_origins must be a list, each item a text that is not empty"),
+        ("[network", "is no valid TOML: "),
+    ],
+)
+def test_what_is_wrong_in_the_file_is_told_with_its_key(file, text, told):
+    path = file(text)
+    message = refusal(file=path)
+    assert message.startswith(str(path))
+    assert told in message
+
+
+def test_a_file_that_is_not_there_or_no_text_is_told(tmp_path):
+    assert refusal(file=tmp_path / "no") == (
+        f"the configuration {tmp_path / 'no'} cannot be read: No such file or directory"
+    )
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    assert "is no text in UTF-8" in refusal(file=tmp_path / "binary")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.5.5.5", "::1", "[::1]", "localhost"])
+def test_this_machine_needs_no_keys(host):
+    assert loaded(host=host).config.network.host == host
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "server.example"])
+def test_other_machines_need_keys_or_leave_for_everybody(host, tmp_path):
+    assert "--allow-anonymous" in refusal(host=host)
+    loaded(host=host, allow_anonymous=True)
+    loaded(host=host, api_keys=["k"])
+    (tmp_path / "keys.toml").touch()
+    loaded(host=host, keys_file=str(tmp_path / "keys.toml"))
+
+
+def test_secrets_are_never_shown(tmp_path):
+    pem = tmp_path / "key.pem"
+    pem.touch()
+    secret = "af-0123456789"
+    found = loaded(api_keys=[secret], tls_key=str(pem), tls_cert=str(pem), tls_key_password=secret)
+    text = config_text(found)
+    assert secret not in text
+    assert "api_keys" not in tomllib.loads(text)["access"]  # nor is a key that nobody chose put into the file
+    assert secret not in refusal(environment={"AGENTFLOW_SERVE_TLS_KEY_PASSWORD": secret})
+
+
+def test_a_secret_of_the_wrong_type_is_not_shown(file):
+    message = refusal(file=file("[access]\napi_keys = 'af-0123456789'"))
+    assert message.endswith("access.api_keys must be a list, each item a text that is not empty")
+
+
+def _value_of(kind: inspect.Type) -> st.SearchStrategy:
+    match kind:
+        case inspect.BoolType():
+            return st.booleans()
+        case inspect.LiteralType(values=values):
+            return st.sampled_from(values)
+        case inspect.IntType():
+            return st.integers(kind.ge or 0, kind.le or 10**12)
+        case inspect.FloatType():
+            return st.floats(kind.ge or kind.gt or 0, kind.le or 1e12, exclude_min=kind.gt is not None)
+        case inspect.VarTupleType():
+            return st.lists(_TEXTS, max_size=3)
+        case _:
+            return _TEXTS
+
+
+_TEXTS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)
+_SEPARATE = ("tls_cert", "tls_key", "tls_key_password", "keys_file", "host", "api_keys")
+_NAMES = st.text(st.characters(codec="utf-8", exclude_characters="/=\0"), min_size=1, max_size=8).filter(
+    lambda name: name not in (".", "..")
+)
+
+
+@st.composite
+def _flags(draw) -> dict[str, object]:
+    chosen = draw(st.sets(st.sampled_from([name for name in all_settings() if name not in _SEPARATE])))
+    values: dict[str, object] = {}
+    for name in sorted(chosen):
+        value = draw(_value_of(all_settings()[name].kind))
+        values[name] = value if isinstance(value, bool | list) else str(value)
+    return values
+
+
+@given(_flags(), st.lists(st.tuples(_NAMES, _TEXTS), max_size=3, unique_by=lambda model: model[0]))
+@settings(max_examples=100)
+def test_what_is_printed_can_be_given_back(tmp_path_factory, flags, models):
+    found = load_config(Flags(flags, tuple(f"{name}={path}" for name, path in models)), {})
+    path = tmp_path_factory.mktemp("config") / "server.toml"
+    path.write_text(config_text(found), encoding="utf-8")
+    again = load_config(Flags({}, (), str(path)), {})
+    assert again.config == found.config
+    assert config_text(again).count(f"# file {path}") >= len(flags)
+
+
+def test_a_models_own_settings_are_printed_too(file, tmp_path):
+    path = file("[models.a]\nthreads = 7\ncache = false\n[models.'b c']\npath = 'x'\n")
+    found = loaded(file=path)
+    again = tmp_path / "again.toml"
+    again.write_text(config_text(found))
+    assert loaded(file=again).config == found.config
+    assert found.own["a"] == {"threads": 7, "cache": False}
+
+
+@pytest.mark.parametrize("name", [name for name in all_settings() if name not in _SEPARATE])
+def test_every_setting_has_a_flag_a_variable_and_a_key(name, file):
+    setting = all_settings()[name]
+    kind = setting.kind
+    match kind:
+        case inspect.BoolType():
+            value: object = not setting.default
+        case inspect.LiteralType(values=values):
+            value = next(one for one in values if one != setting.default)
+        case inspect.IntType() | inspect.FloatType():
+            value = 1 if kind.le == 1 else 5000
+        case inspect.VarTupleType():
+            value = ["a", "b"]
+        case _:
+            value = "a"
+    written = str(value).lower() if isinstance(value, bool | int | float) else repr(value)
+    flag = value if isinstance(value, list | bool) else str(value)
+    variable = ",".join(value) if isinstance(value, list) else str(value).lower()
+    by_flag = loaded(**{name: flag}).config
+    assert by_flag != loaded().config
+    assert loaded(environment={setting.variable: variable}).config == by_flag
+    assert loaded(file=file(f"[{setting.group}]\n{name} = {written}\n")).config == by_flag
+
+
+def test_the_limits_are_the_servers_own():
+    limits = loaded().config.limits
+    assert limits.server_limits() == ServerLimits()
+    assert limits.http_limits() == HttpLimits()
+    assert limits.compile_limits() == CompileLimits()
+    changed = loaded(max_sessions="3", compile_cpu_s="7", max_prompt_tokens="9").config.limits
+    assert changed.server_limits() == ServerLimits(max_sessions=3)
+    assert changed.http_limits() == HttpLimits(prompt_tokens=9)
+    assert changed.compile_limits() == CompileLimits(cpu_s=7)
+
+
+def test_the_schema_agrees_with_the_engine():
+    assert get_args(config_schema.Policy) == tuple(POLICIES)
+    assert {*model_settings()} == {"path", *shared_names()}
+    groups = {field.name for field in structs.fields(ServeConfig)} - {"models"}
+    assert groups == set(GROUPS)

@@ -1,0 +1,60 @@
+"""The server's log: whatever is logged, a record is a line."""
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentflow.server.log_setup import LOGGER, JsonFormatter, TextFormatter, set_up_logs
+
+
+@pytest.fixture
+def logger() -> Iterator[logging.Logger]:
+    root = logging.getLogger(LOGGER)
+    before = root.handlers[:], root.propagate, root.level
+    yield logging.getLogger(f"{LOGGER}.requests")
+    root.handlers[:], root.propagate = before[:2]
+    root.setLevel(before[2])
+
+
+def test_json_has_what_was_given(logger):
+    stream = io.StringIO()
+    set_up_logs("info", "json", stream)
+    logger.debug("too fine")
+    logger.info("%s took %d s", "x", 3, extra={"request": {"tenant": "ann", "status": 200}})
+    try:
+        raise ValueError("bad\nthing")
+    except ValueError:
+        logger.exception("failed")
+    first, second = map(json.loads, stream.getvalue().splitlines())
+    assert first.pop("time").endswith("+00:00")
+    assert first == {
+        "level": "info",
+        "logger": "agentflow.requests",
+        "message": "x took 3 s",
+        "request": {"tenant": "ann", "status": 200},
+    }
+    assert second["level"] == "error"
+    assert "ValueError: bad\nthing" in second["exception"]
+
+
+def test_text_is_for_people_and_a_second_set_up_takes_the_place_of_the_first(logger):
+    first, second = io.StringIO(), io.StringIO()
+    set_up_logs("debug", "text", first)
+    set_up_logs("warning", "text", second)
+    logger.info("too fine")
+    logger.warning("slow %s", "a\nb\x1b[2J")
+    assert first.getvalue() == ""
+    assert second.getvalue().endswith(" WARNING slow a\\nb\\x1b[2J\n")
+
+
+@given(st.text())
+def test_a_message_is_one_line(message):
+    record = logging.makeLogRecord({"msg": "%s", "args": (message,)})
+    assert len(JsonFormatter().format(record).splitlines()) == 1
+    assert json.loads(JsonFormatter().format(record))["message"] == message
+    assert len(TextFormatter().format(record).splitlines()) == 1
