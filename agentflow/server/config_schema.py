@@ -105,7 +105,10 @@ class NetworkConfig(Struct, frozen=True, kw_only=True):
     cors_origins: Annotated[
         tuple[Text, ...], _help("web origins whose pages may call, such as https://app.example; *: any")
     ] = ()
-    allowed_hosts: Annotated[tuple[Text, ...], _help("host names that requests may name (not set: any)")] = ()
+    allowed_hosts: Annotated[
+        tuple[Text, ...],
+        _help("host names that requests may name (not set: any, or on loopback only its own)"),
+    ] = ()
     allow_anonymous: Annotated[
         bool, _help("listen beyond this machine without keys: whoever reaches it may use it")
     ] = False

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentflow.command import Command
-from agentflow.errors import NotSupported
 from agentflow.server.config_flags import add_config_flags, read_flags
 from agentflow.server.config_schema import NetworkConfig, ServeConfig
 
@@ -25,8 +24,6 @@ def run_serve(config: ServeConfig) -> None:
     from agentflow.server.rate_limit import TenantGate
     from agentflow.server.serve import serve
 
-    if config.logs.log_prompts:
-        raise NotSupported("this server writes no prompts and answers into its log: leave log_prompts out")
     set_up_logs(config.logs.log_level, config.logs.log_format)
     tenants = Tenants(config.access.api_keys, config.access.keys_path)
     gate = TenantGate(current=tenants.current)
@@ -44,10 +41,26 @@ def run_serve(config: ServeConfig) -> None:
         port=network.port,
         limits=config.limits.server_limits(),
         http_limits=config.limits.http_limits(),
-        access=Access(tenants, network.cors_origins, network.allowed_hosts or None),
+        access=Access(
+            tenants,
+            network.cors_origins,
+            _known_names(network),
+            logs_prompts=config.logs.log_prompts,
+        ),
         tls=_tls(network),
         drain_s=config.overload.drain_s,
     )
+
+
+def _known_names(network: NetworkConfig) -> tuple[str, ...] | None:
+    """Names that the server answers to. Where it listens to this machine alone, no page whose own name is
+    made to resolve to it shall reach it."""
+    from agentflow.server.browser_guard import LOOPBACK_NAMES
+
+    if network.allowed_hosts:
+        return network.allowed_hosts
+    is_local = network.host in LOOPBACK_NAMES or network.host.startswith("127.")
+    return (*LOOPBACK_NAMES, network.host) if is_local else None
 
 
 def _tls(network: NetworkConfig) -> Tls | None:
