@@ -63,6 +63,7 @@ class ToolOutput:
         self.num_calls = 0
         self._held = ""
         self._pieces: list[Piece] = []
+        self._space = ""
         self._extent = JsonExtent()
         self._num_read = 0  # characters of what is held that the extent has seen
         self._checked_at = 0  # so many characters could be JSON
@@ -111,8 +112,7 @@ class ToolOutput:
             before = self._form.before
             kept = at - len(before) if self._held.endswith(before, 0, at) else at
             self._tell_prose(kept)
-            self._held = self._held[at - kept :]
-            self._begin_call()
+            self._begin_call(at - kept)
             return True
         unsure = 0 if is_over else max((_overlap(self._held, m) for m in self._marks), default=0)
         self._tell_prose(len(self._held) - unsure)
@@ -129,8 +129,7 @@ class ToolOutput:
         if mark and not is_over and mark.startswith(bare):
             return False
         if mark and bare.startswith(mark):
-            self._held = bare
-            self._begin_call()
+            self._begin_call(len(self._held) - len(bare))
         else:
             self._read = self._read_prose
         return True
@@ -158,16 +157,18 @@ class ToolOutput:
 
     # Calls
 
-    def _begin_call(self) -> None:
-        """What is held begins with the mark."""
+    def _begin_call(self, num_before: int = 0) -> None:
+        """What is held begins with so much white space, which goes with the call, and the mark."""
+        self._space, self._held = self._held[:num_before], self._held[num_before:]
         self._extent, self._num_read, self._checked_at = JsonExtent(), 0, 0
         self._read = self._read_whole if self._heads is None else self._read_head
 
     def _no_call(self) -> bool:
         """What is held only looked like one: its mark is prose, and what comes after it is looked at anew."""
         self._read = self._read_prose
+        self._held = self._space + self._held
         if self._form.mark:
-            self._tell_prose(len(self._form.mark))
+            self._tell_prose(len(self._space) + len(self._form.mark))
         else:
             self._marks = ()
         return True

@@ -218,6 +218,16 @@ def test_prose_goes_on_after_what_is_no_call():
     assert told(output.push("\n" + good + " So.")) == [("call", "weather", "{}"), ("prose", " So.")]
 
 
+@pytest.mark.parametrize("constrained", [True, False])
+def test_white_space_before_what_is_no_call_is_kept(constrained):
+    for text in ("x\n<tool_call>no", "\n<tool_call>\n{oops", "x\n<tool_call>"):
+        assert told(read(HERMES, [text], constrained=constrained)) == [("prose", text)]
+    good = written(HERMES, [("weather", "{}")])
+    text = f"{good}\n \n<tool_call>no"
+    expected = [("call", "weather", "{}"), ("prose", "\n \n<tool_call>no")]
+    assert told(read(HERMES, list(text), constrained=constrained)) == expected
+
+
 def test_a_call_is_told_with_its_first_character():
     output = ToolOutput(HERMES, NAMES, is_constrained=True)
     output.push('<tool_call>\n{"name": "weather", "arguments": ')
