@@ -1,0 +1,116 @@
+"""The HTTP APIs of a whole server: its end in the middle of a stream, and an engine that dies in one."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import pytest
+from serving import served
+
+pytestmark = pytest.mark.model
+
+MODEL = "smollm2-135m"
+
+
+class Stream:
+    """One streamed chat completion."""
+
+    def __init__(self, response: http.client.HTTPResponse) -> None:
+        self.response = response
+
+    def next(self) -> dict[str, Any] | None:
+        """The next event; None at the end."""
+        for line in self.response:
+            data = line.strip().removeprefix(b"data: ")
+            if data == b"[DONE]":
+                return None
+            if data:
+                event = json.loads(data)
+                assert "error" not in event
+                return event
+        raise AssertionError("the stream broke off")
+
+    def text(self) -> str:
+        """All text up to the end."""
+        parts: list[str] = []
+        while (event := self.next()) is not None:
+            parts += [choice["delta"].get("content") or "" for choice in event["choices"]]
+        return "".join(parts)
+
+
+@contextmanager
+def streamed(url: str, num_tokens: int) -> Iterator[Stream]:
+    connection = http.client.HTTPConnection(url.removeprefix("ws://"), timeout=60)
+    connection.request("POST", "/v1/chat/completions", body=body(num_tokens, stream=True))
+    with contextlib.closing(connection), connection.getresponse() as response:
+        yield Stream(response)
+
+
+def body(num_tokens: int, **fields: Any) -> str:
+    messages = [{"role": "user", "content": "What do plants do?"}]
+    common = {"model": MODEL, "messages": messages, "max_tokens": num_tokens, "temperature": 0}
+    return json.dumps({**common, "ignore_eos": True, **fields})
+
+
+def ask(url: str, num_tokens: int) -> tuple[int, dict[str, Any]]:
+    connection = http.client.HTTPConnection(url.removeprefix("ws://"), timeout=60)
+    try:
+        connection.request("POST", "/v1/chat/completions", body=body(num_tokens))
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+    finally:
+        connection.close()
+
+
+def first_text(stream: Stream) -> str:
+    """The text of the first event that has any."""
+    while True:
+        event = stream.next()
+        assert event is not None
+        for choice in event["choices"]:
+            if text := choice["delta"].get("content"):
+                return str(text)
+
+
+def test_a_server_that_is_told_to_end_finishes_its_streams_and_takes_nothing_new():
+    with served("--kv-tokens", "2000") as (url, server):
+        status, answer = ask(url, 40)
+        assert status == 200
+        with streamed(url, 40) as stream:
+            text = first_text(stream)
+            server.send_signal(signal.SIGTERM)
+            while (refused := ask(url, 1))[0] == 200:
+                pass
+            assert refused[0] == 503
+            assert refused[1]["error"]["code"] == "overloaded"
+            assert text + stream.text() == answer["choices"][0]["message"]["content"]
+        assert server.wait(30) == 0
+
+
+def test_a_second_signal_ends_it_at_once():
+    with served("--kv-tokens", "2000") as (url, server), streamed(url, 1900) as stream:
+        first_text(stream)
+        server.send_signal(signal.SIGTERM)
+        while ask(url, 1)[0] == 200:
+            pass
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 0
+        with pytest.raises((AssertionError, OSError, http.client.HTTPException)):
+            stream.text()
+
+
+def test_a_stream_goes_on_when_its_engine_dies():
+    with served("--kv-tokens", "2000") as (url, server):
+        _, answer = ask(url, 40)
+        with streamed(url, 40) as stream:
+            text = first_text(stream)
+            engine = max(psutil.Process(server.pid).children(), key=lambda child: child.memory_info().rss)
+            engine.kill()
+            assert text + stream.text() == answer["choices"][0]["message"]["content"]
