@@ -131,7 +131,7 @@ class AnswerEvents:
     """Writes the events of one answer."""
 
     def __init__(self, frame: AnswerFrame, prompt_tokens: int) -> None:
-        """``prompt_tokens``: all of the prompt's; which of them were cached is known, and told, at the end."""
+        """``prompt_tokens``: all of the prompt. Which of them were cached is known, and told, at the end."""
         self._frame = frame
         self._prompt_tokens = prompt_tokens
         self._num_blocks = 0

@@ -37,7 +37,8 @@ class _Turns:
     def add(self, message: InputMessage, place: str) -> None:
         blocks = [TextBlock(text=message.content)] if isinstance(message.content, str) else message.content
         if message.role == "assistant":
-            self._check_answered(place)
+            if self.made and self.made[-1].role != "assistant":
+                self._check_answered(place)
             self._assistant(blocks, place)
         elif message.role == "user":
             self._user(blocks, place)

@@ -49,7 +49,7 @@ class AnthropicErrors:
     """An ``ErrorDialect``."""
 
     request_id_header = b"request-id"
-    body_type = AnthropicErrorBody
+    body_type: type[msgspec.Struct] = AnthropicErrorBody
 
     def status(self, refusal: Refusal) -> int:
         return _OVERLOADED_STATUS if refusal.status == 503 else refusal.status
