@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import anthropic
@@ -67,7 +68,7 @@ def events_of(deltas, cuts=()):
     writer = AnswerEvents(FRAME, prompt_tokens=20)
     written = [writer.start()]
     places = sorted({0, *[cut % len(deltas) for cut in cuts], len(deltas)})
-    written += [writer.write(deltas[a:b]) for a, b in zip(places, places[1:], strict=False)]
+    written += [writer.write(deltas[a:b]) for a, b in itertools.pairwise(places)]
     return b"".join(written)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import msgspec
@@ -127,7 +128,7 @@ def test_calls_and_results_that_do_not_belong_together_are_refused(messages, par
 def test_no_two_turns_of_one_role_follow_each_other_and_no_text_is_lost(said):
     first = ("user", ["Hello"])
     made = turns(*[{"role": role, "content": [text(one) for one in texts]} for role, texts in [first, *said]])
-    assert all(one.role != other.role for one, other in zip(made, made[1:], strict=False))
+    assert all(one.role != other.role for one, other in itertools.pairwise(made))
     joined: list[list[str]] = []
     last = None
     for role, texts in [first, *said]:
