@@ -31,6 +31,18 @@ class TextBlock(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_fi
     citations: Annotated[list[Any], Meta(max_length=0)] | None = None
 
 
+class OnlyTextBlock(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Text, where no other blocks can be."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl | None = None
+    citations: Annotated[list[Any], Meta(max_length=0)] | None = None
+
+
+Text: TypeAlias = str | Annotated[list[OnlyTextBlock], Meta(max_length=MAX_BLOCKS)]
+
+
 class ToolUseBlock(
     msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="tool_use"
 ):
@@ -50,14 +62,13 @@ class ToolResultBlock(
     """What came of the call. ``is_error``: the model is told so, in words before the content."""
 
     tool_use_id: str
-    content: str | Annotated[list[TextBlock], Meta(max_length=MAX_BLOCKS)] | None = None
+    content: Text | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
     toolset_name: None = None
 
 
 ContentBlock: TypeAlias = TextBlock | ToolUseBlock | ToolResultBlock
-Text: TypeAlias = str | Annotated[list[TextBlock], Meta(max_length=MAX_BLOCKS)]
 
 
 class InputMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -123,6 +123,8 @@ SEARCHED = {"type": "server_tool_use", "id": "x", "name": "web_search", "input":
         ({"messages": [*HELLO, {"role": "assistant", "content": [SEARCHED]}]}, None, "'server_tool_use' is"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "'tool' is not supported"),
         ({"messages": []}, "messages", "length >= 1"),
+        ({"system": [IMAGE]}, "system[0].type", "'image' is not supported"),
+        ({"system": [{"text": "Be brief."}]}, "system[0].type", "'system[0].type' is missing"),
         ({"tools": [TOOL, SERVER_TOOL]}, "tools[1].type", "'web_search_20250305' is not supported"),
         ({"tools": [{"name": "weather"}]}, "tools[0].input_schema", "'tools[0].input_schema' is missing"),
         ({"tools": [{**TOOL, "descripton": ""}]}, "tools[0].descripton", "no parameter"),
