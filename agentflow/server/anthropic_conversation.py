@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from agentflow.server.anthropic_blocks import InputMessage, Text, TextBlock, ToolResultBlock, ToolUseBlock
-from agentflow.server.anthropic_types import AnyChoice, CountRequest, NamedChoice, NoChoice, Tool
+from agentflow.server.anthropic_types import AnyChoice, CountRequest, NoChoice, OneToolChoice, Tool
 from agentflow.server.chat_message import CalledTool, Message, ToolSpec
 from agentflow.server.completion_request import ToolChoice
 from agentflow.server.http_refusal import Refusal
@@ -137,10 +137,10 @@ def tool_choice_of(body: CountRequest, tools: Sequence[ToolSpec]) -> ToolChoice:
     choice = body.tool_choice
     if choice is None:
         return ToolChoice("auto" if tools else "none")
-    if isinstance(choice, NoChoice) or (not tools and not isinstance(choice, AnyChoice | NamedChoice)):
+    if isinstance(choice, NoChoice) or (not tools and not isinstance(choice, AnyChoice | OneToolChoice)):
         return ToolChoice("none")
     parallel = not choice.disable_parallel_tool_use
-    if isinstance(choice, NamedChoice):
+    if isinstance(choice, OneToolChoice):
         if all(tool.name != choice.name for tool in tools):
             raise wrong("tool_choice.name", f"{choice.name[:100]!r} is not among the tools")
         return ToolChoice("required", choice.name, parallel)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from agentflow.errors import PromptTooLong
 from agentflow.server.anthropic_answer import AnswerEvents, AnswerFrame
 from agentflow.server.anthropic_request import completion_of, prompt_of, read_request
 from agentflow.server.anthropic_types import CountAnswer, CountRequest, MessagesRequest
 from agentflow.server.api_call import ApiCall
 from agentflow.server.completion import Completion, completing
 from agentflow.server.completion_request import AnswerEnded, CompletionDelta
+from agentflow.server.http_refusal import Refusal
 
 
 async def create_message(call: ApiCall) -> None:
@@ -17,13 +19,18 @@ async def create_message(call: ApiCall) -> None:
     request = completion_of(call, body)
     capabilities = generator.capabilities
     frame = AnswerFrame.new(capabilities.model, body.max_tokens, capabilities.max_context)
-    async with completing(generator, request) as completion:
-        if body.stream:
-            await _stream(call, completion, frame)
-            return
-        deltas: list[CompletionDelta] = []
-        while some := await completion.next():
-            deltas += some
+    deltas: list[CompletionDelta] = []
+    try:
+        async with completing(generator, request) as completion:
+            if body.stream:
+                await _stream(call, completion, frame)
+                return
+            while some := await completion.next():
+                deltas += some
+    except PromptTooLong as error:
+        # Agents that shorten their conversation know its cause by these words.
+        text = f"prompt is too long: {error}"
+        raise Refusal(400, "context_length_exceeded", text, param="messages") from error
     answer = frame.whole(deltas)
     _record(call, deltas[-1])
     await call.reply(answer)

@@ -50,7 +50,7 @@ class AnyChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_fi
     disable_parallel_tool_use: bool | None = None
 
 
-class NamedChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="tool"):
+class OneToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="tool"):
     """It calls this tool."""
 
     name: str
@@ -94,7 +94,7 @@ class CountRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     system: Text | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: AutoChoice | AnyChoice | NamedChoice | NoChoice | None = None
+    tool_choice: AutoChoice | AnyChoice | OneToolChoice | NoChoice | None = None
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = None
     thinking: Thinking | None = None

@@ -99,9 +99,10 @@ def test_a_body_over_the_limit_is_too_large(peer):
 
 
 def test_a_prompt_that_does_not_fit_is_refused(peer):
-    with pytest.raises(anthropic.BadRequestError, match="the prompt has") as caught:
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long: ") as caught:
         peer.ask(messages=[{"role": "user", "content": "x" * 3000}])
     assert caught.value.error_code == "context_length_exceeded"
+    assert caught.value.body["error"]["details"]["param"] == "messages"
 
 
 def user(*blocks):
