@@ -73,8 +73,11 @@ def test_a_last_message_of_the_assistant_goes_on(peer):
 
 def test_a_whole_reply_can_be_sent_back(peer):
     reply = peer.ask()
-    peer.ask(messages=[*HELLO, reply.to_param(), {"role": "user", "content": "And?"}])
+    again = peer.ask(messages=[*HELLO, reply.to_param(), {"role": "user", "content": "And?"}])
     assert MARKS.format("assistant", reply.content[0].text) in peer.requests.prompt
+    # It is the tokens that were generated, not other ones for the same text.
+    before = reply.usage.input_tokens + reply.usage.cache_read_input_tokens + reply.usage.output_tokens
+    assert again.usage.cache_read_input_tokens >= before - 1
 
 
 def test_sampling_is_as_it_is_asked_for(peer):
@@ -93,7 +96,8 @@ def test_sampling_is_as_it_is_asked_for(peer):
     params = submit.params
     assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (0.5, 0.9, 7, 12)
     assert params.stop == ("never this", "nor that")
-    assert (submit.seed, submit.origin.cache_salt) == (11, "mine")
+    origin = submit.origin
+    assert (submit.seed, origin.cache_salt, origin.priority) == (11, "mine", 2)
     peer.ask(extra_body={"temperature": None, "top_p": None, "top_k": None, "seed": None, "stream": None})
     params = peer.requests.submits[-1].params
     assert (params.temperature, params.top_p, params.top_k) == (1.0, 1.0, 0)

@@ -4,17 +4,12 @@ The model of these tests draws its tokens; what is called is kept valid by the t
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 
 import anthropic
 import anyio.to_thread
 import pytest
 from server.anthropic_peer import HELLO, AnthropicPeer, anthropic_peer, asking
-
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("agentflow.server.tool_use") is None, reason="tools are not there yet"
-)
 
 SCHEMA = {
     "type": "object",
