@@ -46,8 +46,9 @@ def read_request(call: ApiCall, kind: type[T]) -> T:
 def _named(refusal: Refusal, call: ApiCall) -> Refusal:
     """The refusal of a body, in words that say what is there instead."""
     param, message = refusal.param or "", refusal.message
-    if param.startswith("tools["):
-        return _of_tools(call) or refusal
+    of_tools = _of_tools(call) if param.startswith("tools[") else None
+    if of_tools is not None:
+        return of_tools
     if param == "thread":
         text = "'thread' is not supported: no conversations are kept here, send all messages"
         return Refusal(400, _THREAD_CODE, text, param)

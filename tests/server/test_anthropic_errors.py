@@ -130,7 +130,7 @@ SEARCHED = {"type": "server_tool_use", "id": "x", "name": "web_search", "input":
         ({"tools": [{"name": "weather"}]}, "tools[0].input_schema", "'tools[0].input_schema' is missing"),
         ({"tools": [{**TOOL, "descripton": ""}]}, "tools[0].descripton", "no parameter"),
         ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name", "tools[0].name"),
-        ({"tools": [{**TOOL, "input_examples": [{}]}]}, None, "tools[0].input_examples: Expected `null`"),
+        ({"tools": [{**TOOL, "input_examples": [{}]}]}, None, "'tools[0].input_examples' is not supported"),
         ({"tools": [TOOL, TOOL]}, "tools[1].name", "two tools named 'weather'"),
         ({"tool_choice": {"type": "any"}}, "tool_choice", "there are no tools"),
         (
