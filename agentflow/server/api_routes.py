@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import msgspec
 from starlette.routing import BaseRoute, Route
 
+from agentflow.server.anthropic_errors import AnthropicErrors
+from agentflow.server.anthropic_messages import count_tokens, create_message
+from agentflow.server.anthropic_types import CountAnswer, CountRequest, MessageAnswer, MessagesRequest
 from agentflow.server.api_call import ApiEndpoint, ErrorDialect, Handler
 from agentflow.server.openai_chat import create_chat_completion
 from agentflow.server.openai_chat_types import ChatAnswer, ChatRequest
@@ -25,6 +28,7 @@ from agentflow.server.openai_tokenize import (
 )
 
 OPENAI = OpenAIErrors()
+ANTHROPIC = AnthropicErrors()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,23 @@ ROUTES = (
         request=TextRequest,
         streams=True,
     ),
+    ApiRoute(
+        "POST",
+        "/v1/messages",
+        create_message,
+        ANTHROPIC,
+        response=MessageAnswer,
+        request=MessagesRequest,
+        streams=True,
+    ),
+    ApiRoute(
+        "POST",
+        "/v1/messages/count_tokens",
+        count_tokens,
+        ANTHROPIC,
+        response=CountAnswer,
+        request=CountRequest,
+    ),
     *(
         ApiRoute("POST", f"{prefix}/{name}", handler, OPENAI, response=response, request=request)
         for prefix in ("", "/v1")
@@ -85,6 +106,6 @@ def api_routes() -> Sequence[BaseRoute]:
 def dialect_of(path: str) -> ErrorDialect:
     """In whose words to say that there is nothing at ``path``."""
     for route in ROUTES:
-        if route.path == path:
+        if path == route.path or path.startswith(f"{route.path}/"):
             return route.dialect
     return OPENAI

@@ -47,7 +47,7 @@ _SEED_STEP = 5_700_357_409_661_598_991
 
 
 class Completion:
-    """Use ``completing`` to make one. ``fetched_answers`` is for those who want no deltas."""
+    """Use ``completing`` to make one."""
 
     def __init__(self, generator: EngineGenerator, request: CompletionRequest) -> None:
         self._generator = generator
@@ -59,6 +59,12 @@ class Completion:
         self._has_ended = False
         self._tools: ToolUse | None = None
         self._conversation: bytes | None = None  # its key, where the answers are turns that may come back
+        self._context: EngineContext | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Known as soon as there is something to fetch."""
+        return 0 if self._context is None else len(self._context.tokens.ids())
 
     async def next(self) -> list[CompletionDelta]:
         """What came since the last call; waits for it. Empty at the end. Raises what the request failed
@@ -97,7 +103,7 @@ class Completion:
         """For ``completing``."""
         try:
             context = self._generator.open(self._request.cache_salt, priority=self._request.priority)
-            contexts = [context]
+            contexts, self._context = [context], context
             try:
                 await self._fill(context)
                 await self._check_size(context)

@@ -29,7 +29,7 @@ class OpenAIErrors:
     """An ``ErrorDialect``."""
 
     request_id_header = b"x-request-id"
-    body_type = OpenAIErrorBody
+    body_type: type[msgspec.Struct] = OpenAIErrorBody
 
     def status(self, refusal: Refusal) -> int:
         return refusal.status

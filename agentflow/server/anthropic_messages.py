@@ -1,0 +1,65 @@
+"""``POST /v1/messages`` and ``POST /v1/messages/count_tokens``, as Anthropic's API has them."""
+
+from __future__ import annotations
+
+from agentflow.errors import PromptTooLong
+from agentflow.server.anthropic_answer import AnswerEvents, AnswerFrame
+from agentflow.server.anthropic_request import completion_of, prompt_of, read_request
+from agentflow.server.anthropic_types import CountAnswer, CountRequest, MessagesRequest
+from agentflow.server.api_call import ApiCall
+from agentflow.server.completion import Completion, completing
+from agentflow.server.completion_request import AnswerEnded, CompletionDelta
+from agentflow.server.http_refusal import Refusal
+
+
+async def create_message(call: ApiCall) -> None:
+    """Goes on with a conversation."""
+    body = read_request(call, MessagesRequest)
+    generator = call.generator(body.model)
+    request = completion_of(call, body)
+    capabilities = generator.capabilities
+    frame = AnswerFrame.new(capabilities.model, body.max_tokens, capabilities.max_context)
+    deltas: list[CompletionDelta] = []
+    try:
+        async with completing(generator, request) as completion:
+            if body.stream:
+                await _stream(call, completion, frame)
+                return
+            while some := await completion.next():
+                deltas += some
+    except PromptTooLong as error:
+        # Agents that shorten their conversation know its cause by these words.
+        text = f"prompt is too long: {error}"
+        raise Refusal(400, "context_length_exceeded", text, param="messages") from error
+    answer = frame.whole(deltas)
+    _record(call, deltas[-1])
+    await call.reply(answer)
+
+
+async def _stream(call: ApiCall, completion: Completion, frame: AnswerFrame) -> None:
+    """What fails before the first token is refused with a status of its own."""
+    await completion.until_begun()
+    call.record.is_streamed = True
+    events = AnswerEvents(frame, completion.num_prompt_tokens)
+    await call.begin_stream()
+    waiting = events.start()  # goes with the first deltas
+    while deltas := await completion.next():
+        is_over = isinstance(deltas[-1], AnswerEnded)
+        _record(call, deltas[-1])
+        await call.send_events(waiting + events.write(deltas), last=is_over)
+        waiting = b""
+
+
+async def count_tokens(call: ApiCall) -> None:
+    """How many tokens the prompt has. Nothing is run."""
+    body = read_request(call, CountRequest)
+    token_ids = await Completion(call.generator(body.model), prompt_of(body)).prompt_ids()
+    call.record.prompt_tokens = len(token_ids)
+    await call.reply(CountAnswer(len(token_ids)))
+
+
+def _record(call: ApiCall, last: CompletionDelta) -> None:
+    if isinstance(last, AnswerEnded):
+        record, usage = call.record, last.usage
+        record.prompt_tokens, record.cached_tokens = usage.prompt_tokens, usage.cached_tokens
+        record.output_tokens = usage.output_tokens
