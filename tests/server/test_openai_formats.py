@@ -158,8 +158,8 @@ def test_regex_and_grammar(server: ApiServer) -> None:
                     "json_schema": {"name": "x", "schema": {"type": "x"}},
                 }
             },
-            None,
-            "type",
+            "response_format",
+            "Invalid type",
         ),
         ({"extra_body": {"regex": "(a"}}, "regex", "unterminated"),
         ({"extra_body": {"regex": ""}}, "regex", "length >= 1"),
