@@ -15,7 +15,7 @@ from agentflow.server.openai_chat_types import (
     ChatChoice,
     ChatRequest,
 )
-from agentflow.server.openai_sampling import prompt_named
+from agentflow.server.openai_sampling import faults_placed
 from agentflow.server.openai_stream import AnswerIdentity, stream_answers
 from agentflow.server.openai_usage import usage_body, usage_of_prompts
 
@@ -27,7 +27,7 @@ async def create_chat_completion(call: ApiCall) -> None:
     request = completion_of_chat(call, body, generator)
     identity = AnswerIdentity.new("chatcmpl", generator.capabilities.model)
     has_logprobs = request.params.wants_logprobs
-    with prompt_named("messages"):
+    with faults_placed("messages", request.constraint):
         async with completing(generator, request) as completion:
             if body.stream:
                 include_usage = bool(body.stream_options and body.stream_options.include_usage)

@@ -12,7 +12,7 @@ from agentflow.server.completion_request import Answer, CompletionDelta, Complet
 from agentflow.server.completion_set import completing_all
 from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.openai_completion_types import Prompt, TextAnswer, TextChoice, TextRequest
-from agentflow.server.openai_sampling import check_fields, constraint_of, prompt_named, sampling_of, wrong
+from agentflow.server.openai_sampling import check_fields, constraint_of, faults_placed, sampling_of, wrong
 from agentflow.server.openai_stream import AnswerIdentity, DeltaSource, stream_answers
 from agentflow.server.openai_text_chunks import OffsetLogprobs, TextChunks
 from agentflow.server.openai_usage import usage_body, usage_of_prompts
@@ -28,7 +28,7 @@ async def create_completion(call: ApiCall) -> None:
     n = requests[0].n
     num_answers = n * len(requests)
     identity = AnswerIdentity.new("cmpl", generator.capabilities.model)
-    with prompt_named("prompt"):
+    with faults_placed("prompt", requests[0].constraint):
         async with _completing(generator, requests) as source:
             if body.stream:
                 include_usage = bool(body.stream_options and body.stream_options.include_usage)

@@ -71,10 +71,12 @@ class UserMessage(_Message, tag="user", kw_only=True):
 
 
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
-    """``arguments``: a JSON object, as text."""
+    """``arguments``: a JSON object, as text. ``parsed_arguments``: the same once more, by which clients'
+    typed helpers send back what they were given."""
 
     name: ToolName
     arguments: str
+    parsed_arguments: Any = None
 
 
 class MessageToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -87,13 +89,15 @@ class MessageToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class AssistantMessage(_Message, tag="assistant", kw_only=True):
-    """What the model said, or asked to have called. ``content`` may be null with tool calls only."""
+    """What the model said, or asked to have called. ``content`` may be null with tool calls only.
+    ``parsed``: the content once more, as of ``parsed_arguments``."""
 
     content: Content | None = None
     tool_calls: list[MessageToolCall] | None = None
     refusal: str | None = None
     audio: Any = None
     annotations: Any = None
+    parsed: Any = None
     function_call: Any = None
 
 

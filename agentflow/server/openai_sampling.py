@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from agentflow.constraint import Constraint
-from agentflow.errors import BadArgument, PromptTooLong
+from agentflow.errors import BadArgument, PromptTooLong, RequestRefused
 from agentflow.sampling import SamplingParams
 from agentflow.server.engine_generator import EngineGenerator
-from agentflow.server.http_refusal import Refusal
+from agentflow.server.http_refusal import Refusal, refusal_of
 from agentflow.server.openai_fields import SharedFields, StreamOptions
 
 # Answers are drawn, where nothing else is said, as they are in OpenAI's API.
@@ -26,6 +26,7 @@ _WHY_NOT = {
     "web_search_options": "the server does not search the web",
     "moderation": "the server does not moderate",
 }
+_FIELD_OF_CONSTRAINT = {"regex": "regex", "grammar": "grammar", "schema": "response_format"}
 # False asks for nothing.
 _FLAGS = ("store", "echo")
 _FAULT_OF_GEN = re.compile(r"gen: (\w+) must be (.*)", re.DOTALL)
@@ -120,12 +121,19 @@ def faults_named(param: str | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def prompt_named(param: str) -> Iterator[None]:
-    """A prompt that is too long is the fault of the field ``param``."""
+def faults_placed(prompt: str, constraint: Constraint | None) -> Iterator[None]:
+    """What the engine refuses names a field, too: a prompt that is too long ``prompt``, and a constraint that
+    cannot be kept the field that asks for it."""
     try:
         yield
     except PromptTooLong as error:
-        raise Refusal(400, "context_length_exceeded", str(error), param=param) from error
+        raise Refusal(400, "context_length_exceeded", str(error), param=prompt) from error
+    except (BadArgument, RequestRefused) as error:
+        if constraint is None or not str(error).startswith(f"{constraint.kind}: "):
+            raise
+        refusal = refusal_of(error)
+        refusal.param = _FIELD_OF_CONSTRAINT[constraint.kind]
+        raise refusal from error
 
 
 def _or(value: float | None, default: float) -> float:

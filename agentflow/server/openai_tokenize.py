@@ -59,7 +59,7 @@ class DetokenizeAnswer(msgspec.Struct):
 async def tokenize(call: ApiCall) -> None:
     """The token ids of a prompt."""
     body = call.read(TokenizeRequest)
-    generator = call.generator(body.model)
+    generator = call.generator(body.model, to_generate=False)
     token_ids = await _ids_of(body, generator)
     texts: list[str] | None = None
     if body.return_token_strs:
@@ -79,7 +79,7 @@ async def tokenize(call: ApiCall) -> None:
 async def detokenize(call: ApiCall) -> None:
     """The text of token ids."""
     body = call.read(DetokenizeRequest)
-    generator = call.generator(body.model)
+    generator = call.generator(body.model, to_generate=False)
     with faults_named("tokens"):
         generator.check_ids(body.tokens)
     await call.reply(DetokenizeAnswer(generator.tokenizer.decode(body.tokens, skip_special=False)))

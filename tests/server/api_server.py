@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,12 +13,14 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from fake_engine import TEMPLATE, FakeEngine
 
 from agentflow.server.api_keys import Tenants
+from agentflow.server.app import Access
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.constraint_compiler import constraint_compiler
 from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.engine_messages import EngineStats
 from agentflow.server.limits import HttpLimits
 from agentflow.server.models import EngineModel, Models
+from agentflow.server.rate_limit import TenantGate
 from agentflow.server.serve import RunningServer, running_server
 from agentflow.server.service import Service
 from agentflow.server.tenant import NOBODY_ELSE
@@ -67,11 +69,12 @@ def api_server(
     *,
     template: ChatTemplate = TEMPLATE,
     tenants: Tenants | None = None,
+    gate: TenantGate | None = None,
     limits: HttpLimits | None = None,
     constraints: bool = True,
 ) -> Iterator[ApiServer]:
-    """A server on a free port, whose only model is called ``fake``. ``constraints``: with a process that
-    compiles them."""
+    """A server on a free port, whose only model is called ``fake``. ``gate``: what its tenants' requests pass
+    through. ``constraints``: with a process that compiles them."""
     engine = engine or FakeEngine()
 
     @asynccontextmanager
@@ -79,15 +82,13 @@ def api_server(
         async with contextlib.AsyncExitStack() as stack:
             client = await stack.enter_async_context(engine.open_client())
             compiler = await stack.enter_async_context(constraint_compiler()) if constraints else None
-            yield Models([EngineModel(MODEL, client, template, compiler=compiler)], compiler)
+            yield Models([EngineModel(MODEL, client, template, compiler=compiler, gate=gate)], compiler)
 
-    def settle(service: Service) -> None:
-        service.tenants = tenants or service.tenants
-        service.http_limits = limits or service.http_limits
+    async def run() -> AbstractAsyncContextManager[RunningServer]:
+        access = Access() if tenants is None else Access(tenants)
+        return running_server(open_models, http_limits=limits, access=access)
 
     with contextlib.ExitStack() as stack:
         portal = stack.enter_context(start_blocking_portal("asyncio"))
-        running = portal.call(running_server, open_models)
-        server = stack.enter_context(portal.wrap_async_context_manager(running))
-        portal.call(settle, server.service)
+        server = stack.enter_context(portal.wrap_async_context_manager(portal.call(run)))
         yield ApiServer(server.url.replace("ws://", "http://"), engine, server, portal)
