@@ -190,11 +190,12 @@ Handler = Callable[[ApiCall], Awaitable[None]]
 
 
 class ApiEndpoint:
-    """An ASGI application that answers the requests to one path of an API."""
+    """An ASGI application that answers the requests to one path of an API, its ``route``."""
 
-    def __init__(self, handler: Handler, dialect: ErrorDialect) -> None:
+    def __init__(self, handler: Handler, dialect: ErrorDialect, *, route: str = "") -> None:
         self._handler = handler
         self._dialect = dialect
+        self._route = route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = ApiCall(scope, receive, send, self._dialect)
@@ -210,7 +211,13 @@ class ApiEndpoint:
             call.record.took_s = time.perf_counter() - began_s
             if not call.is_over:
                 call.record.error = call.record.error or "client_gone"
+            self._count(scope, call)
             log_request(call.record)
+
+    def _count(self, scope: Scope, call: ApiCall) -> None:
+        service: Service | None = scope["app"].state.service
+        if service is not None:
+            service.answers[self._route, call.record.status if call.is_over else 0] += 1
 
     async def _answer(self, call: ApiCall) -> None:
         service = call.service

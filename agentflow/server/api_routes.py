@@ -98,7 +98,11 @@ ROUTES = (
 def api_routes() -> Sequence[BaseRoute]:
     """As starlette wants them."""
     return [
-        Route(route.path, ApiEndpoint(route.handler, route.dialect), methods=[route.method])
+        Route(
+            route.path,
+            ApiEndpoint(route.handler, route.dialect, route=route.path.partition("{")[0]),
+            methods=[route.method],
+        )
         for route in ROUTES
     ]
 

@@ -72,7 +72,7 @@ def create_app(
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with open_models() as models, open_sessions(limits) as sessions:
             service = Service(models, sessions, access.tenants, limits, http_limits or HttpLimits())
-            service.logs_prompts = access.logs_prompts
+            service.logs_prompts, service.answers = access.logs_prompts, metrics.answers
             app.state.service = service
             metrics.watch(models)
             try:

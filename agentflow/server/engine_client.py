@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
@@ -32,6 +33,7 @@ from agentflow.server.engine_messages import (
     ToEngine,
 )
 from agentflow.server.runner import ModelRunner, RunnerInfo
+from agentflow.server.tenant import part_of
 from agentflow.server.tokenizer import Tokenizer
 from agentflow.task_group import open_task_group
 
@@ -81,7 +83,7 @@ class _Call:
 class EngineClient:
     """Use ``running_engine`` or ``supervised_engine`` to make one. All methods belong to the event loop's
     thread. ``max_unfinished``: requests that the engine has not ended, aborted ones included; None: any
-    number. Beyond it a request is refused with Overloaded."""
+    number. Beyond it, and beyond one tenant's part of it, a request is refused with Overloaded."""
 
     def __init__(
         self,
@@ -98,7 +100,8 @@ class EngineClient:
         self._calls: dict[int, _Call] = {}
         self._one_ended = anyio.Event()
         self._max_unfinished = max_unfinished
-        self._unfinished: set[int] = set()
+        self._unfinished: dict[int, str] = {}  # whose they are
+        self._num_unfinished_of: Counter[str] = Counter()
         self._reports: dict[int, _Call] = {}
         self._ended_because: str | None = None
         self._observers: list[RequestObserver] = []
@@ -194,11 +197,10 @@ class EngineClient:
 
     async def _call(self, message: Submit, on_progress: OnProgress | None) -> Finished:
         self._check_alive()
-        if self._max_unfinished is not None and len(self._unfinished) >= self._max_unfinished:
-            most = self._max_unfinished
-            raise Overloaded(f"the engine has {most} unfinished requests, which is the limit: try later")
+        self._check_room(message.origin.tenant)
         self._submit(message)
-        self._unfinished.add(message.request_id)
+        self._unfinished[message.request_id] = message.origin.tenant
+        self._num_unfinished_of[message.origin.tenant] += 1
         call = self._calls[message.request_id] = _Call(on_progress)
         try:
             await call.ended.wait()
@@ -213,6 +215,19 @@ class EngineClient:
         finished = self._answer(call)
         assert isinstance(finished, Finished)
         return finished
+
+    def _check_room(self, tenant: str) -> None:
+        if self._max_unfinished is None:
+            return
+        if len(self._unfinished) >= self._max_unfinished:
+            most = self._max_unfinished
+            raise Overloaded(f"the engine has {most} unfinished requests, which is the limit: try later")
+        most = part_of(self._max_unfinished, tenant)
+        if self._num_unfinished_of[tenant] >= most:
+            raise Overloaded(
+                f"the engine has {most} unfinished requests of this tenant, which is what one may have: "
+                "try later"
+            )
 
     def _submit(self, message: Submit) -> None:
         self.engine.send(message)
@@ -242,10 +257,17 @@ class EngineClient:
                     if call is not None and call.on_progress is not None:
                         call.on_progress(message)
                 case Finished() | Failed():
-                    self._unfinished.discard(message.request_id)
+                    self._has_ended(message.request_id)
                     self._end(message.request_id, message)
                 case EngineStats():
                     self._end(message.ticket, message)
+
+    def _has_ended(self, request_id: int) -> None:
+        tenant = self._unfinished.pop(request_id, None)
+        if tenant is not None:
+            self._num_unfinished_of[tenant] -= 1
+            if not self._num_unfinished_of[tenant]:
+                del self._num_unfinished_of[tenant]
 
     def _end(self, number: int, answer: Finished | EngineStats | Failed) -> None:
         call = self._calls.get(number) or self._reports.get(number)

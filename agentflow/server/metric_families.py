@@ -88,8 +88,15 @@ class MetricFamilies(Collector):
         for name, text in _ENGINE_COUNTERS:
             values = {model: of.totals.count(name) for model, of in self._models.items()}
             yield self._counter(name, text, values)
+        yield self._tenant_tokens()
         restarts = {model: of.totals.restarts for model, of in self._models.items()}
         yield self._counter("engine_restarts", "Engine processes that died.", restarts)
+        answers = CounterMetricFamily(
+            "agentflow_http_answers", "Answers of the HTTP APIs.", labels=["route", "status"]
+        )
+        for (route, status), number in sorted(self._metrics.answers.items()):
+            answers.add_metric([route, str(status) if status else "gone"], number)
+        yield answers
         compiling = self._metrics.compile_counts
         for name, text, value in (
             ("constraints_compiled", "Constraints compiled.", compiling.compiled),
@@ -98,6 +105,19 @@ class MetricFamilies(Collector):
             ("compile_processes_killed", "Compiling processes lost to a constraint.", compiling.killed),
         ):
             yield CounterMetricFamily(f"agentflow_{name}", text, value=value)
+
+    def _tenant_tokens(self) -> Metric:
+        family = CounterMetricFamily(
+            "agentflow_tenant_tokens",
+            "Tokens of a tenant's finished requests.",
+            labels=["model", "tenant", "kind"],
+        )
+        for model, of in self._models.items():
+            for tenant, use in of.requests.tokens.items():
+                family.add_metric([model, tenant, "computed_prompt"], use.prompt - use.cached)
+                family.add_metric([model, tenant, "cached_prompt"], use.cached)
+                family.add_metric([model, tenant, "output"], use.output)
+        return family
 
     def _counter(self, name: str, text: str, values: Mapping[str, float]) -> Metric:
         family = CounterMetricFamily(f"agentflow_{name}", text, labels=["model"])

@@ -9,6 +9,7 @@ told last is shown.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -131,6 +132,8 @@ class ServerMetrics:
     def __init__(self) -> None:
         self.by_model: dict[str, ModelMetrics] = {}
         self.num_sessions = 0
+        self.answers: Counter[tuple[str, int]] = Counter()
+        """Of the HTTP APIs, by route and status; 0: the client had gone."""
         self._compiled_before = CompileCounts()  # for the models before these
         self._models: Models | None = None
         self.registry = CollectorRegistry(auto_describe=False)

@@ -31,6 +31,15 @@ class _Pending:
     first_s: float | None = None
 
 
+@dataclass(slots=True)
+class TokenUse:
+    """Tokens of a tenant's finished requests: prompts, what of them was cached, and outputs."""
+
+    prompt: int = 0
+    cached: int = 0
+    output: int = 0
+
+
 class RequestTimes:
     """A ``RequestObserver``. ``clock``: seconds."""
 
@@ -38,6 +47,7 @@ class RequestTimes:
         self.ttft = BucketCounts.empty(WAIT_BOUNDS_S)
         self.tpot = BucketCounts.empty(TPOT_BOUNDS_S)
         self.queue_wait: dict[str, BucketCounts] = {}
+        self.tokens: dict[str, TokenUse] = {}
         self._clock = clock
         self._pending: dict[int, _Pending] = {}
 
@@ -62,6 +72,7 @@ class RequestTimes:
                 case Finished():
                     pending = self._pending.pop(message.request_id, None)
                     if pending is not None:
+                        self._count_tokens(pending, message)
                         self._has_finished(pending, now_s, message.output_tokens)
                 case Failed():
                     self._pending.pop(message.request_id, None)
@@ -79,6 +90,12 @@ class RequestTimes:
         if counts is None:
             counts = self.queue_wait[tenant] = BucketCounts.empty(WAIT_BOUNDS_S)
         counts.count(WAIT_BOUNDS_S, now_s - pending.sent_s)
+
+    def _count_tokens(self, pending: _Pending, end: Finished) -> None:
+        use = self.tokens.setdefault(self._label(pending.tenant), TokenUse())
+        use.prompt += end.prompt_tokens
+        use.cached += end.cached_tokens
+        use.output += end.output_tokens
 
     def _has_first_token(self, pending: _Pending, now_s: float) -> None:
         pending.first_s = now_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +40,8 @@ class CallsInFlight:
 @dataclass(eq=False)
 class Service:
     """``is_draining``: the server ends; what runs may finish, and nothing new is taken. ``logs_prompts``:
-    what is asked and answered over HTTP goes into the log."""
+    what is asked and answered over HTTP goes into the log. ``answers``: of the HTTP APIs, counted by route
+    and status (0: the client had gone)."""
 
     models: Models
     sessions: Sessions[Any]
@@ -47,6 +49,7 @@ class Service:
     limits: ServerLimits
     http_limits: HttpLimits
     calls: CallsInFlight = field(default_factory=CallsInFlight)
+    answers: Counter[tuple[str, int]] = field(default_factory=Counter)
     is_draining: bool = False
     logs_prompts: bool = False
 

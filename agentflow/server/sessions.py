@@ -21,6 +21,7 @@ from agentflow.generator import ContextT, Generator
 from agentflow.interpreter import Interpreter
 from agentflow.protocol import Ops, Resume
 from agentflow.server.limits import ServerLimits
+from agentflow.server.tenant import part_of
 from agentflow.task_group import open_task_group
 
 logger = logging.getLogger(__name__)
@@ -120,11 +121,16 @@ class Sessions(Generic[ContextT]):
     async def open(
         self, generator: Generator[ContextT], holder: anyio.CancelScope, *, tenant: str = ""
     ) -> ServedSession[ContextT]:
-        """A new session of the tenant. ``Overloaded`` when there are too many."""
+        """A new session of the tenant. ``Overloaded`` when there are too many, or the tenant has too many."""
         if len(self._sessions) >= self.limits.max_sessions:
             raise Overloaded(
                 f"the server has {self.limits.max_sessions} sessions open, which is its limit: "
                 "try again later"
+            )
+        most = part_of(self.limits.max_sessions, tenant)
+        if sum(session.tenant == tenant for session in self._sessions.values()) >= most:
+            raise Overloaded(
+                f"this tenant has {most} sessions open, which is what one may have: try again later"
             )
         session: ServedSession[ContextT] = await self._tasks.start(self._run, generator, holder, tenant)
         return session

@@ -28,3 +28,15 @@ class Tenant:
 
 NOBODY_ELSE = Tenant(sees_metrics=True)
 """The tenant of a server without keys."""
+
+MAX_PART = 0.5
+
+
+def part_of(limit: int, tenant_name: str) -> int:
+    """How much one tenant may take of what all share, ``limit`` of it, so that others are left some: half of
+    it (but at least 1), and all on a server without keys.
+
+    >>> part_of(1000, "alice"), part_of(1000, "")
+    (500, 1000)
+    """
+    return max(1, int(limit * MAX_PART)) if tenant_name else limit

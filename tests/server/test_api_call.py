@@ -291,6 +291,18 @@ async def test_what_is_said_is_logged_where_that_is_asked_for(caplog):
     assert "private" in caplog.text
 
 
+async def test_answers_are_counted_by_their_status():
+    async with service() as running:
+        await exchange(echo, Exchange(b'{"word": "a"}'), running)
+        for _ in range(2):
+            await exchange(echo, Exchange(b"{"), running)
+        gone = Exchange(b"{", b"never")
+        gone._messages.pop()
+        gone.has_hung_up.set()
+        await exchange(echo, gone, running)
+    assert running.answers == {("", 200): 1, ("", 400): 2, ("", 0): 1}
+
+
 async def test_draining_waits_for_what_runs_and_not_for_ever():
     may_end = anyio.Event()
     is_working = anyio.Event()

@@ -35,7 +35,7 @@ from agentflow.server.engine_messages import EngineStats, Failed, Finished, Orig
 from agentflow.server.limits import CompileLimits
 from agentflow.server.metrics import EngineTotals, ServerMetrics
 from agentflow.server.models import EngineModel, Models, one_model
-from agentflow.server.request_times import MAX_TENANTS, OTHER_TENANTS, WAIT_BOUNDS_S, RequestTimes
+from agentflow.server.request_times import MAX_TENANTS, OTHER_TENANTS, WAIT_BOUNDS_S, RequestTimes, TokenUse
 from agentflow.server.step_times import PHASES, STEP_BOUNDS_S, BucketCounts, StepTimes
 
 pytestmark = pytest.mark.anyio
@@ -352,6 +352,15 @@ def test_times_of_a_request_are_measured_from_when_it_was_accepted():
     assert (sum(times.tpot.counts), times.tpot.total) == (1, 1.0)
 
 
+def test_the_tokens_of_tenants_are_counted():
+    times = RequestTimes(Clock())
+    for request_id, tenant, cached, output in ((1, "ann", 1, 4), (2, "ann", 0, 2), (3, "", 3, 1)):
+        times.sent(submit(request_id, tenant=tenant))
+        times.heard([Started([request_id])])
+        times.heard([Finished(request_id, [], "", "length", 3, cached, output, [])])
+    assert times.tokens == {"ann": TokenUse(6, 1, 6), "default": TokenUse(3, 3, 1)}
+
+
 def test_a_request_whose_first_token_ends_it_has_a_ttft_and_no_tpot():
     clock = Clock()
     times = RequestTimes(clock)
@@ -427,7 +436,8 @@ def test_buckets_are_told_as_sums_up_to_their_bounds():
 def test_the_page_lists_what_there_is():
     metrics = ServerMetrics()
     metrics.of("model").requests.sent(submit(1))
-    metrics.of("model").requests.heard([Started([1])])
+    metrics.of("model").requests.heard([Started([1]), finished(1, 1)])
+    metrics.answers["/v1/models", 0] += 1
     rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (.*?) \|", PAGE, flags=re.MULTILINE)
     documented = [(name, kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows]
     assert documented == [
@@ -439,10 +449,7 @@ def test_the_page_lists_what_there_is():
         for family in metrics.registry.collect()
     ]
     for family in metrics.registry.collect():
-        for label in {name for sample in family.samples for name in sample.labels} - {
-            "le",
-            "tenant",
-            "model",
-        }:
+        names = {name for sample in family.samples for name in sample.labels}
+        for label in names - {"le", "tenant", "model", "route"}:
             for value in {sample.labels[label] for sample in family.samples}:
                 assert f"`{value}`" in PAGE

@@ -8,14 +8,18 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 from fake_engine import TEMPLATE, TOKENIZER, FakeEngine
+from wire_peer import WireGenerator
 
-from agentflow.errors import NotAuthorized, RateLimited
+from agentflow.errors import NotAuthorized, Overloaded, RateLimited
 from agentflow.sampling import SamplingParams
 from agentflow.server.chat_message import Message
 from agentflow.server.completion import completing
 from agentflow.server.completion_request import CompletionRequest
+from agentflow.server.engine_messages import Origin
+from agentflow.server.limits import ServerLimits
 from agentflow.server.models import EngineModel
 from agentflow.server.rate_limit import MINUTE_NS, TenantGate
+from agentflow.server.sessions import open_sessions
 from agentflow.server.tenant import Tenant
 from agentflow.task_group import open_task_group
 
@@ -158,3 +162,45 @@ async def test_share_and_priority_reach_the_engine():
             await completion.answers()
     assert {(origin.tenant, origin.share, origin.priority) for origin in sent} == {("ann", 2.5, 3)}
     assert len(sent) == 2
+
+
+async def test_of_what_all_share_one_tenant_takes_half():
+    engine, params = FakeEngine(), SamplingParams(max_tokens=2)
+    one, other = Origin("one"), Origin("other")
+    async with engine.open_client() as client, open_task_group() as group:
+        client._max_unfinished = 4
+        engine.gate.allow(0)
+
+        async def generate(origin: Origin) -> None:
+            await client.generate([5], params, seed=0, origin=origin)
+
+        for origin in (one, one, other):
+            group.start_soon(generate, origin)
+        await engine.gate.held()
+        with pytest.raises(Overloaded, match="2 unfinished requests of this tenant"):
+            await generate(one)
+        group.start_soon(generate, other)
+        with anyio.fail_after(10):
+            while client.num_calls < 4:
+                await anyio.lowlevel.checkpoint()
+        with pytest.raises(Overloaded, match="4 unfinished requests, which is the limit"):
+            await generate(Origin("third"))
+        engine.gate.open()
+        await client.until_idle()
+        await generate(one)
+    assert not client._num_unfinished_of
+
+
+async def test_of_the_sessions_too():
+    generator = WireGenerator()
+    async with open_sessions(ServerLimits(max_sessions=4)) as sessions:
+        for tenant in ("one", "one", "other"):
+            await sessions.open(generator, anyio.CancelScope(), tenant=tenant)
+        with pytest.raises(Overloaded, match="this tenant has 2 sessions open"):
+            await sessions.open(generator, anyio.CancelScope(), tenant="one")
+        await sessions.open(generator, anyio.CancelScope(), tenant="other")
+        with pytest.raises(Overloaded, match="4 sessions open"):
+            await sessions.open(generator, anyio.CancelScope(), tenant="third")
+    async with open_sessions(ServerLimits(max_sessions=4)) as sessions:
+        for _ in range(4):  # without keys there is nobody else
+            await sessions.open(generator, anyio.CancelScope())
