@@ -198,7 +198,7 @@ class OverloadConfig(Struct, frozen=True, kw_only=True):
 
     max_wait_s: Annotated[
         SecondsOrNone, _help("who would wait longer for the first token is refused with 503")
-    ] = 30.0
+    ] = 60.0
     drain_s: Annotated[
         SecondsOrNone, _help("how long answers may go on after SIGTERM before they are cut")
     ] = 30.0

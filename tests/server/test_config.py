@@ -56,7 +56,7 @@ def test_a_flag_comes_before_a_variable_a_variable_before_the_file_and_the_file_
     assert found.config.network.port == 1
     assert found.config.limits.max_n == 2
     assert found.config.overload.drain_s == 3
-    assert found.config.overload.max_wait_s == 30
+    assert found.config.overload.max_wait_s == 60
     names = ("port", "max_n", "drain_s", "max_wait_s")
     assert [found.sources[name] for name in names] == [
         "flag --port",
