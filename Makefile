@@ -68,7 +68,7 @@ test-compiled: compiled
 	@AGENTFLOW_COMPILED=1 PYTHONPATH=build/compiled $(BIN)/pytest tests/core
 
 clean:
-	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean

@@ -8,6 +8,7 @@ from agentflow.constraint import Constraint
 from agentflow.server.api_call import ApiCall
 from agentflow.server.completion_request import CompletionRequest
 from agentflow.server.engine_generator import EngineGenerator
+from agentflow.server.json_nesting import MOST_NESTING, nests_deeper
 from agentflow.server.openai_chat_types import ChatRequest, ObjectFormat, SchemaFormat
 from agentflow.server.openai_conversation import conversation_of, tool_choice_of, tools_of
 from agentflow.server.openai_sampling import check_fields, constraint_of, sampling_of, wrong
@@ -65,5 +66,9 @@ def _response_format(body: ChatRequest) -> Constraint | None:
         case SchemaFormat(json_schema=spec):
             if spec.schema is None:
                 return ANY_OBJECT
+            if nests_deeper(spec.schema, MOST_NESTING):
+                raise wrong(
+                    "response_format", f"the schema nests deeper than {MOST_NESTING} objects and lists"
+                )
             return Constraint("schema", msgspec.json.encode(spec.schema).decode())
     return None

@@ -29,7 +29,7 @@ Schema = dict[str, Any]
 # requests, a fault of the server, a server that is full or ends.
 _ALWAYS = (401, 408, 413, 429, 500, 503)
 # These are answered before the API is asked: a page of another site, another method.
-_OUTSIDE = (403, 405)
+_OUTSIDE = (403, 405)  # in OpenAI's words, and in those of the path
 _NAME = {"type": "string"}
 _EVENT = {
     "type": "object",
@@ -124,8 +124,8 @@ def _answers(route: ApiRoute, schemas: dict[type[msgspec.Struct], Schema]) -> Sc
         told = dialect.status(Refusal(status, "", ""))
         body = {JSON: {"schema": schemas[dialect.body_type]}}
         answers[told] = _answer(told, body, _headers(dialect, status))
-    for status, body_type in zip(_OUTSIDE, (OPENAI.body_type, dialect.body_type), strict=True):
-        answers[status] = _answer(status, {JSON: {"schema": schemas[body_type]}})
+    for status, one in zip(_OUTSIDE, (OPENAI, dialect), strict=True):
+        answers[status] = _answer(status, {JSON: {"schema": schemas[one.body_type]}})
     return _in_order(answers)
 
 

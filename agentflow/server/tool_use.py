@@ -13,6 +13,7 @@ from agentflow.errors import BadArgument, NotSupported
 from agentflow.server.chat_message import Message, ToolSpec
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.completion_request import CompletionRequest, ToolChoice
+from agentflow.server.json_nesting import MOST_NESTING, nests_deeper
 from agentflow.server.tool_format import ToolFormat, tool_format
 from agentflow.server.tool_messages import as_plain_messages
 from agentflow.server.tool_output import ToolOutput
@@ -95,6 +96,11 @@ def _check(request: CompletionRequest) -> None:
     choice, names = request.tool_choice, [tool.name for tool in request.tools]
     if not isinstance(request.prompt, tuple) or not all(isinstance(one, Message) for one in request.prompt):
         raise NotSupported("tools need a conversation as the prompt, not plain text or token ids")
+    for tool in request.tools:
+        if nests_deeper(tool.parameters, MOST_NESTING):
+            raise BadArgument(
+                f"tool {tool.name!r}: its parameters nest deeper than {MOST_NESTING} objects and lists"
+            )
     if len(set(names)) != len(names):
         raise BadArgument(f"two tools have one name: {', '.join(names)}")
     if choice.mode == "required" and not names:

@@ -1,0 +1,49 @@
+"""docs/http-api.md names every field that requests may have, and none that they may not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from agentflow.server.openai_chat_types import MAX_MESSAGES, ChatRequest
+from agentflow.server.openai_completion_types import TextRequest
+from agentflow.server.openai_tokenize import DetokenizeRequest, TokenizeRequest
+
+PAGE = (Path(__file__).parents[2] / "docs" / "http-api.md").read_text(encoding="utf-8")
+# Of each section the fields that its tables, and the paragraphs on what is taken and refused, name.
+SECTIONS = dict(re.findall(r"^## `(POST [^`]*)`[^\n]*\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
+
+
+def fields(*kinds: type[msgspec.Struct]) -> set[str]:
+    return {name for kind in kinds for name in kind.__struct_fields__}
+
+
+def in_tables(section: str) -> set[str]:
+    """The names in the first column."""
+    rows = re.findall(r"^\| (`[^|]*) \|", section, re.MULTILINE)
+    return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+
+
+def test_chat_completions() -> None:
+    section = SECTIONS["POST /v1/chat/completions"]
+    known = fields(ChatRequest)
+    assert in_tables(section) <= known
+    named = set(re.findall(r"`(\w+)`", section))
+    assert known - named == set()
+    assert f"at most {MAX_MESSAGES:,}" in section
+
+
+def test_completions() -> None:
+    table = in_tables(SECTIONS["POST /v1/completions"])
+    assert table <= fields(TextRequest)
+    # The rest is what both have.
+    assert fields(TextRequest) - table <= fields(ChatRequest)
+
+
+@pytest.mark.parametrize("kind", [TokenizeRequest, DetokenizeRequest])
+def test_tokenize(kind: type[msgspec.Struct]) -> None:
+    named = set(re.findall(r"`(\w+)`", SECTIONS["POST /tokenize"])) | {"model"}
+    assert fields(kind) <= named

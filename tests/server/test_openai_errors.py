@@ -1,0 +1,171 @@
+"""Errors as OpenAI's own client raises them: its class, code, parameter and headers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from api_server import MODEL, ApiServer, api_server
+from fake_engine import TOKENIZER, FakeEngine
+from openai_peer import MESSAGES, logit_engine_of_server, sync_client
+
+from agentflow.server.api_keys import Tenants, hashed_key
+from agentflow.server.fake_runner import FakeRunner
+from agentflow.server.limits import HttpLimits
+from agentflow.server.rate_limit import TenantGate
+
+ASK: Any = {"model": MODEL, "messages": MESSAGES, "max_tokens": 4}
+KEY, SLOW_KEY = "af-free", "af-slow"
+KEYS = f"""
+[tenants.free]
+keys = ["{hashed_key(KEY)}"]
+
+[tenants.slow]
+keys = ["{hashed_key(SLOW_KEY)}"]
+requests_per_minute = 1
+
+[tenants.other]
+keys = ["{hashed_key("af-other")}"]
+models = ["another"]
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    """A server with tenants and limits."""
+    file: Path = tmp_path_factory.mktemp("keys") / "keys.toml"
+    file.write_text(KEYS)
+    limits = HttpLimits(body_bytes=2000)
+    with api_server(
+        logit_engine_of_server(),
+        tenants=Tenants(file=file),
+        gate=TenantGate(),
+        limits=limits,
+        constraints=False,
+    ) as running:
+        yield running
+
+
+def test_a_key_that_is_known(server: ApiServer) -> None:
+    with sync_client(server, api_key=KEY) as client:
+        assert client.chat.completions.create(**ASK).choices
+        assert [model.id for model in client.models.list()] == [MODEL]
+        assert client.models.retrieve(MODEL).owned_by == "agentflow"
+
+
+def test_a_key_that_is_not(server: ApiServer) -> None:
+    with sync_client(server, api_key="af-wrong") as client:
+        for ask in (lambda: client.chat.completions.create(**ASK), lambda: client.models.list()):
+            with pytest.raises(openai.AuthenticationError, match="not known here") as caught:
+                ask()
+            assert caught.value.code == "invalid_api_key"
+            assert caught.value.response.headers["www-authenticate"] == "Bearer"
+            assert caught.value.request_id == caught.value.response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("key", [KEY, "af-other"])
+def test_a_model_that_is_not_there_or_not_allowed(server: ApiServer, key: str) -> None:
+    with sync_client(server, api_key=key) as client:
+        name = "unknown" if key == KEY else MODEL
+        asks = (
+            lambda: client.chat.completions.create(**{**ASK, "model": name}),
+            lambda: client.completions.create(model=name, prompt="x"),
+            lambda: client.models.retrieve(name),
+        )
+        for ask in asks:
+            with pytest.raises(openai.NotFoundError, match=f"no model '{name}'") as caught:
+                ask()
+            assert caught.value.code == "model_not_found"
+
+
+def test_a_path_and_a_method_that_are_not_there(server: ApiServer) -> None:
+    with (
+        sync_client(server, api_key=KEY) as client,
+        pytest.raises(openai.NotFoundError, match="/v1/embeddings") as caught,
+    ):
+        client.embeddings.create(model=MODEL, input="x")
+    assert caught.value.code == "not_found"
+    answer = httpx2.get(f"{server.url}/v1/chat/completions")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    assert answer.json()["error"]["code"] == "method_not_allowed"
+
+
+def test_over_a_limit(server: ApiServer) -> None:
+    with sync_client(server, api_key=SLOW_KEY) as client:
+        client.chat.completions.create(**ASK)
+        for stream in (False, True):
+            with pytest.raises(openai.RateLimitError) as caught:
+                client.chat.completions.create(**ASK, stream=stream)
+            assert caught.value.code == "rate_limit_exceeded"
+            assert 0 < int(caught.value.response.headers["retry-after"]) <= 60
+
+
+def test_a_body_that_is_too_large(server: ApiServer) -> None:
+    with (
+        sync_client(server, api_key=KEY) as client,
+        pytest.raises(openai.APIStatusError, match="more than 2,000 bytes") as caught,
+    ):
+        client.completions.create(model=MODEL, prompt="x" * 3000)
+    assert caught.value.status_code == 413
+
+
+def test_a_body_that_is_no_json(server: ApiServer) -> None:
+    answer = httpx2.post(
+        f"{server.url}/v1/completions", content=b'{"model": ', headers={"authorization": f"Bearer {KEY}"}
+    )
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+
+
+def test_a_page_of_another_site(server: ApiServer) -> None:
+    with (
+        sync_client(server, api_key=KEY, default_headers={"origin": "https://elsewhere.example"}) as client,
+        pytest.raises(openai.PermissionDeniedError, match="other sites"),
+    ):
+        client.chat.completions.create(**ASK)
+
+
+def test_a_server_that_ends() -> None:
+    with api_server(constraints=False) as server, sync_client(server) as client:
+        server.service.is_draining = True
+        with pytest.raises(openai.InternalServerError, match="shutting down") as caught:
+            client.chat.completions.create(**ASK)
+        assert (caught.value.status_code, caught.value.code) == (503, "overloaded")
+        assert caught.value.type == "server_error"
+        assert caught.value.response.headers["retry-after"] == "1"
+
+
+def failing_after(num_tokens: int) -> FakeEngine:
+    """A model that breaks within an answer."""
+    seen: list[int] = []
+
+    def next_token(tokens: Sequence[int]) -> int:
+        seen.append(len(tokens))
+        if len(seen) > num_tokens:
+            raise RuntimeError("the model broke")
+        return TOKENIZER.encode("a")[0]
+
+    runner = FakeRunner(vocab_size=TOKENIZER.vocab_size, max_context=256, next_token=next_token)
+    return FakeEngine(runner=runner)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_fails(stream: bool) -> None:
+    with api_server(failing_after(0), constraints=False) as server, sync_client(server) as client:
+        with pytest.raises(openai.InternalServerError) as caught:
+            client.chat.completions.create(**ASK, stream=stream)
+        assert (caught.value.status_code, caught.value.code) == (500, "engine_failed")
+
+
+def test_an_engine_that_fails_in_the_middle_of_a_stream() -> None:
+    heard: list[str] = []
+    with api_server(failing_after(3), constraints=False) as server, sync_client(server) as client:
+        stream = client.chat.completions.create(**{**ASK, "max_tokens": 20}, stream=True)
+        with pytest.raises(openai.APIError) as caught:
+            heard.extend(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert "".join(heard) == "aaa"
+    assert caught.value.code == "engine_failed"
+    assert caught.value.type == "server_error"

@@ -1,0 +1,121 @@
+"""The OpenAPI document is made of the routes and types that the server has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import msgspec
+from api_server import api_server
+
+from agentflow.sampling import MAX_STOPS
+from agentflow.server.api_call import ApiCall
+from agentflow.server.api_routes import ROUTES, ApiRoute
+from agentflow.server.http_refusal import Refusal
+from agentflow.server.openapi import openapi_document
+
+
+class Question(msgspec.Struct):
+    """A request."""
+
+    text: str
+
+
+class Reply(msgspec.Struct):
+    """An answer."""
+
+    text: str
+
+
+class Fault(msgspec.Struct):
+    """An error."""
+
+    reason: str
+
+
+class OtherErrors:
+    """Errors as another API writes them: that it is overloaded has a status of its own."""
+
+    request_id_header = b"request-id"
+    body_type = Fault
+
+    def status(self, refusal: Refusal) -> int:
+        return 529 if refusal.status == 503 else refusal.status
+
+    def body(self, refusal: Refusal, request_id: str) -> bytes:
+        return msgspec.json.encode(Fault(refusal.message))
+
+    def event(self, refusal: Refusal, request_id: str) -> bytes:
+        return self.body(refusal, request_id)
+
+
+async def ask(call: ApiCall) -> None:
+    """Answers a question.
+
+    At length.
+    """
+
+
+OTHER = ApiRoute("POST", "/v2/ask", ask, OtherErrors(), response=Reply, request=Question, streams=True)
+
+
+def references(node: Any) -> Iterator[str]:
+    if isinstance(node, dict):
+        if "$ref" in node:
+            yield node["$ref"]
+        for value in node.values():
+            yield from references(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from references(value)
+
+
+def test_each_route_is_there_and_all_that_it_refers_to() -> None:
+    document = openapi_document(ROUTES)
+    told = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+    served = {(route.method, re.sub(r":\w+}", "}", route.path)) for route in ROUTES}
+    extra = {("GET", path) for path in ("/health/live", "/health/ready", "/metrics", "/openapi.json")}
+    assert told == served | extra
+    names = [operation["operationId"] for path in document["paths"].values() for operation in path.values()]
+    assert len(set(names)) == len(names)
+    schemas = document["components"]["schemas"]
+    found = set(references(document))
+    assert found == {f"#/components/schemas/{name}" for name in schemas}
+
+
+def test_bounds_are_those_that_requests_are_held_to() -> None:
+    fields = openapi_document(ROUTES)["components"]["schemas"]["ChatRequest"]
+    assert fields["additionalProperties"] is False
+    assert fields["required"] == ["model", "messages"]
+    stop = fields["properties"]["stop"]["anyOf"]
+    assert [one.get("maxItems") for one in stop] == [None, MAX_STOPS, None]
+    assert fields["properties"]["audio"] == {
+        "type": "null",
+        "description": "Not supported.",
+        "default": None,
+    }
+
+
+def test_a_route_has_its_own_errors() -> None:
+    document = openapi_document([*ROUTES, OTHER])
+    operation = document["paths"]["/v2/ask"]["post"]
+    assert operation["summary"] == "Answers a question."
+    answers = operation["responses"]
+    assert list(answers) == sorted(answers)
+    assert {"200", "400", "401", "404", "408", "413", "429", "500", "529"} <= set(answers)
+    assert "503" not in answers
+    assert set(answers["200"]["content"]) == {"application/json", "text/event-stream"}
+    own = {"$ref": "#/components/schemas/Fault"}
+    # What stands before the API answers in the words of OpenAI's.
+    told = {status: answer["content"]["application/json"]["schema"] for status, answer in answers.items()}
+    assert {status for status, schema in told.items() if schema == own} == set(answers) - {"200", "403"}
+    assert all("request-id" in answers[status]["headers"] for status in ("200", "400", "529"))
+
+
+def test_it_is_served() -> None:
+    with api_server(constraints=False) as server:
+        answer = httpx2.get(f"{server.url}/openapi.json")
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.json() == msgspec.json.decode(msgspec.json.encode(openapi_document(ROUTES)))
