@@ -104,7 +104,9 @@ def serve(
             ):
                 group.start_soon(_reload_keys_on_hangup, server.service.tenants)
                 names = ", ".join(model.name for model in server.service.models)
-                print(f"agentflow serves {names} at {server.url}", flush=True)
+                print(f"agentflow serves {names} at {server.url}")
+                base = server.url.replace("ws", "http", 1)
+                print(f"OpenAI's API is at {base}/v1, Anthropic's at {base}", flush=True)
                 await is_asked_to_end()
                 if not await server.service.drain(drain_s):
                     logger.warning("after %g s requests still ran: they are cancelled", drain_s)

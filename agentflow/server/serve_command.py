@@ -82,8 +82,12 @@ COMMAND = Command(
     usage="agentflow serve [--model NAME[=PATH]] [--config FILE] [--port N] ...",
     summary="run the server",
     description="""\
-Serves models to programs on this machine or others:
-af.session("ws://HOST:PORT") connects to it.
+Serves models to programs on this machine or others. It speaks three
+languages on one port:
+
+  af.session("ws://HOST:PORT")                     agentflow's own sessions
+  OpenAI(base_url="http://HOST:PORT/v1")           and what speaks OpenAI's API
+  Anthropic(base_url="http://HOST:PORT")           and what speaks Anthropic's
 
 Every option is also an environment variable (AGENTFLOW_SERVE_KV_TOKENS for
 --kv-tokens) and a key of the TOML file (kv_tokens in [engine]). A flag comes

@@ -263,7 +263,7 @@ def _child(mode: str) -> subprocess.Popen[str]:
     )
 
 
-def _first_line(child: subprocess.Popen[str]) -> str:
+def _next_line(child: subprocess.Popen[str]) -> str:
     assert child.stdout is not None
     return child.stdout.readline()
 
@@ -271,8 +271,10 @@ def _first_line(child: subprocess.Popen[str]) -> str:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_serving_process_cleanly_with_a_client_connected(number: signal.Signals) -> None:
     with _child("serving") as child:
-        found = re.fullmatch(r"agentflow serves scripted at (ws://127\.0\.0\.1:\d+)\n", _first_line(child))
+        found = re.fullmatch(r"agentflow serves scripted at (ws://127\.0\.0\.1:\d+)\n", _next_line(child))
         assert found is not None
+        base = found[1].replace("ws", "http")
+        assert _next_line(child) == f"OpenAI's API is at {base}/v1, Anthropic's at {base}\n"
 
         async def client() -> ServerLost | None:
             listener = Listener()
@@ -292,7 +294,7 @@ def test_a_signal_ends_a_serving_process_cleanly_with_a_client_connected(number:
 
 def test_a_signal_ends_a_process_that_is_still_starting() -> None:
     with _child("starting") as child:
-        assert _first_line(child) == "starting\n"
+        assert _next_line(child) == "starting\n"
         child.send_signal(signal.SIGTERM)
         output, errors = child.communicate()
     assert (child.returncode, output, errors) == (0, "returned\n", "")
