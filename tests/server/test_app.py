@@ -22,7 +22,7 @@ from agentflow.backends.remote import Remote
 from agentflow.errors import BadArgument, EngineFailed, UnknownModel
 from agentflow.generator import Generator
 from agentflow.protocol import VERSION, Hello, Refused, Welcome, encode, server_frames
-from agentflow.server.app import create_app
+from agentflow.server.app import Access, create_app
 from agentflow.server.limits import ServerLimits
 from agentflow.server.models import Models, OneGenerator, one_model
 from agentflow.server.serve import running_server
@@ -219,3 +219,33 @@ async def test_a_session_is_on_the_model_that_it_names() -> None:
         with pytest.raises(UnknownModel, match=r"no model 'none' here \(there are: one, other\)"):
             async with Remote(server.url, model="none").connect(listener.deliver, listener.lost):
                 pytest.fail("it opened")
+
+
+@pytest.mark.anyio
+async def test_pages_of_other_sites_are_let_in_only_where_that_is_asked_for() -> None:
+    @asynccontextmanager
+    async def open_generator() -> AsyncIterator[Generator[Any]]:
+        yield WireGenerator()
+
+    page = "https://app.example"
+    preflight = {
+        "type": "http",
+        "method": "OPTIONS",
+        "path": "/v1/chat/completions",
+        "query_string": b"",
+        "headers": [
+            (b"host", b"127.0.0.1:8410"),
+            (b"origin", page.encode()),
+            (b"access-control-request-method", b"POST"),
+            (b"access-control-request-headers", b"authorization,content-type"),
+        ],
+    }
+    for origins, status, told in (((), 403, None), ((page,), 200, page.encode())):
+        app = create_app(one_model(open_generator), access=Access(cors_origins=origins))
+        async with app.router.lifespan_context(app):
+            start, *_ = await _answers(app, dict(preflight))
+        headers = dict(start["headers"])
+        assert start["status"] == status
+        assert headers.get(b"access-control-allow-origin") == told
+        if told:
+            assert b"authorization" in headers[b"access-control-allow-headers"]
