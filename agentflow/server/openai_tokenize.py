@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, TypeVar
 
 import anyio.to_thread
 import msgspec
@@ -18,6 +20,9 @@ from agentflow.server.openai_conversation import conversation_of, tools_of
 from agentflow.server.openai_fields import TokenId
 from agentflow.server.openai_message_types import ChatMessage, Tool
 from agentflow.server.openai_sampling import faults_named, wrong
+
+ArgT = TypeVar("ArgT")
+ResultT = TypeVar("ResultT")
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -63,8 +68,7 @@ async def tokenize(call: ApiCall) -> None:
     token_ids = await _ids_of(body, generator)
     texts: list[str] | None = None
     if body.return_token_strs:
-        decode = generator.tokenizer.decode
-        texts = [decode([token_id], skip_special=False, continues=True) for token_id in token_ids]
+        texts = await _away(len(token_ids), partial(_texts, generator), token_ids)
     call.record.prompt_tokens = len(token_ids)
     await call.reply(
         TokenizeAnswer(
@@ -82,7 +86,20 @@ async def detokenize(call: ApiCall) -> None:
     generator = call.generator(body.model, to_generate=False)
     with faults_named("tokens"):
         generator.check_ids(body.tokens)
-    await call.reply(DetokenizeAnswer(generator.tokenizer.decode(body.tokens, skip_special=False)))
+    decode = partial(generator.tokenizer.decode, skip_special=False)
+    await call.reply(DetokenizeAnswer(await _away(len(body.tokens), decode, body.tokens)))
+
+
+def _texts(generator: EngineGenerator, token_ids: list[int]) -> list[str]:
+    decode = generator.tokenizer.decode
+    return [decode([token_id], skip_special=False, continues=True) for token_id in token_ids]
+
+
+async def _away(amount: int, function: Callable[[ArgT], ResultT], argument: ArgT) -> ResultT:
+    """Calls the function; where there is much to do, in a worker thread."""
+    if amount > MAX_INLINE_CHARS:
+        return await anyio.to_thread.run_sync(function, argument)
+    return function(argument)
 
 
 async def _ids_of(body: TokenizeRequest, generator: EngineGenerator) -> list[int]:
@@ -107,6 +124,4 @@ async def _ids_of(body: TokenizeRequest, generator: EngineGenerator) -> list[int
     tokenizer = generator.tokenizer
     if not prompt:
         return [] if body.add_special_tokens is False else list(tokenizer.prefix_ids)
-    if len(prompt) > MAX_INLINE_CHARS:
-        return await anyio.to_thread.run_sync(tokenizer.encode_markup, prompt)
-    return tokenizer.encode_markup(prompt)
+    return await _away(len(prompt), tokenizer.encode_markup, prompt)

@@ -6,6 +6,7 @@ import copy
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -251,6 +252,33 @@ def test_settings_for_training_do_not_cut_texts() -> None:
     tokenizer = Tokenizer(spec)
     assert tokenizer.decode(tokenizer.encode("the quick brown fox")) == "the quick brown fox"
     assert tokenizer.decode(tokenizer.encode_markup("the quick brown fox")) == "the quick brown fox"
+
+
+@family
+def test_a_long_text_is_encoded_as_the_library_does(name: str) -> None:
+    for text in ("The answer, é 日本.\n" * 200, "<s>the  answer</s>" * 200):
+        expected = LIBRARIES[name].encode(text, add_special_tokens=False).ids
+        assert TOKENIZERS[name].encode_markup(text) == expected
+    with pytest.raises(BadArgument, match="half of a surrogate pair"):
+        TOKENIZERS[name].encode("x" * 5000 + "\ud800")
+
+
+def test_while_a_long_text_is_encoded_other_threads_run() -> None:
+    """As long as it takes, and not only before and after it."""
+    text = "the answer " * 100_000
+    has_begun, num_turns = threading.Event(), 0
+
+    def encode() -> None:
+        has_begun.set()
+        TOKENIZERS["byte_level"].encode(text)
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    has_begun.wait()
+    while thread.is_alive():
+        thread.join(timeout=0.001)
+        num_turns += 1
+    assert num_turns >= 20
 
 
 def test_half_a_surrogate_pair_is_refused() -> None:
