@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
+import anyio.lowlevel
 import msgspec
 import pytest
 from api_server import MODEL, ApiServer, api_server
@@ -56,8 +57,6 @@ class Heard:
 
     def wait_for(self, number: int) -> None:
         async def until() -> None:
-            import anyio.lowlevel
-
             while self.num_sent < number:
                 await anyio.lowlevel.checkpoint()
 
