@@ -26,9 +26,13 @@ from schemathesis.checks import CHECKS, load_all_checks
 from schemathesis.engine import Status, events, from_schema
 from schemathesis.schemas import APIOperation, BaseSchema
 
+from agentflow.server.api_keys import Tenants
+
 # Left out: that all is taken that the document allows (a conversation may be too long, fields exclude each
-# other), and that a key is asked for (this server has none).
-_LEFT_OUT = ["positive_data_acceptance", "ignored_auth"]
+# other).
+_LEFT_OUT = ["positive_data_acceptance"]
+_KEY = "af-key"
+_WITH_KEY = {"Authorization": f"Bearer {_KEY}"}
 # Of ten random cases so many are as the document allows.
 _POSITIVE_TENTHS = 7
 
@@ -46,8 +50,8 @@ def fuzz(num_random: int, *, limits_of: str | None = None, derandomize: bool = F
     outcome = Outcome()
     # Short texts, so that a case is short; with logits, so that all parameters can be had.
     engine = FakeEngine(runner=logit_runner(max_context=192))
-    with api_server(engine) as server:
-        document = _with_known_models(httpx2.get(f"{server.url}/openapi.json").json())
+    with api_server(engine, tenants=Tenants([_KEY])) as server:
+        document = _of_this_server(httpx2.get(f"{server.url}/openapi.json").json())
         _try_limits(_schema(document, server.url, path=limits_of), outcome)
         operations = [result.ok() for result in _schema(document, server.url).get_all_operations()]
         share = num_random // sum(1 for operation in operations if operation.body) + 1
@@ -60,7 +64,7 @@ def fuzz(num_random: int, *, limits_of: str | None = None, derandomize: bool = F
 def _schema(document: dict[str, Any], url: str, *, path: str | None = None) -> BaseSchema:
     schema = schemathesis.openapi.from_dict(document)
     schema.config.cache.enabled = False  # nothing is left behind in the folder that it runs in
-    schema.config.update(base_url=url, continue_on_failure=True)
+    schema.config.update(base_url=url, headers=_WITH_KEY, continue_on_failure=True)
     schema.config.checks.update(included_check_names=["all"], excluded_check_names=_LEFT_OUT)
     schema.config.phases.update(phases=["coverage"])
     return schema if path is None else schema.include(path=path)
@@ -91,7 +95,9 @@ def _faults(recorder: Any) -> list[str]:
 
 def _try_at_random(operation: APIOperation, num_cases: int, outcome: Outcome, *, derandomize: bool) -> None:
     load_all_checks()
-    checks = CHECKS.get_by_names([name for name in CHECKS.get_all_names() if name not in _LEFT_OUT])
+    # Whether a key is asked for is tried at the limits: here all come with the right one.
+    left_out = [*_LEFT_OUT, "ignored_auth"]
+    checks = CHECKS.get_by_names([name for name in CHECKS.get_all_names() if name not in left_out])
     num_positive = num_cases * _POSITIVE_TENTHS // 10 if operation.body else num_cases
     parts = ((GenerationMode.POSITIVE, num_positive), (GenerationMode.NEGATIVE, num_cases - num_positive))
     for mode, count in parts:
@@ -108,7 +114,7 @@ def _try_at_random(operation: APIOperation, num_cases: int, outcome: Outcome, *,
         )
         @given(case=operation.as_strategy(generation_mode=mode))
         def send(case: Any) -> None:
-            response = case.call()
+            response = case.call(headers=_WITH_KEY)
             outcome.answers[f"{operation.label} {response.status_code}"] += 1
             case.validate_response(response, checks=checks)
 
@@ -118,9 +124,11 @@ def _try_at_random(operation: APIOperation, num_cases: int, outcome: Outcome, *,
             outcome.faults.append(f"{operation.label}: {error}")
 
 
-def _with_known_models(document: dict[str, Any]) -> dict[str, Any]:
-    """Nearly all names of models are unknown to the server; here half of them are the one that it has."""
+def _of_this_server(document: dict[str, Any]) -> dict[str, Any]:
+    """Nearly all names of models are unknown to the server; here half of them are the one that it has. And
+    one that has keys asks for them."""
     document = copy.deepcopy(document)
+    document["security"].remove({})
     for name, schema in document["components"]["schemas"].items():
         if name.endswith("Request") and "model" in schema["properties"]:
             schema["properties"]["model"] = {"enum": [MODEL, "unknown"], "type": "string"}
