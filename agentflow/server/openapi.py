@@ -148,7 +148,9 @@ def _operations_paths(schemas: dict[type[msgspec.Struct], Schema]) -> dict[str, 
     def get(name: str, summary: str, answers: Iterable[tuple[int, Schema]]) -> dict[str, Schema]:
         told = {405: _answer(405, outside), 403: _answer(403, outside)}
         told |= {status: _answer(status, content) for status, content in answers}
-        return {"get": {"operationId": name, "summary": summary, "responses": _in_order(told)}}
+        operation = {"operationId": name, "summary": summary, "responses": _in_order(told)}
+        # What never answers 401 wants no key, on a server with keys either.
+        return {"get": operation if 401 in told else operation | {"security": []}}
 
     return {
         "/health/live": get("live", "Whether the process answers.", [(200, {JSON: {"schema": _LIVE}})]),

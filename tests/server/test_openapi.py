@@ -80,6 +80,10 @@ def test_each_route_is_there_and_all_that_it_refers_to() -> None:
     assert told == served | extra
     names = [operation["operationId"] for path in document["paths"].values() for operation in path.values()]
     assert len(set(names)) == len(names)
+    open_to_all = {
+        path for path, methods in document["paths"].items() if "security" in methods.get("get", {})
+    }
+    assert open_to_all == {"/health/live", "/health/ready", "/openapi.json"}
     schemas = document["components"]["schemas"]
     found = set(references(document))
     assert found == {f"#/components/schemas/{name}" for name in schemas}
