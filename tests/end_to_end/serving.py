@@ -32,4 +32,8 @@ def served(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
         raise AssertionError(f"the server ended before it was ready:\n{output}")
     finally:
         server.terminate()
-        server.communicate(timeout=30)
+        try:
+            server.communicate(timeout=20)
+        except subprocess.TimeoutExpired:  # it waits for what a test that failed has left open
+            server.terminate()
+            server.communicate(timeout=10)
