@@ -105,6 +105,7 @@ class Completion:
             context = self._generator.open(self._request.cache_salt, priority=self._request.priority)
             contexts, self._context = [context], context
             try:
+                self._check_length()
                 await self._fill(context)
                 await self._check_size(context)
                 if self._request.n > 1:
@@ -121,6 +122,13 @@ class Completion:
             self._failure = first_of(error)
         self._has_ended = True
         self._changed.set()
+
+    def _check_length(self) -> None:
+        prompt = self._request.prompt
+        if isinstance(prompt, TokenIds):
+            return
+        num_chars = len(prompt) if isinstance(prompt, str) else sum(len(one.content) for one in prompt)
+        self._generator.check_length(num_chars, self._request.max_prompt_tokens)
 
     async def _check_size(self, context: EngineContext) -> None:
         most = self._request.max_prompt_tokens

@@ -12,7 +12,7 @@ import anyio.to_thread
 import msgspec
 
 from agentflow.constraint import CONSTRAINT_KINDS, Constraint
-from agentflow.errors import BadArgument
+from agentflow.errors import BadArgument, PromptTooLong
 from agentflow.generator import Capabilities, Generated, OnText, Scored, StateHint, Stats, Usage
 from agentflow.sampling import SamplingParams
 from agentflow.server.answer_memory import AnswerMemory
@@ -153,6 +153,7 @@ class EngineGenerator:
         """Generates after the context, which stays as it is. ``on_progress`` hears what each step gave."""
         self.capabilities.require(constraint)
         with self._admit(context.num_unencoded_chars // CHARS_PER_TOKEN) as admitted:
+            self.check_length(context.num_unencoded_chars)
             token_ids = await self.prompt_ids(context)
             admitted.prompt_tokens = len(token_ids)
             compiled = None
@@ -233,6 +234,17 @@ class EngineGenerator:
         """What stands before a text that stands after nothing."""
         bos = self._client.tokenizer.bos_id
         return [bos if bos is not None else self._client.info.end_token_ids[0]]
+
+    def check_length(self, num_chars: int, most: int | None = None) -> None:
+        """``PromptTooLong`` for a text that is longer than the context, or than ``most`` tokens, however it
+        is encoded: encoding it would take long."""
+        most = min(most or self._client.info.max_context, self._client.info.max_context)
+        fewest = self.tokenizer.fewest_tokens(num_chars)
+        if fewest > most:
+            raise PromptTooLong(
+                f"the prompt has {num_chars:,} characters, which are at least {fewest:,} tokens, and "
+                f"{most:,} are the most there may be: shorten it"
+            )
 
     def check_ids(self, token_ids: Sequence[int]) -> None:
         """``BadArgument`` for one that the vocabulary does not have."""

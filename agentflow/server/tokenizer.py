@@ -63,6 +63,7 @@ class Tokenizer:
         self._markup = _load({**spec, "truncation": None, "padding": None}, where)
         self._content = _variant({**spec, **bare}, self._markup, self._added, self._closed_to_content)
         self.space_prefix: SpacePrefix = find_space_prefix(spec.get("normalizer"), spec.get("pre_tokenizer"))
+        self._may_shorten = without_space_prefix(spec.get("normalizer")) is not None
         self._inner_markup, self._inner_content = self._markup, self._content
         if self.space_prefix != "none":
             for name in ("normalizer", "pre_tokenizer"):
@@ -219,6 +220,16 @@ class Tokenizer:
     def max_leading_spaces(self) -> int:
         """The most that ``leading_spaces`` can give."""
         return self._decoder.stripped_spaces
+
+    def fewest_tokens(self, num_chars: int) -> int:
+        """A text of so many characters has at least so many tokens (those aside that the vocabulary cannot
+        write at all): known without encoding it. 0 where a normalizer might make it shorter first."""
+        return 0 if self._may_shorten else -(-num_chars // self._longest)
+
+    @cached_property
+    def _longest(self) -> int:
+        """The most bytes, and so the most characters, that a token stands for."""
+        return max(1, *map(len, self._bytes_with_special))
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for; none for special tokens and for ids outside the vocabulary."""

@@ -127,6 +127,18 @@ async def test_in_a_plain_text_special_tokens_count(num_chars):
     assert prompts == [TOKENIZER.encode_markup(text)]
 
 
+async def test_what_is_far_too_long_is_refused_before_it_is_encoded(monkeypatch):
+    engine = FakeEngine()
+    async with generator_on(engine) as generator:
+        for prompt in ("x" * 100_000, (Message("user", "x" * 50_000), Message("assistant", "y" * 50_000))):
+            with monkeypatch.context() as patch:
+                patch.setattr(generator.tokenizer, "_encode", None)  # nothing may be encoded
+                with pytest.raises(PromptTooLong, match=r"100,000 characters, which are at least .* tokens"):
+                    await ask(generator, CompletionRequest(prompt, SAMPLED))
+        with pytest.raises(PromptTooLong, match="and 10 are the most"):
+            await ask(generator, CompletionRequest("x" * 1000, SAMPLED, max_prompt_tokens=10))
+
+
 async def test_ids_are_the_prompt_as_they_are():
     engine = FakeEngine()
     async with generator_on(engine) as generator:

@@ -53,6 +53,7 @@ def test_content_decodes_to_itself_and_is_never_special(name: str, text: str) ->
     tokenizer = TOKENIZERS[name]
     ids = tokenizer.encode(text)
     assert tokenizer.special_ids.isdisjoint(ids)
+    assert len(ids) >= tokenizer.fewest_tokens(len(text))
     # This kind puts no space in front of one that is there, and takes it away all the same.
     assert tokenizer.decode(ids) == (text.removeprefix(" ") if name == "prefix_first" else text)
 
