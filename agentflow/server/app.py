@@ -91,7 +91,11 @@ def create_app(
     origins = access.cors_origins
     guard = Middleware(BrowserGuard, origins=origins, hosts=access.allowed_hosts)
     cors = Middleware(
-        CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "request-id", "retry-after"],
     )
     app = Starlette(
         routes=routes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,12 +13,14 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from fake_engine import TEMPLATE, FakeEngine
 
 from agentflow.server.api_keys import Tenants
+from agentflow.server.app import Access
 from agentflow.server.chat_template import ChatTemplate
-from agentflow.server.constraint_compiler import constraint_compiler
+from agentflow.server.constraint_compiler import ConstraintCompiler, constraint_compiler
 from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.engine_messages import EngineStats
-from agentflow.server.limits import HttpLimits
+from agentflow.server.limits import CompileLimits, HttpLimits, ServerLimits
 from agentflow.server.models import EngineModel, Models
+from agentflow.server.rate_limit import TenantGate
 from agentflow.server.serve import RunningServer, running_server
 from agentflow.server.service import Service
 from agentflow.server.tenant import NOBODY_ELSE
@@ -67,27 +69,33 @@ def api_server(
     *,
     template: ChatTemplate = TEMPLATE,
     tenants: Tenants | None = None,
+    gate: TenantGate | None = None,
     limits: HttpLimits | None = None,
     constraints: bool = True,
+    compile_limits: CompileLimits | None = None,
+    server_limits: ServerLimits | None = None,
+    max_wait_s: float | None = None,
+    hosts: tuple[str, ...] | None = None,
 ) -> Iterator[ApiServer]:
-    """A server on a free port, whose only model is called ``fake``. ``constraints``: with a process that
-    compiles them."""
+    """A server on a free port, whose only model is called ``fake``. ``gate``: what its tenants' requests pass
+    through. ``constraints``: with a process that compiles them. ``hosts``: names that it is known by."""
     engine = engine or FakeEngine()
 
     @asynccontextmanager
     async def open_models() -> AsyncIterator[Models]:
         async with contextlib.AsyncExitStack() as stack:
             client = await stack.enter_async_context(engine.open_client())
-            compiler = await stack.enter_async_context(constraint_compiler()) if constraints else None
-            yield Models([EngineModel(MODEL, client, template, compiler=compiler)], compiler)
+            compiler: ConstraintCompiler | None = None
+            if constraints:
+                compiler = await stack.enter_async_context(constraint_compiler(compile_limits))
+            model = EngineModel(MODEL, client, template, compiler=compiler, gate=gate, max_wait_s=max_wait_s)
+            yield Models([model], compiler)
 
-    def settle(service: Service) -> None:
-        service.tenants = tenants or service.tenants
-        service.http_limits = limits or service.http_limits
+    async def run() -> AbstractAsyncContextManager[RunningServer]:
+        access = Access(tenants or Tenants(), allowed_hosts=hosts)
+        return running_server(open_models, limits=server_limits, http_limits=limits, access=access)
 
     with contextlib.ExitStack() as stack:
         portal = stack.enter_context(start_blocking_portal("asyncio"))
-        running = portal.call(running_server, open_models)
-        server = stack.enter_context(portal.wrap_async_context_manager(running))
-        portal.call(settle, server.service)
+        server = stack.enter_context(portal.wrap_async_context_manager(portal.call(run)))
         yield ApiServer(server.url.replace("ws://", "http://"), engine, server, portal)

@@ -22,7 +22,7 @@ from agentflow.backends.remote import Remote
 from agentflow.errors import BadArgument, EngineFailed, UnknownModel
 from agentflow.generator import Generator
 from agentflow.protocol import VERSION, Hello, Refused, Welcome, encode, server_frames
-from agentflow.server.app import create_app
+from agentflow.server.app import Access, create_app
 from agentflow.server.limits import ServerLimits
 from agentflow.server.models import Models, OneGenerator, one_model
 from agentflow.server.serve import running_server
@@ -152,6 +152,22 @@ def test_what_is_not_there_is_refused_with_what_is(server: ThreadServer) -> None
             assert says in json.loads(answer.read())["error"]["message"]
     finally:
         connection.close()
+
+
+@pytest.mark.anyio
+async def test_a_page_that_is_allowed_reads_the_headers_that_say_what_to_do() -> None:
+    @asynccontextmanager
+    async def open_generator() -> AsyncIterator[Generator[Any]]:
+        yield WireGenerator()
+
+    page = "https://app.example"
+    app = create_app(one_model(open_generator), access=Access(cors_origins=(page,)))
+    headers = [(b"origin", page.encode()), (b"host", b"models.example")]
+    scope = {"type": "http", "method": "GET", "path": "/v1/nowhere", "headers": headers, "query_string": b""}
+    start, _ = await _answers(app, scope)
+    told = dict(start["headers"])
+    assert (start["status"], told[b"access-control-allow-origin"]) == (404, page.encode())
+    assert told[b"access-control-expose-headers"] == b"x-request-id, request-id, retry-after"
 
 
 def test_nothing_is_compressed(server: ThreadServer) -> None:
