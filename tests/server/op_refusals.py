@@ -87,6 +87,19 @@ def a_key_that_is_gone(_: ApiServer) -> str:
         return session.failure()
 
 
+def no_counters(_: ApiServer) -> str:
+    with (
+        api_server(failing_engine(SystemExit(3)), constraints=False) as server,
+        session_on(server) as session,
+    ):
+        session.ops(*ASK, gen())
+        assert session.failure() == "`engine_failed`"
+        session.ops({"op": "getstats", "ticket": 7})
+        reply = next(event for event in session.events() if event["event"] == "statsreply")
+        session.check_goes_on(98)
+        return f"`{reply['error']['code']}`"
+
+
 def a_cancelled_state(server: ApiServer) -> str:
     with session_on(server) as session:
         server.call(server.engine.gate.allow, 0)
@@ -151,4 +164,5 @@ FAILURES: dict[str, Fails] = {
     "the engine has too many unfinished requests": while_busy(*ASK, gen(), max_unfinished=1),
     "the engine fails on this request": on(lambda: failing_engine(ArithmeticError("no memory")), *ASK, gen()),
     "the engine is gone": on(lambda: failing_engine(SystemExit(3)), *ASK, gen()),
+    "`getstats` of an engine that restarts or is gone": no_counters,
 }

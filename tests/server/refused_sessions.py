@@ -69,10 +69,14 @@ class Session:
         for event in self.events():
             if event["event"] == "varfailed" if state is None else event.get("state") == state:
                 assert event["error"]["message"]
-                self.ops({"op": "open", "state": 99}, {"op": "await", "state": 99, "ticket": 1})
-                assert any(later.get("state") == 99 for later in self.events())
+                self.check_goes_on(99)
                 return f"`{event['error']['code']}`"
         raise AssertionError
+
+    def check_goes_on(self, state: int) -> None:
+        """A new state can be opened and awaited."""
+        self.ops({"op": "open", "state": state}, {"op": "await", "state": state, "ticket": 1})
+        assert any(later.get("state") == state for later in self.events())
 
     def events(self) -> Iterator[dict[str, Any]]:
         while True:
