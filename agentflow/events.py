@@ -120,10 +120,11 @@ class StateFailed(_Event, frozen=True):
 
 
 class StatsReply(_Event, frozen=True):
-    """Answers ``GetStats``."""
+    """Answers ``GetStats``: with the counters, or with why there are none now."""
 
     ticket: int
-    stats: Stats
+    stats: Stats | None = None
+    error: ErrorInfo | None = None
 
 
 Event = Delta | Value | VarFailed | Reached | StateFailed | StatsReply

@@ -274,4 +274,8 @@ class Interpreter(Generic[ContextT]):
                     graph.add(self._states.open_state(child))
 
     async def _report(self, ticket: int) -> None:
-        self.outbox.mark(StatsCell(StatsReply(ticket, await self._generator.stats())))
+        try:
+            reply = StatsReply(ticket, await self._generator.stats())
+        except AgentflowError as error:  # an engine that restarts, say: the session goes on
+            reply = StatsReply(ticket, error=ErrorInfo.of(error))
+        self.outbox.mark(StatsCell(reply))

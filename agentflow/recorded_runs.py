@@ -267,8 +267,10 @@ class RecordedRuns:
                 if not state.is_cancelled and state.failure is None:
                     state.failure = heard
                     self._expect(heard, event.error)
+            case StatsReply(stats=Stats() as stats):
+                self.stats.append((heard.seq, stats))
             case StatsReply():
-                self.stats.append((heard.seq, event.stats))
+                pass  # there were none just then
 
     def _hear_variable(self, variable: RecordedVariable, heard: RecordedEvent, at_s: float) -> None:
         event = heard.event

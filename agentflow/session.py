@@ -15,7 +15,7 @@ from anyio.abc import TaskGroup
 from agentflow import ops
 from agentflow.backend import Backend, Connection
 from agentflow.budget import limit_op
-from agentflow.errors import AgentflowError, BadArgument, Cancelled, ServerLost, StateClosed
+from agentflow.errors import AgentflowError, BadArgument, Cancelled, EngineFailed, ServerLost, StateClosed
 from agentflow.events import Delta, ErrorInfo, Event, Reached, StateFailed, StatsReply, Value, VarFailed
 from agentflow.generator import Capabilities, Stats
 from agentflow.graph import Graph
@@ -64,7 +64,7 @@ class Session:
         self._run_indices = itertools.count()
         self._states: dict[int, State] = {}
         self._variables: dict[int, Variable[Any]] = {}  # those not done yet
-        self._answers: dict[int, tuple[anyio.Event, list[Stats]]] = {}
+        self._answers: dict[int, tuple[anyio.Event, list[StatsReply]]] = {}
 
     async def __aenter__(self) -> Session:
         if self._tasks is not None:
@@ -202,7 +202,8 @@ class Session:
         self.send([limit_op(0, deadline_s, output_tokens)])
 
     async def stats(self) -> Stats:
-        """What the backend has counted since its start. Raises what ended the session, if that has ended.
+        """What the backend has counted since its start. Raises what ended the session, if that has ended, and
+        ``EngineFailed`` while an engine restarts (the session goes on then).
 
         >>> before = await flow.stats()
         >>> grade = await flow.run(judge, essay)
@@ -211,7 +212,7 @@ class Session:
         """
         self.check_alive()
         ticket = self.next_id()
-        answer: tuple[anyio.Event, list[Stats]] = (anyio.Event(), [])
+        answer: tuple[anyio.Event, list[StatsReply]] = (anyio.Event(), [])
         self._answers[ticket] = answer
         self.send([ops.GetStats(ticket)])
         try:
@@ -219,7 +220,10 @@ class Session:
         finally:
             del self._answers[ticket]
         self.check_alive()
-        return answer[1][0]
+        reply = answer[1][0]
+        if reply.stats is None:
+            raise EngineFailed("no counters came") if reply.error is None else reply.error.to_exception()
+        return reply.stats
 
     @property
     def capabilities(self) -> Capabilities:
@@ -324,7 +328,7 @@ class Session:
                         self._states[event.state].fail(event.error)
                 case StatsReply():
                     if event.ticket in self._answers:
-                        self._answers[event.ticket][1].append(event.stats)
+                        self._answers[event.ticket][1].append(event)
                         self._answers[event.ticket][0].set()
 
     def _end_variable(self, event: Value | VarFailed) -> None:

@@ -70,18 +70,22 @@ class StepGate:
 class FakeEngine:
     """A backend: ``af.session(backend=FakeEngine(...))``. Open one session on it at a time."""
 
-    def __init__(self, *, runner: FakeRunner | None = None, **config) -> None:
+    def __init__(
+        self, *, runner: FakeRunner | None = None, max_unfinished: int | None = None, **config
+    ) -> None:
         self.gate = StepGate()
         self.runner = runner or FakeRunner(
             vocab_size=TOKENIZER.vocab_size, num_slots=4096, max_context=1024, on_step=self.gate
         )
         self.config = SchedulerConfig(**config)
+        self.max_unfinished = max_unfinished
         self.client: EngineClient | None = None
 
     @asynccontextmanager
     async def open_client(self) -> AsyncIterator[EngineClient]:
         self.gate.attach()
-        async with running_engine(lambda: (self.runner, TOKENIZER), self.config) as client:
+        opening = running_engine(lambda: (self.runner, TOKENIZER), self.config, self.max_unfinished)
+        async with opening as client:
             self.client = client
             try:
                 yield client

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from agentflow.errors import PromptTooLong
+from agentflow.errors import BadArgument, PromptTooLong, RequestRefused
 from agentflow.server.anthropic_answer import AnswerEvents, AnswerFrame
 from agentflow.server.anthropic_request import completion_of, prompt_of, read_request
 from agentflow.server.anthropic_types import CountAnswer, CountRequest, MessagesRequest
 from agentflow.server.api_call import ApiCall
 from agentflow.server.completion import Completion, completing
 from agentflow.server.completion_request import AnswerEnded, CompletionDelta
-from agentflow.server.http_refusal import Refusal
+from agentflow.server.http_refusal import Refusal, refusal_of
 
 
 async def create_message(call: ApiCall) -> None:
@@ -31,6 +31,12 @@ async def create_message(call: ApiCall) -> None:
         # Agents that shorten their conversation know its cause by these words.
         text = f"prompt is too long: {error}"
         raise Refusal(400, "context_length_exceeded", text, param="messages") from error
+    except (BadArgument, RequestRefused) as error:
+        if not str(error).startswith("schema: "):
+            raise
+        refusal = refusal_of(error)
+        refusal.param = "output_config.format.schema"
+        raise refusal from error
     answer = frame.whole(deltas)
     _record(call, deltas[-1])
     await call.reply(answer)
@@ -53,7 +59,7 @@ async def _stream(call: ApiCall, completion: Completion, frame: AnswerFrame) -> 
 async def count_tokens(call: ApiCall) -> None:
     """How many tokens the prompt has. Nothing is run."""
     body = read_request(call, CountRequest)
-    token_ids = await Completion(call.generator(body.model), prompt_of(body)).prompt_ids()
+    token_ids = await Completion(call.generator(body.model, to_generate=False), prompt_of(body)).prompt_ids()
     call.record.prompt_tokens = len(token_ids)
     await call.reply(CountAnswer(len(token_ids)))
 

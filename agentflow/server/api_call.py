@@ -20,7 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from agentflow.server.api_keys import key_of_header
 from agentflow.server.engine_generator import EngineGenerator
-from agentflow.server.http_refusal import Refusal, refusal_of
+from agentflow.server.http_refusal import Refusal, refusal_of, unready
 from agentflow.server.request_log import RequestRecord, log_request
 from agentflow.server.service import Service
 from agentflow.server.tenant import NOBODY_ELSE, Tenant
@@ -74,7 +74,7 @@ class ApiCall:
         """The server. ``Refusal`` before it is ready and after its end."""
         service: Service | None = self._scope["app"].state.service
         if service is None:
-            raise Refusal(503, "unready", "the server is starting or shutting down", retry_after_s=1.0)
+            raise unready()
         return service
 
     def read(self, kind: type[T]) -> T:
@@ -148,6 +148,10 @@ class ApiCall:
     async def read_body(self) -> None:
         """Reads the body within the limits of size and time."""
         limits = self.service.http_limits
+        encoding = self.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            text = f"a body with Content-Encoding {encoding[:100]!r} is not read: send it as it is"
+            raise Refusal(415, "unsupported_encoding", text)
         length = self.headers.get("content-length", "")
         if length.isdigit() and int(length) > limits.body_bytes:
             raise _too_large(limits.body_bytes)
@@ -165,7 +169,9 @@ class ApiCall:
                 self.is_body_read = not message.get("more_body", False)
         if scope.cancelled_caught:
             seconds = limits.body_timeout_s
-            raise Refusal(408, "request_timeout", f"the body did not come within {seconds:g} s")
+            raise Refusal(
+                408, "request_timeout", f"the body did not come within {seconds:g} s: send it faster"
+            )
         self._body = b"".join(parts)
         if self.service.logs_prompts:
             self.record.asked = self._body
@@ -253,7 +259,9 @@ async def _cancel_when_gone(call: ApiCall, scope: anyio.CancelScope) -> None:
 
 
 def _too_large(limit: int) -> Refusal:
-    return Refusal(413, "request_too_large", f"the body has more than {limit:,} bytes, which is the limit")
+    return Refusal(
+        413, "request_too_large", f"the body has more than {limit:,} bytes, which is the limit: send less"
+    )
 
 
 def _shown_fault(error: msgspec.ValidationError) -> tuple[str, str | None]:

@@ -100,7 +100,9 @@ class Tenants:
             if hmac.compare_digest(hashed, given):
                 found = tenant  # and on to the end, as for a key that is nobody's
         if found is None:
-            raise NotAuthorized("this API key is not known here")
+            raise NotAuthorized(
+                "this API key is not known here: check it, or ask for one where the server is run"
+            )
         return found
 
     def current(self, tenant: Tenant) -> Tenant:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
+from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from agentflow.server.anthropic_errors import AnthropicErrors
 from agentflow.server.anthropic_messages import count_tokens, create_message
 from agentflow.server.anthropic_types import CountAnswer, CountRequest, MessageAnswer, MessagesRequest
-from agentflow.server.api_call import ApiEndpoint, ErrorDialect, Handler
+from agentflow.server.api_call import ApiEndpoint, ErrorDialect, Handler, request_id_of
+from agentflow.server.http_refusal import Refusal
 from agentflow.server.openai_chat import create_chat_completion
 from agentflow.server.openai_chat_types import ChatAnswer, ChatRequest
 from agentflow.server.openai_completion_types import TextAnswer, TextRequest
@@ -108,8 +111,24 @@ def api_routes() -> Sequence[BaseRoute]:
 
 
 def dialect_of(path: str) -> ErrorDialect:
-    """In whose words to say that there is nothing at ``path``."""
+    """In whose words to refuse what is asked of ``path``, whether there is anything or not."""
     for route in ROUTES:
         if path == route.path or path.startswith(f"{route.path}/"):
             return route.dialect
     return OPENAI
+
+
+def refusal_response(
+    path: str, asked: Headers, refusal: Refusal, headers: Mapping[str, str] | None = None
+) -> Response:
+    """An error that is told before any handler has the request. ``asked``: the request's headers;
+    ``headers``: more of the answer's."""
+    dialect = dialect_of(path)
+    request_id = request_id_of(asked)
+    own = {dialect.request_id_header.decode(): request_id}
+    return Response(
+        dialect.body(refusal, request_id),
+        status_code=dialect.status(refusal),
+        media_type="application/json",
+        headers={**(headers or {}), **own},
+    )

@@ -24,17 +24,17 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
+from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from agentflow.errors import NotAuthorized
 from agentflow.generator import Generator
 from agentflow.protocol import SESSION_PATH
-from agentflow.server.api_call import request_id_of
 from agentflow.server.api_keys import Tenants, key_of_header
-from agentflow.server.api_routes import api_routes, dialect_of
+from agentflow.server.api_routes import api_routes, refusal_response
 from agentflow.server.browser_guard import BrowserGuard
-from agentflow.server.health import ENDING, live, ready, unready
-from agentflow.server.http_refusal import Refusal
+from agentflow.server.health import live, ready, unready
+from agentflow.server.http_refusal import ENDING, Refusal
 from agentflow.server.limits import HttpLimits, ServerLimits
 from agentflow.server.metrics import CONTENT_TYPE, ServerMetrics
 from agentflow.server.models import OpenModels
@@ -91,7 +91,11 @@ def create_app(
     origins = access.cors_origins
     guard = Middleware(BrowserGuard, origins=origins, hosts=access.allowed_hosts)
     cors = Middleware(
-        CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "request-id", "retry-after"],
     )
     app = Starlette(
         routes=routes,
@@ -99,6 +103,10 @@ def create_app(
         middleware=[cors, guard] if origins else [guard],
         exception_handlers={HTTPException: _not_here},
     )
+    # A redirect to a path without its last slash would name this server as it sees itself, and a client would
+    # take its key there: behind a proxy with TLS, in the clear.
+    app.router.redirect_slashes = False
+    app.router.default = _nowhere
     app.state.service = None
     app.state.metrics = metrics
     return app
@@ -112,9 +120,7 @@ async def _session(socket: WebSocket) -> None:
     try:
         tenant = _tenant(service, socket)
     except NotAuthorized as error:
-        headers = {"www-authenticate": "Bearer"}
-        reason = JSONResponse({"reason": str(error)}, status_code=401, headers=headers)
-        await socket.send_denial_response(reason)
+        await socket.send_denial_response(_no_key(error))
         return
 
     def find(model: str | None) -> Generator[Any]:
@@ -130,13 +136,18 @@ async def _metrics(request: Request) -> Response:
         try:
             may_see = _tenant(service, request).sees_metrics
         except NotAuthorized as error:
-            return JSONResponse({"reason": str(error)}, status_code=401)
+            return _no_key(error)
         if not may_see:
-            return JSONResponse({"reason": "this API key may not read metrics"}, status_code=403)
+            reason = "this API key may not read metrics: use that of a tenant with sees_metrics"
+            return JSONResponse({"reason": reason}, status_code=403)
     text = await metrics.scrape(
         None if service is None else service.models, len(service.sessions) if service else 0
     )
     return Response(text, media_type=CONTENT_TYPE)
+
+
+def _no_key(error: NotAuthorized) -> Response:
+    return JSONResponse({"reason": str(error)}, status_code=401, headers={"www-authenticate": "Bearer"})
 
 
 def _tenant(service: Service, connection: Request | WebSocket) -> Tenant:
@@ -147,10 +158,25 @@ def _tenant(service: Service, connection: Request | WebSocket) -> Tenant:
 async def _not_here(request: Request, error: Exception) -> Response:
     """There is no such path, or it takes another method."""
     assert isinstance(error, HTTPException)
-    dialect = dialect_of(request.url.path)
-    code = "method_not_allowed" if error.status_code == 405 else "not_found"
-    message = f"{request.method} {request.url.path}: {error.detail.lower()}"
-    request_id = request_id_of(request.headers)
-    body = dialect.body(Refusal(error.status_code, code, message), request_id)
-    headers = {**(error.headers or {}), dialect.request_id_header.decode(): request_id}
-    return Response(body, status_code=error.status_code, media_type="application/json", headers=headers)
+    path, headers = request.scope["path"], dict(error.headers or {})
+    shown = f"{request.method} {path[:200]}"
+    if path == SESSION_PATH:
+        headers |= {"connection": "upgrade", "upgrade": "websocket"}
+        refusal = Refusal(426, "upgrade_required", f"{shown}: connect with a websocket, see docs/protocol.md")
+    elif error.status_code == 405:
+        headers["Allow"] = ", ".join(sorted(headers.get("Allow", "").split(", ")))
+        text = f"{shown}: this path takes {headers['Allow']}"
+        refusal = Refusal(405, "method_not_allowed", text)
+    else:
+        refusal = Refusal(404, "not_found", f"there is no {shown} here: /openapi.json lists what there is")
+    return refusal_response(path, request.headers, refusal, headers)
+
+
+async def _nowhere(scope: Scope, receive: Receive, send: Send) -> None:
+    """What no route takes."""
+    if scope["type"] == "websocket":
+        reason = {"reason": f"there are no sessions at {scope['path'][:200]}: they are at {SESSION_PATH}"}
+        answer = JSONResponse(reason, status_code=404)
+        await WebSocket(scope, receive, send).send_denial_response(answer)
+        return
+    raise HTTPException(404)

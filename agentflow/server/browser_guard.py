@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-import msgspec
 from starlette.datastructures import Headers
-from starlette.responses import Response
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
+
+from agentflow.server.api_routes import refusal_response
+from agentflow.server.http_refusal import Refusal
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
@@ -31,26 +33,34 @@ class BrowserGuard:
         self._hosts = None if hosts is None else frozenset(hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reason = None if scope["type"] == "lifespan" else self._refusal(Headers(scope=scope))
-        if reason is None:
+        headers = Headers(scope=scope) if scope["type"] != "lifespan" else None
+        refusal = None if headers is None else self._refusal(headers)
+        if headers is None or refusal is None:
             await self._app(scope, receive, send)
-            return
-        answer = _answer(reason)
-        if scope["type"] == "websocket":
+        elif scope["type"] == "websocket":
+            answer = JSONResponse({"reason": refusal.message}, status_code=refusal.status)
             await WebSocket(scope, receive, send).send_denial_response(answer)
         else:
-            await answer(scope, receive, send)
+            await refusal_response(scope["path"], headers, refusal)(scope, receive, send)
 
     def _is_known(self, origin: str, host: str) -> bool:
         return "*" in self._origins or origin in self._origins or _netloc(origin) == host
 
-    def _refusal(self, headers: Headers) -> str | None:
+    def _refusal(self, headers: Headers) -> Refusal | None:
         host = headers.get("host", "")
         origin = headers.get("origin")
         if origin is not None and not self._is_known(origin, host):
-            return "pages of other sites may not use this server"
+            text = (
+                "pages of other sites may not open sessions or use this server: whoever runs it may allow "
+                "their origin (cors_origins)"
+            )
+            return Refusal(403, "forbidden_origin", text)
         if self._hosts is not None and host and _name_of(host) not in self._hosts:
-            return f"this server is not known as {_name_of(host)[:200]!r}"
+            text = (
+                f"this server is not known as {_name_of(host)[:200]!r}: whoever runs it may add that name "
+                "(allowed_hosts)"
+            )
+            return Refusal(403, "unknown_host", text)
         return None
 
 
@@ -67,8 +77,3 @@ def _name_of(host: str) -> str:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return host
-
-
-def _answer(reason: str) -> Response:
-    error = {"message": reason, "type": "permission_error", "param": None, "code": "forbidden_origin"}
-    return Response(msgspec.json.encode({"error": error}), status_code=403, media_type="application/json")

@@ -20,7 +20,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from agentflow.errors import PromptTooLong
+from agentflow.errors import BadArgument, PromptTooLong
 from agentflow.sampling import SamplingParams
 from agentflow.server.answer_memory import conversation_keys
 from agentflow.server.answer_reading import AnswerReader
@@ -149,6 +149,8 @@ class Completion:
                 token_ids = await anyio.to_thread.run_sync(encode, prompt)
             else:
                 token_ids = encode(prompt)
+            if not token_ids:
+                raise BadArgument("the prompt is empty: give a text with at least one token")
             context.tokens.generated(token_ids, prompt)
         elif isinstance(prompt, TokenIds):
             self._generator.check_ids(prompt.ids)

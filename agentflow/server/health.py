@@ -6,12 +6,12 @@ import anyio
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from agentflow.server.http_refusal import ENDING
 from agentflow.server.service import Service
 from agentflow.server.tenant import NOBODY_ELSE
 
 # An engine answers between two steps, and a step may be a long prefill.
 STATS_TIMEOUT_S = 5.0
-ENDING = "the server is starting or shutting down"
 
 
 async def live(request: Request) -> JSONResponse:

@@ -24,6 +24,7 @@ from agentflow.task_group import first_of
 
 # Where a limit is reached and nobody can say for how long.
 RETRY_AFTER_S = 1.0
+ENDING = "the server is starting or shutting down: try again in a moment"
 
 _STATUS_AND_CODE: dict[type[AgentflowError], tuple[int, str]] = {
     BadArgument: (400, "invalid_value"),
@@ -49,6 +50,11 @@ class Refusal(Exception):
     message: str
     param: str | None = None
     retry_after_s: float | None = None
+
+
+def unready() -> Refusal:
+    """Of a server that does not take requests yet, or any more."""
+    return Refusal(503, "unready", ENDING, retry_after_s=RETRY_AFTER_S)
 
 
 def refusal_of(error: Exception) -> Refusal:

@@ -8,8 +8,8 @@ from typing import Any
 
 import anyio
 
-from agentflow.errors import Overloaded
 from agentflow.server.api_keys import Tenants
+from agentflow.server.http_refusal import unready
 from agentflow.server.limits import HttpLimits, ServerLimits
 from agentflow.server.models import Models
 from agentflow.server.sessions import Sessions
@@ -54,11 +54,9 @@ class Service:
     logs_prompts: bool = False
 
     def check_open(self) -> None:
-        """``Overloaded`` while it ends."""
+        """``Refusal`` while it ends."""
         if self.is_draining:
-            error = Overloaded("the server is shutting down")
-            error.retry_after_s = 1.0
-            raise error
+            raise unready()
 
     async def drain(self, drain_s: float) -> bool:
         """Takes nothing new, and returns when all is answered, or after ``drain_s`` (False)."""

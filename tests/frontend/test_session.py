@@ -5,6 +5,7 @@ import anyio.lowlevel
 import pytest
 from fake_engine import FakeEngine
 from observed_backends import Noted, Spoken, assert_left_nothing, settle
+from wire_peer import WireGenerator
 
 import agentflow as af
 from agentflow.backends.remote import Remote
@@ -207,6 +208,18 @@ async def test_stats_come_from_the_backend():
                 group.start_soon(stats)
         assert results == [await flow.stats()] * 5
         assert flow._answers == {}
+
+
+async def test_an_engine_without_counters_just_now_costs_no_session():
+    backend = af.Scripted(echo)
+    backend.generator = WireGenerator()
+    async with af.session(backend=backend) as flow:
+        backend.generator.stats_fault = af.EngineFailed("the engine restarts")
+        with pytest.raises(af.EngineFailed, match="the engine restarts"):
+            await flow.stats()
+        assert await flow.run(ask, "a") == "a"
+        backend.generator.stats_fault = None
+        assert (await flow.stats()).steps == 1
 
 
 async def test_stats_of_an_engine_add_up():

@@ -15,10 +15,10 @@ from fake_engine import TEMPLATE, FakeEngine
 from agentflow.server.api_keys import Tenants
 from agentflow.server.app import Access
 from agentflow.server.chat_template import ChatTemplate
-from agentflow.server.constraint_compiler import constraint_compiler
+from agentflow.server.constraint_compiler import ConstraintCompiler, constraint_compiler
 from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.engine_messages import EngineStats
-from agentflow.server.limits import HttpLimits
+from agentflow.server.limits import CompileLimits, HttpLimits, ServerLimits
 from agentflow.server.models import EngineModel, Models
 from agentflow.server.rate_limit import TenantGate
 from agentflow.server.serve import RunningServer, running_server
@@ -72,21 +72,28 @@ def api_server(
     gate: TenantGate | None = None,
     limits: HttpLimits | None = None,
     constraints: bool = True,
+    compile_limits: CompileLimits | None = None,
+    server_limits: ServerLimits | None = None,
+    max_wait_s: float | None = None,
+    hosts: tuple[str, ...] | None = None,
 ) -> Iterator[ApiServer]:
     """A server on a free port, whose only model is called ``fake``. ``gate``: what its tenants' requests pass
-    through. ``constraints``: with a process that compiles them."""
+    through. ``constraints``: with a process that compiles them. ``hosts``: names that it is known by."""
     engine = engine or FakeEngine()
 
     @asynccontextmanager
     async def open_models() -> AsyncIterator[Models]:
         async with contextlib.AsyncExitStack() as stack:
             client = await stack.enter_async_context(engine.open_client())
-            compiler = await stack.enter_async_context(constraint_compiler()) if constraints else None
-            yield Models([EngineModel(MODEL, client, template, compiler=compiler, gate=gate)], compiler)
+            compiler: ConstraintCompiler | None = None
+            if constraints:
+                compiler = await stack.enter_async_context(constraint_compiler(compile_limits))
+            model = EngineModel(MODEL, client, template, compiler=compiler, gate=gate, max_wait_s=max_wait_s)
+            yield Models([model], compiler)
 
     async def run() -> AbstractAsyncContextManager[RunningServer]:
-        access = Access() if tenants is None else Access(tenants)
-        return running_server(open_models, http_limits=limits, access=access)
+        access = Access(tenants or Tenants(), allowed_hosts=hosts)
+        return running_server(open_models, limits=server_limits, http_limits=limits, access=access)
 
     with contextlib.ExitStack() as stack:
         portal = stack.enter_context(start_blocking_portal("asyncio"))

@@ -186,6 +186,13 @@ def test_a_schema_that_cannot_be_kept_is_refused(peer, params, words):
         peer.ask(output_config={"format": SCHEMA}, **params)
 
 
+def test_a_schema_that_cannot_be_compiled_names_its_field():
+    bad = {"type": "json_schema", "schema": {"type": "string", "pattern": "a("}}
+    with anthropic_peer() as peer, pytest.raises(anthropic.BadRequestError, match="schema: ") as caught:
+        peer.ask(output_config={"format": bad})
+    assert caught.value.body["error"]["details"]["param"] == "output_config.format.schema"
+
+
 def test_paths_below_answer_in_this_dialect(peer):
     with pytest.raises(anthropic.NotFoundError) as caught:
         peer.client.messages.batches.retrieve("batch_1")

@@ -153,6 +153,13 @@ async def test_what_is_left_of_a_refused_body_is_not_taken_for_a_request():
     assert client.answer_headers[b"connection"] == b"close"
 
 
+async def test_a_compressed_body_is_refused_as_such():
+    client = await exchange(echo, Exchange(b'{"word": "a"}', headers={"content-encoding": "gzip"}))
+    assert (client.status, client.error["code"]) == (415, "unsupported_encoding")
+    client = await exchange(echo, Exchange(b'{"word": "a"}', headers={"content-encoding": "Identity"}))
+    assert client.status == 200
+
+
 async def test_a_body_that_does_not_come_is_not_waited_for():
     client = Exchange(b"{", b"never")
     client._messages.pop()
@@ -263,7 +270,7 @@ async def test_a_server_that_ends_takes_nothing_new():
     async with service() as ending:
         ending.is_draining = True
         client = await exchange(echo, Exchange(b'{"word": "a"}'), ending)
-    assert (client.status, client.error["code"]) == (503, "overloaded")
+    assert (client.status, client.error["code"]) == (503, "unready")
 
 
 @pytest.mark.parametrize(("asked", "is_used"), [("abc-1.2:3", True), ("a b", False), ("x" * 129, False)])

@@ -129,9 +129,45 @@ def test_a_page_of_another_site_may_not_open_a_session(server: ThreadServer) -> 
 
 
 def test_another_path_is_no_session(server: ThreadServer) -> None:
-    with pytest.raises(InvalidStatus) as caught:
-        connect(f"{server.url}/v1/elsewhere")
-    assert caught.value.response.status_code in (403, 404)
+    for path in ("/v1/elsewhere", "/v1/models"):
+        with pytest.raises(InvalidStatus) as caught:
+            connect(f"{server.url}{path}")
+        assert caught.value.response.status_code == 404
+        assert f"there are no sessions at {path}" in json.loads(caught.value.response.body)["reason"]
+
+
+def test_what_is_not_there_is_refused_with_what_is(server: ThreadServer) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+    try:
+        for method, path, status, header, says in (
+            ("GET", "/v1/session", 426, ("upgrade", "websocket"), "connect with a websocket"),
+            ("PUT", "/v1/models", 405, ("allow", "GET, HEAD"), "takes GET, HEAD"),
+            ("GET", "/metrics/", 404, ("location", None), "there is no GET /metrics/ here"),
+            ("POST", "/v1/messages/", 404, ("request-id", "mine"), "there is no POST /v1/messages/ here"),
+        ):
+            connection.request(method, path, headers={"x-request-id": "mine"})
+            answer = connection.getresponse()
+            assert (answer.status, answer.headers[header[0]]) == (status, header[1])
+            assert "mine" in (answer.headers["x-request-id"], answer.headers["request-id"])
+            assert says in json.loads(answer.read())["error"]["message"]
+    finally:
+        connection.close()
+
+
+@pytest.mark.anyio
+async def test_a_page_that_is_allowed_reads_the_headers_that_say_what_to_do() -> None:
+    @asynccontextmanager
+    async def open_generator() -> AsyncIterator[Generator[Any]]:
+        yield WireGenerator()
+
+    page = "https://app.example"
+    app = create_app(one_model(open_generator), access=Access(cors_origins=(page,)))
+    headers = [(b"origin", page.encode()), (b"host", b"models.example")]
+    scope = {"type": "http", "method": "GET", "path": "/v1/nowhere", "headers": headers, "query_string": b""}
+    start, _ = await _answers(app, scope)
+    told = dict(start["headers"])
+    assert (start["status"], told[b"access-control-allow-origin"]) == (404, page.encode())
+    assert told[b"access-control-expose-headers"] == b"x-request-id, request-id, retry-after"
 
 
 def test_nothing_is_compressed(server: ThreadServer) -> None:

@@ -14,8 +14,10 @@ pytestmark = pytest.mark.anyio
 HOST = "127.0.0.1:8410"
 
 
-async def status_of(guard: BrowserGuard, headers: dict[str, str], kind: str = "http") -> int:
-    """What the guard answers; 200 is what the application behind it would."""
+async def answer_of(
+    guard: BrowserGuard, headers: dict[str, str], kind: str = "http", path: str = "/v1/models"
+) -> list[Any]:
+    """What the guard sends."""
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -26,14 +28,38 @@ async def status_of(guard: BrowserGuard, headers: dict[str, str], kind: str = "h
 
     scope = {
         "type": kind,
+        "path": path,
         "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
         "extensions": {"websocket.http.response": {}},
     }
     await guard(scope, receive, send)
-    if sent[0].get("status") == 403:
-        body = next(message["body"] for message in sent if "body" in message)
-        assert json.loads(body)["error"]["code"] == "forbidden_origin"
-    return sent[0]["status"]
+    return sent
+
+
+async def status_of(guard: BrowserGuard, headers: dict[str, str], kind: str = "http") -> int:
+    """200 is what the application behind the guard would answer."""
+    return (await answer_of(guard, headers, kind))[0]["status"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "code"),
+    [
+        ({"origin": "http://elsewhere.example", "host": HOST}, "forbidden_origin"),
+        ({"host": "x.example"}, "unknown_host"),
+    ],
+)
+async def test_a_refusal_is_told_in_the_words_of_the_path(asked, code):
+    guard = BrowserGuard(app, hosts=LOOPBACK_NAMES)
+    start, body = await answer_of(guard, asked)
+    assert json.loads(body["body"])["error"]["code"] == code
+    assert dict(start["headers"])[b"x-request-id"].startswith(b"req_")
+    start, body = await answer_of(guard, {**asked, "x-request-id": "mine"}, path="/v1/messages/count_tokens")
+    told = json.loads(body["body"])
+    assert (told["type"], told["error"]["type"]) == ("error", "permission_error")
+    assert told["error"]["details"]["error_code"] == code
+    assert dict(start["headers"])[b"request-id"].decode() == told["request_id"] == "mine"
+    _, body = await answer_of(guard, asked, "websocket")
+    assert "whoever runs it may" in json.loads(body["body"])["reason"]
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:

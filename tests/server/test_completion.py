@@ -230,6 +230,12 @@ async def test_under_a_constraint_tokens_are_told_at_the_end():
     assert answer.text.endswith(tuple("0123456789"))
 
 
+async def test_a_prompt_without_a_token_is_refused():
+    async with generator_on(FakeEngine()) as generator:
+        with pytest.raises(BadArgument, match="the prompt is empty: give a text"):
+            await ask(generator, CompletionRequest("", SAMPLED))
+
+
 async def test_leaving_the_block_aborts_what_runs():
     engine = FakeEngine()
     async with generator_on(engine) as generator:

@@ -1,0 +1,61 @@
+"""How the health checks and the metrics are made to refuse: by the words of the rows of docs/errors.md."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+from collections.abc import Callable
+
+from server.api_server import ApiServer, api_server
+from server.refused_calls import OPENAI, TIMEOUT_S, asked, come, port_of
+from server.refused_sessions import session
+from server.refusing_servers import BEARER, changed, failing_engine, tenants
+
+from agentflow.server.limits import ServerLimits
+
+
+def status_of(server: ApiServer, path: str, headers: dict[str, str] | None = None) -> tuple[str, str]:
+    """The status, and the headers that tell what to do."""
+    connection = http.client.HTTPConnection("127.0.0.1", port_of(server), timeout=TIMEOUT_S)
+    with contextlib.closing(connection):
+        connection.request("GET", path, headers=headers or {})
+        answer = connection.getresponse()
+        assert json.loads(answer.read())["reason"]
+        telling = [f"`{name}`" for name in ("Retry-After", "WWW-Authenticate") if name in answer.headers]
+        return str(answer.status), ", ".join(telling)
+
+
+def ready(server: ApiServer) -> tuple[str, str]:
+    return status_of(server, "/health/ready")
+
+
+def an_ending_server(server: ApiServer) -> tuple[str, str]:
+    with changed(server, server.service, "is_draining", True):
+        return ready(server)
+
+
+def a_dead_engine(_: ApiServer) -> tuple[str, str]:
+    with api_server(failing_engine(SystemExit(3)), constraints=False) as server:
+        come(server, OPENAI, asked())
+        return ready(server)
+
+
+def many_sessions(_: ApiServer) -> tuple[str, str]:
+    limits = ServerLimits(max_sessions=1)
+    with api_server(server_limits=limits, constraints=False) as server, session(server):
+        return ready(server)
+
+
+def metrics(*settings: str, headers: dict[str, str] | None = None) -> tuple[str, str]:
+    with api_server(tenants=tenants(*settings), constraints=False) as server:
+        return status_of(server, "/metrics", headers)
+
+
+REFUSED: dict[str, Callable[[ApiServer], tuple[str, str]]] = {
+    "`/health/ready`: the server is starting or shutting down": an_ending_server,
+    "`/health/ready`: an engine does not answer": a_dead_engine,
+    "`/health/ready`: as many sessions are open as may be": many_sessions,
+    "`/metrics`: no API key, or one that nobody has": lambda _: metrics(),
+    "`/metrics`: a key that may not read them": lambda _: metrics(headers=BEARER),
+}

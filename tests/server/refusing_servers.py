@@ -1,0 +1,68 @@
+"""Servers that have a reason to refuse something: for the test of docs/errors.md."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from fake_engine import TOKENIZER, FakeEngine
+from server.api_server import ApiServer, api_server
+
+from agentflow.server.api_keys import Tenants, hashed_key
+from agentflow.server.core.batch import Batch
+from agentflow.server.fake_runner import FakeRunner
+from agentflow.server.limits import HttpLimits
+from agentflow.server.rate_limit import TenantGate
+
+KEY = "af-ann"
+BEARER = {"Authorization": f"Bearer {KEY}"}
+
+
+def tenants(*settings: str) -> Tenants:
+    """One, ``ann``, with these settings."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "keys.toml"
+        file.write_text("\n".join(["[tenants.ann]", f'keys = ["{hashed_key(KEY)}"]', *settings]))
+        return Tenants(file=file)
+
+
+class BrokenTenants(Tenants):
+    def of(self, key: str | None) -> Any:
+        raise ZeroDivisionError
+
+
+@contextmanager
+def limited(*settings: str) -> Iterator[ApiServer]:
+    """A server whose only tenant is limited."""
+    with api_server(tenants=tenants(*settings), gate=TenantGate(), constraints=False) as server:
+        yield server
+
+
+def small_bodies() -> AbstractContextManager[ApiServer]:
+    return api_server(limits=HttpLimits(body_bytes=300, body_timeout_s=0.05), constraints=False)
+
+
+@contextmanager
+def changed(server: ApiServer, of: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute of something in the server is another one meanwhile."""
+    before = getattr(of, name)
+    server.call(setattr, of, name, value)
+    try:
+        yield
+    finally:
+        server.call(setattr, of, name, before)
+
+
+def failing_engine(error: BaseException, after_steps: int = 0) -> FakeEngine:
+    """Its forward pass fails after so many."""
+    steps: list[Batch] = []
+
+    def step(batch: Batch) -> None:
+        steps.append(batch)
+        if len(steps) > after_steps:
+            raise error
+
+    return FakeEngine(runner=FakeRunner(vocab_size=TOKENIZER.vocab_size, on_step=step))
