@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, Self, TypeVar, get_args, overload
 
 from agentflow import ops
-from agentflow.amounts import is_number, is_whole
 from agentflow.appenders import Appenders
 from agentflow.backlog import Backlog
 from agentflow.budget import limit_op
@@ -215,11 +213,7 @@ class Appending:
         """
         if objective not in (None, *get_args(Objective)):
             raise BadArgument(f"hint: objective must be latency or throughput, not {objective!r}")
-        for name, value in (("output_tokens", output_tokens), ("forks", forks)):
-            if value is not None and not is_whole(value, 1, math.inf):
-                raise BadArgument(f"hint: {name} must be a whole number above 0, not {value!r}")
-        if deadline_s is not None and not (is_number(deadline_s, 0, math.inf) and deadline_s < math.inf):
-            raise BadArgument(f"hint: deadline_s must be a number of seconds, not {deadline_s!r}")
+        ops.check_hint(output_tokens, forks, deadline_s)
         recorder = self._recorder()
         recorder.ops.append(ops.Hint(self._id, objective, output_tokens, forks, deadline_s))
         self._take(recorder)

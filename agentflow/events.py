@@ -63,12 +63,21 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
         return found
 
     def to_exception(self) -> AgentflowError:
-        """The exception again, causes included."""
-        error = from_code(self.code, self.message)
-        error.__cause__ = self.cause.to_exception() if self.cause else None
-        error.place = None if self.state is None or self.op is None else (self.state, self.op)
-        if isinstance(error, Overloaded):
-            error.retry_after_s = self.retry_after_s
+        """The exception again, causes included, ``MAX_CAUSES`` of them at most: whoever sends more, nested as
+        deep as Python's stack, is not followed."""
+        chain: list[ErrorInfo] = []
+        info: ErrorInfo | None = self
+        while info is not None and len(chain) < MAX_CAUSES:
+            chain.append(info)
+            info = info.cause
+        error: AgentflowError | None = None
+        for info in reversed(chain):
+            cause, error = error, from_code(info.code, info.message)
+            error.__cause__ = cause
+            error.place = None if info.state is None or info.op is None else (info.state, info.op)
+            if isinstance(error, Overloaded):
+                error.retry_after_s = info.retry_after_s
+        assert error is not None
         return error
 
 

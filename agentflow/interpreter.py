@@ -66,6 +66,7 @@ class Interpreter(Generic[ContextT]):
             case ops.Submit():
                 self._start_graph(op)
             case ops.GetStats():
+                ops.check_number(op.ticket)
                 self._tasks.start_soon(self._report, op.ticket)
             case ops.Cancel():
                 cancelled = Cancelled(f"state {op.state} was cancelled")
@@ -103,6 +104,7 @@ class Interpreter(Generic[ContextT]):
             sources = tuple(self._source(part) for part in op.parts if isinstance(part, ops.Ref))
         match op:
             case _ if isinstance(op, ops.Declaring):
+                ops.check_number(op.var)
                 if op.var in self._variables:
                     raise ProtocolError(f"variable {op.var} exists already")
                 is_expected = isinstance(op, ops.Expect)
@@ -115,6 +117,8 @@ class Interpreter(Generic[ContextT]):
                 self._states.add_children(state, op.children)
             case ops.Close():
                 state.is_closing = True
+            case ops.Await():
+                ops.check_number(op.ticket)
             case _:
                 pass
         state.pending.append(PendingOp(op, state.number_of(op), sources))
@@ -245,9 +249,14 @@ class Interpreter(Generic[ContextT]):
     def _forget(self, state: StateCell[ContextT]) -> None:
         graph, state.graph = state.graph, None
         for one in [state] if graph is None else graph.states:
+            if one is not state:  # its ops may still run, and find nothing more of what they need
+                one.graph = None
+                self._states.stop(one, Cancelled("its graph was closed"))
             self._states.forget(one)
             for variable in one.variables:
-                self._variables.pop(variable.id, None)
+                variable.fail(Cancelled(f"{variable.name!r}: its state was closed"))
+                if self._variables.get(variable.id) is variable:
+                    del self._variables[variable.id]
 
     def _start_graph(self, op: ops.Submit) -> None:
         """All its ops are in line before the first of them runs."""

@@ -14,7 +14,7 @@ from agentflow.cells import PendingOp, StateCell, VariableCell
 from agentflow.errors import DeadlineExceeded, ProtocolError, RunFailed, StateClosed
 from agentflow.events import Value
 from agentflow.generator import ContextT, Generator, Scored, StateHint, Usage
-from agentflow.ops import check_choices, check_timeout
+from agentflow.ops import check_choices, check_hint, check_timeout
 from agentflow.state_tree import origin_of
 from agentflow.transform import apply_in_turn
 
@@ -56,8 +56,9 @@ class OpExecution(Generic[ContextT]):
                 await self._generate(state, context, op)
             case ops.Select():
                 check_choices(op.name, op.choices)
+                variable = self._variables[op.var]  # now: by the end its state may have been closed
                 scored = await self._generator.score(context, op.choices, op.method)
-                self._variables[op.var].complete(op.choices[scored.index], _selected(op, scored))
+                variable.complete(op.choices[scored.index], _selected(op, scored))
             case ops.Fork():
                 contexts = await self._generator.fork(context, len(op.children))
                 for child_id, child_context in zip(op.children, contexts, strict=True):
@@ -66,7 +67,8 @@ class OpExecution(Generic[ContextT]):
                 await self._look(context, pending)
 
     async def _set(self, op: ops.Set, pending: PendingOp) -> None:
-        self._complete(op, await self._resolved(op.parts, pending.sources), "set")
+        variable = self._variables[op.var]
+        _complete(variable, await self._resolved(op.parts, pending.sources), "set")
 
     async def _look(self, context: ContextT, pending: PendingOp) -> None:
         """Ops that leave the state's text as it is, and images."""
@@ -74,10 +76,12 @@ class OpExecution(Generic[ContextT]):
         match op:
             case ops.Read():
                 if op.what == "token_ids":
-                    self._complete(op, json.dumps(self._generator.token_ids(context)), "read")
+                    text = json.dumps(self._generator.token_ids(context))
                 else:
-                    self._complete(op, self._generator.text(context), "read")
+                    text = self._generator.text(context)
+                _complete(self._variables[op.var], text, "read")
             case ops.Hint():
+                check_hint(op.output_tokens, op.forks, op.deadline_s)
                 self._generator.hint(
                     context, StateHint(op.objective, op.output_tokens, op.forks, op.deadline_s)
                 )
@@ -104,9 +108,6 @@ class OpExecution(Generic[ContextT]):
         )
         variable.complete(end.text, value)
 
-    def _complete(self, op: ops.Declaring, text: str, reason: str) -> None:
-        self._variables[op.var].complete(text, Value(op.var, 0, "", reason, Usage()))
-
     async def _resolved(self, parts: ops.Parts, sources: Sequence[VariableCell]) -> str:
         """The text of the parts, once it is there; ``sources``: the variables in them, in their order."""
         pieces: list[str] = []
@@ -127,6 +128,10 @@ class OpExecution(Generic[ContextT]):
             cause = origin_of(variable.error)
             raise RunFailed(f"the text needs {variable.name!r}, which has no value") from cause
         return await apply_in_turn(variable.text, part.transforms, self._searching)
+
+
+def _complete(variable: VariableCell, text: str, reason: str) -> None:
+    variable.complete(text, Value(variable.id, 0, "", reason, Usage()))
 
 
 def _selected(op: ops.Select, scored: Scored) -> Value:

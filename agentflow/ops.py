@@ -13,11 +13,11 @@ from typing import Literal
 
 import msgspec
 
-from agentflow.amounts import is_number
+from agentflow.amounts import is_number, is_whole
 from agentflow.constraint import Constraint
-from agentflow.errors import BadArgument
+from agentflow.errors import BadArgument, ProtocolError
 from agentflow.events import ErrorInfo
-from agentflow.sampling import SamplingParams
+from agentflow.sampling import MAX_INT, SamplingParams
 from agentflow.transform import Transform
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -29,6 +29,8 @@ Objective = Literal["latency", "throughput"]
 ReadWhat = Literal["text", "token_ids"]
 
 MAX_CHOICES = 1000
+MAX_NUMBER = 2**53 - 1
+"""Of a state, variable or ticket: what every JSON reader takes for the same number."""
 
 
 class _Op(msgspec.Struct, frozen=True, tag_field="op", tag=str.lower, omit_defaults=True):
@@ -164,7 +166,7 @@ class Submit(_Op, frozen=True):
     the session's ``state`` + n - 1. ``inputs``: the values of its expected variables. Of its variables only
     ``outputs`` are told, each when it is complete; the root says when all has ended, as if asked by an
     ``Await`` with ticket 1. ``seeds`` and ``places``: what the seed of a gen that has none is derived from.
-    ``Close`` of the root closes all its states."""
+    ``Close`` of the root closes all its states, and cancels what still runs there."""
 
     state: int
     ops: tuple[Op, ...]
@@ -251,6 +253,21 @@ def check_timeout(timeout_s: float | None) -> None:
     """Raises ``BadArgument`` where a gen could not have so many seconds."""
     if timeout_s is not None and not (is_number(timeout_s, 0, math.inf) and timeout_s > 0):
         raise BadArgument(f"gen: timeout_s must be a number of seconds above 0, not {timeout_s!r}")
+
+
+def check_number(number: int) -> None:
+    """Raises ``ProtocolError`` where no state, variable or ticket may have this number."""
+    if not -MAX_NUMBER <= number <= MAX_NUMBER:
+        raise ProtocolError(f"states, variables and tickets have numbers up to {MAX_NUMBER}, not {number}")
+
+
+def check_hint(output_tokens: int | None, forks: int | None, deadline_s: float | None) -> None:
+    """Raises ``BadArgument`` where a state's future could not be like that."""
+    for name, value in (("output_tokens", output_tokens), ("forks", forks)):
+        if value is not None and not is_whole(value, 1, MAX_INT):
+            raise BadArgument(f"hint: {name} must be a whole number above 0, not {value!r}")
+    if deadline_s is not None and not (is_number(deadline_s, 0, math.inf) and deadline_s < math.inf):
+        raise BadArgument(f"hint: deadline_s must be a number of seconds, not {deadline_s!r}")
 
 
 def check_choices(name: str, choices: Sequence[str]) -> None:

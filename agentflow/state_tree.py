@@ -13,6 +13,7 @@ from agentflow.budget import Budget
 from agentflow.cells import StateCell
 from agentflow.errors import AgentflowError, Cancelled, Overloaded, ProtocolError, RunFailed
 from agentflow.generator import ContextT
+from agentflow.ops import check_number
 from agentflow.outbox import Outbox
 
 MAX_STATES = 100_000
@@ -134,9 +135,10 @@ class StateTree(Generic[ContextT]):
         """The state is not needed any more."""
         self.free(state)
         _fail_expected(state, Cancelled("its state was closed"))
-        self._states.pop(state.id, None)
-        if state.parent is not None:
-            state.parent.children.pop(state.id, None)
+        if self._states.get(state.id) is state:  # its number may be another one's already
+            del self._states[state.id]
+        if state.parent is not None and state.parent.children.get(state.id) is state:
+            del state.parent.children[state.id]
 
     def clear(self) -> None:
         """Forgets all states."""
@@ -152,6 +154,7 @@ class StateTree(Generic[ContextT]):
 
     def _check_new(self, state_ids: tuple[int, ...]) -> None:
         for state_id in state_ids:
+            check_number(state_id)
             if state_id in self._states:
                 raise ProtocolError(f"state {state_id} exists already")
         if len(self._states) + len(state_ids) > MAX_STATES:

@@ -73,6 +73,10 @@ class AsgiPeer:
         """Sends a message of any content: binary from bytes (in a JSON session: as text)."""
         if isinstance(data, bytes) and not self.binary:
             data = data.decode()
+        self.put_message(data)
+
+    def put_message(self, data: bytes | str) -> None:
+        """Sends a message of the kind that the data is, whatever the session's is."""
         kind = "text" if isinstance(data, str) else "bytes"
         self._to_server.send_nowait({"type": "websocket.receive", kind: data})
 

@@ -151,6 +151,8 @@ def test_the_limits_are_those_of_the_code() -> None:
     assert shown.keys() == set(ServerLimits.__slots__)
     assert f"| {state_tree.MAX_STATES:,} |" in PAGE
     assert f"| {interpreter.MAX_PENDING_OPS:,} |" in PAGE
+    assert ops.MAX_NUMBER == 2**53 - 1
+    assert f"one behind the other | {events.MAX_CAUSES};" in PAGE
     assert f"{ws_session.ACK_OPS} ops or {ws_session.ACK_BYTES // 1024} KiB" in PAGE
 
 
