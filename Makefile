@@ -4,7 +4,10 @@
 #   make demo    run examples/essay_judge.py on the default model
 #   make examples       run every example on the default model (ARGS="--url ws://…": on a server)
 #   make test    run the whole test suite (ARGS="-k radix" passes options to pytest)
-#   make fuzz    hold the HTTP APIs against their OpenAPI document: 5,000 random requests and more
+#   make fuzz    hold the HTTP APIs against their OpenAPI document: 5,000 random requests and more; then send
+#                100,000 fuzzed frames to the websocket (FUZZ_FRAMES=n: as many; FUZZ_SEED=x: other ones)
+#   make soak    good and bad clients on a real server, 10 minutes; fails where something leaks
+#                (ARGS="--minutes 3 --out DIR"; needs the default model)
 #   make lint    ruff, mypy and the directions of import
 #   make compiled       a copy of the package in build/compiled, its scheduling core compiled to C
 #   make test-compiled  the tests of the core on that copy
@@ -23,6 +26,8 @@ TORCH       ?= torch==2.13.0
 TORCH_INDEX ?=
 CUDA        ?=
 ARGS        ?=
+FUZZ_FRAMES ?= 100000
+FUZZ_SEED   ?= 1
 
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -33,7 +38,7 @@ MODEL := smollm2-135m
 EXAMPLES := few_shot self_consistency tree_of_thought skeleton_of_thought essay_judge react \
             generative_agents chat long_document extraction retrieval
 
-.PHONY: demo examples test fuzz lint compiled test-compiled clean distclean
+.PHONY: demo examples test fuzz soak lint compiled test-compiled clean distclean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -52,6 +57,11 @@ test: $(VENV)/.installed-dev
 
 fuzz: $(VENV)/.installed-dev
 	@PYTHONPATH=.:tests:tests/server $(BIN)/python tests/server/openapi_fuzz.py $(ARGS)
+	@FUZZ_FRAMES=$(FUZZ_FRAMES) FUZZ_SEED=$(FUZZ_SEED) $(BIN)/python -m pytest tests/server/test_ws_fuzz.py -k asyncio
+
+soak: $(VENV)/.installed-dev
+	@$(BIN)/agentflow pull $(MODEL)
+	@$(BIN)/python -m benchmarks soak $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -9,7 +9,6 @@ from agentflow import ops
 from agentflow.errors import BadRecording, ProtocolError
 from agentflow.events import Delta, ErrorInfo, Event, Reached, StateFailed, StatsReply, Value, VarFailed
 from agentflow.fork_tree import Content, ForkTree, Node, Path
-from agentflow.generator import Stats
 from agentflow.graph_execution import TICKET
 from agentflow.op_shapes import OpKind, declared, shape_of
 from agentflow.recording import Entry, Recording
@@ -170,7 +169,7 @@ class RecordedRuns:
 
     def __init__(self, recording: Recording) -> None:
         self.runs: list[RecordedRun] = []
-        self.stats: list[tuple[int, Stats]] = []
+        self.stats: list[tuple[int, StatsReply]] = []
         self.lost: RecordedLoss | None = None
         self.expected: list[int] = []  # the events that a replay tells in any case
         self.batches: list[int] = []  # of each event, a number for what was told together
@@ -267,10 +266,8 @@ class RecordedRuns:
                 if not state.is_cancelled and state.failure is None:
                     state.failure = heard
                     self._expect(heard, event.error)
-            case StatsReply(stats=Stats() as stats):
-                self.stats.append((heard.seq, stats))
             case StatsReply():
-                pass  # there were none just then
+                self.stats.append((heard.seq, event))
 
     def _hear_variable(self, variable: RecordedVariable, heard: RecordedEvent, at_s: float) -> None:
         event = heard.event

@@ -1,4 +1,4 @@
-"""``python -m benchmarks NAME [--scale small|full] [--json FILE]``"""
+"""``python -m benchmarks NAME [--scale small|full] [--json FILE]``, and ``python -m benchmarks soak``"""
 
 from __future__ import annotations
 
@@ -20,19 +20,26 @@ NAMES = {
     "schema_suite": "JSON schema's own test suite: accepted, refused by name, and valid instances",
     "constrained": "masks, jump-forward, select in one pass, hostile constraints",
     "ablation": "what each part of the design is worth, on the real model",
+    "soak": "good and bad clients on a server whose engine is killed: what leaks",
 }
 
 
 def main() -> int:
-    """Runs one benchmark; exit code 0 whether or not its goals are reached."""
+    """Runs one benchmark; exit code 0 whether or not its goals are reached; 1 of a failed soak run."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measures agentflow.")
     listing = "; ".join(f"{name}: {what}" for name, what in NAMES.items())
     parser.add_argument("name", choices=list(NAMES), help=listing)
     parser.add_argument("--scale", choices=["small", "full"], default="full", help="small: a quick look")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
     parser.add_argument("--only", metavar="PART", help="run only the figures whose id contains this")
+    parser.add_argument("--minutes", type=float, default=10.0, help="of a soak run (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("build/soak"), help="folder of a soak run's results")
     options = parser.parse_args()
     console = Console()
+    if options.name == "soak":
+        from benchmarks import soak
+
+        return soak.main(options.minutes, options.out, console)
     report = Report(options.scale)
     benchmark = importlib.import_module(f"benchmarks.{options.name}")
     benchmark.run(report, console, options.only or "")

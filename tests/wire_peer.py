@@ -131,6 +131,7 @@ class Listener:
                 self.failed[event.state] = event
             case StatsReply():
                 assert event.ticket not in self.stats, f"{event!r} again"
+                assert event.stats is not None, event
                 self.stats[event.ticket] = event.stats
 
     def _change(self) -> None:

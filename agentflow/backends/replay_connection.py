@@ -258,11 +258,12 @@ class ReplayConnection:
 
     def _answer_stats(self, ticket: int) -> None:
         known = self._recorded.stats
-        seq, stats = -1, Stats(model=self.capabilities.model)
+        seq, reply = -1, StatsReply(ticket, Stats(model=self.capabilities.model))
         if known:
-            seq, stats = known[min(self._num_stats, len(known) - 1)]
+            seq, recorded = known[min(self._num_stats, len(known) - 1)]
+            reply = StatsReply(ticket, recorded.stats, recorded.error)
         self._num_stats += 1
-        self._agenda.push_at(seq, lambda: self._told.append(StatsReply(ticket, stats)))
+        self._agenda.push_at(seq, lambda: self._told.append(reply))
 
     def flush(self) -> None:
         """Delivers what was told since the last time."""

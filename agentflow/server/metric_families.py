@@ -47,6 +47,9 @@ class MetricFamilies(Collector):
 
     def _gauges(self) -> Iterator[Metric]:
         yield GaugeMetricFamily("agentflow_sessions", "Open sessions.", value=self._metrics.num_sessions)
+        yield GaugeMetricFamily(
+            "agentflow_tasks", "Tasks of the server's event loop.", value=self._metrics.num_tasks
+        )
         yield self._gauge(
             "engine_up",
             "1 if the engine answered this scrape.",

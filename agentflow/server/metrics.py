@@ -134,6 +134,7 @@ class ServerMetrics:
         self.num_sessions = 0
         self.answers: Counter[tuple[str, int]] = Counter()
         """Of the HTTP APIs, by route and status; 0: the client had gone."""
+        self.num_tasks = 0
         self._compiled_before = CompileCounts()  # for the models before these
         self._models: Models | None = None
         self.registry = CollectorRegistry(auto_describe=False)
@@ -160,6 +161,7 @@ class ServerMetrics:
     async def scrape(self, models: Models | None, num_sessions: int) -> bytes:
         """All metrics as text, of the engines as they answer now."""
         self.num_sessions = num_sessions
+        self.num_tasks = len(anyio.get_running_tasks())
         for metrics in self.by_model.values():
             metrics.is_engine_up = False
         async with anyio.create_task_group() as group:

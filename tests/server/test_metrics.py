@@ -114,6 +114,18 @@ async def test_the_application_tells_what_its_engine_did():
         assert told["agentflow_step_seconds_bucket", "+Inf", phase] == stats.steps
 
 
+async def test_tasks_are_counted():
+    async with plain_engine() as client:
+        app = app_on(client)
+        async with app.router.lifespan_context(app), anyio.create_task_group() as group:
+            _, before = await get_metrics(app)
+            assert before["agentflow_tasks",] == len(anyio.get_running_tasks())
+            group.start_soon(anyio.sleep_forever)
+            _, more = await get_metrics(app)
+            assert more["agentflow_tasks",] == before["agentflow_tasks",] + 1
+            group.cancel_scope.cancel()
+
+
 async def test_forced_tokens_are_told_apart():
     machine = build_fsm(parse_regex("The capital of France is Paris")).to_bytes()
     async with plain_engine() as client:

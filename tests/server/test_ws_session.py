@@ -15,7 +15,8 @@ from asgi_peer import FOREVER, NO_GRACE, AsgiPeer, Bench, bench, check_still_ser
 from wire_peer import HANG, Listener, WireGenerator, count_words, gen
 
 from agentflow import ops
-from agentflow.events import Delta, StateFailed, Value, VarFailed
+from agentflow.errors import EngineFailed
+from agentflow.events import Delta, ErrorInfo, StateFailed, StatsReply, Value, VarFailed
 from agentflow.protocol import (
     VERSION,
     Events,
@@ -164,6 +165,23 @@ async def test_a_fault_of_the_server_costs_one_session_only() -> None:
         assert "a fault" in refused.error.message
         await check_still_served(good, count(1))
         good.bye()
+        await server.is_idle()
+
+
+async def test_statistics_that_there_are_none_of_now_cost_no_session() -> None:
+    async with bench() as server, connected(server) as [peer]:
+        await peer.greet()
+        server.generator.stats_fault = EngineFailed("it restarts")
+        peer.put_ops(1, ops.GetStats(1))
+        [reply] = await peer.events(bool)
+        assert reply == StatsReply(1, error=ErrorInfo("engine_failed", "it restarts"))
+        server.generator.stats_fault = None
+        peer.put_ops(2, ops.GetStats(2))
+        [reply] = await peer.events(bool)
+        assert isinstance(reply, StatsReply)
+        assert (reply.ticket, reply.error) == (2, None)
+        assert reply.stats is not None
+        peer.bye()
         await server.is_idle()
 
 

@@ -1,0 +1,121 @@
+"""HTTP as bytes on a socket, for clients that stop in the middle of it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+from anyio.abc import SocketAttribute, SocketStream
+
+HOST = "127.0.0.1"
+
+
+class BadAnswer(Exception):
+    """The server's answer is no HTTP, or ended too early."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """``payload``: sent as JSON, where it is not bytes."""
+
+    method: str
+    path: str
+    payload: Any = None
+
+    @property
+    def body(self) -> bytes:
+        """As it is sent."""
+        if self.payload is None:
+            return b""
+        return self.payload if isinstance(self.payload, bytes) else json.dumps(self.payload).encode()
+
+    @property
+    def head(self) -> bytes:
+        """All before the body. The server closes the connection after its answer."""
+        lines = [
+            f"{self.method} {self.path} HTTP/1.1",
+            f"Host: {HOST}",
+            "Connection: close",
+            "Content-Type: application/json",
+            f"Content-Length: {len(self.body)}",
+        ]
+        return "\r\n".join([*lines, "", ""]).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """``headers``: names in lower case."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        """The body."""
+        return json.loads(self.body)
+
+
+async def connect(port: int) -> SocketStream:
+    """A connection to the server on this machine."""
+    return await anyio.connect_tcp(HOST, port)
+
+
+async def exchange(port: int, request: Request, *, timeout_s: float) -> Answer:
+    """Sends the request and reads the whole answer. ``BadAnswer``, OSError, TimeoutError."""
+    with anyio.fail_after(timeout_s):
+        async with await connect(port) as stream:
+            try:
+                await stream.send(request.head + request.body)
+                return parse(await read_all(stream))
+            except (anyio.BrokenResourceError, anyio.EndOfStream) as error:
+                raise BadAnswer(f"the connection broke: {error!r}") from error
+
+
+async def read_all(stream: SocketStream) -> bytes:
+    """Until the server closes."""
+    parts: list[bytes] = []
+    try:
+        async for part in stream:
+            parts.append(part)
+    except anyio.BrokenResourceError:
+        if not parts:
+            raise
+    return b"".join(parts)
+
+
+def parse(data: bytes) -> Answer:
+    """A whole answer, whose body may be chunked."""
+    head, found, body = data.partition(b"\r\n\r\n")
+    lines = head.decode("latin-1").split("\r\n")
+    status = lines[0].split(" ")
+    if not found or len(status) < 2 or not status[1].isdigit():
+        raise BadAnswer(f"no HTTP: {data[:80]!r}")
+    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
+    if headers.get("transfer-encoding") == "chunked":
+        body = _unchunked(body)
+    elif len(body) < int(headers.get("content-length", "0")):
+        raise BadAnswer("the answer ended too early")
+    return Answer(int(status[1]), headers, body)
+
+
+def reset(stream: SocketStream) -> None:
+    """When it is closed the other end sees a reset, not an end."""
+    raw: socket.socket = stream.extra(SocketAttribute.raw_socket)
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def _unchunked(data: bytes) -> bytes:
+    parts: list[bytes] = []
+    while True:
+        size, found, data = data.partition(b"\r\n")
+        if not found:
+            raise BadAnswer("the answer ended too early")
+        num_bytes = int(size, 16)
+        if num_bytes == 0:
+            return b"".join(parts)
+        parts.append(data[:num_bytes])
+        data = data[num_bytes + 2 :]

@@ -1,0 +1,124 @@
+"""What a soak run notes every few seconds, and what it makes of it: slopes that outliers do not bend, and
+whether something leaked."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Literal
+
+# Until then caches fill, allocators find their size, and lazy imports happen.
+WARM_UP_SHARE = 0.2
+# An engine process that has just been started has all that before it.
+ENGINE_WARM_UP_S = 30.0
+# Growth from the warm-up's end to the end that counts as none: allocators' noise, and so much an hour.
+NOISE_MB = 8.0
+MAX_MB_PER_HOUR = 60.0
+# The ways to the compiling process and to an engine that was started anew, and a scrape of ours.
+FD_SLACK = 4
+TASK_SLACK = 3
+
+Process = Literal["server", "engine", "compiler"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The state at ``at_s`` seconds. ``*_mb``: resident memory, 0 where there is no such process just now.
+    The last five are what /metrics says; None where it did not answer in time."""
+
+    at_s: float
+    server_mb: float
+    engine_mb: float
+    compiler_mb: float
+    fds: int
+    threads: int
+    tasks: float | None = None
+    sessions: float | None = None
+    running: float | None = None
+    waiting: float | None = None
+    held: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """``mb``: over the samples it was taken from, at the slope ``mb_per_hour``."""
+
+    mb: float
+    mb_per_hour: float
+    allowed_mb: float
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether that is no leak."""
+        return self.mb <= self.allowed_mb
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that has to hold at the end."""
+
+    name: str
+    holds: bool
+    found: str
+    wanted: str
+
+
+def slope(points: Sequence[tuple[float, float]]) -> float:
+    """Theil and Sen's: the median of the slopes between all pairs. 0 where there are no two places.
+
+    >>> slope([(0, 1.0), (1, 3.0), (2, 5.0), (3, 700.0)])
+    2.0
+    """
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in combinations(points, 2) if a[0] != b[0]]
+    return statistics.median(slopes) if slopes else 0.0
+
+
+def growth(samples: Sequence[Sample], process: Process, from_s: float) -> Growth:
+    """Of the process's memory from then on; times at which there was no such process do not count."""
+    points = [
+        (sample.at_s, mb)
+        for sample in samples
+        if sample.at_s >= from_s and (mb := getattr(sample, f"{process}_mb")) > 0
+    ]
+    per_s = slope(points)
+    took_s = points[-1][0] - points[0][0] if points else 0.0
+    return Growth(per_s * took_s, per_s * 3600, NOISE_MB + MAX_MB_PER_HOUR * took_s / 3600)
+
+
+def growth_checks(samples: Sequence[Sample], minutes: float, last_kill_s: float) -> list[Check]:
+    """Of the server after the warm-up, and of the last engine process after a warm-up of its own."""
+    warm_s = WARM_UP_SHARE * minutes * 60
+    checks = []
+    starts: tuple[tuple[Process, float], ...] = (
+        ("server", warm_s),
+        ("compiler", warm_s),
+        ("engine", max(warm_s, last_kill_s + ENGINE_WARM_UP_S)),
+    )
+    for process, from_s in starts:
+        grown = growth(samples, process, from_s)
+        found = f"{grown.mb:+.1f} MB ({grown.mb_per_hour:+.0f} MB/hour)"
+        wanted = f"at most {grown.allowed_mb:.1f} MB from {from_s:.0f} s on"
+        checks.append(Check(f"memory of the {process}", grown.is_bounded, found, wanted))
+    return checks
+
+
+def rest_checks(before: Sample, after: Sample) -> list[Check]:
+    """What has to be given back when all clients are gone. ``before`` any of them came."""
+    checks = [
+        Check(name, value == 0, "unknown" if value is None else f"{value:g}", "0")
+        for name, value in (
+            ("running requests", after.running),
+            ("waiting requests", after.waiting),
+            ("held slots", after.held),
+            ("sessions", after.sessions),
+        )
+    ]
+    most = before.fds + FD_SLACK
+    checks.append(Check("file descriptors", after.fds <= most, f"{after.fds}", f"at most {most}"))
+    if before.tasks is not None:
+        most_tasks = before.tasks + TASK_SLACK
+        is_back = after.tasks is not None and after.tasks <= most_tasks
+        checks.append(Check("tasks", is_back, f"{after.tasks}", f"at most {most_tasks:g}"))
+    return checks
