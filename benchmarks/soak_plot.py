@@ -10,7 +10,7 @@ from html import escape
 from benchmarks.soak_samples import Sample
 
 WIDTH, PANEL_HEIGHT = 840, 240
-LEFT, RIGHT, TOP, GAP, BOTTOM = 64, 150, 34, 46, 40
+LEFT, RIGHT, TOP, GAP, BOTTOM = 64, 150, 50, 46, 40
 _STYLE = """
 svg { background: #ffffff; color: #1f2328; font: 12px system-ui, sans-serif; }
 .axis { stroke: #8c959f; } .grid { stroke: #d8dee4; } .kill { stroke: #cf222e; stroke-dasharray: 4 3; }
@@ -91,7 +91,7 @@ def _panel(
     def y(value: float) -> float:
         return round(bottom - (bottom - top - 16) * value / marks[-1], 1)
 
-    parts = [f'<text x="{LEFT}" y="{top + 6}">{escape(label)}</text>']
+    parts = [f'<text x="{LEFT}" y="{top - 8}">{escape(label)}</text>']
     for mark in marks:
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y(mark)}" y2="{y(mark)}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y(mark) + 4}" text-anchor="end">{mark:g}</text>')

@@ -119,7 +119,8 @@ async def abandon_session(target: Target) -> str:
                 await connection.send(frame)
             match target.random.randrange(4):
                 case 0:
-                    await connection.recv()
+                    with anyio.move_on_after(3):  # nothing may be what comes
+                        await connection.recv()
                 case 1:  # a frame of the websocket protocol that is none
                     connection.transport.write(target.random.randbytes(40))
                 case 2:
