@@ -108,6 +108,7 @@ class StateCell(Generic[ContextT]):
         self.is_closing = False
         self.scope: anyio.CancelScope | None = None
         self.budgets: tuple[Budget, ...] = () if parent is None else parent.budgets
+        self.num_limits = 0
         self.error: AgentflowError | None = None
         self.reached = 0
         self._outbox = outbox
@@ -127,6 +128,7 @@ class StateCell(Generic[ContextT]):
     def restrict(self, budget: Budget) -> None:
         """One budget more, from now on."""
         self.budgets += (budget,)
+        self.num_limits += 1
         if self.scope is not None:
             self.scope.deadline = min(self.scope.deadline, budget.deadline)
 

@@ -17,6 +17,8 @@ from agentflow.ops import check_number
 from agentflow.outbox import Outbox
 
 MAX_STATES = 100_000
+# Limits, each counted for each state that it concerns: their checks are part of every op there.
+MAX_LIMITS = 100_000
 
 
 class StateTree(Generic[ContextT]):
@@ -34,6 +36,7 @@ class StateTree(Generic[ContextT]):
         self._kick = kick
         self._states: dict[int, StateCell[ContextT]] = {}
         self._budgets: tuple[Budget, ...] = ()
+        self._num_limits = 0
 
     def __iter__(self) -> Iterator[StateCell[ContextT]]:
         return iter(self._states.values())
@@ -67,14 +70,20 @@ class StateTree(Generic[ContextT]):
     def restrict(self, root: StateCell[ContextT] | None, budget: Budget) -> None:
         """``root`` and all that comes of it (None: every state, and those to come) share the budget."""
         if root is None:
+            restricted = [*self._states.values()]
+            self._num_limits += 1
+        else:
+            restricted = [root]
+            for state in restricted:
+                restricted += state.children.values()
+        if self._num_limits + len(restricted) > MAX_LIMITS:
+            raise Overloaded(
+                f"the states of a session may have {MAX_LIMITS} limits together: close some first"
+            )
+        if root is None:
             self._budgets += (budget,)
-            for state in self._states.values():
-                state.restrict(budget)
-            return
-        restricted = [root]
-        while restricted:
-            state = restricted.pop()
-            restricted += state.children.values()
+        self._num_limits += len(restricted)
+        for state in restricted:
             state.restrict(budget)
 
     def couple(self, parent: StateCell[ContextT], children: list[StateCell[ContextT]]) -> None:
@@ -137,6 +146,7 @@ class StateTree(Generic[ContextT]):
         _fail_expected(state, Cancelled("its state was closed"))
         if self._states.get(state.id) is state:  # its number may be another one's already
             del self._states[state.id]
+            self._num_limits -= state.num_limits
         if state.parent is not None and state.parent.children.get(state.id) is state:
             del state.parent.children[state.id]
 

@@ -26,7 +26,7 @@ NUM_CLIENTS = 8
 # Between two scenarios of a client, on average: the server is busy, and not overloaded.
 PAUSE_S = 0.5
 SAMPLE_S = 3.0
-KILLS_AT = (0.35, 0.6)
+KILLS_AT = (0.25, 0.45)
 # When all clients are gone everything is given back within the grace of sessions and the time to notice.
 REST_S = RESUME_GRACE_S + 30.0
 SEED = 1

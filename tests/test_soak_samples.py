@@ -90,6 +90,16 @@ def test_of_the_engine_only_the_last_process_counts_and_after_its_own_warm_up() 
     }
 
 
+def test_what_was_seen_too_briefly_is_not_judged() -> None:
+    def engine(num: int) -> list[Sample]:
+        return [replace(QUIET, at_s=5.0 * n, engine_mb=500.0 + 20 * n) for n in range(num)]
+
+    judged = {num: growth_checks(engine(num), 0.0, -ENGINE_WARM_UP_S)[2] for num in (12, 13)}
+    assert judged[12].holds
+    assert "not judged" in judged[12].wanted
+    assert not judged[13].holds
+
+
 def test_all_given_back() -> None:
     after = replace(QUIET, at_s=600.0, fds=QUIET.fds + FD_SLACK, tasks=7 + TASK_SLACK)
     assert all(check.holds for check in rest_checks(QUIET, after))

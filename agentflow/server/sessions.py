@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Generic
@@ -26,8 +27,10 @@ from agentflow.task_group import open_task_group
 
 logger = logging.getLogger(__name__)
 
-# A frame may carry very many small ops: let others run after so many.
+# A frame may carry very many small ops, and ops that concern very many states: let others run after so many,
+# and after so long.
 OPS_PER_TURN = 256
+TURN_S = 0.005
 
 
 class ServedSession(Generic[ContextT]):
@@ -55,12 +58,14 @@ class ServedSession(Generic[ContextT]):
                 f"expected ops from number {self.num_taken + 1} on, and a frame came whose first op "
                 f"has number {frame.first}"
             )
+        turn_began_s = time.perf_counter()
         for number, op in enumerate(frame.ops, frame.first):
             if number > self.num_taken:
                 self.interpreter.submit(op)
                 self.num_taken = number
-                if number % OPS_PER_TURN == 0:
+                if number % OPS_PER_TURN == 0 or time.perf_counter() - turn_began_s > TURN_S:
                     await anyio.lowlevel.checkpoint()
+                    turn_began_s = time.perf_counter()
 
     async def hand_over(self, holder: anyio.CancelScope) -> None:
         """Makes ``holder`` the one that the session belongs to. Whoever held it is cancelled first, for

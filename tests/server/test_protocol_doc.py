@@ -150,6 +150,7 @@ def test_the_limits_are_those_of_the_code() -> None:
     }
     assert shown.keys() == set(ServerLimits.__slots__)
     assert f"| {state_tree.MAX_STATES:,} |" in PAGE
+    assert f"concern | {state_tree.MAX_LIMITS:,} |" in PAGE
     assert f"| {interpreter.MAX_PENDING_OPS:,} |" in PAGE
     assert ops.MAX_NUMBER == 2**53 - 1
     assert f"one behind the other | {events.MAX_CAUSES};" in PAGE
