@@ -59,7 +59,7 @@ def test_growth_counts_from_the_warm_up_on() -> None:
     grown = growth(samples(0.5, 90, 100, 101, 102, 103), "server", 120.0)
     assert grown.mb == pytest.approx(3.0)
     assert grown.mb_per_hour == pytest.approx(60.0)
-    assert grown.allowed_mb == pytest.approx(NOISE_MB + MAX_MB_PER_HOUR * 180 / 3600)
+    assert grown.allowed_mb == pytest.approx(NOISE_MB["server"] + MAX_MB_PER_HOUR * 180 / 3600)
 
 
 def test_times_without_the_process_do_not_count() -> None:
@@ -71,7 +71,7 @@ def test_times_without_the_process_do_not_count() -> None:
 @pytest.mark.parametrize(("excess_mb", "is_bounded"), [(-0.01, True), (0.01, False)])
 def test_growth_is_bounded_up_to_the_bound(excess_mb: float, is_bounded: bool) -> None:
     num, every_s = 11, 60.0
-    allowed = NOISE_MB + MAX_MB_PER_HOUR * (num - 1) * every_s / 3600
+    allowed = NOISE_MB["server"] + MAX_MB_PER_HOUR * (num - 1) * every_s / 3600
     step = (allowed + excess_mb) / (num - 1)
     assert growth(samples(*(100 + step * n for n in range(num))), "server", 0.0).is_bounded is is_bounded
 
