@@ -120,6 +120,16 @@ def a_large_constraint(_: ApiServer, api: Api) -> Came:
         return come(server, api, constrained(api, {"type": "integer"}))
 
 
+def a_deep_tool(server: ApiServer, api: Api) -> Came:
+    deep: dict[str, Any] = {}
+    for _ in range(300):
+        deep = {"properties": {"a": deep}}
+    if api is OPENAI:
+        function = {"name": "find", "parameters": deep}
+        return come(server, api, asked(tools=[{"type": "function", "function": function}]))
+    return come(server, api, asked(tools=[{"name": "find", "input_schema": {"type": "object"} | deep}]))
+
+
 def many_constraints(_: ApiServer, api: Api) -> Came:
     with api_server(compile_limits=CompileLimits(max_waiting_per_tenant=1)) as server:
         compiler: Any = server.service.models._compiler
@@ -184,7 +194,14 @@ def a_long_wait(_: ApiServer, api: Api) -> Came:
 def a_full_engine(_: ApiServer, api: Api) -> Came:
     engine = FakeEngine(max_unfinished=1)
     with api_server(engine, constraints=False) as server, held(server, api):
-        return come(server, api, asked())
+        full = come(server, api, asked())
+    engine = FakeEngine(max_unfinished=2)
+    with (
+        api_server(engine, tenants=tenants(), constraints=False) as server,
+        held(server, api, 1, f"x-api-key: {KEY}"),  # the other one is for other tenants
+    ):
+        assert come(server, api, asked(), headers=BEARER) == full
+    return full
 
 
 def an_ending_server(server: ApiServer, api: Api) -> Came:
@@ -273,6 +290,7 @@ REFUSED: dict[str, Refused] = {
     "a constraint makes no sense": with_schema({"type": "string", "pattern": "a("}),
     "a constraint cannot be kept": with_schema({"$dynamicRef": "#a"}),
     "a constraint is too large or takes too long": a_large_constraint,
+    "a tool's parameters nest too deep": a_deep_tool,
     "the model cannot keep constraints": no_compiler,
     "too many constraints wait": many_constraints,
     "the body is too large": a_large_body,
@@ -281,7 +299,7 @@ REFUSED: dict[str, Refused] = {
     "the tokens of a minute are used up": used_up("tokens_per_minute = 1"),
     "too many unfinished requests of one tenant": too_many_of_one_tenant,
     "the request would wait too long": a_long_wait,
-    "the engine has too many unfinished requests": a_full_engine,
+    "too many unfinished requests of all, or of one tenant's part": a_full_engine,
     "the server is starting or shutting down": an_ending_server,
     "the engine fails on this request": a_failed_step,
     "the engine is gone": a_dead_engine,

@@ -134,6 +134,7 @@ FAILURES: dict[str, Fails] = {
     "nothing to go on from": ops(OPEN, gen()),
     "a `select` without choices": ops(*ASK, SELECT),
     "a turn in a turn, or an end without one": ops(OPEN, USER, USER, state=1),
+    "a `hint` that makes no sense": ops(OPEN, {"op": "hint", "state": 1, "forks": -5}, state=1),
     "an image": ops(OPEN, IMAGE, state=1),
     "prompt and output do not fit": ops(OPEN, text("x" * 5000), gen()),
     "a constraint that makes no sense": ops(*ASK, constrained("regex", "a(")),

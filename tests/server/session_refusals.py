@@ -113,6 +113,17 @@ def of_two(**limits: Any) -> Ends:
     return end
 
 
+def too_many_of_one_tenant(_: ApiServer) -> tuple[str, str]:
+    limits = ServerLimits(max_sessions=2)
+    with (
+        api_server(tenants=tenants(), server_limits=limits, constraints=False) as server,
+        session_on(server, key=KEY),
+        session_on(server, key=KEY, greets=False) as second,
+    ):
+        second.send(HELLO)
+        return second.end()
+
+
 def patched(module: Any, name: str, value: int, end: Ends) -> Ends:
     def patched_end(server: ApiServer) -> tuple[str, str]:
         with mock.patch.object(module, name, value):
@@ -188,7 +199,10 @@ LONG = {"frame": "ops", "first": 1, "ops": [], "filler": "x" * 5000}
 VERY_LONG = {**LONG, "filler": "x" * 9000}
 TWICE = (OPEN, {"op": "open", "state": 3}, {"op": "open", "state": 3})
 GRAPH = {"op": "submit", "state": 1, "ops": []}
+LIMITED = {"op": "limit", "state": 1, "output_tokens": 9}
 NO_LIMIT = {"op": "limit", "state": 1, "output_tokens": -1}
+SET = {"op": "set", "state": 1, "var": 2, "name": "text", "parts": ["x"]}
+TRANSFORMED = {"op": "ref", "var": 2, "transforms": [["strip", ""]] * 100}
 PROVIDED = {"op": "provide", "var": 2, "text": "x"}
 
 SESSION_ENDS: dict[str, Ends] = {
@@ -205,12 +219,16 @@ SESSION_ENDS: dict[str, Ends] = {
     "a state that is not there, or closed": ops(text("x", state=7)),
     "a variable that is not there": ops(OPEN, text({"op": "ref", "var": 7})),
     "a number that is taken": ops(*TWICE),
+    "a number that is too large": ops({"op": "open", "state": 2**63}),
+    "more transforms than may follow each other": ops(OPEN, SET, text(TRANSFORMED)),
     "`provide` for what the client does not provide": ops(*ASK, gen(), PROVIDED),
     "a `limit` that makes no sense": ops(OPEN, NO_LIMIT),
     "a `submit` that is no graph": ops(GRAPH),
     "too many sessions": of_two(max_sessions=1),
+    "too many sessions of one tenant": too_many_of_one_tenant,
     "too many connections": of_two(max_connections=1),
     "too many states in a session": patched(state_tree, "MAX_STATES", 1, ops(*TWICE[:2])),
+    "too many limits of states": patched(state_tree, "MAX_LIMITS", 0, ops(OPEN, LIMITED)),
     "too many ops wait on a state": patched(interpreter, "MAX_PENDING_OPS", 1, ops(*ASK, gen())),
     "the session to resume is gone, or is somebody else's": an_unknown_session,
     "no such model, or none for this key": an_unknown_model,

@@ -133,7 +133,7 @@ def test_a_server_that_ends() -> None:
         server.service.is_draining = True
         with pytest.raises(openai.InternalServerError, match="shutting down") as caught:
             client.chat.completions.create(**ASK)
-        assert (caught.value.status_code, caught.value.code) == (503, "overloaded")
+        assert (caught.value.status_code, caught.value.code) == (503, "unready")
         assert caught.value.type == "server_error"
         assert caught.value.response.headers["retry-after"] == "1"
 
