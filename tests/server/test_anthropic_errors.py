@@ -9,11 +9,14 @@ from collections.abc import Iterator
 import anthropic
 import pytest
 from server.anthropic_peer import HELLO, AnthropicPeer, anthropic_peer
+from server.refusing_servers import KEY as ANN
+from server.refusing_servers import tenants
 
 from agentflow.errors import EngineFailed, NotAuthorized, Overloaded, RateLimited
 from agentflow.server.anthropic_errors import AnthropicErrors
 from agentflow.server.http_refusal import Refusal
 from agentflow.server.limits import HttpLimits
+from agentflow.server.rate_limit import TenantGate
 from agentflow.server.tenant import NOBODY_ELSE, Tenant
 
 KEY = "sk-1"
@@ -69,6 +72,15 @@ def test_errors_have_the_classes_of_the_client(peer, key, error, kind, code):
         assert caught.value.error_code == code
         assert caught.value.request_id == caught.value.body["request_id"]
     assert caught.value.response.headers.get("retry-after") == {"limited": "3", "full": "1"}.get(key)
+
+
+def test_counting_tokens_uses_nothing_up():
+    known = tenants("requests_per_minute = 1")
+    with anthropic_peer(ANN, tenants=known, gate=TenantGate(), constraints=False) as peer:
+        assert peer.ask().content
+        with pytest.raises(anthropic.RateLimitError):
+            peer.ask()
+        assert peer.client.messages.count_tokens(model="fake", messages=HELLO).input_tokens
 
 
 def test_overloaded_is_said_with_anthropics_status(peer):
