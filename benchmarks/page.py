@@ -47,8 +47,8 @@ REMARKS = {
         "The engine alone is the same engine process, driven by its own client in the server's process: no "
         "HTTP, no JSON, nobody at the other end. The HTTP clients are a process of their own on the same two "
         "cores, so what they cost is counted, too. In the overload requests come at three times the rate of "
-        "the peak, whatever becomes of those before them; a request is good when its first token comes within "
-        "twice the time that the server lets a request expect to wait, and it ends."
+        "the peak, whatever becomes of those before them; a request is good when it ends, and its first "
+        "token comes within twice the time that the server lets a request expect to wait."
     ),
     "ablation": (
         "The pool holds half of the working set. Hints raise the hit rate where branches come and go (trees "

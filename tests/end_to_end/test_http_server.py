@@ -89,7 +89,7 @@ def test_a_server_that_is_told_to_end_finishes_its_streams_and_takes_nothing_new
             while (refused := ask(url, 1))[0] == 200:
                 pass
             assert refused[0] == 503
-            assert refused[1]["error"]["code"] == "overloaded"
+            assert refused[1]["error"]["code"] == "unready"
             assert text + stream.text() == answer["choices"][0]["message"]["content"]
         assert server.wait(30) == 0
 

@@ -66,7 +66,7 @@ async def test_after_a_stop_what_was_said_stays():
     backend = Talkative()
     async with af.session(backend=backend) as flow:
         conversation = Conversation(flow)
-        assert (await ask_and_stop(conversation, backend, "hang")).text == "begun "
+        assert (await ask_and_stop(conversation, backend, "hang", speaks=True)).text == "begun "
         following = await conversation.ask("And?", print)
     assert following.text == ("<user>hang</user><assistant>begun </assistant><user>And?</user><assistant>")
     assert backend.generator.num_open == 0
@@ -76,19 +76,25 @@ async def test_an_answer_that_had_not_begun_leaves_nothing():
     backend = Talkative()
     async with af.session(backend=backend) as flow:
         conversation = Conversation(flow)
-        assert (await ask_and_stop(conversation, backend, "silence")).text == ""
+        assert (await ask_and_stop(conversation, backend, "silence", speaks=False)).text == ""
         assert (await conversation.ask("And?", print)).text == "<user>And?</user><assistant>"
 
 
-async def ask_and_stop(conversation: Conversation, backend: Talkative, question: str) -> Answered:
+async def ask_and_stop(
+    conversation: Conversation, backend: Talkative, question: str, *, speaks: bool
+) -> Answered:
+    """``speaks``: it is stopped when some of the answer was shown, and not as soon as it is being written."""
     found: list[Answered] = []
+    is_shown = anyio.Event()
 
     async def ask() -> None:
-        found.append(await conversation.ask(question, print))
+        found.append(await conversation.ask(question, lambda text: is_shown.set()))
 
     async with open_task_group() as group:
         group.start_soon(ask)
         await backend.has_hung.wait()
+        if speaks:
+            await is_shown.wait()
         conversation.stop()
     assert (found[0].usage, found[0].finish_reason) == (None, "stopped")
     return found[0]

@@ -177,8 +177,8 @@ def test_fields_that_both_endpoints_have(server: ApiServer) -> None:
         ({"prompt": [TEXT] * 65, "n": 2}, "prompt", "65 prompts with 2 answers each"),
         ({"extra_body": {"messages": []}}, "messages", "there is no parameter 'messages' here"),
         ({"extra_body": {"response_format": {"type": "text"}}}, "response_format", "no parameter"),
-        ({"prompt": ""}, None, "empty state"),
-        ({"prompt": ["", ""], "n": 2}, None, "empty state"),
+        ({"prompt": ""}, None, "the prompt is empty"),
+        ({"prompt": ["", ""], "n": 2}, None, "the prompt is empty"),
         ({"prompt": [[5, 99999]], "n": 2}, None, "99999 is no token of this model"),
     ],
 )
