@@ -20,7 +20,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from agentflow.errors import BadArgument, PromptTooLong
+from agentflow.errors import BadArgument
 from agentflow.sampling import SamplingParams
 from agentflow.server.answer_memory import conversation_keys
 from agentflow.server.answer_reading import AnswerReader
@@ -106,6 +106,7 @@ class Completion:
             contexts, self._context = [context], context
             try:
                 self._check_length()
+                self._generator.check_gate(self._request.n)
                 await self._fill(context)
                 await self._check_size(context)
                 if self._request.n > 1:
@@ -124,21 +125,27 @@ class Completion:
         self._changed.set()
 
     def _check_length(self) -> None:
-        prompt = self._request.prompt
+        """What is too long however it is encoded is refused before it costs anything."""
+        prompt, most = self._request.prompt, self._request.max_prompt_tokens
         if isinstance(prompt, TokenIds):
-            return
-        num_chars = len(prompt) if isinstance(prompt, str) else sum(len(one.content) for one in prompt)
-        self._generator.check_length(num_chars, self._request.max_prompt_tokens)
+            self._generator.check_num_tokens(len(prompt.ids), most)
+        elif isinstance(prompt, str):
+            self._generator.check_length(len(prompt), most)
+        else:
+            num_chars = sum(_num_chars(message) for message in prompt) + self._num_chars_of_tools()
+            self._generator.check_length(num_chars, most)
+
+    def _num_chars_of_tools(self) -> int:
+        return sum(
+            len(tool.name) + len(tool.description) + len(msgspec.json.encode(tool.parameters))
+            for tool in self._request.tools
+        )
 
     async def _check_size(self, context: EngineContext) -> None:
         most = self._request.max_prompt_tokens
         if most is None:
             return
-        num_tokens = len(await self._generator.prompt_ids(context))
-        if num_tokens > most:
-            raise PromptTooLong(
-                f"the prompt has {num_tokens} tokens, and this server takes at most {most}: shorten it"
-            )
+        self._generator.check_num_tokens(len(await self._generator.prompt_ids(context)), most)
 
     async def _fill(self, context: EngineContext) -> None:
         prompt = self._request.prompt
@@ -146,7 +153,8 @@ class Completion:
             # All of it is the client's, marks included: there is no content here to be told from markup.
             encode = self._generator.tokenizer.encode_markup
             if len(prompt) > MAX_INLINE_CHARS:
-                token_ids = await anyio.to_thread.run_sync(encode, prompt)
+                limiter = self._generator.encoding_threads
+                token_ids = await anyio.to_thread.run_sync(encode, prompt, limiter=limiter)
             else:
                 token_ids = encode(prompt)
             if not token_ids:
@@ -161,12 +169,13 @@ class Completion:
     def _fill_turns(self, context: EngineContext) -> None:
         use = self._tools = tool_use(self._generator.template, self._request)
         context.tokens.tools(use.tools)
+        context.num_unencoded_chars += self._num_chars_of_tools()
         keys = conversation_keys(use.messages, start=repr(use.tools).encode("utf-8", "backslashreplace"))
         last = len(use.messages) - 1
         for number, (message, key) in enumerate(zip(use.messages, keys, strict=True)):
             if message.tool_calls or message.role == "tool":
                 context.tokens.turn(message)
-                context.num_unencoded_chars += len(message.content)
+                context.num_unencoded_chars += _num_chars(message)
                 continue
             token_ids = self._generator.answers.recall(key) if message.role == "assistant" else None
             self._generator.begin_role(context, message.role)
@@ -217,6 +226,10 @@ async def completing(generator: EngineGenerator, request: CompletionRequest) -> 
         group.start_soon(completion.run)
         yield completion
         group.cancel_scope.cancel()
+
+
+def _num_chars(message: Message) -> int:
+    return len(message.content) + sum(len(call.name) + len(call.arguments) for call in message.tool_calls)
 
 
 def answers_of(deltas: Sequence[CompletionDelta], n: int) -> list[Answer]:

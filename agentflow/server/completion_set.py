@@ -65,7 +65,8 @@ class CompletionSet:
 async def completing_all(
     generator: EngineGenerator, requests: Sequence[CompletionRequest]
 ) -> AsyncIterator[CompletionSet]:
-    """Runs the requests while the scope lasts."""
+    """Runs the requests while the scope lasts. ``RateLimited`` where the tenant may not send so many."""
+    generator.check_gate(sum(request.n for request in requests))
     completions = CompletionSet(len(requests))
     async with open_task_group() as group:
         first_index = 0

@@ -163,11 +163,19 @@ class EngineClient:
         return await self._call(message, None)
 
     def compute_ahead(self, token_ids: list[int], *, origin: Origin) -> int:
-        """Has the tokens computed for those that will come; nobody waits. Returns what ``forget`` takes."""
+        """Has the tokens computed for those that will come, if there is room; nobody waits. Returns what
+        ``forget`` takes."""
         request_id = next(self._ids)
-        if self._ended_because is None:
+        if self._ended_because is None and self._has_room(origin.tenant):
             self._submit(Submit(request_id, token_ids, None, origin=origin))
         return request_id
+
+    def _has_room(self, tenant: str) -> bool:
+        try:
+            self.check_room(tenant)
+        except Overloaded:
+            return False
+        return True
 
     def forget(self, request_id: int) -> None:
         """What was to be computed ahead is not needed, if it has not been computed yet."""
@@ -197,10 +205,8 @@ class EngineClient:
 
     async def _call(self, message: Submit, on_progress: OnProgress | None) -> Finished:
         self._check_alive()
-        self._check_room(message.origin.tenant)
+        self.check_room(message.origin.tenant)
         self._submit(message)
-        self._unfinished[message.request_id] = message.origin.tenant
-        self._num_unfinished_of[message.origin.tenant] += 1
         call = self._calls[message.request_id] = _Call(on_progress)
         try:
             await call.ended.wait()
@@ -216,7 +222,9 @@ class EngineClient:
         assert isinstance(finished, Finished)
         return finished
 
-    def _check_room(self, tenant: str) -> None:
+    def check_room(self, tenant: str) -> None:
+        """``Overloaded`` where the engine has as many unfinished requests, or as many of the tenant's, as
+        there may be."""
         if self._max_unfinished is None:
             return
         if len(self._unfinished) >= self._max_unfinished:
@@ -231,6 +239,8 @@ class EngineClient:
 
     def _submit(self, message: Submit) -> None:
         self.engine.send(message)
+        self._unfinished[message.request_id] = message.origin.tenant
+        self._num_unfinished_of[message.origin.tenant] += 1
         for observer in self._observers:
             observer.sent(message)
 

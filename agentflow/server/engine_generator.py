@@ -31,6 +31,7 @@ from agentflow.token_logprob import TokenLogprob, TopLogprobs
 
 # Text longer than this is encoded in a worker thread: about a millisecond of encoding.
 MAX_INLINE_CHARS = 4000
+ENCODING_THREADS = 4
 # What a text is taken for until it is encoded.
 CHARS_PER_TOKEN = 4
 # A prefix about to be forked is computed ahead from so many uncomputed tokens on: below that, the
@@ -83,6 +84,8 @@ class EngineGenerator:
         self._client = client
         self.template = template
         self.tenant = tenant
+        self.encoding_threads = anyio.CapacityLimiter(ENCODING_THREADS)
+        """Long texts of the tenant are encoded in; others have threads of their own."""
         self.answers = AnswerMemory()
         """Of the tenant, in conversations over HTTP."""
         self._gate = gate
@@ -152,10 +155,10 @@ class EngineGenerator:
     ) -> Finished:
         """Generates after the context, which stays as it is. ``on_progress`` hears what each step gave."""
         self.capabilities.require(constraint)
-        with self._admit(context.num_unencoded_chars // CHARS_PER_TOKEN) as admitted:
+        with self._admit(_guessed_tokens(context)) as admitted:
+            admitted.prompt_tokens = 0  # until the engine has it
             self.check_length(context.num_unencoded_chars)
             token_ids = await self.prompt_ids(context)
-            admitted.prompt_tokens = len(token_ids)
             compiled = None
             if constraint is not None and self._compiler is not None:
                 compiled = await self._compiler.compile(constraint, tenant=self.tenant.name)
@@ -165,6 +168,8 @@ class EngineGenerator:
                 admitted.output_tokens += len(progress.token_ids) - progress.num_dropped
                 on_progress(progress)
 
+            self._client.check_room(self.tenant.name)
+            admitted.prompt_tokens = len(token_ids)
             end = await self._client.generate(
                 token_ids,
                 params,
@@ -199,8 +204,10 @@ class EngineGenerator:
     async def score(self, context: EngineContext, choices: Sequence[str], method: str) -> Scored:
         """Scores all choices in one forward pass: the tokens of each that come after what all have in
         common. The one that is chosen is appended with the ids that were scored."""
-        with self._admit(context.num_unencoded_chars // CHARS_PER_TOKEN) as admitted:
+        with self._admit(_guessed_tokens(context)) as admitted:
+            admitted.prompt_tokens = 0  # until the engine has it
             encoded = await self._encode_choices(context, choices)
+            self._client.check_room(self.tenant.name)
             admitted.prompt_tokens = len(encoded.prefix) + sum(map(len, encoded.ends))
             context.has_run = True
             end = await self._client.score_choices(encoded.prefix, encoded.ends, origin=context.origin_now())
@@ -222,7 +229,8 @@ class EngineGenerator:
         """In a thread where it is much."""
         num_chars = context.num_unencoded_chars + sum(map(len, choices)) + WINDOW_CHARS * len(choices)
         if num_chars > MAX_INLINE_CHARS:
-            encoded = await anyio.to_thread.run_sync(context.tokens.encode_choices, choices)
+            encode = context.tokens.encode_choices
+            encoded = await anyio.to_thread.run_sync(encode, choices, limiter=self.encoding_threads)
         else:
             encoded = context.tokens.encode_choices(choices)
         if not encoded.num_before and not encoded.text:
@@ -240,11 +248,24 @@ class EngineGenerator:
         is encoded: encoding it would take long."""
         most = min(most or self._client.info.max_context, self._client.info.max_context)
         fewest = self.tokenizer.fewest_tokens(num_chars)
-        if fewest > most:
+        if fewest > most:  # encoded for nothing otherwise
             raise PromptTooLong(
                 f"the prompt has {num_chars:,} characters, which are at least {fewest:,} tokens, and "
                 f"{most:,} are the most there may be: shorten it"
             )
+
+    def check_num_tokens(self, num_tokens: int, most: int | None = None) -> None:
+        """``PromptTooLong`` for more than the context holds, or than ``most``."""
+        most = min(most or self._client.info.max_context, self._client.info.max_context)
+        if num_tokens > most:
+            raise PromptTooLong(
+                f"the prompt has {num_tokens:,} tokens, and this server takes at most {most:,}: shorten it"
+            )
+
+    def check_gate(self, num_requests: int) -> None:
+        """``RateLimited`` where the tenant may not send so many requests now."""
+        if self._gate is not None:
+            self._gate.check(self.tenant, num_requests)
 
     def check_ids(self, token_ids: Sequence[int]) -> None:
         """``BadArgument`` for one that the vocabulary does not have."""
@@ -287,9 +308,12 @@ class EngineGenerator:
         return context.tokens.ids()
 
     def _compute_ahead(self, context: EngineContext) -> None:
-        """Has the prefix computed before forks ask for it, where that is worth a request."""
+        """Has the prefix computed before forks ask for it, where that is worth a request, and the tenant's
+        limits would not be got around by it: nobody counts what is computed ahead."""
         token_ids = context.tokens.ids()
         if len(token_ids) - context.num_computed < MIN_AHEAD_TOKENS:
+            return
+        if self._gate is not None and not self._gate.is_unlimited(self.tenant):
             return
         if context.computing_ahead is not None:
             self._client.forget(context.computing_ahead)
@@ -343,10 +367,14 @@ class EngineGenerator:
         """Encodes what was appended, in a thread where it is much. The state's ops run one after the
         other, so nobody else touches the tokens meanwhile."""
         if context.num_unencoded_chars > MAX_INLINE_CHARS:
-            await anyio.to_thread.run_sync(context.tokens.cut)
+            await anyio.to_thread.run_sync(context.tokens.cut, limiter=self.encoding_threads)
         else:
             context.tokens.cut()
         context.num_unencoded_chars = 0
+
+
+def _guessed_tokens(context: EngineContext) -> int:
+    return context.tokens.num_settled + context.num_unencoded_chars // CHARS_PER_TOKEN
 
 
 def _usage(end: Finished) -> Usage:

@@ -68,7 +68,7 @@ async def tokenize(call: ApiCall) -> None:
     token_ids = await _ids_of(body, generator)
     texts: list[str] | None = None
     if body.return_token_strs:
-        texts = await _away(len(token_ids), partial(_texts, generator), token_ids)
+        texts = await _away(generator, len(token_ids), partial(_texts, generator), token_ids)
     call.record.prompt_tokens = len(token_ids)
     await call.reply(
         TokenizeAnswer(
@@ -87,7 +87,7 @@ async def detokenize(call: ApiCall) -> None:
     with faults_named("tokens"):
         generator.check_ids(body.tokens)
     decode = partial(generator.tokenizer.decode, skip_special=False)
-    await call.reply(DetokenizeAnswer(await _away(len(body.tokens), decode, body.tokens)))
+    await call.reply(DetokenizeAnswer(await _away(generator, len(body.tokens), decode, body.tokens)))
 
 
 def _texts(generator: EngineGenerator, token_ids: list[int]) -> list[str]:
@@ -95,10 +95,12 @@ def _texts(generator: EngineGenerator, token_ids: list[int]) -> list[str]:
     return [decode([token_id], skip_special=False, continues=True) for token_id in token_ids]
 
 
-async def _away(amount: int, function: Callable[[ArgT], ResultT], argument: ArgT) -> ResultT:
-    """Calls the function; where there is much to do, in a worker thread."""
+async def _away(
+    generator: EngineGenerator, amount: int, function: Callable[[ArgT], ResultT], argument: ArgT
+) -> ResultT:
+    """Calls the function; where there is much to do, in a thread of the tenant's."""
     if amount > MAX_INLINE_CHARS:
-        return await anyio.to_thread.run_sync(function, argument)
+        return await anyio.to_thread.run_sync(function, argument, limiter=generator.encoding_threads)
     return function(argument)
 
 
@@ -124,4 +126,4 @@ async def _ids_of(body: TokenizeRequest, generator: EngineGenerator) -> list[int
     tokenizer = generator.tokenizer
     if not prompt:
         return [] if body.add_special_tokens is False else list(tokenizer.prefix_ids)
-    return await _away(len(prompt), tokenizer.encode_markup, prompt)
+    return await _away(generator, len(prompt), tokenizer.encode_markup, prompt)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from agentflow.errors import RateLimited
+from agentflow.errors import NotAuthorized, RateLimited
 from agentflow.server.tenant import Tenant
 
 MINUTE_NS = 60_000_000_000
@@ -42,10 +42,10 @@ class Bucket:
         self.per_minute = per_minute
         self._level = min(self._level, per_minute * MINUTE_NS)
 
-    def wait_ns(self, now_ns: int) -> int:
-        """So long it takes until there is one in it, if nobody takes any; 0: there is."""
+    def wait_ns(self, now_ns: int, amount: int = 1) -> int:
+        """So long it takes until there are so many in it, if nobody takes any; 0: there are."""
         self._fill(now_ns)
-        return max(0, -((self._level - MINUTE_NS) // self.per_minute))
+        return max(0, -((self._level - amount * MINUTE_NS) // self.per_minute))
 
     def take(self, amount: int, now_ns: int) -> None:
         """Takes so many out, also more than there are; less than 0 gives back."""
@@ -131,9 +131,17 @@ class TenantGate:
         account = self._accounts.get(tenant.name)
         return 0 if account is None else account.num_unfinished
 
-    def check(self, tenant: Tenant) -> None:
-        """``RateLimited`` where a request that came now would not be let in."""
-        self._let_in(tenant, self._clock_ns())
+    def check(self, tenant: Tenant, num_requests: int = 1) -> None:
+        """``RateLimited`` where so many requests that came now would not all be let in."""
+        self._let_in(tenant, self._clock_ns(), num_requests)
+
+    def is_unlimited(self, tenant: Tenant) -> bool:
+        """Whether the tenant may use as many tokens and requests as it likes."""
+        try:
+            now = tenant if self._current is None else self._current(tenant)
+        except NotAuthorized:
+            return False
+        return now.tokens_per_minute is None and now.requests_per_minute is None
 
     @contextmanager
     def request(self, tenant: Tenant, prompt_tokens: int) -> Iterator[AdmittedRequest]:
@@ -156,15 +164,17 @@ class TenantGate:
                 computed = admitted.prompt_tokens - min(admitted.cached_tokens, admitted.prompt_tokens)
                 tokens.take(computed + admitted.output_tokens - prompt_tokens, self._clock_ns())
 
-    def _let_in(self, tenant: Tenant, now_ns: int) -> tuple[_Account, Bucket | None, Bucket | None]:
+    def _let_in(
+        self, tenant: Tenant, now_ns: int, num_requests: int = 1
+    ) -> tuple[_Account, Bucket | None, Bucket | None]:
         """The tenant's account, and the buckets that it has now."""
         if self._current is not None:
             tenant = self._current(tenant)
         account = self._account(tenant, now_ns)
         requests = None if tenant.requests_per_minute is None else account.requests
         tokens = None if tenant.tokens_per_minute is None else account.tokens
-        _check_unfinished(tenant, account.num_unfinished)
-        _check_buckets(((requests, "requests"), (tokens, "tokens")), now_ns)
+        _check_unfinished(tenant, account.num_unfinished, num_requests)
+        _check_buckets(((requests, "requests", num_requests), (tokens, "tokens", 1)), now_ns)
         return account, requests, tokens
 
     def _account(self, tenant: Tenant, now_ns: int) -> _Account:
@@ -179,18 +189,24 @@ class TenantGate:
         return account
 
 
-def _check_unfinished(tenant: Tenant, num_unfinished: int) -> None:
-    if tenant.max_unfinished is not None and num_unfinished >= tenant.max_unfinished:
+def _check_unfinished(tenant: Tenant, num_unfinished: int, num_requests: int) -> None:
+    if tenant.max_unfinished is not None and num_unfinished + num_requests > tenant.max_unfinished:
         raise RateLimited(
             f"{num_unfinished} requests of this API key's tenant are unfinished, and {tenant.max_unfinished} "
             "may be: send more when some have ended"
         )
 
 
-def _check_buckets(buckets: Sequence[tuple[Bucket | None, str]], now_ns: int) -> None:
+def _check_buckets(buckets: Sequence[tuple[Bucket | None, str, int]], now_ns: int) -> None:
+    for bucket, what, amount in buckets:
+        if bucket is not None and amount > bucket.per_minute:
+            raise RateLimited(
+                f"{amount} {what} at once are more than the {bucket.per_minute:,} a minute of this API key's "
+                "tenant: ask for fewer"
+            )
     waits = [
-        (bucket.wait_ns(now_ns), f"{bucket.per_minute:,} {what} a minute")
-        for bucket, what in buckets
+        (bucket.wait_ns(now_ns, amount), f"{bucket.per_minute:,} {what} a minute")
+        for bucket, what, amount in buckets
         if bucket is not None
     ]
     wait_ns = max((wait for wait, _ in waits), default=0)

@@ -156,6 +156,11 @@ class TokenState:
         ]
 
     @property
+    def num_settled(self) -> int:
+        """Ids that are settled already."""
+        return len(self._ids)
+
+    @property
     def continues(self) -> bool:
         """Whether a generation that begins now stands after other text (see ``Tokenizer.encode``)."""
         return bool(self._parts or self._pending)

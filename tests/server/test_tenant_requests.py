@@ -10,11 +10,11 @@ import pytest
 from fake_engine import TEMPLATE, TOKENIZER, FakeEngine
 from wire_peer import WireGenerator
 
-from agentflow.errors import NotAuthorized, Overloaded, RateLimited
+from agentflow.errors import NotAuthorized, Overloaded, PromptTooLong, RateLimited
 from agentflow.sampling import SamplingParams
-from agentflow.server.chat_message import Message
+from agentflow.server.chat_message import CalledTool, Message, ToolSpec
 from agentflow.server.completion import completing
-from agentflow.server.completion_request import CompletionRequest
+from agentflow.server.completion_request import CompletionRequest, TokenIds
 from agentflow.server.engine_messages import Origin
 from agentflow.server.limits import ServerLimits
 from agentflow.server.models import EngineModel
@@ -204,3 +204,91 @@ async def test_of_the_sessions_too():
     async with open_sessions(ServerLimits(max_sessions=4)) as sessions:
         for _ in range(4):  # without keys there is nobody else
             await sessions.open(generator, anyio.CancelScope())
+
+
+async def test_answers_are_let_in_together_or_not_at_all():
+    tenant = Tenant("ann", requests_per_minute=5)
+    gate = TenantGate(Clock())
+    async with model_on(FakeEngine(), gate) as model:
+        generator = model.generator(tenant)
+
+        async def ask(n: int) -> int:
+            async with completing(generator, CompletionRequest(TEXT, SHORT, n=n)) as completion:
+                return len(await completion.answers())
+
+        assert await ask(2) == 2
+        for _ in range(3):  # a refusal costs nothing
+            with pytest.raises(RateLimited, match="5 requests a minute"):
+                await ask(4)
+        with pytest.raises(RateLimited, match="6 requests at once are more than the 5 a minute"):
+            await ask(6)
+        assert await ask(3) == 3
+    assert gate.num_unfinished(tenant) == 0
+
+
+async def test_what_never_ran_is_not_counted():
+    tenant = Tenant("ann", tokens_per_minute=1000)
+    gate = TenantGate(Clock())
+    async with model_on(FakeEngine(), gate) as model:
+        generator = model.generator(tenant)
+        model.client._max_unfinished = 0
+        context = generator.open("")
+        generator.fill(context, TEXT)
+        with pytest.raises(Overloaded):
+            await generator.generate(context, SHORT, lambda text: None)
+        with pytest.raises(Overloaded):
+            await generator.score(context, ["yes", "no"], "token_length_normalized")
+        generator.free(context)
+    assert left(gate, tenant) == 1000
+
+
+async def test_limits_are_not_got_around_by_forks():
+    """What is computed before forks ask for it is nobody's request; with limits it is left to them."""
+    limited, free = Tenant("limited", tokens_per_minute=1000), Tenant("free")
+    gate = TenantGate(Clock())
+    computed = []
+
+    class Sent:
+        def sent(self, submit) -> None:
+            if submit.params is None:
+                computed.append(submit.origin.tenant)
+
+        def heard(self, messages) -> None:
+            pass
+
+    async with model_on(FakeEngine(), gate) as model:
+        model.client.observe(Sent())
+        for tenant in (limited, free):
+            generator = model.generator(tenant)
+            context = generator.open("")
+            generator.fill(context, 3 * TEXT)
+            for one in (context, *await generator.fork(context, 2)):
+                generator.free(one)
+    assert computed == ["free"]
+
+
+async def test_a_prompt_of_ids_is_not_copied_for_each_answer_before_it_is_refused(monkeypatch):
+    async with model_on(FakeEngine(), TenantGate()) as model:
+        generator = model.generator(Tenant("ann"))
+        request = CompletionRequest(TokenIds((5,) * 100_000), SHORT, n=100)
+        monkeypatch.setattr(generator, "fork", None)  # nothing may be copied
+        monkeypatch.setattr(generator, "check_ids", None)
+        async with completing(generator, request) as completion:
+            with pytest.raises(PromptTooLong, match="100,000 tokens, and this server takes at most 1,024"):
+                await completion.answers()
+
+
+async def test_what_tools_say_is_part_of_the_prompt():
+    async with model_on(FakeEngine(), TenantGate()) as model:
+        generator = model.generator(Tenant("ann"))
+        tool = ToolSpec("look", "x" * 200_000, {"type": "object", "properties": {}})
+        called = CalledTool("call_1", "look", '{"a": "' + "y" * 200_000 + '"}')
+        call = Message("assistant", "", tool_calls=(called,))
+        ask = Message("user", "Hi")
+        for request in (
+            CompletionRequest((ask,), SHORT, tools=(tool,)),
+            CompletionRequest((ask, call, Message("tool", "z", tool_call_id="call_1")), SHORT),
+        ):
+            async with completing(generator, request) as completion:
+                with pytest.raises(PromptTooLong, match="characters"):
+                    await completion.answers()
