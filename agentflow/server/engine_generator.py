@@ -111,7 +111,9 @@ class EngineGenerator:
         return EngineContext(TokenState(self._client.tokenizer, self.template), origin)
 
     def fill(self, context: EngineContext, text: str) -> None:
-        """Appends to the pending run of text, which is encoded when something ends it."""
+        """Appends to the pending run of text, which is encoded when something ends it. ``PromptTooLong``, at
+        once, where nothing could be generated after so much."""
+        self.check_length(context.num_unencoded_chars + len(text))
         context.tokens.text(text)
         context.num_unencoded_chars += len(text)
 

@@ -10,6 +10,7 @@ import pytest
 from fake_engine import TEMPLATE, TOKENIZER, FakeEngine
 from wire_peer import WireGenerator
 
+import agentflow as af
 from agentflow.errors import NotAuthorized, Overloaded, PromptTooLong, RateLimited
 from agentflow.sampling import SamplingParams
 from agentflow.server.chat_message import CalledTool, Message, ToolSpec
@@ -292,3 +293,11 @@ async def test_what_tools_say_is_part_of_the_prompt():
             async with completing(generator, request) as completion:
                 with pytest.raises(PromptTooLong, match="characters"):
                     await completion.answers()
+
+
+async def test_a_state_does_not_take_what_nothing_could_be_generated_after():
+    async with af.session(backend=FakeEngine()) as flow, flow.state() as s:
+        for _ in range(100):
+            s += "x" * 1000
+        with pytest.raises(PromptTooLong, match="characters, which are at least"):
+            await s
