@@ -16,7 +16,7 @@ from wire_peer import WireGenerator
 from agentflow.errors import EngineFailed, NotAuthorized, Overloaded, PromptTooLong, RateLimited, UnknownModel
 from agentflow.server.api_call import ApiCall, ApiEndpoint, Handler
 from agentflow.server.api_keys import Tenants
-from agentflow.server.http_refusal import Refusal
+from agentflow.server.http_refusal import MAX_MESSAGE_CHARS, MAX_PARAM_CHARS, Refusal
 from agentflow.server.limits import HttpLimits, ServerLimits
 from agentflow.server.models import Models, OneGenerator
 from agentflow.server.openai_errors import OpenAIErrors
@@ -134,6 +134,18 @@ async def test_what_is_wrong_with_a_body_is_told(body, code, param, says):
     assert (client.error["code"], client.error["param"]) == (code, param)
     assert says in client.error["message"]
     assert client.error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("body", [{"%s": 1}, {"word": "a", "parts": [{"%s": "y"}]}, {"word": "%s"}])
+async def test_of_a_long_name_a_message_holds_the_beginning(body):
+    async def quote(call: ApiCall) -> None:
+        raise Refusal(400, "invalid_value", call.read(Asked).word, param="x" * 10_000)
+
+    name = "Invalid value ' - at `$." * 100_000
+    client = await exchange(quote, Exchange(json.dumps(body).replace("%s", name).encode()))
+    assert client.status == 400
+    assert 20 < len(client.error["message"]) <= MAX_MESSAGE_CHARS
+    assert len(client.error["param"]) <= MAX_PARAM_CHARS
 
 
 async def test_a_body_over_the_limit_is_refused_before_it_is_read():
