@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-MAX_BLOCKS = 100_000
+MAX_BLOCKS = 2048
 
 
 class CacheControl(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
