@@ -17,6 +17,7 @@ from agentflow.server.anthropic_types import AnyChoice, CountRequest, NoChoice, 
 from agentflow.server.chat_message import CalledTool, Message, ToolSpec
 from agentflow.server.completion_request import ToolChoice
 from agentflow.server.http_refusal import Refusal
+from agentflow.server.json_nesting import MOST_NESTING, nests_deeper
 
 _BETWEEN_MESSAGES = "\n\n"
 
@@ -74,6 +75,9 @@ class _Turns:
             if isinstance(block, ToolUseBlock):
                 if block.id in self.open_calls:
                     raise wrong(f"{place}.content[{number}].id", f"two calls have the id {block.id[:100]!r}")
+                if nests_deeper(block.input, MOST_NESTING):
+                    why = f"it nests deeper than {MOST_NESTING} objects and lists"
+                    raise wrong(f"{place}.content[{number}].input", why)
                 self.open_calls[block.id] = block.name
                 calls.append(CalledTool(block.id, block.name, msgspec.json.encode(block.input).decode()))
             elif not isinstance(block, TextBlock):

@@ -15,6 +15,7 @@ from agentflow.server.anthropic_types import CountRequest, MessagesRequest
 from agentflow.server.api_call import ApiCall
 from agentflow.server.completion_request import CompletionRequest
 from agentflow.server.http_refusal import Refusal
+from agentflow.server.json_nesting import MOST_NESTING, nests_deeper
 
 T = TypeVar("T")
 
@@ -114,6 +115,9 @@ def _form_of(body: MessagesRequest, request: CompletionRequest) -> Constraint | 
     if request.tools and request.tool_choice.mode != "none":
         text = "tools that may be called exclude output_config.format, which says what all of the text is"
         raise wrong("tools", f"{text}: set tool_choice to none, or leave one of them out")
+    if nests_deeper(asked.schema, MOST_NESTING):
+        text = f"the schema nests deeper than {MOST_NESTING} objects and lists"
+        raise wrong("output_config.format.schema", text)
     assert isinstance(request.prompt, tuple)
     if request.prompt[-1].role == "assistant":
         text = (

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from agentflow.server.chat_message import CalledTool, Message, ToolSpec
+from agentflow.server.chat_values import read_arguments
 from agentflow.server.completion_request import ToolChoice
 from agentflow.server.openai_message_types import (
     AssistantMessage,
@@ -30,7 +31,7 @@ from agentflow.server.openai_message_types import (
     ToolMessage,
     UserMessage,
 )
-from agentflow.server.openai_sampling import refused, wrong
+from agentflow.server.openai_sampling import faults_named, refused, wrong
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _NOT_SEEN = {ImagePart: "images", AudioPart: "sound", FilePart: "files"}
@@ -81,12 +82,15 @@ def _assistant_turn(message: AssistantMessage, place: str, model: str) -> Messag
 
 def _called(call: MessageToolCall, place: str) -> CalledTool:
     arguments = call.function.arguments.strip() or "{}"
+    param = f"{place}.function.arguments"
+    called = CalledTool(call.id, call.function.name, arguments)
     try:
         msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, RecursionError):
-        param = f"{place}.function.arguments"
         raise wrong(param, f"{param} is not the text of a JSON object") from None
-    return CalledTool(call.id, call.function.name, arguments)
+    with faults_named(param):
+        read_arguments(called)
+    return called
 
 
 def _text_of(content: Content, place: str, model: str) -> str:
