@@ -82,6 +82,8 @@ class ApiCall:
     def read(self, kind: type[T]) -> T:
         """The body. ``Refusal`` where it is none of that kind."""
         try:
+            if not self._body.isascii():
+                self._body.decode()  # msgspec does not look into the texts of what is not read
             return msgspec.json.decode(self._body, type=kind)
         except msgspec.ValidationError as error:
             message, param = _shown_fault(error)

@@ -9,6 +9,7 @@ import msgspec
 from agentflow.server.chat_message import CalledTool, Message, ToolSpec
 from agentflow.server.chat_values import read_arguments
 from agentflow.server.completion_request import ToolChoice
+from agentflow.server.openai_fields import is_given
 from agentflow.server.openai_message_types import (
     AssistantMessage,
     AudioPart,
@@ -68,7 +69,7 @@ def conversation_of(messages: Sequence[ChatMessage], model: str) -> tuple[Messag
 
 def _assistant_turn(message: AssistantMessage, place: str, model: str) -> Message:
     for member, why in _REFUSED_MEMBERS.items():
-        if getattr(message, member) is not None:
+        if is_given(getattr(message, member)):
             raise refused(f"{place}.{member}", why)
     calls = tuple(
         _called(call, f"{place}.tool_calls[{number}]") for number, call in enumerate(message.tool_calls or ())

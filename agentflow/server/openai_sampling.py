@@ -11,7 +11,7 @@ from agentflow.errors import BadArgument, PromptTooLong, RequestRefused
 from agentflow.sampling import SamplingParams
 from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.http_refusal import Refusal, refusal_of
-from agentflow.server.openai_fields import SharedFields, StreamOptions
+from agentflow.server.openai_fields import SharedFields, StreamOptions, is_given
 
 # Answers are drawn, where nothing else is said, as they are in OpenAI's API.
 TEMPERATURE = 1.0
@@ -46,7 +46,7 @@ def check_fields(request: SharedFields, max_n: int) -> None:
     """``Refusal`` for what would change the answer in a way that is not there."""
     for name, why in _WHY_NOT.items():
         value = getattr(request, name, None)
-        if value is not None and not (value is False and name in _FLAGS):
+        if is_given(value) and not (value is False and name in _FLAGS):
             raise refused(name, why)
     n = request.n or 1
     if request.best_of is not None and request.best_of != n:

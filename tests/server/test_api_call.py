@@ -20,6 +20,7 @@ from agentflow.server.http_refusal import MAX_MESSAGE_CHARS, MAX_PARAM_CHARS, Re
 from agentflow.server.limits import HttpLimits, ServerLimits
 from agentflow.server.models import Models, OneGenerator
 from agentflow.server.openai_errors import OpenAIErrors
+from agentflow.server.openai_fields import Unread
 from agentflow.server.service import Service
 from agentflow.server.sessions import open_sessions
 from agentflow.server.tenant import Tenant
@@ -34,6 +35,7 @@ class Asked(msgspec.Struct, forbid_unknown_fields=True):
     word: str
     times: int = 1
     any: Any = None
+    unread: Unread = None
     parts: list[dict[str, int]] = []
 
 
@@ -115,6 +117,9 @@ async def test_a_body_in_any_number_of_parts_is_answered():
         (b"", "invalid_json", None, "no valid JSON"),
         (b"\xff", "invalid_json", None, "no valid JSON"),
         (b'{"word": "\xff"}', "invalid_json", None, "no valid JSON"),
+        (b'{"word": "a", "unread": "\xff"}', "invalid_json", None, "no valid JSON"),
+        (b'{"word": "a", "unread": [1,]}', "invalid_json", None, "no valid JSON"),
+        (b'{"word": "a", "unread": ' + b"[" * 100_000, "invalid_json", None, "no valid JSON"),
         (b'{"word": "a", "any": ' + b"[" * 100_000, "invalid_json", None, "no valid JSON"),
         (b"[]", "invalid_request", None, "Expected `object`, got `array`"),
         (b"{}", "invalid_request", "word", "the required parameter 'word' is missing"),
