@@ -21,7 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 from agentflow.server.api_keys import key_of_header
 from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.http_refusal import MAX_PARAM_CHARS, Refusal, cut, refusal_of, unready
-from agentflow.server.request_log import RequestRecord, log_request
+from agentflow.server.request_log import LoggedBody, RequestRecord, log_request
 from agentflow.server.service import Service
 from agentflow.server.tenant import NOBODY_ELSE, Tenant
 from agentflow.task_group import open_task_group
@@ -147,7 +147,8 @@ class ApiCall:
         if not more:
             self.is_over = True
         if self.record.asked is not None:
-            self.record.answered = (self.record.answered or b"") + data
+            self.record.answered = self.record.answered or LoggedBody()
+            self.record.answered.add(data)
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def read_body(self) -> None:
@@ -179,7 +180,7 @@ class ApiCall:
             )
         self._body = b"".join(parts)
         if self.service.logs_prompts:
-            self.record.asked = self._body
+            self.record.asked = LoggedBody(self._body)
 
     async def until_gone(self) -> None:
         """Returns when the client has closed the connection. Only after the body was read."""

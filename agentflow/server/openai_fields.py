@@ -47,7 +47,9 @@ def is_given(value: object) -> bool:
     >>> is_given(None), is_given(msgspec.Raw(b"null")), is_given(msgspec.Raw(b"[]"))
     (False, False, True)
     """
-    return value is not None and not (isinstance(value, msgspec.Raw) and memoryview(value) == b"null")
+    return value is not None and not (
+        isinstance(value, msgspec.Raw) and bytes(memoryview(value)[:5]) == b"null"
+    )
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -21,6 +21,7 @@ from agentflow.server.limits import HttpLimits, ServerLimits
 from agentflow.server.models import Models, OneGenerator
 from agentflow.server.openai_errors import OpenAIErrors
 from agentflow.server.openai_fields import Unread
+from agentflow.server.request_log import MAX_LOGGED_BYTES
 from agentflow.server.service import Service
 from agentflow.server.sessions import open_sessions
 from agentflow.server.tenant import Tenant
@@ -313,6 +314,25 @@ async def test_what_is_said_is_logged_where_that_is_asked_for(caplog):
     assert record.request["asked"] == '{"word": "private"}'
     assert record.request["answered"] == '{"said":"private"}'
     assert "private" in caplog.text
+
+
+async def test_of_long_bodies_the_beginning_is_logged(caplog):
+    caplog.set_level(logging.INFO, "agentflow.requests")
+    num_events = 200_000
+
+    async def stream(call: ApiCall) -> None:
+        await call.begin_stream()
+        for _ in range(num_events):
+            await call.send_events(b"x" * 100)
+        await call.send_events(b"end", last=True)
+
+    async with service() as running:
+        running.logs_prompts = True
+        client = await exchange(stream, Exchange(b"\n" * 1_000_000), running)
+    assert len(client.body) == num_events * 100 + 3
+    [record] = caplog.records
+    assert record.request["asked"] == "\n" * MAX_LOGGED_BYTES + "… (1,000,000 bytes in all)"
+    assert record.request["answered"] == "x" * MAX_LOGGED_BYTES + "… (20,000,003 bytes in all)"
 
 
 async def test_answers_are_counted_by_their_status():
