@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -207,6 +208,32 @@ async def test_log_probabilities_come_with_the_text_that_they_are_of():
             text += delta.text
             if delta is not deltas[-2]:  # the last one also has the bytes that are no text
                 assert text.startswith(codecs.getincrementaldecoder("utf-8")("replace").decode(told))
+
+
+async def test_of_a_token_that_is_told_again_the_text_is_found(monkeypatch):
+    """Of each token the text is decoded once, however often and in however many answers it is told."""
+    decoded: Counter[int] = Counter()
+    decode = TOKENIZER.decode
+
+    def counted(ids, **how):
+        decoded.update(ids if how.get("skip_special") is False else ())
+        return decode(ids, **how)
+
+    monkeypatch.setattr(TOKENIZER, "decode", counted)
+    monkeypatch.setattr(TOKENIZER, "_shown", {})
+    params = SamplingParams(max_tokens=40, logprobs=True, top_logprobs=3, seed=1, temperature=1.0)
+    async with generator_on(FakeEngine()) as generator:
+        answers = await ask(generator, CompletionRequest(ASK, params, n=3))
+    told = [one for answer in answers for token in answer.tokens for one in (token, *token.top)]
+    assert len(told) > 100
+    assert all(
+        (one.text, one.raw)
+        == (decode([one.token_id], skip_special=False, continues=True), TOKENIZER.token_bytes(one.token_id))
+        for one in told
+    )
+    assert set(decoded) == {one.token_id for one in told}
+    assert set(decoded.values()) == {1}
+    assert set(TOKENIZER._shown) == set(decoded)
 
 
 async def test_a_stop_is_told():
