@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-MAX_BLOCKS = 100_000
+MAX_BLOCKS = 2048
 
 
 class CacheControl(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -28,7 +28,7 @@ class TextBlock(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_fi
 
     text: str
     cache_control: CacheControl | None = None
-    citations: Annotated[list[Any], Meta(max_length=0)] | None = None
+    citations: Annotated[list[None], Meta(max_length=0)] | None = None
 
 
 class OnlyTextBlock(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -37,7 +37,7 @@ class OnlyTextBlock(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     type: Literal["text"]
     text: str
     cache_control: CacheControl | None = None
-    citations: Annotated[list[Any], Meta(max_length=0)] | None = None
+    citations: Annotated[list[None], Meta(max_length=0)] | None = None
 
 
 Text: TypeAlias = str | Annotated[list[OnlyTextBlock], Meta(max_length=MAX_BLOCKS)]

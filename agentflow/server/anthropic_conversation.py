@@ -17,6 +17,7 @@ from agentflow.server.anthropic_types import AnyChoice, CountRequest, NoChoice, 
 from agentflow.server.chat_message import CalledTool, Message, ToolSpec
 from agentflow.server.completion_request import ToolChoice
 from agentflow.server.http_refusal import Refusal
+from agentflow.server.json_nesting import MOST_NESTING, nests_deeper
 
 _BETWEEN_MESSAGES = "\n\n"
 
@@ -26,12 +27,29 @@ def wrong(param: str, message: str) -> Refusal:
     return Refusal(400, "invalid_value", f"{param}: {message}", param=param)
 
 
+@dataclass(slots=True)
+class _Turn:
+    """A turn that may go on: its text in parts, which are put together once."""
+
+    role: str
+    parts: list[str]
+    calls: list[CalledTool] = field(default_factory=list)
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    def message(self) -> Message:
+        text = "".join(self.parts)
+        return Message(
+            self.role, text, tool_calls=tuple(self.calls), tool_call_id=self.tool_call_id, name=self.name
+        )
+
+
 @dataclass
 class _Turns:
     """The conversation so far. ``open_calls``: of the assistant's last turn the tools, by the calls that
     no result has answered yet."""
 
-    made: list[Message] = field(default_factory=list)
+    made: list[_Turn] = field(default_factory=list)
     open_calls: dict[str, str] = field(default_factory=dict)
 
     def add(self, message: InputMessage, place: str) -> None:
@@ -48,7 +66,7 @@ class _Turns:
 
     def finish(self) -> tuple[Message, ...]:
         self._check_answered("messages")
-        return tuple(self.made)
+        return tuple([turn.message() for turn in self.made])
 
     def _assistant(self, blocks: Sequence[object], place: str) -> None:
         text = "".join([block.text for block in blocks if isinstance(block, TextBlock)])
@@ -57,11 +75,14 @@ class _Turns:
             if isinstance(block, ToolUseBlock):
                 if block.id in self.open_calls:
                     raise wrong(f"{place}.content[{number}].id", f"two calls have the id {block.id[:100]!r}")
+                if nests_deeper(block.input, MOST_NESTING):
+                    why = f"it nests deeper than {MOST_NESTING} objects and lists"
+                    raise wrong(f"{place}.content[{number}].input", why)
                 self.open_calls[block.id] = block.name
                 calls.append(CalledTool(block.id, block.name, msgspec.json.encode(block.input).decode()))
             elif not isinstance(block, TextBlock):
                 raise wrong(f"{place}.content[{number}]", "tool results stand in messages of the user")
-        self._say("assistant", text, tuple(calls))
+        self._say("assistant", text, calls)
 
     def _user(self, blocks: Sequence[object], place: str) -> None:
         texts: list[str] = []
@@ -86,14 +107,15 @@ class _Turns:
         text = "" if block.content is None else text_of(block.content)
         if block.is_error:
             text = f"Error: {text}" if text else "Error"
-        self.made.append(Message("tool", text, tool_call_id=block.tool_use_id, name=name))
+        self.made.append(_Turn("tool", [text], tool_call_id=block.tool_use_id, name=name))
 
-    def _say(self, role: str, text: str, calls: tuple[CalledTool, ...] = ()) -> None:
-        if self.made and self.made[-1].role == role:
-            before = self.made.pop()
-            between = "" if role == "assistant" else _BETWEEN_MESSAGES
-            text, calls = before.content + between + text, before.tool_calls + calls
-        self.made.append(Message(role, text, tool_calls=calls))
+    def _say(self, role: str, text: str, calls: Sequence[CalledTool] = ()) -> None:
+        if not self.made or self.made[-1].role != role:
+            self.made.append(_Turn(role, []))
+        elif role != "assistant":
+            self.made[-1].parts.append(_BETWEEN_MESSAGES)
+        self.made[-1].parts.append(text)
+        self.made[-1].calls += calls
 
     def _check_answered(self, place: str) -> None:
         if self.open_calls:
@@ -105,7 +127,7 @@ def conversation_of(body: CountRequest) -> tuple[Message, ...]:
     """The turns. ``Refusal`` naming the block that is wrong."""
     turns = _Turns()
     if body.system:
-        turns.made.append(Message("system", text_of(body.system)))
+        turns.made.append(_Turn("system", [text_of(body.system)]))
     for number, message in enumerate(body.messages):
         turns.add(message, f"messages[{number}]")
     return turns.finish()

@@ -3,7 +3,6 @@ for them."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import TypeVar
 
@@ -16,6 +15,7 @@ from agentflow.server.anthropic_types import CountRequest, MessagesRequest
 from agentflow.server.api_call import ApiCall
 from agentflow.server.completion_request import CompletionRequest
 from agentflow.server.http_refusal import Refusal
+from agentflow.server.json_nesting import MOST_NESTING, nests_deeper
 
 T = TypeVar("T")
 
@@ -23,8 +23,9 @@ T = TypeVar("T")
 TEMPERATURE = 1.0
 # The client asks for a thread, and goes on without where it is told exactly this.
 _THREAD_CODE = "thread_unsupported_request"
-_BAD_VALUE = re.compile(r".*Invalid (?:enum )?value ('.*')", re.DOTALL)
-_NOT_NULL = re.compile(r".*Expected `null`, got .*", re.DOTALL)
+# How msgspec's messages begin.
+_BAD_VALUES = ("Invalid value '", "Invalid enum value '")
+_NOT_NULL = "Expected `null`, got "
 
 
 class _AnyTool(msgspec.Struct):
@@ -52,11 +53,12 @@ def _named(refusal: Refusal, call: ApiCall) -> Refusal:
     if param == "thread":
         text = "'thread' is not supported: no conversations are kept here, send all messages"
         return Refusal(400, _THREAD_CODE, text, param)
-    bad = _BAD_VALUE.fullmatch(message)
-    if bad is not None:
+    fault = message.removeprefix(f"{param}: ")
+    if fault.startswith(_BAD_VALUES):
+        value = fault[fault.index("'") :]
         there = ": messages consist of text, tool_use and tool_result" if ".content[" in param else ""
-        return Refusal(400, "unsupported", f"{param}: {bad[1]} is not supported{there}", param)
-    if _NOT_NULL.fullmatch(message):
+        return Refusal(400, "unsupported", f"{param}: {value} is not supported{there}", param)
+    if fault.startswith(_NOT_NULL):
         return Refusal(400, "unsupported", f"{param!r} is not supported", param)
     return refusal
 
@@ -113,6 +115,9 @@ def _form_of(body: MessagesRequest, request: CompletionRequest) -> Constraint | 
     if request.tools and request.tool_choice.mode != "none":
         text = "tools that may be called exclude output_config.format, which says what all of the text is"
         raise wrong("tools", f"{text}: set tool_choice to none, or leave one of them out")
+    if nests_deeper(asked.schema, MOST_NESTING):
+        text = f"the schema nests deeper than {MOST_NESTING} objects and lists"
+        raise wrong("output_config.format.schema", text)
     assert isinstance(request.prompt, tuple)
     if request.prompt[-1].role == "assistant":
         text = (

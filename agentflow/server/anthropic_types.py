@@ -14,7 +14,7 @@ from msgspec import Meta
 from agentflow.sampling import MAX_INT, MAX_STOP_CHARS, MAX_STOPS
 from agentflow.server.anthropic_blocks import CacheControl, DirectCaller, InputMessage, Text
 
-MAX_MESSAGES = 100_000
+MAX_MESSAGES = 2048
 MAX_TOOLS = 10_000
 MAX_SALT_CHARS = 256
 

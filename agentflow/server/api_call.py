@@ -20,8 +20,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from agentflow.server.api_keys import key_of_header
 from agentflow.server.engine_generator import EngineGenerator
-from agentflow.server.http_refusal import Refusal, refusal_of, unready
-from agentflow.server.request_log import RequestRecord, log_request
+from agentflow.server.http_refusal import MAX_PARAM_CHARS, Refusal, cut, refusal_of, unready
+from agentflow.server.request_log import LoggedBody, RequestRecord, log_request
 from agentflow.server.service import Service
 from agentflow.server.tenant import NOBODY_ELSE, Tenant
 from agentflow.task_group import open_task_group
@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 JSON = b"application/json"
 EVENTS = b"text/event-stream; charset=utf-8"
+_UNKNOWN = "Object contains unknown field `"
+_MISSING = "Object missing required field `"
 # A client's own request id is used where it looks like one.
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -80,6 +82,8 @@ class ApiCall:
     def read(self, kind: type[T]) -> T:
         """The body. ``Refusal`` where it is none of that kind."""
         try:
+            if not self._body.isascii():
+                self._body.decode()  # msgspec does not look into the texts of what is not read
             return msgspec.json.decode(self._body, type=kind)
         except msgspec.ValidationError as error:
             message, param = _shown_fault(error)
@@ -115,6 +119,7 @@ class ApiCall:
 
     async def refuse(self, refusal: Refusal) -> None:
         """Ends the answer with an error."""
+        refusal = refusal.shortened()
         self.record.error = refusal.code
         if self.has_begun:
             await self._write(self._dialect.event(refusal, self.id), more=False)
@@ -142,7 +147,8 @@ class ApiCall:
         if not more:
             self.is_over = True
         if self.record.asked is not None:
-            self.record.answered = (self.record.answered or b"") + data
+            self.record.answered = self.record.answered or LoggedBody()
+            self.record.answered.add(data)
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def read_body(self) -> None:
@@ -174,7 +180,7 @@ class ApiCall:
             )
         self._body = b"".join(parts)
         if self.service.logs_prompts:
-            self.record.asked = self._body
+            self.record.asked = LoggedBody(self._body)
 
     async def until_gone(self) -> None:
         """Returns when the client has closed the connection. Only after the body was read."""
@@ -266,19 +272,24 @@ def _too_large(limit: int) -> Refusal:
 
 def _shown_fault(error: msgspec.ValidationError) -> tuple[str, str | None]:
     """What is wrong, and with which field: msgspec names its place at the end, as `$.a[0]`, or as
-    `key` in `$.a` for a name in the field."""
+    `key` in `$.a` for a name in the field. Names and values that the client wrote are cut: a message holds
+    as much of them as the body."""
     text, has_place, place = str(error).rpartition(" - at `")
     if not has_place:
         text, place = str(error), ""
+    place = cut(place, MAX_PARAM_CHARS)
     is_key = place.startswith("key` in `")
     at = place.removeprefix("key` in `").rstrip("`").lstrip("$.")
-    unknown = re.fullmatch(r"Object contains unknown field `(.*)`", text, re.DOTALL)
-    if unknown is not None:
-        field = f"{at}.{unknown[1]}".lstrip(".")
+    if text.startswith(_UNKNOWN):
+        field = _field(at, text.removeprefix(_UNKNOWN))
         return f"there is no parameter {field!r} here", field
-    missing = re.fullmatch(r"Object missing required field `(.*)`", text)
-    if missing is not None:
-        field = f"{at}.{missing[1]}".lstrip(".")
+    if text.startswith(_MISSING):
+        field = _field(at, text.removeprefix(_MISSING))
         return f"the required parameter {field!r} is missing", field
+    text = cut(text, MAX_PARAM_CHARS)
     of_key = "a key: " if is_key else ""
     return (f"{at}: {of_key}{text}" if at else text), at or None
+
+
+def _field(at: str, name: str) -> str:
+    return cut(f"{at}.{name.removesuffix('`')}".lstrip("."), MAX_PARAM_CHARS)

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias
 from agentflow.errors import BadArgument
 from agentflow.server.chat_message import CalledTool, Message, ToolSpec
 from agentflow.server.core.schema_keywords import ALL_TYPED, ANNOTATIONS
+from agentflow.server.json_nesting import MOST_NESTING, nests_deeper
 
 Mark: TypeAlias = Callable[[str], str]
 """Makes a string of outside recognisable in a rendering."""
@@ -49,7 +50,7 @@ def unmarked(text: str) -> str:
 def message_values(
     messages: Sequence[Message], dialect: ToolDialect, mark: Mark = unmarked
 ) -> list[dict[str, Any]]:
-    """Messages in the shape of OpenAI's API. ``BadArgument`` for arguments that are no JSON object."""
+    """Messages in the shape of OpenAI's API. ``BadArgument`` as of ``read_arguments``."""
     return [_message_value(message, dialect, mark) for message in messages]
 
 
@@ -83,12 +84,15 @@ def marked_leaves(value: Any, mark: Mark) -> Any:
 
 
 def read_arguments(call: CalledTool) -> dict[str, Any]:
-    """The arguments of a call. ``BadArgument`` where they are no JSON object."""
+    """The arguments of a call. ``BadArgument`` where they are no JSON object, or nest too deep."""
     try:
         members = json.loads(call.arguments)
-        if isinstance(members, dict):
+        if not isinstance(members, dict):
+            why = f"they are {call.arguments[:40]!r}"
+        elif nests_deeper(members, MOST_NESTING):
+            why = f"they nest deeper than {MOST_NESTING} objects and lists"
+        else:
             return members
-        why = f"they are {call.arguments[:40]!r}"
     except (ValueError, RecursionError) as error:
         why = str(error)
     raise BadArgument(f"the arguments of the call of {call.name!r} must be a JSON object, as text: {why}")

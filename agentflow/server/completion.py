@@ -234,7 +234,10 @@ def _num_chars(message: Message) -> int:
 
 def answers_of(deltas: Sequence[CompletionDelta], n: int) -> list[Answer]:
     """The ``n`` answers that the deltas make up."""
-    return [_answer_of([delta for delta in deltas if delta.index == index]) for index in range(n)]
+    by_index: list[list[CompletionDelta]] = [[] for _ in range(n)]
+    for delta in deltas:
+        by_index[delta.index].append(delta)
+    return [_answer_of(own) for own in by_index]
 
 
 def _answer_of(deltas: Sequence[CompletionDelta]) -> Answer:
@@ -260,16 +263,22 @@ def _answer_of(deltas: Sequence[CompletionDelta]) -> Answer:
 
 def _joined(deltas: Sequence[CompletionDelta]) -> list[CompletionDelta]:
     """Deltas of the same text that follow each other, put together."""
-    joined: list[CompletionDelta] = []
-    last: dict[int, int] = {}  # of each answer the place of its last delta
+    runs: list[list[CompletionDelta]] = []
+    last: dict[int, list[CompletionDelta]] = {}  # of each answer its last run
     for delta in deltas:
-        place = last.get(delta.index)
-        before = None if place is None else joined[place]
-        if isinstance(delta, TextDelta) and isinstance(before, TextDelta) and place is not None:
-            joined[place] = TextDelta(delta.index, before.text + delta.text, before.tokens + delta.tokens)
-        elif isinstance(delta, ToolArguments) and isinstance(before, ToolArguments) and place is not None:
-            joined[place] = ToolArguments(delta.index, delta.call, before.text + delta.text)
+        run = last.get(delta.index)
+        if run is not None and type(run[0]) is type(delta) and isinstance(delta, TextDelta | ToolArguments):
+            run.append(delta)
         else:
-            last[delta.index] = len(joined)
-            joined.append(delta)
-    return joined
+            last[delta.index] = run = [delta]
+            runs.append(run)
+    return [run[0] if len(run) == 1 else _one_of(run) for run in runs]
+
+
+def _one_of(run: Sequence[CompletionDelta]) -> CompletionDelta:
+    first = run[0]
+    text = "".join([delta.text for delta in run if isinstance(delta, TextDelta | ToolArguments)])
+    if isinstance(first, ToolArguments):
+        return ToolArguments(first.index, first.call, text)
+    tokens = [token for delta in run if isinstance(delta, TextDelta) for token in delta.tokens]
+    return TextDelta(first.index, text, tuple(tokens))

@@ -209,7 +209,7 @@ class LogsConfig(Struct, frozen=True, kw_only=True):
 
     log_level: Annotated[LogLevel, _help("what is logged, on standard error")] = "info"
     log_format: Annotated[Literal["text", "json"], _help("lines to read, or one JSON object a line")] = "text"
-    log_prompts: Annotated[bool, _help("prompts and answers too; they are logged nowhere otherwise")] = False
+    log_prompts: Annotated[bool, _help("prompts and answers too, 20,000 bytes of each")] = False
     record_workload: Annotated[
         Text | None,
         _help("write what is served there (.jsonl, .jsonl.gz) for `simulate`: also the prompts", **FILE),

@@ -5,7 +5,7 @@ docs/errors.md lists what comes of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agentflow.errors import (
     AgentflowError,
@@ -24,6 +24,9 @@ from agentflow.task_group import first_of
 
 # Where a limit is reached and nobody can say for how long.
 RETRY_AFTER_S = 1.0
+# Messages quote what the client sent: so much of it says which part is meant.
+MAX_MESSAGE_CHARS = 2_000
+MAX_PARAM_CHARS = 500
 ENDING = "the server is starting or shutting down: try again in a moment"
 
 _STATUS_AND_CODE: dict[type[AgentflowError], tuple[int, str]] = {
@@ -50,6 +53,20 @@ class Refusal(Exception):
     message: str
     param: str | None = None
     retry_after_s: float | None = None
+
+    def shortened(self) -> Refusal:
+        """The same with ``message`` and ``param`` cut to what an answer holds of them."""
+        param = None if self.param is None else cut(self.param, MAX_PARAM_CHARS)
+        return replace(self, message=cut(self.message, MAX_MESSAGE_CHARS), param=param)
+
+
+def cut(text: str, most: int) -> str:
+    """At most ``most`` characters of a text.
+
+    >>> cut("abcdef", 4), cut("abcd", 4)
+    ('abc…', 'abcd')
+    """
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def unready() -> Refusal:

@@ -40,6 +40,8 @@ class TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         line = super().formatMessage(record)
+        if line.isprintable():
+            return line
         return "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)
 
 

@@ -6,6 +6,7 @@ A chunk is written some thousand times a second, so all of it but the text is pr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from agentflow.server.completion_request import (
     AnswerEnded,
@@ -92,9 +93,15 @@ def chat_logprobs(tokens: Sequence[ToldToken]) -> ChoiceLogprobs:
 def _token_logprob(told: ToldToken) -> TokenLogprob:
     return TokenLogprob(
         token=told.text,
-        bytes=list(told.raw),
+        bytes=_byte_values(told.raw),
         logprob=told.logprob,
         top_logprobs=[
-            TopLogprob(token=top.text, bytes=list(top.raw), logprob=top.logprob) for top in told.top
+            TopLogprob(token=top.text, bytes=_byte_values(top.raw), logprob=top.logprob) for top in told.top
         ],
     )
+
+
+@lru_cache(maxsize=16_384)
+def _byte_values(raw: bytes) -> list[int]:
+    """Shared by all that tell the token, and only ever written out."""
+    return list(raw)

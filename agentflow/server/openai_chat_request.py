@@ -11,7 +11,7 @@ from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.json_nesting import MOST_NESTING, nests_deeper
 from agentflow.server.openai_chat_types import ChatRequest, ObjectFormat, SchemaFormat
 from agentflow.server.openai_conversation import conversation_of, tool_choice_of, tools_of
-from agentflow.server.openai_sampling import check_fields, constraint_of, sampling_of, wrong
+from agentflow.server.openai_sampling import check_fields, check_told, constraint_of, sampling_of, wrong
 
 ANY_OBJECT = Constraint("schema", '{"type":"object"}')
 
@@ -23,9 +23,11 @@ def completion_of_chat(call: ApiCall, body: ChatRequest, generator: EngineGenera
     tools = tools_of(body.tools or ())
     choice = tool_choice_of(body.tool_choice, tools, body.parallel_tool_calls)
     max_tokens = body.max_completion_tokens or body.max_tokens
+    params = sampling_of(body, generator, max_tokens, _top_logprobs(body))
+    check_told(params, generator, body.n or 1, "top_logprobs")
     return CompletionRequest(
         conversation_of(body.messages, generator.capabilities.model),
-        sampling_of(body, generator, max_tokens, _top_logprobs(body)),
+        params,
         constraint=_form_of(body, may_call=bool(tools) and choice.mode != "none"),
         tools=tools,
         tool_choice=choice,

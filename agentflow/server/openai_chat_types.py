@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from agentflow.sampling import MAX_TOP_LOGPROBS
-from agentflow.server.openai_fields import Count, Refused, SharedFields
+from agentflow.server.openai_fields import Count, Refused, SharedFields, Unread
 from agentflow.server.openai_message_types import ChatMessage, Tool, ToolChoiceField
 from agentflow.server.openai_usage import UsageBody
 
@@ -53,7 +53,7 @@ class ChatRequest(SharedFields, kw_only=True):
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoiceField | None = None
     parallel_tool_calls: bool | None = None
-    prediction: Any = None
+    prediction: Unread = None
     modalities: list[Literal["text"]] | None = None
     verbosity: Literal["medium"] | None = None
     reasoning_effort: Literal["none"] | None = None

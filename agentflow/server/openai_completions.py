@@ -12,7 +12,14 @@ from agentflow.server.completion_request import Answer, CompletionDelta, Complet
 from agentflow.server.completion_set import completing_all
 from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.openai_completion_types import Prompt, TextAnswer, TextChoice, TextRequest
-from agentflow.server.openai_sampling import check_fields, constraint_of, faults_placed, sampling_of, wrong
+from agentflow.server.openai_sampling import (
+    check_fields,
+    check_told,
+    constraint_of,
+    faults_placed,
+    sampling_of,
+    wrong,
+)
 from agentflow.server.openai_stream import AnswerIdentity, DeltaSource, stream_answers
 from agentflow.server.openai_text_chunks import OffsetLogprobs, TextChunks
 from agentflow.server.openai_usage import usage_body, usage_of_prompts
@@ -72,6 +79,7 @@ def _requests_of(call: ApiCall, body: TextRequest, generator: EngineGenerator) -
         asked = f"{len(prompts)} prompts with {n} answers each"
         raise wrong("prompt", f"{asked}: this server gives at most {limits.max_n} answers to a request")
     params = sampling_of(body, generator, body.max_tokens or DEFAULT_MAX_TOKENS, body.logprobs)
+    check_told(params, generator, n * len(prompts), "logprobs")
     return [
         CompletionRequest(
             prompt,

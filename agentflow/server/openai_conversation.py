@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import msgspec
 
 from agentflow.server.chat_message import CalledTool, Message, ToolSpec
+from agentflow.server.chat_values import read_arguments
 from agentflow.server.completion_request import ToolChoice
+from agentflow.server.openai_fields import is_given
 from agentflow.server.openai_message_types import (
     AssistantMessage,
     AudioPart,
@@ -30,7 +32,7 @@ from agentflow.server.openai_message_types import (
     ToolMessage,
     UserMessage,
 )
-from agentflow.server.openai_sampling import refused, wrong
+from agentflow.server.openai_sampling import faults_named, refused, wrong
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _NOT_SEEN = {ImagePart: "images", AudioPart: "sound", FilePart: "files"}
@@ -67,7 +69,7 @@ def conversation_of(messages: Sequence[ChatMessage], model: str) -> tuple[Messag
 
 def _assistant_turn(message: AssistantMessage, place: str, model: str) -> Message:
     for member, why in _REFUSED_MEMBERS.items():
-        if getattr(message, member) is not None:
+        if is_given(getattr(message, member)):
             raise refused(f"{place}.{member}", why)
     calls = tuple(
         _called(call, f"{place}.tool_calls[{number}]") for number, call in enumerate(message.tool_calls or ())
@@ -81,12 +83,15 @@ def _assistant_turn(message: AssistantMessage, place: str, model: str) -> Messag
 
 def _called(call: MessageToolCall, place: str) -> CalledTool:
     arguments = call.function.arguments.strip() or "{}"
+    param = f"{place}.function.arguments"
+    called = CalledTool(call.id, call.function.name, arguments)
     try:
         msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, RecursionError):
-        param = f"{place}.function.arguments"
         raise wrong(param, f"{param} is not the text of a JSON object") from None
-    return CalledTool(call.id, call.function.name, arguments)
+    with faults_named(param):
+        read_arguments(called)
+    return called
 
 
 def _text_of(content: Content, place: str, model: str) -> str:

@@ -6,7 +6,7 @@ Every bound stands in the type, so that the OpenAPI document says it too.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -32,8 +32,24 @@ Biases: TypeAlias = Annotated[
         extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"}},
     ),
 ]
-Refused: TypeAlias = Annotated[Any, Meta(extra_json_schema={"type": "null"}, description="Not supported.")]
+if TYPE_CHECKING:
+    Unread: TypeAlias = msgspec.Raw | None
+else:
+    Unread = msgspec.Raw  # which is null, too; of a union with it msgspec would know only null
+# Of a value that nobody reads no objects are built: a body is large enough for millions of them.
+Refused: TypeAlias = Annotated[Unread, Meta(extra_json_schema={"type": "null"}, description="Not supported.")]
 OnlyFalse: TypeAlias = Annotated[bool, Meta(extra_json_schema={"const": False})]
+
+
+def is_given(value: object) -> bool:
+    """Whether a field has a value other than null.
+
+    >>> is_given(None), is_given(msgspec.Raw(b"null")), is_given(msgspec.Raw(b"[]"))
+    (False, False, True)
+    """
+    return value is not None and not (
+        isinstance(value, msgspec.Raw) and bytes(memoryview(value)[:5]) == b"null"
+    )
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from agentflow.server.openai_fields import Unread
+
 MAX_NAME_CHARS = 64
 
 ToolName: TypeAlias = Annotated[str, Meta(pattern=f"^[a-zA-Z0-9_-]{{1,{MAX_NAME_CHARS}}}$")]
@@ -27,19 +29,19 @@ class RefusalPart(msgspec.Struct, tag_field="type", tag="refusal", forbid_unknow
 class ImagePart(msgspec.Struct, tag_field="type", tag="image_url"):
     """Refused: no model here sees images."""
 
-    image_url: Any
+    image_url: msgspec.Raw
 
 
 class AudioPart(msgspec.Struct, tag_field="type", tag="input_audio"):
     """Refused: no model here hears."""
 
-    input_audio: Any
+    input_audio: msgspec.Raw
 
 
 class FilePart(msgspec.Struct, tag_field="type", tag="file"):
     """Refused."""
 
-    file: Any
+    file: msgspec.Raw
 
 
 Part: TypeAlias = TextPart | RefusalPart | ImagePart | AudioPart | FilePart
@@ -76,7 +78,7 @@ class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
 
     name: ToolName
     arguments: str
-    parsed_arguments: Any = None
+    parsed_arguments: Unread = None
 
 
 class MessageToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -95,10 +97,10 @@ class AssistantMessage(_Message, tag="assistant", kw_only=True):
     content: Content | None = None
     tool_calls: list[MessageToolCall] | None = None
     refusal: str | None = None
-    audio: Any = None
-    annotations: Any = None
-    parsed: Any = None
-    function_call: Any = None
+    audio: Unread = None
+    annotations: Unread = None
+    parsed: Unread = None
+    function_call: Unread = None
 
 
 class ToolMessage(_Message, tag="tool", kw_only=True):
@@ -111,8 +113,8 @@ class ToolMessage(_Message, tag="tool", kw_only=True):
 class FunctionMessage(msgspec.Struct, tag_field="role", tag="function"):
     """Refused: what came before tools."""
 
-    name: Any = None
-    content: Any = None
+    name: Unread = None
+    content: Unread = None
 
 
 ChatMessage: TypeAlias = (
@@ -139,7 +141,7 @@ class FunctionTool(msgspec.Struct, tag_field="type", tag="function", forbid_unkn
 class CustomTool(msgspec.Struct, tag_field="type", tag="custom"):
     """Refused: a tool that takes free text."""
 
-    custom: Any
+    custom: msgspec.Raw
 
 
 Tool: TypeAlias = FunctionTool | CustomTool
@@ -160,13 +162,13 @@ class NamedChoice(msgspec.Struct, tag_field="type", tag="function", forbid_unkno
 class AllowedTools(msgspec.Struct, tag_field="type", tag="allowed_tools"):
     """Refused."""
 
-    allowed_tools: Any
+    allowed_tools: msgspec.Raw
 
 
 class CustomChoice(msgspec.Struct, tag_field="type", tag="custom"):
     """Refused."""
 
-    custom: Any
+    custom: msgspec.Raw
 
 
 ToolChoiceField: TypeAlias = Literal["none", "auto", "required"] | NamedChoice | AllowedTools | CustomChoice

@@ -11,10 +11,12 @@ from agentflow.errors import BadArgument, PromptTooLong, RequestRefused
 from agentflow.sampling import SamplingParams
 from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.http_refusal import Refusal, refusal_of
-from agentflow.server.openai_fields import SharedFields, StreamOptions
+from agentflow.server.openai_fields import SharedFields, StreamOptions, is_given
 
 # Answers are drawn, where nothing else is said, as they are in OpenAI's API.
 TEMPERATURE = 1.0
+# Each token that is told, with its text and bytes, takes some 200 bytes until its answer is sent.
+MAX_TOLD_TOKENS = 2_000_000
 
 _WHY_NOT = {
     "suffix": "the models here go on from a text, and do not fill a gap in one",
@@ -46,7 +48,7 @@ def check_fields(request: SharedFields, max_n: int) -> None:
     """``Refusal`` for what would change the answer in a way that is not there."""
     for name, why in _WHY_NOT.items():
         value = getattr(request, name, None)
-        if value is not None and not (value is False and name in _FLAGS):
+        if is_given(value) and not (value is False and name in _FLAGS):
             raise refused(name, why)
     n = request.n or 1
     if request.best_of is not None and request.best_of != n:
@@ -95,6 +97,23 @@ def sampling_of(
         with faults_named(name):
             generator.check_ids(tuple(token_ids))
     return params
+
+
+def check_told(params: SamplingParams, generator: EngineGenerator, num_answers: int, param: str) -> None:
+    """``Refusal`` where more log-probabilities are asked for than are kept of one request. An answer has
+    at most as many tokens as the context."""
+    if not params.wants_logprobs:
+        return
+    room = generator.capabilities.max_context or params.max_tokens
+    num_tokens = min(params.max_tokens, room)
+    num_told = num_answers * num_tokens * (1 + params.top_logprobs)
+    if num_told > MAX_TOLD_TOKENS:
+        asked = f"{num_answers} answers of up to {num_tokens:,} tokens with {params.top_logprobs} others each"
+        raise wrong(
+            param,
+            f"{param!r}: log-probabilities for {asked} are {num_told:,}, and a request has at most "
+            f"{MAX_TOLD_TOKENS:,}: ask for fewer of them, for shorter answers, or for fewer answers",
+        )
 
 
 def constraint_of(request: SharedFields) -> Constraint | None:

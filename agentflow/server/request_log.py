@@ -4,9 +4,37 @@ operator wants that."""
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 
 logger = logging.getLogger("agentflow.requests")
+
+# Of a body, where bodies are logged: a line that nobody can read costs the loop time, too.
+MAX_LOGGED_BYTES = 20_000
+
+
+class LoggedBody:
+    """A body as the log has it: its beginning, and how much there was.
+
+    >>> body = LoggedBody()
+    >>> body.add(b"abc")
+    >>> str(body)
+    'abc'
+    """
+
+    def __init__(self, data: bytes = b"") -> None:
+        self._kept: list[bytes] = []
+        self._num_bytes = 0
+        self.add(data)
+
+    def add(self, data: bytes) -> None:
+        """It goes on."""
+        if data and self._num_bytes < MAX_LOGGED_BYTES:
+            self._kept.append(data[: MAX_LOGGED_BYTES - self._num_bytes])
+        self._num_bytes += len(data)
+
+    def __str__(self) -> str:
+        text = b"".join(self._kept).decode(errors="replace")
+        return text if self._num_bytes <= MAX_LOGGED_BYTES else f"{text}… ({self._num_bytes:,} bytes in all)"
 
 
 @dataclass(slots=True)
@@ -26,15 +54,16 @@ class RequestRecord:
     output_tokens: int = 0
     is_streamed: bool = False
     error: str | None = None
-    asked: bytes | None = None
-    answered: bytes | None = None
+    asked: LoggedBody | None = None
+    answered: LoggedBody | None = None
 
 
 def log_request(record: RequestRecord) -> None:
     """One line, with all fields as ``extra`` for a structured format."""
     if logger.isEnabledFor(logging.INFO):
-        fields = {name: _text(value) for name, value in asdict(record).items() if value is not None}
-        said = [f" {name}={fields[name]}" for name in ("error", "asked", "answered") if name in fields]
+        values = {field.name: getattr(record, field.name) for field in fields(record)}
+        told = {name: _text(value) for name, value in values.items() if value is not None}
+        said = [f" {name}={told[name]}" for name in ("error", "asked", "answered") if name in told]
         logger.info(
             "%s %s %d %.3fs tenant=%s model=%s in=%d cached=%d out=%d id=%s%s",
             record.method,
@@ -48,9 +77,9 @@ def log_request(record: RequestRecord) -> None:
             record.output_tokens,
             record.id,
             "".join(said),
-            extra={"request": fields},
+            extra={"request": told},
         )
 
 
 def _text(value: object) -> object:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
+    return str(value) if isinstance(value, LoggedBody) else value

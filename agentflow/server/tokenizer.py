@@ -235,6 +235,21 @@ class Tokenizer:
         """The bytes a token stands for; none for special tokens and for ids outside the vocabulary."""
         return self._bytes[token_id] if 0 <= token_id < self.vocab_size else b""
 
+    def shown(self, token_id: int) -> tuple[str, bytes]:
+        """A token's text, where it stands after others, and its bytes. Kept once it was asked for: of
+        log-probabilities the same tokens are told again and again."""
+        found = self._shown.get(token_id)
+        if found is None:
+            text = self.decode([token_id], skip_special=False, continues=True)
+            found = text, self.token_bytes(token_id)
+            if 0 <= token_id < self.vocab_size:
+                self._shown[token_id] = found
+        return found
+
+    @cached_property
+    def _shown(self) -> dict[int, tuple[str, bytes]]:
+        return {}
+
     @cached_property
     def _bytes(self) -> list[bytes]:
         """For each id its bytes. Computed at the first use; two threads at once both compute it."""

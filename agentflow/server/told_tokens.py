@@ -60,16 +60,6 @@ class ToldTokens:
 
     def _told(self, token_id: int, logprob: float | None, top: TopTokens | None) -> ToldToken:
         likeliest: Sequence[tuple[int, float]] = () if top is None else top
-        return ToldToken(
-            token_id,
-            self._text(token_id),
-            self._tokenizer.token_bytes(token_id),
-            logprob,
-            tuple(
-                ToldToken(other, self._text(other), self._tokenizer.token_bytes(other), value)
-                for other, value in likeliest[: self._num_top]
-            ),
-        )
-
-    def _text(self, token_id: int) -> str:
-        return self._tokenizer.decode([token_id], skip_special=False, continues=True)
+        shown = self._tokenizer.shown
+        tops = tuple([ToldToken(other, *shown(other), value) for other, value in likeliest[: self._num_top]])
+        return ToldToken(token_id, *shown(token_id), logprob, tops)

@@ -24,6 +24,7 @@ def as_plain_messages(
     the user says right after them stands in it too, as many templates want the roles to alternate.
     """
     plain: list[Message] = []
+    parts: list[list[str]] = []  # of each of them the lines of its content, put together once
     is_answering = False
     for message in messages:
         content = message.content
@@ -34,10 +35,12 @@ def as_plain_messages(
         if message.tool_calls:
             content = _with_calls(message)
         if is_answering and role == "user":
-            plain[-1] = replace(plain[-1], content=f"{plain[-1].content}\n{content}")
+            parts[-1].append(content)
         else:
-            plain.append(Message(role, content, message.generated))
+            plain.append(Message(role, "", message.generated))
+            parts.append([content])
         is_answering = message.role == "tool"
+    plain = [replace(one, content="\n".join(said)) for one, said in zip(plain, parts, strict=True)]
     return tuple(_told(plain, tools, template) if tools else plain)
 
 

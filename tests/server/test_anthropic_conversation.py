@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
+from pathlib import Path
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentflow.server.anthropic_blocks import MAX_BLOCKS, InputMessage
 from agentflow.server.anthropic_conversation import conversation_of, tool_choice_of, tools_of
-from agentflow.server.anthropic_types import CountRequest
+from agentflow.server.anthropic_types import MAX_MESSAGES, CountRequest
 from agentflow.server.chat_message import CalledTool, Message, ToolSpec
 from agentflow.server.completion_request import ToolChoice
 from agentflow.server.http_refusal import Refusal
@@ -138,6 +140,26 @@ def test_no_two_turns_of_one_role_follow_each_other_and_no_text_is_lost(said):
             joined.append([*texts])
         last = role
     assert [turn.content for turn in made] == ["".join(parts) for parts in joined]
+
+
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_a_turn_of_many_messages_is_put_together_once(role):
+    """Each costs what it has to say, and not what all before it had."""
+    message = InputMessage(role=role, content="x" * 50)
+    [turn] = conversation_of(CountRequest(model="fake", messages=[message] * 300_000))
+    assert len(turn.content) == 300_000 * 50 + (299_999 * 2 if role == "user" else 0)
+
+
+def test_messages_and_blocks_are_limited():
+    page = (Path(__file__).parent.parent.parent / "docs" / "anthropic-api.md").read_text(encoding="utf-8")
+    assert f"at most {MAX_MESSAGES:,} messages, with at most {MAX_BLOCKS:,} blocks each" in page
+    full = request([says("user", [text("x")] * MAX_BLOCKS)] + [says("user", "x")] * (MAX_MESSAGES - 1))
+    assert len(full.messages) == MAX_MESSAGES
+    with pytest.raises(msgspec.ValidationError, match=f"length <= {MAX_MESSAGES} - at `\\$.messages`"):
+        request([says("user", "x")] * (MAX_MESSAGES + 1))
+    for content in ([text("x")] * (MAX_BLOCKS + 1), [result(1, *[text("x")] * (MAX_BLOCKS + 1))]):
+        with pytest.raises(msgspec.ValidationError, match=f"length <= {MAX_BLOCKS}"):
+            request([says("user", content)])
 
 
 def test_tools_are_told_as_they_are():

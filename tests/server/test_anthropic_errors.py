@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from server.refusing_servers import tenants
 
 from agentflow.errors import EngineFailed, NotAuthorized, Overloaded, RateLimited
 from agentflow.server.anthropic_errors import AnthropicErrors
-from agentflow.server.http_refusal import Refusal
+from agentflow.server.http_refusal import MAX_MESSAGE_CHARS, MAX_PARAM_CHARS, Refusal
 from agentflow.server.limits import HttpLimits
 from agentflow.server.rate_limit import TenantGate
 from agentflow.server.tenant import NOBODY_ELSE, Tenant
@@ -229,3 +230,20 @@ def test_a_body_that_is_no_json_is_refused(peer):
             assert response.headers["request-id"]
     finally:
         connection.close()
+
+
+@pytest.mark.parametrize("place", [{"%s": 1}, {"service_tier": "%s"}, {"messages": [{"role": "%s"}]}])
+def test_a_huge_text_of_the_clients_is_refused_at_once(place):
+    """What looks like the beginning of a message, again and again."""
+    huge = "Invalid value '" * 30_000
+    body = json.dumps({"model": "fake", "max_tokens": 1, "messages": HELLO, **place}).replace("%s", huge)
+    with anthropic_peer(KEY, tenants=KeyRing(), constraints=False) as peer:
+        address = peer.server.url.removeprefix("http://")
+        connection = http.client.HTTPConnection(address)
+        with contextlib.closing(connection):
+            connection.request("POST", "/v1/messages", body, {"x-api-key": KEY})
+            answer = connection.getresponse()
+            told = json.loads(answer.read())["error"]
+    assert answer.status == 400
+    assert len(told["message"]) <= MAX_MESSAGE_CHARS
+    assert len(told["details"]["param"]) <= MAX_PARAM_CHARS

@@ -16,10 +16,12 @@ from wire_peer import WireGenerator
 from agentflow.errors import EngineFailed, NotAuthorized, Overloaded, PromptTooLong, RateLimited, UnknownModel
 from agentflow.server.api_call import ApiCall, ApiEndpoint, Handler
 from agentflow.server.api_keys import Tenants
-from agentflow.server.http_refusal import Refusal
+from agentflow.server.http_refusal import MAX_MESSAGE_CHARS, MAX_PARAM_CHARS, Refusal
 from agentflow.server.limits import HttpLimits, ServerLimits
 from agentflow.server.models import Models, OneGenerator
 from agentflow.server.openai_errors import OpenAIErrors
+from agentflow.server.openai_fields import Unread
+from agentflow.server.request_log import MAX_LOGGED_BYTES
 from agentflow.server.service import Service
 from agentflow.server.sessions import open_sessions
 from agentflow.server.tenant import Tenant
@@ -34,6 +36,7 @@ class Asked(msgspec.Struct, forbid_unknown_fields=True):
     word: str
     times: int = 1
     any: Any = None
+    unread: Unread = None
     parts: list[dict[str, int]] = []
 
 
@@ -115,6 +118,9 @@ async def test_a_body_in_any_number_of_parts_is_answered():
         (b"", "invalid_json", None, "no valid JSON"),
         (b"\xff", "invalid_json", None, "no valid JSON"),
         (b'{"word": "\xff"}', "invalid_json", None, "no valid JSON"),
+        (b'{"word": "a", "unread": "\xff"}', "invalid_json", None, "no valid JSON"),
+        (b'{"word": "a", "unread": [1,]}', "invalid_json", None, "no valid JSON"),
+        (b'{"word": "a", "unread": ' + b"[" * 100_000, "invalid_json", None, "no valid JSON"),
         (b'{"word": "a", "any": ' + b"[" * 100_000, "invalid_json", None, "no valid JSON"),
         (b"[]", "invalid_request", None, "Expected `object`, got `array`"),
         (b"{}", "invalid_request", "word", "the required parameter 'word' is missing"),
@@ -134,6 +140,18 @@ async def test_what_is_wrong_with_a_body_is_told(body, code, param, says):
     assert (client.error["code"], client.error["param"]) == (code, param)
     assert says in client.error["message"]
     assert client.error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("body", [{"%s": 1}, {"word": "a", "parts": [{"%s": "y"}]}, {"word": "%s"}])
+async def test_of_a_long_name_a_message_holds_the_beginning(body):
+    async def quote(call: ApiCall) -> None:
+        raise Refusal(400, "invalid_value", call.read(Asked).word, param="x" * 10_000)
+
+    name = "Invalid value ' - at `$." * 100_000
+    client = await exchange(quote, Exchange(json.dumps(body).replace("%s", name).encode()))
+    assert client.status == 400
+    assert 20 < len(client.error["message"]) <= MAX_MESSAGE_CHARS
+    assert len(client.error["param"]) <= MAX_PARAM_CHARS
 
 
 async def test_a_body_over_the_limit_is_refused_before_it_is_read():
@@ -296,6 +314,25 @@ async def test_what_is_said_is_logged_where_that_is_asked_for(caplog):
     assert record.request["asked"] == '{"word": "private"}'
     assert record.request["answered"] == '{"said":"private"}'
     assert "private" in caplog.text
+
+
+async def test_of_long_bodies_the_beginning_is_logged(caplog):
+    caplog.set_level(logging.INFO, "agentflow.requests")
+    num_events = 200_000
+
+    async def stream(call: ApiCall) -> None:
+        await call.begin_stream()
+        for _ in range(num_events):
+            await call.send_events(b"x" * 100)
+        await call.send_events(b"end", last=True)
+
+    async with service() as running:
+        running.logs_prompts = True
+        client = await exchange(stream, Exchange(b"\n" * 1_000_000), running)
+    assert len(client.body) == num_events * 100 + 3
+    [record] = caplog.records
+    assert record.request["asked"] == "\n" * MAX_LOGGED_BYTES + "… (1,000,000 bytes in all)"
+    assert record.request["answered"] == "x" * MAX_LOGGED_BYTES + "… (20,000,003 bytes in all)"
 
 
 async def test_answers_are_counted_by_their_status():

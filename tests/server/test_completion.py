@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -24,6 +25,7 @@ from agentflow.server.completion_request import (
     CompletionRequest,
     TextDelta,
     TokenIds,
+    ToldToken,
     ToolArguments,
     ToolCallBegun,
 )
@@ -208,6 +210,32 @@ async def test_log_probabilities_come_with_the_text_that_they_are_of():
                 assert text.startswith(codecs.getincrementaldecoder("utf-8")("replace").decode(told))
 
 
+async def test_of_a_token_that_is_told_again_the_text_is_found(monkeypatch):
+    """Of each token the text is decoded once, however often and in however many answers it is told."""
+    decoded: Counter[int] = Counter()
+    decode = TOKENIZER.decode
+
+    def counted(ids, **how):
+        decoded.update(ids if how.get("skip_special") is False else ())
+        return decode(ids, **how)
+
+    monkeypatch.setattr(TOKENIZER, "decode", counted)
+    monkeypatch.setattr(TOKENIZER, "_shown", {})
+    params = SamplingParams(max_tokens=40, logprobs=True, top_logprobs=3, seed=1, temperature=1.0)
+    async with generator_on(FakeEngine()) as generator:
+        answers = await ask(generator, CompletionRequest(ASK, params, n=3))
+    told = [one for answer in answers for token in answer.tokens for one in (token, *token.top)]
+    assert len(told) > 100
+    assert all(
+        (one.text, one.raw)
+        == (decode([one.token_id], skip_special=False, continues=True), TOKENIZER.token_bytes(one.token_id))
+        for one in told
+    )
+    assert set(decoded) == {one.token_id for one in told}
+    assert set(decoded.values()) == {1}
+    assert set(TOKENIZER._shown) == set(decoded)
+
+
 async def test_a_stop_is_told():
     engine = FakeEngine()
     async with generator_on(engine) as generator:
@@ -306,3 +334,17 @@ async def test_deltas_put_together_are_the_same_answers(answers, order):
     joined = completion_module._joined(mixed)
     assert answers_of(joined, len(answers)) == answers_of(mixed, len(answers))
     assert len(joined) <= len(mixed)
+
+
+async def test_deltas_are_put_together_once():
+    """However many there are, each is looked at and copied a few times, and not once for all before it."""
+    token = ToldToken(1, "a", b"a", -0.5)
+    num_answers, num_deltas = 20_000, 5
+    deltas = [TextDelta(index, "a", (token,)) for index in range(num_answers) for _ in range(num_deltas)]
+    deltas += [AnswerEnded(index, "stop", Usage()) for index in range(num_answers)]
+    answers = answers_of(deltas, num_answers)
+    assert {(answer.text, len(answer.tokens)) for answer in answers} == {("a" * num_deltas, num_deltas)}
+    [joined] = completion_module._joined([TextDelta(0, "a" * 50, (token,))] * 300_000)
+    assert (len(joined.text), len(joined.tokens)) == (15_000_000, 300_000)
+    [joined] = completion_module._joined([ToolArguments(0, 2, "a" * 50)] * 300_000)
+    assert (joined.call, len(joined.text)) == (2, 15_000_000)

@@ -10,6 +10,7 @@ import pytest
 
 from agentflow.server.openai_chat_types import MAX_MESSAGES, ChatRequest
 from agentflow.server.openai_completion_types import TextRequest
+from agentflow.server.openai_sampling import MAX_TOLD_TOKENS
 from agentflow.server.openai_tokenize import DetokenizeRequest, TokenizeRequest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "http-api.md").read_text(encoding="utf-8")
@@ -34,6 +35,7 @@ def test_chat_completions() -> None:
     named = set(re.findall(r"`(\w+)`", section))
     assert known - named == set()
     assert f"at most {MAX_MESSAGES:,}" in section
+    assert f"At most {MAX_TOLD_TOKENS:,} for a request" in section
 
 
 def test_completions() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import httpx2
@@ -11,6 +13,9 @@ from api_server import MODEL, api_server
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentflow.errors import BadArgument
+from agentflow.server.chat_message import CalledTool, Message
+from agentflow.server.chat_values import ToolDialect, message_values
 from agentflow.server.json_nesting import MOST_NESTING, nests_deeper
 
 VALUES = st.recursive(
@@ -58,3 +63,51 @@ def test_a_schema_that_nests_too_deep_is_refused(field: Callable[[str], str]) ->
             # The decoder, too, has a limit.
             assert ("deep" in message) or ("recursion" in message) or ("prompt has" in message), message
         server.assert_idle()
+
+
+DEPTHS = (MOST_NESTING + 1, 400, 900, 930, *range(940, 1000, 4), 2000)
+
+
+def openai_call(deep: str) -> tuple[str, str]:
+    function = json.dumps({"name": "f", "arguments": deep})
+    called = '{"role":"assistant","tool_calls":[{"id":"c","function":' + function + "}]}"
+    result = '{"role":"tool","tool_call_id":"c","content":"x"}'
+    return "/v1/chat/completions", f'"messages":[{called},{result}]'
+
+
+def anthropic_call(deep: str) -> tuple[str, str]:
+    used = '{"type":"tool_use","id":"c","name":"f","input":' + deep + "}"
+    called = '{"role":"assistant","content":[' + used + "]}"
+    result = '{"role":"user","content":[{"type":"tool_result","tool_use_id":"c","content":"x"}]}'
+    return "/v1/messages", f'"messages":[{called},{result}]'
+
+
+def anthropic_format(deep: str) -> tuple[str, str]:
+    said = '"messages":[{"role":"user","content":"x"}],"output_config":'
+    return "/v1/messages", said + '{"format":{"type":"json_schema","schema":' + deep + "}}"
+
+
+@pytest.mark.parametrize("asking", [openai_call, anthropic_call, anthropic_format])
+def test_calls_and_formats_that_nest_too_deep_are_refused(asking: Callable[[str], tuple[str, str]]) -> None:
+    with api_server() as server:
+        for levels in DEPTHS:
+            path, fields = asking('{"a":' * levels + "{}" + "}" * levels)
+            body = f'{{"model":"{MODEL}","max_tokens":2,{fields}}}'
+            answer = httpx2.post(server.url + path, content=body)
+            assert answer.status_code == 400, answer.text
+            assert (
+                "deep" in answer.text
+                or "recursion" in answer.text
+                or "no valid" in answer.text
+                or ("is not the text of a JSON object" in answer.text)
+            )
+        server.assert_idle()
+
+
+def test_arguments_that_nest_as_deep_as_they_may_are_read() -> None:
+    for levels in (MOST_NESTING, *DEPTHS):
+        deep = '{"a":' * (levels - 1) + "{}" + "}" * (levels - 1)
+        message = Message("assistant", "", tool_calls=(CalledTool("c", "f", deep),))
+        with pytest.raises(BadArgument) if levels > MOST_NESTING else nullcontext():
+            [value] = message_values([message], ToolDialect())
+            assert depth(value["tool_calls"][0]["function"]["arguments"]) == MOST_NESTING

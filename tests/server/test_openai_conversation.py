@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import msgspec
@@ -11,8 +12,10 @@ from hypothesis import strategies as st
 
 from agentflow.server.chat_message import CalledTool, Message, ToolSpec
 from agentflow.server.completion_request import ToolChoice
+from agentflow.server.http_refusal import Refusal
 from agentflow.server.openai_chat_types import ChatRequest
 from agentflow.server.openai_conversation import conversation_of, tool_choice_of, tools_of
+from agentflow.server.openai_sampling import check_fields
 
 TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=8)
 
@@ -109,3 +112,46 @@ def test_which_tools_are_called(
     body = read(**({} if choice is None else {"tool_choice": choice}))
     tools = (ToolSpec("one", "", {}),) if has_tools else ()
     assert tool_choice_of(body.tool_choice, tools, parallel) == meant
+
+
+UNREAD = {
+    "prediction": {"prediction": None},
+    "parsed": {"messages": [{"role": "assistant", "content": "x", "parsed": None}]},
+    "parsed_arguments": {
+        "messages": [
+            {
+                "role": "assistant",
+                "tool_calls": [
+                    {"id": "c", "function": {"name": "f", "arguments": "{}", "parsed_arguments": None}}
+                ],
+            }
+        ]
+    },
+    "audio": {"audio": None},
+    "image_url": {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": None}]}]},
+}
+
+
+@pytest.mark.parametrize("field", UNREAD)
+def test_of_what_is_not_read_nothing_is_built(field: str) -> None:
+    fields = {"model": "m", "messages": [{"role": "user", "content": "x"}]} | UNREAD[field]
+    many = f'"{field}":[{"[]," * 100_000}[]]'
+    body = msgspec.json.encode(fields).decode().replace(f'"{field}":null', many).encode()
+    num_before = len(gc.get_objects())
+    asked = msgspec.json.decode(body, type=ChatRequest)
+    assert len(gc.get_objects()) - num_before < 1000
+    assert asked.model == "m"
+
+
+def test_null_is_the_same_as_leaving_a_field_out() -> None:
+    body = read(audio=None, functions=None, suffix=None, prediction=None)
+    check_fields(body, 1)
+    message = {"role": "assistant", "content": "x", "audio": None, "function_call": None, "parsed": None}
+    assert turns(message) == (Message("assistant", "x"),)
+    for field in ("audio", "functions", "suffix"):
+        with pytest.raises(Refusal, match=field) as caught:
+            check_fields(read(**{field: []}), 1)
+        assert caught.value.param == field
+    with pytest.raises(Refusal) as caught:
+        turns(message | {"audio": {"id": "a"}})
+    assert caught.value.param == "messages[0].audio"

@@ -169,3 +169,18 @@ def test_an_engine_that_fails_in_the_middle_of_a_stream() -> None:
     assert "".join(heard) == "aaa"
     assert caught.value.code == "engine_failed"
     assert caught.value.type == "server_error"
+
+
+def test_more_log_probabilities_than_are_kept() -> None:
+    runner = FakeRunner(vocab_size=TOKENIZER.vocab_size, num_slots=4096, max_context=4096)
+    with api_server(FakeEngine(runner=runner), constraints=False) as server, sync_client(server) as client:
+        asked = {"model": MODEL, "n": 120, "logprobs": True, "top_logprobs": 20, "messages": MESSAGES}
+        for fields in (asked, {**asked, "max_tokens": 5_000}):
+            with pytest.raises(openai.BadRequestError, match="120 answers of up to 4,096 tokens") as caught:
+                client.chat.completions.create(**fields)
+            assert caught.value.param == "top_logprobs"
+        with pytest.raises(openai.BadRequestError, match="at most 2,000,000") as caught:
+            client.completions.create(model=MODEL, prompt=["x"] * 100, logprobs=5, max_tokens=4000)
+        assert caught.value.param == "logprobs"
+        assert len(client.chat.completions.create(**{**asked, "max_tokens": 2}).choices) == 120
+        server.assert_idle()

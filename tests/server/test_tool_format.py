@@ -139,3 +139,12 @@ def test_the_system_turn_that_tells_of_tools() -> None:
     assert as_plain_messages([user], [], WITHOUT_TOOLS["chatml"]) == (user,)
     with pytest.raises(NotSupported):
         WITHOUT_TOOLS["known_roles"].render([Message("system", "x"), user])
+
+
+def test_a_turn_of_many_results_is_put_together_once():
+    """Each costs what it has to say, and not what all before it had."""
+    answered = Message("tool", "x" * 50)
+    [turn] = as_plain_messages([answered] * 200_000, [], WITHOUT_TOOLS["chatml"])
+    one = "<tool_response>\n" + "x" * 50 + "\n</tool_response>"
+    assert len(turn.content) == 200_000 * (len(one) + 1) - 1
+    assert turn.content.startswith(f"{one}\n{one}\n")
