@@ -188,6 +188,7 @@ def _one_by_one(text: str, asked: _Asked, marks: Marks | None, previous: Layout 
             continue
         budget.spend()
         around = asked.marks(set(group))
+        found: list[Shown] | None
         if len(group) == 1:
             found = _alone(text, asked.messages[group[0]], group[0], around, unsure)
         else:
