@@ -245,12 +245,17 @@ def _together(text: str, messages: tuple[Message, ...], around: Marks) -> list[S
     shown = walk(text, messages, around)
     if shown is not None:
         return shown
-    shown = aligned(text, around)
-    for part in shown or ():
+    places = aligned(text, around)
+    if places is None:
+        return None
+    shown = []
+    for part in places:
         content, written = messages[part.turn].content, text[part.start : part.end]
         # Else a content might hold the markup of another: that markup would be taken for the template's.
         if written not in content and written not in json.dumps(content, ensure_ascii=False):
             return None
+        if content.strip() or not written.strip():  # else as in ``_alone``
+            shown.append(part)
     return shown
 
 

@@ -189,6 +189,12 @@ class Counting(ChatTemplate):
 ANSWER_BEGINS = "<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_what_is_written_for_blank_contents_is_markup_however_many_there_are() -> None:
+    template = ChatTemplate("{% for m in messages %}[{{ m.content | tojson }}]{% endfor %}")
+    layout = lay_out(template, messages_of([("user", text) for text in ("\n", 'a"', " \n", 'b"')]))
+    assert [text for text, turn in pieces_of(layout) if turn is not None] == ['a\\"', 'b\\"']
+
+
 @pytest.mark.parametrize("num_turns", [2, 20, 300])
 def test_many_altered_turns_are_found_together(num_turns: int) -> None:
     template = Counting(shapes.THINKING)
