@@ -184,7 +184,7 @@ class Generator(Protocol[ContextT]):
     def text(self, context: ContextT) -> str:
         """All that the context holds, the marks of its turns included."""
 
-    def token_ids(self, context: ContextT) -> list[int]:
+    async def token_ids(self, context: ContextT) -> list[int]:
         """Its token ids. ``NotSupported`` where ``capabilities.token_ids`` is False."""
 
     def free(self, context: ContextT) -> None:

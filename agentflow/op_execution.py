@@ -76,7 +76,7 @@ class OpExecution(Generic[ContextT]):
         match op:
             case ops.Read():
                 if op.what == "token_ids":
-                    text = json.dumps(self._generator.token_ids(context))
+                    text = json.dumps(await self._generator.token_ids(context))
                 else:
                     text = self._generator.text(context)
                 _complete(self._variables[op.var], text, "read")

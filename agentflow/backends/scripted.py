@@ -139,7 +139,7 @@ class ScriptedGenerator:
         """The text, turns written as they are here."""
         return context.text
 
-    def token_ids(self, context: ScriptedContext) -> list[int]:
+    async def token_ids(self, context: ScriptedContext) -> list[int]:
         """There are none."""
         raise NotSupported("a script has no token ids")
 

@@ -3,8 +3,8 @@
 How long a new request will wait is foreseen from those of its tenant that wait already. Each request that
 starts has shown how long the queue took for each place before it; their moving average, times the places
 that are taken now, is the wait to come. Other tenants count by themselves: the more of them there are, the
-longer a place takes. While nothing starts at all, the age of the oldest request says how long it takes at
-least.
+longer a place takes. While nothing starts at all, the age of the oldest request that came since says how long
+it takes at least.
 """
 
 from __future__ import annotations
@@ -31,20 +31,24 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Line:
-    """The waiting requests of one tenant. ``place_s``: how long one place takes; None: nobody knows yet."""
+    """The waiting requests of one tenant. ``place_s``: how long one place takes; None: nobody knows yet.
+    ``since_start``: those that came since the last one started. One from before that waits for its priority,
+    and says nothing of the wait of others."""
 
     waiting: OrderedDict[int, _Waiting] = field(default_factory=OrderedDict)
     place_s: float | None = None
+    since_start: OrderedDict[int, _Waiting] = field(default_factory=OrderedDict)
 
     def expected_wait_s(self, now_s: float) -> float:
         if not self.waiting:
             return 0.0
-        oldest = next(iter(self.waiting.values()))
-        at_least_s = (now_s - oldest.since_s) / (oldest.num_before + 1)
+        oldest = next(iter(self.since_start.values()), None)
+        at_least_s = 0.0 if oldest is None else (now_s - oldest.since_s) / (oldest.num_before + 1)
         return len(self.waiting) * max(self.place_s or 0.0, at_least_s)
 
     def has_started(self, request: _Waiting, now_s: float) -> None:
         sample_s = (now_s - request.since_s) / (request.num_before + 1)
+        self.since_start.clear()
         before = sample_s if self.place_s is None else self.place_s
         self.place_s = before + NEWEST * (sample_s - before)
 
@@ -84,7 +88,8 @@ class Admission:
         if line is None:
             line = self._lines[tenant] = _Line()
         self._lines.move_to_end(tenant)
-        line.waiting[submit.request_id] = _Waiting(self._clock(), len(line.waiting))
+        request = _Waiting(self._clock(), len(line.waiting))
+        line.waiting[submit.request_id] = line.since_start[submit.request_id] = request
         self._tenant_of[submit.request_id] = tenant
         self._forget_the_idle()
 
@@ -105,6 +110,7 @@ class Admission:
             return
         line = self._lines[tenant]
         request = line.waiting.pop(request_id)
+        line.since_start.pop(request_id, None)
         if started_s is not None:
             line.has_started(request, started_s)
 

@@ -18,11 +18,14 @@ from agentflow.server.chat_message import Message
 
 # Four bytes each.
 MAX_TOKENS = 500_000
+# An entry takes so much memory beside its tokens, counted in tokens.
+TOKENS_PER_ENTRY = 64
 _NOTHING = b"\xff" * 8
 
 
 class AnswerMemory:
-    """Of one tenant and model. The answers that were last asked for are kept, ``max_tokens`` in all."""
+    """Of one tenant and model. The answers that were last asked for are kept: ``max_tokens`` in all, where
+    each counts ``TOKENS_PER_ENTRY`` more than it has."""
 
     def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
         self._max_tokens = max_tokens
@@ -33,12 +36,13 @@ class AnswerMemory:
         return len(self._answers)
 
     def remember(self, conversation: bytes, token_ids: Sequence[int]) -> None:
-        """``conversation``: the key of the conversation that ends with this answer."""
+        """``conversation``: the key of the conversation that ends with this answer. An empty one is
+        not worth its place."""
         self._forget(conversation)
-        if len(token_ids) > self._max_tokens:
+        if not token_ids or _size(token_ids) > self._max_tokens:
             return
         self._answers[conversation] = array("i", token_ids)
-        self._num_tokens += len(token_ids)
+        self._num_tokens += _size(token_ids)
         while self._num_tokens > self._max_tokens:
             self._forget(next(iter(self._answers)))
 
@@ -52,7 +56,11 @@ class AnswerMemory:
     def _forget(self, conversation: bytes) -> None:
         forgotten = self._answers.pop(conversation, None)
         if forgotten is not None:
-            self._num_tokens -= len(forgotten)
+            self._num_tokens -= _size(forgotten)
+
+
+def _size(token_ids: Sequence[int]) -> int:
+    return len(token_ids) + TOKENS_PER_ENTRY
 
 
 def conversation_keys(messages: Iterable[Message], start: bytes = b"") -> list[bytes]:

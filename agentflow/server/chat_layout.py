@@ -3,9 +3,11 @@
 The template is a program, so its source does not say. It is asked instead: rendered once with the real
 contents, and again with markers that nobody could have guessed in their place. What stands between the
 markers is markup, and a walk along the real rendering finds the contents between it, as they are or
-trimmed. Where that fails (the template drops a part of a content, or writes other markup for it), each
-turn in question is rendered once more as a marker among the real others. What cannot be told apart is
-never taken for markup, in which special tokens would count: it is content, or the call is refused.
+trimmed. Where that fails (the template drops a part of a content, or writes other markup for it), the
+turns in question are rendered once more as markers among the real others: together where there is one way
+only to place them, else in halves, at last each by itself. There is a limit to how much is rendered so.
+What cannot be told apart is never taken for markup, in which special tokens would count: it is content, or
+the call is refused.
 
 Tools and tool calls come from outside too, but are shown inside the markup (see ``outside_text``).
 """
@@ -13,9 +15,10 @@ Tools and tool calls come from outside too, but are shown inside the markup (see
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Literal
@@ -24,9 +27,25 @@ from agentflow.errors import NotSupported
 from agentflow.server.chat_message import Message, ToolSpec
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.chat_values import Mark, unmarked
+from agentflow.server.marked_rendering import (
+    Marks,
+    Shown,
+    aligned,
+    between,
+    common_prefix,
+    common_suffix,
+    suspects,
+    walk,
+)
 from agentflow.server.outside_text import Place, Places, new_nonce, outside_places
 
 _TURN_DIGITS = 9
+# What may be rendered to find the altered contents of one layout: a second or so of work.
+MAX_RENDERED_CHARS = 32_000_000
+# A turn costs about as much as so many characters.
+CHARS_PER_TURN = 100
+# However long the text is.
+MIN_RENDERINGS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +55,6 @@ class Piece:
     kind: Literal["markup", "content"]
     text: str
     turn: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """Characters ``start`` to ``end`` of a rendering show the content of message number ``turn``."""
-
-    turn: int
-    start: int
-    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +98,10 @@ def lay_out(
 
     ``previous``: a layout of an earlier state of the same conversation; what its text has in common with
     the new one is read off it. ``closed_places``: where a text has tokens that no content may have; only
-    with it does the layout say what came from ``outside``. Costs two renderings (three with tools), and one
-    more for each new turn that was altered.
-    Raises ``NotSupported`` where the template refuses these messages or hides the opened turn.
+    with it does the layout say what came from ``outside``. Costs two renderings (three with tools), and two
+    or more where the template alters new turns.
+    Raises ``NotSupported`` where the template refuses these messages, hides the opened turn or alters too
+    many turns in ways of its own.
     """
     asked = _Asked(template, tuple(messages), open_role, now or datetime.now(), tuple(tools))
     if previous is not None and (previous.messages, previous.open_role, previous.tools) == (
@@ -101,7 +112,7 @@ def lay_out(
         return previous
     text = asked.render(asked.messages)
     marks = asked.marks()
-    shown = None if marks is None else _walk(text, asked.messages, marks)
+    shown = None if marks is None else walk(text, asked.messages, marks)
     if shown is None:
         shown = _one_by_one(text, asked, marks, previous)
     shown = _whole_generations(text, asked.messages, shown)
@@ -109,15 +120,6 @@ def lay_out(
     if closed_places is not None and asked.says_more_than_contents:
         outside = outside_places(lambda mark: asked.render(asked.messages, mark), text, closed_places)
     return Layout(asked.messages, open_role, text, tuple(shown), asked.tools, outside)
-
-
-@dataclass(frozen=True, slots=True)
-class _Marks:
-    """The markup around contents that are markers: ``first``, then for each content in the order of the
-    text its turn and the markup after it."""
-
-    first: str
-    after: tuple[tuple[int, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +152,14 @@ class _Asked:
             )
         return text[: text.rindex(marker)]
 
-    def marks(self, turn: int | None = None) -> _Marks | None:
-        """The markup around all contents, or around that of ``turn`` with the others as they are. None
+    def marks(self, turns: Set[int] | None = None) -> Marks | None:
+        """The markup around all contents, or around those of ``turns`` with the others as they are. None
         where the template does not take a marker for a content."""
         nonce = new_nonce()
         marked = tuple(
             replace(message, content=f"{nonce}{number:0{_TURN_DIGITS}}")
             # Beside tool calls, templates write no content otherwise than an empty one.
-            if turn == number or (turn is None and (message.content or not message.tool_calls))
+            if (message.content or not message.tool_calls if turns is None else number in turns)
             else message
             for number, message in enumerate(self.messages)
         )
@@ -166,51 +168,38 @@ class _Asked:
             first, *rest = re.split(f"{nonce}([0-9]{{{_TURN_DIGITS}}})", self.render(marked))
         except NotSupported:
             return None
-        return _Marks(first, tuple((int(n), after) for n, after in zip(rest[::2], rest[1::2], strict=True)))
+        return Marks(first, tuple((int(n), after) for n, after in zip(rest[::2], rest[1::2], strict=True)))
 
 
-def _walk(text: str, messages: tuple[Message, ...], marks: _Marks) -> list[Shown] | None:
-    """The places of the contents where each stands as it is, or trimmed, between the same markup."""
-    if not text.startswith(marks.first):
-        return None
-    at = len(marks.first)
-    shown: list[Shown] = []
-    for turn, after in marks.after:
-        content = messages[turn].content
-        for written in (content, content.strip(), content.lstrip(), content.rstrip()):
-            if text.startswith(written, at) and text.startswith(after, at + len(written)):
-                break
-        else:
-            return None
-        shown.append(Shown(turn, at, at + len(written)))
-        at += len(written) + len(after)
-    return shown if at == len(text) else None
-
-
-def _one_by_one(text: str, asked: _Asked, marks: _Marks | None, previous: Layout | None) -> list[Shown]:
-    """The places of the contents, each found by itself."""
+def _one_by_one(text: str, asked: _Asked, marks: Marks | None, previous: Layout | None) -> list[Shown]:
+    """The places of the contents, many found together where that leaves no doubt, else each by itself."""
     counts = None if marks is None else Counter(turn for turn, _ in marks.after)
     shown = _still_shown(text, asked.messages, previous)
     shown = [part for part in shown if counts is None or counts[part.turn] == 1]
     known = {part.turn for part in shown}
-    unsure: list[tuple[int, int, int]] = []
-    for turn in range(len(asked.messages)):
-        if turn in known:
+    unsure: list[Shown] = []
+    altered = set() if marks is None else suspects(text, asked.messages, marks)
+    new = [turn for turn in range(len(asked.messages)) if turn not in known]
+    groups = [[turn for turn in new if turn in altered], [turn for turn in new if turn not in altered]]
+    budget = _Budget(len(text) + CHARS_PER_TURN * len(asked.messages))
+    while groups:
+        group = groups.pop()
+        if not group:
             continue
-        around = asked.marks(turn)
-        places = None if around is None else _between(text, around)
-        is_blank = not asked.messages[turn].content.strip()
-        if places is not None:
-            # What is written for no content at all is the template's own.
-            shown += [Shown(turn, a, b) for a, b in places if not (is_blank and text[a:b].strip())]
-        elif around is not None and len(around.after) == 1 and not is_blank:
-            start = _common_prefix(text, around.first)
-            tail = min(_common_suffix(text, around.after[0][1]), len(text) - start)
-            unsure.append((turn, start, len(text) - tail))
-        elif not is_blank:
-            raise _cannot_tell(asked.messages[turn])
-    for turn, start, end in unsure:
-        shown += _search(text, asked.messages[turn], Shown(turn, start, end), shown)
+        budget.spend()
+        around = asked.marks(set(group))
+        found: list[Shown] | None
+        if len(group) == 1:
+            found = _alone(text, asked.messages[group[0]], group[0], around, unsure)
+        else:
+            found = None if around is None else _together(text, asked.messages, around)
+        if found is None:
+            middle = len(group) // 2
+            groups += [group[middle:], group[:middle]]
+        else:
+            shown += found
+    for region in sorted(unsure, key=lambda part: part.turn):
+        shown += _search(text, asked.messages[region.turn], region, shown)
     shown.sort(key=lambda part: (part.start, part.end))
     for one, other in itertools.pairwise(shown):
         if one.end > other.start:
@@ -218,22 +207,56 @@ def _one_by_one(text: str, asked: _Asked, marks: _Marks | None, previous: Layout
     return shown
 
 
-def _between(text: str, marks: _Marks) -> list[tuple[int, int]] | None:
-    """The places of one content that is written alike wherever the markup around it leaves room."""
-    if not marks.after:
-        return [] if marks.first == text else None
-    room = len(text) - len(marks.first) - sum(len(after) for _, after in marks.after)
-    length, left_over = divmod(room, len(marks.after))
-    if length < 0 or left_over:
+class _Budget:
+    """Of renderings that may be made for one layout: a caller sends what costs the square of its size."""
+
+    def __init__(self, cost: int) -> None:
+        self._cost = cost
+        self._num_renderings = 0
+
+    def spend(self) -> None:
+        self._num_renderings += 1
+        if self._num_renderings > max(MIN_RENDERINGS, MAX_RENDERED_CHARS // self._cost):
+            raise NotSupported(
+                "the model's chat template rewrites so many turns of this conversation that finding them "
+                "takes too long: send fewer turns, or leave out what the template drops (such as thoughts)"
+            )
+
+
+def _alone(text: str, message: Message, turn: int, around: Marks | None, unsure: list[Shown]) -> list[Shown]:
+    """The places of one content; where that is not known yet, its region is added to ``unsure``."""
+    places = None if around is None else between(text, around)
+    is_blank = not message.content.strip()
+    if places is not None:
+        # What is written for no content at all is the template's own.
+        return [Shown(turn, a, b) for a, b in places if not (is_blank and text[a:b].strip())]
+    if around is not None and len(around.after) == 1 and not is_blank:
+        start = common_prefix(text, around.first)
+        tail = min(common_suffix(text, around.after[0][1]), len(text) - start)
+        unsure.append(Shown(turn, start, len(text) - tail))
+    elif not is_blank:
+        raise _cannot_tell(message)
+    return []
+
+
+def _together(text: str, messages: tuple[Message, ...], around: Marks) -> list[Shown] | None:
+    """The places of several contents, where there is no doubt: each is as it was given or trimmed, or there
+    is one way only to place them and each shows a part of its content."""
+    shown = walk(text, messages, around)
+    if shown is not None:
+        return shown
+    places = aligned(text, around)
+    if places is None:
         return None
-    at = len(marks.first)
-    places = [(at, at + length)]
-    written = text[at : at + length]
-    rebuilt = marks.first + "".join(written + after for _, after in marks.after)
-    for _, after in marks.after[:-1]:
-        at += length + len(after)
-        places.append((at, at + length))
-    return places if rebuilt == text else None
+    shown = []
+    for part in places:
+        content, written = messages[part.turn].content, text[part.start : part.end]
+        # Else a content might hold the markup of another: that markup would be taken for the template's.
+        if written not in content and written not in json.dumps(content, ensure_ascii=False):
+            return None
+        if content.strip() or not written.strip():  # else as in ``_alone``
+            shown.append(part)
+    return shown
 
 
 def _search(text: str, message: Message, region: Shown, shown: list[Shown]) -> list[Shown]:
@@ -265,7 +288,7 @@ def _still_shown(text: str, messages: tuple[Message, ...], previous: Layout | No
         if old != new:
             break
         same += 1
-    end = _common_prefix(previous.text, text)
+    end = common_prefix(previous.text, text)
     return [part for part in previous.shown if part.turn < same and part.end <= end]
 
 
@@ -290,21 +313,3 @@ def _cannot_tell(message: Message) -> NotSupported:
     return NotSupported(
         f"the model's chat template rewrites a {message.role} turn: its content cannot be told from markup"
     )
-
-
-def _common_prefix(a: str, b: str) -> int:
-    """How many characters at the front are the same."""
-    low, high = 0, min(len(a), len(b))
-    if a[:high] == b[:high]:
-        return high
-    while high - low > 1:  # a[:low] is common, a[:high] is not
-        middle = (low + high) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-def _common_suffix(a: str, b: str) -> int:
-    return _common_prefix(a[::-1], b[::-1])

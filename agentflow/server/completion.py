@@ -170,7 +170,8 @@ class Completion:
         use = self._tools = tool_use(self._generator.template, self._request)
         context.tokens.tools(use.tools)
         context.num_unencoded_chars += self._num_chars_of_tools()
-        keys = conversation_keys(use.messages, start=repr(use.tools).encode("utf-8", "backslashreplace"))
+        start = repr((self._request.cache_salt, use.tools)).encode("utf-8", "backslashreplace")
+        keys = conversation_keys(use.messages, start=start)
         last = len(use.messages) - 1
         for number, (message, key) in enumerate(zip(use.messages, keys, strict=True)):
             if message.tool_calls or message.role == "tool":

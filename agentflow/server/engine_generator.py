@@ -305,8 +305,11 @@ class EngineGenerator:
         """All text, the template's marks included."""
         return context.tokens.text_view()
 
-    def token_ids(self, context: EngineContext) -> list[int]:
-        """The ids that the model would be given now."""
+    async def token_ids(self, context: EngineContext) -> list[int]:
+        """The ids that the model would be given now; encoded in a thread where it is much, and left open:
+        text that comes next is encoded with what is there."""
+        if context.num_unencoded_chars > MAX_INLINE_CHARS:
+            return await anyio.to_thread.run_sync(context.tokens.ids)
         return context.tokens.ids()
 
     def _compute_ahead(self, context: EngineContext) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Protocol, TypeAlias
 
@@ -15,7 +15,7 @@ from agentflow.server.constraint_compiler import CompileCounts, ConstraintCompil
 from agentflow.server.engine_client import EngineClient
 from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.rate_limit import TenantGate
-from agentflow.server.tenant import Tenant
+from agentflow.server.tenant import NOBODY_ELSE, Tenant
 
 
 class Model(Protocol):
@@ -25,7 +25,10 @@ class Model(Protocol):
     created_s: int
 
     def generator(self, tenant: Tenant) -> Generator[Any]:
-        """The tenant's. The same tenant gets the same one each time."""
+        """The tenant's. The same name gets the same one each time."""
+
+    def keep_tenants(self, tenants: Iterable[Tenant]) -> None:
+        """These are all there are now, and what they may do: others are forgotten."""
 
     def check_admission(self, tenant: Tenant) -> None:
         """``Overloaded`` where a request that came now would wait too long."""
@@ -56,20 +59,30 @@ class EngineModel:
         self._gate = gate
         self._admission = Admission(max_wait_s)
         client.observe(self._admission)
-        self._generators: dict[Tenant, EngineGenerator] = {}
+        self._generators: dict[str, EngineGenerator] = {}
+        self._tenants: dict[str, Tenant] = {}
 
     def generator(self, tenant: Tenant) -> EngineGenerator:
-        generator = self._generators.get(tenant)
+        generator = self._generators.get(tenant.name)
         if generator is None:
-            generator = self._generators[tenant] = EngineGenerator(
+            generator = self._generators[tenant.name] = EngineGenerator(
                 self.client,
                 self._template,
                 name=self.name,
-                tenant=tenant,
+                # A request that came before a change may ask after it.
+                tenant=self._tenants.get(tenant.name, tenant),
                 gate=self._gate,
                 compiler=self._compiler,
             )
         return generator
+
+    def keep_tenants(self, tenants: Iterable[Tenant]) -> None:
+        """States that are opened from now on have the new shares, also in sessions that are open; what is
+        remembered of tenants that are gone is dropped."""
+        self._tenants = {tenant.name: tenant for tenant in (NOBODY_ELSE, *tenants)}
+        self._generators = {name: one for name, one in self._generators.items() if name in self._tenants}
+        for name, generator in self._generators.items():
+            generator.tenant = self._tenants[name]
 
     def check_admission(self, tenant: Tenant) -> None:
         """``RateLimited`` where the tenant may not send a request now, and ``Overloaded`` where one that came
@@ -92,6 +105,9 @@ class OneGenerator:
 
     def generator(self, tenant: Tenant) -> Generator[Any]:
         return self._generator
+
+    def keep_tenants(self, tenants: Iterable[Tenant]) -> None:
+        """Keeps nothing of any tenant."""
 
     def check_admission(self, tenant: Tenant) -> None:
         """Takes anything."""
@@ -127,6 +143,12 @@ class Models:
     def seen_by(self, tenant: Tenant) -> list[Model]:
         """Those that the tenant may use."""
         return [model for model in self if tenant.may_use(model.name)]
+
+    def keep_tenants(self, tenants: Iterable[Tenant]) -> None:
+        """To be called when the tenants are others than before."""
+        known = tuple(tenants)
+        for model in self:
+            model.keep_tenants(known)
 
     @property
     def compile_counts(self) -> CompileCounts:

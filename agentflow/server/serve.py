@@ -23,7 +23,6 @@ from starlette.applications import Starlette
 
 from agentflow.errors import AgentflowError, PortInUse, ServerError
 from agentflow.protocol import DEFAULT_PORT
-from agentflow.server.api_keys import Tenants
 from agentflow.server.app import Access, create_app
 from agentflow.server.http_protocol import timed_http_protocol
 from agentflow.server.limits import HttpLimits, ServerLimits
@@ -102,7 +101,7 @@ def serve(
                 ) as server,
                 open_task_group() as group,
             ):
-                group.start_soon(_reload_keys_on_hangup, server.service.tenants)
+                group.start_soon(_reload_keys_on_hangup, server.service)
                 names = ", ".join(model.name for model in server.service.models)
                 print(f"agentflow serves {names} at {server.url}")
                 base = server.url.replace("ws", "http", 1)
@@ -220,14 +219,14 @@ class _UvicornServer(uvicorn.Server):
         yield
 
 
-async def _reload_keys_on_hangup(tenants: Tenants) -> None:
+async def _reload_keys_on_hangup(service: Service) -> None:
     """Each SIGHUP has the keys file read again; what is wrong with it is logged, and changes nothing."""
     if not hasattr(signal, "SIGHUP"):
         return
     with anyio.open_signal_receiver(signal.SIGHUP) as hangups:
         async for _ in hangups:
             try:
-                await anyio.to_thread.run_sync(tenants.reload)
+                await service.reload_tenants()
                 logger.info("the keys file was read again")
             except AgentflowError as error:
                 logger.error("the keys file cannot be used, and the one before stays in force: %s", error)

@@ -58,6 +58,11 @@ class Service:
         if self.is_draining:
             raise unready()
 
+    async def reload_tenants(self) -> None:
+        """Reads the keys file again. ``BadArgument`` where it cannot be used now: then nothing changes."""
+        await anyio.to_thread.run_sync(self.tenants.reload)
+        self.models.keep_tenants(self.tenants)
+
     async def drain(self, drain_s: float) -> bool:
         """Takes nothing new, and returns when all is answered, or after ``drain_s`` (False)."""
         self.is_draining = True

@@ -15,6 +15,9 @@ from agentflow.server.detokenizer import Detokenizer
 from agentflow.server.outside_text import cut_out
 from agentflow.server.tokenizer import Tokenizer
 
+# Characters and ids of a generated run of which slices are remembered; they are held long after its state.
+MAX_REMEMBERED = 8_000
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -168,15 +171,25 @@ def _rewritten(runs: Sequence[Run], text: str, tokenizer: Tokenizer) -> list[Run
     return kept
 
 
-@lru_cache(maxsize=4096)
 def _slice(tokenizer: Tokenizer, run: Run, low: int, high: int) -> Run:
     """Characters ``low`` to ``high`` of a run. Generated tokens that lie wholly inside stay as they are."""
     if run.ids is None or (low, high) == (0, len(run.text)):
         return Run(run.text[low:high], run.ids)
+    if len(run.text) + len(run.ids) > MAX_REMEMBERED:
+        return _decoded_slice(tokenizer, run, low, high)
+    return _remembered_slice(tokenizer, run, low, high)
+
+
+def _decoded_slice(tokenizer: Tokenizer, run: Run, low: int, high: int) -> Run:
+    assert run.ids is not None
     detokenizer = Detokenizer(tokenizer)
     if detokenizer.push_all(run.ids) != run.text:
         return Run(run.text[low:high])
     return Run(run.text[low:high], tuple(detokenizer.ids_of(low, high)))
+
+
+# Each turn of a conversation asks for the slices of all before it.
+_remembered_slice = lru_cache(maxsize=1024)(_decoded_slice)
 
 
 def _between_turns(

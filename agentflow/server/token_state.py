@@ -41,6 +41,8 @@ class TokenState:
         self._segments: list[Segment] = []
         self._ids: list[int] = []
         self._is_settled = False
+        # Those that were last asked for while they were not settled: asking again costs nothing.
+        self._ids_read: list[int] | None = None
         self._has_prefix = True
         self.num_rerendered_tokens = 0
 
@@ -49,7 +51,7 @@ class TokenState:
         if any(part.role is not None for part in self._parts):
             raise BadArgument("tools are told before the first turn: begin a new state for other ones")
         self._tools = tuple(specs)
-        self._is_settled = False
+        self._has_changed()
 
     def turn(self, message: Message) -> None:
         """Appends a whole turn, with its tool calls. One that has none has the same ids as with
@@ -63,7 +65,7 @@ class TokenState:
         """Appends content to the open turn, or outside all turns where none is open."""
         if s:
             self._pending.append(s)
-            self._is_settled = False
+            self._has_changed()
 
     def begin_role(self, role: str) -> None:
         """Opens a turn. Raises ``BadArgument`` inside another turn, ``NotSupported`` without a template."""
@@ -75,7 +77,7 @@ class TokenState:
             raise NotSupported("this model has no chat template: use plain text instead of roles")
         self._take_pending()
         self._parts.append(Part(role, is_open=True))
-        self._is_settled = False
+        self._has_changed()
 
     def end_role(self) -> None:
         """Closes the open turn. Raises ``BadArgument`` where none is open."""
@@ -83,14 +85,14 @@ class TokenState:
             raise BadArgument("a role ends that never began")
         self._take_pending()
         self._parts[-1] = replace(self._parts[-1], is_open=False)
-        self._is_settled = False
+        self._has_changed()
 
     def generated(self, ids: Sequence[int], text: str) -> None:
         """Appends what a model generated: ``ids`` without its end token, and the text they stand for."""
         self._take_pending()
         if ids:
             self._parts = _with_run(self._parts, Run(text, tuple(ids)))
-            self._is_settled = False
+            self._has_changed()
 
     def only(self, ids: Sequence[int]) -> None:
         """Begins an empty state with exactly these ids: nothing is put before them."""
@@ -109,7 +111,11 @@ class TokenState:
     def ids(self) -> list[int]:
         """The ids that the model would be given now. Raises ``NotSupported`` where the template refuses
         the conversation or cannot hold what stands between its turns."""
-        return list(self._ids) if self._is_settled else _joined(self._segments_now())
+        if self._is_settled:
+            return list(self._ids)
+        if self._ids_read is None:
+            self._ids_read = _joined(self._segments_now())
+        return list(self._ids_read)
 
     def encode_choices(self, choices: Sequence[str]) -> EncodedChoices:
         """The ids that the state would have with each of ``choices`` as its next text: the pending run of
@@ -169,6 +175,10 @@ class TokenState:
     def _open_role(self) -> str | None:
         return self._parts[-1].role if self._parts and self._parts[-1].is_open else None
 
+    def _has_changed(self) -> None:
+        self._is_settled = False
+        self._ids_read = None
+
     def _take_pending(self) -> None:
         self._parts = self._all_parts()
         self._pending = []
@@ -207,6 +217,7 @@ class TokenState:
         self.num_rerendered_tokens += len(self._ids) - num_common_ids(self._ids, ids)
         self._layout, self._segments, self._ids = layout, segments, ids
         self._is_settled = True
+        self._ids_read = None
 
 
 def _with_run(parts: list[Part], run: Run) -> list[Part]:

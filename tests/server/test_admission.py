@@ -94,6 +94,23 @@ def test_while_nothing_starts_the_oldest_shows_how_long_it_takes():
     admission.check("ann")
 
 
+def test_one_that_waits_for_its_priority_keeps_nobody_out():
+    clock = Clock()
+    admission = Admission(10.0, clock)
+    admission.sent(submit(1))  # of a low priority: all others start before it
+    for request_id in range(2, 30):
+        admission.check("ann")
+        admission.sent(submit(request_id))
+        admission.heard([Started([request_id])])
+        clock.now_s += 5
+    admission.sent(submit(30))
+    clock.now_s += 20.5  # now nothing starts, and the new one shows it
+    with pytest.raises(Overloaded):
+        admission.check("ann")
+    admission.heard([Failed(30, "cancelled", "")])
+    admission.check("ann")
+
+
 def test_without_a_limit_nothing_is_refused():
     clock = Clock()
     admission = Admission(None, clock)

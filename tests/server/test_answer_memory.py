@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.server.answer_memory import AnswerMemory, conversation_keys
+from agentflow.server.answer_memory import TOKENS_PER_ENTRY, AnswerMemory, conversation_keys
 from agentflow.server.chat_message import CalledTool, Message
 
 CALL = CalledTool("call_1", "weather", '{"city": "Oslo"}')
@@ -44,7 +44,7 @@ def test_whether_a_turn_was_generated_does_not_matter():
 EVENT = st.tuples(st.booleans(), st.sampled_from([b"a", b"b", b"c", b"d"]), st.integers(0, 6))
 
 
-@given(st.integers(0, 12), st.lists(EVENT, max_size=40))
+@given(st.integers(0, 4 * TOKENS_PER_ENTRY), st.lists(EVENT, max_size=40))
 def test_the_answers_last_asked_for_are_kept(room, events):
     memory = AnswerMemory(room)
     kept: list[tuple[bytes, list[int]]] = []  # the oldest first
@@ -53,9 +53,9 @@ def test_the_answers_last_asked_for_are_kept(room, events):
             token_ids = [number] * length
             memory.remember(key, token_ids)
             kept = [one for one in kept if one[0] != key]
-            if length <= room:
+            if 0 < length <= room - TOKENS_PER_ENTRY:
                 kept.append((key, token_ids))
-            while sum(len(ids) for _, ids in kept) > room:
+            while sum(len(ids) + TOKENS_PER_ENTRY for _, ids in kept) > room:
                 del kept[0]
         else:
             known = dict(kept).get(key)
@@ -64,3 +64,10 @@ def test_the_answers_last_asked_for_are_kept(room, events):
             if known is not None:
                 kept = [one for one in kept if one[0] != key] + [(key, known)]
         assert len(memory) == len(kept)
+
+
+def test_short_answers_do_not_fill_the_memory():
+    memory = AnswerMemory(10 * TOKENS_PER_ENTRY)
+    for number in range(1_000):
+        memory.remember(b"%d" % number, [1] * (number % 2))
+    assert len(memory) == 9

@@ -84,12 +84,16 @@ async def test_an_answer_that_comes_back_as_text_is_the_tokens_that_were_generat
         # Another conversation with the same answer in it does not know it.
         other = (Message("user", "Something else."), *again[2:])
         await ask(generator, CompletionRequest(other, SAMPLED))
+        # Nor does the same one under another salt: what it is given would tell that somebody had it.
+        await ask(generator, CompletionRequest(again, SAMPLED, cache_salt="other"))
     assert prompts[1][: len(start)] == start == prompts[0]
     # All that was computed of the first turn and its answer is cached: but its last token, never computed.
     assert next_answer.usage.cached_tokens == len(start) + 24 - 1
     encoded = TOKENIZER.encode(answer.text, continues=True)
     assert encoded != prompts[1][len(start) : len(start) + 24]  # what a fresh encoding would have given
-    assert any(prompts[2][at : at + len(encoded)] == encoded for at in range(len(prompts[2])))
+    for prompt in prompts[2:]:
+        assert any(prompt[at : at + len(encoded)] == encoded for at in range(len(prompt)))
+    assert len(prompts) == 4
 
 
 async def test_a_last_turn_of_the_assistant_goes_on():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -16,6 +18,7 @@ from plain_engine import alone, fake_logprob, plain_engine, plain_token
 import agentflow as af
 from agentflow.generator import StateHint
 from agentflow.sampling import SamplingParams
+from agentflow.server import token_spans, token_state
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.core.scheduler import SchedulerConfig
 from agentflow.server.engine_client import EngineClient
@@ -261,6 +264,30 @@ async def test_a_long_text_is_encoded_beside_the_loop_and_the_same():
         end = await generate(generator, context, max_tokens=1)
         assert end.usage.prompt_tokens == len(TOKENIZER.encode(text))
         assert context.num_unencoded_chars == 0
+
+
+async def test_reading_the_ids_of_a_long_text_encodes_it_once_and_beside_the_loop(monkeypatch):
+    encoded_in: list[int] = []
+
+    def encode_spans(*args: Any) -> Any:
+        encoded_in.append(threading.get_ident())
+        return token_spans.encode_spans(*args)
+
+    monkeypatch.setattr(token_state, "encode_spans", encode_spans)
+    text = "the answer to the question " * (MAX_INLINE_CHARS // 20)
+    async with plain_engine(max_context=4096) as client:
+        generator = generator_on(client)
+        context = generator.open("")
+        generator.fill(context, text)
+        for _ in range(3):
+            assert await generator.token_ids(context) == TOKENIZER.encode(text)
+        assert len(encoded_in) == 1
+        assert encoded_in[0] != threading.get_ident()
+        generator.fill(context, "is the")
+        assert await generator.token_ids(context) == TOKENIZER.encode(text + "is the")
+        [child] = await generator.fork(context, 1)
+        assert await generator.token_ids(child) == TOKENIZER.encode(text + "is the")
+        assert len(encoded_in) == 3
 
 
 async def test_a_generation_that_is_given_up_leaves_its_context_as_it_was():

@@ -6,8 +6,12 @@ import pytest
 from fake_engine import TEMPLATE, FakeEngine
 from wire_peer import WireGenerator
 
-from agentflow.errors import UnknownModel
+from agentflow.errors import BadArgument, UnknownModel
+from agentflow.server.api_keys import Tenants, hashed_key
+from agentflow.server.limits import HttpLimits, ServerLimits
 from agentflow.server.models import EngineModel, Models, OneGenerator
+from agentflow.server.service import Service
+from agentflow.server.sessions import open_sessions
 from agentflow.server.tenant import NOBODY_ELSE, Tenant
 
 pytestmark = pytest.mark.anyio
@@ -47,3 +51,42 @@ async def test_a_tenant_has_one_generator_on_a_model_under_the_name_it_is_served
         assert ann is model.generator(Tenant("ann"))
         assert ann is not model.generator(Tenant("ben"))
         assert ann.capabilities.model == "served"
+
+
+async def test_tenants_that_are_others_than_before():
+    """As after a reload of the keys file: one has another share, one is gone."""
+    async with FakeEngine().open_client() as client:
+        model = EngineModel("served", client, TEMPLATE)
+        models = Models([model, named("other")])
+        ann, ben, nobody = (model.generator(Tenant(name)) for name in ("ann", "ben", ""))
+        changed = Tenant("ann", share=3.0, max_unfinished=2)
+        models.keep_tenants([changed])
+        assert ann.tenant == changed
+        assert ann.open("").origin.share == 3.0
+        assert model.generator(changed) is ann
+        assert model.generator(NOBODY_ELSE) is nobody
+        assert model.generator(Tenant("ben")) is not ben
+        # A request that came before the change asks after it.
+        assert model.generator(Tenant("ann")) is ann
+        assert ann.open("").origin.share == 3.0
+        models.keep_tenants([changed, Tenant("carl", share=2.0)])
+        assert model.generator(Tenant("carl")).tenant.share == 2.0
+
+
+async def test_the_models_hear_of_a_keys_file_that_is_read_again(tmp_path):
+    file = tmp_path / "keys.toml"
+    entry = f'[tenants.ann]\nkeys = ["{hashed_key("af-ann")}"]\nshare = '
+    file.write_text(entry + "2.0")
+    async with FakeEngine().open_client() as client, open_sessions(ServerLimits()) as sessions:
+        models, tenants = Models([EngineModel("served", client, TEMPLATE)]), Tenants(file=file)
+        service = Service(models, sessions, tenants, ServerLimits(), HttpLimits())
+        [model] = models
+        ann = model.generator(tenants.of("af-ann"))
+        file.write_text(entry + "7.0")
+        await service.reload_tenants()
+        assert ann.open("").origin.share == 7.0
+        assert model.generator(tenants.of("af-ann")) is ann
+        file.write_text(entry + "none")
+        with pytest.raises(BadArgument):
+            await service.reload_tenants()
+        assert ann.open("").origin.share == 7.0
