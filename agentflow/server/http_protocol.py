@@ -1,7 +1,10 @@
-"""Reads HTTP as uvicorn does, and does not wait for ever: who connects has to ask for something.
+"""Reads HTTP as uvicorn does, and does not wait for ever: who connects has to ask for something, and to read
+what it is answered.
 
 Uvicorn bounds how long a connection may be idle between two requests, but neither before the first one nor
-within its headers; clients that open connections and let them stand would in the end use up all there may be.
+within its headers, and not once anything has come after an answer, be it what was left of a body. Nor does
+it bound how long an answer may wait to be read. Clients that open connections and let them stand would in
+the end use up all there may be.
 """
 
 from __future__ import annotations
@@ -11,9 +14,12 @@ from typing import ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+BODY_HEADERS = (b"content-length", b"transfer-encoding")
+
 
 class TimedHttpProtocol(HttpToolsProtocol):
-    """Closes a connection whose request line and headers have not come within ``headers_timeout_s``."""
+    """Closes a connection whose request line and headers have not come within ``headers_timeout_s`` of its
+    beginning, or of the answer before."""
 
     headers_timeout_s: ClassVar[float] = 20.0
     _timer: asyncio.TimerHandle | None = None
@@ -31,8 +37,24 @@ class TimedHttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        self._stop_waiting()
+        cycle = self.cycle
         super().on_headers_complete()
+        if self.cycle is not cycle:  # a websocket has none
+            self._stop_waiting()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        # Unless another request has come already. What is left of this one's body ends no wait.
+        if self.cycle.response_complete and not self.transport.is_closing():
+            self._begin_to_wait()
+
+    def handle_websocket_upgrade(self) -> None:
+        self._stop_waiting()
+        if any(name in BODY_HEADERS and value != b"0" for name, value in self.headers):
+            # Whoever reads it from here on would wait for that body for ever.
+            self.send_400_response("A websocket is asked for without a body.")
+            return
+        super().handle_websocket_upgrade()
 
     def _begin_to_wait(self) -> None:
         if self._timer is None:
