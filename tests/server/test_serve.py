@@ -285,6 +285,7 @@ def test_an_address_that_cannot_be_had_is_one_clear_line(host: str, port: int) -
 # A process of its own
 
 CHILD = """
+import logging
 import sys
 from contextlib import asynccontextmanager
 import anyio
@@ -297,11 +298,21 @@ async def open_generator():
     if sys.argv[1] == "starting":
         print("starting", flush=True)
         await anyio.sleep_forever()
+    if sys.argv[1] == "hung up on":
+        print("starting", flush=True)
+        await anyio.to_thread.run_sync(sys.stdin.readline)
     try:
         yield WireGenerator()
     finally:
+        if sys.argv[1] == "hung up on":
+            print("closing", flush=True)
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(sys.stdin.readline)
         print("closed", flush=True)
 
+if sys.argv[1] == "hung up on":
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    logging.getLogger("asyncio").setLevel(logging.WARNING)
 serve(one_model(open_generator), port=0)
 print("returned", flush=True)
 """
@@ -312,6 +323,7 @@ def _child(mode: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-W", "error", "-c", CHILD, mode],
         env=environment,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -353,3 +365,19 @@ def test_a_signal_ends_a_process_that_is_still_starting() -> None:
         child.send_signal(signal.SIGTERM)
         output, errors = child.communicate()
     assert (child.returncode, output, errors) == (0, "returned\n", "")
+
+
+def test_a_hangup_before_the_server_is_ready_is_remembered_and_one_at_its_end_ends_nothing() -> None:
+    with _child("hung up on") as child:
+        assert child.stdin is not None
+        assert _next_line(child) == "starting\n"
+        child.send_signal(signal.SIGHUP)
+        child.stdin.write("go on\n")
+        child.stdin.flush()
+        lines = [_next_line(child) for _ in range(3)]
+        assert "the keys file was read again\n" in lines
+        child.send_signal(signal.SIGTERM)
+        assert _next_line(child) == "closing\n"
+        child.send_signal(signal.SIGHUP)
+        output, errors = child.communicate("go on\n")
+    assert (child.returncode, output, errors) == (0, "closed\nreturned\n", "")
