@@ -23,6 +23,9 @@ from agentflow import ops
 from agentflow.backends.remote import Remote
 from agentflow.errors import EngineFailed, PortInUse, ServerError, ServerLost, ServerUnreachable, UnknownModel
 from agentflow.generator import Generator
+from agentflow.server import http_protocol
+from agentflow.server import serve as serve_module
+from agentflow.server.http_protocol import TimedHttpProtocol
 from agentflow.server.limits import ServerLimits
 from agentflow.server.models import one_model
 from agentflow.server.serve import RunningServer, Tls, listen, running_server, serve
@@ -201,6 +204,35 @@ async def test_a_websocket_that_is_asked_for_with_a_body_is_refused_at_once() ->
     ):
         await stream.send(LIVE + WEBSOCKET)
         assert b"".join([part async for part in stream]).startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("version", ["1.0", "1.1"])  # after an answer to 1.0 the server closes the connection
+async def test_who_does_not_read_the_answer_is_cut_off(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    is_lost = anyio.Event()
+
+    class Watched(TimedHttpProtocol):
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            is_lost.set()
+
+    def listen_with_little_room(host: str, port: int) -> socket.socket:
+        listener = listen(host, port)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        return listener
+
+    monkeypatch.setattr(http_protocol, "TimedHttpProtocol", Watched)
+    monkeypatch.setattr(http_protocol, "WRITE_WATCH_S", 0.05)
+    monkeypatch.setattr(serve_module, "listen", listen_with_little_room)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        async with running_server(one_model(Opening())) as server:
+            client.connect(("127.0.0.1", _port(server)))
+            request = f"GET /openapi.json HTTP/{version}\r\nHost: here\r\n\r\n"
+            client.sendall(request.encode() * (10 if version == "1.1" else 1))
+            with anyio.fail_after(20):
+                await is_lost.wait()
 
 
 @pytest.mark.anyio
