@@ -102,7 +102,7 @@ class EngineClient:
         self._max_unfinished = max_unfinished
         self._unfinished: dict[int, str] = {}  # whose they are
         self._num_unfinished_of: Counter[str] = Counter()
-        self._reports: dict[int, _Call] = {}
+        self._report: tuple[int, _Call] | None = None  # the question for its state, while it has no answer
         self._ended_because: str | None = None
         self._observers: list[RequestObserver] = []
 
@@ -190,15 +190,18 @@ class EngineClient:
         self.engine.send(CloseState(state))
 
     async def stats(self) -> EngineStats:
-        """Counters and gauges, read between two steps. EngineFailed, at once, while it restarts."""
+        """Counters and gauges, read between two steps. EngineFailed, at once, while it restarts.
+
+        The engine is asked one question at a time: whoever asks before it has answered hears the same answer,
+        also where nobody waits for it any more. It has in it whatever the client had heard before it asked.
+        """
         self._check_alive()
-        ticket = next(self._ids)
-        report = self._reports[ticket] = _Call()
-        try:
+        if self._report is None:
+            ticket = next(self._ids)
             self.engine.send(Report(ticket))
-            await report.ended.wait()
-        finally:
-            del self._reports[ticket]
+            self._report = (ticket, _Call())
+        _, report = self._report
+        await report.ended.wait()
         stats = self._answer(report)
         assert isinstance(stats, EngineStats)
         return stats
@@ -280,7 +283,9 @@ class EngineClient:
                 del self._num_unfinished_of[tenant]
 
     def _end(self, number: int, answer: Finished | EngineStats | Failed) -> None:
-        call = self._calls.get(number) or self._reports.get(number)
+        call = self._calls.get(number)
+        if self._report is not None and self._report[0] == number:
+            call, self._report = self._report[1], None
         if call is not None:
             call.end(answer)
 
@@ -289,8 +294,8 @@ class EngineClient:
         self._ended_because = self._ended_because or why
         for call in self._calls.values():
             call.ended.set()
-        for report in self._reports.values():
-            report.ended.set()
+        if self._report is not None:
+            self._report[1].ended.set()
 
 
 def _texts_to(on_text: OnText) -> OnProgress:

@@ -17,7 +17,7 @@ from anyio.abc import TaskStatus
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 from msgspec.structs import replace
 
-from agentflow.errors import EngineFailed, Overloaded, from_code
+from agentflow.errors import EngineFailed, from_code
 from agentflow.server.engine_child import END_S, EngineChild
 from agentflow.server.engine_client import EngineClient
 from agentflow.server.engine_frames import (
@@ -46,8 +46,6 @@ from agentflow.task_group import open_task_group
 
 logger = logging.getLogger(__name__)
 
-# Reports that the engine has not answered yet; more are refused.
-MAX_REPORTS = 64
 # Deaths in a row, while loading or with work to do, and without a completed step or so much peace between
 # them, after which the engine is given up.
 MAX_DEATHS_IN_A_ROW = 3
@@ -118,7 +116,7 @@ class EngineSupervisor:
         return None if self._child is None else self._child.pid
 
     def send(self, message: ToEngine) -> None:
-        """Takes a message, whether there is a process now or not. Overloaded when too many reports wait."""
+        """Takes a message, whether there is a process now or not. EngineFailed for a Report if not."""
         match message:
             case Submit():
                 self._ledger.add(message)
@@ -135,8 +133,6 @@ class EngineSupervisor:
             case Report() if self._outgoing is None:
                 raise EngineFailed(RESTARTING)
             case Report():
-                if len(self._reports) >= MAX_REPORTS:
-                    raise Overloaded(f"the engine has yet to answer {MAX_REPORTS} questions for its state")
                 self._reports.add(message.ticket)
                 self._post(message)
 

@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +88,7 @@ def serve(
     """
 
     async def main() -> None:
-        with anyio.CancelScope() as scope, _signals(scope) as is_asked_to_end:
+        with anyio.CancelScope() as scope, _Signals(scope) as signals:
             async with (
                 running_server(
                     open_models,
@@ -101,12 +101,12 @@ def serve(
                 ) as server,
                 open_task_group() as group,
             ):
-                group.start_soon(_reload_keys_on_hangup, server.service)
+                group.start_soon(_reload_keys, server.service, signals.until_hang_up)
                 names = ", ".join(model.name for model in server.service.models)
                 print(f"agentflow serves {names} at {server.url}")
                 base = server.url.replace("ws", "http", 1)
                 print(f"OpenAI's API is at {base}/v1, Anthropic's at {base}", flush=True)
-                await is_asked_to_end()
+                await signals.until_asked_to_end()
                 if not await server.service.drain(drain_s):
                     logger.warning("after %g s requests still ran: they are cancelled", drain_s)
                 group.cancel_scope.cancel()
@@ -219,48 +219,63 @@ class _UvicornServer(uvicorn.Server):
         yield
 
 
-async def _reload_keys_on_hangup(service: Service) -> None:
+async def _reload_keys(service: Service, has_hung_up: Callable[[], Awaitable[None]]) -> None:
     """Each SIGHUP has the keys file read again; what is wrong with it is logged, and changes nothing."""
-    if not hasattr(signal, "SIGHUP"):
-        return
-    with anyio.open_signal_receiver(signal.SIGHUP) as hangups:
-        async for _ in hangups:
-            try:
-                await service.reload_tenants()
-                logger.info("the keys file was read again")
-            except AgentflowError as error:
-                logger.error("the keys file cannot be used, and the one before stays in force: %s", error)
+    while True:
+        await has_hung_up()
+        try:
+            await service.reload_tenants()
+            logger.info("the keys file was read again")
+        except AgentflowError as error:
+            logger.error("the keys file cannot be used, and the one before stays in force: %s", error)
 
 
-@contextlib.contextmanager
-def _signals(scope: anyio.CancelScope) -> Iterator[Callable[[], Awaitable[None]]]:
-    """Gives a function that returns at the first SIGINT or SIGTERM. The second one, or a first one before
-    that function is called, cancels ``scope``; a third one does what it did before."""
-    loop = asyncio.get_running_loop()
-    is_asked = anyio.Event()
-    is_awaited = False
+class _Signals:
+    """What signals ask of a server, from before it loads anything until its end. SIGHUP does no more than
+    to be remembered. ``scope`` is cancelled by the second SIGINT or SIGTERM, or by a first one before anybody
+    waits for it; a third one does what it did before."""
 
-    async def is_asked_to_end() -> None:
-        nonlocal is_awaited
-        is_awaited = True
-        await is_asked.wait()
+    def __init__(self, scope: anyio.CancelScope) -> None:
+        self._scope = scope
+        self._loop = asyncio.get_running_loop()
+        self._is_asked_to_end = anyio.Event()
+        self._is_end_awaited = False
+        self._hang_up = anyio.Event()
+        self._previous: dict[int, Any] = {}
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        if is_awaited and not is_asked.is_set():
-            loop.call_soon_threadsafe(is_asked.set)
+    async def until_asked_to_end(self) -> None:
+        """Returns at the first SIGINT or SIGTERM after it was called."""
+        self._is_end_awaited = True
+        await self._is_asked_to_end.wait()
+
+    async def until_hang_up(self) -> None:
+        """Returns when SIGHUP has come since it returned last."""
+        await self._hang_up.wait()
+        self._hang_up = anyio.Event()
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        if self._is_end_awaited and not self._is_asked_to_end.is_set():
+            self._loop.call_soon_threadsafe(self._is_asked_to_end.set)
             return
-        restore()
-        loop.call_soon_threadsafe(scope.cancel)
+        self._restore((signal.SIGINT, signal.SIGTERM))
+        self._loop.call_soon_threadsafe(self._scope.cancel)
 
-    def restore() -> None:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    def _note_hang_up(self, number: int, frame: FrameType | None) -> None:
+        self._loop.call_soon_threadsafe(lambda: self._hang_up.set())
 
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield is_asked_to_end
-    finally:
-        restore()
+    def _restore(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            signal.signal(number, self._previous[number])
+
+    def __enter__(self) -> _Signals:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._stop)
+        if hasattr(signal, "SIGHUP"):
+            self._previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._note_hang_up)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore(self._previous)
 
 
 def _url(listener: socket.socket, *, is_secure: bool) -> str:

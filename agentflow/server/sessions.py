@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Generic
 
 import anyio
@@ -115,13 +116,43 @@ class Sessions(Generic[ContextT]):
 
     def __init__(self, limits: ServerLimits, tasks: TaskGroup) -> None:
         self.limits = limits
-        self.num_connections = 0
+        self._num_connections_of: Counter[str] = Counter()
         self._tasks = tasks
         self._sessions: dict[str, ServedSession[ContextT]] = {}
         self._one_gone = anyio.Event()
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+    @property
+    def num_connections(self) -> int:
+        """Websockets that have a place."""
+        return self._num_connections_of.total()
+
+    @contextmanager
+    def place_of_connection(self, tenant: str) -> Iterator[Overloaded | None]:
+        """Holds a place for one more websocket of the tenant. Where there is none, gives the reason."""
+        refusal: Overloaded | None = None
+        most = part_of(self.limits.max_connections, tenant)
+        if self.num_connections >= self.limits.max_connections:
+            refusal = Overloaded(
+                f"the server has {self.limits.max_connections} connections open, which is its limit: "
+                "try again later"
+            )
+        elif self._num_connections_of[tenant] >= most:
+            refusal = Overloaded(
+                f"this tenant has {most} connections open, which is what one may have: try again later"
+            )
+        if refusal is not None:
+            yield refusal
+            return
+        self._num_connections_of[tenant] += 1
+        try:
+            yield None
+        finally:
+            self._num_connections_of[tenant] -= 1
+            if not self._num_connections_of[tenant]:
+                del self._num_connections_of[tenant]
 
     async def open(
         self, generator: Generator[ContextT], holder: anyio.CancelScope, *, tenant: str = ""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Generic, TypeAlias
+from typing import Generic, NoReturn, TypeAlias
 
 import anyio
 from starlette.websockets import WebSocket, WebSocketDisconnect
@@ -108,13 +108,14 @@ class WsSession(Generic[ContextT]):
     async def run(self) -> None:
         """Returns when the websocket is closed. Faults of the client or the server end its session
         only; nothing is raised."""
-        self._sessions.num_connections += 1
         session: ServedSession[ContextT] | None = None
         error: AgentflowError | None = None
         has_hung_up = False
         try:
-            with self._scope:
+            with self._sessions.place_of_connection(self._tenant) as refusal, self._scope:
                 await self._socket.accept()
+                if refusal is not None:
+                    await self._turn_away(refusal)
                 session = await self._greet()
                 await self._converse(session)
         except WebSocketDisconnect as disconnect:
@@ -127,7 +128,6 @@ class WsSession(Generic[ContextT]):
             logger.exception("a websocket failed")
             error = EngineFailed(f"the server failed: {fault!r}")
         finally:
-            self._sessions.num_connections -= 1
             if session is not None:
                 if error is not None:
                     session.end()
@@ -135,12 +135,12 @@ class WsSession(Generic[ContextT]):
         if not has_hung_up:
             await self._part(session, error)
 
-    def _check_room(self) -> None:
-        if self._sessions.num_connections > self._limits.max_connections:
-            raise Overloaded(
-                f"the server has {self._limits.max_connections} connections open, which is its limit: "
-                "try again later"
-            )
+    async def _turn_away(self, refusal: Overloaded) -> NoReturn:
+        """Waits for a first frame only to answer as it is written, and not for long: who sends none would
+        hold, without a place, what others may connect with."""
+        with anyio.move_on_after(min(LAST_WORDS_S, self._limits.hello_timeout_s)):
+            await self._receive(first=True)
+        raise refusal
 
     async def _greet(self) -> ServedSession[ContextT]:
         """Hello, and a Welcome to a new session or back to an old one."""
@@ -155,7 +155,6 @@ class WsSession(Generic[ContextT]):
                 f"the client speaks version {hello.version} of the protocol and this server "
                 f"version {VERSION}: install the same agentflow on both sides"
             )
-        self._check_room()
         if hello.resume is None:
             generator = self._find_generator(hello.model)
             return await self._sessions.open(generator, self._scope, tenant=self._tenant)

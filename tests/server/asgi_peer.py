@@ -148,14 +148,16 @@ class AsgiPeer:
 
 
 @asynccontextmanager
-async def connected(server: Bench, *, binary: Sequence[bool] = (True,)) -> AsyncIterator[list[AsgiPeer]]:
+async def connected(
+    server: Bench, *, binary: Sequence[bool] = (True,), tenant: str = ""
+) -> AsyncIterator[list[AsgiPeer]]:
     """Peers whose websockets are served; their connections break at the end, if they have not ended."""
     peers = [AsgiPeer(binary=is_binary) for is_binary in binary]
 
     async def serve(peer: AsgiPeer) -> None:
         scope = {"type": "websocket", "path": "/v1/session", "headers": []}
         socket = WebSocket(scope, peer.receive, peer.send)
-        await WsSession(socket, server.sessions, server.find).run()
+        await WsSession(socket, server.sessions, server.find, tenant=tenant).run()
         peer.has_returned.set()
 
     try:

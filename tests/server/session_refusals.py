@@ -124,6 +124,17 @@ def too_many_of_one_tenant(_: ApiServer) -> tuple[str, str]:
         return second.end()
 
 
+def too_many_connections_of_one_tenant(_: ApiServer) -> tuple[str, str]:
+    limits = ServerLimits(max_connections=2)
+    with (
+        api_server(tenants=tenants(), server_limits=limits, constraints=False) as server,
+        session_on(server, key=KEY, greets=False),  # it has its place before it says anything
+        session_on(server, key=KEY, greets=False) as second,
+    ):
+        second.send(HELLO)
+        return second.end()
+
+
 def patched(module: Any, name: str, value: int, end: Ends) -> Ends:
     def patched_end(server: ApiServer) -> tuple[str, str]:
         with mock.patch.object(module, name, value):
@@ -227,6 +238,7 @@ SESSION_ENDS: dict[str, Ends] = {
     "too many sessions": of_two(max_sessions=1),
     "too many sessions of one tenant": too_many_of_one_tenant,
     "too many connections": of_two(max_connections=1),
+    "too many connections of one tenant": too_many_connections_of_one_tenant,
     "too many states in a session": patched(state_tree, "MAX_STATES", 1, ops(*TWICE[:2])),
     "too many limits of states": patched(state_tree, "MAX_LIMITS", 0, ops(OPEN, LIMITED)),
     "too many ops wait on a state": patched(interpreter, "MAX_PENDING_OPS", 1, ops(*ASK, gen())),

@@ -92,6 +92,31 @@ async def test_a_stream_survives_any_number_of_kills_while_it_gets_on(tmp_path):
     assert len(deltas) == len([i for i in PLAIN.ids if TOKENIZER.decode([i])])
 
 
+async def test_however_many_ask_for_the_state_in_a_long_step_the_engine_is_asked_once(tmp_path):
+    hold = Hold(tmp_path / "hold")
+    told: list[int] = []
+
+    async def ask() -> None:
+        told.append((await client.stats()).generated_tokens)
+
+    async with process_engine(hold_at={"7": hold.path}) as client, anyio.create_task_group() as group:
+        group.start_soon(generate, client)
+        await hold.reached()
+        for is_patient in (False, True):  # the first ones do not wait for the answer
+            async with anyio.create_task_group() as askers:
+                for _ in range(100):
+                    askers.start_soon(ask)
+                await anyio.wait_all_tasks_blocked()
+                assert len(client.engine._reports) == 1
+                if is_patient:
+                    hold.release()
+                else:
+                    askers.cancel_scope.cancel()
+        assert len(told) == 100
+        assert len(set(told)) == 1
+    assert client.engine._reports == set()
+
+
 async def test_whoever_waits_is_run_in_order(tmp_path):
     hold = Hold(tmp_path / "hold")
     submitted: list[int] = []

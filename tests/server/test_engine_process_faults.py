@@ -10,7 +10,6 @@ from pathlib import Path
 
 import anyio
 import pytest
-from anyio.lowlevel import checkpoint
 from process_engine import PLAIN, generate, kill, process_engine, text_after
 from server.engine_loaders import POISON, SLOW_POISON, start
 from server.holds import Hold
@@ -149,7 +148,7 @@ async def test_beyond_the_limit_requests_are_refused(tmp_path):
         group.start_soon(generate, client, [21])
         await hold.reached()
         first.cancel()  # the engine has not read that yet: it still counts
-        await checkpoint()
+        await anyio.wait_all_tasks_blocked()
         for _ in range(2):
             with pytest.raises(Overloaded, match="2 unfinished requests, which is the limit"):
                 await generate(client)

@@ -141,27 +141,7 @@ async def test_signal_handlers_are_left_alone() -> None:
         assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-# Silence, TLS
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("sent", [b"", b"GET /health/live HTTP/1.1\r\nHost:", b"\r\n"])
-async def test_who_connects_and_asks_for_nothing_is_cut_off(sent: bytes) -> None:
-    async with running_server(one_model(Opening()), limits=ServerLimits(header_timeout_s=0.05)) as server:
-        port = int(server.url.rpartition(":")[2])
-        async with await anyio.connect_tcp("127.0.0.1", port) as stream:
-            if sent:
-                await stream.send(sent)
-            with pytest.raises(anyio.EndOfStream):
-                await stream.receive()
-        # A request that is there in time is answered, and so is the next one on the same connection.
-        async with await anyio.connect_tcp("127.0.0.1", port) as stream:
-            for _ in range(2):
-                await stream.send(b"GET /health/live HTTP/1.1\r\nHost: here\r\n\r\n")
-                answer = b""
-                while b"live" not in answer:
-                    answer += await stream.receive()
-                assert answer.startswith(b"HTTP/1.1 200")
+# TLS
 
 
 @pytest.mark.anyio
@@ -230,6 +210,7 @@ def test_an_address_that_cannot_be_had_is_one_clear_line(host: str, port: int) -
 # A process of its own
 
 CHILD = """
+import logging
 import sys
 from contextlib import asynccontextmanager
 import anyio
@@ -242,11 +223,21 @@ async def open_generator():
     if sys.argv[1] == "starting":
         print("starting", flush=True)
         await anyio.sleep_forever()
+    if sys.argv[1] == "hung up on":
+        print("starting", flush=True)
+        await anyio.to_thread.run_sync(sys.stdin.readline)
     try:
         yield WireGenerator()
     finally:
+        if sys.argv[1] == "hung up on":
+            print("closing", flush=True)
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(sys.stdin.readline)
         print("closed", flush=True)
 
+if sys.argv[1] == "hung up on":
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    logging.getLogger("asyncio").setLevel(logging.WARNING)
 serve(one_model(open_generator), port=0)
 print("returned", flush=True)
 """
@@ -257,6 +248,7 @@ def _child(mode: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-W", "error", "-c", CHILD, mode],
         env=environment,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -298,3 +290,19 @@ def test_a_signal_ends_a_process_that_is_still_starting() -> None:
         child.send_signal(signal.SIGTERM)
         output, errors = child.communicate()
     assert (child.returncode, output, errors) == (0, "returned\n", "")
+
+
+def test_a_hangup_before_the_server_is_ready_is_remembered_and_one_at_its_end_ends_nothing() -> None:
+    with _child("hung up on") as child:
+        assert child.stdin is not None
+        assert _next_line(child) == "starting\n"
+        child.send_signal(signal.SIGHUP)
+        child.stdin.write("go on\n")
+        child.stdin.flush()
+        lines = [_next_line(child) for _ in range(3)]
+        assert "the keys file was read again\n" in lines
+        child.send_signal(signal.SIGTERM)
+        assert _next_line(child) == "closing\n"
+        child.send_signal(signal.SIGHUP)
+        output, errors = child.communicate("go on\n")
+    assert (child.returncode, output, errors) == (0, "closed\nreturned\n", "")

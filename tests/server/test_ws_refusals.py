@@ -21,6 +21,7 @@ from agentflow.protocol import (
     client_frames,
     encode,
 )
+from agentflow.server import ws_session
 from agentflow.server.limits import ServerLimits
 
 pytestmark = pytest.mark.anyio
@@ -80,6 +81,26 @@ async def test_too_many_connections_are_refused() -> None:
         await first.has_returned.wait()
         async with connected(server) as [third]:
             await third.greet()
+
+
+async def test_silent_connections_of_one_tenant_leave_others_their_places(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ws_session, "LAST_WORDS_S", 0.01)  # for those that find no place and say nothing
+    async with bench(ServerLimits(max_connections=4)) as server:
+        async with connected(server, binary=[True] * 2, tenant="ann") as peers:
+            for peer in peers:
+                await peer.message()  # accepted
+            async with connected(server, binary=[True] * 3, tenant="ann") as more:
+                for peer in more:
+                    refused, code = await peer.refusal()
+                    assert (refused.error.code, code) == ("overloaded", 1013)
+                    assert "this tenant has 2 connections open" in refused.error.message
+            async with connected(server, binary=[True] * 2, tenant="bob") as others:
+                for other in others:
+                    await other.greet()
+            await peers[0].greet()
+        assert server.sessions.num_connections == 0
 
 
 # Frames that make no sense
