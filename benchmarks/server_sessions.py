@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 import psutil
 from websockets.asyncio.client import connect
 
-from agentflow.protocol import SESSION_PATH, VERSION, Hello, Welcome, encode, server_frames
+from agentflow.protocol import SESSION_PATH, VERSION, Bye, Hello, Welcome, encode, server_frames
 from benchmarks.report import Report, median_of
 
 NUM_SESSIONS = 1000
@@ -53,6 +53,8 @@ async def _open(stack: AsyncExitStack, url: str, count: int) -> None:
 
     async def one() -> None:
         socket = await stack.enter_async_context(connect(url, compression=None, ping_interval=None))
+        # A session that ends without a word is kept for its client to come back to.
+        stack.push_async_callback(socket.send, encode(Bye(), binary=True))
         await socket.send(encode(Hello(VERSION), binary=True))
         data = await socket.recv()
         assert isinstance(data, bytes)
