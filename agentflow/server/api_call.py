@@ -18,7 +18,6 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
-from agentflow.server.api_keys import key_of_header
 from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.http_refusal import MAX_PARAM_CHARS, Refusal, cut, refusal_of, unready
 from agentflow.server.request_log import LoggedBody, RequestRecord, log_request
@@ -233,10 +232,7 @@ class ApiEndpoint:
 
     async def _answer(self, call: ApiCall) -> None:
         service = call.service
-        headers = call.headers
-        call.tenant = service.tenants.of(
-            key_of_header(headers.get("authorization"), headers.get("x-api-key"))
-        )
+        call.tenant = service.tenant_of(call.headers)
         call.record.tenant = call.tenant.name
         service.check_open()
         with service.calls:

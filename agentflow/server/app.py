@@ -30,7 +30,7 @@ from starlette.websockets import WebSocket
 from agentflow.errors import NotAuthorized
 from agentflow.generator import Generator
 from agentflow.protocol import SESSION_PATH
-from agentflow.server.api_keys import Tenants, key_of_header
+from agentflow.server.api_keys import Tenants
 from agentflow.server.api_routes import api_routes, refusal_response
 from agentflow.server.browser_guard import BrowserGuard
 from agentflow.server.health import live, ready, unready
@@ -41,7 +41,6 @@ from agentflow.server.models import OpenModels
 from agentflow.server.openapi import openapi
 from agentflow.server.service import Service
 from agentflow.server.sessions import open_sessions
-from agentflow.server.tenant import Tenant
 from agentflow.server.ws_session import WsSession
 
 
@@ -118,7 +117,7 @@ async def _session(socket: WebSocket) -> None:
         await socket.send_denial_response(unready(ENDING))
         return
     try:
-        tenant = _tenant(service, socket)
+        tenant = service.tenant_of(socket.headers)
     except NotAuthorized as error:
         await socket.send_denial_response(_no_key(error))
         return
@@ -134,7 +133,7 @@ async def _metrics(request: Request) -> Response:
     metrics: ServerMetrics = request.app.state.metrics
     if service is not None:
         try:
-            may_see = _tenant(service, request).sees_metrics
+            may_see = service.tenant_of(request.headers).sees_metrics
         except NotAuthorized as error:
             return _no_key(error)
         if not may_see:
@@ -148,11 +147,6 @@ async def _metrics(request: Request) -> Response:
 
 def _no_key(error: NotAuthorized) -> Response:
     return JSONResponse({"reason": str(error)}, status_code=401, headers={"www-authenticate": "Bearer"})
-
-
-def _tenant(service: Service, connection: Request | WebSocket) -> Tenant:
-    headers = connection.headers
-    return service.tenants.of(key_of_header(headers.get("authorization"), headers.get("x-api-key")))
 
 
 async def _not_here(request: Request, error: Exception) -> Response:

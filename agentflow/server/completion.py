@@ -15,9 +15,9 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import cached_property
 
 import anyio
-import anyio.to_thread
 import msgspec
 
 from agentflow.errors import BadArgument
@@ -36,7 +36,7 @@ from agentflow.server.completion_request import (
     ToolArguments,
     ToolCallBegun,
 )
-from agentflow.server.engine_generator import MAX_INLINE_CHARS, EngineContext, EngineGenerator
+from agentflow.server.engine_generator import EngineContext, EngineGenerator
 from agentflow.server.told_tokens import ToldTokens
 from agentflow.server.tool_use import ToolUse, tool_use
 from agentflow.task_group import first_of, open_task_group
@@ -69,10 +69,7 @@ class Completion:
     async def next(self) -> list[CompletionDelta]:
         """What came since the last call; waits for it. Empty at the end. Raises what the request failed
         with; what came before that is given first."""
-        while not self._deltas and not self._has_ended:
-            await self._changed.wait()
-        if not self._deltas and self._failure is not None:
-            raise self._failure
+        await self.until_begun()
         deltas, self._deltas = self._deltas, []
         return _joined(deltas) if len(deltas) > 1 else deltas
 
@@ -132,9 +129,10 @@ class Completion:
         elif isinstance(prompt, str):
             self._generator.check_length(len(prompt), most)
         else:
-            num_chars = sum(_num_chars(message) for message in prompt) + self._num_chars_of_tools()
+            num_chars = sum(_num_chars(message) for message in prompt) + self._num_chars_of_tools
             self._generator.check_length(num_chars, most)
 
+    @cached_property
     def _num_chars_of_tools(self) -> int:
         return sum(
             len(tool.name) + len(tool.description) + len(msgspec.json.encode(tool.parameters))
@@ -152,11 +150,7 @@ class Completion:
         if isinstance(prompt, str):
             # All of it is the client's, marks included: there is no content here to be told from markup.
             encode = self._generator.tokenizer.encode_markup
-            if len(prompt) > MAX_INLINE_CHARS:
-                limiter = self._generator.encoding_threads
-                token_ids = await anyio.to_thread.run_sync(encode, prompt, limiter=limiter)
-            else:
-                token_ids = encode(prompt)
+            token_ids = await self._generator.encode_beside(len(prompt), encode, prompt)
             if not token_ids:
                 raise BadArgument("the prompt is empty: give a text with at least one token")
             context.tokens.generated(token_ids, prompt)
@@ -169,7 +163,7 @@ class Completion:
     def _fill_turns(self, context: EngineContext) -> None:
         use = self._tools = tool_use(self._generator.template, self._request)
         context.tokens.tools(use.tools)
-        context.num_unencoded_chars += self._num_chars_of_tools()
+        context.num_unencoded_chars += self._num_chars_of_tools
         start = repr((self._request.cache_salt, use.tools)).encode("utf-8", "backslashreplace")
         keys = conversation_keys(use.messages, start=start)
         last = len(use.messages) - 1

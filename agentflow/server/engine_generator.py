@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar, TypeVarTuple, Unpack
 
 import anyio
 import anyio.to_thread
@@ -28,6 +29,9 @@ from agentflow.server.tenant import NOBODY_ELSE, Tenant
 from agentflow.server.token_state import TokenState
 from agentflow.server.tokenizer import Tokenizer
 from agentflow.token_logprob import TokenLogprob, TopLogprobs
+
+ResultT = TypeVar("ResultT")
+ArgTs = TypeVarTuple("ArgTs")
 
 # Text longer than this is encoded in a worker thread: about a millisecond of encoding.
 MAX_INLINE_CHARS = 4000
@@ -230,11 +234,7 @@ class EngineGenerator:
     async def _encode_choices(self, context: EngineContext, choices: Sequence[str]) -> EncodedChoices:
         """In a thread where it is much."""
         num_chars = context.num_unencoded_chars + sum(map(len, choices)) + WINDOW_CHARS * len(choices)
-        if num_chars > MAX_INLINE_CHARS:
-            encode = context.tokens.encode_choices
-            encoded = await anyio.to_thread.run_sync(encode, choices, limiter=self.encoding_threads)
-        else:
-            encoded = context.tokens.encode_choices(choices)
+        encoded = await self.encode_beside(num_chars, context.tokens.encode_choices, choices)
         if not encoded.num_before and not encoded.text:
             raise BadArgument("select on an empty state: append some text or a turn first")
         return encoded
@@ -308,9 +308,7 @@ class EngineGenerator:
     async def token_ids(self, context: EngineContext) -> list[int]:
         """The ids that the model would be given now; encoded in a thread where it is much, and left open:
         text that comes next is encoded with what is there."""
-        if context.num_unencoded_chars > MAX_INLINE_CHARS:
-            return await anyio.to_thread.run_sync(context.tokens.ids)
-        return context.tokens.ids()
+        return await self.encode_beside(context.num_unencoded_chars, context.tokens.ids)
 
     def _compute_ahead(self, context: EngineContext) -> None:
         """Has the prefix computed before forks ask for it, where that is worth a request, and the tenant's
@@ -371,11 +369,17 @@ class EngineGenerator:
     async def _encode(self, context: EngineContext) -> None:
         """Encodes what was appended, in a thread where it is much. The state's ops run one after the
         other, so nobody else touches the tokens meanwhile."""
-        if context.num_unencoded_chars > MAX_INLINE_CHARS:
-            await anyio.to_thread.run_sync(context.tokens.cut, limiter=self.encoding_threads)
-        else:
-            context.tokens.cut()
+        await self.encode_beside(context.num_unencoded_chars, context.tokens.cut)
         context.num_unencoded_chars = 0
+
+    async def encode_beside(
+        self, amount: int, encode: Callable[[Unpack[ArgTs]], ResultT], *arguments: *ArgTs
+    ) -> ResultT:
+        """Calls the function on so many characters or tokens: where they are many, in a thread of the
+        tenant's, so that the loop goes on and others' threads are free."""
+        if amount > MAX_INLINE_CHARS:
+            return await anyio.to_thread.run_sync(encode, *arguments, limiter=self.encoding_threads)
+        return encode(*arguments)
 
 
 def _guessed_tokens(context: EngineContext) -> int:

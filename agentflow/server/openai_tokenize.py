@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Annotated, TypeVar
+from typing import Annotated
 
-import anyio.to_thread
 import msgspec
 from msgspec import Meta
 
@@ -14,15 +12,12 @@ from agentflow.sampling import SamplingParams
 from agentflow.server.api_call import ApiCall
 from agentflow.server.completion import Completion
 from agentflow.server.completion_request import CompletionRequest
-from agentflow.server.engine_generator import MAX_INLINE_CHARS, EngineGenerator
+from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.openai_chat_types import MAX_MESSAGES, MAX_TOOLS
 from agentflow.server.openai_conversation import conversation_of, tools_of
 from agentflow.server.openai_fields import TokenId
 from agentflow.server.openai_message_types import ChatMessage, Tool
 from agentflow.server.openai_sampling import faults_named, wrong
-
-ArgT = TypeVar("ArgT")
-ResultT = TypeVar("ResultT")
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -68,7 +63,7 @@ async def tokenize(call: ApiCall) -> None:
     token_ids = await _ids_of(body, generator)
     texts: list[str] | None = None
     if body.return_token_strs:
-        texts = await _away(generator, len(token_ids), partial(_texts, generator), token_ids)
+        texts = await generator.encode_beside(len(token_ids), partial(_texts, generator), token_ids)
     call.record.prompt_tokens = len(token_ids)
     await call.reply(
         TokenizeAnswer(
@@ -87,21 +82,12 @@ async def detokenize(call: ApiCall) -> None:
     with faults_named("tokens"):
         generator.check_ids(body.tokens)
     decode = partial(generator.tokenizer.decode, skip_special=False)
-    await call.reply(DetokenizeAnswer(await _away(generator, len(body.tokens), decode, body.tokens)))
+    await call.reply(DetokenizeAnswer(await generator.encode_beside(len(body.tokens), decode, body.tokens)))
 
 
 def _texts(generator: EngineGenerator, token_ids: list[int]) -> list[str]:
     decode = generator.tokenizer.decode
     return [decode([token_id], skip_special=False, continues=True) for token_id in token_ids]
-
-
-async def _away(
-    generator: EngineGenerator, amount: int, function: Callable[[ArgT], ResultT], argument: ArgT
-) -> ResultT:
-    """Calls the function; where there is much to do, in a thread of the tenant's."""
-    if amount > MAX_INLINE_CHARS:
-        return await anyio.to_thread.run_sync(function, argument, limiter=generator.encoding_threads)
-    return function(argument)
 
 
 async def _ids_of(body: TokenizeRequest, generator: EngineGenerator) -> list[int]:
@@ -126,4 +112,4 @@ async def _ids_of(body: TokenizeRequest, generator: EngineGenerator) -> list[int
     tokenizer = generator.tokenizer
     if not prompt:
         return [] if body.add_special_tokens is False else list(tokenizer.prefix_ids)
-    return await _away(generator, len(prompt), tokenizer.encode_markup, prompt)
+    return await generator.encode_beside(len(prompt), tokenizer.encode_markup, prompt)

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
+from starlette.datastructures import Headers
 
-from agentflow.server.api_keys import Tenants
+from agentflow.server.api_keys import Tenants, key_of_header
 from agentflow.server.http_refusal import unready
 from agentflow.server.limits import HttpLimits, ServerLimits
 from agentflow.server.models import Models
 from agentflow.server.sessions import Sessions
+from agentflow.server.tenant import Tenant
 
 
 class CallsInFlight:
@@ -52,6 +54,10 @@ class Service:
     answers: Counter[tuple[str, int]] = field(default_factory=Counter)
     is_draining: bool = False
     logs_prompts: bool = False
+
+    def tenant_of(self, headers: Headers) -> Tenant:
+        """Whose request it is that came with these headers. ``NotAuthorized``."""
+        return self.tenants.of(key_of_header(headers.get("authorization"), headers.get("x-api-key")))
 
     def check_open(self) -> None:
         """``Refusal`` while it ends."""
