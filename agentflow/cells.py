@@ -37,6 +37,7 @@ class VariableCell:
         self.done = anyio.Event()
         self._outbox = outbox
         self.is_output = False
+        self.num_bytes = 0  # held for it
         self._heard = 0
         self._heard_end = False
 
@@ -83,11 +84,12 @@ class VariableCell:
 class PendingOp:
     """An op in line. ``number``: which of its state's ops it is (None for those that are not counted).
     ``sources``: the variables that its text refers to, in order: the op keeps them, whatever becomes of
-    their states."""
+    their states. ``num_bytes``: what it holds while it waits."""
 
     op: ops.Op
     number: int | None = None
     sources: tuple[VariableCell, ...] = ()
+    num_bytes: int = 0
 
 
 class StateCell(Generic[ContextT]):
@@ -109,6 +111,8 @@ class StateCell(Generic[ContextT]):
         self.scope: anyio.CancelScope | None = None
         self.budgets: tuple[Budget, ...] = () if parent is None else parent.budgets
         self.num_limits = 0
+        self.num_bytes = 0  # held for it and its context
+        self.num_chars = 0  # of its context, those of its parents included
         self.error: AgentflowError | None = None
         self.reached = 0
         self._outbox = outbox

@@ -45,6 +45,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+MAX_MESSAGE_CHARS = 4_000
+
 
 class AgentflowError(Exception):
     """Root of the tree.
@@ -396,3 +398,11 @@ _BY_CODE = _tree(AgentflowError)
 def from_code(code: str, message: str) -> AgentflowError:
     """The error that travelled as ``code`` and ``message``; an unknown code gives the root class."""
     return _BY_CODE.get(code, AgentflowError)(message)
+
+
+def shortened(message: str) -> str:
+    """``message`` without its middle where it is very long: errors quote what failed, and each other."""
+    if len(message) <= MAX_MESSAGE_CHARS:
+        return message
+    half = MAX_MESSAGE_CHARS // 2
+    return f"{message[:half]} … {message[-half:]}"

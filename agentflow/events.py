@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from agentflow.errors import AgentflowError, Overloaded, RunFailed, from_code
+from agentflow.errors import AgentflowError, Overloaded, RunFailed, from_code, shortened
 from agentflow.generator import Stats, Usage
 from agentflow.token_logprob import TopLogprobs
 
@@ -36,7 +36,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
         info: ErrorInfo | None = None
         for link in reversed(chain):
             code = link.code if isinstance(link, AgentflowError) else RunFailed.code
-            message = str(link) if isinstance(link, AgentflowError) else repr(link)
+            message = shortened(str(link) if isinstance(link, AgentflowError) else repr(link))
             state, op = (link.place if isinstance(link, AgentflowError) else None) or (None, None)
             retry_after_s = link.retry_after_s if isinstance(link, Overloaded) else None
             info = cls(code, message, info, state, op, retry_after_s)

@@ -28,6 +28,7 @@ from agentflow.errors import (
 from agentflow.events import ErrorInfo, StatsReply, Value
 from agentflow.generator import ContextT, Generator, StateHint, Usage
 from agentflow.graph_execution import GraphExecution, expanded
+from agentflow.held_memory import VARIABLE_BYTES, HeldMemory, op_bytes
 from agentflow.op_execution import OpExecution
 from agentflow.outbox import Outbox
 from agentflow.state_tree import StateTree, because
@@ -44,15 +45,23 @@ _MADE = {ops.Gen: "generated", ops.Select: "generated", ops.Read: "read", ops.Ex
 
 class Interpreter(Generic[ContextT]):
     """Runs ops on ``generator``; what comes of them is in ``outbox``. ``task_group`` owns all tasks:
-    cancel it to end the session, then call ``close``."""
+    cancel it to end the session, then call ``close``. ``memory``: where all that it holds is counted."""
 
-    def __init__(self, generator: Generator[ContextT], task_group: AnyioTaskGroup) -> None:
+    def __init__(
+        self,
+        generator: Generator[ContextT],
+        task_group: AnyioTaskGroup,
+        memory: HeldMemory | None = None,
+    ) -> None:
         self.outbox = Outbox()
+        self._memory = HeldMemory() if memory is None else memory
         self._generator = generator
         self._tasks = task_group
-        self._states: StateTree[ContextT] = StateTree(self.outbox, free=generator.free, kick=self._kick)
+        self._states: StateTree[ContextT] = StateTree(
+            self.outbox, self._memory, free=generator.free, kick=self._kick
+        )
         self._variables: dict[int, VariableCell] = {}
-        self._ops = OpExecution(generator, self._variables, self._start_child)
+        self._ops = OpExecution(generator, self._states, self._variables, self._memory, self._start_child)
 
     def submit(self, op: ops.Op) -> None:
         """Takes an op; never waits. ``ProtocolError`` for what makes no sense: the op is not taken."""
@@ -60,7 +69,7 @@ class Interpreter(Generic[ContextT]):
             case ops.Open():
                 root = self._states.add_root(op.state)
                 context = self._generator.open(op.cache_salt)
-                root.begin(context)
+                self._states.begin(root, context)
                 if op.objective is not None:
                     self._generator.hint(context, StateHint(op.objective))
             case ops.Submit():
@@ -95,6 +104,7 @@ class Interpreter(Generic[ContextT]):
         """Frees every context. The task group must have ended."""
         self._states.clear()
         self._variables.clear()
+        self._memory.release_all()
 
     def _enqueue(self, state: StateCell[ContextT], op: ops.Op, outbox: Outbox | None = None) -> None:
         if len(state.pending) >= MAX_PENDING_OPS:
@@ -109,6 +119,8 @@ class Interpreter(Generic[ContextT]):
                     raise ProtocolError(f"variable {op.var} exists already")
                 is_expected = isinstance(op, ops.Expect)
                 variable = VariableCell(op.var, op.name, outbox or self.outbox, is_expected=is_expected)
+                variable.num_bytes = VARIABLE_BYTES + len(op.name)
+                self._memory.hold(variable.num_bytes)
                 self._variables[op.var] = variable
                 state.variables.append(variable)
                 if variable.is_expected:
@@ -121,7 +133,9 @@ class Interpreter(Generic[ContextT]):
                 ops.check_number(op.ticket)
             case _:
                 pass
-        state.pending.append(PendingOp(op, state.number_of(op), sources))
+        num_bytes = op_bytes(op)
+        self._memory.hold(num_bytes)
+        state.pending.append(PendingOp(op, state.number_of(op), sources, num_bytes))
         self._kick(state)
 
     def _kick(self, state: StateCell[ContextT]) -> None:
@@ -141,6 +155,7 @@ class Interpreter(Generic[ContextT]):
                 state.scope = None
             if state.error is not None:
                 self._skip(state, pending.op, state.error)
+            self._memory.release(pending.num_bytes)
             num_done += 1
             if num_done % OPS_PER_TURN == 0:
                 await anyio.lowlevel.checkpoint()
@@ -176,13 +191,14 @@ class Interpreter(Generic[ContextT]):
             case _:
                 await self._ops.execute(state, pending)
 
-    def _start_child(self, child_id: int, context: ContextT) -> None:
+    def _start_child(self, child_id: int, context: ContextT) -> bool:
         child = self._states.get(child_id)
         if child is None or child.error is not None:  # closed or cancelled before it began
             self._generator.free(context)
-            return
-        child.begin(context)
+            return False
+        self._states.begin(child, context)
         self._kick(child)
+        return True
 
     def _skip(self, state: StateCell[ContextT], op: ops.Op, error: AgentflowError) -> None:
         """What an op leaves behind when its state has failed: its variable and its children fail too."""
@@ -236,7 +252,7 @@ class Interpreter(Generic[ContextT]):
         if op.error is not None:
             variable.fail(op.error.to_exception())
         else:
-            variable.complete(op.text, Value(op.var, 0, "", "provided", Usage()))
+            self._ops.complete(variable, op.text, Value(op.var, 0, "", "provided", Usage()))
 
     def _limit(self, op: ops.Limit) -> None:
         try:
@@ -257,6 +273,7 @@ class Interpreter(Generic[ContextT]):
                 variable.fail(Cancelled(f"{variable.name!r}: its state was closed"))
                 if self._variables.get(variable.id) is variable:
                     del self._variables[variable.id]
+                    self._memory.release(variable.num_bytes)
 
     def _start_graph(self, op: ops.Submit) -> None:
         """All its ops are in line before the first of them runs."""

@@ -14,8 +14,9 @@ from agentflow.cells import PendingOp, StateCell, VariableCell
 from agentflow.errors import DeadlineExceeded, ProtocolError, RunFailed, StateClosed
 from agentflow.events import Value
 from agentflow.generator import ContextT, Generator, Scored, StateHint, Usage
+from agentflow.held_memory import FORKED_CHAR_BYTES, HeldMemory, value_bytes
 from agentflow.ops import check_choices, check_hint, check_timeout
-from agentflow.state_tree import origin_of
+from agentflow.state_tree import StateTree, origin_of
 from agentflow.transform import apply_in_turn
 
 # Texts that take each other twice double with every op: thirty small ops must not fill the memory.
@@ -23,16 +24,21 @@ MAX_OP_CHARS = 8 * 1024 * 1024
 
 
 class OpExecution(Generic[ContextT]):
-    """Executes ops on ``generator``. ``start_child`` takes the context of a forked state."""
+    """Executes ops on ``generator``. ``start_child`` takes the context of a forked state, unless that is
+    gone. What values and contexts hold is counted in ``memory``."""
 
     def __init__(
         self,
         generator: Generator[ContextT],
+        states: StateTree[ContextT],
         variables: Mapping[int, VariableCell],
-        start_child: Callable[[int, ContextT], None],
+        memory: HeldMemory,
+        start_child: Callable[[int, ContextT], bool],
     ) -> None:
         self._generator = generator
+        self._states = states
         self._variables = variables
+        self._memory = memory
         self._start_child = start_child
         # Of the threads that all sessions share, this one searches in one at a time.
         self._searching = anyio.CapacityLimiter(1)
@@ -47,7 +53,9 @@ class OpExecution(Generic[ContextT]):
             raise StateClosed(f"state {state.id} was sealed: nothing can be appended to it")
         match op:
             case ops.Text():
-                self._generator.fill(context, await self._resolved(op.parts, pending.sources))
+                text = await self._resolved(op.parts, pending.sources)
+                self._states.hold_text(state, text)
+                self._generator.fill(context, text)
             case ops.Begin():
                 self._generator.begin_role(context, op.role)
             case ops.End():
@@ -58,17 +66,27 @@ class OpExecution(Generic[ContextT]):
                 check_choices(op.name, op.choices)
                 variable = self._variables[op.var]  # now: by the end its state may have been closed
                 scored = await self._generator.score(context, op.choices, op.method)
-                variable.complete(op.choices[scored.index], _selected(op, scored))
+                self._states.hold_text(state, op.choices[scored.index])
+                self.complete(variable, op.choices[scored.index], _selected(op, scored))
             case ops.Fork():
-                contexts = await self._generator.fork(context, len(op.children))
-                for child_id, child_context in zip(op.children, contexts, strict=True):
-                    self._start_child(child_id, child_context)
+                await self._fork(state, context, op)
             case _:
                 await self._look(context, pending)
 
     async def _set(self, op: ops.Set, pending: PendingOp) -> None:
         variable = self._variables[op.var]
-        _complete(variable, await self._resolved(op.parts, pending.sources), "set")
+        self._give(variable, await self._resolved(op.parts, pending.sources), "set")
+
+    async def _fork(self, state: StateCell[ContextT], context: ContextT, op: ops.Fork) -> None:
+        num_bytes, num_left = FORKED_CHAR_BYTES * state.num_chars, len(op.children)
+        self._memory.hold(num_bytes * num_left)  # first: the copies may be very many
+        try:
+            contexts = await self._generator.fork(context, num_left)
+            for child_id, child_context in zip(op.children, contexts, strict=True):
+                if self._start_child(child_id, child_context):
+                    num_left -= 1
+        finally:
+            self._memory.release(num_bytes * num_left)
 
     async def _look(self, context: ContextT, pending: PendingOp) -> None:
         """Ops that leave the state's text as it is, and images."""
@@ -79,7 +97,7 @@ class OpExecution(Generic[ContextT]):
                     text = json.dumps(await self._generator.token_ids(context))
                 else:
                     text = self._generator.text(context)
-                _complete(self._variables[op.var], text, "read")
+                self._give(self._variables[op.var], text, "read")
             case ops.Hint():
                 check_hint(op.output_tokens, op.forks, op.deadline_s)
                 self._generator.hint(
@@ -106,7 +124,19 @@ class OpExecution(Generic[ContextT]):
         value = Value(
             op.var, 0, "", end.finish_reason, end.usage, end.logprobs, top_logprobs=end.top_logprobs
         )
-        variable.complete(end.text, value)
+        self._states.hold_text(state, end.text)
+        self.complete(variable, end.text, value)
+
+    def complete(self, variable: VariableCell, text: str, value: Value) -> None:
+        """Gives the variable its value. ``Overloaded`` where that is too much."""
+        if not variable.done.is_set():  # otherwise its state was closed meanwhile
+            num_bytes = value_bytes(text, value)
+            self._memory.hold(num_bytes)
+            variable.num_bytes += num_bytes
+        variable.complete(text, value)
+
+    def _give(self, variable: VariableCell, text: str, reason: str) -> None:
+        self.complete(variable, text, Value(variable.id, 0, "", reason, Usage()))
 
     async def _resolved(self, parts: ops.Parts, sources: Sequence[VariableCell]) -> str:
         """The text of the parts, once it is there; ``sources``: the variables in them, in their order."""
@@ -128,10 +158,6 @@ class OpExecution(Generic[ContextT]):
             cause = origin_of(variable.error)
             raise RunFailed(f"the text needs {variable.name!r}, which has no value") from cause
         return await apply_in_turn(variable.text, part.transforms, self._searching)
-
-
-def _complete(variable: VariableCell, text: str, reason: str) -> None:
-    variable.complete(text, Value(variable.id, 0, "", reason, Usage()))
 
 
 def _selected(op: ops.Select, scored: Scored) -> Value:

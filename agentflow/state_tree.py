@@ -11,8 +11,9 @@ from typing import Generic
 
 from agentflow.budget import Budget
 from agentflow.cells import StateCell
-from agentflow.errors import AgentflowError, Cancelled, Overloaded, ProtocolError, RunFailed
+from agentflow.errors import AgentflowError, Cancelled, Overloaded, ProtocolError, RunFailed, shortened
 from agentflow.generator import ContextT
+from agentflow.held_memory import FORKED_CHAR_BYTES, STATE_BYTES, HeldMemory, text_bytes
 from agentflow.ops import check_number
 from agentflow.outbox import Outbox
 
@@ -22,16 +23,19 @@ MAX_LIMITS = 100_000
 
 
 class StateTree(Generic[ContextT]):
-    """``free`` gives a context back; ``kick`` makes a state's waiting ops run (or fail)."""
+    """``free`` gives a context back; ``kick`` makes a state's waiting ops run (or fail). What the states hold
+    is counted in ``memory``."""
 
     def __init__(
         self,
         outbox: Outbox,
+        memory: HeldMemory,
         *,
         free: Callable[[ContextT], None],
         kick: Callable[[StateCell[ContextT]], None],
     ) -> None:
         self._outbox = outbox
+        self._memory = memory
         self._give_back = free
         self._kick = kick
         self._states: dict[int, StateCell[ContextT]] = {}
@@ -66,6 +70,18 @@ class StateTree(Generic[ContextT]):
         self._check_new(children)
         for child in children:
             parent.children[child] = self._add(child, parent)
+
+    def begin(self, state: StateCell[ContextT], context: ContextT) -> None:
+        """The state has a context: its ops can run. What it shares with its parent is counted already."""
+        if state.parent is not None:
+            state.num_chars = state.parent.num_chars
+            state.num_bytes += FORKED_CHAR_BYTES * state.num_chars
+        state.begin(context)
+
+    def hold_text(self, state: StateCell[ContextT], text: str) -> None:
+        """Counts what is appended to the state's context. ``Overloaded``."""
+        if state.context is not None:  # one that was given back meanwhile holds nothing any more
+            self._hold(state, len(text), text_bytes(text))
 
     def restrict(self, root: StateCell[ContextT] | None, budget: Budget) -> None:
         """``root`` and all that comes of it (None: every state, and those to come) share the budget."""
@@ -138,6 +154,7 @@ class StateTree(Generic[ContextT]):
         """Gives the state's context back. May be repeated."""
         context, state.context = state.context, None
         if context is not None:
+            self._hold(state, 0, STATE_BYTES - state.num_bytes)
             self._give_back(context)
 
     def forget(self, state: StateCell[ContextT]) -> None:
@@ -147,6 +164,7 @@ class StateTree(Generic[ContextT]):
         if self._states.get(state.id) is state:  # its number may be another one's already
             del self._states[state.id]
             self._num_limits -= state.num_limits
+            self._memory.release(state.num_bytes)
         if state.parent is not None and state.parent.children.get(state.id) is state:
             del state.parent.children[state.id]
 
@@ -156,8 +174,14 @@ class StateTree(Generic[ContextT]):
             self.free(state)
         self._states.clear()
 
+    def _hold(self, state: StateCell[ContextT], num_chars: int, num_bytes: int) -> None:
+        self._memory.hold(num_bytes)
+        state.num_bytes += num_bytes
+        state.num_chars += num_chars
+
     def _add(self, state_id: int, parent: StateCell[ContextT] | None) -> StateCell[ContextT]:
         state = self._states[state_id] = StateCell[ContextT](state_id, parent, self._outbox)
+        state.num_bytes = STATE_BYTES
         if parent is None:
             state.budgets = self._budgets
         return state
@@ -169,6 +193,7 @@ class StateTree(Generic[ContextT]):
                 raise ProtocolError(f"state {state_id} exists already")
         if len(self._states) + len(state_ids) > MAX_STATES:
             raise Overloaded(f"a session may have {MAX_STATES} states open: close some first")
+        self._memory.hold(STATE_BYTES * len(state_ids))
 
 
 def _fail_expected(state: StateCell[ContextT], error: AgentflowError) -> None:
@@ -180,9 +205,8 @@ def _fail_expected(state: StateCell[ContextT], error: AgentflowError) -> None:
 
 def because(message: str, cause: AgentflowError) -> AgentflowError:
     """What follows from a failure: a cancellation stays one, anything else is a ``RunFailed``."""
-    error: AgentflowError = (
-        Cancelled(f"{message}: {cause}") if isinstance(cause, Cancelled) else RunFailed(f"{message}: {cause}")
-    )
+    text = shortened(f"{message}: {cause}")
+    error: AgentflowError = Cancelled(text) if isinstance(cause, Cancelled) else RunFailed(text)
     error.__cause__ = origin_of(cause)
     return error
 

@@ -29,6 +29,8 @@ SCRAPE_S = 8.0
 # What the server may say when its engine is killed and when clients talk nonsense. All else is unexpected.
 _EXPECTED = (
     r"agentflow serves .* at ws://",
+    r"OpenAI's API is at http://",
+    r" INFO (GET|POST) /\S* \d+ [\d.]+s tenant=",
     r"the engine was killed by SIGKILL; \d+ unfinished requests wait for the next one",
     r"Invalid HTTP request received\.",
     r"Unsupported upgrade request\.",

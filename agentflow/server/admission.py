@@ -1,56 +1,70 @@
 """Refuses what would wait too long, before it waits: a queue that only grows helps nobody.
 
-How long a new request will wait is foreseen from those of its tenant that wait already. Each request that
-starts has shown how long the queue took for each place before it; their moving average, times the places
-that are taken now, is the wait to come. Other tenants count by themselves: the more of them there are, the
-longer a place takes. While nothing starts at all, the age of the oldest request that came since says how long
-it takes at least.
+How long a new request will wait is foreseen from how fast those of its tenant start, as long as some wait:
+the time that a place takes, on average of the latest starts, times the places before it. In which order they
+start does not matter to that. Before it are those that wait with its priority or a higher one. Other tenants
+count by themselves: the more of them there are, the longer a place takes.
 """
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from agentflow.errors import Overloaded
 from agentflow.server.engine_messages import Failed, Finished, FromEngine, Started, Submit
 
-# Weight of the newest sample in the moving average: the last twenty or so requests count.
-NEWEST = 0.1
+# So many starts count, the latest.
+NUM_REMEMBERED = 32
 # Of tenants that have nothing waiting so many are remembered.
 MAX_IDLE_TENANTS = 1_000
 
 
 @dataclass(slots=True)
-class _Waiting:
-    since_s: float
-    num_before: int  # when it came
-
-
-@dataclass(slots=True)
 class _Line:
-    """The waiting requests of one tenant. ``place_s``: how long one place takes; None: nobody knows yet.
-    ``since_start``: those that came since the last one started. One from before that waits for its priority,
-    and says nothing of the wait of others."""
+    """The waiting requests of one tenant, each with its priority. ``busy_s``: how long the latest
+    ``num_started`` took to start, not counting when none waited. ``moved_s``: when the last one started, or
+    the first one came."""
 
-    waiting: OrderedDict[int, _Waiting] = field(default_factory=OrderedDict)
-    place_s: float | None = None
-    since_start: OrderedDict[int, _Waiting] = field(default_factory=OrderedDict)
+    waiting: dict[int, int] = field(default_factory=dict)
+    num_waiting: Counter[int] = field(default_factory=Counter)  # of each priority
+    busy_s: float = 0.0
+    num_started: float = 0.0
+    moved_s: float = 0.0
 
-    def expected_wait_s(self, now_s: float) -> float:
-        if not self.waiting:
+    def expected_wait_s(self, priority: int, now_s: float) -> float:
+        num_before = sum(num for other, num in self.num_waiting.items() if other >= priority)
+        if not num_before:
             return 0.0
-        oldest = next(iter(self.since_start.values()), None)
-        at_least_s = 0.0 if oldest is None else (now_s - oldest.since_s) / (oldest.num_before + 1)
-        return len(self.waiting) * max(self.place_s or 0.0, at_least_s)
+        since_s = now_s - self.moved_s  # nothing starts: it takes at least that long
+        if not self.num_started:
+            return since_s
+        return max(since_s, num_before * (self.busy_s + since_s) / self.num_started)
 
-    def has_started(self, request: _Waiting, now_s: float) -> None:
-        sample_s = (now_s - request.since_s) / (request.num_before + 1)
-        self.since_start.clear()
-        before = sample_s if self.place_s is None else self.place_s
-        self.place_s = before + NEWEST * (sample_s - before)
+    def add(self, request_id: int, priority: int, now_s: float) -> None:
+        if not self.waiting:
+            self.moved_s = now_s
+        self.waiting[request_id] = priority
+        self.num_waiting[priority] += 1
+
+    def remove(self, request_id: int) -> None:
+        priority = self.waiting.pop(request_id)
+        self.num_waiting[priority] -= 1
+        if not self.num_waiting[priority]:
+            del self.num_waiting[priority]
+
+    def start(self, request_ids: Sequence[int], now_s: float) -> None:
+        """These started in one step. Where they leave none behind, the engine had room for more, and they
+        say nothing of how long a place takes."""
+        for request_id in request_ids:
+            self.remove(request_id)
+        if self.waiting:
+            kept = max(0.0, 1 - len(request_ids) / NUM_REMEMBERED)
+            self.busy_s = self.busy_s * kept + now_s - self.moved_s
+            self.num_started = self.num_started * kept + len(request_ids)
+        self.moved_s = now_s
 
 
 class Admission:
@@ -63,16 +77,16 @@ class Admission:
         self._lines: OrderedDict[str, _Line] = OrderedDict()
         self._tenant_of: dict[int, str] = {}
 
-    def expected_wait_s(self, tenant: str) -> float:
+    def expected_wait_s(self, tenant: str, priority: int = 0) -> float:
         """How long a request of this tenant would wait that came now."""
         line = self._lines.get(tenant)
-        return 0.0 if line is None else line.expected_wait_s(self._clock())
+        return 0.0 if line is None else line.expected_wait_s(priority, self._clock())
 
-    def check(self, tenant: str) -> None:
+    def check(self, tenant: str, priority: int = 0) -> None:
         """``Overloaded``, with a time after which it makes sense to try again."""
         if self._max_wait_s is None:
             return
-        wait_s = self.expected_wait_s(tenant)
+        wait_s = self.expected_wait_s(tenant, priority)
         if wait_s > self._max_wait_s:
             error = Overloaded(
                 f"the server is busy: a request would wait about {wait_s:.0f} s, and {self._max_wait_s:g} s "
@@ -88,8 +102,7 @@ class Admission:
         if line is None:
             line = self._lines[tenant] = _Line()
         self._lines.move_to_end(tenant)
-        request = _Waiting(self._clock(), len(line.waiting))
-        line.waiting[submit.request_id] = line.since_start[submit.request_id] = request
+        line.add(submit.request_id, submit.origin.priority, self._clock())
         self._tenant_of[submit.request_id] = tenant
         self._forget_the_idle()
 
@@ -98,21 +111,21 @@ class Admission:
         for message in messages:
             match message:
                 case Started():
-                    now_s = self._clock()
-                    for request_id in message.request_ids:
-                        self._leave(request_id, now_s)
+                    self._start(message.request_ids)
                 case Finished() | Failed():
-                    self._leave(message.request_id, None)
+                    tenant = self._tenant_of.pop(message.request_id, None)
+                    if tenant is not None:  # otherwise it had started
+                        self._lines[tenant].remove(message.request_id)
 
-    def _leave(self, request_id: int, started_s: float | None) -> None:
-        tenant = self._tenant_of.pop(request_id, None)
-        if tenant is None:  # it started before
-            return
-        line = self._lines[tenant]
-        request = line.waiting.pop(request_id)
-        line.since_start.pop(request_id, None)
-        if started_s is not None:
-            line.has_started(request, started_s)
+    def _start(self, request_ids: Sequence[int]) -> None:
+        started: defaultdict[str, list[int]] = defaultdict(list)
+        for request_id in request_ids:
+            tenant = self._tenant_of.pop(request_id, None)
+            if tenant is not None:  # otherwise it had started before, and lost its slots
+                started[tenant].append(request_id)
+        now_s = self._clock()
+        for tenant, ids in started.items():
+            self._lines[tenant].start(ids, now_s)
 
     def _forget_the_idle(self) -> None:
         while len(self._lines) > MAX_IDLE_TENANTS:

@@ -15,7 +15,7 @@ from agentflow.server.http_refusal import Refusal, refusal_of
 async def create_message(call: ApiCall) -> None:
     """Goes on with a conversation."""
     body = read_request(call, MessagesRequest)
-    generator = call.generator(body.model)
+    generator = call.generator(body.model, priority=body.priority)
     request = completion_of(call, body)
     capabilities = generator.capabilities
     frame = AnswerFrame.new(capabilities.model, body.max_tokens, capabilities.max_context)

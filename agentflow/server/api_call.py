@@ -18,6 +18,7 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
+from agentflow.held_memory import HeldMemory
 from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.http_refusal import MAX_PARAM_CHARS, Refusal, cut, refusal_of, unready
 from agentflow.server.request_log import LoggedBody, RequestRecord, log_request
@@ -69,6 +70,7 @@ class ApiCall:
         self._send = send
         self._dialect = dialect
         self._body = b""
+        self._held: HeldMemory | None = None
 
     @property
     def service(self) -> Service:
@@ -90,12 +92,14 @@ class ApiCall:
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise Refusal(400, "invalid_json", f"the body is no valid JSON: {error}") from None
 
-    def generator(self, model: str | None, *, to_generate: bool = True) -> EngineGenerator:
-        """The tenant's generator on the model. ``UnknownModel``; ``Overloaded`` where what it generates would
-        come too late."""
+    def generator(
+        self, model: str | None, *, to_generate: bool = True, priority: int | None = None
+    ) -> EngineGenerator:
+        """The tenant's generator on the model. ``UnknownModel``; ``Overloaded`` where what it generates, with
+        this ``priority``, would come too late."""
         found = self.service.models.find(model, self.tenant)
         if to_generate:
-            found.check_admission(self.tenant)
+            found.check_admission(self.tenant, priority or 0)
         generator = found.generator(self.tenant)
         if not isinstance(generator, EngineGenerator):
             raise Refusal(400, "unsupported", f"{model!r} answers in sessions only: it has no engine")
@@ -162,6 +166,7 @@ class ApiCall:
             raise _too_large(limits.body_bytes)
         parts: list[bytes] = []
         num_bytes = 0
+        self._held = held = HeldMemory(within=self.service.bodies.of(self.tenant.name))
         with anyio.move_on_after(limits.body_timeout_s) as scope:
             while not self.is_body_read:
                 message: Message = await self._receive()
@@ -171,6 +176,7 @@ class ApiCall:
                 num_bytes += len(parts[-1])
                 if num_bytes > limits.body_bytes:
                     raise _too_large(limits.body_bytes)
+                held.hold(len(parts[-1]))
                 self.is_body_read = not message.get("more_body", False)
         if scope.cancelled_caught:
             seconds = limits.body_timeout_s
@@ -180,6 +186,11 @@ class ApiCall:
         self._body = b"".join(parts)
         if self.service.logs_prompts:
             self.record.asked = LoggedBody(self._body)
+
+    def release_body(self) -> None:
+        """What it holds of the request's body is needed no longer."""
+        if self._held is not None:
+            self._held.release_all()
 
     async def until_gone(self) -> None:
         """Returns when the client has closed the connection. Only after the body was read."""
@@ -219,6 +230,7 @@ class ApiEndpoint:
             except Exception as error:
                 await self._refuse(call, error)
         finally:
+            call.release_body()
             call.record.took_s = time.perf_counter() - began_s
             if not call.is_over:
                 call.record.error = call.record.error or "client_gone"

@@ -139,9 +139,7 @@ async def _metrics(request: Request) -> Response:
         if not may_see:
             reason = "this API key may not read metrics: use that of a tenant with sees_metrics"
             return JSONResponse({"reason": reason}, status_code=403)
-    text = await metrics.scrape(
-        None if service is None else service.models, len(service.sessions) if service else 0
-    )
+    text = await (metrics.scrape(service.models, service.sessions) if service else metrics.scrape())
     return Response(text, media_type=CONTENT_TYPE)
 
 

@@ -99,7 +99,11 @@ class Completion:
     async def run(self) -> None:
         """For ``completing``."""
         try:
-            context = self._generator.open(self._request.cache_salt, priority=self._request.priority)
+            context = self._generator.open(
+                self._request.cache_salt,
+                priority=self._request.priority,
+                patience_s=self._generator.patience_s,
+            )
             contexts, self._context = [context], context
             try:
                 self._check_length()

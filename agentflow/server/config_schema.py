@@ -141,9 +141,16 @@ class LimitsConfig(Struct, frozen=True, kw_only=True):
     max_prompt_tokens: Annotated[
         Count | None, _help("of one HTTP request (not set: what the model's context holds)")
     ] = _HTTP.prompt_tokens
+    bodies_bytes: Annotated[Count, _help("of the bodies of all HTTP requests that are being answered")] = (
+        _HTTP.bodies_bytes
+    )
     max_n: Annotated[Count, _help("answers to one HTTP request (its `n`)")] = _HTTP.max_n
     max_connections: Annotated[Count, _help("connections open at once")] = _SERVER.max_connections
     max_sessions: Annotated[Count, _help("websocket sessions open at once")] = _SERVER.max_sessions
+    session_bytes: Annotated[Count, _help("of memory for the texts, states and values of one session")] = (
+        _SERVER.session_bytes
+    )
+    sessions_bytes: Annotated[Count, _help("of memory for those of all sessions")] = _SERVER.sessions_bytes
     resume_grace_s: Annotated[SecondsOrNone, _help("how long a session outlives a broken connection")] = (
         _SERVER.resume_grace_s
     )
@@ -180,6 +187,7 @@ class LimitsConfig(Struct, frozen=True, kw_only=True):
             body_timeout_s=self.body_timeout_s,
             prompt_tokens=self.max_prompt_tokens,
             max_n=self.max_n,
+            bodies_bytes=self.bodies_bytes,
         )
 
     def compile_limits(self) -> CompileLimits:

@@ -83,7 +83,10 @@ class EngineGenerator:
         gate: TenantGate | None = None,
         use_hints: bool = True,
         compiler: ConstraintCompiler | None = None,
+        patience_s: float | None = None,
     ) -> None:
+        self.patience_s = patience_s
+        """Of requests over HTTP: nobody there is told to wait for longer."""
         self._use_hints = use_hints
         self._client = client
         self.template = template
@@ -108,10 +111,17 @@ class EngineGenerator:
         """The model's."""
         return self._client.tokenizer
 
-    def open(self, cache_salt: str, *, priority: int = 0) -> EngineContext:
-        """An empty state. ``priority``: of its requests, within the tenant."""
-        state = self._new_number()
-        origin = Origin(self.tenant.name, cache_salt, state=state, share=self.tenant.share, priority=priority)
+    def open(self, cache_salt: str, *, priority: int = 0, patience_s: float | None = None) -> EngineContext:
+        """An empty state. ``priority``: of its requests, within the tenant. ``patience_s``: who has waited so
+        long goes first among those."""
+        origin = Origin(
+            self.tenant.name,
+            cache_salt,
+            state=self._new_number(),
+            share=self.tenant.share,
+            priority=priority,
+            patience_s=patience_s,
+        )
         return EngineContext(TokenState(self._client.tokenizer, self.template), origin)
 
     def fill(self, context: EngineContext, text: str) -> None:

@@ -22,7 +22,8 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
     for siblings that one consumer waits for (0: none). ``output_tokens``: what the program expects its
     generations to have (0: nothing is known). ``deadline_s``: in so many seconds they should be done.
     ``share``: the tenant's part of the engine's work, against that of others while both wait; its latest
-    request's holds. ``priority``: higher goes first, within the tenant; -10 to 10."""
+    request's holds. ``priority``: higher goes first, within the tenant; -10 to 10. ``patience_s``: who has
+    waited so long goes before all others of its tenant and priority (None: nobody is in a hurry)."""
 
     tenant: str = ""
     cache_salt: str = ""
@@ -33,6 +34,7 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
     deadline_s: float | None = None
     share: float = 1.0
     priority: int = 0
+    patience_s: float | None = None
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):

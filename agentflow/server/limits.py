@@ -18,7 +18,8 @@ class ServerLimits:
     ``resume_grace_s``: how long a session outlives its connection. ``hello_timeout_s``: how long a
     new connection may stay silent. ``ping_interval_s``: a silent client is probed, and after as much
     again without an answer counts as gone. ``header_timeout_s``: how long a connection may take to ask for
-    something, and the headers of a request to arrive."""
+    something, and the headers of a request to arrive. ``session_bytes``: of memory that the ops, states and
+    values of one session may hold, by estimate, and ``sessions_bytes`` those of all."""
 
     frame_bytes: int = MAX_FRAME_BYTES
     max_sessions: int = 1_000
@@ -27,6 +28,8 @@ class ServerLimits:
     hello_timeout_s: float = 10.0
     ping_interval_s: float = 20.0
     header_timeout_s: float = 20.0
+    session_bytes: int = 256_000_000
+    sessions_bytes: int = 2_000_000_000
 
     def __post_init__(self) -> None:
         ranges = (
@@ -37,6 +40,8 @@ class ServerLimits:
             ("hello_timeout_s", self.hello_timeout_s > 0, "more than 0"),
             ("ping_interval_s", self.ping_interval_s > 0, "more than 0"),
             ("header_timeout_s", self.header_timeout_s > 0, "more than 0"),
+            ("session_bytes", self.session_bytes >= 1, "at least 1"),
+            ("sessions_bytes", self.sessions_bytes >= 1, "at least 1"),
         )
         _check("server limits", self, ranges)
 
@@ -44,12 +49,14 @@ class ServerLimits:
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
     """Of one HTTP request: its body may have ``body_bytes`` and must come within ``body_timeout_s``; its
-    prompt may have ``prompt_tokens`` (None: what the model takes), and it may ask for ``max_n`` answers."""
+    prompt may have ``prompt_tokens`` (None: what the model takes), and it may ask for ``max_n`` answers. The
+    bodies of all requests that are being answered may have ``bodies_bytes`` together."""
 
     body_bytes: int = 16_000_000
     body_timeout_s: float = 30.0
     prompt_tokens: int | None = None
     max_n: int = 128
+    bodies_bytes: int = 256_000_000
 
     def __post_init__(self) -> None:
         ranges = (
@@ -57,6 +64,7 @@ class HttpLimits:
             ("body_timeout_s", self.body_timeout_s > 0, "more than 0"),
             ("prompt_tokens", self.prompt_tokens is None or self.prompt_tokens >= 1, "at least 1"),
             ("max_n", self.max_n >= 1, "at least 1"),
+            ("bodies_bytes", self.bodies_bytes >= 1, "at least 1"),
         )
         _check("HTTP limits", self, ranges)
 

@@ -48,6 +48,11 @@ class MetricFamilies(Collector):
     def _gauges(self) -> Iterator[Metric]:
         yield GaugeMetricFamily("agentflow_sessions", "Open sessions.", value=self._metrics.num_sessions)
         yield GaugeMetricFamily(
+            "agentflow_session_bytes",
+            "Memory for the ops, states and values of sessions, by estimate.",
+            value=self._metrics.session_bytes,
+        )
+        yield GaugeMetricFamily(
             "agentflow_tasks", "Tasks of the server's event loop.", value=self._metrics.num_tasks
         )
         yield self._gauge(

@@ -23,6 +23,7 @@ from agentflow.server.engine_messages import EngineStats
 from agentflow.server.metric_families import MetricFamilies
 from agentflow.server.models import Models
 from agentflow.server.request_times import RequestTimes
+from agentflow.server.sessions import Sessions
 from agentflow.server.step_times import PHASES, STEP_BOUNDS_S, BucketCounts
 from agentflow.server.tenant import NOBODY_ELSE
 
@@ -132,6 +133,7 @@ class ServerMetrics:
     def __init__(self) -> None:
         self.by_model: dict[str, ModelMetrics] = {}
         self.num_sessions = 0
+        self.session_bytes = 0
         self.answers: Counter[tuple[str, int]] = Counter()
         """Of the HTTP APIs, by route and status; 0: the client had gone."""
         self.num_tasks = 0
@@ -158,9 +160,10 @@ class ServerMetrics:
             return self._compiled_before
         return self._compiled_before + self._models.compile_counts
 
-    async def scrape(self, models: Models | None, num_sessions: int) -> bytes:
+    async def scrape(self, models: Models | None = None, sessions: Sessions[Any] | None = None) -> bytes:
         """All metrics as text, of the engines as they answer now."""
-        self.num_sessions = num_sessions
+        self.num_sessions = len(sessions) if sessions is not None else 0
+        self.session_bytes = sessions.num_bytes if sessions is not None else 0
         self.num_tasks = len(anyio.get_running_tasks())
         for metrics in self.by_model.values():
             metrics.is_engine_up = False

@@ -30,7 +30,7 @@ class Model(Protocol):
     def keep_tenants(self, tenants: Iterable[Tenant]) -> None:
         """These are all there are now, and what they may do: others are forgotten."""
 
-    def check_admission(self, tenant: Tenant) -> None:
+    def check_admission(self, tenant: Tenant, priority: int = 0) -> None:
         """``Overloaded`` where a request that came now would wait too long."""
 
     async def until_idle(self) -> None:
@@ -57,6 +57,7 @@ class EngineModel:
         self._template = template
         self._compiler = compiler
         self._gate = gate
+        self._max_wait_s = max_wait_s
         self._admission = Admission(max_wait_s)
         client.observe(self._admission)
         self._generators: dict[str, EngineGenerator] = {}
@@ -73,6 +74,7 @@ class EngineModel:
                 tenant=self._tenants.get(tenant.name, tenant),
                 gate=self._gate,
                 compiler=self._compiler,
+                patience_s=self._max_wait_s,
             )
         return generator
 
@@ -84,12 +86,12 @@ class EngineModel:
         for name, generator in self._generators.items():
             generator.tenant = self._tenants[name]
 
-    def check_admission(self, tenant: Tenant) -> None:
+    def check_admission(self, tenant: Tenant, priority: int = 0) -> None:
         """``RateLimited`` where the tenant may not send a request now, and ``Overloaded`` where one that came
         now would wait too long."""
         if self._gate is not None:
             self._gate.check(tenant)
-        self._admission.check(tenant.name)
+        self._admission.check(tenant.name, priority)
 
     async def until_idle(self) -> None:
         await self.client.until_idle()
@@ -109,7 +111,7 @@ class OneGenerator:
     def keep_tenants(self, tenants: Iterable[Tenant]) -> None:
         """Keeps nothing of any tenant."""
 
-    def check_admission(self, tenant: Tenant) -> None:
+    def check_admission(self, tenant: Tenant, priority: int = 0) -> None:
         """Takes anything."""
 
     async def until_idle(self) -> None:

@@ -23,7 +23,7 @@ from agentflow.server.openai_usage import usage_body, usage_of_prompts
 async def create_chat_completion(call: ApiCall) -> None:
     """Goes on with a conversation."""
     body = call.read(ChatRequest)
-    generator = call.generator(body.model)
+    generator = call.generator(body.model, priority=body.priority)
     request = completion_of_chat(call, body, generator)
     identity = AnswerIdentity.new("chatcmpl", generator.capabilities.model)
     has_logprobs = request.params.wants_logprobs

@@ -39,7 +39,8 @@ def request_of(message: Submit, info: RunnerInfo, max_total_tokens: int) -> Requ
         task_group=origin.task_group or None,
         state=origin.state or None,
         expected_output=origin.output_tokens,
-        deadline=math.inf if origin.deadline_s is None else time.monotonic() + origin.deadline_s,
+        deadline=_time_in(origin.deadline_s),
+        patience_end=_time_in(origin.patience_s),
         priority=origin.priority,
         share=origin.share,
         end_ids=_end_ids(params, info),
@@ -62,6 +63,10 @@ def text_end_of(message: Submit, tokenizer: Tokenizer) -> TextEnd | None:
     for token_id in message.generated_ids:
         text.push(token_id)  # the text it gives is at the other side already
     return text
+
+
+def _time_in(seconds: float | None) -> float:
+    return math.inf if seconds is None else time.monotonic() + seconds
 
 
 def _output_limit(message: Submit, max_total_tokens: int) -> int:

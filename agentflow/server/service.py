@@ -15,6 +15,7 @@ from agentflow.server.limits import HttpLimits, ServerLimits
 from agentflow.server.models import Models
 from agentflow.server.sessions import Sessions
 from agentflow.server.tenant import Tenant
+from agentflow.server.tenant_memory import TenantMemory
 
 
 class CallsInFlight:
@@ -43,7 +44,7 @@ class CallsInFlight:
 class Service:
     """``is_draining``: the server ends; what runs may finish, and nothing new is taken. ``logs_prompts``:
     what is asked and answered over HTTP goes into the log. ``answers``: of the HTTP APIs, counted by route
-    and status (0: the client had gone)."""
+    and status (0: the client had gone). ``bodies``: what they hold of requests' bodies."""
 
     models: Models
     sessions: Sessions[Any]
@@ -52,8 +53,16 @@ class Service:
     http_limits: HttpLimits
     calls: CallsInFlight = field(default_factory=CallsInFlight)
     answers: Counter[tuple[str, int]] = field(default_factory=Counter)
+    bodies: TenantMemory = field(init=False)
     is_draining: bool = False
     logs_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        self.bodies = TenantMemory(
+            self.http_limits.bodies_bytes,
+            "the requests that are being answered may have bodies of",
+            "try again later",
+        )
 
     def tenant_of(self, headers: Headers) -> Tenant:
         """Whose request it is that came with these headers. ``NotAuthorized``."""

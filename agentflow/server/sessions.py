@@ -20,10 +20,12 @@ from anyio.abc import TaskGroup, TaskStatus
 
 from agentflow.errors import AgentflowError, EngineFailed, Overloaded, ProtocolError, ServerLost
 from agentflow.generator import ContextT, Generator
+from agentflow.held_memory import HeldMemory
 from agentflow.interpreter import Interpreter
 from agentflow.protocol import Ops, Resume
 from agentflow.server.limits import ServerLimits
 from agentflow.server.tenant import part_of
+from agentflow.server.tenant_memory import TenantMemory
 from agentflow.task_group import open_task_group
 
 logger = logging.getLogger(__name__)
@@ -38,13 +40,18 @@ class ServedSession(Generic[ContextT]):
     """One client's session. ``num_taken``: the number of the last op taken."""
 
     def __init__(
-        self, generator: Generator[ContextT], tasks: TaskGroup, holder: anyio.CancelScope, tenant: str
+        self,
+        generator: Generator[ContextT],
+        tasks: TaskGroup,
+        holder: anyio.CancelScope,
+        tenant: str,
+        memory: HeldMemory,
     ) -> None:
         self.tenant = tenant
         self.capabilities = generator.capabilities
         self.id = secrets.token_urlsafe(12)
         self.secret = secrets.token_urlsafe(32)
-        self.interpreter = Interpreter(generator, tasks)
+        self.interpreter = Interpreter(generator, tasks, memory)
         self.num_taken = 0
         self.has_ended = False
         self.failure: AgentflowError | None = None
@@ -117,12 +124,20 @@ class Sessions(Generic[ContextT]):
     def __init__(self, limits: ServerLimits, tasks: TaskGroup) -> None:
         self.limits = limits
         self._num_connections_of: Counter[str] = Counter()
+        self._memory = TenantMemory(
+            limits.sessions_bytes, "all sessions together may hold", "close some, or try again later"
+        )
         self._tasks = tasks
         self._sessions: dict[str, ServedSession[ContextT]] = {}
         self._one_gone = anyio.Event()
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+    @property
+    def num_bytes(self) -> int:
+        """What all sessions hold in memory, by estimate."""
+        return self._memory.num_bytes
 
     @property
     def num_connections(self) -> int:
@@ -201,7 +216,8 @@ class Sessions(Generic[ContextT]):
         session: ServedSession[ContextT] | None = None
         try:
             async with anyio.create_task_group() as group:
-                session = ServedSession(generator, group, holder, tenant)
+                memory = HeldMemory(self.limits.session_bytes, within=self._memory.of(tenant))
+                session = ServedSession(generator, group, holder, tenant, memory)
                 self._sessions[session.id] = session
                 task_status.started(session)
                 await session.until_over(self.limits.resume_grace_s)

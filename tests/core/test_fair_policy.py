@@ -332,6 +332,49 @@ def test_the_first_deadline_goes_first():
     assert order_of(policy) == [2, 3, 1, 0]
 
 
+@given(
+    plan=st.lists(
+        st.tuples(
+            st.integers(0, 30),
+            st.integers(-1, 1),
+            st.sampled_from([math.inf, 1.0, 2.0, 3.0]),
+            st.integers(0, 3),
+        ),
+        min_size=1,
+        max_size=20,
+    )
+)
+def test_whose_patience_has_ended_goes_first_among_equal_priorities(plan):
+    """Against a plain list. At each admission, so many seconds have passed as the plan says."""
+    now = 0.0
+    policy = FairLongestPrefix(Cache().peek, token_budget=10_000, clock=lambda: now)
+    waiting: dict[int, Request] = {}
+    for number, (cached, priority, patience_end, _) in enumerate(plan):
+        made = request(number, 40, cached, priority=priority, patience_end=patience_end)
+        policy.add(made)
+        waiting[number] = made
+    for *_, passes_s in plan:
+        now += passes_s / 4
+        chosen = policy.next(free)
+        assert chosen is not None
+        equals = [r for r in waiting.values() if r.priority == max(o.priority for o in waiting.values())]
+        impatient = [r for r in equals if r.patience_end <= now]
+        if impatient:
+            assert chosen is min(impatient, key=lambda r: (r.patience_end, r.id))
+        else:
+            assert chosen in equals
+            assert chosen.tokens[0] == max(r.tokens[0] for r in equals)
+        policy.admit(chosen, work(chosen))
+        del waiting[chosen.id]
+
+
+def test_a_deadline_goes_before_ended_patience():
+    policy = FairLongestPrefix(Cache().peek, token_budget=256, clock=lambda: 10.0)
+    policy.add(request(0, 30, 0, patience_end=1.0))
+    policy.add(request(1, 30, 0, deadline=99.0))
+    assert order_of(policy) == [1, 0]
+
+
 def test_who_lost_its_slots_goes_first_in_order_of_arrival():
     policy = FairLongestPrefix(Cache().peek, token_budget=256)
     requests = [request(number, 30, cached) for number, cached in enumerate([0, 5, 20])]

@@ -18,6 +18,7 @@ import agentflow as af
 from agentflow import interpreter as interpreter_module
 from agentflow import ops
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
+from agentflow.errors import MAX_MESSAGE_CHARS
 from agentflow.events import Delta, ErrorInfo, Event, Reached, StateFailed, StatsReply, Value, VarFailed
 from agentflow.interpreter import MAX_PENDING_OPS, Interpreter
 from agentflow.sampling import SamplingParams
@@ -103,6 +104,7 @@ class Bench:
         assert list(self.interpreter._states) == []
         assert self.interpreter._variables == {}
         assert (self.generator.num_open, self.generator.num_running) == (0, 0)
+        assert self.interpreter._memory.num_bytes == 0
 
 
 @asynccontextmanager
@@ -486,3 +488,26 @@ def test_the_backlog_of_a_frontend_fits_into_the_interpreters():
     from agentflow.backlog import MAX_BACKLOG
 
     assert MAX_BACKLOG * 2 <= interpreter_module.MAX_PENDING_OPS
+
+
+@pytest.mark.parametrize("downwards", [True, False])
+async def test_what_follows_from_a_failure_is_told_in_short_however_long_the_row(downwards):
+    """Each state forked from the one before, and a failure at one end: every message says what it follows
+    from, and would hold all of them."""
+    num_states = 500
+    async with bench() as at:
+        at.submit(ops.Open(1), *([ops.End(1)] if downwards else []))  # no role begins there: it fails
+        for state in range(1, num_states):
+            at.submit(ops.Fork(state, (state + 1,)))
+            if not downwards:
+                at.submit(ops.TaskGroup(state, (state + 1,)))
+        at.submit(*[] if downwards else [ops.End(num_states)])
+        at.submit(ops.Set(1 if not downwards else num_states, 1, "value", ("x",)))
+        await at.until_idle()
+        at.listen()
+        assert len(at.heard.failures) == num_states
+        last = at.heard.failures[num_states if downwards else 1]
+        assert origin(last) == origin(at.heard.failures[1 if downwards else num_states])
+        messages = [str(state.error) for state in at.interpreter._states]
+        messages += [info.message for info in at.heard.failures.values()]
+        assert max(map(len, messages)) <= MAX_MESSAGE_CHARS + 3

@@ -152,6 +152,17 @@ def a_large_body(_: ApiServer, api: Api) -> Came:
         return told
 
 
+def large_bodies(_: ApiServer, api: Api) -> Came:
+    """Two that come at once, each small enough."""
+    body = request_bytes(api, asked(messages=[{"role": "user", "content": "x" * 1000}]))
+    with (
+        api_server(limits=HttpLimits(bodies_bytes=1500), constraints=False) as server,
+        talking(server, body[:-1]),
+    ):
+        until(server, lambda: server.service.bodies.num_bytes > 1000)
+        return come_of_bytes(server, api, body)
+
+
 def a_slow_body(_: ApiServer, api: Api) -> Came:
     with small_bodies() as server:
         return come_of_bytes(server, api, request_bytes(api, asked())[:-1])
@@ -294,6 +305,7 @@ REFUSED: dict[str, Refused] = {
     "the model cannot keep constraints": no_compiler,
     "too many constraints wait": many_constraints,
     "the body is too large": a_large_body,
+    "the bodies of all requests, or of one tenant's part, are too large together": large_bodies,
     "the body comes too slowly": a_slow_body,
     "the requests of a minute are used up": used_up("requests_per_minute = 1"),
     "the tokens of a minute are used up": used_up("tokens_per_minute = 1"),

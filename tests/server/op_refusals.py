@@ -14,7 +14,7 @@ from server.refused_sessions import ASK, OPEN, Session, gen, text
 from server.refused_sessions import session as session_on
 from server.refusing_servers import KEY, changed, failing_engine, tenants
 
-from agentflow.server.limits import CompileLimits
+from agentflow.server.limits import CompileLimits, ServerLimits
 from agentflow.server.rate_limit import TenantGate
 
 Fails = Callable[[ApiServer], str]
@@ -49,6 +49,22 @@ def while_busy(*sent: dict[str, Any], **config: Any) -> Fails:
             return ops(*sent)(server)
 
     return fail
+
+
+def large_values(_: ApiServer) -> str:
+    """Small ops: the second takes the value of the first sixty times."""
+    longer = {**SET, "parts": [{"op": "ref", "var": 2}] * 60}
+    failures = {
+        fail_with(limits, OPEN, {**SET, "var": 2, "parts": ["x" * 4000]}, longer)
+        for limits in (ServerLimits(session_bytes=200_000), ServerLimits(sessions_bytes=200_000))
+    }
+    [code] = failures
+    return code
+
+
+def fail_with(limits: ServerLimits, *sent: dict[str, Any]) -> str:
+    with api_server(server_limits=limits, constraints=False) as server:
+        return ops(*sent, state=1)(server)
 
 
 @contextmanager
@@ -163,6 +179,7 @@ FAILURES: dict[str, Fails] = {
     "too many unfinished requests of one tenant": too_many_of_one_tenant,
     "the API key is not known any more": a_key_that_is_gone,
     "the engine has too many unfinished requests": while_busy(*ASK, gen(), max_unfinished=1),
+    "states and values that are too large together": large_values,
     "the engine fails on this request": on(lambda: failing_engine(ArithmeticError("no memory")), *ASK, gen()),
     "the engine is gone": on(lambda: failing_engine(SystemExit(3)), *ASK, gen()),
     "`getstats` of an engine that restarts or is gone": no_counters,

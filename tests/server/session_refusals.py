@@ -242,6 +242,7 @@ SESSION_ENDS: dict[str, Ends] = {
     "too many states in a session": patched(state_tree, "MAX_STATES", 1, ops(*TWICE[:2])),
     "too many limits of states": patched(state_tree, "MAX_LIMITS", 0, ops(OPEN, LIMITED)),
     "too many ops wait on a state": patched(interpreter, "MAX_PENDING_OPS", 1, ops(*ASK, gen())),
+    "ops, states and values that are too large together": of(ops(*ASK, text("x" * 9000)), session_bytes=9000),
     "the session to resume is gone, or is somebody else's": an_unknown_session,
     "no such model, or none for this key": an_unknown_model,
     "the session was resumed over another connection": taken_over,

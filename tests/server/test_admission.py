@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
+import random
 
 import pytest
 from hypothesis import given
@@ -22,8 +25,8 @@ class Clock:
         return self.now_s
 
 
-def submit(request_id: int, tenant: str = "ann") -> Submit:
-    return Submit(request_id, [1], SamplingParams(), origin=Origin(tenant))
+def submit(request_id: int, tenant: str = "ann", priority: int = 0) -> Submit:
+    return Submit(request_id, [1], SamplingParams(), origin=Origin(tenant, priority=priority))
 
 
 def finished(request_id: int) -> Finished:
@@ -67,6 +70,32 @@ def test_a_steady_queue_is_foreseen(place_s):
     assert max(map(abs, errors[-50:])) <= 2 * place_s
 
 
+@pytest.mark.parametrize("order", [0, -1, None], ids=["first come", "last come", "random"])
+@pytest.mark.parametrize("batch", [1, 16])
+def test_whatever_the_order_the_queue_is_as_long_as_the_wait_allows(order, batch):
+    """``batch`` start at once, after as many times 0.1 s. Three times as many come as can start."""
+    clock, rng = Clock(), random.Random(1)
+    admission = Admission(5.0, clock)
+    queue: list[int] = []
+    lengths: list[int] = []
+    numbers = itertools.count()
+    for _ in range(1200 // batch):
+        for number in itertools.islice(numbers, 3 * batch):
+            clock.now_s += 0.1 / 3
+            with contextlib.suppress(Overloaded):
+                admission.check("ann")
+                admission.sent(submit(number))
+                queue.append(number)
+        lengths.append(len(queue))
+        if len(queue) > batch:
+            places = [rng.randrange(len(queue)) if order is None else order for _ in range(batch)]
+            admission.heard([Started([queue.pop(min(place, len(queue) - 1)) for place in places])])
+    settled = lengths[len(lengths) // 3 :]
+    # 5 s are 50 places; those of one batch come together.
+    assert 50 - 2 * batch <= min(settled)
+    assert max(settled) <= 50 + batch
+
+
 def test_other_tenants_are_not_refused_for_one_that_floods():
     clock = Clock()
     admission = Admission(5.0, clock)
@@ -97,7 +126,7 @@ def test_while_nothing_starts_the_oldest_shows_how_long_it_takes():
 def test_one_that_waits_for_its_priority_keeps_nobody_out():
     clock = Clock()
     admission = Admission(10.0, clock)
-    admission.sent(submit(1))  # of a low priority: all others start before it
+    admission.sent(submit(1, priority=-1))  # all others start before it
     for request_id in range(2, 30):
         admission.check("ann")
         admission.sent(submit(request_id))
@@ -109,6 +138,8 @@ def test_one_that_waits_for_its_priority_keeps_nobody_out():
         admission.check("ann")
     admission.heard([Failed(30, "cancelled", "")])
     admission.check("ann")
+    with pytest.raises(Overloaded):
+        admission.check("ann", priority=-1)
 
 
 def test_without_a_limit_nothing_is_refused():

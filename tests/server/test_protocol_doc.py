@@ -147,6 +147,8 @@ def test_the_limits_are_those_of_the_code() -> None:
         "header_timeout_s": f"{limits.header_timeout_s:g} s",
         "hello_timeout_s": f"{limits.hello_timeout_s:g} s",
         "ping_interval_s": f"{limits.ping_interval_s:g} s",
+        "session_bytes": f"{limits.session_bytes / 1e6:g} MB",
+        "sessions_bytes": f"{limits.sessions_bytes / 1e9:g} GB",
     }
     assert shown.keys() == set(ServerLimits.__slots__)
     assert f"| {state_tree.MAX_STATES:,} |" in PAGE

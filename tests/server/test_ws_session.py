@@ -17,6 +17,7 @@ from wire_peer import HANG, Listener, WireGenerator, count_words, gen
 from agentflow import ops
 from agentflow.errors import EngineFailed
 from agentflow.events import Delta, ErrorInfo, StateFailed, StatsReply, Value, VarFailed
+from agentflow.held_memory import HeldMemory
 from agentflow.protocol import (
     VERSION,
     Events,
@@ -255,7 +256,7 @@ async def test_events_are_cut_to_the_frame_limit() -> None:
 
 async def test_a_frame_of_very_many_ops_lets_others_run_in_between() -> None:
     async with open_task_group() as group:
-        session = ServedSession(WireGenerator(), group, anyio.CancelScope(), "")
+        session = ServedSession(WireGenerator(), group, anyio.CancelScope(), "", HeldMemory())
         seen: set[int] = set()
 
         async def watch() -> None:

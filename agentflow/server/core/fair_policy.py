@@ -20,7 +20,8 @@ If k(a) = k(b) + 1, then d(b) <= 0, and q more of it lies between -(L + G) / s(b
 
 **Within a tenant**: requests that lost their slots; then the oldest, if it has been overtaken as far
 as anybody may be; then those of the highest priority, and of lower ones only where all of these are blocked;
-among equal priorities in the order of ``priority_tier``: deadline, task group, objective, longest match.
+among equal priorities in the order of ``priority_tier``: deadline, patience, task group, objective, longest
+match.
 
 **The bound.** The *work* w(r) of a request is its uncached tokens on arrival (at least 1), the nodes of
 a select's tree among them. When r arrives, A(r) is the work that waits before it in its tenant's line,
@@ -47,8 +48,9 @@ B of work at once, and beyond that for OVERTAKEN_SHARE of what the lower ones ge
 from __future__ import annotations
 
 import heapq
+import time
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import NamedTuple
 
 from agentflow.server.core.policy import IsBlocked, Peek, Returned
@@ -114,7 +116,8 @@ class Tenant:
     """What one tenant has waiting, and what it may still use in this round. ``tiers``: by
     priority, highest first, one for each that it has used; mostly one."""
 
-    def __init__(self, token_budget: int) -> None:
+    def __init__(self, token_budget: int, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self.share = 1.0
         self.deficit = 0.0
         self.has_turn = False
@@ -155,16 +158,17 @@ class Tenant:
         self.tiers[request.priority].remove(request)
 
     def _new_tier(self, priority: int) -> PriorityTier:
-        tier = self.tiers[priority] = PriorityTier()
+        tier = self.tiers[priority] = PriorityTier(self._clock)
         self.tiers = dict(sorted(self.tiers.items(), reverse=True))
         self.trees += tier.trees.values()
         return tier
 
 
 class FairLongestPrefix:
-    """``fair-lpm``, as the module's docstring describes it."""
+    """``fair-lpm``, as the module's docstring describes it. ``clock``: in seconds."""
 
-    def __init__(self, peek: Peek, token_budget: int) -> None:
+    def __init__(self, peek: Peek, token_budget: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._peek = peek
         self._token_budget = token_budget
         self._tenants: dict[str, Tenant] = {}
@@ -247,7 +251,7 @@ class FairLongestPrefix:
     def _arrived(self, request: Request) -> Tenant:
         tenant = self._tenants.get(request.tenant)
         if tenant is None:
-            tenant = self._tenants[request.tenant] = Tenant(self._token_budget)
+            tenant = self._tenants[request.tenant] = Tenant(self._token_budget, self._clock)
         if not tenant.num_waiting:
             self._turns.append(request.tenant)
         tenant.num_waiting += 1

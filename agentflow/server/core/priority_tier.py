@@ -1,6 +1,7 @@
 """The waiting requests of one tenant that have the same priority, and which of them goes first.
 
-That is the one with the first deadline, if any has one; then the siblings of the task group that was
+That is the one with the first deadline, if any has one; then the one whose patience ended first, if that of
+any has; then the siblings of the task group that was
 admitted last; then the longest match among those with the objective ``latency``, then among the others.
 """
 
@@ -8,7 +9,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Hashable
+import time
+from collections.abc import Callable, Hashable
 
 from agentflow.server.core.policy import IsBlocked
 from agentflow.server.core.request import Request
@@ -16,21 +18,45 @@ from agentflow.server.core.token_run import TokenRun
 from agentflow.server.core.waiting_tree import WaitingTree
 
 
-class PriorityTier:
-    """Requests in the order that the module's docstring gives."""
+class TimeHeap:
+    """Waiting requests that have a time, the earliest first. ``waits``: whether one still does."""
 
-    def __init__(self) -> None:
+    def __init__(self, waits: Callable[[Request], bool]) -> None:
+        self._heap: list[tuple[float, int, Request]] = []  # old entries stay
+        self._waits = waits
+
+    def add(self, at: float, request: Request) -> None:
+        """Unless it is at no time at all."""
+        if at < math.inf:
+            heapq.heappush(self._heap, (at, request.id, request))
+
+    def first(self, by: float = math.inf) -> Request | None:
+        """The earliest, if its time is not after ``by``."""
+        while self._heap and not self._waits(self._heap[0][2]):
+            heapq.heappop(self._heap)
+        return self._heap[0][2] if self._heap and self._heap[0][0] <= by else None
+
+    def __bool__(self) -> bool:
+        return bool(self._heap)
+
+
+class PriorityTier:
+    """Requests in the order that the module's docstring gives. ``clock``: seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.trees = {"latency": WaitingTree(), "throughput": WaitingTree()}
         self.groups: dict[Hashable, dict[int, Request]] = {}
-        self._deadlines: list[tuple[float, int, Request]] = []  # a heap; old entries stay
+        self._deadlines = TimeHeap(self._waits)
+        self._patience_ends = TimeHeap(self._waits)
+        self._clock = clock
 
     def add(self, request: Request, run: TokenRun, match: int) -> None:
         """A request, the tokens of it that may come from the cache, and how many of these are there."""
         self.trees[request.objective].add(request, run, match)
         if request.task_group is not None:
             self.groups.setdefault(request.task_group, {})[request.id] = request
-        if request.deadline < math.inf:
-            heapq.heappush(self._deadlines, (request.deadline, request.id, request))
+        self._deadlines.add(request.deadline, request)
+        self._patience_ends.add(request.patience_end, request)
 
     def remove(self, request: Request) -> None:
         """It waits no longer."""
@@ -43,9 +69,9 @@ class PriorityTier:
 
     def next(self, current_group: Hashable, is_blocked: IsBlocked) -> Request | None:
         """The first that is not blocked. ``current_group``: of the request that was admitted last."""
-        urgent = self._most_urgent() if self._deadlines else None
-        if urgent is not None and not is_blocked(urgent, self.match_of(urgent)):
-            return urgent
+        for urgent in (self._first_deadline(), self._most_impatient()):
+            if urgent is not None and not is_blocked(urgent, self.match_of(urgent)):
+                return urgent
         if current_group in self.groups:
             for sibling in self.groups[current_group].values():
                 if not is_blocked(sibling, self.match_of(sibling)):
@@ -60,8 +86,11 @@ class PriorityTier:
         """How much of a waiting request is cached."""
         return self.trees[request.objective].match_of(request)
 
-    def _most_urgent(self) -> Request | None:
-        """The one with the first deadline."""
-        while self._deadlines and self._deadlines[0][2] not in self.trees[self._deadlines[0][2].objective]:
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][2] if self._deadlines else None
+    def _first_deadline(self) -> Request | None:
+        return self._deadlines.first() if self._deadlines else None
+
+    def _most_impatient(self) -> Request | None:
+        return self._patience_ends.first(by=self._clock()) if self._patience_ends else None
+
+    def _waits(self, request: Request) -> bool:
+        return request in self.trees[request.objective]

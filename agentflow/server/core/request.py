@@ -64,6 +64,7 @@ class Request:
     it runs on only for the log-probabilities of forced tokens. ``num_cached`` of its prompt came from the
     cache when it was first admitted, ``num_shared`` of its tokens when it was last.
     ``deadline``: when its program wants it to be done, on the clock of whoever made it (infinite: any time).
+    ``patience_end``: when it should have begun, on that clock too.
     ``expected_output``: tokens that the program expects it to generate (0: nothing is known).
     ``priority``: higher goes first, within its tenant. ``share``: its tenant's part, against that of others.
     ``arrival``: its place among all requests, given by the scheduler and kept for good.
@@ -85,6 +86,7 @@ class Request:
     end_ids: tuple[int, ...] = ()
     expected_output: int = 0
     deadline: float = math.inf
+    patience_end: float = math.inf
     priority: int = 0
     share: float = 1.0
     token_mask: TokenWords | None = None
@@ -122,6 +124,7 @@ class Request:
         state: Hashable = None,
         expected_output: int = 0,
         deadline: float = math.inf,
+        patience_end: float = math.inf,
         priority: int = 0,
         share: float = 1.0,
         end_ids: tuple[int, ...] = (),
@@ -150,6 +153,7 @@ class Request:
             state=state,
             expected_output=expected_output,
             deadline=deadline,
+            patience_end=patience_end,
             priority=priority,
             share=share,
             end_ids=end_ids,
