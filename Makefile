@@ -3,7 +3,7 @@
 #
 #   make demo    run examples/essay_judge.py on the default model
 #   make examples       run every example on the default model (ARGS="--url ws://…": on a server)
-#   make test    run the whole test suite (ARGS="-k radix" passes options to pytest)
+#   make test    run the whole test suite, in two processes (ARGS="-k radix" passes options to pytest)
 #   make fuzz    hold the HTTP APIs against their OpenAPI document: 5,000 random requests and more; then send
 #                100,000 fuzzed frames to the websocket (FUZZ_FRAMES=n: as many; FUZZ_SEED=x: other ones)
 #   make soak    good and bad clients on a real server, 10 minutes; fails where something leaks
@@ -19,6 +19,7 @@
 #   TORCH        the torch to install (torch==2.13.0); one that is in .venv already and fits is kept
 #   TORCH_INDEX  the address of one more package index to look for torch in, such as PyTorch's own for
 #                the CPU or for a version of CUDA; its install page names them
+#   JOBS         processes that run the tests (2; 0: this one)
 #   CUDA         1 allows a CUDA build of torch where no NVIDIA GPU is found; 0 forbids it where one is
 
 PYTHON      ?= python3
@@ -26,6 +27,7 @@ TORCH       ?= torch==2.13.0
 TORCH_INDEX ?=
 CUDA        ?=
 ARGS        ?=
+JOBS        ?= 2
 FUZZ_FRAMES ?= 100000
 FUZZ_SEED   ?= 1
 
@@ -53,7 +55,7 @@ examples: $(VENV)/.installed
 	done
 
 test: $(VENV)/.installed-dev
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 fuzz: $(VENV)/.installed-dev
 	@PYTHONPATH=.:tests:tests/server $(BIN)/python tests/server/openapi_fuzz.py $(ARGS)

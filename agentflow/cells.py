@@ -14,6 +14,7 @@ from agentflow.budget import Budget
 from agentflow.errors import AgentflowError
 from agentflow.events import Delta, ErrorInfo, Event, Reached, StateFailed, StatsReply, Value, VarFailed
 from agentflow.generator import ContextT
+from agentflow.held_memory import Holding, error_bytes, text_bytes, value_bytes
 from agentflow.outbox import Outbox
 
 if TYPE_CHECKING:
@@ -25,9 +26,11 @@ _NOT_COUNTED = ops.Await | ops.Seal | ops.Close | ops.Expect
 
 class VariableCell:
     """One variable: its text so far, its end, and how far the listener has heard. ``is_expected``: its
-    value comes from the client."""
+    value comes from the client. ``holding``: its memory."""
 
-    def __init__(self, var_id: int, name: str, outbox: Outbox, *, is_expected: bool = False) -> None:
+    def __init__(
+        self, var_id: int, name: str, outbox: Outbox, holding: Holding, *, is_expected: bool = False
+    ) -> None:
         self.id = var_id
         self.name = name
         self.is_expected = is_expected
@@ -36,8 +39,8 @@ class VariableCell:
         self.error: AgentflowError | None = None
         self.done = anyio.Event()
         self._outbox = outbox
+        self._holding = holding
         self.is_output = False
-        self.num_bytes = 0  # held for it
         self._heard = 0
         self._heard_end = False
 
@@ -48,7 +51,8 @@ class VariableCell:
             self._outbox.mark(self)
 
     def complete(self, text: str, value: Value) -> None:
-        """The end: ``text`` is all of it; ``value`` says the rest."""
+        """The end: ``text`` is all of it; ``value`` says the rest. ``Overloaded`` where that is too much."""
+        self._holding.add(value_bytes(text, value))
         self.text, self.value = text, value
         self.done.set()
         self._outbox.mark(self)
@@ -56,6 +60,7 @@ class VariableCell:
     def fail(self, error: AgentflowError) -> None:
         """No value will come. Has no effect after the end."""
         if not self.done.is_set():
+            self._holding.count(error_bytes(error, self.text))
             self.error = error
             self.done.set()
             self._outbox.mark(self)
@@ -81,26 +86,30 @@ class VariableCell:
 
 
 @dataclass(frozen=True, slots=True)
-class PendingOp:
+class PendingOp(Generic[ContextT]):
     """An op in line. ``number``: which of its state's ops it is (None for those that are not counted).
     ``sources``: the variables that its text refers to, in order: the op keeps them, whatever becomes of
-    their states. ``num_bytes``: what it holds while it waits."""
+    their states. ``children``: the states that it forks. ``holding``: its own memory."""
 
     op: ops.Op
+    holding: Holding
     number: int | None = None
     sources: tuple[VariableCell, ...] = ()
-    num_bytes: int = 0
+    children: tuple[StateCell[ContextT], ...] = ()
 
 
 class StateCell(Generic[ContextT]):
-    """One state: its context, the ops that wait, and how it ended."""
+    """One state: its context, the ops that wait, and how it ended. ``holding``: its memory; that of its
+    context is ``context_holding``."""
 
-    def __init__(self, state_id: int, parent: StateCell[ContextT] | None, outbox: Outbox) -> None:
+    def __init__(
+        self, state_id: int, parent: StateCell[ContextT] | None, outbox: Outbox, holding: Holding
+    ) -> None:
         self.id = state_id
         self.parent = parent
         self.context: ContextT | None = None
         self.has_begun = False
-        self.pending: deque[PendingOp] = deque()
+        self.pending: deque[PendingOp[ContextT]] = deque()
         self.variables: list[VariableCell] = []
         self.expected: list[VariableCell] = []  # of these, the client's own
         self.children: dict[int, StateCell[ContextT]] = {}
@@ -111,7 +120,8 @@ class StateCell(Generic[ContextT]):
         self.scope: anyio.CancelScope | None = None
         self.budgets: tuple[Budget, ...] = () if parent is None else parent.budgets
         self.num_limits = 0
-        self.num_bytes = 0  # held for it and its context
+        self.holding = holding
+        self.context_holding: Holding | None = None
         self.num_chars = 0  # of its context, those of its parents included
         self.error: AgentflowError | None = None
         self.reached = 0
@@ -136,10 +146,18 @@ class StateCell(Generic[ContextT]):
         if self.scope is not None:
             self.scope.deadline = min(self.scope.deadline, budget.deadline)
 
-    def begin(self, context: ContextT) -> None:
-        """The state has a context: its ops can run."""
-        self.context = context
+    def begin(self, context: ContextT, holding: Holding, num_chars: int = 0) -> None:
+        """The state has a context, of so many characters: its ops can run."""
+        self.context, self.context_holding = context, holding
+        self.num_chars = num_chars
         self.has_begun = True
+
+    def hold_text(self, text: str, num_chars: int = 0) -> None:
+        """Counts what is appended to the context: the text, and what else counts like so many characters.
+        ``Overloaded``."""
+        if self.context_holding is not None:  # otherwise its context was given back meanwhile
+            self.context_holding.add(text_bytes(text, num_chars))
+            self.num_chars += len(text) + num_chars
 
     def reach(self, ticket: int) -> None:
         """The op stream got as far as the ``Await`` with this ticket."""

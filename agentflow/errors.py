@@ -61,6 +61,9 @@ class AgentflowError(Exception):
     place: tuple[int, int] | None = None
     """Of the op that failed: its state's number, and the op's own number there, from 1. For the session."""
 
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(shortened(arg) if isinstance(arg, str) else arg for arg in args))
+
 
 class ProgramError(AgentflowError):
     """The program used the language wrongly."""

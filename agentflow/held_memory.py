@@ -1,7 +1,8 @@
 """What is held in memory for somebody, counted against a limit: a session's ops, states and values, say.
 
 Counted is what grows with what is sent: texts, and what is made of them. The amounts are estimates, near
-what CPython needs (a test compares them), and a limit is the sum of such amounts.
+what CPython needs (a test compares them). An amount is a ``Holding``, which belongs to the object that it is
+counted for and ends with it: whoever else still has that object, it counts as long.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ CHAR_BYTES = 16
 """Of a character in a context, beside its text: its tokens, in the forms in which they are kept."""
 FORKED_CHAR_BYTES = 4
 """Of a character that a context has from its parent: texts are shared, lists of tokens copied."""
+TURN_CHARS = 32
+"""So many characters a turn is worth without its text."""
 NUMBER_BYTES = 32
 TOP_TOKEN_BYTES = 160
 BIAS_BYTES = 120
@@ -32,13 +35,14 @@ BIAS_BYTES = 120
 
 class HeldMemory:
     """At most ``most_bytes``. ``who`` begins the error that says so, and ``advice`` ends it. What is held
-    counts ``within`` another one too.
+    beyond ``free_bytes`` counts ``within`` another one too, which many share: where that is full, small ones
+    still have these.
 
     >>> server = HeldMemory(1_000, "all sessions together may hold")
-    >>> session = HeldMemory(800, within=server)
+    >>> session = HeldMemory(800, within=server, free_bytes=100)
     >>> session.hold(700)
     >>> server.num_bytes
-    700
+    600
     """
 
     def __init__(
@@ -48,47 +52,77 @@ class HeldMemory:
         advice: str = "close states that are not needed any more",
         *,
         within: HeldMemory | None = None,
+        free_bytes: int = 0,
     ) -> None:
         self.num_bytes = 0
         self._most_bytes = most_bytes
         self._who = who
         self._advice = advice
         self._within = within
+        self._free_bytes = free_bytes
+        self._is_closed = False
 
     def hold(self, num_bytes: int) -> None:
         """So many bytes more, or ``Overloaded``, and then none of them."""
-        level: HeldMemory | None = self
-        while level is not None:
-            if num_bytes > 0 and level.num_bytes + num_bytes > level._most_bytes:
-                raise Overloaded(
-                    f"{level._who} {level._most_bytes:,} bytes, and this would be "
-                    f"{level.num_bytes + num_bytes:,}: {level._advice}"
-                )
-            level = level._within
-        self._add(num_bytes)
+        if self.num_bytes + num_bytes > self._most_bytes:
+            raise Overloaded(
+                f"{self._who} {self._most_bytes:,} bytes, and this would be "
+                f"{self.num_bytes + num_bytes:,}: {self._advice}"
+            )
+        if self._within is not None and (more := self._excess(num_bytes) - self._excess(0)):
+            self._within.hold(more)
+        self.num_bytes += num_bytes
 
-    def release(self, num_bytes: int) -> None:
-        """So many bytes less."""
-        self._add(-num_bytes)
+    def count(self, num_bytes: int) -> None:
+        """So many bytes more (or less), whatever the limit: they are held already."""
+        if self._is_closed:
+            return
+        if self._within is not None:
+            self._within.count(self._excess(num_bytes) - self._excess(0))
+        self.num_bytes += num_bytes
 
-    def release_all(self) -> None:
-        """Nothing is held any more."""
-        self.release(self.num_bytes)
+    def close(self) -> None:
+        """Nothing is held any more, and nothing counts from now on."""
+        self.count(-self.num_bytes)
+        self._is_closed = True
 
-    def _add(self, num_bytes: int) -> None:
-        level: HeldMemory | None = self
-        while level is not None:
-            level.num_bytes += num_bytes
-            level = level._within
+    def _excess(self, more_bytes: int) -> int:
+        return max(0, self.num_bytes + more_bytes - self._free_bytes)
+
+
+class Holding:
+    """So many bytes for one object, until nobody has it any more. ``Overloaded`` where that is too much.
+
+    It relies on CPython, which deletes an object with its last reference; elsewhere it would last until the
+    next collection.
+    """
+
+    __slots__ = ("_memory", "_num_bytes")
+
+    def __init__(self, memory: HeldMemory, num_bytes: int) -> None:
+        self._num_bytes = 0
+        self._memory = memory
+        self.add(num_bytes)
+
+    def add(self, num_bytes: int) -> None:
+        """More of them. ``Overloaded``: none of them."""
+        self._memory.hold(num_bytes)
+        self._num_bytes += num_bytes
+
+    def count(self, num_bytes: int) -> None:
+        """More of them, whatever the limit: they are held already."""
+        self._memory.count(num_bytes)
+        self._num_bytes += num_bytes
+
+    def __del__(self) -> None:
+        self._memory.count(-self._num_bytes)
 
 
 def op_bytes(op: ops.Op) -> int:
     """Of an op that waits."""
     match op:
         case ops.Text() | ops.Set():
-            return OP_BYTES + sum(
-                sys.getsizeof(part) if isinstance(part, str) else OP_BYTES for part in op.parts
-            )
+            return OP_BYTES + sum(map(_part_bytes, op.parts))
         case ops.Gen():
             return OP_BYTES + _params_bytes(op) + _constraint_bytes(op.constraint)
         case ops.Select():
@@ -101,9 +135,25 @@ def op_bytes(op: ops.Op) -> int:
             return OP_BYTES
 
 
-def text_bytes(text: str) -> int:
-    """Of a text that a context has for its own."""
-    return sys.getsizeof(text) + CHAR_BYTES * len(text)
+def _part_bytes(part: str | ops.Ref) -> int:
+    if isinstance(part, str):
+        return sys.getsizeof(part)
+    return OP_BYTES + _texts_bytes(transform.argument for transform in part.transforms)
+
+
+def variable_bytes(name: str) -> int:
+    """Of a variable of this name without its value."""
+    return VARIABLE_BYTES + sys.getsizeof(name)
+
+
+def text_bytes(text: str, num_chars: int = 0) -> int:
+    """Of a text that a context has for its own, and of what else counts like so many characters."""
+    return sys.getsizeof(text) + CHAR_BYTES * (len(text) + num_chars)
+
+
+def error_bytes(error: BaseException, text: str = "") -> int:
+    """Of a failure, and of the text that was there before."""
+    return sys.getsizeof(str(error)) + sys.getsizeof(text)
 
 
 def value_bytes(text: str, value: Value) -> int:
@@ -126,10 +176,14 @@ def _params_bytes(op: ops.Gen) -> int:
     params = op.params
     return (
         _texts_bytes(params.stop)
+        + sys.getsizeof(params.stop_regex)
         + BIAS_BYTES * len(params.logit_bias)
         + NUMBER_BYTES * len(params.stop_token_ids)
     )
 
 
 def _constraint_bytes(constraint: Constraint | None) -> int:
-    return 0 if constraint is None else sys.getsizeof(constraint.source) + _texts_bytes(constraint.choices)
+    if constraint is None:
+        return 0
+    texts = (constraint.source, constraint.between or "", *constraint.choices)
+    return _texts_bytes(texts)

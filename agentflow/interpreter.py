@@ -16,7 +16,7 @@ from anyio.abc import TaskGroup as AnyioTaskGroup
 
 from agentflow import ops
 from agentflow.budget import Budget, check_limit, check_time, deadline_of, time_is_over
-from agentflow.cells import PendingOp, StateCell, StatsCell, VariableCell
+from agentflow.cells import PendingOp, StateCell, VariableCell
 from agentflow.errors import (
     AgentflowError,
     BadArgument,
@@ -25,19 +25,21 @@ from agentflow.errors import (
     Overloaded,
     ProtocolError,
 )
-from agentflow.events import ErrorInfo, StatsReply, Value
+from agentflow.events import MAX_CAUSES, ErrorInfo, Value
 from agentflow.generator import ContextT, Generator, StateHint, Usage
 from agentflow.graph_execution import GraphExecution, expanded
-from agentflow.held_memory import VARIABLE_BYTES, HeldMemory, op_bytes
+from agentflow.held_memory import HeldMemory, Holding, op_bytes, variable_bytes
 from agentflow.op_execution import OpExecution
 from agentflow.outbox import Outbox
 from agentflow.state_tree import StateTree, because
+from agentflow.stats_answers import StatsAnswers
 from agentflow.transform import check_number
 
 logger = logging.getLogger(__name__)
 
 # Twice what the frontend lets a program submit without awaiting.
 MAX_PENDING_OPS = 20_000
+MAX_SALT_CHARS = 256
 # A stream of pure text ops never waits by itself: let others run after so many.
 OPS_PER_TURN = 64
 _MADE = {ops.Gen: "generated", ops.Select: "generated", ops.Read: "read", ops.Expect: "provided"}
@@ -61,22 +63,24 @@ class Interpreter(Generic[ContextT]):
             self.outbox, self._memory, free=generator.free, kick=self._kick
         )
         self._variables: dict[int, VariableCell] = {}
-        self._ops = OpExecution(generator, self._states, self._variables, self._memory, self._start_child)
+        self._ops = OpExecution(generator, self._variables, self._memory, self._start_child)
+        self._stats = StatsAnswers(generator, task_group, self.outbox)
 
     def submit(self, op: ops.Op) -> None:
         """Takes an op; never waits. ``ProtocolError`` for what makes no sense: the op is not taken."""
         match op:
             case ops.Open():
+                if len(op.cache_salt) > MAX_SALT_CHARS:
+                    raise ProtocolError(f"a cache_salt has {MAX_SALT_CHARS} characters at most")
                 root = self._states.add_root(op.state)
                 context = self._generator.open(op.cache_salt)
-                self._states.begin(root, context)
+                root.begin(context, Holding(self._memory, 0))
                 if op.objective is not None:
                     self._generator.hint(context, StateHint(op.objective))
             case ops.Submit():
                 self._start_graph(op)
             case ops.GetStats():
-                ops.check_number(op.ticket)
-                self._tasks.start_soon(self._report, op.ticket)
+                self._stats.ask(op.ticket)
             case ops.Cancel():
                 cancelled = Cancelled(f"state {op.state} was cancelled")
                 self._states.cancel(self._states.open_state(op.state), cancelled)
@@ -85,8 +89,7 @@ class Interpreter(Generic[ContextT]):
             case ops.Limit():
                 self._limit(op)
             case ops.TaskGroup():
-                parent = self._states.open_state(op.state)
-                self._states.couple(parent, [self._states.open_state(child) for child in op.children])
+                self._states.couple(self._states.open_state(op.state), op.children)
             case _:
                 self._enqueue(self._states.open_state(op.state), op)
 
@@ -102,14 +105,17 @@ class Interpreter(Generic[ContextT]):
 
     def close(self) -> None:
         """Frees every context. The task group must have ended."""
-        self._states.clear()
-        self._variables.clear()
-        self._memory.release_all()
+        try:
+            self._states.clear()
+        finally:
+            self._variables.clear()
+            self._memory.close()
 
     def _enqueue(self, state: StateCell[ContextT], op: ops.Op, outbox: Outbox | None = None) -> None:
         if len(state.pending) >= MAX_PENDING_OPS:
             raise Overloaded(f"{MAX_PENDING_OPS} ops wait on state {state.id}: await some of them first")
         sources: tuple[VariableCell, ...] = ()
+        children: tuple[StateCell[ContextT], ...] = ()
         if isinstance(op, ops.Text | ops.Set):
             sources = tuple(self._source(part) for part in op.parts if isinstance(part, ops.Ref))
         match op:
@@ -118,24 +124,24 @@ class Interpreter(Generic[ContextT]):
                 if op.var in self._variables:
                     raise ProtocolError(f"variable {op.var} exists already")
                 is_expected = isinstance(op, ops.Expect)
-                variable = VariableCell(op.var, op.name, outbox or self.outbox, is_expected=is_expected)
-                variable.num_bytes = VARIABLE_BYTES + len(op.name)
-                self._memory.hold(variable.num_bytes)
+                holding = Holding(self._memory, variable_bytes(op.name))
+                variable = VariableCell(
+                    op.var, op.name, outbox or self.outbox, holding, is_expected=is_expected
+                )
                 self._variables[op.var] = variable
                 state.variables.append(variable)
                 if variable.is_expected:
                     state.expected.append(variable)
             case ops.Fork():
-                self._states.add_children(state, op.children)
+                children = self._states.add_children(state, op.children)
             case ops.Close():
                 state.is_closing = True
             case ops.Await():
                 ops.check_number(op.ticket)
             case _:
                 pass
-        num_bytes = op_bytes(op)
-        self._memory.hold(num_bytes)
-        state.pending.append(PendingOp(op, state.number_of(op), sources, num_bytes))
+        held = Holding(self._memory, op_bytes(op))
+        state.pending.append(PendingOp(op, held, state.number_of(op), sources, children))
         self._kick(state)
 
     def _kick(self, state: StateCell[ContextT]) -> None:
@@ -154,8 +160,7 @@ class Interpreter(Generic[ContextT]):
                     self._fail(state, pending, time_is_over())
                 state.scope = None
             if state.error is not None:
-                self._skip(state, pending.op, state.error)
-            self._memory.release(pending.num_bytes)
+                self._skip(state, pending, state.error)
             num_done += 1
             if num_done % OPS_PER_TURN == 0:
                 await anyio.lowlevel.checkpoint()
@@ -165,7 +170,7 @@ class Interpreter(Generic[ContextT]):
         if state.graph is not None:
             state.graph.ended()
 
-    async def _attempt(self, state: StateCell[ContextT], pending: PendingOp) -> None:
+    async def _attempt(self, state: StateCell[ContextT], pending: PendingOp[ContextT]) -> None:
         try:
             if pending.number is not None:
                 check_time(state.budgets)
@@ -178,7 +183,7 @@ class Interpreter(Generic[ContextT]):
             failure.__cause__ = error
             self._fail(state, pending, failure)
 
-    async def _execute(self, state: StateCell[ContextT], pending: PendingOp) -> None:
+    async def _execute(self, state: StateCell[ContextT], pending: PendingOp[ContextT]) -> None:
         match pending.op:
             case ops.Seal():
                 self._states.free(state)
@@ -191,25 +196,26 @@ class Interpreter(Generic[ContextT]):
             case _:
                 await self._ops.execute(state, pending)
 
-    def _start_child(self, child_id: int, context: ContextT) -> bool:
-        child = self._states.get(child_id)
-        if child is None or child.error is not None:  # closed or cancelled before it began
+    def _start_child(
+        self, child: StateCell[ContextT], context: ContextT, holding: Holding, num_chars: int
+    ) -> None:
+        if self._states.waits_for_fork(child):
+            child.begin(context, holding, num_chars)
+            self._kick(child)
+        else:  # closed or cancelled before it began
             self._generator.free(context)
-            return False
-        self._states.begin(child, context)
-        self._kick(child)
-        return True
 
-    def _skip(self, state: StateCell[ContextT], op: ops.Op, error: AgentflowError) -> None:
+    def _skip(self, state: StateCell[ContextT], pending: PendingOp[ContextT], error: AgentflowError) -> None:
         """What an op leaves behind when its state has failed: its variable and its children fail too."""
+        op = pending.op
         match op:
             case _ if isinstance(op, ops.Declaring):
                 variable = self._variables.get(op.var)  # None: its state is closed already
                 if variable is not None and not variable.done.is_set():
                     variable.fail(because(f"{op.name!r} was not {_MADE.get(type(op), 'set')}", error))
             case ops.Fork():
-                for child in filter(None, map(self._states.get, op.children)):
-                    if not child.has_begun:
+                for child in pending.children:
+                    if self._states.waits_for_fork(child):
                         self._states.stop(child, because("the fork did not happen", error))
             case ops.Seal():
                 self._states.free(state)
@@ -218,8 +224,9 @@ class Interpreter(Generic[ContextT]):
             case _:
                 pass
 
-    def _fail(self, state: StateCell[ContextT], pending: PendingOp, error: AgentflowError) -> None:
+    def _fail(self, state: StateCell[ContextT], pending: PendingOp[ContextT], error: AgentflowError) -> None:
         """An op failed: so does its variable (with the error itself), its state, its task group."""
+        _forget_frames(error)
         if pending.number is not None:
             if error.place is not None:  # one exception may fail many ops, each in a place of its own
                 error = ErrorInfo.of(error).to_exception()
@@ -252,7 +259,7 @@ class Interpreter(Generic[ContextT]):
         if op.error is not None:
             variable.fail(op.error.to_exception())
         else:
-            self._ops.complete(variable, op.text, Value(op.var, 0, "", "provided", Usage()))
+            variable.complete(op.text, Value(op.var, 0, "", "provided", Usage()))
 
     def _limit(self, op: ops.Limit) -> None:
         try:
@@ -273,7 +280,6 @@ class Interpreter(Generic[ContextT]):
                 variable.fail(Cancelled(f"{variable.name!r}: its state was closed"))
                 if self._variables.get(variable.id) is variable:
                     del self._variables[variable.id]
-                    self._memory.release(variable.num_bytes)
 
     def _start_graph(self, op: ops.Submit) -> None:
         """All its ops are in line before the first of them runs."""
@@ -299,9 +305,12 @@ class Interpreter(Generic[ContextT]):
                 for child in part.children:
                     graph.add(self._states.open_state(child))
 
-    async def _report(self, ticket: int) -> None:
-        try:
-            reply = StatsReply(ticket, await self._generator.stats())
-        except AgentflowError as error:  # an engine that restarts, say: the session goes on
-            reply = StatsReply(ticket, error=ErrorInfo.of(error))
-        self.outbox.mark(StatsCell(reply))
+
+def _forget_frames(error: BaseException) -> None:
+    """With its traceback, an error that is kept keeps all that the functions had that it came through."""
+    link: BaseException | None = error
+    for _ in range(MAX_CAUSES):
+        if link is None:
+            return
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__

@@ -11,9 +11,9 @@ from typing import Generic
 
 from agentflow.budget import Budget
 from agentflow.cells import StateCell
-from agentflow.errors import AgentflowError, Cancelled, Overloaded, ProtocolError, RunFailed, shortened
+from agentflow.errors import AgentflowError, Cancelled, Overloaded, ProtocolError, RunFailed
 from agentflow.generator import ContextT
-from agentflow.held_memory import FORKED_CHAR_BYTES, STATE_BYTES, HeldMemory, text_bytes
+from agentflow.held_memory import STATE_BYTES, HeldMemory, Holding, error_bytes
 from agentflow.ops import check_number
 from agentflow.outbox import Outbox
 
@@ -63,25 +63,20 @@ class StateTree(Generic[ContextT]):
         self._check_new((state_id,))
         return self._add(state_id, None)
 
-    def add_children(self, parent: StateCell[ContextT], children: tuple[int, ...]) -> None:
+    def add_children(
+        self, parent: StateCell[ContextT], children: tuple[int, ...]
+    ) -> tuple[StateCell[ContextT], ...]:
         """States that a fork will begin; they take ops from now on."""
         if not children or len(set(children)) != len(children):
             raise ProtocolError("a fork needs one or more new states")
         self._check_new(children)
-        for child in children:
-            parent.children[child] = self._add(child, parent)
+        cells = tuple([self._add(child, parent) for child in children])
+        parent.children.update(zip(children, cells, strict=True))
+        return cells
 
-    def begin(self, state: StateCell[ContextT], context: ContextT) -> None:
-        """The state has a context: its ops can run. What it shares with its parent is counted already."""
-        if state.parent is not None:
-            state.num_chars = state.parent.num_chars
-            state.num_bytes += FORKED_CHAR_BYTES * state.num_chars
-        state.begin(context)
-
-    def hold_text(self, state: StateCell[ContextT], text: str) -> None:
-        """Counts what is appended to the state's context. ``Overloaded``."""
-        if state.context is not None:  # one that was given back meanwhile holds nothing any more
-            self._hold(state, len(text), text_bytes(text))
+    def waits_for_fork(self, state: StateCell[ContextT]) -> bool:
+        """Whether the state is still there, and its fork may begin it."""
+        return self._states.get(state.id) is state and not state.has_begun and state.error is None
 
     def restrict(self, root: StateCell[ContextT] | None, budget: Budget) -> None:
         """``root`` and all that comes of it (None: every state, and those to come) share the budget."""
@@ -102,11 +97,14 @@ class StateTree(Generic[ContextT]):
         for state in restricted:
             state.restrict(budget)
 
-    def couple(self, parent: StateCell[ContextT], children: list[StateCell[ContextT]]) -> None:
+    def couple(self, parent: StateCell[ContextT], child_ids: tuple[int, ...]) -> None:
         """Makes forked states a task group."""
-        for child in children:
-            if child.parent is not parent:
-                raise ProtocolError(f"state {child.id} is not a fork of state {parent.id}")
+        for child_id in child_ids[: len(parent.children) + 1]:
+            if self.open_state(child_id).parent is not parent:
+                raise ProtocolError(f"state {child_id} is not a fork of state {parent.id}")
+        if len(child_ids) > len(parent.children) or len(set(child_ids)) != len(child_ids):
+            raise ProtocolError("a task group has each of its states once")
+        children = [parent.children[child_id] for child_id in child_ids]
         for child in children:
             child.siblings, child.is_coupled = children, True
         for child in children:
@@ -142,6 +140,7 @@ class StateTree(Generic[ContextT]):
         if state.error is not None:
             return
         state.error = error
+        state.holding.count(error_bytes(error))
         _fail_expected(state, error)
         state.mark()
         if state.scope is not None:
@@ -153,8 +152,8 @@ class StateTree(Generic[ContextT]):
     def free(self, state: StateCell[ContextT]) -> None:
         """Gives the state's context back. May be repeated."""
         context, state.context = state.context, None
+        state.context_holding = None
         if context is not None:
-            self._hold(state, 0, STATE_BYTES - state.num_bytes)
             self._give_back(context)
 
     def forget(self, state: StateCell[ContextT]) -> None:
@@ -164,9 +163,9 @@ class StateTree(Generic[ContextT]):
         if self._states.get(state.id) is state:  # its number may be another one's already
             del self._states[state.id]
             self._num_limits -= state.num_limits
-            self._memory.release(state.num_bytes)
         if state.parent is not None and state.parent.children.get(state.id) is state:
             del state.parent.children[state.id]
+        state.siblings, state.children = [], {}  # no cycles: it goes with the last one that has it
 
     def clear(self) -> None:
         """Forgets all states."""
@@ -174,14 +173,9 @@ class StateTree(Generic[ContextT]):
             self.free(state)
         self._states.clear()
 
-    def _hold(self, state: StateCell[ContextT], num_chars: int, num_bytes: int) -> None:
-        self._memory.hold(num_bytes)
-        state.num_bytes += num_bytes
-        state.num_chars += num_chars
-
     def _add(self, state_id: int, parent: StateCell[ContextT] | None) -> StateCell[ContextT]:
-        state = self._states[state_id] = StateCell[ContextT](state_id, parent, self._outbox)
-        state.num_bytes = STATE_BYTES
+        holding = Holding(self._memory, STATE_BYTES)
+        state = self._states[state_id] = StateCell[ContextT](state_id, parent, self._outbox, holding)
         if parent is None:
             state.budgets = self._budgets
         return state
@@ -193,7 +187,6 @@ class StateTree(Generic[ContextT]):
                 raise ProtocolError(f"state {state_id} exists already")
         if len(self._states) + len(state_ids) > MAX_STATES:
             raise Overloaded(f"a session may have {MAX_STATES} states open: close some first")
-        self._memory.hold(STATE_BYTES * len(state_ids))
 
 
 def _fail_expected(state: StateCell[ContextT], error: AgentflowError) -> None:
@@ -205,7 +198,7 @@ def _fail_expected(state: StateCell[ContextT], error: AgentflowError) -> None:
 
 def because(message: str, cause: AgentflowError) -> AgentflowError:
     """What follows from a failure: a cancellation stays one, anything else is a ``RunFailed``."""
-    text = shortened(f"{message}: {cause}")
+    text = f"{message}: {cause}"
     error: AgentflowError = Cancelled(text) if isinstance(cause, Cancelled) else RunFailed(text)
     error.__cause__ = origin_of(cause)
     return error

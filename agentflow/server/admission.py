@@ -56,14 +56,15 @@ class _Line:
             del self.num_waiting[priority]
 
     def start(self, request_ids: Sequence[int], now_s: float) -> None:
-        """These started in one step. Where they leave none behind, the engine had room for more, and they
-        say nothing of how long a place takes."""
+        """These started in one step. Where they leave none behind, the engine had room for more: a place
+        takes no longer than they say, and maybe less."""
         for request_id in request_ids:
             self.remove(request_id)
-        if self.waiting:
-            kept = max(0.0, 1 - len(request_ids) / NUM_REMEMBERED)
-            self.busy_s = self.busy_s * kept + now_s - self.moved_s
-            self.num_started = self.num_started * kept + len(request_ids)
+        num, took_s = len(request_ids), now_s - self.moved_s
+        if self.waiting or took_s * self.num_started < num * self.busy_s:
+            kept = max(0.0, 1 - num / NUM_REMEMBERED)
+            self.busy_s = self.busy_s * kept + took_s
+            self.num_started = self.num_started * kept + num
         self.moved_s = now_s
 
 

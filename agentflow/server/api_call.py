@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 JSON = b"application/json"
 EVENTS = b"text/event-stream; charset=utf-8"
+# A body of so many does not count: where large ones fill what there is, small ones are still answered.
+SMALL_BODY_BYTES = 32_768
 _UNKNOWN = "Object contains unknown field `"
 _MISSING = "Object missing required field `"
 # A client's own request id is used where it looks like one.
@@ -166,7 +168,9 @@ class ApiCall:
             raise _too_large(limits.body_bytes)
         parts: list[bytes] = []
         num_bytes = 0
-        self._held = held = HeldMemory(within=self.service.bodies.of(self.tenant.name))
+        self._held = held = HeldMemory(
+            within=self.service.bodies.of(self.tenant.name), free_bytes=SMALL_BODY_BYTES
+        )
         with anyio.move_on_after(limits.body_timeout_s) as scope:
             while not self.is_body_read:
                 message: Message = await self._receive()
@@ -190,7 +194,7 @@ class ApiCall:
     def release_body(self) -> None:
         """What it holds of the request's body is needed no longer."""
         if self._held is not None:
-            self._held.release_all()
+            self._held.close()
 
     async def until_gone(self) -> None:
         """Returns when the client has closed the connection. Only after the body was read."""

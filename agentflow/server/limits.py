@@ -19,7 +19,8 @@ class ServerLimits:
     new connection may stay silent. ``ping_interval_s``: a silent client is probed, and after as much
     again without an answer counts as gone. ``header_timeout_s``: how long a connection may take to ask for
     something, and the headers of a request to arrive. ``session_bytes``: of memory that the ops, states and
-    values of one session may hold, by estimate, and ``sessions_bytes`` those of all."""
+    values of one session may hold, by estimate, and ``sessions_bytes`` those of all; the first 1 MB (half of
+    what all have, in equal parts) every session may have."""
 
     frame_bytes: int = MAX_FRAME_BYTES
     max_sessions: int = 1_000

@@ -216,7 +216,11 @@ class Sessions(Generic[ContextT]):
         session: ServedSession[ContextT] | None = None
         try:
             async with anyio.create_task_group() as group:
-                memory = HeldMemory(self.limits.session_bytes, within=self._memory.of(tenant))
+                memory = HeldMemory(
+                    self.limits.session_bytes,
+                    within=self._memory.of(tenant),
+                    free_bytes=self.limits.sessions_bytes // (2 * self.limits.max_sessions),
+                )
                 session = ServedSession(generator, group, holder, tenant, memory)
                 self._sessions[session.id] = session
                 task_status.started(session)

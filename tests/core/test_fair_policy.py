@@ -368,6 +368,21 @@ def test_whose_patience_has_ended_goes_first_among_equal_priorities(plan):
         del waiting[chosen.id]
 
 
+def test_who_left_without_a_turn_is_not_remembered():
+    policy = FairLongestPrefix(Cache().peek, token_budget=10_000)
+    policy.add(request(0, 30, 0, priority=1))  # its tier goes first, and that of the others is never asked
+    for number in range(1, 5_000):
+        made = request(number, 30, 0, patience_end=float(number))
+        policy.add(made)
+        if number > 20:
+            policy.remove(made)
+        assert policy.next(free).id == 0
+    tier = policy._tenants[""].tiers[0]
+    assert len(tier._patience_ends._heap) < 200
+    policy.admit(policy.next(free), 1)
+    assert order_of(policy) == [*range(1, 21)]
+
+
 def test_a_deadline_goes_before_ended_patience():
     policy = FairLongestPrefix(Cache().peek, token_budget=256, clock=lambda: 10.0)
     policy.add(request(0, 30, 0, patience_end=1.0))

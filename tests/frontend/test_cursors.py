@@ -14,6 +14,7 @@ from agentflow.cells import StateCell, VariableCell
 from agentflow.errors import Cancelled, ProtocolError
 from agentflow.events import Delta, ErrorInfo, Reached, StateFailed, StatsReply, Value, VarFailed
 from agentflow.generator import Stats, Usage
+from agentflow.held_memory import HeldMemory, Holding
 from agentflow.outbox import Outbox
 
 VALUE = Value(0, 0, "", "eos", Usage())
@@ -35,8 +36,9 @@ def test_each_thing_is_heard_once_across_broken_connections(recorded: list[tuple
     cursors, listener, outbox = Cursors(), Listener(), Outbox()
     for op in (ops.Open(1), gen(1, 2), gen(1, 3), ops.Await(1, 100)):
         assert cursors.submit(op)
-    variables = {var: VariableCell(var, "v", outbox) for var in (2, 3)}
-    state: StateCell[None] = StateCell(1, None, outbox)
+    memory = HeldMemory()
+    variables = {var: VariableCell(var, "v", outbox, Holding(memory, 1)) for var in (2, 3)}
+    state: StateCell[None] = StateCell(1, None, outbox, Holding(memory, 1))
 
     def resume() -> None:
         said = cursors.resume("session", "secret")

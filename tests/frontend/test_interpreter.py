@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -104,6 +105,7 @@ class Bench:
         assert list(self.interpreter._states) == []
         assert self.interpreter._variables == {}
         assert (self.generator.num_open, self.generator.num_running) == (0, 0)
+        gc.collect()
         assert self.interpreter._memory.num_bytes == 0
 
 
@@ -267,6 +269,9 @@ NONSENSE = [
     (ops.TaskGroup(1, (2, 9)), "there is no state 9"),
     (ops.TaskGroup(2, (1,)), "state 1 is not a fork of state 2"),
     (ops.TaskGroup(1, (1,)), "state 1 is not a fork of state 1"),
+    (ops.TaskGroup(1, (2, 2)), "a task group has each of its states once"),
+    (ops.TaskGroup(1, (2,) * 1_000_000), "a task group has each of its states once"),
+    (ops.Open(1, cache_salt="x" * 257), "a cache_salt has 256 characters at most"),
     (ops.Open(1), "state 1 exists already"),
     (ops.Fork(1, ()), "a fork needs one or more new states"),
     (ops.Fork(1, (7, 7)), "a fork needs one or more new states"),

@@ -63,7 +63,9 @@ async def test_a_turn_cannot_stand_inside_a_turn(noted, inner):
         assert noted.ops == [ops.Open(s.id)]
 
 
-@pytest.mark.parametrize("item", [None, 5, 1.5, b"x", ["a"], {"a": 1}, af.gen, object()], ids=lambda item: type(item).__name__)
+@pytest.mark.parametrize(
+    "item", [None, 5, 1.5, b"x", ["a"], {"a": 1}, af.gen, object()], ids=lambda item: type(item).__name__
+)
 async def test_what_cannot_be_appended_is_refused(noted, item):
     async with af.session(backend=noted) as flow, flow.state() as s:
         for wrong in (item, af.user("a", item), "a" + (af.gen("x") + item)):

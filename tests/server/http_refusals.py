@@ -35,6 +35,7 @@ from server.refusing_servers import (
     tenants,
 )
 
+from agentflow.server.api_call import SMALL_BODY_BYTES
 from agentflow.server.limits import CompileLimits, HttpLimits, ServerLimits
 
 Refused = Callable[[ApiServer, Api], Came | None]
@@ -154,12 +155,12 @@ def a_large_body(_: ApiServer, api: Api) -> Came:
 
 def large_bodies(_: ApiServer, api: Api) -> Came:
     """Two that come at once, each small enough."""
-    body = request_bytes(api, asked(messages=[{"role": "user", "content": "x" * 1000}]))
+    body = request_bytes(api, asked(messages=[{"role": "user", "content": "x" * (SMALL_BODY_BYTES + 1000)}]))
     with (
-        api_server(limits=HttpLimits(bodies_bytes=1500), constraints=False) as server,
+        api_server(limits=HttpLimits(bodies_bytes=2000), constraints=False) as server,
         talking(server, body[:-1]),
     ):
-        until(server, lambda: server.service.bodies.num_bytes > 1000)
+        until(server, lambda: server.service.bodies.num_bytes >= 1000)
         return come_of_bytes(server, api, body)
 
 

@@ -111,6 +111,26 @@ def test_other_tenants_are_not_refused_for_one_that_floods():
     admission.check("quiet")
 
 
+def test_the_pace_of_an_overload_is_forgotten_when_it_is_over():
+    clock = Clock()
+    admission = Admission(10.0, clock)
+    for request_id in range(20):
+        admission.sent(submit(request_id))
+    for request_id in range(19):  # 3 s for each place
+        clock.now_s += 3
+        admission.heard([Started([request_id])])
+    clock.now_s += 0.01
+    admission.heard([Started([19])])
+    clock.now_s += 3600
+    for request_id in range(20, 120):  # one after the other, with room for all
+        admission.sent(submit(request_id))
+        clock.now_s += 0.01
+        admission.heard([Started([request_id])])
+    for request_id in range(200, 230):
+        admission.check("ann")
+        admission.sent(submit(request_id))
+
+
 def test_while_nothing_starts_the_oldest_shows_how_long_it_takes():
     clock = Clock()
     admission = Admission(10.0, clock)

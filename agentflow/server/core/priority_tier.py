@@ -17,18 +17,30 @@ from agentflow.server.core.request import Request
 from agentflow.server.core.token_run import TokenRun
 from agentflow.server.core.waiting_tree import WaitingTree
 
+MIN_GONE = 64
+
 
 class TimeHeap:
     """Waiting requests that have a time, the earliest first. ``waits``: whether one still does."""
 
     def __init__(self, waits: Callable[[Request], bool]) -> None:
-        self._heap: list[tuple[float, int, Request]] = []  # old entries stay
+        self._heap: list[tuple[float, int, Request]] = []  # old entries stay for a while
+        self._num_gone = 0
         self._waits = waits
 
     def add(self, at: float, request: Request) -> None:
         """Unless it is at no time at all."""
         if at < math.inf:
             heapq.heappush(self._heap, (at, request.id, request))
+
+    def gone(self) -> None:
+        """Some request, with a time or without one, waits no longer. Where most have gone, all of these are
+        dropped: many may have left from the middle."""
+        self._num_gone += 1
+        if self._num_gone > MIN_GONE and 2 * self._num_gone > len(self._heap):
+            self._heap = [entry for entry in self._heap if self._waits(entry[2])]
+            heapq.heapify(self._heap)
+            self._num_gone = 0
 
     def first(self, by: float = math.inf) -> Request | None:
         """The earliest, if its time is not after ``by``."""
@@ -61,6 +73,8 @@ class PriorityTier:
     def remove(self, request: Request) -> None:
         """It waits no longer."""
         self.trees[request.objective].remove(request)
+        self._deadlines.gone()
+        self._patience_ends.gone()
         group = request.task_group
         if group is not None:
             del self.groups[group][request.id]
