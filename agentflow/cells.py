@@ -85,7 +85,7 @@ class VariableCell:
         return [Delta(self.id, at, rest)] if rest else []
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PendingOp(Generic[ContextT]):
     """An op in line. ``number``: which of its state's ops it is (None for those that are not counted).
     ``sources``: the variables that its text refers to, in order: the op keeps them, whatever becomes of

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from agentflow import ops
-from agentflow.constraint import Constraint
 from agentflow.errors import Overloaded
 from agentflow.events import Value
 
@@ -64,30 +64,30 @@ class HeldMemory:
 
     def hold(self, num_bytes: int) -> None:
         """So many bytes more, or ``Overloaded``, and then none of them."""
-        if self.num_bytes + num_bytes > self._most_bytes:
+        total = self.num_bytes + num_bytes
+        if total > self._most_bytes:
             raise Overloaded(
-                f"{self._who} {self._most_bytes:,} bytes, and this would be "
-                f"{self.num_bytes + num_bytes:,}: {self._advice}"
+                f"{self._who} {self._most_bytes:,} bytes, and this would be {total:,}: {self._advice}"
             )
-        if self._within is not None and (more := self._excess(num_bytes) - self._excess(0)):
-            self._within.hold(more)
-        self.num_bytes += num_bytes
+        if total > self._free_bytes and self._within is not None:
+            self._within.hold(total - max(self.num_bytes, self._free_bytes))
+        self.num_bytes = total
 
     def count(self, num_bytes: int) -> None:
         """So many bytes more (or less), whatever the limit: they are held already."""
         if self._is_closed:
             return
+        total = self.num_bytes + num_bytes
         if self._within is not None:
-            self._within.count(self._excess(num_bytes) - self._excess(0))
-        self.num_bytes += num_bytes
+            more = max(total, self._free_bytes) - max(self.num_bytes, self._free_bytes)
+            if more:
+                self._within.count(more)
+        self.num_bytes = total
 
     def close(self) -> None:
         """Nothing is held any more, and nothing counts from now on."""
         self.count(-self.num_bytes)
         self._is_closed = True
-
-    def _excess(self, more_bytes: int) -> int:
-        return max(0, self.num_bytes + more_bytes - self._free_bytes)
 
 
 class Holding:
@@ -102,7 +102,8 @@ class Holding:
     def __init__(self, memory: HeldMemory, num_bytes: int) -> None:
         self._num_bytes = 0
         self._memory = memory
-        self.add(num_bytes)
+        memory.hold(num_bytes)
+        self._num_bytes = num_bytes
 
     def add(self, num_bytes: int) -> None:
         """More of them. ``Overloaded``: none of them."""
@@ -120,25 +121,38 @@ class Holding:
 
 def op_bytes(op: ops.Op) -> int:
     """Of an op that waits."""
-    match op:
-        case ops.Text() | ops.Set():
-            return OP_BYTES + sum(map(_part_bytes, op.parts))
-        case ops.Gen():
-            return OP_BYTES + _params_bytes(op) + _constraint_bytes(op.constraint)
-        case ops.Select():
-            return OP_BYTES + _texts_bytes(op.choices)
-        case ops.Image():
-            return OP_BYTES + len(op.source)
-        case ops.Fork():
-            return OP_BYTES + NUMBER_BYTES * len(op.children)
-        case _:
-            return OP_BYTES
+    size = _SIZES.get(type(op))
+    return OP_BYTES if size is None else OP_BYTES + size(op)
 
 
-def _part_bytes(part: str | ops.Ref) -> int:
-    if isinstance(part, str):
-        return sys.getsizeof(part)
-    return OP_BYTES + _texts_bytes(transform.argument for transform in part.transforms)
+def _parts_bytes(op: ops.Text | ops.Set) -> int:
+    num_bytes = 0
+    for part in op.parts:
+        num_bytes += sys.getsizeof(part) if isinstance(part, str) else _ref_bytes(part)
+    return num_bytes
+
+
+def _ref_bytes(ref: ops.Ref) -> int:
+    return OP_BYTES + _texts_bytes(transform.argument for transform in ref.transforms)
+
+
+def _gen_bytes(op: ops.Gen) -> int:
+    params, constraint = op.params, op.constraint
+    num_bytes = _texts_bytes(params.stop) + sys.getsizeof(params.stop_regex)
+    num_bytes += BIAS_BYTES * len(params.logit_bias) + NUMBER_BYTES * len(params.stop_token_ids)
+    if constraint is not None:
+        num_bytes += _texts_bytes((constraint.source, constraint.between or "", *constraint.choices))
+    return num_bytes
+
+
+_SIZES: dict[type, Callable[[Any], int]] = {
+    ops.Text: _parts_bytes,
+    ops.Set: _parts_bytes,
+    ops.Gen: _gen_bytes,
+    ops.Select: lambda op: _texts_bytes(op.choices),
+    ops.Image: lambda op: len(op.source),
+    ops.Fork: lambda op: NUMBER_BYTES * len(op.children),
+}
 
 
 def variable_bytes(name: str) -> int:
@@ -170,20 +184,3 @@ def value_bytes(text: str, value: Value) -> int:
 
 def _texts_bytes(texts: Iterable[str]) -> int:
     return sum(map(sys.getsizeof, texts))
-
-
-def _params_bytes(op: ops.Gen) -> int:
-    params = op.params
-    return (
-        _texts_bytes(params.stop)
-        + sys.getsizeof(params.stop_regex)
-        + BIAS_BYTES * len(params.logit_bias)
-        + NUMBER_BYTES * len(params.stop_token_ids)
-    )
-
-
-def _constraint_bytes(constraint: Constraint | None) -> int:
-    if constraint is None:
-        return 0
-    texts = (constraint.source, constraint.between or "", *constraint.choices)
-    return _texts_bytes(texts)
