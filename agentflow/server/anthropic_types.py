@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from agentflow.sampling import MAX_INT, MAX_STOP_CHARS, MAX_STOPS
 from agentflow.server.anthropic_blocks import CacheControl, DirectCaller, InputMessage, Text
+from agentflow.server.core.request import MAX_PRIORITY
 
 MAX_MESSAGES = 2048
 MAX_TOOLS = 10_000
@@ -24,7 +25,7 @@ StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CH
 
 class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A tool of the client's own. ``strict``, ``eager_input_streaming``: calls are valid, and arguments
-    streamed, in any case. ``input_examples``: not shown to the model."""
+    streamed, in any case. ``input_examples`` are refused: templates have no place for them."""
 
     name: ToolName
     input_schema: dict[str, Any]
@@ -122,7 +123,7 @@ class MessagesRequest(CountRequest, kw_only=True, forbid_unknown_fields=True):
     inference_geo: None = None
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     cache_salt: Annotated[str, Meta(max_length=MAX_SALT_CHARS)] | None = None
-    priority: Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)] | None = None
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
 
 
 class AnswerText(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):

@@ -26,7 +26,7 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME[=PATH]",
         help="a pulled model, a Hugging Face folder, or a folder under a name of your choice; may be "
-        f"repeated, and the first answers where a request names none (default: {DEFAULT_MODEL})",
+        f"repeated; sessions that name none get the first (default: {DEFAULT_MODEL})",
     )
     first.add_argument(
         "--config",

@@ -145,7 +145,9 @@ class LimitsConfig(Struct, frozen=True, kw_only=True):
         _HTTP.bodies_bytes
     )
     max_n: Annotated[Count, _help("answers to one HTTP request (its `n`)")] = _HTTP.max_n
-    max_connections: Annotated[Count, _help("connections open at once")] = _SERVER.max_connections
+    max_connections: Annotated[
+        Count, _help("websockets open at once; with HTTP's, twice as many connections")
+    ] = _SERVER.max_connections
     max_sessions: Annotated[Count, _help("websocket sessions open at once")] = _SERVER.max_sessions
     session_bytes: Annotated[Count, _help("of memory for the texts, states and values of one session")] = (
         _SERVER.session_bytes
@@ -230,7 +232,7 @@ class LogsConfig(Struct, frozen=True, kw_only=True):
 
 
 class ServeConfig(Struct, frozen=True, kw_only=True):
-    """All of it. ``models``: at least one; the first answers where a request names none."""
+    """All of it. ``models``: at least one; sessions that name none get the first."""
 
     models: tuple[ModelConfig, ...]
     engine: EngineConfig = EngineConfig()

@@ -31,7 +31,7 @@ def config_text(effective: Effective) -> str:
 
 def _model_lines(effective: Effective) -> Iterator[str]:
     for number, model in enumerate(effective.config.models):
-        first = ", answers where a request names no model" if number == 0 and len(effective.own) > 1 else ""
+        first = ", of sessions that name no model" if number == 0 and len(effective.own) > 1 else ""
         yield _commented(f"[{MODELS}.{_key(model.name)}]", effective.models_source + first)
         own = effective.own[model.name]
         yield f"path = {_value(model.path)}"

@@ -14,7 +14,8 @@ MIN_FRAME_BYTES = 4096
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
     """``frame_bytes``: of one websocket message, in either direction. ``max_sessions``: open at once,
-    those in their grace period included. ``max_connections``: websockets open at once.
+    those in their grace period included. ``max_connections``: websockets open at once; with
+    those of HTTP, twice as many connections.
     ``resume_grace_s``: how long a session outlives its connection. ``hello_timeout_s``: how long a
     new connection may stay silent. ``ping_interval_s``: a silent client is probed, and after as much
     again without an answer counts as gone. ``header_timeout_s``: how long a connection may take to ask for

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from agentflow.constraint import MAX_SOURCE_CHARS
 from agentflow.sampling import MAX_BIASES, MAX_INT, MAX_STOP_CHARS, MAX_STOPS
+from agentflow.server.core.request import MAX_PRIORITY
 
 MAX_SALT_CHARS = 256
 _INT64 = 2**63
@@ -82,11 +83,12 @@ class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     grammar: Source | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)] | None = None
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     cache_salt: Annotated[str, Meta(max_length=MAX_SALT_CHARS)] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: Unread = None
     prompt_cache_retention: str | None = None
     metadata: dict[str, str] | None = None
     store: OnlyFalse | None = None

@@ -15,9 +15,10 @@ ToolName: TypeAlias = Annotated[str, Meta(pattern=f"^[a-zA-Z0-9_-]{{1,{MAX_NAME_
 
 
 class TextPart(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
-    """A part of a message's text."""
+    """A part of a message's text. ``prompt_cache_breakpoint``: what was computed is cached in any case."""
 
     text: str
+    prompt_cache_breakpoint: Unread = None
 
 
 class RefusalPart(msgspec.Struct, tag_field="type", tag="refusal", forbid_unknown_fields=True):

@@ -31,6 +31,7 @@ _WHY_NOT = {
 _FIELD_OF_CONSTRAINT = {"regex": "regex", "grammar": "grammar", "schema": "response_format"}
 # False asks for nothing.
 _FLAGS = ("store", "echo")
+_FAULT_OF_PROMPT = re.compile(r"the prompt is empty: |-?\d+ is no token of this model: ")
 _FAULT_OF_GEN = re.compile(r"gen: (\w+) must be (.*)", re.DOTALL)
 
 
@@ -141,13 +142,15 @@ def faults_named(param: str | None = None) -> Iterator[None]:
 
 @contextmanager
 def faults_placed(prompt: str, constraint: Constraint | None) -> Iterator[None]:
-    """What the engine refuses names a field, too: a prompt that is too long ``prompt``, and a constraint that
-    cannot be kept the field that asks for it."""
+    """What the engine refuses names a field, too: a prompt that is too long, empty, or of unknown ids
+    ``prompt``, and a constraint that cannot be kept the field that asks for it."""
     try:
         yield
     except PromptTooLong as error:
         raise Refusal(400, "context_length_exceeded", str(error), param=prompt) from error
     except (BadArgument, RequestRefused) as error:
+        if _FAULT_OF_PROMPT.match(str(error)):
+            raise wrong(prompt, str(error)) from error
         if constraint is None or not str(error).startswith(f"{constraint.kind}: "):
             raise
         refusal = refusal_of(error)

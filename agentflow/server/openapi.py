@@ -25,12 +25,14 @@ JSON = "application/json"
 EVENTS = "text/event-stream"
 Schema = dict[str, Any]
 
-# What may come of every call: no key or a wrong one, a body that does not end or is too large, too many
-# requests, a fault of the server, a server that is full or ends.
-_ALWAYS = (401, 408, 413, 429, 500, 503)
+# What may come of every call: no key or a wrong one, a body that does not end, is too large or is compressed,
+# too many requests, a fault of the server, a server that is full or ends.
+_ALWAYS = (401, 408, 413, 415, 429, 500, 503)
 # These are answered before the API is asked: a page of another site, another method.
 _OUTSIDE = (403, 405)  # in OpenAI's words, and in those of the path
 _NAME = {"type": "string"}
+# And this by the web server, which has not read the request: there are too many connections.
+_TEXT = {"text/plain": {"schema": _NAME}}
 _EVENT = {
     "type": "object",
     "description": 'Of each event, where the request says `"stream": true`.',
@@ -126,11 +128,13 @@ def _answers(route: ApiRoute, schemas: dict[type[msgspec.Struct], Schema]) -> Sc
         answers[told] = _answer(told, body, _headers(dialect, status))
     for status, one in zip(_OUTSIDE, (OPENAI, dialect), strict=True):
         answers[status] = _answer(status, {JSON: {"schema": schemas[one.body_type]}})
+    answers.setdefault(503, _answer(503, {}))["content"] |= _TEXT
     return _in_order(answers)
 
 
 def _headers(dialect: ErrorDialect, status: int = 200) -> Schema:
-    headers: Schema = {dialect.request_id_header.decode(): {"required": True, "schema": _NAME}}
+    has_id = dialect.status(Refusal(status, "", "")) != 503  # that may be the web server's
+    headers: Schema = {dialect.request_id_header.decode(): {"required": has_id, "schema": _NAME}}
     if status in (429, 503):
         headers["retry-after"] = {"description": "Seconds.", "schema": {"type": "integer", "minimum": 0}}
     if status == 401:
@@ -140,13 +144,13 @@ def _headers(dialect: ErrorDialect, status: int = 200) -> Schema:
 
 def _operations_paths(schemas: dict[type[msgspec.Struct], Schema]) -> dict[str, dict[str, Schema]]:
     """Of what is no API of a model: health checks, metrics, this document."""
-    text = {"text/plain": {"schema": _NAME}}
     refused = {JSON: {"schema": _REASON}}
     outside = {JSON: {"schema": schemas[OPENAI.body_type]}}
     either = {JSON: {"schema": {"anyOf": [_REASON, schemas[OPENAI.body_type]]}}}
 
     def get(name: str, summary: str, answers: Iterable[tuple[int, Schema]]) -> dict[str, Schema]:
         told = {405: _answer(405, outside), 403: _answer(403, outside)}
+        told[503] = _answer(503, _TEXT)
         told |= {status: _answer(status, content) for status, content in answers}
         operation = {"operationId": name, "summary": summary, "responses": _in_order(told)}
         # What never answers 401 wants no key, on a server with keys either.
@@ -157,9 +161,9 @@ def _operations_paths(schemas: dict[type[msgspec.Struct], Schema]) -> dict[str, 
         "/health/ready": get(
             "ready",
             "Whether requests are taken and all engines answer.",
-            [(200, {JSON: {"schema": _READY}}), (503, refused)],
+            [(200, {JSON: {"schema": _READY}}), (503, refused | _TEXT)],
         ),
-        "/metrics": get("metrics", "For Prometheus.", [(200, text), (401, refused), (403, either)]),
+        "/metrics": get("metrics", "For Prometheus.", [(200, _TEXT), (401, refused), (403, either)]),
         "/openapi.json": get("openapi", "This document.", [(200, {JSON: {"schema": {"type": "object"}}})]),
     }
 

@@ -8,9 +8,19 @@ import os
 import signal
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 from fake_engine import FakeEngine
 from server.api_server import ApiServer, api_server
+from server.chat_template_shapes import INST
+from server.connection_refusals import (
+    a_websocket_with_a_body,
+    no_http,
+    not_read,
+    slow_headers,
+    the_sessions_path,
+    too_many_connections,
+)
 from server.refused_calls import (
     ANTHROPIC,
     OPENAI,
@@ -35,10 +45,16 @@ from server.refusing_servers import (
     tenants,
 )
 
+from agentflow.server import chat_layout
 from agentflow.server.api_call import SMALL_BODY_BYTES
-from agentflow.server.limits import CompileLimits, HttpLimits, ServerLimits
+from agentflow.server.chat_template import ChatTemplate
+from agentflow.server.limits import CompileLimits, HttpLimits
 
 Refused = Callable[[ApiServer, Api], Came | None]
+# A chat template that writes each content in its own way.
+LOUD = "{% for message in messages %}[{{ message.content | upper }}]{% endfor %}"
+# Of which each letter can be read in more ways than the one before.
+AMBIGUOUS = 'start: e\ne: e e e e | f\nf: e e e | g\ng: e e | /[a-z]/ | e "a" | "b" e'
 
 
 def asking(**fields: Any) -> Refused:
@@ -46,7 +62,7 @@ def asking(**fields: Any) -> Refused:
     return lambda server, api: come(server, api, asked(**fields))
 
 
-def each(openai: dict[str, Any], anthropic: dict[str, Any] | None) -> Refused:
+def each(openai: dict[str, Any] | None, anthropic: dict[str, Any] | None) -> Refused:
     """A body in each API."""
 
     def refused(server: ApiServer, api: Api) -> Came | None:
@@ -85,6 +101,22 @@ def with_key(key: str | None) -> Refused:
     return refused
 
 
+def on_template(source: str | None, *roles: str) -> Refused:
+    """A conversation, and a model with this chat template."""
+
+    def refused(_: ApiServer, api: Api) -> Came:
+        turns = [{"role": role, "content": "some words"} for role in roles]
+        with api_server(template=ChatTemplate(source), constraints=False) as server:
+            return come(server, api, asked(messages=turns))
+
+    return refused
+
+
+def many_renderings(server: ApiServer, api: Api) -> Came:
+    with patch.object(chat_layout, "MIN_RENDERINGS", 4), patch.object(chat_layout, "MAX_RENDERED_CHARS", 0):
+        return on_template(LOUD, *["user", "assistant"] * 3, "user")(server, api)
+
+
 def a_model_that_is_not_mine(server: ApiServer, api: Api) -> Came:
     unknown = come(server, api, asked(model="nowhere"))
     with api_server(tenants=tenants('models = ["another"]'), constraints=False) as limited:
@@ -109,6 +141,12 @@ def constrained(api: Api, schema: dict[str, Any]) -> dict[str, Any]:
 
 def with_schema(schema: dict[str, Any]) -> Refused:
     return lambda server, api: come(server, api, constrained(api, schema))
+
+
+def an_ambiguous_grammar(server: ApiServer, api: Api) -> Came | None:
+    if api is ANTHROPIC:
+        return None
+    return come(server, api, asked(grammar=AMBIGUOUS, stream=True, max_tokens=900))
 
 
 def no_compiler(_: ApiServer, api: Api) -> Came:
@@ -255,28 +293,6 @@ def another_host(_: ApiServer, api: Api) -> Came:
         return come(server, api, asked(), headers={"Host": "elsewhere.example"})
 
 
-def too_many_connections(_: ApiServer, api: Api) -> Came:
-    with (
-        api_server(server_limits=ServerLimits(max_connections=1), constraints=False) as server,
-        talking(server, b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n") as other,
-    ):
-        assert other.recv(1)
-        return come(server, api, asked())
-
-
-def slow_headers(_: ApiServer, api: Api) -> Came:
-    with api_server(server_limits=ServerLimits(header_timeout_s=0.05), constraints=False) as server:
-        return come_of_bytes(server, api, request_bytes(api, asked())[:20])
-
-
-def no_http(server: ApiServer, api: Api) -> Came:
-    return come_of_bytes(server, api, b"HELLO\r\n\r\n")
-
-
-def the_sessions_path(server: ApiServer, api: Api) -> Came | None:
-    return come(server, api, method="GET", path="/v1/session") if api is OPENAI else None
-
-
 REFUSED: dict[str, Refused] = {
     "no API key": with_key(None),
     "an API key that nobody has": with_key("af-other"),
@@ -284,6 +300,7 @@ REFUSED: dict[str, Refused] = {
     "no such path": lambda server, api: come(server, api, method="GET", path=api.path + "/nowhere"),
     "another method": lambda server, api: come(server, api, method="PUT"),
     "a request to the sessions' path that is no websocket": the_sessions_path,
+    "a websocket is asked for with a body": a_websocket_with_a_body,
     "the body is no JSON": lambda server, api: come(server, api, b"{"),
     "the body is compressed": a_compressed_body,
     "a field is missing": asking(messages=None),
@@ -295,13 +312,18 @@ REFUSED: dict[str, Refused] = {
     ),
     "a parameter is not supported": each({"store": True}, {"container": "c_1"}),
     "`best_of`, `echo`, `suffix`": best_of_echo_and_suffix,
+    "a conversation that is kept in a `thread`": each(None, {"thread": {"type": "create"}}),
     "an image, a file, audio": an_image,
+    "a conversation, and a model without a chat template": on_template(None, "user"),
+    "a conversation that the model's chat template refuses": on_template(INST, "assistant", "user"),
+    "a conversation of too many turns that the chat template rewrites": many_renderings,
     "the prompt is too long": a_prompt_over_the_limit,
     "the prompt is empty": of_prompt(""),
     "a token id beyond the vocabulary": of_prompt([10**6]),
     "a constraint makes no sense": with_schema({"type": "string", "pattern": "a("}),
     "a constraint cannot be kept": with_schema({"$dynamicRef": "#a"}),
     "a constraint is too large or takes too long": a_large_constraint,
+    "a constraint that costs too much shows it in a stream that has begun": an_ambiguous_grammar,
     "a tool's parameters nest too deep": a_deep_tool,
     "the model cannot keep constraints": no_compiler,
     "too many constraints wait": many_constraints,
@@ -322,6 +344,7 @@ REFUSED: dict[str, Refused] = {
     "another host name": another_host,
     "too many connections": too_many_connections,
     "the headers come too slowly": slow_headers,
+    "the answer is not read": not_read,
     "what comes is no HTTP": no_http,
 }
 APIS = (OPENAI, ANTHROPIC)

@@ -6,14 +6,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from fake_engine import FakeEngine
 from server.api_server import ApiServer, api_server
+from server.chat_template_shapes import INST
+from server.http_refusals import LOUD
 from server.refused_calls import OPENAI, held
 from server.refused_sessions import ASK, OPEN, Session, gen, text
 from server.refused_sessions import session as session_on
 from server.refusing_servers import KEY, changed, failing_engine, tenants
 
+from agentflow.server import chat_layout
+from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.limits import CompileLimits, ServerLimits
 from agentflow.server.rate_limit import TenantGate
 
@@ -65,6 +70,22 @@ def large_values(_: ApiServer) -> str:
 def fail_with(limits: ServerLimits, *sent: dict[str, Any]) -> str:
     with api_server(server_limits=limits, constraints=False) as server:
         return ops(*sent, state=1)(server)
+
+
+def on_template(source: str | None, *sent: dict[str, Any], state: int | None = None) -> Fails:
+    """On a model with this chat template."""
+
+    def fail(_: ApiServer) -> str:
+        with api_server(template=ChatTemplate(source), constraints=False) as server:
+            return ops(*sent, state=state)(server)
+
+    return fail
+
+
+def many_renderings(server: ApiServer) -> str:
+    turns = [op for role in ["user", "assistant"] * 3 for op in turn(role)]
+    with patch.object(chat_layout, "MIN_RENDERINGS", 4), patch.object(chat_layout, "MAX_RENDERED_CHARS", 0):
+        return on_template(LOUD, OPEN, *turns, gen())(server)
 
 
 @contextmanager
@@ -128,6 +149,11 @@ def a_cancelled_state(server: ApiServer) -> str:
             server.call(server.engine.gate.open)
 
 
+def turn(role: str) -> tuple[dict[str, Any], ...]:
+    begin = {"op": "begin", "state": 1, "role": role}
+    return begin, text("some words"), {"op": "end", "state": 1}
+
+
 def constrained(kind: str, source: str) -> dict[str, Any]:
     return gen(constraint={"kind": kind, "source": source})
 
@@ -151,6 +177,9 @@ FAILURES: dict[str, Fails] = {
     "a `select` without choices": ops(*ASK, SELECT),
     "a turn in a turn, or an end without one": ops(OPEN, USER, USER, state=1),
     "a `hint` that makes no sense": ops(OPEN, {"op": "hint", "state": 1, "forks": -5}, state=1),
+    "a turn, and a model without a chat template": on_template(None, OPEN, *turn("user"), state=1),
+    "turns that the model's chat template refuses": on_template(INST, OPEN, *turn("assistant"), gen()),
+    "too many turns that the chat template rewrites": many_renderings,
     "an image": ops(OPEN, IMAGE, state=1),
     "prompt and output do not fit": ops(OPEN, text("x" * 5000), gen()),
     "a constraint that makes no sense": ops(*ASK, constrained("regex", "a(")),

@@ -8,12 +8,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from agentflow.server.core.request import MAX_PRIORITY
 from agentflow.server.openai_chat_types import MAX_MESSAGES, ChatRequest
 from agentflow.server.openai_completion_types import TextRequest
 from agentflow.server.openai_sampling import MAX_TOLD_TOKENS
 from agentflow.server.openai_tokenize import DetokenizeRequest, TokenizeRequest
 
-PAGE = (Path(__file__).parents[2] / "docs" / "http-api.md").read_text(encoding="utf-8")
+PAGES = Path(__file__).parents[2] / "docs"
+PAGE = (PAGES / "http-api.md").read_text(encoding="utf-8")
 # Of each section the fields that its tables, and the paragraphs on what is taken and refused, name.
 SECTIONS = dict(re.findall(r"^## `(POST [^`]*)`[^\n]*\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
 
@@ -28,6 +30,11 @@ def in_tables(section: str) -> set[str]:
     return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
 
 
+def in_list(section: str) -> list[str]:
+    """Its points."""
+    return re.findall(r"^- (.*(?:\n  .*)*)", section, re.MULTILINE)
+
+
 def test_chat_completions() -> None:
     section = SECTIONS["POST /v1/chat/completions"]
     known = fields(ChatRequest)
@@ -39,13 +46,23 @@ def test_chat_completions() -> None:
 
 
 def test_completions() -> None:
-    table = in_tables(SECTIONS["POST /v1/completions"])
-    assert table <= fields(TextRequest)
-    # The rest is what both have.
-    assert fields(TextRequest) - table <= fields(ChatRequest)
+    """The page lists each field, in the table or among those that both endpoints have, and no other."""
+    section = SECTIONS["POST /v1/completions"]
+    table = in_tables(section)
+    shared = {name for line in in_list(section) for name in re.findall(r"`(\w+)`", line)}
+    assert table | shared == fields(TextRequest)
+    assert table & shared == set()
+    assert shared <= fields(ChatRequest)
+
+
+def test_priority_has_its_range() -> None:
+    for page in ("http-api.md", "anthropic-api.md"):
+        text = (PAGES / page).read_text(encoding="utf-8")
+        [row] = re.findall(r"^\|[^|]*`priority`.*", text, re.MULTILINE)
+        assert f"{-MAX_PRIORITY} to {MAX_PRIORITY}" in row
 
 
 @pytest.mark.parametrize("kind", [TokenizeRequest, DetokenizeRequest])
 def test_tokenize(kind: type[msgspec.Struct]) -> None:
-    named = set(re.findall(r"`(\w+)`", SECTIONS["POST /tokenize"])) | {"model"}
+    named = set(re.findall(r"`(\w+)`", SECTIONS["POST /tokenize"]))
     assert fields(kind) <= named

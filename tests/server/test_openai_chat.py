@@ -55,6 +55,7 @@ PARAMETERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
             "service_tier": "auto",
             "safety_identifier": "x",
             "prompt_cache_key": "y",
+            "prompt_cache_options": {"mode": "explicit", "ttl": "30m"},
             "prediction": {"type": "content", "content": "Plants"},
             "verbosity": "medium",
             "reasoning_effort": "none",
@@ -143,6 +144,34 @@ def test_each_parameter_reaches_the_engine_and_its_answer_comes_back(
     else:
         assert choice.logprobs is None
         assert streamed.logprobs == []
+
+
+@pytest.mark.parametrize(("asked", "meant"), [({}, 0), ({"priority": 7}, 7), ({"priority": -10}, -10)])
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_the_priority_reaches_the_engine(
+    server: ApiServer, asked: dict[str, int], meant: int, is_streamed: bool
+) -> None:
+    sent = Sent(server)
+    with sync_client(server) as client:
+        common: dict[str, Any] = {"model": MODEL, "max_tokens": 3, "extra_body": asked, "n": 2}
+        answer = client.chat.completions.create(messages=MESSAGES, stream=is_streamed, **common)
+        answers = [answer, client.completions.create(prompt=["One", "Two"], stream=is_streamed, **common)]
+        for one in answers:
+            assert list(one)
+    assert [submit.origin.priority for submit in sent.submits] == [meant] * 6
+
+
+def test_a_breakpoint_of_the_cache_is_taken(server: ApiServer) -> None:
+    part = {"type": "text", "text": "Hi", "prompt_cache_breakpoint": {"mode": "explicit"}}
+    plain, marked = ([{"role": "user", "content": content}] for content in ("Hi", [part]))
+    with sync_client(server) as client:
+        texts = [
+            client.chat.completions.create(model=MODEL, messages=messages, seed=SEED, max_tokens=9)  # type: ignore[arg-type]
+            .choices[0]
+            .message.content
+            for messages in (plain, marked)
+        ]
+    assert texts[0] == texts[1] != ""
 
 
 @pytest.mark.anyio

@@ -177,13 +177,13 @@ def test_fields_that_both_endpoints_have(server: ApiServer) -> None:
         ({"prompt": [TEXT] * 65, "n": 2}, "prompt", "65 prompts with 2 answers each"),
         ({"extra_body": {"messages": []}}, "messages", "there is no parameter 'messages' here"),
         ({"extra_body": {"response_format": {"type": "text"}}}, "response_format", "no parameter"),
-        ({"prompt": ""}, None, "the prompt is empty"),
-        ({"prompt": ["", ""], "n": 2}, None, "the prompt is empty"),
-        ({"prompt": [[5, 99999]], "n": 2}, None, "99999 is no token of this model"),
+        ({"prompt": ""}, "prompt", "the prompt is empty"),
+        ({"prompt": ["", ""], "n": 2}, "prompt", "the prompt is empty"),
+        ({"prompt": [[5, 99999]], "n": 2}, "prompt", "99999 is no token of this model"),
     ],
 )
 def test_what_cannot_be_had_is_refused_by_name(
-    server: ApiServer, asked: dict[str, Any], param: str | None, words: str
+    server: ApiServer, asked: dict[str, Any], param: str, words: str
 ) -> None:
     with sync_client(server) as client, pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(**({"model": MODEL, "prompt": TEXT} | asked))

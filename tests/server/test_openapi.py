@@ -14,6 +14,7 @@ from agentflow.sampling import MAX_STOPS
 from agentflow.server.api_call import ApiCall
 from agentflow.server.api_routes import ROUTES, ApiRoute
 from agentflow.server.http_refusal import Refusal
+from agentflow.server.limits import ServerLimits
 from agentflow.server.openapi import openapi_document
 
 
@@ -108,14 +109,32 @@ def test_a_route_has_its_own_errors() -> None:
     assert operation["summary"] == "Answers a question."
     answers = operation["responses"]
     assert list(answers) == sorted(answers)
-    assert {"200", "400", "401", "404", "408", "413", "429", "500", "529"} <= set(answers)
-    assert "503" not in answers
+    assert {"200", "400", "401", "404", "408", "413", "415", "429", "500", "529"} <= set(answers)
+    # The web server's own, which is the same in all APIs.
+    assert set(answers.pop("503")["content"]) == {"text/plain"}
     assert set(answers["200"]["content"]) == {"application/json", "text/event-stream"}
     own = {"$ref": "#/components/schemas/Fault"}
     # What stands before the API answers in the words of OpenAI's.
     told = {status: answer["content"]["application/json"]["schema"] for status, answer in answers.items()}
     assert {status for status, schema in told.items() if schema == own} == set(answers) - {"200", "403"}
     assert all("request-id" in answers[status]["headers"] for status in ("200", "400", "529"))
+
+
+def test_what_the_web_server_answers_by_itself_is_there_on_each_path() -> None:
+    document = openapi_document(ROUTES)
+    with (
+        api_server(server_limits=ServerLimits(max_connections=1), constraints=False) as server,
+        httpx2.Client(base_url=server.url) as other,
+    ):
+        assert other.get("/health/live").status_code == 200  # and keeps its connection
+        for path, methods in document["paths"].items():
+            for method, operation in methods.items():
+                answer = httpx2.request(method, server.url + path)
+                assert answer.status_code == 503
+                told = operation["responses"]["503"]
+                assert answer.headers["content-type"].partition(";")[0] in told["content"], path
+                needed = {name for name, one in told.get("headers", {}).items() if one.get("required")}
+                assert needed <= set(answer.headers)
 
 
 def test_it_is_served() -> None:

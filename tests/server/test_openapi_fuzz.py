@@ -16,5 +16,5 @@ def test_the_server_answers_as_its_document_says():
     statuses = Counter()
     for name, count in outcome.answers.items():
         statuses[name.rpartition(" ")[2]] += count
-    assert {"200", "400", "401", "404", "405"} <= set(statuses)
+    assert {"200", "400", "401", "404", "405", "415"} <= set(statuses)
     assert statuses.total() > 500
