@@ -1,14 +1,17 @@
-"""What tests with OpenAI's client share: clients, the twin that asks the engine without HTTP, and what the
-engine was sent."""
+"""What tests with OpenAI's client share: their server, clients sync and async, the twin that asks the engine
+without HTTP, and what the engine was sent."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import ssl
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from typing import Any
+from operator import attrgetter
+from typing import Any, Literal
 
+import anyio
 import openai
-from api_server import ApiServer
+from api_server import MODEL, ApiServer, api_server
 from fake_engine import FakeEngine
 from logit_runner import logit_runner
 
@@ -18,6 +21,8 @@ from agentflow.server.completion import completing
 from agentflow.server.completion_request import Answer, CompletionRequest
 from agentflow.server.engine_messages import Submit
 
+# Made once: it takes as long as several requests, and every client would make its own.
+TLS = ssl.create_default_context()
 MAX_CONTEXT = 512
 SEED = 11
 ASK = (Message("system", "Be brief."), Message("user", "What do plants do?"))
@@ -29,15 +34,66 @@ def logit_engine_of_server() -> FakeEngine:
     return FakeEngine(runner=logit_runner(max_context=MAX_CONTEXT))
 
 
+def logit_server() -> Iterator[ApiServer]:
+    """A server on it: ``server = pytest.fixture(logit_server, scope="module")``."""
+    with api_server(logit_engine_of_server(), constraints=False) as running:
+        yield running
+        running.assert_idle()
+
+
+def only_asyncio() -> str:
+    """``anyio_backend = pytest.fixture(only_asyncio)``: on trio the client leaves its own streams to the
+    garbage collector, which is a warning there."""
+    return "asyncio"
+
+
 def sync_client(server: ApiServer, **options: Any) -> openai.OpenAI:
     """As users make it, but it never tries again."""
-    return openai.OpenAI(base_url=f"{server.url}/v1", **({"api_key": "none", "max_retries": 0} | options))
+    http_client = openai.DefaultHttpxClient(verify=TLS)
+    made = {"api_key": "none", "max_retries": 0, "http_client": http_client} | options
+    return openai.OpenAI(base_url=f"{server.url}/v1", **made)
 
 
 @asynccontextmanager
-async def async_client(server: ApiServer) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+async def async_client(server: ApiServer, **options: Any) -> AsyncIterator[openai.AsyncOpenAI]:
+    http_client = openai.DefaultAsyncHttpxClient(verify=TLS)
+    made = {"api_key": "none", "max_retries": 0, "http_client": http_client} | options
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", **made) as client:
         yield client
+
+
+ClientKind = Literal["sync", "async"]
+CLIENTS: tuple[ClientKind, ...] = ("sync", "async")
+
+
+def called(server: ApiServer, kind: ClientKind, method: str, key: str = "none", **asked: Any) -> Any:
+    """What a method of the client gives, such as ``chat.completions.create``; a stream as the list of its
+    chunks."""
+
+    async def call() -> Any:
+        async with async_client(server, api_key=key) as client:
+            answer = await attrgetter(method)(client)(**asked)
+            return [chunk async for chunk in answer] if asked.get("stream") else answer
+
+    if kind == "async":
+        return anyio.run(call, backend=only_asyncio())
+    with sync_client(server, api_key=key) as client:
+        answer = attrgetter(method)(client)(**asked)
+        return list(answer) if asked.get("stream") else answer
+
+
+def usages_under_salts(
+    server: ApiServer, kind: ClientKind, method: str, stream: bool, **asked: Any
+) -> list[Any]:
+    """The usage of one prompt that is asked under one salt, again, and under another."""
+    usages = []
+    if stream:
+        asked |= {"stream": True, "stream_options": {"include_usage": True}}
+    for name in "aab":
+        salt = f"{name} {kind} {stream}"
+        answer = called(server, kind, method, model=MODEL, **asked, extra_body={"cache_salt": salt})
+        usages.append((answer[-1] if stream else answer).usage)
+    return usages
 
 
 def chat_defaults(**changes: Any) -> SamplingParams:

@@ -12,7 +12,7 @@ import pytest
 from api_server import MODEL, ApiServer, api_server
 from fake_engine import TOKENIZER, FakeEngine
 from logit_runner import logit_runner
-from openai_peer import async_client, sync_client
+from openai_peer import async_client, only_asyncio, sync_client
 
 from agentflow.server.fake_runner import FakeRunner
 
@@ -56,10 +56,7 @@ def scripted(tokens: Sequence[int]) -> int:
     return TOKENIZER.encode(rest, continues=True)[0] if rest else END
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    """On trio the client leaves its own streams to the garbage collector, which is a warning there."""
-    return "asyncio"
+anyio_backend = pytest.fixture(only_asyncio)
 
 
 @pytest.fixture(scope="module")
