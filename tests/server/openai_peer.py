@@ -4,7 +4,7 @@ without HTTP, and what the engine was sent."""
 from __future__ import annotations
 
 import ssl
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from operator import attrgetter
 from typing import Any, Literal
@@ -66,20 +66,38 @@ ClientKind = Literal["sync", "async"]
 CLIENTS: tuple[ClientKind, ...] = ("sync", "async")
 
 
-def called(server: ApiServer, kind: ClientKind, method: str, key: str = "none", **asked: Any) -> Any:
+def called(
+    server: ApiServer,
+    kind: ClientKind,
+    method: str,
+    key: str = "none",
+    *,
+    hear: Callable[[Any], None] | None = None,
+    **asked: Any,
+) -> Any:
     """What a method of the client gives, such as ``chat.completions.create``; a stream as the list of its
-    chunks."""
+    chunks. ``hear`` is told each chunk as it comes."""
+    chunks: list[Any] = []
+    take = chunks.append if hear is None else hear
 
     async def call() -> Any:
         async with async_client(server, api_key=key) as client:
             answer = await attrgetter(method)(client)(**asked)
-            return [chunk async for chunk in answer] if asked.get("stream") else answer
+            if not asked.get("stream"):
+                return answer
+            async for chunk in answer:
+                take(chunk)
+            return chunks
 
     if kind == "async":
         return anyio.run(call, backend=only_asyncio())
     with sync_client(server, api_key=key) as client:
         answer = attrgetter(method)(client)(**asked)
-        return list(answer) if asked.get("stream") else answer
+        if not asked.get("stream"):
+            return answer
+        for chunk in answer:
+            take(chunk)
+        return chunks
 
 
 def usages_under_salts(
