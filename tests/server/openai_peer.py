@@ -1,28 +1,23 @@
-"""What tests with OpenAI's client share: their server, clients sync and async, the twin that asks the engine
-without HTTP, and what the engine was sent."""
+"""What tests with OpenAI's client share: their server, clients sync and async, what it asked the engine."""
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any
 
 import anyio
 import openai
 from api_server import MODEL, ApiServer, api_server
 from fake_engine import FakeEngine
+from http_clients import TLS, ClientKind, only_asyncio
 from logit_runner import logit_runner
 
 from agentflow.sampling import SamplingParams
 from agentflow.server.chat_message import Message
-from agentflow.server.completion import completing
-from agentflow.server.completion_request import Answer, CompletionRequest
 from agentflow.server.engine_messages import Submit
 
-# Made once: it takes as long as several requests, and every client would make its own.
-TLS = ssl.create_default_context()
 MAX_CONTEXT = 512
 SEED = 11
 ASK = (Message("system", "Be brief."), Message("user", "What do plants do?"))
@@ -41,12 +36,6 @@ def logit_server() -> Iterator[ApiServer]:
         running.assert_idle()
 
 
-def only_asyncio() -> str:
-    """``anyio_backend = pytest.fixture(only_asyncio)``: on trio the client leaves its own streams to the
-    garbage collector, which is a warning there."""
-    return "asyncio"
-
-
 def sync_client(server: ApiServer, **options: Any) -> openai.OpenAI:
     """As users make it, but it never tries again."""
     http_client = openai.DefaultHttpxClient(verify=TLS)
@@ -62,10 +51,6 @@ async def async_client(server: ApiServer, **options: Any) -> AsyncIterator[opena
         yield client
 
 
-ClientKind = Literal["sync", "async"]
-CLIENTS: tuple[ClientKind, ...] = ("sync", "async")
-
-
 def called(
     server: ApiServer,
     kind: ClientKind,
@@ -75,13 +60,17 @@ def called(
     hear: Callable[[Any], None] | None = None,
     **asked: Any,
 ) -> Any:
-    """What a method of the client gives, such as ``chat.completions.create``; a stream as the list of its
-    chunks. ``hear`` is told each chunk as it comes."""
+    """What a method of the client gives, such as ``chat.completions.create``: of a stream the list of its
+    chunks (``hear`` is told each as it comes), of the ``stream`` helper the answer at its end."""
     chunks: list[Any] = []
     take = chunks.append if hear is None else hear
+    is_helper = method.endswith(".stream")
 
     async def call() -> Any:
         async with async_client(server, api_key=key) as client:
+            if is_helper:
+                async with attrgetter(method)(client)(**asked) as stream:
+                    return await stream.get_final_completion()
             answer = await attrgetter(method)(client)(**asked)
             if not asked.get("stream"):
                 return answer
@@ -92,6 +81,9 @@ def called(
     if kind == "async":
         return anyio.run(call, backend=only_asyncio())
     with sync_client(server, api_key=key) as client:
+        if is_helper:
+            with attrgetter(method)(client)(**asked) as stream:
+                return stream.get_final_completion()
         answer = attrgetter(method)(client)(**asked)
         if not asked.get("stream"):
             return answer
@@ -117,16 +109,6 @@ def usages_under_salts(
 def chat_defaults(**changes: Any) -> SamplingParams:
     """The parameters of a chat request that says nothing but its seed."""
     return SamplingParams(**({"max_tokens": MAX_CONTEXT, "temperature": 1.0, "seed": SEED} | changes))
-
-
-def ask_engine(server: ApiServer, request: CompletionRequest) -> list[Answer]:
-    """The twin: the same generator, without HTTP."""
-
-    async def ask() -> list[Answer]:
-        async with completing(server.generator, request) as completion:
-            return await completion.answers()
-
-    return server.call(ask)
 
 
 class Sent:

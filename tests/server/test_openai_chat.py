@@ -10,20 +10,17 @@ from typing import Any
 import openai
 import pytest
 from api_server import MODEL, ApiServer
+from http_clients import CLIENTS, ClientKind, ask_engine, only_asyncio
 from openai_peer import (
     ASK,
-    CLIENTS,
     MAX_CONTEXT,
     MESSAGES,
     SEED,
-    ClientKind,
     Sent,
-    ask_engine,
     async_client,
     called,
     chat_defaults,
     logit_server,
-    only_asyncio,
     sync_client,
     usages_under_salts,
 )

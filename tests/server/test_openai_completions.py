@@ -9,11 +9,9 @@ import openai
 import pytest
 from api_server import MODEL, ApiServer, api_server
 from fake_engine import TOKENIZER
+from http_clients import CLIENTS, ClientKind, ask_engine
 from openai_peer import (
-    CLIENTS,
-    ClientKind,
     Sent,
-    ask_engine,
     called,
     chat_defaults,
     logit_engine_of_server,

@@ -12,7 +12,8 @@ import openai
 import pytest
 from api_server import MODEL, ApiServer, api_server
 from fake_engine import TOKENIZER, FakeEngine
-from openai_peer import CLIENTS, MESSAGES, ClientKind, called, logit_engine_of_server, sync_client
+from http_clients import CLIENTS, ClientKind
+from openai_peer import MESSAGES, called, logit_engine_of_server, sync_client
 
 from agentflow.server.api_keys import Tenants, hashed_key
 from agentflow.server.fake_runner import FakeRunner

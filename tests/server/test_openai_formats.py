@@ -13,16 +13,8 @@ import pydantic
 import pytest
 from api_server import MODEL, ApiServer, api_server
 from fake_engine import TOKENIZER, FakeEngine
-from openai_peer import (
-    CLIENTS,
-    MESSAGES,
-    ClientKind,
-    async_client,
-    called,
-    logit_engine_of_server,
-    only_asyncio,
-    sync_client,
-)
+from http_clients import CLIENTS, ClientKind, only_asyncio
+from openai_peer import MESSAGES, async_client, called, logit_engine_of_server, sync_client
 
 from agentflow.server.fake_runner import FakeRunner
 
