@@ -202,6 +202,7 @@ def test_headers_ids_and_the_log(server: ApiServer, caplog: pytest.LogCaptureFix
         )
         other = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=3)
         chunks = list(client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True))
+        server.call(server.service.calls.until_none)  # the log is written after the answer
     assert raw.headers["x-request-id"] == "mine-1"
     assert raw.headers["content-type"] == "application/json"
     first = raw.parse()
