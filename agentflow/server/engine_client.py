@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Protocol
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 
 from agentflow.errors import AgentflowError, EngineFailed, Overloaded, from_code
@@ -207,6 +208,8 @@ class EngineClient:
         return stats
 
     async def _call(self, message: Submit, on_progress: OnProgress | None) -> Finished:
+        # A thread's work, and a task's start, are not cancelled: whoever waited may have gone meanwhile.
+        await anyio.lowlevel.checkpoint_if_cancelled()
         self._check_alive()
         self.check_room(message.origin.tenant)
         self._submit(message)

@@ -12,6 +12,7 @@ import anyio
 import anyio.lowlevel
 from fake_engine import TOKENIZER
 from server.api_server import MODEL, ApiServer, api_server
+from server.http_clients import TLS, ClientKind, only_asyncio
 
 HELLO = [{"role": "user", "content": "What do plants do?"}]
 
@@ -45,6 +46,35 @@ class AnthropicPeer:
     def ask(self, **params: Any) -> Any:
         """``messages.create``; what is not said is short and the same each time."""
         return self.client.messages.create(**asking(**params))
+
+    def called(self, kind: ClientKind, method: str, key: str | None = None, **asked: Any) -> Any:
+        """What a method of ``client.messages`` gives: of ``stream`` the message at its end. ``key``: another
+        one than the client has."""
+
+        async def call() -> Any:
+            http_client = anthropic.DefaultAsyncHttpxClient(verify=TLS)
+            async with anthropic.AsyncAnthropic(
+                api_key=key or self.client.api_key,
+                base_url=self.server.url,
+                max_retries=0,
+                http_client=http_client,
+            ) as client:
+                if method != "stream":
+                    return await getattr(client.messages, method)(**asked)
+                async with client.messages.stream(**asked) as stream:
+                    return await stream.get_final_message()
+
+        if kind == "async":
+            return anyio.run(call, backend=only_asyncio())
+        messages = self.client.copy(api_key=key or self.client.api_key).messages
+        if method != "stream":
+            return getattr(messages, method)(**asked)
+        with messages.stream(**asked) as stream:
+            return stream.get_final_message()
+
+    def message(self, kind: ClientKind, stream: bool, **params: Any) -> Any:
+        """As ``ask``: asked for by this client, whole or as a stream."""
+        return self.called(kind, "stream" if stream else "create", **asking(**params))
 
     def until_not_asked(self) -> None:
         """Waits until nobody waits for the engine; the gate may hold it."""

@@ -15,7 +15,7 @@ from fake_engine import TEMPLATE, FakeEngine
 from agentflow.server.api_keys import Tenants
 from agentflow.server.app import Access
 from agentflow.server.chat_template import ChatTemplate
-from agentflow.server.constraint_compiler import ConstraintCompiler, constraint_compiler
+from agentflow.server.constraint_compiler import LOADER, ConstraintCompiler, constraint_compiler
 from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.engine_messages import EngineStats
 from agentflow.server.limits import CompileLimits, HttpLimits, ServerLimits
@@ -73,12 +73,14 @@ def api_server(
     limits: HttpLimits | None = None,
     constraints: bool = True,
     compile_limits: CompileLimits | None = None,
+    compile_loader: str = LOADER,
     server_limits: ServerLimits | None = None,
     max_wait_s: float | None = None,
     hosts: tuple[str, ...] | None = None,
 ) -> Iterator[ApiServer]:
     """A server on a free port, whose only model is called ``fake``. ``gate``: what its tenants' requests pass
-    through. ``constraints``: with a process that compiles them. ``hosts``: names that it is known by."""
+    through. ``constraints``: with a process that compiles them and runs ``compile_loader``. ``hosts``: names
+    that it is known by."""
     engine = engine or FakeEngine()
 
     @asynccontextmanager
@@ -87,7 +89,9 @@ def api_server(
             client = await stack.enter_async_context(engine.open_client())
             compiler: ConstraintCompiler | None = None
             if constraints:
-                compiler = await stack.enter_async_context(constraint_compiler(compile_limits))
+                compiler = await stack.enter_async_context(
+                    constraint_compiler(compile_limits, loader=compile_loader)
+                )
             model = EngineModel(MODEL, client, template, compiler=compiler, gate=gate, max_wait_s=max_wait_s)
             yield Models([model], compiler)
 

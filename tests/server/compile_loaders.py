@@ -1,9 +1,11 @@
-"""What compiling processes run in tests. The constraint's source says what it does: see ``DEEDS``."""
+"""What compiling processes run in tests. The constraint's source says what it does, a schema's in its
+description: see ``DEEDS``."""
 
 from __future__ import annotations
 
 import collections
 import itertools
+import json
 import os
 import signal
 
@@ -19,7 +21,10 @@ LEFT_BEHIND: list[bytearray] = []
 
 def compile_constraint(constraint: Constraint) -> CompiledConstraint:
     """The payload has the process that compiled it, unless the source wants another one."""
-    deed, _, argument = constraint.source.partition(" ")
+    said = constraint.source
+    if constraint.kind == "schema":
+        said = json.loads(said).get("description", "")
+    deed, _, argument = said.partition(" ")
     payload = DEEDS[deed](argument) if deed in DEEDS else None
     if payload is None:
         payload = str(os.getpid()).encode()

@@ -1,21 +1,21 @@
-"""What tests with OpenAI's client share: clients, the twin that asks the engine without HTTP, and what the
-engine was sent."""
+"""What tests with OpenAI's client share: their server, clients sync and async, what it asked the engine."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from operator import attrgetter
 from typing import Any
 
+import anyio
 import openai
-from api_server import ApiServer
+from api_server import MODEL, ApiServer, api_server
 from fake_engine import FakeEngine
+from http_clients import TLS, ClientKind, only_asyncio
 from logit_runner import logit_runner
 
 from agentflow.sampling import SamplingParams
 from agentflow.server.chat_message import Message
-from agentflow.server.completion import completing
-from agentflow.server.completion_request import Answer, CompletionRequest
 from agentflow.server.engine_messages import Submit
 
 MAX_CONTEXT = 512
@@ -29,30 +29,86 @@ def logit_engine_of_server() -> FakeEngine:
     return FakeEngine(runner=logit_runner(max_context=MAX_CONTEXT))
 
 
+def logit_server() -> Iterator[ApiServer]:
+    """A server on it: ``server = pytest.fixture(logit_server, scope="module")``."""
+    with api_server(logit_engine_of_server(), constraints=False) as running:
+        yield running
+        running.assert_idle()
+
+
 def sync_client(server: ApiServer, **options: Any) -> openai.OpenAI:
     """As users make it, but it never tries again."""
-    return openai.OpenAI(base_url=f"{server.url}/v1", **({"api_key": "none", "max_retries": 0} | options))
+    http_client = openai.DefaultHttpxClient(verify=TLS)
+    made = {"api_key": "none", "max_retries": 0, "http_client": http_client} | options
+    return openai.OpenAI(base_url=f"{server.url}/v1", **made)
 
 
 @asynccontextmanager
-async def async_client(server: ApiServer) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+async def async_client(server: ApiServer, **options: Any) -> AsyncIterator[openai.AsyncOpenAI]:
+    http_client = openai.DefaultAsyncHttpxClient(verify=TLS)
+    made = {"api_key": "none", "max_retries": 0, "http_client": http_client} | options
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", **made) as client:
         yield client
+
+
+def called(
+    server: ApiServer,
+    kind: ClientKind,
+    method: str,
+    key: str = "none",
+    *,
+    hear: Callable[[Any], None] | None = None,
+    **asked: Any,
+) -> Any:
+    """What a method of the client gives, such as ``chat.completions.create``: of a stream the list of its
+    chunks (``hear`` is told each as it comes), of the ``stream`` helper the answer at its end."""
+    chunks: list[Any] = []
+    take = chunks.append if hear is None else hear
+    is_helper = method.endswith(".stream")
+
+    async def call() -> Any:
+        async with async_client(server, api_key=key) as client:
+            if is_helper:
+                async with attrgetter(method)(client)(**asked) as stream:
+                    return await stream.get_final_completion()
+            answer = await attrgetter(method)(client)(**asked)
+            if not asked.get("stream"):
+                return answer
+            async for chunk in answer:
+                take(chunk)
+            return chunks
+
+    if kind == "async":
+        return anyio.run(call, backend=only_asyncio())
+    with sync_client(server, api_key=key) as client:
+        if is_helper:
+            with attrgetter(method)(client)(**asked) as stream:
+                return stream.get_final_completion()
+        answer = attrgetter(method)(client)(**asked)
+        if not asked.get("stream"):
+            return answer
+        for chunk in answer:
+            take(chunk)
+        return chunks
+
+
+def usages_under_salts(
+    server: ApiServer, kind: ClientKind, method: str, stream: bool, **asked: Any
+) -> list[Any]:
+    """The usage of one prompt that is asked under one salt, again, and under another."""
+    usages = []
+    if stream:
+        asked |= {"stream": True, "stream_options": {"include_usage": True}}
+    for name in "aab":
+        salt = f"{name} {kind} {stream}"
+        answer = called(server, kind, method, model=MODEL, **asked, extra_body={"cache_salt": salt})
+        usages.append((answer[-1] if stream else answer).usage)
+    return usages
 
 
 def chat_defaults(**changes: Any) -> SamplingParams:
     """The parameters of a chat request that says nothing but its seed."""
     return SamplingParams(**({"max_tokens": MAX_CONTEXT, "temperature": 1.0, "seed": SEED} | changes))
-
-
-def ask_engine(server: ApiServer, request: CompletionRequest) -> list[Answer]:
-    """The twin: the same generator, without HTTP."""
-
-    async def ask() -> list[Answer]:
-        async with completing(server.generator, request) as completion:
-            return await completion.answers()
-
-    return server.call(ask)
 
 
 class Sent:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import anthropic
 import pytest
 from server.anthropic_peer import HELLO, AnthropicPeer, anthropic_peer
+from server.http_clients import CLIENTS
 from server.refusing_servers import KEY as ANN
 from server.refusing_servers import tenants
 
@@ -60,15 +61,17 @@ def test_a_key_comes_in_either_header(peer):
         ("broken", anthropic.InternalServerError, "api_error", "engine_failed"),
     ],
 )
-def test_errors_have_the_classes_of_the_client(peer, key, error, kind, code):
-    client = peer.client.copy(api_key=key)
-    for ask in (
-        lambda: client.messages.create(model="fake", max_tokens=3, messages=HELLO),
-        lambda: client.messages.create(model="fake", max_tokens=3, messages=HELLO, stream=True),
-        lambda: client.messages.count_tokens(model="fake", messages=HELLO),
+@pytest.mark.parametrize("client", CLIENTS)
+def test_errors_have_the_classes_of_the_client(peer, key, error, kind, code, client):
+    asked = {"model": "fake", "messages": HELLO}
+    for method, fields in (
+        ("create", {**asked, "max_tokens": 3}),
+        ("create", {**asked, "max_tokens": 3, "stream": True}),
+        ("stream", {**asked, "max_tokens": 3}),
+        ("count_tokens", asked),
     ):
         with pytest.raises(error) as caught:
-            ask()
+            peer.called(client, method, key, **fields)
         assert caught.value.type == kind
         assert caught.value.error_code == code
         assert caught.value.request_id == caught.value.body["request_id"]
@@ -100,20 +103,26 @@ def test_other_statuses_have_their_types():
         assert (body["type"], body["error"]["type"], body["request_id"]) == ("error", kind, "req_1")
 
 
-def test_an_unknown_model_is_not_found(peer):
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("client", CLIENTS)
+def test_an_unknown_model_is_not_found(peer, client, stream):
     with pytest.raises(anthropic.NotFoundError, match="there is no model 'nowhere' here"):
-        peer.ask(model="nowhere")
+        peer.message(client, stream, model="nowhere")
 
 
-def test_a_body_over_the_limit_is_too_large(peer):
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_body_over_the_limit_is_too_large(peer, client, stream):
     with pytest.raises(anthropic.ContentTooLargeError) as caught:
-        peer.ask(messages=[{"role": "user", "content": "x" * 30_000}])
+        peer.message(client, stream, messages=[{"role": "user", "content": "x" * 30_000}])
     assert caught.value.body["error"]["type"] == "request_too_large"
 
 
-def test_a_prompt_that_does_not_fit_is_refused(peer):
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_prompt_that_does_not_fit_is_refused(peer, client, stream):
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long: ") as caught:
-        peer.ask(messages=[{"role": "user", "content": "x" * 3000}])
+        peer.message(client, stream, messages=[{"role": "user", "content": "x" * 3000}])
     assert caught.value.error_code == "context_length_exceeded"
     assert caught.value.body["error"]["details"]["param"] == "messages"
 

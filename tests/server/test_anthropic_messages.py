@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import anthropic
 import anyio
@@ -12,6 +14,11 @@ import anyio.to_thread
 import pydantic
 import pytest
 from server.anthropic_peer import HELLO, AnthropicPeer, anthropic_peer, asking
+from server.http_clients import CLIENTS, ask_engine
+
+from agentflow.sampling import SamplingParams
+from agentflow.server.chat_message import Message
+from agentflow.server.completion_request import CompletionRequest
 
 MARKS = "<|im_start|>{}\n{}<|im_end|>\n"
 
@@ -80,49 +87,64 @@ def test_a_whole_reply_can_be_sent_back(peer):
     assert again.usage.cache_read_input_tokens >= before - 1
 
 
-def test_sampling_is_as_it_is_asked_for(peer):
-    peer.ask(
-        stop_sequences=["never this", "nor that"],
-        extra_body={
-            "temperature": 0.5,
-            "top_p": 0.9,
-            "top_k": 7,
-            "seed": 11,
-            "cache_salt": "mine",
-            "priority": 2,
-        },
-    )
-    submit = peer.requests.submits[-1]
-    params = submit.params
-    assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (0.5, 0.9, 7, 12)
-    assert params.stop == ("never this", "nor that")
-    origin = submit.origin
-    assert (submit.seed, origin.cache_salt, origin.priority) == (11, "mine", 2)
-    peer.ask(extra_body={"temperature": None, "top_p": None, "top_k": None, "seed": None, "stream": None})
-    params = peer.requests.submits[-1].params
-    assert (params.temperature, params.top_p, params.top_k) == (1.0, 1.0, 0)
+FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"max_tokens": 5}, {"max_tokens": 5}),
+    ({"stop_sequences": ["never this", "nor that"]}, {"stop": ("never this", "nor that")}),
+    ({"extra_body": {"temperature": 0.5}}, {"temperature": 0.5}),
+    ({"extra_body": {"top_p": 0.9}}, {"top_p": 0.9}),
+    ({"extra_body": {"top_k": 7}}, {"top_k": 7}),
+    ({"extra_body": {"seed": 11}}, {"seed": 11}),
+    ({"extra_body": {"temperature": None, "top_p": None, "top_k": None}}, {}),
+    ({"metadata": {"user_id": "somebody"}}, {}),
+    ({"service_tier": "auto"}, {}),
+    ({"service_tier": "standard_only"}, {}),
+    ({"thinking": {"type": "disabled"}}, {}),
+    ({"cache_control": {"type": "ephemeral"}}, {}),
+    ({"speed": "standard"}, {}),
+    ({"tool_choice": {"type": "auto"}}, {}),
+    ({"container": None, "diagnostics": None, "inference_geo": None}, {}),
+    ({"extra_headers": {"anthropic-version": "2023-06-01", "anthropic-beta": "something-2020-01-01"}}, {}),
+]
 
 
-def test_what_has_no_effect_is_taken(peer):
-    plain = peer.ask()
-    for params in (
-        {"metadata": {"user_id": "somebody"}},
-        {"service_tier": "auto"},
-        {"service_tier": "standard_only"},
-        {"thinking": {"type": "disabled"}},
-        {"cache_control": {"type": "ephemeral"}},
-        {"speed": "standard"},
-        {"tool_choice": {"type": "auto"}},
-        {"container": None, "diagnostics": None, "inference_geo": None},
-        {"extra_headers": {"anthropic-version": "2023-06-01", "anthropic-beta": "something-2020-01-01"}},
-    ):
-        assert peer.ask(**params).content == plain.content, params
+@pytest.mark.parametrize("kind", CLIENTS)
+@pytest.mark.parametrize(("asked", "meant"), FIELDS, ids=lambda value: " ".join(value) or "none")
+def test_each_field_reaches_the_engine_and_its_answer_comes_back(peer, asked, meant, kind):
+    params = SamplingParams(**({"max_tokens": 12, "temperature": 1.0, "seed": 3} | meant))
+    [answer] = ask_engine(peer.server, CompletionRequest((Message("user", "What do plants do?"),), params))
+    for stream in (False, True):
+        message = peer.message(kind, stream, **asked)
+        submit = peer.requests.submits[-1]
+        assert (submit.params, submit.seed) == (params, params.seed)
+        assert message.content[0].text == answer.text
+        assert message.stop_reason == "max_tokens"
+        assert message.usage.output_tokens == answer.usage.output_tokens
 
 
-def test_a_stop_sequence_is_told(peer):
+def test_the_priority_goes_with_the_request_and_null_is_the_same_as_nothing(peer):
+    peer.ask(extra_body={"priority": 2, "cache_salt": None, "seed": None, "stream": None})
+    origin = peer.requests.submits[-1].origin
+    assert (origin.priority, origin.cache_salt) == (2, "")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_a_salt_keeps_caches_apart(peer, kind, stream):
+    asked = {"messages": [{"role": "user", "content": "Something that is cached under a salt only."}]}
+    salts = [f"{name} {kind} {stream}" for name in "aab"]
+    messages = [peer.message(kind, stream, **asked, extra_body={"cache_salt": salt}) for salt in salts]
+    assert [submit.origin.cache_salt for submit in peer.requests.submits[-3:]] == salts
+    num_tokens = messages[0].usage.input_tokens
+    assert [message.usage.cache_read_input_tokens for message in messages] == [0, num_tokens - 1, 0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_a_stop_sequence_is_told(peer, kind, stream):
     free = peer.ask(max_tokens=24).content[0].text
     stop = free[6:9]
-    message = peer.ask(max_tokens=24, stop_sequences=["never", stop])
+    message = peer.message(kind, stream, max_tokens=24, stop_sequences=["never", stop])
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", stop)
     assert message.content[0].text == free[: free.index(stop)]
 
@@ -156,8 +178,9 @@ def test_an_answer_has_the_schema_that_is_asked_for(peer):
     }
     asked = {"type": "json_schema", "schema": schema}
     for params in ({"output_config": {"format": asked}}, {"extra_body": {"output_format": asked}}):
-        text = peer.ask(max_tokens=300, **params).content[0].text
-        assert isinstance(json.loads(text)["wet"], bool)
+        for kind, stream in itertools.product(CLIENTS, (False, True)):
+            text = peer.message(kind, stream, max_tokens=300, **params).content[0].text
+            assert isinstance(json.loads(text)["wet"], bool)
 
 
 def test_tokens_are_counted_and_nothing_is_run(peer):

@@ -10,6 +10,7 @@ import anthropic
 import anyio.to_thread
 import pytest
 from server.anthropic_peer import HELLO, AnthropicPeer, anthropic_peer, asking
+from server.http_clients import CLIENTS
 
 SCHEMA = {
     "type": "object",
@@ -36,9 +37,11 @@ def check_call(block) -> None:
     assert block.input["days"] in (1, 2)
 
 
-def test_a_call_that_is_required_is_made(peer):
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_a_call_that_is_required_is_made(peer, kind, stream):
     for choice in (ANY, {"type": "tool", "name": "weather"}):
-        message = peer.ask(tools=[WEATHER], tool_choice=choice, max_tokens=300)
+        message = peer.message(kind, stream, tools=[WEATHER], tool_choice=choice, max_tokens=300)
         assert message.stop_reason == "tool_use"
         [block] = message.content
         check_call(block)

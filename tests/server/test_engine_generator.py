@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -308,6 +309,26 @@ async def test_a_generation_that_is_given_up_leaves_its_context_as_it_was():
         assert prompt_of(context) == prompt
         end = await generate(generator, context, max_tokens=4)
         assert end.text == alone(prompt, SamplingParams(max_tokens=4)).text
+
+
+@pytest.mark.parametrize("call", ["generate", "score"])
+async def test_of_a_call_that_was_given_up_before_it_asks_the_engine_hears_nothing(call):
+    sent: list[object] = []
+    async with plain_engine() as client:
+        client.observe(SimpleNamespace(sent=sent.append, heard=lambda messages: None))
+        generator = generator_on(client)
+        context = generator.open("")
+        generator.fill(context, "the question")
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            if call == "generate":
+                await generate(generator, context, max_tokens=4)
+            else:
+                await generator.score(context, CHOICES, "token_length_normalized")
+        assert scope.cancelled_caught
+        assert sent == []
+        assert (await generate(generator, context, max_tokens=4)).usage.output_tokens == 4
+        assert len(sent) == 1
 
 
 async def test_an_empty_state_cannot_be_continued():

@@ -3,29 +3,32 @@ directly."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import openai
 import pytest
-from api_server import MODEL, ApiServer, api_server
+from api_server import MODEL, ApiServer
+from http_clients import CLIENTS, ClientKind, ask_engine, only_asyncio
 from openai_peer import (
     ASK,
     MAX_CONTEXT,
     MESSAGES,
     SEED,
     Sent,
-    ask_engine,
     async_client,
+    called,
     chat_defaults,
-    logit_engine_of_server,
+    logit_server,
     sync_client,
+    usages_under_salts,
 )
 
 from agentflow.generator import Usage
 from agentflow.server.completion_request import Answer, CompletionRequest
 
+CREATE = "chat.completions.create"
 PARAMETERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
     ({"temperature": 0}, {"temperature": 0.0}),
@@ -56,6 +59,7 @@ PARAMETERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
             "safety_identifier": "x",
             "prompt_cache_key": "y",
             "prompt_cache_options": {"mode": "explicit", "ttl": "30m"},
+            "prompt_cache_retention": "24h",
             "prediction": {"type": "content", "content": "Plants"},
             "verbosity": "medium",
             "reasoning_effort": "none",
@@ -68,17 +72,8 @@ PARAMETERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    """On trio the client leaves its own streams to the garbage collector, which is a warning there."""
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ApiServer]:
-    with api_server(logit_engine_of_server(), constraints=False) as running:
-        yield running
-        running.assert_idle()
+anyio_backend = pytest.fixture(only_asyncio)
+server = pytest.fixture(logit_server, scope="module")
 
 
 @dataclass
@@ -118,17 +113,17 @@ def same_logprobs(told: Any, answer: Answer) -> bool:
     ]
 
 
+@pytest.mark.parametrize("kind", CLIENTS)
 @pytest.mark.parametrize(("asked", "meant"), PARAMETERS, ids=lambda value: " ".join(value) or "none")
 def test_each_parameter_reaches_the_engine_and_its_answer_comes_back(
-    server: ApiServer, asked: dict[str, Any], meant: dict[str, Any]
+    server: ApiServer, asked: dict[str, Any], meant: dict[str, Any], kind: ClientKind
 ) -> None:
     params = chat_defaults(**meant)
     [answer] = ask_engine(server, CompletionRequest(ASK, params))
     sent = Sent(server)
-    with sync_client(server) as client:
-        common: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "seed": SEED, **asked}
-        whole = client.chat.completions.create(**common)
-        [streamed] = gathered(client.chat.completions.create(**common, stream=True))
+    common: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "seed": SEED, **asked}
+    whole = called(server, kind, CREATE, **common)
+    [streamed] = gathered(called(server, kind, CREATE, **common, stream=True))
     assert [submit.params for submit in sent.submits] == [params, params]
     [choice] = whole.choices
     assert choice.message.content == streamed.text == answer.text
@@ -175,17 +170,6 @@ def test_a_breakpoint_of_the_cache_is_taken(server: ApiServer) -> None:
 
 
 @pytest.mark.anyio
-async def test_async_as_sync(server: ApiServer) -> None:
-    [answer] = ask_engine(server, CompletionRequest(ASK, chat_defaults()))
-    async with async_client(server) as client:
-        common: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "seed": SEED}
-        whole = await client.chat.completions.create(**common)
-        stream = await client.chat.completions.create(**common, stream=True)
-        [streamed] = gathered([chunk async for chunk in stream])
-    assert whole.choices[0].message.content == streamed.text == answer.text
-
-
-@pytest.mark.anyio
 async def test_the_stream_helper(server: ApiServer) -> None:
     [answer] = ask_engine(server, CompletionRequest(ASK, chat_defaults(logprobs=True)))
     asked: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "seed": SEED, "logprobs": True}
@@ -201,19 +185,13 @@ async def test_the_stream_helper(server: ApiServer) -> None:
         assert same_logprobs(end.choices[0].logprobs.content, answer)
 
 
-def test_several_answers_of_one_prompt(server: ApiServer) -> None:
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_several_answers_of_one_prompt(server: ApiServer, kind: ClientKind) -> None:
     request = CompletionRequest(ASK, chat_defaults(max_tokens=20), n=3)
     answers = ask_engine(server, request)
-    with sync_client(server) as client:
-        common: dict[str, Any] = {
-            "model": MODEL,
-            "messages": MESSAGES,
-            "seed": SEED,
-            "n": 3,
-            "max_tokens": 20,
-        }
-        whole = client.chat.completions.create(**common)
-        streamed = gathered(client.chat.completions.create(**common, stream=True), 3)
+    common: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "seed": SEED, "n": 3, "max_tokens": 20}
+    whole = called(server, kind, CREATE, **common)
+    streamed = gathered(called(server, kind, CREATE, **common, stream=True), 3)
     assert [choice.index for choice in whole.choices] == [0, 1, 2]
     texts = [answer.text for answer in answers]
     assert [choice.message.content for choice in whole.choices] == texts
@@ -224,20 +202,16 @@ def test_several_answers_of_one_prompt(server: ApiServer) -> None:
     assert whole.usage.completion_tokens == sum(answer.usage.output_tokens for answer in answers)
 
 
-def test_usage_tells_what_was_cached(server: ApiServer) -> None:
-    messages: Any = [{"role": "user", "content": "A question that nobody asked before."}]
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_usage_tells_what_was_cached(server: ApiServer, kind: ClientKind) -> None:
+    messages: Any = [{"role": "user", "content": f"A question that nobody asked before, {kind}."}]
     common: dict[str, Any] = {"model": MODEL, "messages": messages, "n": 2, "max_tokens": 4}
-    with sync_client(server) as client:
-        usages = []
-        for _ in range(2):
-            whole = client.chat.completions.create(**common)
-            assert whole.usage is not None
-            assert whole.usage.prompt_tokens_details is not None
-            assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
-            usages.append(whole.usage)
-        stream = client.chat.completions.create(**common, stream=True, stream_options={"include_usage": True})
-        chunks = list(stream)
-        plain = list(client.chat.completions.create(**common, stream=True))
+    usages = []
+    for _ in range(2):
+        usages.append(called(server, kind, CREATE, **common).usage)
+        assert usages[-1].total_tokens == usages[-1].prompt_tokens + usages[-1].completion_tokens
+    chunks = called(server, kind, CREATE, **common, stream=True, stream_options={"include_usage": True})
+    plain = called(server, kind, CREATE, **common, stream=True)
     num_prompt = usages[0].prompt_tokens
     cached = [usage.prompt_tokens_details.cached_tokens for usage in usages]
     assert cached[0] < num_prompt - 10
@@ -257,6 +231,7 @@ def test_headers_ids_and_the_log(server: ApiServer, caplog: pytest.LogCaptureFix
         )
         other = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=3)
         chunks = list(client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True))
+        server.call(server.service.calls.until_none)  # the log is written after the answer
     assert raw.headers["x-request-id"] == "mine-1"
     assert raw.headers["content-type"] == "application/json"
     first = raw.parse()
@@ -284,19 +259,14 @@ def test_without_a_limit_an_answer_may_fill_the_context(server: ApiServer) -> No
     assert whole.choices[0].finish_reason == "length"
 
 
-def test_a_salt_keeps_caches_apart(server: ApiServer) -> None:
-    messages: Any = [{"role": "user", "content": "Something that is cached under a salt only."}]
-    cached = []
-    with sync_client(server) as client:
-        for salt in ("a", "a", "b", None):
-            whole = client.chat.completions.create(
-                model=MODEL, messages=messages, max_tokens=2, extra_body={"cache_salt": salt}
-            )
-            assert whole.usage is not None
-            assert whole.usage.prompt_tokens_details is not None
-            cached.append(whole.usage.prompt_tokens_details.cached_tokens)
-    assert cached[1] == whole.usage.prompt_tokens - 1
-    assert cached[0] == cached[2] == 0
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_a_salt_keeps_caches_apart(server: ApiServer, kind: ClientKind, stream: bool) -> None:
+    said = f"Something that is cached under a salt only, {kind} and {stream}."
+    common: dict[str, Any] = {"messages": [{"role": "user", "content": said}], "max_tokens": 2}
+    usages = usages_under_salts(server, kind, CREATE, stream, **common)
+    cached = [usage.prompt_tokens_details.cached_tokens for usage in usages]
+    assert cached == [0, usages[0].prompt_tokens - 1, 0]
 
 
 def test_a_seed_may_be_negative(server: ApiServer) -> None:

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 from api_server import MODEL, ApiServer, api_server
 from fake_engine import TOKENIZER
-from openai_peer import Sent, ask_engine, async_client, chat_defaults, logit_engine_of_server, sync_client
+from http_clients import CLIENTS, ClientKind, ask_engine
+from openai_peer import (
+    Sent,
+    called,
+    chat_defaults,
+    logit_engine_of_server,
+    logit_server,
+    sync_client,
+    usages_under_salts,
+)
 
 from agentflow.server.completion_request import Answer, CompletionRequest, TokenIds, ToldToken
 from agentflow.server.limits import HttpLimits
 from agentflow.server.openai_text_chunks import OffsetLogprobs
 
+CREATE = "completions.create"
 SEED = 11
 TEXT = "The quick brown fox"
 IDS = TOKENIZER.encode(TEXT)
@@ -27,17 +36,7 @@ PROMPTS: list[tuple[Any, list[str | TokenIds]]] = [
 ]
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    """On trio the client leaves its own streams to the garbage collector, which is a warning there."""
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ApiServer]:
-    with api_server(logit_engine_of_server(), constraints=False) as running:
-        yield running
-        running.assert_idle()
+server = pytest.fixture(logit_server, scope="module")
 
 
 def twins(server: ApiServer, prompts: list[str | TokenIds], n: int, **params: Any) -> list[Answer]:
@@ -48,17 +47,16 @@ def twins(server: ApiServer, prompts: list[str | TokenIds], n: int, **params: An
     ]
 
 
+@pytest.mark.parametrize("kind", CLIENTS)
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize(("prompt", "meant"), PROMPTS, ids=["text", "texts", "ids", "lists"])
 def test_answers_come_prompt_by_prompt(
-    server: ApiServer, prompt: Any, meant: list[str | TokenIds], n: int
+    server: ApiServer, prompt: Any, meant: list[str | TokenIds], n: int, kind: ClientKind
 ) -> None:
     answers = twins(server, meant, n)
-    with sync_client(server) as client:
-        common: dict[str, Any] = {"model": MODEL, "prompt": prompt, "seed": SEED, "n": n}
-        whole = client.completions.create(**common)
-        options: Any = {"include_usage": True}
-        chunks = list(client.completions.create(**common, stream=True, stream_options=options))
+    common: dict[str, Any] = {"model": MODEL, "prompt": prompt, "seed": SEED, "n": n}
+    whole = called(server, kind, CREATE, **common)
+    chunks = called(server, kind, CREATE, **common, stream=True, stream_options={"include_usage": True})
     assert (whole.object, whole.model) == ("text_completion", MODEL)
     assert [choice.index for choice in whole.choices] == list(range(len(answers)))
     assert [choice.text for choice in whole.choices] == [answer.text for answer in answers]
@@ -81,23 +79,13 @@ def test_answers_come_prompt_by_prompt(
         assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - len(meant)
 
 
-@pytest.mark.anyio
-async def test_async_as_sync(server: ApiServer) -> None:
-    [answer] = twins(server, [TEXT], 1)
-    async with async_client(server) as client:
-        whole = await client.completions.create(model=MODEL, prompt=TEXT, seed=SEED)
-        stream = await client.completions.create(model=MODEL, prompt=TEXT, seed=SEED, stream=True)
-        pieces = [chunk.choices[0].text async for chunk in stream]
-    assert whole.choices[0].text == "".join(pieces) == answer.text
-
-
+@pytest.mark.parametrize("kind", CLIENTS)
 @pytest.mark.parametrize("count", [0, 1, 5])
-def test_log_probabilities_in_the_old_form(server: ApiServer, count: int) -> None:
+def test_log_probabilities_in_the_old_form(server: ApiServer, count: int, kind: ClientKind) -> None:
     [answer] = twins(server, [TEXT], 1, logprobs=True, top_logprobs=count)
-    with sync_client(server) as client:
-        common: dict[str, Any] = {"model": MODEL, "prompt": TEXT, "seed": SEED, "logprobs": count}
-        told = client.completions.create(**common).choices[0].logprobs
-        chunks = list(client.completions.create(**common, stream=True))
+    common: dict[str, Any] = {"model": MODEL, "prompt": TEXT, "seed": SEED, "logprobs": count}
+    told = called(server, kind, CREATE, **common).choices[0].logprobs
+    chunks = called(server, kind, CREATE, **common, stream=True)
     assert told is not None
     assert told.tokens == [token.text for token in answer.tokens]
     assert told.token_logprobs == [token.logprob for token in answer.tokens]
@@ -123,40 +111,47 @@ def test_half_a_character_is_told_as_bytes() -> None:
     assert told.text_offset == [0, 0, 2, 3]
 
 
-def test_fields_that_both_endpoints_have(server: ApiServer) -> None:
+SHARED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    (
+        {"temperature": 0.5, "top_p": 0.9, "extra_body": {"top_k": 9, "min_p": 0.1}},
+        {"temperature": 0.5, "top_p": 0.9, "top_k": 9, "min_p": 0.1},
+    ),
+    (
+        {"frequency_penalty": 1, "presence_penalty": 0.5, "extra_body": {"repetition_penalty": 1.1}},
+        {"frequency_penalty": 1.0, "presence_penalty": 0.5, "repetition_penalty": 1.1},
+    ),
+    ({"logit_bias": {"50": 2}}, {"logit_bias": ((50, 2.0),)}),
+    ({"stop": ["zz", "e"]}, {"stop": ("zz", "e")}),
+    ({"extra_body": {"stop_token_ids": [40, 50]}}, {"stop_token_ids": (40, 50)}),
+    ({"max_tokens": 7, "extra_body": {"min_tokens": 2}}, {"max_tokens": 7, "min_tokens": 2}),
+    ({"max_tokens": 60, "extra_body": {"ignore_eos": True}}, {"max_tokens": 60, "ignore_eos": True}),
+    ({"user": "me", "best_of": 1, "echo": False}, {}),
+]
+
+
+@pytest.mark.parametrize("kind", CLIENTS)
+@pytest.mark.parametrize(("asked", "meant"), SHARED, ids=lambda value: " ".join(value) or "none")
+def test_fields_that_both_endpoints_have(
+    server: ApiServer, asked: dict[str, Any], meant: dict[str, Any], kind: ClientKind
+) -> None:
+    [answer] = twins(server, [TEXT], 1, **meant)
     sent = Sent(server)
-    with sync_client(server) as client:
-        client.completions.create(
-            model=MODEL,
-            prompt=TEXT,
-            seed=SEED,
-            temperature=0.5,
-            top_p=0.9,
-            frequency_penalty=1,
-            presence_penalty=0.5,
-            logit_bias={"50": 2},
-            stop=["zz"],
-            max_tokens=7,
-            user="me",
-            best_of=1,
-            echo=False,
-            extra_body={"top_k": 9, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 2},
-        )
-    assert [submit.params for submit in sent.submits] == [
-        chat_defaults(
-            temperature=0.5,
-            top_p=0.9,
-            frequency_penalty=1.0,
-            presence_penalty=0.5,
-            logit_bias=((50, 2.0),),
-            stop=("zz",),
-            max_tokens=7,
-            top_k=9,
-            min_p=0.1,
-            repetition_penalty=1.1,
-            min_tokens=2,
-        )
-    ]
+    common: dict[str, Any] = {"model": MODEL, "prompt": TEXT, "seed": SEED, **asked}
+    whole = called(server, kind, CREATE, **common)
+    chunks = called(server, kind, CREATE, **common, stream=True)
+    assert [submit.params for submit in sent.submits] == [chat_defaults(**({"max_tokens": 16} | meant))] * 2
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    assert whole.choices[0].text == "".join(choice.text for choice in choices) == answer.text
+    assert whole.choices[0].finish_reason == choices[-1].finish_reason == answer.finish_reason
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_a_salt_keeps_caches_apart(server: ApiServer, kind: ClientKind, stream: bool) -> None:
+    usages = usages_under_salts(server, kind, CREATE, stream, prompt=TEXT)
+    cached = [usage.prompt_tokens_details.cached_tokens for usage in usages]
+    assert cached == [0, usages[0].prompt_tokens - 1, 0]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import openai
 import pytest
 from api_server import MODEL, ApiServer, api_server
 from fake_engine import TOKENIZER, FakeEngine
-from openai_peer import MESSAGES, logit_engine_of_server, sync_client
+from http_clients import CLIENTS, ClientKind
+from openai_peer import MESSAGES, called, logit_engine_of_server, sync_client
 
 from agentflow.server.api_keys import Tenants, hashed_key
 from agentflow.server.fake_runner import FakeRunner
@@ -19,6 +21,8 @@ from agentflow.server.limits import HttpLimits
 from agentflow.server.rate_limit import TenantGate
 
 ASK: Any = {"model": MODEL, "messages": MESSAGES, "max_tokens": 4}
+PROMPT: Any = {"model": MODEL, "prompt": "x"}
+CHAT, TEXT, MODELS = "chat.completions.create", "completions.create", "models.retrieve"
 KEY, SLOW_KEY = "af-free", "af-slow"
 KEYS = f"""
 [tenants.free]
@@ -57,29 +61,33 @@ def test_a_key_that_is_known(server: ApiServer) -> None:
         assert client.models.retrieve(MODEL).owned_by == "agentflow"
 
 
-def test_a_key_that_is_not(server: ApiServer) -> None:
-    with sync_client(server, api_key="af-wrong") as client:
-        for ask in (lambda: client.chat.completions.create(**ASK), lambda: client.models.list()):
-            with pytest.raises(openai.AuthenticationError, match="not known here") as caught:
-                ask()
-            assert caught.value.code == "invalid_api_key"
-            assert caught.value.response.headers["www-authenticate"] == "Bearer"
-            assert caught.value.request_id == caught.value.response.headers["x-request-id"]
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_a_key_that_is_not(server: ApiServer, kind: ClientKind) -> None:
+    for method, asked in ((CHAT, ASK), (CHAT, {**ASK, "stream": True}), (TEXT, PROMPT), ("models.list", {})):
+        with pytest.raises(openai.AuthenticationError, match="not known here") as caught:
+            called(server, kind, method, "af-wrong", **asked)
+        assert caught.value.code == "invalid_api_key"
+        assert caught.value.response.headers["www-authenticate"] == "Bearer"
+        assert caught.value.request_id == caught.value.response.headers["x-request-id"]
 
 
+@pytest.mark.parametrize("kind", CLIENTS)
 @pytest.mark.parametrize("key", [KEY, "af-other"])
-def test_a_model_that_is_not_there_or_not_allowed(server: ApiServer, key: str) -> None:
-    with sync_client(server, api_key=key) as client:
-        name = "unknown" if key == KEY else MODEL
-        asks = (
-            lambda: client.chat.completions.create(**{**ASK, "model": name}),
-            lambda: client.completions.create(model=name, prompt="x"),
-            lambda: client.models.retrieve(name),
-        )
-        for ask in asks:
-            with pytest.raises(openai.NotFoundError, match=f"no model '{name}'") as caught:
-                ask()
-            assert caught.value.code == "model_not_found"
+def test_a_model_that_is_not_there_or_not_allowed(server: ApiServer, key: str, kind: ClientKind) -> None:
+    name = "unknown" if key == KEY else MODEL
+    for method, asked in ((CHAT, ASK), (TEXT, PROMPT), (TEXT, {**PROMPT, "stream": True}), (MODELS, {})):
+        with pytest.raises(openai.NotFoundError, match=f"no model '{name}'") as caught:
+            called(server, kind, method, key, **{**asked, "model": name})
+        assert caught.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_a_parameter_that_is_wrong(server: ApiServer, kind: ClientKind, stream: bool) -> None:
+    for method, asked in ((CHAT, ASK), (TEXT, PROMPT)):
+        with pytest.raises(openai.BadRequestError, match=">= 0") as caught:
+            called(server, kind, method, KEY, **asked, temperature=-1, stream=stream)
+        assert (caught.value.param, caught.value.type) == ("temperature", "invalid_request_error")
 
 
 def test_a_path_and_a_method_that_are_not_there(server: ApiServer) -> None:
@@ -95,21 +103,18 @@ def test_a_path_and_a_method_that_are_not_there(server: ApiServer) -> None:
 
 
 def test_over_a_limit(server: ApiServer) -> None:
-    with sync_client(server, api_key=SLOW_KEY) as client:
-        client.chat.completions.create(**ASK)
-        for stream in (False, True):
-            with pytest.raises(openai.RateLimitError) as caught:
-                client.chat.completions.create(**ASK, stream=stream)
-            assert caught.value.code == "rate_limit_exceeded"
-            assert 0 < int(caught.value.response.headers["retry-after"]) <= 60
+    called(server, "sync", CHAT, SLOW_KEY, **ASK)
+    for kind, stream in itertools.product(CLIENTS, (False, True)):
+        with pytest.raises(openai.RateLimitError) as caught:
+            called(server, kind, CHAT, SLOW_KEY, **ASK, stream=stream)
+        assert caught.value.code == "rate_limit_exceeded"
+        assert 0 < int(caught.value.response.headers["retry-after"]) <= 60
 
 
-def test_a_body_that_is_too_large(server: ApiServer) -> None:
-    with (
-        sync_client(server, api_key=KEY) as client,
-        pytest.raises(openai.APIStatusError, match="more than 2,000 bytes") as caught,
-    ):
-        client.completions.create(model=MODEL, prompt="x" * 3000)
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_a_body_that_is_too_large(server: ApiServer, kind: ClientKind) -> None:
+    with pytest.raises(openai.APIStatusError, match="more than 2,000 bytes") as caught:
+        called(server, kind, TEXT, KEY, model=MODEL, prompt="x" * 3000)
     assert caught.value.status_code == 413
 
 
@@ -129,13 +134,14 @@ def test_a_page_of_another_site(server: ApiServer) -> None:
 
 
 def test_a_server_that_ends() -> None:
-    with api_server(constraints=False) as server, sync_client(server) as client:
+    with api_server(constraints=False) as server:
         server.service.is_draining = True
-        with pytest.raises(openai.InternalServerError, match="shutting down") as caught:
-            client.chat.completions.create(**ASK)
-        assert (caught.value.status_code, caught.value.code) == (503, "unready")
-        assert caught.value.type == "server_error"
-        assert caught.value.response.headers["retry-after"] == "1"
+        for kind in CLIENTS:
+            with pytest.raises(openai.InternalServerError, match="shutting down") as caught:
+                called(server, kind, CHAT, **ASK)
+            assert (caught.value.status_code, caught.value.code) == (503, "unready")
+            assert caught.value.type == "server_error"
+            assert caught.value.response.headers["retry-after"] == "1"
 
 
 def failing_after(num_tokens: int) -> FakeEngine:
@@ -152,20 +158,27 @@ def failing_after(num_tokens: int) -> FakeEngine:
     return FakeEngine(runner=runner)
 
 
+@pytest.mark.parametrize("kind", CLIENTS)
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_engine_that_fails(stream: bool) -> None:
-    with api_server(failing_after(0), constraints=False) as server, sync_client(server) as client:
+def test_an_engine_that_fails(stream: bool, kind: ClientKind) -> None:
+    with api_server(failing_after(0), constraints=False) as server:
         with pytest.raises(openai.InternalServerError) as caught:
-            client.chat.completions.create(**ASK, stream=stream)
+            called(server, kind, CHAT, **ASK, stream=stream)
         assert (caught.value.status_code, caught.value.code) == (500, "engine_failed")
 
 
-def test_an_engine_that_fails_in_the_middle_of_a_stream() -> None:
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_an_engine_that_fails_in_the_middle_of_a_stream(kind: ClientKind) -> None:
     heard: list[str] = []
-    with api_server(failing_after(3), constraints=False) as server, sync_client(server) as client:
-        stream = client.chat.completions.create(**{**ASK, "max_tokens": 20}, stream=True)
-        with pytest.raises(openai.APIError) as caught:
-            heard.extend(chunk.choices[0].delta.content or "" for chunk in stream)
+
+    def hear(chunk: Any) -> None:
+        heard.append(chunk.choices[0].delta.content or "")
+
+    with (
+        api_server(failing_after(3), constraints=False) as server,
+        pytest.raises(openai.APIError) as caught,
+    ):
+        called(server, kind, CHAT, **{**ASK, "max_tokens": 20}, stream=True, hear=hear)
     assert "".join(heard) == "aaa"
     assert caught.value.code == "engine_failed"
     assert caught.value.type == "server_error"

@@ -13,7 +13,8 @@ import pydantic
 import pytest
 from api_server import MODEL, ApiServer, api_server
 from fake_engine import TOKENIZER, FakeEngine
-from openai_peer import MESSAGES, async_client, logit_engine_of_server, sync_client
+from http_clients import CLIENTS, ClientKind, only_asyncio
+from openai_peer import MESSAGES, async_client, called, logit_engine_of_server, sync_client
 
 from agentflow.server.fake_runner import FakeRunner
 
@@ -33,10 +34,7 @@ class Verdict(pydantic.BaseModel):
     moods: tuple[Mood, Mood]
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    """On trio the client leaves its own streams to the garbage collector, which is a warning there."""
-    return "asyncio"
+anyio_backend = pytest.fixture(only_asyncio)
 
 
 @pytest.fixture(scope="module")
@@ -125,14 +123,52 @@ def test_any_object_may_hold_anything(server: ApiServer) -> None:
     assert len(seen) > 3
 
 
-def test_regex_and_grammar(server: ApiServer) -> None:
-    grammar = 'start: "yes" | "no" " thanks"'
-    with sync_client(server) as client:
-        for extra, pattern in (({"regex": "[ab]{3}"}, "[ab]{3}"), ({"grammar": grammar}, "yes|no thanks")):
-            whole = client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body=extra)
-            assert re.fullmatch(pattern, whole.choices[0].message.content or "")
-            text = client.completions.create(model=MODEL, prompt="So", extra_body=extra).choices[0].text
-            assert re.fullmatch(pattern, text)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", CLIENTS)
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [({"regex": "[ab]{3}"}, "[ab]{3}"), ({"grammar": 'start: "yes" | "no" " thanks"'}, "yes|no thanks")],
+    ids=["regex", "grammar"],
+)
+def test_regex_and_grammar(
+    server: ApiServer, form: dict[str, str], pattern: str, kind: ClientKind, stream: bool
+) -> None:
+    common: dict[str, Any] = {"model": MODEL, "extra_body": form, "stream": stream}
+    chat = called(server, kind, "chat.completions.create", messages=MESSAGES, **common)
+    text = called(server, kind, "completions.create", prompt="So", **common)
+    if stream:
+        said = "".join(chunk.choices[0].delta.content or "" for chunk in chat)
+        written = "".join(chunk.choices[0].text for chunk in text)
+    else:
+        said, written = chat.choices[0].message.content, text.choices[0].text
+    assert re.fullmatch(pattern, said)
+    assert re.fullmatch(pattern, written)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", CLIENTS)
+@pytest.mark.parametrize("form", ["json_object", "json_schema", "text"])
+def test_each_format(server: ApiServer, form: str, kind: ClientKind, stream: bool) -> None:
+    schema = {"name": "flags", "schema": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3}}
+    asked: Any = {"type": form} | ({"json_schema": schema} if form == "json_schema" else {})
+    answer = called(
+        server,
+        kind,
+        "chat.completions.create",
+        model=MODEL,
+        messages=MESSAGES,
+        response_format=asked,
+        seed=5,
+        max_tokens=40,
+        stream=stream,
+    )
+    if stream:
+        said = "".join(chunk.choices[0].delta.content or "" for chunk in answer)
+    else:
+        said = answer.choices[0].message.content
+    if form == "json_schema":
+        assert set(json.loads(said)) <= {True, False}
+    assert said.startswith("{") == (form == "json_object")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import openai
@@ -11,8 +12,9 @@ import pydantic
 import pytest
 from api_server import MODEL, ApiServer, api_server
 from fake_engine import TOKENIZER, FakeEngine
+from http_clients import CLIENTS, ClientKind, only_asyncio
 from logit_runner import logit_runner
-from openai_peer import async_client, sync_client
+from openai_peer import async_client, called, sync_client
 
 from agentflow.server.fake_runner import FakeRunner
 
@@ -56,10 +58,7 @@ def scripted(tokens: Sequence[int]) -> int:
     return TOKENIZER.encode(rest, continues=True)[0] if rest else END
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    """On trio the client leaves its own streams to the garbage collector, which is a warning there."""
-    return "asyncio"
+anyio_backend = pytest.fixture(only_asyncio)
 
 
 @pytest.fixture(scope="module")
@@ -92,13 +91,15 @@ def results_of(calls: Any) -> list[Any]:
     ]
 
 
-def test_a_loop(server: ApiServer) -> None:
+@pytest.mark.parametrize("way", ["create", "stream"])
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_a_loop(server: ApiServer, kind: ClientKind, way: str) -> None:
+    ask = partial(called, server, kind, f"chat.completions.{way}", model=MODEL, tools=[WEATHER, NOW])
     messages = [*ASKED]
-    with sync_client(server) as client:
-        first = client.chat.completions.create(model=MODEL, messages=messages, tools=[WEATHER, NOW])
-        message = first.choices[0].message
-        messages += [message, *results_of(message.tool_calls)]
-        second = client.chat.completions.create(model=MODEL, messages=messages, tools=[WEATHER, NOW])
+    first = ask(messages=messages)
+    message = first.choices[0].message
+    messages += [message, *results_of(message.tool_calls)]
+    second = ask(messages=messages)
     assert first.choices[0].finish_reason == "tool_calls"
     assert message.content is not None
     assert message.content.strip() == "Let me look."
@@ -157,17 +158,23 @@ def test_the_chunks_of_calls(server: ApiServer) -> None:
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "Weather"}}], ids=["required", "named"]
 )
+@pytest.mark.parametrize("way", ["parse", "stream"])
+@pytest.mark.parametrize("kind", CLIENTS)
 @pytest.mark.parametrize("seed", [1, 2])
-def test_parsed_arguments_are_always_valid(any_text: ApiServer, choice: Any, seed: int) -> None:
-    with sync_client(any_text) as client:
-        parsed = client.chat.completions.parse(
-            model=MODEL,
-            messages=ASKED,
-            tools=[openai.pydantic_function_tool(Weather)],
-            tool_choice=choice,
-            parallel_tool_calls=False,
-            seed=seed,
-        )
+def test_parsed_arguments_are_always_valid(
+    any_text: ApiServer, choice: Any, seed: int, kind: ClientKind, way: str
+) -> None:
+    parsed = called(
+        any_text,
+        kind,
+        f"chat.completions.{way}",
+        model=MODEL,
+        messages=ASKED,
+        tools=[openai.pydantic_function_tool(Weather)],
+        tool_choice=choice,
+        parallel_tool_calls=False,
+        seed=seed,
+    )
     assert parsed.choices[0].finish_reason == "tool_calls"
     message = parsed.choices[0].message
     assert message.content is None
@@ -187,11 +194,11 @@ def test_a_stream_of_nothing_but_a_call_has_no_content(any_text: ApiServer) -> N
     assert all(delta.content is None for delta in deltas)
 
 
-def test_tools_that_may_not_be_called(server: ApiServer) -> None:
-    with sync_client(server) as client:
-        whole = client.chat.completions.create(
-            model=MODEL, messages=ASKED, tools=[WEATHER], tool_choice="none"
-        )
+@pytest.mark.parametrize("way", ["create", "stream"])
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_tools_that_may_not_be_called(server: ApiServer, kind: ClientKind, way: str) -> None:
+    asked: Any = {"messages": ASKED, "tools": [WEATHER], "tool_choice": "none"}
+    whole = called(server, kind, f"chat.completions.{way}", model=MODEL, **asked)
     assert whole.choices[0].message.tool_calls is None
     assert whole.choices[0].finish_reason == "stop"
 
