@@ -10,6 +10,7 @@ import math
 import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
@@ -242,9 +243,8 @@ class ApiEndpoint:
             log_request(call.record)
 
     def _count(self, scope: Scope, call: ApiCall) -> None:
-        service: Service | None = scope["app"].state.service
-        if service is not None:
-            service.answers[self._route, call.record.status if call.is_over else 0] += 1
+        answers: Counter[tuple[str, int]] = scope["app"].state.answers
+        answers[self._route, call.record.status if call.is_over else 0] += 1
 
     async def _answer(self, call: ApiCall) -> None:
         service = call.service

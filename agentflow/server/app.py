@@ -30,7 +30,7 @@ from starlette.websockets import WebSocket
 from agentflow.errors import NotAuthorized
 from agentflow.generator import Generator
 from agentflow.protocol import SESSION_PATH
-from agentflow.server.api_keys import Tenants
+from agentflow.server.api_keys import Tenants, key_of_header
 from agentflow.server.api_routes import api_routes, refusal_response
 from agentflow.server.browser_guard import BrowserGuard
 from agentflow.server.health import live, ready, unready
@@ -71,7 +71,7 @@ def create_app(
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with open_models() as models, open_sessions(limits) as sessions:
             service = Service(models, sessions, access.tenants, limits, http_limits or HttpLimits())
-            service.logs_prompts, service.answers = access.logs_prompts, metrics.answers
+            service.logs_prompts = access.logs_prompts
             app.state.service = service
             metrics.watch(models)
             try:
@@ -107,7 +107,8 @@ def create_app(
     app.router.redirect_slashes = False
     app.router.default = _nowhere
     app.state.service = None
-    app.state.metrics = metrics
+    app.state.metrics, app.state.answers = metrics, metrics.answers
+    app.state.tenants = access.tenants
     return app
 
 
@@ -131,14 +132,16 @@ async def _session(socket: WebSocket) -> None:
 async def _metrics(request: Request) -> Response:
     service: Service | None = request.app.state.service
     metrics: ServerMetrics = request.app.state.metrics
-    if service is not None:
-        try:
-            may_see = service.tenant_of(request.headers).sees_metrics
-        except NotAuthorized as error:
-            return _no_key(error)
-        if not may_see:
-            reason = "this API key may not read metrics: use that of a tenant with sees_metrics"
-            return JSONResponse({"reason": reason}, status_code=403)
+    tenants: Tenants = request.app.state.tenants
+    try:
+        # Of the keys and not of the service: nobody else reads them while the server starts, either.
+        key = key_of_header(request.headers.get("authorization"), request.headers.get("x-api-key"))
+        may_see = tenants.of(key).sees_metrics
+    except NotAuthorized as error:
+        return _no_key(error)
+    if not may_see:
+        reason = "this API key may not read metrics: use that of a tenant with sees_metrics"
+        return JSONResponse({"reason": reason}, status_code=403)
     text = await (metrics.scrape(service.models, service.sessions) if service else metrics.scrape())
     return Response(text, media_type=CONTENT_TYPE)
 

@@ -38,7 +38,7 @@ class ChildProcess:
                     [sys.executable, "-P", "-m", module, str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
-                    env={**os.environ, "PYTHONPATH": _import_path(), **environment},
+                    env={**os.environ, "PYTHONPATH": import_path(), **environment},
                     process_group=0,  # Ctrl-C is for the server only
                 )
             except BaseException:
@@ -98,7 +98,7 @@ class ChildProcess:
             return self._process.wait()
 
 
-def _import_path() -> str:
+def import_path() -> str:
     """The child finds modules where this process does, and in the same order."""
     return os.pathsep.join(entry or os.getcwd() for entry in sys.path)
 

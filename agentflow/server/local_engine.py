@@ -16,10 +16,12 @@ from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.constraint_compiler import constraint_compiler
 from agentflow.server.core.policies import DEFAULT_POLICY
 from agentflow.server.core.scheduler import SchedulerConfig
+from agentflow.server.cuda_memory import free_cuda_bytes
 from agentflow.server.engine_client import EngineClient, running_engine
 from agentflow.server.engine_frames import Start
 from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.engine_supervisor import supervised_engine
+from agentflow.server.free_memory import free_host_bytes
 from agentflow.server.memory_shares import MIN_KV_TOKENS, WANTED_KV_TOKENS, kv_bytes_per_token
 from agentflow.server.model_store import resolve_model
 from agentflow.server.runner import ModelRunner
@@ -59,7 +61,7 @@ async def open_engine(options: EngineOptions) -> AsyncIterator[EngineClient]:
     folder = resolve_model(options.model)
     if options.own_process:
         # Sized once, and here: after a restart the pool must hold what it held before.
-        kv_tokens = options.kv_tokens or _fitting_kv_tokens(folder, options.dtype)
+        kv_tokens = options.kv_tokens or _fitting_kv_tokens(folder, options.dtype, free_host_bytes())
         chosen = replace(options, model=str(folder), kv_tokens=kv_tokens)
         start = Start(loader=f"{__name__}:{load_engine.__name__}", options=asdict(chosen))
         opening = supervised_engine(
@@ -96,7 +98,7 @@ def _load(options: EngineOptions, folder: Path, device: str) -> tuple[ModelRunne
     limit_spinning()
     from agentflow.server.model.torch_runner import TorchRunner
 
-    num_slots = options.kv_tokens or _fitting_kv_tokens(folder, options.dtype)
+    num_slots = options.kv_tokens or _fitting_kv_tokens(folder, options.dtype, _free_bytes(device))
     runner = TorchRunner(
         folder, device=device, dtype=options.dtype, num_slots=num_slots, num_threads=options.num_threads
     )
@@ -131,10 +133,13 @@ def limit_spinning() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
-def _fitting_kv_tokens(folder: Path, dtype: str) -> int:
-    import psutil
+def _free_bytes(device: str) -> int:
+    on_gpu = free_cuda_bytes() if device == "cuda" else None
+    return free_host_bytes() if on_gpu is None else on_gpu
 
+
+def _fitting_kv_tokens(folder: Path, dtype: str, free_bytes: int) -> int:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     bytes_per_token = kv_bytes_per_token(config, 4 if dtype == "float32" else 2)
-    room: int = int(psutil.virtual_memory().available * MAX_MEMORY_SHARE) // bytes_per_token
+    room = int(free_bytes * MAX_MEMORY_SHARE) // bytes_per_token
     return max(MIN_KV_TOKENS, min(WANTED_KV_TOKENS, room))

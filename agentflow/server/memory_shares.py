@@ -1,9 +1,10 @@
 """How the models of a server share its memory.
 
 The rule: of the memory that is free when the server starts, ``memory_share`` is for all its models
-together. What their weights and processes take comes off first, then the KV pools whose size was given. The
-rest is divided among the other pools in equal parts; a pool takes ``WANTED_KV_TOKENS`` at most, and what it
-leaves goes to the others. What does not fit is refused before anything is loaded.
+together; a GPU's is for those that run on it, the machine's for the others (``free_memory``). What their
+weights and processes take comes off first, then the KV pools whose size was given. The rest is divided among
+the other pools in equal parts; a pool takes ``WANTED_KV_TOKENS`` at most, and what it leaves goes to the
+others. What does not fit is refused before anything is loaded.
 """
 
 from __future__ import annotations

@@ -7,14 +7,17 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import anyio.to_thread
+
 from agentflow.errors import BadArgument
 from agentflow.sampling import SamplingParams
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.constraint_compiler import constraint_compiler
 from agentflow.server.engine_client import EngineClient
+from agentflow.server.free_memory import FreeMemory, free_memory
 from agentflow.server.limits import CompileLimits
 from agentflow.server.local_engine import EngineOptions, open_engine
-from agentflow.server.memory_shares import memory_need, share_memory
+from agentflow.server.memory_shares import MemoryNeed, memory_need, share_memory
 from agentflow.server.model_store import resolve_model
 from agentflow.server.models import EngineModel, Models
 from agentflow.server.rate_limit import TenantGate
@@ -40,9 +43,10 @@ async def open_models(
     workload of the only model. ``BadArgument`` and ``ModelError`` before anything is loaded."""
     if record_to is not None and len(models) > 1:
         raise BadArgument("a workload is recorded of one model: serve only that one, or record nothing")
-    folders = {name: resolve_model(options.model) for name, options in models.items()}
-    sized = _sized(models, folders, memory_share)
-    templates = {name: ChatTemplate.from_folder(folder) for name, folder in folders.items()}
+    # In a thread: the server answers meanwhile.
+    folders, templates = await anyio.to_thread.run_sync(_read_folders, models)
+    free = await free_memory(options.device for options in models.values())
+    sized = await anyio.to_thread.run_sync(_sized, models, folders, memory_share, free)
     async with AsyncExitStack() as stack:
         sink = None if record_to is None else stack.enter_context(open_sink(record_to))
         # First: its process loads while the models do, and takes only what they leave.
@@ -60,15 +64,21 @@ async def open_models(
         yield Models(opened, compiler)
 
 
-def _sized(
-    models: Mapping[str, EngineOptions], folders: Mapping[str, Path], memory_share: float
-) -> dict[str, EngineOptions]:
-    import psutil
+def _read_folders(models: Mapping[str, EngineOptions]) -> tuple[dict[str, Path], dict[str, ChatTemplate]]:
+    folders = {name: resolve_model(options.model) for name, options in models.items()}
+    return folders, {name: ChatTemplate.from_folder(folder) for name, folder in folders.items()}
 
-    needs = [
-        memory_need(name, folders[name], options.dtype, options.kv_tokens) for name, options in models.items()
-    ]
-    shares = share_memory(needs, int(psutil.virtual_memory().available * memory_share))
+
+def _sized(
+    models: Mapping[str, EngineOptions], folders: Mapping[str, Path], memory_share: float, free: FreeMemory
+) -> dict[str, EngineOptions]:
+    on_host: list[MemoryNeed] = []
+    on_gpu: list[MemoryNeed] = []
+    for name, options in models.items():
+        need = memory_need(name, folders[name], options.dtype, options.kv_tokens)
+        (on_gpu if free.is_on_gpu(options.device) else on_host).append(need)
+    shares = share_memory(on_host, int(free.host_bytes * memory_share))
+    shares |= share_memory(on_gpu, int((free.cuda_bytes or 0) * memory_share))
     return {
         name: replace(options, model=str(folders[name]), kv_tokens=shares[name], own_process=True)
         for name, options in models.items()

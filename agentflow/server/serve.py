@@ -125,18 +125,25 @@ async def running_server(
     access: Access | None = None,
     tls: Tls | None = None,
 ) -> AsyncIterator[RunningServer]:
-    """Serves while the scope lasts; needs asyncio. Port 0 takes a free one. No signal handlers."""
+    """Serves while the scope lasts; needs asyncio. Port 0 takes a free one. No signal handlers.
+
+    It answers from the beginning, that it is not ready; the scope is entered when the models are loaded.
+    """
     limits = limits or ServerLimits()
     with contextlib.closing(listen(host, port)) as listener:
         app = create_app(open_models, limits, http_limits=http_limits, access=access)
         # Before the models: what is wrong with a certificate is told at once.
         server = _UvicornServer(_config(app, limits, tls))
-        # The lifespan runs here and not in uvicorn's own task: what it raises is raised here.
-        async with app.router.lifespan_context(app), open_task_group() as group:
+        async with open_task_group() as group:
             group.start_soon(server.run_shielded, listener)
             try:
                 await server.has_started.wait()
-                yield RunningServer(_url(listener, is_secure=tls is not None), app)
+                # The lifespan runs here and not in uvicorn's own task: what it raises is raised here.
+                async with app.router.lifespan_context(app):
+                    try:
+                        yield RunningServer(_url(listener, is_secure=tls is not None), app)
+                    finally:
+                        await server.end()  # before the models, which its connections still use
             finally:
                 server.should_exit = True
 
@@ -199,16 +206,26 @@ def _config(app: Starlette, limits: ServerLimits, tls: Tls | None) -> uvicorn.Co
 
 
 class _UvicornServer(uvicorn.Server):
-    """Uvicorn without its signal handlers, and with an event for when it listens."""
+    """Uvicorn without its signal handlers, and with events for when it answers and when it has ended."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.has_started = anyio.Event()
+        self._has_ended = anyio.Event()
 
     async def run_shielded(self, listener: socket.socket) -> None:
         """Serves until ``should_exit``, whatever is cancelled around it, so that the end is a clean one."""
+        try:
+            with anyio.CancelScope(shield=True):
+                await self.serve([listener])
+        finally:
+            self._has_ended.set()
+
+    async def end(self) -> None:
+        """Returns when all connections are closed."""
+        self.should_exit = True
         with anyio.CancelScope(shield=True):
-            await self.serve([listener])
+            await self._has_ended.wait()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

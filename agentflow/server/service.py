@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,8 +42,8 @@ class CallsInFlight:
 @dataclass(eq=False)
 class Service:
     """``is_draining``: the server ends; what runs may finish, and nothing new is taken. ``logs_prompts``:
-    what is asked and answered over HTTP goes into the log. ``answers``: of the HTTP APIs, counted by route
-    and status (0: the client had gone). ``bodies``: what they hold of requests' bodies."""
+    what is asked and answered over HTTP goes into the log. ``bodies``: what the HTTP APIs hold of requests'
+    bodies."""
 
     models: Models
     sessions: Sessions[Any]
@@ -52,7 +51,6 @@ class Service:
     limits: ServerLimits
     http_limits: HttpLimits
     calls: CallsInFlight = field(default_factory=CallsInFlight)
-    answers: Counter[tuple[str, int]] = field(default_factory=Counter)
     bodies: TenantMemory = field(init=False)
     is_draining: bool = False
     logs_prompts: bool = False

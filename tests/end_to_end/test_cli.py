@@ -1,5 +1,6 @@
 """What a user sees on the command line when something is wrong: one clear line."""
 
+import json
 import os
 import socket
 import subprocess
@@ -42,6 +43,17 @@ def test_pulling_an_unknown_model_names_the_known_ones():
 def test_a_wrong_folder_is_told_with_what_is_missing(tmp_path):
     line = only_line(run_cli("serve", "--model", str(tmp_path)).stderr)
     assert "config.json" in line
+
+
+def test_a_model_that_cannot_be_loaded_is_told_in_one_line(model_folder, tmp_path):
+    for file in model_folder.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 31}))
+    result = run_cli("serve", "--port", "0", "--model", str(tmp_path), "--kv-tokens", "2000")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert "model.layers.30." in only_line(result.stderr)
 
 
 def test_an_occupied_port_is_told_before_a_model_is_loaded(model_folder):

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,9 @@ from typing import Any
 import psutil
 import pytest
 from serving import served
+
+from agentflow.server.metrics import SCRAPE_TIMEOUT_S
+from agentflow.server.serve import SHUTDOWN_S
 
 pytestmark = pytest.mark.model
 
@@ -69,6 +73,18 @@ def ask(url: str, num_tokens: int) -> tuple[int, dict[str, Any]]:
         connection.close()
 
 
+def http_status(url: str, path: str) -> int:
+    connection = http.client.HTTPConnection(url.removeprefix("ws://"), timeout=60)
+    with contextlib.closing(connection):
+        connection.request("GET", path)
+        return connection.getresponse().status
+
+
+def engine_of(server: subprocess.Popen[str]) -> psutil.Process:
+    """Its engine's process: that of the largest memory."""
+    return max(psutil.Process(server.pid).children(), key=lambda child: child.memory_info().rss)
+
+
 def first_text(stream: Stream) -> str:
     """The text of the first event that has any."""
     while True:
@@ -94,6 +110,40 @@ def test_a_server_that_is_told_to_end_finishes_its_streams_and_takes_nothing_new
         assert server.wait(30) == 0
 
 
+def test_what_runs_on_after_the_drain_is_cut_off():
+    with (
+        served("--kv-tokens", "8000", "--drain-s", "0.2") as (url, server),
+        streamed(url, 7900) as stream,
+    ):
+        first_text(stream)
+        server.send_signal(signal.SIGTERM)
+        with pytest.raises((AssertionError, OSError, http.client.HTTPException)):
+            stream.text()
+        output, _ = server.communicate(timeout=30)
+        assert server.returncode == 0
+        assert "after 0.2 s requests still ran: they are cancelled" in output
+
+
+def test_what_ends_within_the_drain_is_finished():
+    with served("--kv-tokens", "2000", "--drain-s", "60") as (url, server), streamed(url, 20) as stream:
+        first_text(stream)
+        engine = engine_of(server)
+        engine.suspend()
+        try:
+            server.send_signal(signal.SIGTERM)
+            while http_status(url, "/v1/models") == 200:
+                pass
+            # The metrics wait for the engine, longer than connections have to close where there is no drain.
+            assert SCRAPE_TIMEOUT_S > SHUTDOWN_S
+            assert http_status(url, "/metrics") == 200
+        finally:
+            engine.resume()
+        stream.text()
+        output, _ = server.communicate(timeout=30)
+        assert server.returncode == 0
+        assert "still ran" not in output
+
+
 def test_a_second_signal_ends_it_at_once():
     with served("--kv-tokens", "2000") as (url, server), streamed(url, 1900) as stream:
         first_text(stream)
@@ -111,6 +161,5 @@ def test_a_stream_goes_on_when_its_engine_dies():
         _, answer = ask(url, 40)
         with streamed(url, 40) as stream:
             text = first_text(stream)
-            engine = max(psutil.Process(server.pid).children(), key=lambda child: child.memory_info().rss)
-            engine.kill()
+            engine_of(server).kill()
             assert text + stream.text() == answer["choices"][0]["message"]["content"]

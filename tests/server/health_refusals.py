@@ -32,7 +32,10 @@ def ready(server: ApiServer) -> tuple[str, str]:
 
 def an_ending_server(server: ApiServer) -> tuple[str, str]:
     with changed(server, server.service, "is_draining", True):
-        return ready(server)
+        ending = ready(server)
+    with changed(server, server._server.app.state, "service", None):
+        assert ready(server) == ending
+    return ending
 
 
 def a_dead_engine(_: ApiServer) -> tuple[str, str]:

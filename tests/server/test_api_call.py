@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -88,11 +89,16 @@ async def service(**limits: Any):
 
 
 async def exchange(
-    handler: Handler, client: Exchange, running: Service | None = None, **limits: Any
+    handler: Handler,
+    client: Exchange,
+    running: Service | None = None,
+    answers: Counter[tuple[str, int]] | None = None,
+    **limits: Any,
 ) -> Exchange:
-    """The handler's answer to the client."""
+    """The handler's answer to the client. ``answers``: where it is counted."""
     async with service(**limits) as made:
-        app = SimpleNamespace(state=SimpleNamespace(service=running or made))
+        state = SimpleNamespace(service=running or made, answers=Counter() if answers is None else answers)
+        app = SimpleNamespace(state=state)
         scope = {"type": "http", "method": "POST", "path": "/v1/test", "headers": client.headers, "app": app}
         await ApiEndpoint(handler, OpenAIErrors())(scope, client.receive, client.send)
         assert made.calls.num == 0
@@ -336,15 +342,16 @@ async def test_of_long_bodies_the_beginning_is_logged(caplog):
 
 
 async def test_answers_are_counted_by_their_status():
+    answers: Counter[tuple[str, int]] = Counter()
     async with service() as running:
-        await exchange(echo, Exchange(b'{"word": "a"}'), running)
+        await exchange(echo, Exchange(b'{"word": "a"}'), running, answers)
         for _ in range(2):
-            await exchange(echo, Exchange(b"{"), running)
+            await exchange(echo, Exchange(b"{"), running, answers)
         gone = Exchange(b"{", b"never")
         gone._messages.pop()
         gone.has_hung_up.set()
-        await exchange(echo, gone, running)
-    assert running.answers == {("", 200): 1, ("", 400): 2, ("", 0): 1}
+        await exchange(echo, gone, running, answers)
+    assert answers == {("", 200): 1, ("", 400): 2, ("", 0): 1}
 
 
 async def test_draining_waits_for_what_runs_and_not_for_ever():
@@ -358,7 +365,7 @@ async def test_draining_waits_for_what_runs_and_not_for_ever():
 
     async with service() as running, open_task_group() as group:
         client = Exchange(b"{}")
-        app = SimpleNamespace(state=SimpleNamespace(service=running))
+        app = SimpleNamespace(state=SimpleNamespace(service=running, answers=Counter()))
         scope = {"type": "http", "method": "POST", "path": "/v1/test", "headers": [], "app": app}
         group.start_soon(ApiEndpoint(work, OpenAIErrors()), scope, client.receive, client.send)
         await is_working.wait()

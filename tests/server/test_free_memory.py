@@ -1,0 +1,183 @@
+"""What memory is free: of the machine, of the containers around the process, and of a GPU."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentflow.errors import EngineFailed
+from agentflow.server import free_memory as free_memory_module
+from agentflow.server.free_memory import FreeMemory, free_host_bytes, free_memory
+
+AVAILABLE = 10_000
+V1, V2 = "7:cpu,memory:", "0::"
+FILES = {
+    V1: ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    V2: ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+}
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has so much free."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=AVAILABLE))
+
+
+def write_group(
+    root: Path, version: str, path: str, limit: int | str, used: int = 0, cached: int | None = 0
+) -> None:
+    """The files of one cgroup. ``cached``: of what is used, files that are not in use."""
+    mount, limit_name, used_name, cached_name = FILES[version]
+    folder = root / mount / path
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / limit_name).write_text(f"{limit}\n")
+    (folder / used_name).write_text(f"{used}\n")
+    line = "" if cached is None else f"{cached_name} {cached}\n"
+    (folder / "memory.stat").write_text(f"anon 5\nactive_file 9999\n{line}slab 7\n")
+
+
+def write_membership(root: Path, *lines: str) -> None:
+    (root / "proc/self").mkdir(parents=True, exist_ok=True)
+    (root / "proc/self/cgroup").write_text("".join(f"{line}\n" for line in lines))
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize("version", [V1, V2])
+def test_of_a_container_what_its_limit_leaves_is_free(tmp_path: Path, version: str) -> None:
+    write_membership(tmp_path, "9:name=systemd:/a", f"{version}/a")
+    write_group(tmp_path, version, "a", 3000, used=1000)
+    assert free_host_bytes(tmp_path) == 2000
+    write_group(tmp_path, version, "a", 3000, used=1000, cached=400)
+    assert free_host_bytes(tmp_path) == 2400
+    write_group(tmp_path, version, "a", 3000, used=1000, cached=None)
+    assert free_host_bytes(tmp_path) == 2000
+    write_group(tmp_path, version, "a", 3000, used=4000)
+    assert free_host_bytes(tmp_path) == 0
+    write_group(tmp_path, version, "a", AVAILABLE + 2, used=1)
+    assert free_host_bytes(tmp_path) == AVAILABLE
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize("version", [V1, V2])
+@pytest.mark.parametrize("path", ["/docker/0a1b", "/../0a1b", "/"])
+def test_inside_a_container_its_own_files_count_whatever_the_path_is_called(
+    tmp_path: Path, version: str, path: str
+) -> None:
+    write_membership(tmp_path, f"{version}{path}")
+    write_group(tmp_path, version, "", 3000, used=1000)
+    assert free_host_bytes(tmp_path) == 2000
+
+
+@pytest.mark.usefixtures("machine")
+def test_without_a_limit_all_that_the_machine_has_is_free(tmp_path: Path) -> None:
+    assert free_host_bytes(tmp_path) == AVAILABLE
+    write_membership(tmp_path, f"{V2}/a")
+    assert free_host_bytes(tmp_path) == AVAILABLE
+    write_group(tmp_path, V2, "a", "max", used=1000)
+    assert free_host_bytes(tmp_path) == AVAILABLE
+    write_membership(tmp_path, f"{V2}/b", "3:cpuset:/a")
+    write_group(tmp_path, V2, "a", 3000)  # of others
+    assert free_host_bytes(tmp_path) == AVAILABLE
+
+
+GROUPS = st.lists(
+    st.tuples(
+        st.one_of(st.just("max"), st.integers(0, 2 * AVAILABLE)),
+        st.integers(0, AVAILABLE),
+        st.integers(0, AVAILABLE),
+    ),
+    max_size=4,
+)
+
+
+@given(GROUPS, GROUPS)
+def test_the_tightest_of_all_groups_around_the_process_counts(first: list, second: list) -> None:
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=AVAILABLE))
+        root, left = Path(name), [AVAILABLE]
+        for version, groups in ((V1, first), (V2, second)):
+            for depth, (limit, used, cached) in enumerate(groups):
+                write_group(root, version, "/".join("abcd"[:depth]), limit, used, cached)
+                if limit != "max":
+                    left.append(max(0, limit - max(0, used - cached)))
+        write_membership(root, f"{V1}/a/b/c/d", f"{V2}/a/b/c/d/e")
+        assert free_host_bytes(root) == min(left)
+
+
+def test_the_files_of_this_machine_can_be_read() -> None:
+    assert 0 < free_host_bytes() <= psutil.virtual_memory().total
+
+
+# A GPU
+
+
+def test_on_what_a_model_runs() -> None:
+    without, beside = FreeMemory(1), FreeMemory(1, 0)
+    assert [without.is_on_gpu(device) for device in (None, "cpu", "cuda")] == [False] * 3
+    assert [beside.is_on_gpu(device) for device in (None, "cpu", "cuda")] == [True, False, True]
+
+
+@pytest.mark.anyio
+async def test_the_gpu_is_asked_in_a_process_of_its_own_where_a_model_may_run_on_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(free_memory_module, "_has_driver", lambda: True)
+    told = (await free_memory([None])).cuda_bytes
+    if torch.cuda.is_available():
+        assert told is not None
+        assert 0 < told <= torch.cuda.mem_get_info()[1]
+    else:
+        assert told is None
+
+
+TORCH = """
+class cuda:
+    def is_available():
+        return True
+    def mem_get_info():
+        {}
+"""
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("source", "devices", "cuda_bytes"),
+    [
+        (TORCH.format("return 5_000, 7_000"), ["cpu", "cuda"], 5_000),
+        (TORCH.format("return 5_000, 7_000"), ["cpu", None], 5_000),
+        (TORCH.format("return 5_000, 7_000"), ["cpu", "cpu"], None),
+        ("raise ModuleNotFoundError('no torch')", [None], None),
+    ],
+)
+async def test_what_torch_says_of_a_gpu_counts(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    source: str,
+    devices: list[str | None],
+    cuda_bytes: int | None,
+) -> None:
+    """With a torch that stands for one on a machine with a GPU."""
+    (tmp_path / "torch.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(free_memory_module, "_has_driver", lambda: True)
+    assert (await free_memory(devices)).cuda_bytes == cuda_bytes
+    monkeypatch.setattr(free_memory_module, "_has_driver", lambda: False)
+    assert (await free_memory(devices)).cuda_bytes is None
+
+
+@pytest.mark.anyio
+async def test_a_gpu_that_does_not_answer_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "torch.py").write_text(TORCH.format("raise RuntimeError('CUDA error: no memory')"))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(free_memory_module, "_has_driver", lambda: True)
+    with pytest.raises(EngineFailed, match=r"memory it has free: RuntimeError: CUDA error: no memory$"):
+        await free_memory(["cuda"])

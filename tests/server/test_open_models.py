@@ -1,0 +1,163 @@
+"""A server's models as they are opened: small random ones, each in a real engine process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import save_file
+from small_tokenizers import byte_level, write_folder
+
+from agentflow.errors import BadArgument
+from agentflow.sampling import SamplingParams
+from agentflow.server import open_models as open_models_module
+from agentflow.server.free_memory import FreeMemory
+from agentflow.server.local_engine import EngineOptions
+from agentflow.server.memory_shares import (
+    PROCESS_BYTES,
+    WANTED_KV_TOKENS,
+    MemoryNeed,
+    memory_need,
+    share_memory,
+)
+from agentflow.server.models import EngineModel
+from agentflow.server.open_models import MEMORY_SHARE, open_models
+from agentflow.server.tenant import NOBODY_ELSE
+
+VOCAB, WIDTH = 300, 32
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "intermediate_size": WIDTH,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+}
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """As in a server."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with random weights."""
+    folder = tmp_path_factory.mktemp("small")
+    write_folder(folder, byte_level(vocab_size=VOCAB))
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    torch.manual_seed(0)
+    layer = "model.layers.0."
+    square = [f"{layer}self_attn.{name}_proj.weight" for name in "qkvo"]
+    square += [f"{layer}mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
+    norms = ["model.norm.weight", f"{layer}input_layernorm.weight", f"{layer}post_attention_layernorm.weight"]
+    weights = {"model.embed_tokens.weight": torch.randn(VOCAB, WIDTH)}
+    weights |= {name: torch.randn(WIDTH, WIDTH) for name in square}
+    weights |= {name: torch.ones(WIDTH) for name in norms}
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def options(folder: Path, device: str | None = "cpu", kv_tokens: int | None = None) -> EngineOptions:
+    return EngineOptions(str(folder), device=device, kv_tokens=kv_tokens, num_threads=1)
+
+
+def fix_free(monkeypatch: pytest.MonkeyPatch, free: FreeMemory) -> None:
+    """What is free: of the machine it changes while a test runs."""
+
+    async def told(devices: object) -> FreeMemory:
+        return free
+
+    monkeypatch.setattr(open_models_module, "free_memory", told)
+
+
+def engine_processes() -> list[psutil.Process]:
+    return [
+        child for child in psutil.Process().children() if "agentflow.server.engine_process" in child.cmdline()
+    ]
+
+
+@pytest.mark.anyio
+async def test_models_are_opened_in_the_memory_there_is_and_warmed_up(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    need = memory_need("", folder, "bfloat16", None)
+    assert need.kv_bytes_per_token == 2 * WIDTH * 2
+    budget = 2 * (need.weight_bytes + PROCESS_BYTES) + (5000 + 3000) * need.kv_bytes_per_token
+    fix_free(monkeypatch, FreeMemory(2 * budget))
+    both = {"shared": options(folder), "given": options(folder, kv_tokens=3000)}
+    async with open_models(both, memory_share=0.5) as models:
+        assert [model.name for model in models] == ["shared", "given"]
+        assert len(engine_processes()) == 2
+        for model, num_slots in zip(models, (5000, 3000), strict=True):
+            assert isinstance(model, EngineModel)
+            stats = await model.client.stats()
+            assert stats.total_slots == num_slots
+            # A first request has been answered before the models are there for anybody.
+            assert (stats.generated_tokens, stats.running, stats.waiting) == (2, 0, 0)
+            assert stats.computed_tokens > 2
+            assert model.generator(NOBODY_ELSE).capabilities.model == model.name
+            end = await model.client.generate([5, 6], SamplingParams(max_tokens=3, ignore_eos=True), seed=0)
+            assert end.output_tokens == 3
+    assert engine_processes() == []
+
+
+@pytest.mark.anyio
+async def test_what_does_not_fit_is_refused_before_anything_is_loaded(folder: Path) -> None:
+    with pytest.raises(BadArgument, match=r"the models do not fit into 0\.00 GB: one 0\.00 GB of weights"):
+        async with open_models({"one": options(folder)}, memory_share=1e-9):
+            pytest.fail("it opened")
+    assert engine_processes() == []
+
+
+@pytest.mark.anyio
+async def test_what_the_gpu_has_no_room_for_is_refused_though_the_machine_has_it(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    fix_free(monkeypatch, FreeMemory(10**12, cuda_bytes=10**9))
+    with pytest.raises(BadArgument, match=r"do not fit into 0\.50 GB: one"):
+        async with open_models({"one": options(folder, device=None)}, memory_share=0.5):
+            pytest.fail("it opened")
+    assert engine_processes() == []
+
+
+def test_models_on_the_gpu_share_its_memory_and_others_that_of_the_machine(folder: Path) -> None:
+    models = {
+        "a": options(folder, "cpu"),
+        "b": options(folder, "cuda"),
+        "c": options(folder, None),
+        "d": options(folder, "cpu", kv_tokens=7000),
+    }
+    free = FreeMemory(2 * 10**9, cuda_bytes=2 * 10**9 + 10**6)
+    folders = dict.fromkeys(models, folder)
+    needs = {name: memory_need(name, folder, each.dtype, each.kv_tokens) for name, each in models.items()}
+
+    def shares(names: str, num_bytes: int) -> dict[str, int]:
+        group: list[MemoryNeed] = [needs[name] for name in names]
+        return share_memory(group, int(num_bytes * MEMORY_SHARE))
+
+    sized = open_models_module._sized(models, folders, MEMORY_SHARE, free)
+    expected = shares("ad", free.host_bytes) | shares("bc", free.cuda_bytes or 0)
+    assert {name: each.kv_tokens for name, each in sized.items()} == expected
+    assert [each.own_process for each in sized.values()] == [True] * 4
+    nowhere = open_models_module._sized(models, folders, MEMORY_SHARE, FreeMemory(10**11))
+    assert [nowhere[name].kv_tokens for name in "abcd"] == [*[WANTED_KV_TOKENS] * 3, 7000]
+
+
+@pytest.mark.anyio
+async def test_a_workload_is_of_one_model(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadArgument, match="serve only that one"):
+        async with open_models(dict.fromkeys("ab", options(folder)), record_to=tmp_path / "load.jsonl"):
+            pytest.fail("it opened")

@@ -1,0 +1,350 @@
+"""While the models load: the server answers, and says that it is not ready; whatever ends it then ends it
+cleanly. On real sockets, with a loader that is held."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import anyio
+import anyio.to_thread
+import pytest
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
+from wire_peer import Listener, WireGenerator, gen
+
+from agentflow import ops
+from agentflow.backends.remote import Remote
+from agentflow.errors import ModelError, Overloaded, PortInUse, ServerUnreachable, UnknownModel
+from agentflow.generator import Generator
+from agentflow.server import serve as serve_module
+from agentflow.server.api_keys import Tenants
+from agentflow.server.app import Access
+from agentflow.server.models import one_model
+from agentflow.server.serve import RunningServer, listen, running_server
+from agentflow.task_group import open_task_group
+
+TESTS = Path(__file__).parent.parent
+TIMEOUT_S = 30
+ResultT = TypeVar("ResultT")
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """uvicorn needs asyncio."""
+    return "asyncio"
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of the servers that began to listen: ``running_server`` tells only when the models are loaded."""
+    ports: list[int] = []
+
+    def noted(host: str, port: int) -> socket.socket:
+        listener = listen(host, port)
+        ports.append(listener.getsockname()[1])
+        return listener
+
+    monkeypatch.setattr(serve_module, "listen", noted)
+    return ports
+
+
+class HeldOpening:
+    """Loads until it may go on, and then has a generator or fails. ``answered_at_end``: whether the server
+    still took connections when the generator was closed."""
+
+    def __init__(self, ports: list[int], error: Exception | None = None) -> None:
+        self.is_loading = anyio.Event()
+        self.may_go_on = anyio.Event()
+        self.has_ended = False
+        self.answered_at_end: bool | None = None
+        self._ports = ports
+        self._error = error
+
+    @asynccontextmanager
+    async def __call__(self) -> AsyncIterator[Generator[Any]]:
+        self.is_loading.set()
+        try:
+            await self.may_go_on.wait()
+            if self._error is not None:
+                raise self._error
+            yield WireGenerator()
+        finally:
+            self.has_ended = True
+            self.answered_at_end = takes_connections(self._ports[-1])
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: http.client.HTTPMessage
+    text: str
+
+    @property
+    def body(self) -> Any:
+        return json.loads(self.text)
+
+
+def ask(port: int, method: str, path: str, **headers: str) -> Answer:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
+    with contextlib.closing(connection):
+        connection.request(method, path, b"{}" if method == "POST" else None, headers)
+        answer = connection.getresponse()
+        return Answer(answer.status, answer.headers, answer.read().decode())
+
+
+async def beside(function: Callable[..., ResultT], *args: Any) -> ResultT:
+    """Calls what waits for the server, while the server's loop goes on."""
+    return await anyio.to_thread.run_sync(function, *args)
+
+
+def takes_connections(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+@asynccontextmanager
+async def starting(
+    opening: HeldOpening, **options: Any
+) -> AsyncIterator[tuple[list[RunningServer], anyio.Event]]:
+    """A server that loads; the list has it when it is ready, and it ends when the event is set."""
+    ready: list[RunningServer] = []
+    may_end = anyio.Event()
+
+    async def host(is_ready: anyio.Event) -> None:
+        async with running_server(one_model(opening), **options) as server:
+            ready.append(server)
+            is_ready.set()
+            await may_end.wait()
+
+    async with open_task_group() as group:
+        is_ready = anyio.Event()
+        group.start_soon(host, is_ready)
+        await opening.is_loading.wait()
+        yield ready, is_ready
+        may_end.set()
+
+
+# What it answers
+
+
+@pytest.mark.anyio
+async def test_a_server_that_loads_answers_that_it_is_not_ready_and_then_it_is(port: list[int]) -> None:
+    opening = HeldOpening(port)
+    async with starting(opening) as (ready, is_ready):
+        live = await beside(ask, port[0], "GET", "/health/live")
+        assert (live.status, live.body) == (200, {"status": "live"})
+        unready = await beside(ask, port[0], "GET", "/health/ready")
+        assert (unready.status, unready.body["status"], unready.headers["retry-after"]) == (
+            503,
+            "unready",
+            "1",
+        )
+        assert "starting" in unready.body["reason"]
+        assert ready == []
+
+        opening.may_go_on.set()
+        await is_ready.wait()
+        now = await beside(ask, port[0], "GET", "/health/ready")
+        assert (now.status, now.body["models"]) == (200, ["scripted"])
+        listener = Listener()
+        async with Remote(ready[0].url).connect(listener.deliver, listener.lost) as connection:
+            connection.send([ops.Open(1), ops.Text(1, ("hello",)), gen(1, 2)])
+            assert await listener.text(2) == "hello"
+
+
+@pytest.mark.anyio
+async def test_a_server_that_loads_refuses_requests_in_the_words_of_their_api(port: list[int]) -> None:
+    opening = HeldOpening(port)
+    async with starting(opening):
+        chat = await beside(ask, port[0], "POST", "/v1/chat/completions")
+        assert (chat.status, chat.body["error"]["code"], chat.headers["retry-after"]) == (503, "unready", "1")
+        message = await beside(ask, port[0], "POST", "/v1/messages")
+        assert (message.status, message.body["error"]["type"]) == (529, "overloaded_error")
+        assert message.headers["retry-after"] == "1"
+        models = await beside(ask, port[0], "GET", "/v1/models")
+        assert (models.status, models.body["error"]["code"]) == (503, "unready")
+        assert (await beside(ask, port[0], "GET", "/openapi.json")).status == 200
+
+        metrics = await beside(ask, port[0], "GET", "/metrics")
+        assert metrics.status == 200
+        assert 'agentflow_http_answers_total{route="/v1/models",status="503"} 1.0' in metrics.text
+        assert "agentflow_engine_up{" not in metrics.text
+        opening.may_go_on.set()
+
+
+@pytest.mark.anyio
+async def test_a_server_that_loads_turns_sessions_away(port: list[int]) -> None:
+    opening = HeldOpening(port)
+    async with starting(opening):
+        url = f"ws://127.0.0.1:{port[0]}"
+        with pytest.raises(InvalidStatus) as caught:
+            await beside(connect, f"{url}/v1/session")
+        answer = caught.value.response
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert "starting" in json.loads(answer.body)["reason"]
+        listener = Listener()
+        with pytest.raises(Overloaded, match="starting"):
+            async with Remote(url).connect(listener.deliver, listener.lost):
+                pytest.fail("it opened")
+        opening.may_go_on.set()
+
+
+@pytest.mark.anyio
+async def test_the_metrics_of_a_server_that_loads_want_a_key_too(port: list[int]) -> None:
+    opening = HeldOpening(port)
+    async with starting(opening, access=Access(Tenants(["af-key"]))):
+        assert (await beside(ask, port[0], "GET", "/metrics")).status == 401
+        with_key = await beside(lambda: ask(port[0], "GET", "/metrics", **{"x-api-key": "af-key"}))
+        assert with_key.status == 200
+        assert (await beside(ask, port[0], "GET", "/health/live")).status == 200
+        opening.may_go_on.set()
+
+
+@pytest.mark.anyio
+async def test_the_port_of_a_server_that_loads_is_taken(port: list[int]) -> None:
+    opening, other = HeldOpening(port), HeldOpening(port)
+    async with starting(opening):
+        with pytest.raises(PortInUse):
+            async with running_server(one_model(other), port=port[0]):
+                pytest.fail("it started")
+        assert not other.is_loading.is_set()
+        opening.may_go_on.set()
+
+
+# How it ends
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("error", [UnknownModel("no model"), ModelError("broken"), ZeroDivisionError("bug")])
+async def test_what_loading_fails_with_is_raised_as_itself_and_nobody_listens_then(
+    port: list[int], error: Exception
+) -> None:
+    opening = HeldOpening(port, error)
+
+    async def start_and_fail() -> None:
+        async with starting(opening):
+            with socket.create_connection(("127.0.0.1", port[0]), timeout=TIMEOUT_S):  # and stays open
+                assert (await beside(ask, port[0], "GET", "/health/live")).status == 200
+                opening.may_go_on.set()
+                await anyio.sleep_forever()
+
+    with pytest.raises(type(error)) as caught:
+        await start_and_fail()
+    assert caught.value is error
+    assert not takes_connections(port[0])
+
+
+@pytest.mark.anyio
+async def test_cancelling_a_server_that_loads_is_a_clean_end(port: list[int]) -> None:
+    opening = HeldOpening(port)
+    with anyio.CancelScope() as scope:
+        async with starting(opening) as (ready, _):
+            assert (await beside(ask, port[0], "GET", "/health/live")).status == 200
+            scope.cancel()
+            await anyio.sleep_forever()
+    assert scope.cancelled_caught
+    assert opening.has_ended
+    assert ready == []
+    with pytest.raises(ServerUnreachable):
+        async with Remote(f"ws://127.0.0.1:{port[0]}").connect(lambda _: None, lambda _: None):
+            pytest.fail("it still answers")
+
+
+@pytest.mark.anyio
+async def test_the_models_are_closed_when_nobody_is_connected_any_more(port: list[int]) -> None:
+    opening = HeldOpening(port)
+    async with starting(opening) as (_, is_ready):
+        opening.may_go_on.set()
+        await is_ready.wait()
+    assert opening.has_ended
+    assert opening.answered_at_end is False
+
+
+# A process of its own
+
+CHILD = """
+import sys
+from contextlib import asynccontextmanager
+import anyio
+from wire_peer import WireGenerator
+from agentflow.server.models import one_model
+from agentflow.server.serve import serve
+
+@asynccontextmanager
+async def open_generator():
+    print("loading", flush=True)
+    try:
+        await anyio.to_thread.run_sync(sys.stdin.readline, abandon_on_cancel=True)
+        yield WireGenerator()
+    finally:
+        print("closed", flush=True)
+
+serve(one_model(open_generator), port=int(sys.argv[1]))
+print("returned", flush=True)
+"""
+
+
+@contextmanager
+def loading_process() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process whose models load until it reads a line, and its port."""
+    with listen("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
+    with subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", CHILD, str(port)],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "loading\n"
+        yield child, port
+
+
+def test_a_process_says_that_it_serves_only_when_it_is_ready() -> None:
+    with loading_process() as (child, port):
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert ask(port, "GET", "/health/live").status == 200
+        assert ask(port, "GET", "/health/ready").status == 503
+        child.stdin.write("go on\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == f"agentflow serves scripted at ws://127.0.0.1:{port}\n"
+        assert ask(port, "GET", "/health/ready").status == 200
+        child.send_signal(signal.SIGTERM)
+        output, errors = child.communicate(timeout=TIMEOUT_S)
+    assert (child.returncode, output.splitlines()[1:], errors) == (0, ["closed", "returned"], "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_process_that_answers_while_it_loads(number: signal.Signals) -> None:
+    with loading_process() as (child, port):
+        # A probe that keeps its connection.
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
+        with contextlib.closing(connection):
+            connection.request("GET", "/health/live")
+            assert connection.getresponse().read() == b'{"status":"live"}'
+            child.send_signal(number)
+            assert child.stdout is not None
+            assert child.stdout.readline() == "closed\n"
+        assert child.stdin is not None
+        child.stdin.write("go on\n")  # for the thread that reads
+        output, errors = child.communicate(timeout=TIMEOUT_S)
+    assert (child.returncode, output, errors) == (0, "returned\n", "")
