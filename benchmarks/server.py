@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from rich.console import Console
 
 from agentflow.sampling import SamplingParams
+from agentflow.server.cpu_priority import give_way
 from agentflow.server.engine_messages import Progress
 from agentflow.server.local_engine import EngineOptions
 from agentflow.server.models import EngineModel
@@ -98,12 +99,12 @@ async def over_http(clients: LoadProcess, port: int, seed: int) -> float:
     return num_tokens / wall_s
 
 
-async def measure_throughput(report: Report) -> None:
+async def measure_throughput(report: Report, clients: LoadProcess) -> None:
     """``http_vs_engine``: rounds in turns, each with prompts of its own."""
     rounds = 7 if report.scale == "full" else 2
     ratios: list[float] = []
     rates: list[tuple[float, float]] = []
-    async with served() as (server, model), load_process() as clients:
+    async with served() as (server, model):
         port, engine = port_of(server), InProcess(model)
         await engine.throughput()
         await over_http(clients, port, -1)
@@ -117,12 +118,12 @@ async def measure_throughput(report: Report) -> None:
     report.results.append(median_of("server.http_vs_engine", ratios, "ratio", goal=">= 0.9", note=note))
 
 
-async def measure_ttft(report: Report) -> None:
+async def measure_ttft(report: Report, clients: LoadProcess) -> None:
     """``http_ttft_ms``: what HTTP adds, request by request in turns."""
     rounds = 60 if report.scale == "full" else 15
     added: list[float] = []
     alone: list[float] = []
-    async with served() as (server, model), load_process() as clients:
+    async with served() as (server, model):
         port, engine = port_of(server), InProcess(model)
         for number in range(rounds):
             _, [outcome] = await clients.put(port=port, prompt_words=PROMPT_WORDS, max_tokens=4, seed=number)
@@ -139,12 +140,18 @@ def port_of(server: RunningServer) -> int:
 
 def run(report: Report, console: Console, only: str) -> None:
     """All figures whose id contains ``only``."""
-    for name, measure in (
-        ("server.http_vs_engine", measure_throughput),
-        ("server.http_ttft_ms", measure_ttft),
-        ("server.idle_session_kb", measure_sessions),
-        ("server.overload_goodput", measure_overload),
-    ):
-        if only in name:
-            console.print(f"[dim]{name} …[/]")
-            asyncio.run(measure(report))
+    asyncio.run(_measure(report, console, only))
+
+
+async def _measure(report: Report, console: Console, only: str) -> None:
+    async with load_process() as clients:
+        give_way()  # this process is the server, and the clients are none of it
+        for name, measure in (
+            ("server.http_vs_engine", measure_throughput),
+            ("server.http_ttft_ms", measure_ttft),
+            ("server.idle_session_kb", measure_sessions),
+            ("server.overload_goodput", measure_overload),
+        ):
+            if only in name:
+                console.print(f"[dim]{name} …[/]")
+                await measure(report, clients)

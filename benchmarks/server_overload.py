@@ -16,7 +16,7 @@ from agentflow.server.local_engine import EngineOptions
 from agentflow.server.open_models import open_models
 from agentflow.server.serve import RunningServer, running_server
 from benchmarks.http_load import Outcome
-from benchmarks.load_process import LoadProcess, load_process
+from benchmarks.load_process import LoadProcess
 from benchmarks.report import Report, Result, median_of
 
 MODEL = "smollm2-135m"
@@ -62,11 +62,11 @@ class Round:
         return len(_good(self.outcomes)) / self.wall_s / self.per_s
 
 
-async def measure_overload(report: Report) -> None:
+async def measure_overload(report: Report, clients: LoadProcess) -> None:
     """``overload_goodput``: good requests per second against the peak; and that nothing hangs, memory is flat
     and it recovers."""
     num_rounds, duration_s = (3, 60.0) if report.scale == "full" else (1, 10.0)
-    async with served() as server, load_process() as clients:
+    async with served() as server:
         port = int(server.url.rpartition(":")[2])
         await _peak(clients, port, 1)
         before = await _peak(clients, port, 2)

@@ -11,13 +11,14 @@ import psutil
 from websockets.asyncio.client import connect
 
 from agentflow.protocol import SESSION_PATH, VERSION, Bye, Hello, Welcome, encode, server_frames
+from benchmarks.load_process import LoadProcess
 from benchmarks.report import Report, median_of
 
 NUM_SESSIONS = 1000
 AT_ONCE = 50
 
 
-async def measure_sessions(report: Report) -> None:
+async def measure_sessions(report: Report, _: LoadProcess) -> None:
     """``idle_session_kb``: each run on a server of its own."""
     runs = [await _session_kb() for _ in range(3 if report.scale == "full" else 1)]
     note = (

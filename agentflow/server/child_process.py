@@ -12,6 +12,7 @@ from typing import Self
 import anyio
 import anyio.to_thread
 
+from agentflow.server.cpu_priority import start_process
 from agentflow.server.message_frames import READ_BYTES, FrameBuffer, to_frame
 
 
@@ -33,7 +34,7 @@ class ChildProcess:
             try:
                 ours.setblocking(False)
                 ours.send(to_frame(first))  # a new socket has room for it
-                process = subprocess.Popen(
+                process = start_process(
                     # Not multiprocessing: it would run the program's main module again in the child.
                     [sys.executable, "-P", "-m", module, str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from agentflow.command import Command
 from agentflow.server.config_flags import add_config_flags, read_flags
 from agentflow.server.config_schema import NetworkConfig, ServeConfig
+from agentflow.server.cpu_priority import give_way
 
 if TYPE_CHECKING:
     from agentflow.server.serve import Tls
@@ -73,7 +74,9 @@ def _tls(network: NetworkConfig) -> Tls | None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    run_serve(read_flags(options).config)
+    config = read_flags(options).config
+    give_way()
+    run_serve(config)
     return 0
 
 

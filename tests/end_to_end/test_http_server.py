@@ -7,6 +7,7 @@ import http.client
 import json
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ import psutil
 import pytest
 from serving import served
 
+from agentflow.server.cpu_priority import NICENESS
 from agentflow.server.metrics import SCRAPE_TIMEOUT_S
 from agentflow.server.serve import SHUTDOWN_S
 
@@ -156,10 +158,19 @@ def test_a_second_signal_ends_it_at_once():
             stream.text()
 
 
+def gives_way(server: subprocess.Popen[str]) -> None:
+    """To its engine, which has the priority that the server was started with."""
+    if sys.platform == "linux":
+        assert engine_of(server).nice() == psutil.Process().nice()
+        assert psutil.Process(server.pid).nice() == min(19, psutil.Process().nice() + NICENESS)
+
+
 def test_a_stream_goes_on_when_its_engine_dies():
     with served("--kv-tokens", "2000") as (url, server):
         _, answer = ask(url, 40)
         with streamed(url, 40) as stream:
             text = first_text(stream)
+            gives_way(server)
             engine_of(server).kill()
             assert text + stream.text() == answer["choices"][0]["message"]["content"]
+        gives_way(server)
