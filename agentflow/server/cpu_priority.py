@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 NICENESS = 5
-"""Added to what the thread has. Where all processors are wanted all the time, it still gets a quarter of one."""
+"""Added to what the thread has. Where all processors are busy all the time, it still gets its quarter."""
 
 _starter: ThreadPoolExecutor | None = None
 _popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
