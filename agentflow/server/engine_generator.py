@@ -38,6 +38,8 @@ MAX_INLINE_CHARS = 4000
 ENCODING_THREADS = 4
 # What a text is taken for until it is encoded.
 CHARS_PER_TOKEN = 4
+# What laying out a turn costs, beside its text.
+CHARS_PER_TURN = 32
 # A prefix about to be forked is computed ahead from so many uncomputed tokens on: below that, the
 # forks wait for each other no longer than for this.
 MIN_AHEAD_TOKENS = 32
@@ -53,10 +55,21 @@ class EngineContext:
     tokens: TokenState
     origin: Origin
     num_unencoded_chars: int = 0
+    num_unencoded_turns: int = 0
+    num_turns: int = 0
     num_computed: int = 0
     has_run: bool = False
     computing_ahead: int | None = None
     deadline: float | None = None
+
+    @property
+    def num_to_encode(self) -> int:
+        """What there is to lay out and to encode, in characters."""
+        return self.num_unencoded_chars + CHARS_PER_TURN * self.num_unencoded_turns
+
+    def was_encoded(self) -> None:
+        """All that was appended."""
+        self.num_unencoded_chars = self.num_unencoded_turns = 0
 
     def origin_now(self) -> Origin:
         """Where a request that is made now comes from: with the time that is left until the deadline."""
@@ -132,8 +145,15 @@ class EngineGenerator:
         context.num_unencoded_chars += len(text)
 
     def begin_role(self, context: EngineContext, role: str) -> None:
-        """Opens a turn under the chat template."""
+        """Opens a turn under the chat template. ``PromptTooLong``: there are as many as tokens may be."""
+        most = self._client.info.max_context
+        if context.num_turns >= most:
+            raise PromptTooLong(
+                f"the prompt has more than {most:,} turns, each of a token at least: shorten it"
+            )
         context.tokens.begin_role(role)
+        context.num_turns += 1
+        context.num_unencoded_turns += 1
 
     def end_role(self, context: EngineContext) -> None:
         """Closes the turn."""
@@ -237,13 +257,13 @@ class EngineGenerator:
         scores = scores_of(method, encoded.ends, end.choice_logprobs, unconditional)
         best = max(range(len(scores)), key=scores.__getitem__)
         context.tokens.choose(encoded, best)
-        context.num_unencoded_chars = 0
+        context.was_encoded()
         context.num_computed = len(encoded.prefix)
         return Scored(best, tuple(map(sum, end.choice_logprobs)), tuple(scores), _usage(end))
 
     async def _encode_choices(self, context: EngineContext, choices: Sequence[str]) -> EncodedChoices:
         """In a thread where it is much."""
-        num_chars = context.num_unencoded_chars + sum(map(len, choices)) + WINDOW_CHARS * len(choices)
+        num_chars = context.num_to_encode + sum(map(len, choices)) + WINDOW_CHARS * len(choices)
         encoded = await self.encode_beside(num_chars, context.tokens.encode_choices, choices)
         if not encoded.num_before and not encoded.text:
             raise BadArgument("select on an empty state: append some text or a turn first")
@@ -307,7 +327,7 @@ class EngineGenerator:
         )
         if hint.deadline_s is not None:
             context.deadline = time.monotonic() + hint.deadline_s
-        if hint.forks is not None and hint.forks > 1 and context.num_unencoded_chars <= MAX_INLINE_CHARS:
+        if hint.forks is not None and hint.forks > 1 and context.num_to_encode <= MAX_INLINE_CHARS:
             context.tokens.cut()
             self._compute_ahead(context)
 
@@ -318,7 +338,7 @@ class EngineGenerator:
     async def token_ids(self, context: EngineContext) -> list[int]:
         """The ids that the model would be given now; encoded in a thread where it is much, and left open:
         text that comes next is encoded with what is there."""
-        return await self.encode_beside(context.num_unencoded_chars, context.tokens.ids)
+        return await self.encode_beside(context.num_to_encode, context.tokens.ids)
 
     def _compute_ahead(self, context: EngineContext) -> None:
         """Has the prefix computed before forks ask for it, where that is worth a request, and the tenant's
@@ -351,7 +371,11 @@ class EngineGenerator:
             task_group=group or context.origin.task_group,
         )
         return EngineContext(
-            context.tokens.fork(), origin, num_computed=context.num_computed, deadline=context.deadline
+            context.tokens.fork(),
+            origin,
+            num_turns=context.num_turns,
+            num_computed=context.num_computed,
+            deadline=context.deadline,
         )
 
     async def stats(self) -> Stats:
@@ -379,8 +403,8 @@ class EngineGenerator:
     async def _encode(self, context: EngineContext) -> None:
         """Encodes what was appended, in a thread where it is much. The state's ops run one after the
         other, so nobody else touches the tokens meanwhile."""
-        await self.encode_beside(context.num_unencoded_chars, context.tokens.cut)
-        context.num_unencoded_chars = 0
+        await self.encode_beside(context.num_to_encode, context.tokens.cut)
+        context.was_encoded()
 
     async def encode_beside(
         self, amount: int, encode: Callable[[Unpack[ArgTs]], ResultT], *arguments: *ArgTs

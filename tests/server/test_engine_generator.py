@@ -267,6 +267,30 @@ async def test_a_long_text_is_encoded_beside_the_loop_and_the_same():
         assert context.num_unencoded_chars == 0
 
 
+async def test_many_turns_are_laid_out_beside_the_loop_and_no_more_than_the_context_has_tokens(monkeypatch):
+    threads: list[int] = []
+    settle = token_state.TokenState._settle
+
+    def settled(state: token_state.TokenState) -> None:
+        threads.append(threading.get_ident())
+        settle(state)
+
+    monkeypatch.setattr(token_state.TokenState, "_settle", settled)
+    async with plain_engine(max_context=300) as client:
+        generator = generator_on(client)
+        context = generator.open("")
+        for _ in range(300):
+            fill_turn(generator, context, "user", "")
+        with pytest.raises(af.PromptTooLong, match="more than 300 turns"):
+            generator.begin_role(context, "user")
+        branches = await generator.fork(context, 2, ahead=False)
+        assert threading.get_ident() != threads[0]
+        with pytest.raises(af.PromptTooLong, match="more than 300 turns"):
+            generator.begin_role(branches[0], "user")
+        for one in (context, *branches):
+            generator.free(one)
+
+
 async def test_reading_the_ids_of_a_long_text_encodes_it_once_and_beside_the_loop(monkeypatch):
     encoded_in: list[int] = []
 
