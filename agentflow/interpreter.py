@@ -39,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 # Twice what the frontend lets a program submit without awaiting.
 MAX_PENDING_OPS = 20_000
-MAX_SALT_CHARS = 256
 # A stream of pure text ops never waits by itself: let others run after so many.
 OPS_PER_TURN = 64
 _MADE = {ops.Gen: "generated", ops.Select: "generated", ops.Read: "read", ops.Expect: "provided"}
@@ -70,8 +69,8 @@ class Interpreter(Generic[ContextT]):
         """Takes an op; never waits. ``ProtocolError`` for what makes no sense: the op is not taken."""
         match op:
             case ops.Open():
-                if len(op.cache_salt) > MAX_SALT_CHARS:
-                    raise ProtocolError(f"a cache_salt has {MAX_SALT_CHARS} characters at most")
+                if len(op.cache_salt) > ops.MAX_SALT_CHARS:
+                    raise ProtocolError(f"a cache_salt has {ops.MAX_SALT_CHARS} characters at most")
                 root = self._states.add_root(op.state)
                 context = self._generator.open(op.cache_salt)
                 root.begin(context, Holding(self._memory, 0))

@@ -29,6 +29,7 @@ Objective = Literal["latency", "throughput"]
 ReadWhat = Literal["text", "token_ids"]
 
 MAX_CHOICES = 1000
+MAX_SALT_CHARS = 256
 MAX_NUMBER = 2**53 - 1
 """Of a state, variable or ticket: what every JSON reader takes for the same number."""
 

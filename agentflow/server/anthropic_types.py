@@ -11,13 +11,13 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from agentflow.ops import MAX_SALT_CHARS
 from agentflow.sampling import MAX_INT, MAX_STOP_CHARS, MAX_STOPS
 from agentflow.server.anthropic_blocks import CacheControl, DirectCaller, InputMessage, Text
 from agentflow.server.core.request import MAX_PRIORITY
 
 MAX_MESSAGES = 2048
 MAX_TOOLS = 10_000
-MAX_SALT_CHARS = 256
 
 ToolName: TypeAlias = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,128}$")]
 StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]

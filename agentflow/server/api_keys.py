@@ -14,7 +14,7 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from agentflow.errors import BadArgument, NotAuthorized
@@ -84,6 +84,10 @@ class Tenants:
         if not self.need_keys:
             yield NOBODY_ELSE
         yield from {tenant.name: tenant for tenant in self._tenant_of.values()}.values()
+
+    def of_headers(self, headers: Mapping[str, str]) -> Tenant:
+        """Whose request it is that came with these headers (names in any case). ``NotAuthorized``."""
+        return self.of(key_of_header(headers.get("authorization"), headers.get("x-api-key")))
 
     def of(self, key: str | None) -> Tenant:
         """Whom the key names. ``NotAuthorized`` where it names nobody, or is missing and wanted. How long

@@ -30,7 +30,7 @@ from starlette.websockets import WebSocket
 from agentflow.errors import NotAuthorized
 from agentflow.generator import Generator
 from agentflow.protocol import SESSION_PATH
-from agentflow.server.api_keys import Tenants, key_of_header
+from agentflow.server.api_keys import Tenants
 from agentflow.server.api_routes import api_routes, refusal_response
 from agentflow.server.browser_guard import BrowserGuard
 from agentflow.server.health import live, ready, unready
@@ -135,8 +135,7 @@ async def _metrics(request: Request) -> Response:
     tenants: Tenants = request.app.state.tenants
     try:
         # Of the keys and not of the service: nobody else reads them while the server starts, either.
-        key = key_of_header(request.headers.get("authorization"), request.headers.get("x-api-key"))
-        may_see = tenants.of(key).sees_metrics
+        may_see = tenants.of_headers(request.headers).sees_metrics
     except NotAuthorized as error:
         return _no_key(error)
     if not may_see:

@@ -12,10 +12,10 @@ import msgspec
 from msgspec import Meta
 
 from agentflow.constraint import MAX_SOURCE_CHARS
+from agentflow.ops import MAX_SALT_CHARS
 from agentflow.sampling import MAX_BIASES, MAX_INT, MAX_STOP_CHARS, MAX_STOPS
 from agentflow.server.core.request import MAX_PRIORITY
 
-MAX_SALT_CHARS = 256
 _INT64 = 2**63
 
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_INT)]

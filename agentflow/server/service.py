@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 from starlette.datastructures import Headers
 
-from agentflow.server.api_keys import Tenants, key_of_header
+from agentflow.server.api_keys import Tenants
 from agentflow.server.http_refusal import unready
 from agentflow.server.limits import HttpLimits, ServerLimits
 from agentflow.server.models import Models
@@ -64,7 +64,7 @@ class Service:
 
     def tenant_of(self, headers: Headers) -> Tenant:
         """Whose request it is that came with these headers. ``NotAuthorized``."""
-        return self.tenants.of(key_of_header(headers.get("authorization"), headers.get("x-api-key")))
+        return self.tenants.of_headers(headers)
 
     def check_open(self) -> None:
         """``Refusal`` while it ends."""

@@ -83,7 +83,7 @@ class PriorityTier:
 
     def next(self, current_group: Hashable, is_blocked: IsBlocked) -> Request | None:
         """The first that is not blocked. ``current_group``: of the request that was admitted last."""
-        for urgent in (self._first_deadline(), self._most_impatient()):
+        for urgent in (self._deadlines.first(), self._most_impatient()):
             if urgent is not None and not is_blocked(urgent, self.match_of(urgent)):
                 return urgent
         if current_group in self.groups:
@@ -99,9 +99,6 @@ class PriorityTier:
     def match_of(self, request: Request) -> int:
         """How much of a waiting request is cached."""
         return self.trees[request.objective].match_of(request)
-
-    def _first_deadline(self) -> Request | None:
-        return self._deadlines.first() if self._deadlines else None
 
     def _most_impatient(self) -> Request | None:
         return self._patience_ends.first(by=self._clock()) if self._patience_ends else None
