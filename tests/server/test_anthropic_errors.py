@@ -16,6 +16,7 @@ from server.refusing_servers import tenants
 
 from agentflow.errors import EngineFailed, NotAuthorized, Overloaded, RateLimited
 from agentflow.server.anthropic_errors import AnthropicErrors
+from agentflow.server.api_keys import Tenants
 from agentflow.server.http_refusal import MAX_MESSAGE_CHARS, MAX_PARAM_CHARS, Refusal
 from agentflow.server.limits import HttpLimits
 from agentflow.server.rate_limit import TenantGate
@@ -25,7 +26,7 @@ KEY = "sk-1"
 TOOL = {"name": "weather", "description": "The weather.", "input_schema": {"type": "object"}}
 
 
-class KeyRing:
+class KeyRing(Tenants):
     """One key is somebody's; others say which error they get."""
 
     def of(self, key: str | None) -> Tenant:

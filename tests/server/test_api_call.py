@@ -16,7 +16,7 @@ from wire_peer import WireGenerator
 
 from agentflow.errors import EngineFailed, NotAuthorized, Overloaded, PromptTooLong, RateLimited, UnknownModel
 from agentflow.server.api_call import ApiCall, ApiEndpoint, Handler
-from agentflow.server.api_keys import Tenants
+from agentflow.server.api_keys import DEFAULT_TENANT, Tenants
 from agentflow.server.http_refusal import MAX_MESSAGE_CHARS, MAX_PARAM_CHARS, Refusal
 from agentflow.server.limits import HttpLimits, ServerLimits
 from agentflow.server.models import Models, OneGenerator
@@ -382,14 +382,8 @@ async def test_a_key_stands_for_a_tenant():
         seen.append(call.tenant)
         await call.reply({})
 
-    class OneKey:
-        def of(self, key: str | None) -> Tenant:
-            if key != "secret":
-                raise NotAuthorized("this server wants an API key")
-            return Tenant("ann")
-
     async with service() as running:
-        running.tenants = OneKey()
+        running.tenants = Tenants(["secret"])
         for headers, status in (
             ({"authorization": "Bearer secret"}, 200),
             ({"x-api-key": "secret"}, 200),
@@ -398,4 +392,4 @@ async def test_a_key_stands_for_a_tenant():
         ):
             client = await exchange(who, Exchange(b"{}", headers=headers), running)
             assert client.status == status
-    assert seen == [Tenant("ann")] * 2
+    assert seen == [DEFAULT_TENANT] * 2
