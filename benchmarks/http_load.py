@@ -34,9 +34,10 @@ class Outcome:
 
 @dataclass
 class Load:
-    """``streams``: so many clients ask one after the other (closed loop), each ``requests`` times; or, with
-    ``rate_per_s``, requests come at random times for ``duration_s`` whatever becomes of them (open loop).
-    ``prompt_words`` random ones, ``max_tokens`` to generate."""
+    """``streams``: so many clients ask one after the other (closed loop), each ``requests`` times and for as
+    long as ``duration_s``; or, with ``rate_per_s``, requests come at random times for ``duration_s`` whatever
+    becomes of them (open loop). ``prompt_words`` random ones, ``max_tokens`` to generate, up to ``spread``
+    more or less."""
 
     port: int
     streams: int = 1
@@ -45,6 +46,7 @@ class Load:
     duration_s: float = 0.0
     prompt_words: int = 40
     max_tokens: int = 64
+    spread: int = 0
     seed: int = 0
     outcomes: list[Outcome] = field(default_factory=list)
 
@@ -52,55 +54,58 @@ class Load:
         """Runs it. ``wall_s``: from the first request to the last answer."""
         rng = random.Random(self.seed)
         began_s = time.perf_counter()
+        end_s = began_s + self.duration_s
         async with asyncio.TaskGroup() as group:
             if self.rate_per_s:
-                await self._arrive(group, rng)
+                await self._arrive(group, rng, end_s)
             else:
                 for _ in range(self.streams):
-                    group.create_task(self._one_after_the_other(random.Random(rng.random())))
+                    group.create_task(self._one_after_the_other(random.Random(rng.random()), end_s))
         return {
             "wall_s": time.perf_counter() - began_s,
             "outcomes": [asdict(outcome) for outcome in self.outcomes],
         }
 
-    async def _arrive(self, group: asyncio.TaskGroup, rng: random.Random) -> None:
-        at_s = end_s = time.perf_counter()
-        end_s += self.duration_s
+    async def _arrive(self, group: asyncio.TaskGroup, rng: random.Random, end_s: float) -> None:
+        at_s = time.perf_counter()
         while at_s < end_s:
             await asyncio.sleep(max(0.0, at_s - time.perf_counter()))  # noqa: TID251  the next arrival
             group.create_task(self._ask(rng))
             at_s += rng.expovariate(self.rate_per_s)
 
-    async def _one_after_the_other(self, rng: random.Random) -> None:
-        for _ in range(self.requests):
+    async def _one_after_the_other(self, rng: random.Random, end_s: float) -> None:
+        asked = 0
+        while asked < self.requests or time.perf_counter() < end_s:
             await self._ask(rng)
+            asked += 1
 
     async def _ask(self, rng: random.Random) -> None:
         outcome = Outcome(time.perf_counter())
         self.outcomes.append(outcome)
         try:
             async with asyncio.timeout(GIVE_UP_S):
-                await self._exchange(outcome, self._body(rng))
+                max_tokens = self.max_tokens + rng.randint(-self.spread, self.spread)
+                await self._exchange(outcome, self._body(rng, max_tokens), max_tokens)
         except TimeoutError:
             outcome.status = -1
         except OSError:
             outcome.status = 0
         outcome.took_s = time.perf_counter() - outcome.began_s
 
-    def _body(self, rng: random.Random) -> bytes:
+    def _body(self, rng: random.Random, max_tokens: int) -> bytes:
         words = " ".join([rng.choice(WORDS) for _ in range(self.prompt_words)])
         return json.dumps(
             {
                 "model": "smollm2-135m",
                 "messages": [{"role": "user", "content": words}],
-                "max_tokens": self.max_tokens,
+                "max_tokens": max_tokens,
                 "temperature": 0,
                 "ignore_eos": True,
                 "stream": True,
             }
         ).encode()
 
-    async def _exchange(self, outcome: Outcome, body: bytes) -> None:
+    async def _exchange(self, outcome: Outcome, body: bytes, max_tokens: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         try:
             head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{self.port}\r\n"
@@ -116,7 +121,7 @@ class Load:
                     outcome.ttft_s = time.perf_counter() - outcome.began_s
                 tail = (tail + data)[-200:]
             if outcome.status == 200:
-                outcome.num_tokens = self.max_tokens if DONE in tail else 0
+                outcome.num_tokens = max_tokens if DONE in tail else 0
         finally:
             writer.close()
 
