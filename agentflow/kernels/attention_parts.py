@@ -3,9 +3,9 @@
 A request's keys are cut into runs that it shares with other requests and a tail of its own.
 
 * A *context part* is a run of slots that all of its query rows see whole: the prefix that requests
-  share, or what a long prefill chunk finds in the cache. It is read once for all of its rows, with
-  no mask, and merged with the rest by log-sum-exp (the idea of Hydragen, arXiv 2402.05099, and of
-  the cascade attention of FlashInfer).
+  share, or what a long prefill chunk finds in the cache. It is read once for all of its rows and
+  merged with the rest by log-sum-exp (the idea of Hydragen, arXiv 2402.05099, and of the cascade
+  attention of FlashInfer).
 * A *single group* holds rows that stand alone, one per decoding request: their tails are gathered
   side by side and padded to the longest.
 * A *short group* holds chunks of a few rows, such as tokens that a grammar has forced: the whole tail of
@@ -14,7 +14,8 @@ A request's keys are cut into runs that it shares with other requests and a tail
   each the nodes above it. A long prefix is a context part for all of them.
 * A *causal group* holds prefill chunks: row i of a chunk sees its rows 0 to i.
 
-Every row is in exactly one single, short or causal group, and in any number of context parts.
+Every row is in exactly one single, short or causal group, and in any number of context parts. What has many
+queries has one of few sizes (``few_sizes``).
 """
 
 from __future__ import annotations
@@ -36,12 +37,14 @@ Index = slice | Tensor
 
 @dataclass(slots=True, frozen=True)
 class ContextPart:
-    """``num_rows`` query rows that all see ``num_slots`` slots, none masked."""
+    """``num_rows`` query rows that all see ``num_slots`` slots. Where those are fewer than a size that occurs
+    (``few_sizes``), the last is repeated, and ``mask`` [1, 1, 1, num_slots], 0 or -inf, hides that."""
 
     rows: Index
     num_rows: int
     slots: Index
     num_slots: int
+    mask: Tensor | None
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,7 +65,8 @@ class SingleGroup:
 @dataclass(slots=True, frozen=True)
 class ShortGroup:
     """``num_chunks`` chunks of ``num_rows`` rows each, with ``num_slots`` slots each: ``rows`` and ``slots``
-    are flat, chunk after chunk. A shorter chunk repeats its last row, one with fewer keys its last slot.
+    are flat, chunk after chunk. A chunk with fewer rows repeats its last one, one with fewer keys its last
+    slot.
     ``mask`` [num_chunks, 1, num_rows, num_slots], 0 or -inf."""
 
     rows: Index
@@ -84,7 +88,7 @@ class ShortGroup:
 @dataclass(slots=True, frozen=True)
 class CausalGroup:
     """``num_chunks`` chunks of ``num_rows`` rows each: ``rows`` and ``slots`` are flat, chunk after
-    chunk. A shorter chunk repeats its last row; the causal mask hides that from its other rows."""
+    chunk. A chunk with fewer rows repeats its last one; the causal mask hides that from its other rows."""
 
     rows: Index
     slots: Index

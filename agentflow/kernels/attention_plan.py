@@ -21,6 +21,7 @@ from agentflow.kernels.attention_parts import (
     SingleGroup,
 )
 from agentflow.kernels.branches import Branches, tree_block
+from agentflow.kernels.few_sizes import MOST_STEP, rounded_down, rounded_up, whole_tiles
 from agentflow.kernels.shared_runs import SharedRun, find_shared_runs
 
 PART_OVERHEAD = 1000
@@ -32,10 +33,10 @@ MAX_PACKED_ROWS = 64
 MAX_PACKED_SLOTS = 512
 """Rows and slots of several trees in one chunk: each tree's rows attend to the others' slots too, only to
 hide them."""
-
-
 MAX_SHORT_ROWS = 32
 """Rows of a chunk that sees its keys under a mask; more of them are worth a part of their own."""
+SHORT_STEP = 4
+"""Numbers of rows of such chunks are multiples of it, or less than it."""
 
 
 def plan_attention(
@@ -49,12 +50,13 @@ def plan_attention(
     branches: Branches | None = None,
     part_overhead: int = PART_OVERHEAD,
     max_gathered: int = MAX_GATHERED,
+    run_step: int = MOST_STEP,
 ) -> AttentionPlan:
     """The plan for R requests: ``page_table[page_rows[r], :kv_lens[r]]`` are the slots of request r,
     of which the last ``query_lens[r]`` belong to its rows in this batch. ``branches``: of the rows after
-    those. ``dtype``: of the queries."""
+    those. ``dtype``: of the queries. ``run_step``: the lengths of shared runs are multiples of it."""
     planner = _Planner(page_table, page_rows, query_lens, kv_lens, branches, dtype, device)
-    return planner.plan(part_overhead, max_gathered)
+    return planner.plan(part_overhead, max_gathered, run_step)
 
 
 class _Planner:
@@ -85,8 +87,8 @@ class _Planner:
         self.group_rows: list[IntArray] = []  # of the groups made so far; -1 where a row is padding
         self.contexts: list[ContextPart] = []
 
-    def plan(self, part_overhead: int, max_gathered: int) -> AttentionPlan:
-        runs, starts = find_shared_runs(self.page_table, self.page_rows, self.cached, part_overhead)
+    def plan(self, part_overhead: int, max_gathered: int, run_step: int) -> AttentionPlan:
+        runs, starts = find_shared_runs(self.page_table, self.page_rows, self.cached, part_overhead, run_step)
         for run in runs:
             self._add_context(run)
         num = self.num_requests
@@ -100,7 +102,7 @@ class _Planner:
         shorts += self._tree_groups(lasts, starts)
         chunks = np.flatnonzero((query_lens > 1) & ~is_short)
         for r in chunks[cached[chunks] > starts[chunks]]:
-            self._add_context(SharedRun(np.array([r]), int(starts[r]), int(cached[r])))
+            self._add_cached(int(r), int(starts[r]), int(cached[r]))
         causals = self._causal_groups(chunks)
         return AttentionPlan(
             self.page_table,
@@ -118,8 +120,20 @@ class _Planner:
     def _add_context(self, run: SharedRun) -> None:
         """One context part for all rows of the run's requests."""
         rows = _ranges(self.first_rows[run.members], self.query_lens[run.members])
-        slots = self.page_table[self.page_rows[run.members[0]], run.start : run.end]
-        self.contexts.append(ContextPart(self._index(rows), len(rows), self._index(slots), len(slots)))
+        length = run.end - run.start
+        column = np.arange(rounded_up(length))
+        slots = self.page_table[self.page_rows[run.members[0]], run.start + column.clip(max=length - 1)]
+        mask = self._mask((column < length)[None, None, None]) if length < len(column) else None
+        part = ContextPart(self._index(rows), len(rows), self._index(slots), len(slots), mask)
+        self.contexts.append(part)
+
+    def _add_cached(self, request: int, start: int, end: int) -> None:
+        """What a chunk finds in the cache: as much as there is of a size that occurs, and the rest under a
+        mask. One part under a mask was slower, by more than the second one costs."""
+        middle = start + rounded_down(end - start)
+        for first, last in ((start, middle), (middle, end)):
+            if last > first:
+                self._add_context(SharedRun(np.array([request]), first, last))
 
     def _add_prefix(self, tree: int, starts: IntArray, part_overhead: int) -> int | None:
         """A part for what is left of a tree's prefix but its last token, if it is worth one. Where a row of
@@ -128,7 +142,8 @@ class _Planner:
         for request in np.flatnonzero(self.page_rows[: self.num_requests] == self.page_rows[tree]).tolist():
             if self.query_lens[request] == 1 and starts[request] == starts[tree]:
                 members, last = [request, tree], request
-        start, end = int(starts[tree]), int(self.cached[tree]) - 1
+        start = int(starts[tree])
+        end = start + rounded_down(int(self.cached[tree]) - 1 - start)
         # Otherwise the tree's chunk gathers it, once. Measured with AMX: two milliseconds less in a forward
         # over a prefix of 1,000 tokens, and no difference at about 2,000.
         if end - start > 2 * part_overhead:
@@ -167,20 +182,24 @@ class _Planner:
             first_node = int(self.first_rows[num])
             head = self.page_table[self.page_rows[tree], starts[tree] : self.cached[tree]]
             paths = branches.paths[first - first_node : end - first_node]
-            seen, visible = tree_block(head, paths, 0 if last is None else 1)
-            slots.append(seen)
+            own_slots, visible = tree_block(head, paths, 0 if last is None else 1)
+            slots.append(own_slots)
             blocks.append(visible)
-        all_slots = np.concatenate(slots)
-        hidden = np.full((len(rows), len(all_slots)), -np.inf, dtype=np.float32)
+        all_rows, all_slots = np.array(rows), np.concatenate(slots)
+        num_rows, num_slots = whole_tiles(len(all_rows)), rounded_up(len(all_slots))
+        seen = np.zeros((num_rows, num_slots), dtype=np.bool_)
         row = column = 0
         for visible in blocks:
             height, width = visible.shape
-            hidden[row : row + height, column : column + width][visible] = 0
+            seen[row : row + height, column : column + width] = visible
             row, column = row + height, column + width
-        all_rows = np.array(rows)
-        self.group_rows.append(all_rows)
-        mask = self._tensor(hidden).to(self.dtype)[None, None]
-        return ShortGroup(self._index(all_rows), self._index(all_slots), 1, len(rows), len(all_slots), mask)
+        seen[row:] = seen[row - 1]
+        padding = (0, num_rows - len(all_rows))
+        self.group_rows.append(np.pad(all_rows, padding, constant_values=-1))
+        all_rows = np.pad(all_rows, padding, mode="edge")
+        all_slots = np.pad(all_slots, (0, num_slots - len(all_slots)), mode="edge")
+        mask = self._mask(seen[None, None])
+        return ShortGroup(self._index(all_rows), self._index(all_slots), 1, num_rows, num_slots, mask)
 
     def _single_groups(self, requests: IntArray, starts: IntArray, max_gathered: int) -> list[SingleGroup]:
         """Groups of rows whose tails are of like length."""
@@ -195,16 +214,15 @@ class _Planner:
         columns = np.arange(longest)
         mask = None
         if int(lens.min()) < longest:
-            hidden = np.where(columns < lens[:, None], np.float32(0), np.float32(-np.inf))
-            mask = self._tensor(hidden).to(self.dtype)[:, None, None, :]
+            mask = self._mask((columns < lens[:, None])[:, None, None])
         rows = self.first_rows[requests]
         self.group_rows.append(rows)
-        slots = self._tails(requests, starts, lens)
+        slots = self._tails(requests, starts, lens, longest)
         return SingleGroup(self._index(rows), len(rows), self._index(slots), longest, mask)
 
-    def _tails(self, requests: IntArray, starts: IntArray, lens: IntArray) -> NDArray[np.int32]:
-        """The slots of the requests' tails, each as many as the longest has, by repeating its last one."""
-        columns = starts[:, None] + np.minimum(np.arange(int(lens.max())), (lens - 1)[:, None])
+    def _tails(self, requests: IntArray, starts: IntArray, lens: IntArray, num: int) -> NDArray[np.int32]:
+        """``num`` slots of each request's tail, by repeating its last one."""
+        columns = starts[:, None] + np.minimum(np.arange(num), (lens - 1)[:, None])
         return self.page_table[self.page_rows[requests][:, None], columns].ravel()
 
     def _short_groups(self, requests: IntArray, starts: IntArray, max_gathered: int) -> list[ShortGroup]:
@@ -218,15 +236,16 @@ class _Planner:
     def _short_group(self, requests: IntArray, starts: IntArray, lens: IntArray) -> ShortGroup:
         query_lens = self.query_lens[requests]
         num_rows = int(query_lens.max())
+        if num_rows > SHORT_STEP:
+            num_rows += -num_rows % SHORT_STEP
+        num_slots = rounded_up(int(lens.max()))
         row = np.minimum(np.arange(num_rows), (query_lens - 1)[:, None])
         rows = self.first_rows[requests][:, None] + row
         self.group_rows.append(np.where(np.arange(num_rows) < query_lens[:, None], rows, -1).ravel())
         num_seen = (self.cached[requests] - starts)[:, None] + row + 1
-        columns = np.arange(int(lens.max()))
-        hidden = np.where(columns < num_seen[:, :, None], np.float32(0), np.float32(-np.inf))
-        mask = self._tensor(hidden).to(self.dtype)[:, None]
-        slots = self._index(self._tails(requests, starts, lens))
-        return ShortGroup(self._index(rows.ravel()), slots, len(requests), num_rows, len(columns), mask)
+        mask = self._mask((np.arange(num_slots) < num_seen[:, :, None])[:, None])
+        slots = self._index(self._tails(requests, starts, lens, num_slots))
+        return ShortGroup(self._index(rows.ravel()), slots, len(requests), num_rows, num_slots, mask)
 
     def _causal_groups(self, chunks: IntArray) -> list[CausalGroup]:
         """Groups of chunks of like length, longest first."""
@@ -237,14 +256,14 @@ class _Planner:
             longest = int(lens[first])
             end = int(np.searchsorted(-lens, -(longest - longest // 4), side="right"))
             group = np.sort(by_length[first:end])
-            last = (self.query_lens[group] - 1)[:, None]
-            columns = np.minimum(np.arange(longest), last)
+            last, num_rows = (self.query_lens[group] - 1)[:, None], whole_tiles(longest)
+            columns = np.minimum(np.arange(num_rows), last)
             rows = self.first_rows[group][:, None] + columns
-            self.group_rows.append(np.where(np.arange(longest) <= last, rows, -1).ravel())
+            self.group_rows.append(np.where(np.arange(num_rows) <= last, rows, -1).ravel())
             rows = rows.ravel()
             columns = columns + self.cached[group][:, None]
             slots = self.page_table[self.page_rows[group][:, None], columns].ravel()
-            groups.append(CausalGroup(self._index(rows), self._index(slots), len(group), longest))
+            groups.append(CausalGroup(self._index(rows), self._index(slots), len(group), num_rows))
             first = end
         return groups
 
@@ -263,6 +282,9 @@ class _Planner:
         if last - first == len(values) - 1 and bool((np.diff(values) == 1).all()):
             return slice(first, last + 1)
         return self._tensor(values)
+
+    def _mask(self, seen: NDArray[np.bool_]) -> Tensor:
+        return self._tensor(np.where(seen, np.float32(0), np.float32(-np.inf))).to(self.dtype)
 
     def _tensor(self, values: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)

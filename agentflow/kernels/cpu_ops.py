@@ -21,10 +21,8 @@ from agentflow.kernels.attention_parts import (
     ShortGroup,
     SingleGroup,
 )
+from agentflow.kernels.few_sizes import TILE_ROWS, rounded_up, whole_tiles
 from agentflow.kernels.linear_weight import LinearWeight
-
-ROW_STEP = 16
-"""Up to so many rows a product has the number that it is asked for. A tile of AMX has as many."""
 
 
 @functools.cache
@@ -76,13 +74,13 @@ def exact_linear(x: Tensor, weight: LinearWeight) -> Tensor:
 
 
 def _padded(x: Tensor) -> Tensor:
-    """With rows of zeros, so that few numbers of rows occur. oneDNN compiles a product anew for each, which
-    takes it over 1 ms, and keeps a thousand of them: 0.7 MB each."""
+    """With rows of zeros, so that few numbers of rows occur."""
     num_rows = x.shape[0]
-    if num_rows <= ROW_STEP:
-        return x
-    step = max(ROW_STEP, 1 << (num_rows.bit_length() - 3))
-    num_missing = -num_rows % step
+    return x if num_rows <= TILE_ROWS else _with_rows(x, rounded_up(num_rows))
+
+
+def _with_rows(x: Tensor, num_rows: int) -> Tensor:
+    num_missing = num_rows - x.shape[-2]
     return torch.nn.functional.pad(x, (0, 0, 0, num_missing)) if num_missing else x
 
 
@@ -220,9 +218,11 @@ def _merge_context(
     kv = _take(kv_layer, part.slots)
     queries = _take(q, part.rows).view(n, num_kv_heads, queries_per_head, head_dim).transpose(0, 1)
     queries = queries.reshape(1, num_kv_heads, num_queries, head_dim)
+    queries = _with_rows(queries, whole_tiles(num_queries))
     keys, values = kv[:, 0].transpose(0, 1).unsqueeze(0), kv[:, 1].transpose(0, 1).unsqueeze(0)
-    part_out, part_lse = attend(queries, keys, values, None, False, scale)
-    part_out = part_out.view(num_kv_heads, n, queries_per_head, head_dim).transpose(0, 1)
+    part_out, part_lse = attend(queries, keys, values, part.mask, False, scale)
+    part_out, part_lse = part_out[0, :, :num_queries], part_lse[0, :, :num_queries]
+    part_out = part_out.reshape(num_kv_heads, n, queries_per_head, head_dim).transpose(0, 1)
     part_out = part_out.reshape(n, -1, head_dim)
     part_lse = part_lse.reshape(num_kv_heads, n, queries_per_head).transpose(0, 1).reshape(n, -1)
     merged_out, merged_lse = _take(out, part.rows), _take(lse, part.rows)

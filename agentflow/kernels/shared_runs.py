@@ -20,7 +20,7 @@ class SharedRun:
 
 
 def find_shared_runs(
-    page_table: NDArray[np.int32], page_rows: IntArray, limits: IntArray, least_saving: int
+    page_table: NDArray[np.int32], page_rows: IntArray, limits: IntArray, least_saving: int, step: int = 1
 ) -> tuple[list[SharedRun], IntArray]:
     """The shared runs that are worth a part of their own, and where each request's own tail starts.
 
@@ -28,8 +28,9 @@ def find_shared_runs(
     tree; it is walked from the root. A run that n requests share saves (n - 1) times its length of
     reading; where that is less than ``least_saving`` tokens, the run stays with its requests' tails
     or is joined to the longer runs below it. The runs of one request are consecutive and start at
-    column 0. The work is in the shared part of the table only: requests that share nothing cost one
-    comparison of their first slots.
+    column 0; their lengths are multiples of ``step``, and what is left over is joined likewise. The
+    work is in the shared part of the table only: requests that share nothing cost one comparison of
+    their first slots.
     """
     runs: list[SharedRun] = []
     tails = np.zeros(len(page_rows), dtype=np.int64)
@@ -42,9 +43,10 @@ def find_shared_runs(
             differs = (common != common[0]).any(axis=0)
             end = depth + (int(differs.argmax()) if differs.any() else len(differs))
             start = int(tails[siblings[0]])
-            if (len(siblings) - 1) * (end - start) >= least_saving:
-                runs.append(SharedRun(siblings, start, end))
-                tails[siblings] = end
+            length = (end - start) // step * step
+            if length and (len(siblings) - 1) * length >= least_saving:
+                runs.append(SharedRun(siblings, start, start + length))
+                tails[siblings] = start + length
             pending.append((siblings, end))
     return runs, tails
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from kernel_cases import Case, Shape, make_case, shapes
 from agentflow.kernels import cpu_ops, reference_ops
 from agentflow.kernels.attention_parts import AttentionPlan
 from agentflow.kernels.attention_plan import plan_attention
+from agentflow.kernels.few_sizes import rounded_up
 from agentflow.kernels.ops import Kernels
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 0.02}
@@ -75,6 +77,7 @@ def test_the_reference_equals_float64(batch: list[Shape], seed: int) -> None:
     st.sampled_from([math.nan, 1e30]),
     st.sampled_from([0, 1, 20, 400]),
     st.sampled_from([1, 60, 16384]),
+    st.sampled_from([1, 16, 64]),
     st.booleans(),
 )
 def test_attention_equals_the_reference(
@@ -84,10 +87,46 @@ def test_attention_equals_the_reference(
     poison: float,
     part_overhead: int,
     max_gathered: int,
+    run_step: int,
     consecutive: bool,
 ) -> None:
     case = make_case(batch, seed=seed, dtype=dtype, poison=poison, consecutive=consecutive)
-    assert_equals_reference(case, planned(case, part_overhead=part_overhead, max_gathered=max_gathered))
+    limits = {"part_overhead": part_overhead, "max_gathered": max_gathered, "run_step": run_step}
+    assert_equals_reference(case, planned(case, **limits))
+
+
+@given(shapes(), st.sampled_from([0, 1, 20]))
+def test_what_has_many_queries_has_one_of_few_sizes(batch: list[Shape], part_overhead: int) -> None:
+    plan = planned(make_case(batch), part_overhead=part_overhead)
+    for num_slots in [part.num_slots for part in plan.contexts] + [group.num_slots for group in plan.shorts]:
+        assert num_slots == rounded_up(num_slots)
+    assert all(group.num_rows % 4 == 0 for group in plan.shorts if group.num_rows > 4)
+    assert all(group.num_rows % 16 == 0 for group in plan.causals)
+
+
+def test_products_of_attention_are_of_few_sizes() -> None:
+    """As flash attention is called, whatever the lengths."""
+    sizes: set[tuple[int, int]] = set()
+    with pytest.MonkeyPatch.context() as patch:
+        attend = cpu_ops.attend
+
+        def noted(q: torch.Tensor, k: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            if q.shape[2] >= 64:
+                sizes.add((q.shape[2] % 64, k.shape[2] % 512))
+            return attend(q, k, *args)
+
+        patch.setattr(cpu_ops, "attend", noted)
+        for cached in range(0, 700, 13):
+            batch = [Shape(-1, 0, cached, 40 + cached // 5), *[Shape(0, cached, cached, 1)] * 37]
+            case = make_case(batch)
+            run(cpu_ops, case, planned(case))
+    assert len(sizes) <= 48
+
+
+def test_sizes_are_few_and_not_much_larger() -> None:
+    assert all(size <= rounded_up(size) < max(size * 1.25, size + 16) for size in range(1, 5000))
+    assert len({rounded_up(size) for size in range(1, 1025)}) == 8 + 4 + 12
+    assert all(rounded_up(rounded_up(size)) == rounded_up(size) for size in range(1, 5000))
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(9, 3, 64), (4, 4, 16), (12, 1, 32)])
@@ -112,9 +151,10 @@ def test_a_shared_prefix_is_read_once_for_decode_rows_and_chunks() -> None:
     first = Shape(-1, 0, 501, 1)
     case = make_case([first, *[Shape(0, 500, 501, 1)] * 3, *[Shape(0, 500, 500, 6)] * 2])
     plan = planned(case)
-    assert [(part.num_rows, part.num_slots) for part in plan.contexts] == [(16, 500)]
-    assert [(group.num_rows, group.num_slots) for group in plan.singles] == [(4, 2)]
-    assert [(group.num_chunks, group.num_rows) for group in plan.causals] == [(2, 6)]
+    assert [(part.num_rows, part.num_slots) for part in plan.contexts] == [(16, 448)]
+    assert [(group.num_rows, group.num_slots) for group in plan.singles] == [(4, 54)]
+    assert [(group.num_chunks, group.num_rows, group.num_slots) for group in plan.shorts] == [(2, 8, 64)]
+    assert not plan.causals
     assert_equals_reference(case, plan)
 
 
@@ -130,18 +170,18 @@ def test_a_long_request_is_not_padded_to() -> None:
     assert_equals_reference(case, plan)
 
 
-def test_a_chunk_after_a_cached_prefix_reads_it_without_a_mask() -> None:
+def test_a_chunk_after_a_cached_prefix_reads_it_apart_from_its_own_rows() -> None:
     case = make_case([Shape(-1, 0, 300, 40)])
     plan = planned(case)
-    assert [(part.num_rows, part.num_slots) for part in plan.contexts] == [(40, 300)]
-    assert [(group.num_chunks, group.num_rows) for group in plan.causals] == [(1, 40)]
+    assert [(part.num_rows, part.num_slots) for part in plan.contexts] == [(40, 256), (40, 48)]
+    assert [(group.num_chunks, group.num_rows) for group in plan.causals] == [(1, 48)]
 
 
 def test_chunks_of_a_few_rows_share_one_pass_over_their_keys() -> None:
     case = make_case([Shape(-1, 0, 60, 3), Shape(-1, 0, 80, 1), Shape(-1, 0, 70, 5)])
     plan = planned(case)
     assert [(group.num_rows, group.num_slots) for group in plan.singles] == [(1, 81)]
-    assert [(group.num_chunks, group.num_rows, group.num_slots) for group in plan.shorts] == [(2, 5, 75)]
+    assert [(group.num_chunks, group.num_rows, group.num_slots) for group in plan.shorts] == [(2, 8, 80)]
     assert not plan.causals
     assert not plan.contexts
     assert_equals_reference(case, plan)

@@ -154,6 +154,7 @@ def test_the_reference_equals_float64(batch: tuple[list[Shape], list[Tree]], see
     st.sampled_from([math.nan, 1e30]),
     st.sampled_from([0, 1, 20, 400]),
     st.sampled_from([1, 60, 16384]),
+    st.sampled_from([1, 16, 64]),
     st.booleans(),
 )
 def test_attention_equals_the_reference(
@@ -163,12 +164,13 @@ def test_attention_equals_the_reference(
     poison: float,
     part_overhead: int,
     max_gathered: int,
+    run_step: int,
     consecutive: bool,
 ) -> None:
     made = make_case(batch[0], seed=seed, dtype=dtype, poison=poison, consecutive=consecutive)
     case, rows = with_trees(made, batch[1], seed)
-    plan = planned(case, rows, part_overhead=part_overhead, max_gathered=max_gathered)
-    assert_equals_reference(case, plan)
+    limits = {"part_overhead": part_overhead, "max_gathered": max_gathered, "run_step": run_step}
+    assert_equals_reference(case, planned(case, rows, **limits))
 
 
 @given(batches(), st.integers(0, 1000))
@@ -187,9 +189,9 @@ def test_a_select_on_a_long_prefix_is_one_part_and_one_group() -> None:
         make_case([Shape(-1, 0, 2999, 1)], consecutive=True), [Tree(0, (-1, -1, 0, 1, 2))], 0
     )
     plan = planned(case, rows)
-    assert [(part.num_rows, part.num_slots) for part in plan.contexts] == [(6, 2999)]
-    assert [(group.num_rows, group.num_slots) for group in plan.shorts] == [(6, 6)]
-    assert (list(plan.singles), list(plan.causals), plan.order) == ([], [], None)
+    assert [(part.num_rows, part.num_slots) for part in plan.contexts] == [(6, 2944)]
+    assert [(group.num_rows, group.num_slots) for group in plan.shorts] == [(16, 64)]
+    assert (list(plan.singles), list(plan.causals)) == ([], [])
     assert plan.contexts[0].rows == slice(0, 6)
     assert_equals_reference(case, plan)
 
@@ -199,9 +201,9 @@ def test_selects_and_decode_rows_on_one_prefix_read_it_together() -> None:
     trees = [Tree(1, (-1, 0)), Tree(2, (-1, -1, 1)), Tree(3, (-1,), is_alone=True)]
     case, rows = with_trees(make_case(batch), trees, 0)
     plan = planned(case, rows)
-    assert [(part.num_rows, part.num_slots) for part in plan.contexts] == [(9, 500)]
+    assert [(part.num_rows, part.num_slots) for part in plan.contexts] == [(9, 448)]
     assert [group.num_rows for group in plan.singles] == [1]
-    assert [group.num_rows for group in plan.shorts] == [(1 + 2) + (1 + 3) + 1]
+    assert [group.num_rows for group in plan.shorts] == [16]
     assert_equals_reference(case, plan)
 
 
@@ -209,7 +211,7 @@ def test_the_nodes_below_a_short_prefix_read_it_with_their_tree() -> None:
     case, rows = with_trees(make_case([Shape(-1, 0, 30, 1)]), [Tree(0, (-1, -1, 0))], 0)
     plan = planned(case, rows)
     assert not plan.contexts
-    assert [(group.num_rows, group.num_slots) for group in plan.shorts] == [(4, 34)]
+    assert [(group.num_rows, group.num_slots) for group in plan.shorts] == [(16, 48)]
     assert_equals_reference(case, plan)
 
 
@@ -225,5 +227,5 @@ def test_large_trees_have_groups_of_their_own() -> None:
     )
     case, rows = with_trees(left, trees, 0)
     plan = planned(case, rows)
-    assert [group.num_rows for group in plan.shorts] == [4, 601, 71, 5]
+    assert [group.num_rows for group in plan.shorts] == [16, 608, 80, 16]
     assert_equals_reference(case, plan)
