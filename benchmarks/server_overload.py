@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import statistics
 import time
@@ -22,10 +23,10 @@ from benchmarks.report import Report, Result, median_of
 
 MODEL = "smollm2-135m"
 MAX_RUNNING = 16
-# Rounds between two peaks that differ by more tell of the machine's other guests, not of the server.
-STEADY_WITHIN = 0.1
-STEADY_ROUNDS, MAX_ROUNDS = 3, 9
-PEAK_S = 20.0
+# The machine's speed changes within a minute, by more than an overload may cost. So the goodput is measured in
+# short overloads, each between two peaks, and what takes its time to go wrong in a long one.
+NUM_SLICES, SLICE_S = 12, 12.0
+LONG_S = 60.0
 # More clients than places, so that none is ever free: the peak is what the server can do at most.
 PEAK_STREAMS = 24
 # Answers differ in length: clients in step, who all begin and end at once, are quicker than any real ones.
@@ -48,67 +49,64 @@ async def served() -> AsyncIterator[RunningServer]:
 
 
 @dataclass
-class Round:
-    """One overload between two peaks. ``peaks_per_s``, ``per_s``: good requests of theirs and of its own."""
+class LongOverload:
+    """What became of each request of it, when the server had recovered, and bytes once a second."""
 
-    peaks_per_s: tuple[float, float]
-    per_s: float
     outcomes: list[Outcome]
     recovery_s: float
     samples: list[int]
-
-    @property
-    def goodput(self) -> float:
-        """As a share of the mean peak."""
-        return self.per_s / statistics.mean(self.peaks_per_s)
-
-    @property
-    def is_steady(self) -> bool:
-        """Whether the machine was about as fast after the overload as before it."""
-        return min(self.peaks_per_s) >= (1 - STEADY_WITHIN) * max(self.peaks_per_s)
 
 
 async def measure_overload(report: Report, clients: LoadProcess) -> None:
     """``overload_goodput``: good requests per second against the peak; and that nothing hangs, memory is flat
     and it recovers."""
-    steady_rounds, max_rounds, duration_s = 1, 1, 10.0
-    if report.scale == "full":
-        steady_rounds, max_rounds, duration_s = STEADY_ROUNDS, MAX_ROUNDS, 60.0
+    num_slices, duration_s = (NUM_SLICES, LONG_S) if report.scale == "full" else (2, 10.0)
     async with served() as server:
         port = int(server.url.rpartition(":")[2])
         await _peak_per_s(clients, port, 1)
         alone_s = statistics.median([await _alone_ttft_s(clients, port) for _ in range(5)])
-        before_per_s = await _peak_per_s(clients, port, 2)
-        rounds: list[Round] = []
-        while len(rounds) < max_rounds and sum(one.is_steady for one in rounds) < steady_rounds:
-            rounds.append(await _round(clients, port, duration_s, before_per_s, alone_s, len(rounds)))
-            before_per_s = rounds[-1].peaks_per_s[1]
-    _tell(report, rounds, duration_s)
+        peaks, slices = [await _peak_per_s(clients, port, 2)], []
+        for seed in range(10, 10 + 2 * num_slices, 2):
+            outcomes = await _overload(clients, port, SLICE_S, peaks[-1], seed)
+            slices.append(_good_per_s(outcomes, SLICE_S))
+            peaks.append(await _peak_per_s(clients, port, seed + 1))
+        long = await _long_overload(clients, port, duration_s, peaks[-1], alone_s)
+    around = [statistics.mean(two) for two in itertools.pairwise(peaks)]
+    goodputs = [one / peak for one, peak in zip(slices, around, strict=True)]
+    note = f"overloads of {SLICE_S:.0f} s at {FACTOR} times the peak, each between two peaks, of {min(peaks):.1f} "
+    note += f"to {max(peaks):.1f} good requests/s"
+    report.results.append(median_of("server.overload_goodput", goodputs, "ratio", goal=">= 0.9", note=note))
+    _tell(report, long, duration_s)
 
 
-async def _round(
-    clients: LoadProcess, port: int, duration_s: float, before_per_s: float, alone_s: float, number: int
-) -> Round:
+async def _overload(
+    clients: LoadProcess, port: int, duration_s: float, peak_per_s: float, seed: int
+) -> list[Outcome]:
+    rate_per_s = FACTOR * peak_per_s
+    _, outcomes = await clients.put(
+        port=port, rate_per_s=rate_per_s, duration_s=duration_s, seed=seed, **LOAD
+    )
+    return outcomes
+
+
+async def _long_overload(
+    clients: LoadProcess, port: int, duration_s: float, peak_per_s: float, alone_s: float
+) -> LongOverload:
     samples: list[int] = []
-    seed = 3 + 10 * number
     async with asyncio.TaskGroup() as group:
         watching = group.create_task(_watch_memory(samples, clients.pid))
-        _, outcomes = await clients.put(
-            port=port, rate_per_s=FACTOR * before_per_s, duration_s=duration_s, seed=seed, **LOAD
-        )
+        outcomes = await _overload(clients, port, duration_s, peak_per_s, seed=3)
         recovery_s = await _recovery_s(clients, port, alone_s)
         watching.cancel()
-    after_per_s = await _peak_per_s(clients, port, seed + 1)
-    per_s = _good_per_s(outcomes, duration_s)
-    return Round((before_per_s, after_per_s), per_s, outcomes, recovery_s, samples)
+    return LongOverload(outcomes, recovery_s, samples)
 
 
 async def _peak_per_s(clients: LoadProcess, port: int, seed: int) -> float:
     """What the server does at most: good requests per second of a closed loop that leaves no place free."""
     _, outcomes = await clients.put(
-        port=port, streams=PEAK_STREAMS, requests=0, duration_s=PEAK_S, seed=seed, **LOAD
+        port=port, streams=PEAK_STREAMS, requests=0, duration_s=SLICE_S, seed=seed, **LOAD
     )
-    return _good_per_s(outcomes, PEAK_S)
+    return _good_per_s(outcomes, SLICE_S)
 
 
 def _good_per_s(outcomes: Sequence[Outcome], duration_s: float) -> float:
@@ -146,46 +144,34 @@ def _good(outcomes: Sequence[Outcome]) -> list[Outcome]:
     return [o for o in outcomes if o.status == 200 and o.num_tokens and o.ttft_s <= GOOD_TTFT_S]
 
 
-def _tell(report: Report, rounds: Sequence[Round], duration_s: float) -> None:
-    outcomes = [outcome for one in rounds for outcome in one.outcomes]
-    counts = Counter(outcome.status for outcome in outcomes)
-    good = len(_good(outcomes))
+def _tell(report: Report, long: LongOverload, duration_s: float) -> None:
+    counts = Counter(outcome.status for outcome in long.outcomes)
+    good = len(_good(long.outcomes))
     refused = sum(counts[status] for status in REFUSED)
-    lost = len(outcomes) - refused - counts[200]
-    steady = [one for one in rounds if one.is_steady] or rounds
-    peak_per_s = statistics.mean(per_s for one in rounds for per_s in one.peaks_per_s)
-    note = (
-        f"{len(outcomes)} requests in {duration_s * len(rounds):.0f} s, {FACTOR} times the peak of "
-        f"{peak_per_s:.1f}/s: {good} good, {counts[200] - good} late, {refused} refused with 429 or 503, "
-        f"{lost} without an answer; {len(steady)} of {len(rounds)} rounds between peaks that differ by less "
-        f"than {STEADY_WITHIN:.0%}"
-    )
+    lost = len(long.outcomes) - refused - counts[200]
+    note = f"neither answered nor refused, of {len(long.outcomes)} in {duration_s:.0f} s: {good} good, "
+    note += f"{counts[200] - good} late, {refused} refused with 429 or 503"
     report.results += [
-        median_of(
-            "server.overload_goodput", [one.goodput for one in steady], "ratio", goal=">= 0.9", note=note
-        ),
-        Result("server.overload_lost", lost, "requests", [lost], "neither answered nor refused", "<= 0"),
+        Result("server.overload_lost", lost, "requests", [lost], note, "<= 0"),
         median_of(
             "server.overload_recovery_s",
-            [one.recovery_s for one in rounds],
+            [long.recovery_s],
             "s",
             goal="<= 5",
             note="after the last answer, until the first token comes about as soon as before",
         ),
-        _flatness([one.samples for one in rounds]),
+        _flatness(long.samples),
     ]
-    refusals_ms = sorted(o.took_s * 1000 for o in outcomes if o.status in REFUSED)
+    refusals_ms = sorted(o.took_s * 1000 for o in long.outcomes if o.status in REFUSED)
     if refusals_ms:
         p99 = refusals_ms[int(len(refusals_ms) * 0.99)]
         report.results.append(median_of("server.refusal_ms_p99", [p99], "ms", note="a refusal's whole time"))
 
 
-def _flatness(samples_of: Sequence[Sequence[int]]) -> Result:
-    """Growth over the last two thirds of each overload, when everything has been touched."""
-    growths_mb: list[float] = []
-    for samples in samples_of:
-        settled = samples[len(samples) // 3 :]
-        third = max(1, len(settled) // 3)
-        growths_mb.append((statistics.median(settled[-third:]) - statistics.median(settled[:third])) / 1e6)
-    note = f"of {samples_of[-1][-1] / 1e6:.0f} MB, server and engine, over the last two thirds"
-    return median_of("server.overload_growth_mb", growths_mb, "MB", goal="<= 10", note=note)
+def _flatness(samples: Sequence[int]) -> Result:
+    """Growth over the last two thirds of the overload, when everything has been touched."""
+    settled = samples[len(samples) // 3 :]
+    third = max(1, len(settled) // 3)
+    growth_mb = (statistics.median(settled[-third:]) - statistics.median(settled[:third])) / 1e6
+    note = f"of {samples[-1] / 1e6:.0f} MB, server and engine, over the last two thirds"
+    return median_of("server.overload_growth_mb", [growth_mb], "MB", goal="<= 10", note=note)
