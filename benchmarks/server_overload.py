@@ -23,8 +23,8 @@ from benchmarks.report import Report, Result, median_of
 
 MODEL = "smollm2-135m"
 MAX_RUNNING = 16
-# The machine's speed changes within a minute, by more than an overload may cost. So the goodput is measured in
-# short overloads, each between two peaks, and what takes its time to go wrong in a long one.
+# The machine's speed changes within a minute, by more than an overload may cost. So the goodput is measured
+# in short overloads, each between two peaks, and what takes its time to go wrong in a long one.
 NUM_SLICES, SLICE_S = 12, 12.0
 LONG_S = 60.0
 # More clients than places, so that none is ever free: the peak is what the server can do at most.
@@ -73,8 +73,8 @@ async def measure_overload(report: Report, clients: LoadProcess) -> None:
         long = await _long_overload(clients, port, duration_s, peaks[-1], alone_s)
     around = [statistics.mean(two) for two in itertools.pairwise(peaks)]
     goodputs = [one / peak for one, peak in zip(slices, around, strict=True)]
-    note = f"overloads of {SLICE_S:.0f} s at {FACTOR} times the peak, each between two peaks, of {min(peaks):.1f} "
-    note += f"to {max(peaks):.1f} good requests/s"
+    note = f"overloads of {SLICE_S:.0f} s at {FACTOR} times the peak, each between two peaks, "
+    note += f"of {min(peaks):.1f} to {max(peaks):.1f} good requests/s"
     report.results.append(median_of("server.overload_goodput", goodputs, "ratio", goal=">= 0.9", note=note))
     _tell(report, long, duration_s)
 
