@@ -47,11 +47,13 @@ REMARKS = {
         "The engine alone is the same engine process, driven by its own client in the server's process: "
         "no HTTP, no JSON, nobody at the other end. The HTTP clients are a process of their own on the "
         "same two cores, so what they cost is counted, too. What HTTP adds to the first token is what a "
-        "client waits, less what the engine's own client waited for the same request. In each overload, "
-        "of a minute, requests come at three times the rate of the peak, whatever becomes of those before "
-        "them; a request is good when it ends, and its first token comes within twice the time that the "
-        "server lets a request expect to wait. The peak is the mean of those before and after it, for the "
-        "clock of this machine changes by the minute."
+        "client waits, less what the engine's own client waited for the same request. In each overload "
+        "requests come at three times the rate of the peak, whatever becomes of those before them; a request "
+        "is good when it ends, and its first token comes within twice the time that the server lets a "
+        "request expect to wait. At the peak more clients than the batch has places ask again and again. "
+        "What counts is what ends while requests come, when all places are taken. The goodput is that of "
+        "short overloads between peaks, as this machine's speed changes within a minute; what is lost, late, "
+        "kept in memory or slow to recover is that of a minute's overload."
     ),
     "ablation": (
         "The pool holds half of the working set. Hints raise the hit rate where branches come and go (trees "
