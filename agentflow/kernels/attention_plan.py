@@ -20,7 +20,7 @@ from agentflow.kernels.attention_parts import (
     ShortGroup,
     SingleGroup,
 )
-from agentflow.kernels.branches import Branches, tree_block
+from agentflow.kernels.branches import Branches, side_by_side, tree_block
 from agentflow.kernels.few_sizes import MOST_STEP, rounded_down, rounded_up, whole_tiles
 from agentflow.kernels.shared_runs import SharedRun, find_shared_runs
 
@@ -187,18 +187,11 @@ class _Planner:
             blocks.append(visible)
         all_rows, all_slots = np.array(rows), np.concatenate(slots)
         num_rows, num_slots = whole_tiles(len(all_rows)), rounded_up(len(all_slots))
-        seen = np.zeros((num_rows, num_slots), dtype=np.bool_)
-        row = column = 0
-        for visible in blocks:
-            height, width = visible.shape
-            seen[row : row + height, column : column + width] = visible
-            row, column = row + height, column + width
-        seen[row:] = seen[row - 1]
         padding = (0, num_rows - len(all_rows))
         self.group_rows.append(np.pad(all_rows, padding, constant_values=-1))
         all_rows = np.pad(all_rows, padding, mode="edge")
         all_slots = np.pad(all_slots, (0, num_slots - len(all_slots)), mode="edge")
-        mask = self._mask(seen[None, None])
+        mask = self._mask(side_by_side(blocks, num_rows, num_slots)[None, None])
         return ShortGroup(self._index(all_rows), self._index(all_slots), 1, num_rows, num_slots, mask)
 
     def _single_groups(self, requests: IntArray, starts: IntArray, max_gathered: int) -> list[SingleGroup]:

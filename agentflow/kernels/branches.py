@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -48,3 +49,16 @@ def tree_block(
     rows = np.arange(num_above, len(visible))
     visible[rows[:, None], len(head) + place_of[paths - lowest]] = True
     return np.concatenate((head, nodes + lowest)), visible
+
+
+def side_by_side(blocks: Sequence[NDArray[np.bool_]], num_rows: int, num_slots: int) -> NDArray[np.bool_]:
+    """What the rows of several trees see of all their slots, laid end to end: their own. Further rows see
+    what the last one sees, and nobody sees further slots."""
+    seen = np.zeros((num_rows, num_slots), dtype=np.bool_)
+    row = column = 0
+    for block in blocks:
+        height, width = block.shape
+        seen[row : row + height, column : column + width] = block
+        row, column = row + height, column + width
+    seen[row:] = seen[row - 1]
+    return seen
