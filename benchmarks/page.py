@@ -76,7 +76,8 @@ def write_page() -> None:
     """The whole page."""
     parts = [_INTRODUCTION]
     for name, title in TITLES.items():
-        files = sorted(RESULTS.glob(f"*/{name}.json"))
+        # Beside a run of all figures, those of some of them (``--only``).
+        files = sorted([*RESULTS.glob(f"*/{name}.json"), *RESULTS.glob(f"*/{name}-*.json")])
         if files:
             remark = f"{REMARKS[name]}\n" if name in REMARKS else ""
             parts.append(f"## {title}\n\n```console\n$ python -m benchmarks {name}\n```\n\n{remark}")
