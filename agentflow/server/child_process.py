@@ -1,13 +1,19 @@
-"""The server's handle on a process that it starts: exchanges frames with it over a socket, and ends it."""
+"""The server's handle on a process that it starts: exchanges frames with it over a socket, and ends it.
+
+The process also gets a lifeline: a pipe that nothing is written to, and that ends when the server closes it
+or dies. A process can ask the kernel for a signal at that, which the socket is no good for: there the same
+signal may come because of a frame, late, when the process has read it and is at work on it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
-from typing import Self
+from typing import BinaryIO, Self
 
 import anyio
 import anyio.to_thread
@@ -19,33 +25,39 @@ from agentflow.server.message_frames import READ_BYTES, FrameBuffer, to_frame
 class ChildProcess:
     """One process, from ``run`` to ``end``; a new one is needed after that."""
 
-    def __init__(self, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], connection: socket.socket, lifeline: BinaryIO
+    ) -> None:
         self._process = process
         self._connection = connection
+        self._lifeline = lifeline
         self._buffer = FrameBuffer()
 
     @classmethod
     def run(cls, module: str, first: object, **environment: str) -> Self:
-        """A process that runs ``module``, whose one argument is the number of its socket, and finds the
-        message ``first`` there. ``environment``: what it has beyond this process's. Takes milliseconds;
-        OSError when there can be no more processes."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                ours.setblocking(False)
-                ours.send(to_frame(first))  # a new socket has room for it
-                process = start_process(
-                    # Not multiprocessing: it would run the program's main module again in the child.
-                    [sys.executable, "-P", "-m", module, str(theirs.fileno())],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    env={**os.environ, "PYTHONPATH": import_path(), **environment},
-                    process_group=0,  # Ctrl-C is for the server only
-                )
-            except BaseException:
-                ours.close()
-                raise
-        return cls(process, ours)
+        """A process that runs ``module``, whose arguments are the numbers of its socket and of its end of the
+        lifeline, and finds the message ``first`` on the socket. ``environment``: what it has beyond this
+        process's. Takes milliseconds; OSError when there can be no more processes."""
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
+            connection, other_end = socket.socketpair()
+            ours.enter_context(connection)
+            theirs.enter_context(other_end)
+            read_end, write_end = os.pipe()
+            lifeline = ours.enter_context(open(write_end, "wb", buffering=0))
+            theirs.enter_context(open(read_end, "rb", buffering=0))
+            connection.setblocking(False)
+            connection.send(to_frame(first))  # a new socket has room for it
+            numbers = [other_end.fileno(), read_end]
+            process = start_process(
+                # Not multiprocessing: it would run the program's main module again in the child.
+                [sys.executable, "-P", "-m", module, *map(str, numbers)],
+                pass_fds=numbers,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": import_path(), **environment},
+                process_group=0,  # Ctrl-C is for the server only
+            )
+            ours.pop_all()
+        return cls(process, connection, lifeline)
 
     @property
     def pid(self) -> int:
@@ -86,6 +98,7 @@ class ChildProcess:
         """Ends the process, with SIGKILL where it does not end by itself within ``grace_s``; says how it
         ended. Cancelling does not shorten this."""
         self._connection.close()
+        self._lifeline.close()
         with anyio.CancelScope(shield=True):
             limiter = anyio.CapacityLimiter(1)  # its own: the server's worker threads may all be busy
             code = await anyio.to_thread.run_sync(self._reap, grace_s, limiter=limiter)

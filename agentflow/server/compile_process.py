@@ -1,6 +1,7 @@
 """The compiling of constraints in a process of its own: what runs in that process.
 
-``python -m agentflow.server.compile_process FD``, where FD is a socket that the server left open for it.
+``python -m agentflow.server.compile_process SOCKET LIFELINE``: the numbers of a socket and of a pipe that
+the server left open for it (child_process.py).
 It compiles one constraint after the other, at a priority below everything else on the machine, and each
 within limits. There are two fences around a job. Inside, an exception in Python's code where a limit is
 reached, after which the process goes on. Outside, for native code that does not come back to Python: the
@@ -25,6 +26,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import BinaryIO
 
 import psutil
 
@@ -57,8 +59,9 @@ class _CpuTimeOver(BaseException):
 class CompileProcess:
     """This end of the socket, and the compiling function behind it once it is loaded."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, lifeline: BinaryIO) -> None:
         self._connection = connection
+        self._lifeline = lifeline
         self._is_counting = False
 
     def run(self) -> int:
@@ -93,7 +96,7 @@ class CompileProcess:
     def _run_job(self, constraint: Constraint) -> CompileEnd:
         compiled, refusal, reached = None, None, ""
         is_out_of_memory = False
-        with _ending_with_socket(self._connection), self._outer_fences():
+        with _ending_with(self._lifeline), self._outer_fences():
             try:
                 try:
                     self._count_cpu_time()
@@ -186,20 +189,20 @@ def _set_limit(which: int, value: int) -> None:
 
 
 @contextlib.contextmanager
-def _ending_with_socket(connection: socket.socket) -> Iterator[None]:
-    """Within this the process dies when the other end of the socket closes, whatever it is doing: of the
-    signal that says so. Elsewhere than on Linux it goes on until its job has ended."""
-    fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
-    flags = fcntl.fcntl(connection, fcntl.F_GETFL)
-    fcntl.fcntl(connection, fcntl.F_SETFL, flags | os.O_ASYNC)
+def _ending_with(lifeline: BinaryIO) -> Iterator[None]:
+    """Within this the process dies when the lifeline ends, whatever it is doing: of the signal that says so.
+    Elsewhere than on Linux it goes on until its job has ended."""
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, flags | os.O_ASYNC)
     try:
-        readable = select.poll()  # not select(), which takes no numbers above 1023
-        readable.register(connection, select.POLLIN)
-        if readable.poll(0):  # the server sends nothing now: it closed before the signal could come
+        ended = select.poll()  # not select(), which takes no numbers above 1023
+        ended.register(lifeline, select.POLLIN)
+        if ended.poll(0):  # before the signal could come
             raise ConnectionResetError
         yield
     finally:
-        fcntl.fcntl(connection, fcntl.F_SETFL, flags)
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, flags)
 
 
 def go_behind_others() -> None:
@@ -219,15 +222,16 @@ def take_only_what_is_left() -> None:
 
 
 def main() -> int:
-    """Compiles for the socket whose number is the one argument."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the server ends this process
+    """Compiles for the socket and the lifeline whose numbers are the arguments."""
+    for ignored in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ignored, signal.SIG_IGN)  # the server ends this process
     _set_limit(resource.RLIMIT_CORE, 0)
     go_behind_others()
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    connection.set_inheritable(False)
-    with connection:
-        return CompileProcess(connection).run()
+    numbers = [int(argument) for argument in sys.argv[1:]]
+    for number in numbers:
+        os.set_inheritable(number, False)
+    with socket.socket(fileno=numbers[0]) as connection, open(numbers[1], "rb", buffering=0) as lifeline:
+        return CompileProcess(connection, lifeline).run()
 
 
 if __name__ == "__main__":

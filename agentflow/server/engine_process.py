@@ -128,7 +128,8 @@ def collect_garbage_rarely() -> None:
 
 
 def main() -> int:
-    """Runs the engine on the socket whose number is the one argument."""
+    """Runs the engine on the socket whose number is the first argument. A thread waits for its end, and
+    no lifeline is needed."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=int(sys.argv[1]))

@@ -18,12 +18,16 @@ from server.holds import Hold
 
 from agentflow.constraint import Constraint
 from agentflow.errors import AgentflowError, BadArgument, EngineFailed, NotSupported, RequestRefused
+from agentflow.server.compile_frames import end_decoder
+from agentflow.server.compile_worker import CompileWorker
 from agentflow.server.constraint_compiler import ConstraintCompiler, constraint_compiler
 from agentflow.server.limits import CompileLimits
+from agentflow.server.message_frames import to_frame
 
 pytestmark = pytest.mark.anyio
 
 TESTS = Path(__file__).parent.parent
+END_S = 20.0
 LIMITS = CompileLimits(cpu_s=0.2, memory_bytes=100_000_000, compiled_bytes=6_000_000)
 
 
@@ -285,6 +289,8 @@ PARENT = """
 import sys
 import anyio
 from agentflow.constraint import Constraint
+from agentflow.server.compile_frames import end_decoder
+from agentflow.server.compile_worker import CompileWorker
 from agentflow.server.constraint_compiler import constraint_compiler
 from server.compile_loaders import LOADER
 
@@ -297,6 +303,28 @@ async def main():
 
 anyio.run(main)
 """
+
+
+async def test_what_comes_on_the_socket_while_it_compiles_does_not_end_it(tmp_path):
+    """The kernel may tell of a frame when it has been read, and the work on it begun."""
+    hold = Hold(tmp_path / "hold")
+    worker = CompileWorker.start(LOADER, LIMITS)
+    await worker.ready()
+    async with anyio.create_task_group() as group:
+
+        async def compile_first() -> None:
+            end = await worker.compile(Constraint("regex", f"hold {hold.path}"))
+            assert end.compiled is not None
+
+        group.start_soon(compile_first)
+        await hold.reached()
+        await worker.send(to_frame(Constraint("regex", "pid")))
+        hold.release()
+    ends = []
+    while not ends:
+        ends = await worker.receive()
+    assert end_decoder.decode(ends[0]).compiled.payload == str(worker.pid).encode()
+    assert await worker.end(END_S) == "ended with exit code 0"
 
 
 @pytest.mark.parametrize("doing", ["pid", "native", "hold"])
