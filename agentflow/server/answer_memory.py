@@ -14,7 +14,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from agentflow.server.chat_message import Message
+from agentflow.conversation import Message
 
 # Four bytes each.
 MAX_TOKENS = 500_000

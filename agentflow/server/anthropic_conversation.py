@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from agentflow.conversation import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.server.anthropic_blocks import InputMessage, Text, TextBlock, ToolResultBlock, ToolUseBlock
 from agentflow.server.anthropic_types import AnyChoice, CountRequest, NoChoice, OneToolChoice, Tool
-from agentflow.server.chat_message import CalledTool, Message, ToolSpec
-from agentflow.server.completion_request import ToolChoice
 from agentflow.server.http_refusal import Refusal
 from agentflow.server.json_nesting import MOST_NESTING, nests_deeper
 

@@ -19,12 +19,14 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
+from msgspec.structs import replace
+
+from agentflow.conversation import Message, ToolSpec
 from agentflow.errors import NotSupported
-from agentflow.server.chat_message import Message, ToolSpec
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.chat_values import Mark, unmarked
 from agentflow.server.marked_rendering import (

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from agentflow.conversation import CalledTool, Message, ToolSpec
 from agentflow.errors import BadArgument
-from agentflow.server.chat_message import CalledTool, Message, ToolSpec
 from agentflow.server.core.schema_keywords import ALL_TYPED, ANNOTATIONS
 from agentflow.server.json_nesting import MOST_NESTING, nests_deeper
 

@@ -20,11 +20,11 @@ from functools import cached_property
 import anyio
 import msgspec
 
+from agentflow.conversation import CalledTool, Message
 from agentflow.errors import BadArgument
 from agentflow.sampling import SamplingParams
 from agentflow.server.answer_memory import conversation_keys
 from agentflow.server.answer_reading import AnswerReader
-from agentflow.server.chat_message import CalledTool, Message
 from agentflow.server.completion_request import (
     Answer,
     AnswerEnded,

@@ -10,20 +10,9 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from agentflow.constraint import Constraint
+from agentflow.conversation import FREE_CHOICE, CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.generator import Usage
 from agentflow.sampling import SamplingParams
-from agentflow.server.chat_message import CalledTool, Message, ToolSpec
-
-
-@dataclass(frozen=True, slots=True)
-class ToolChoice:
-    """``auto``: the model may call tools, and writes what it likes beside them. ``required``: it calls at
-    least one, and writes nothing else. ``none``: it calls none, though it is told of them. ``name``: with
-    ``required``, this tool. ``parallel``: it may call several."""
-
-    mode: Literal["auto", "required", "none"] = "auto"
-    name: str | None = None
-    parallel: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +34,7 @@ class CompletionRequest:
     params: SamplingParams
     constraint: Constraint | None = None
     tools: tuple[ToolSpec, ...] = ()
-    tool_choice: ToolChoice = ToolChoice()
+    tool_choice: ToolChoice = FREE_CHOICE
     n: int = 1
     cache_salt: str = ""
     priority: int = 0

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from agentflow.server.chat_message import CalledTool, Message, ToolSpec
+from agentflow.conversation import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.server.chat_values import read_arguments
-from agentflow.server.completion_request import ToolChoice
 from agentflow.server.openai_fields import is_given
 from agentflow.server.openai_message_types import (
     AssistantMessage,

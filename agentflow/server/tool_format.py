@@ -14,8 +14,8 @@ from functools import lru_cache
 from typing import Any
 
 from agentflow.constraint import Whitespace
+from agentflow.conversation import CalledTool, Message, ToolSpec
 from agentflow.errors import NotSupported
-from agentflow.server.chat_message import CalledTool, Message, ToolSpec
 from agentflow.server.chat_template import ChatTemplate
 
 

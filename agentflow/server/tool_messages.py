@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 
+from msgspec.structs import replace
+
+from agentflow.conversation import Message, ToolSpec
 from agentflow.errors import NotSupported
-from agentflow.server.chat_message import Message, ToolSpec
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.chat_values import read_arguments
 from agentflow.server.tool_format import FALLBACK

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import replace
+
 from agentflow.constraint import Constraint
+from agentflow.conversation import Message, ToolChoice, ToolSpec
 from agentflow.errors import BadArgument, NotSupported
-from agentflow.server.chat_message import Message, ToolSpec
 from agentflow.server.chat_template import ChatTemplate
-from agentflow.server.completion_request import CompletionRequest, ToolChoice
+from agentflow.server.completion_request import CompletionRequest
 from agentflow.server.json_nesting import MOST_NESTING, nests_deeper
 from agentflow.server.tool_format import ToolFormat, tool_format
 from agentflow.server.tool_messages import as_plain_messages

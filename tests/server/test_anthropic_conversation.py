@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentflow.conversation import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.server.anthropic_blocks import MAX_BLOCKS, InputMessage
 from agentflow.server.anthropic_conversation import conversation_of, tool_choice_of, tools_of
 from agentflow.server.anthropic_types import MAX_MESSAGES, CountRequest
-from agentflow.server.chat_message import CalledTool, Message, ToolSpec
-from agentflow.server.completion_request import ToolChoice
 from agentflow.server.http_refusal import Refusal
 
 WEATHER = {"name": "weather", "input_schema": {"type": "object"}}

@@ -13,8 +13,8 @@ from api_server import MODEL, api_server
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentflow.conversation import CalledTool, Message
 from agentflow.errors import BadArgument
-from agentflow.server.chat_message import CalledTool, Message
 from agentflow.server.chat_values import ToolDialect, message_values
 from agentflow.server.json_nesting import MOST_NESTING, nests_deeper
 

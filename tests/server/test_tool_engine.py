@@ -25,9 +25,9 @@ from tool_requests import (
 )
 from tool_template_shapes import MARKS, TEMPLATES, TOKENIZER
 
-from agentflow.server.chat_message import CalledTool, Message
+from agentflow.conversation import CalledTool, Message, ToolChoice
 from agentflow.server.chat_template import ChatTemplate
-from agentflow.server.completion_request import CompletionRequest, ToolChoice
+from agentflow.server.completion_request import CompletionRequest
 from agentflow.server.constraint_compilation import compile_constraint
 from agentflow.server.core.scheduler import SchedulerConfig
 from agentflow.server.engine_client import EngineClient, running_engine

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tool_template_shapes import HERMES, MARKS, MISTRAL, SPEC, SPECIAL, TEMPLATES, TOKENIZER, TOKENS
 
-from agentflow.server.chat_message import CalledTool, Message, ToolSpec
+from agentflow.conversation import CalledTool, Message, ToolSpec
 from agentflow.server.detokenizer import Detokenizer
 from agentflow.server.token_state import TokenState
 from agentflow.server.tokenizer import Tokenizer

@@ -23,10 +23,9 @@ from tool_requests import (
 from tool_template_shapes import TEMPLATES
 
 from agentflow.constraint import Constraint
+from agentflow.conversation import CalledTool, Message, ToolChoice
 from agentflow.errors import BadArgument, NotSupported
-from agentflow.server.chat_message import CalledTool, Message
 from agentflow.server.chat_template import ChatTemplate
-from agentflow.server.completion_request import ToolChoice
 from agentflow.server.constraint_compilation import compile_constraint
 from agentflow.server.tool_use import tool_use
 from benchmarks.text_walks import text_under, walk

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 
 import jsonschema
+from msgspec.structs import replace
 from tool_template_shapes import TEMPLATES, TOKENIZER, WITHOUT_TOOLS
 
+from agentflow.conversation import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.sampling import SamplingParams
-from agentflow.server.chat_message import CalledTool, Message, ToolSpec
 from agentflow.server.chat_template import ChatTemplate
-from agentflow.server.completion_request import CompletionRequest, ToolChoice
+from agentflow.server.completion_request import CompletionRequest
 from agentflow.server.token_state import TokenState
 from agentflow.server.tool_output import Arguments, CallBegun, Piece, TextPiece
 from agentflow.server.tool_use import ToolUse

@@ -1,0 +1,50 @@
+"""A conversation as chat APIs have it: whole messages, the tool calls in them, the tools, and which of those
+the next answer may call."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+
+class ToolSpec(msgspec.Struct, frozen=True):
+    """A tool that the model may ask to have called. ``parameters``: the JSON schema of an object."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+
+
+class CalledTool(msgspec.Struct, frozen=True):
+    """A tool call of an assistant's turn. ``arguments``: a JSON object, as text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One turn: who speaks and what. ``generated``: a model wrote some of it. ``tool_calls``: what an
+    assistant asked for; a ``tool`` turn answers the call ``tool_call_id``, of the tool ``name``."""
+
+    role: str
+    content: str
+    generated: bool = False
+    tool_calls: tuple[CalledTool, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class ToolChoice(msgspec.Struct, frozen=True, omit_defaults=True):
+    """``auto``: the model may call tools, and writes what it likes beside them. ``required``: it calls at
+    least one, and writes nothing else. ``none``: it calls none, though it is told of them. ``name``: with
+    ``required``, this tool. ``parallel``: it may call several."""
+
+    mode: Literal["auto", "required", "none"] = "auto"
+    name: str | None = None
+    parallel: bool = True
+
+
+FREE_CHOICE = ToolChoice()
+"""Where nobody says anything."""
