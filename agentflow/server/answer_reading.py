@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from agentflow.generator import Usage
+from agentflow.reply import Arguments, CallBegun, Piece, TextPiece
 from agentflow.server.completion_request import (
     AnswerEnded,
     CompletionDelta,
@@ -16,7 +17,7 @@ from agentflow.server.completion_request import (
 )
 from agentflow.server.engine_messages import Finished, Progress
 from agentflow.server.told_tokens import ToldTokens
-from agentflow.server.tool_output import Arguments, CallBegun, Piece, TextPiece, ToolOutput
+from agentflow.server.tool_output import ToolOutput
 
 
 class AnswerReader:

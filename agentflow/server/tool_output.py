@@ -9,39 +9,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import TypeAlias
 
 import regex
 
+from agentflow.reply import Arguments, CallBegun, Piece, TextPiece
 from agentflow.server.json_extent import JsonExtent
 from agentflow.server.tool_call_text import CallHeads, could_be_json, name_of, read_calls
 from agentflow.server.tool_format import ToolFormat
-
-
-@dataclass(frozen=True, slots=True)
-class TextPiece:
-    """Prose goes on by ``text``."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallBegun:
-    """A tool is called; what comes up to the next piece of another kind are its arguments."""
-
-    id: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Arguments:
-    """The arguments of the call that began last, a JSON object as text, go on by ``text``."""
-
-    text: str
-
-
-Piece: TypeAlias = TextPiece | CallBegun | Arguments
 
 
 class ToolOutput:

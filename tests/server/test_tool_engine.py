@@ -26,6 +26,7 @@ from tool_requests import (
 from tool_template_shapes import MARKS, TEMPLATES, TOKENIZER
 
 from agentflow.conversation import CalledTool, Message, ToolChoice
+from agentflow.reply import CallBegun, Piece, TextPiece
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.completion_request import CompletionRequest
 from agentflow.server.constraint_compilation import compile_constraint
@@ -33,7 +34,6 @@ from agentflow.server.core.scheduler import SchedulerConfig
 from agentflow.server.engine_client import EngineClient, running_engine
 from agentflow.server.fake_runner import FakeRunner
 from agentflow.server.token_state import TokenState
-from agentflow.server.tool_output import CallBegun, Piece, TextPiece
 from agentflow.server.tool_use import tool_use
 
 # The fake model likes marks, JSON and its end, in no order.

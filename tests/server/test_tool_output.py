@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentflow.reply import Arguments, CallBegun, Piece
 from agentflow.server.json_extent import JsonExtent
 from agentflow.server.tool_format import FALLBACK, ToolFormat
-from agentflow.server.tool_output import Arguments, CallBegun, Piece, ToolOutput
+from agentflow.server.tool_output import ToolOutput
 
 HERMES = ToolFormat("<tool_call>\n", "\n</tool_call>")
 LIST = ToolFormat("[TOOL_CALLS] ", "", is_list=True, before="", between=None)

@@ -10,11 +10,11 @@ from msgspec.structs import replace
 from tool_template_shapes import TEMPLATES, TOKENIZER, WITHOUT_TOOLS
 
 from agentflow.conversation import CalledTool, Message, ToolChoice, ToolSpec
+from agentflow.reply import Arguments, CallBegun, Piece, TextPiece
 from agentflow.sampling import SamplingParams
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.completion_request import CompletionRequest
 from agentflow.server.token_state import TokenState
-from agentflow.server.tool_output import Arguments, CallBegun, Piece, TextPiece
 from agentflow.server.tool_use import ToolUse
 
 ALL = {**TEMPLATES, **{name: WITHOUT_TOOLS[name] for name in ("chatml", "inst")}}

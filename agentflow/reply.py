@@ -1,0 +1,186 @@
+"""What an assistant says that may call tools: prose and calls, in the order in which they came.
+
+As the value of a variable it is a text, as every value is, so that it streams, is resumed and recorded like
+others: a JSON list of parts, ``{"text": …}`` and ``{"id": …, "name": …, "arguments": …}``. A call's arguments
+are a JSON object as text, which an answer that was cut off may end within. Whatever notation a model has for
+calls, this is the same.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import msgspec
+
+from agentflow.conversation import CalledTool
+from agentflow.errors import ProtocolError
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """Prose goes on by ``text``."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegun:
+    """A tool is called; what comes up to the next piece of another kind are its arguments."""
+
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The arguments of the call that began last, a JSON object as text, go on by ``text``."""
+
+    text: str
+
+
+Piece: TypeAlias = TextPiece | CallBegun | Arguments
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """A whole one: its prose, and its calls."""
+
+    text: str
+    tool_calls: tuple[CalledTool, ...] = ()
+
+
+class ReplyWriter:
+    """Pieces as the variable's text, as they come.
+
+    >>> writer = ReplyWriter()
+    >>> writer.push([TextPiece("I look."), CallBegun("c1", "weather"), Arguments("{")]) + writer.finish()
+    '[{"text":"I look."},{"id":"c1","name":"weather","arguments":"{"}]'
+    """
+
+    def __init__(self) -> None:
+        self._before = "["
+        self._is_text = False  # whether prose stands open
+
+    def push(self, pieces: Iterable[Piece]) -> str:
+        """The text goes on by this."""
+        return "".join([self._write(piece) for piece in pieces])
+
+    def finish(self) -> str:
+        """The end of the text."""
+        return "[]" if self._before == "[" else '"}]'
+
+    def _write(self, piece: Piece) -> str:
+        match piece:
+            case CallBegun():
+                self._is_text = False
+                return self._part(f'{{"id":{_quoted(piece.id)},"name":{_quoted(piece.name)},"arguments":"')
+            case TextPiece() if not self._is_text:
+                self._is_text = True
+                return self._part('{"text":"') + _quoted(piece.text)[1:-1]
+            case _:
+                return _quoted(piece.text)[1:-1]
+
+    def _part(self, begin: str) -> str:
+        before, self._before = self._before, '"},'
+        return before + begin
+
+
+class ReplyReader:
+    """The pieces of a variable's text, as it comes.
+
+    >>> reader = ReplyReader()
+    >>> reader.push('[{"text":"I lo') + reader.push('ok."},{"id":"c1","name":"weather","argum')
+    [TextPiece(text='I lo'), TextPiece(text='ok.')]
+    """
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._piece: type[TextPiece | Arguments] | None = None  # whose text is read
+        self._has_begun = False
+        self.is_over = False
+
+    def push(self, text: str) -> list[Piece]:
+        """The text goes on; what that says. ``ProtocolError`` where it is no reply."""
+        self._held += text
+        pieces: list[Piece] = []
+        while self._read(pieces):
+            continue
+        return pieces
+
+    def _read(self, pieces: list[Piece]) -> bool:
+        """Whether there may be more to read in what is held."""
+        return self._read_head(pieces) if self._piece is None else self._read_text(self._piece, pieces)
+
+    def _read_head(self, pieces: list[Piece]) -> bool:
+        """Up to the text of the next part, or to the end."""
+        if self._held == ("]" if self._has_begun else "[]"):
+            self._held, self.is_over = "", True
+            return False
+        end = self._held.find(_ARGUMENTS)
+        text = self._held.find(_TEXT)
+        if text in (0, 1):
+            self._held = self._held[text + len(_TEXT) :]
+            self._piece, self._has_begun = TextPiece, True
+        elif end > 0:
+            pieces.append(_call(self._held[1:end] + "}"))
+            self._held = self._held[end + len(_ARGUMENTS) :]
+            self._piece, self._has_begun = Arguments, True
+        else:
+            return False
+        return True
+
+    def _read_text(self, piece: type[TextPiece | Arguments], pieces: list[Piece]) -> bool:
+        """Up to the quote that ends it; an escape that is not whole is held back."""
+        end = _WHOLE_CHARS.match(self._held).end()  # type: ignore[union-attr]  # it matches nothing, too
+        is_over = self._held.startswith('"}', end)
+        if end:
+            pieces.append(piece(_unquoted(self._held[:end])))
+        self._held = self._held[end + 2 if is_over else end :]
+        if is_over:
+            self._piece = None
+        return is_over
+
+
+_WHOLE_CHARS = re.compile(r'(?:[^"\\]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*')
+_TEXT = '{"text":"'
+_ARGUMENTS = ',"arguments":"'
+
+
+def _call(head: str) -> CallBegun:
+    try:
+        return msgspec.json.decode(head, type=CallBegun)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"what should be a reply is none: {error}") from None
+
+
+def read_reply(text: str) -> Reply:
+    """The whole one. ``ProtocolError`` where the text is none."""
+    reader = ReplyReader()
+    pieces = reader.push(text)
+    if not reader.is_over:
+        raise ProtocolError(f"what should be a reply is none, or not whole: {text[:100]!r}")
+    prose: list[str] = []
+    calls: list[tuple[CallBegun, list[str]]] = []
+    for piece in pieces:
+        match piece:
+            case TextPiece():
+                prose.append(piece.text)
+            case CallBegun():
+                calls.append((piece, []))
+            case Arguments():
+                calls[-1][1].append(piece.text)
+    return Reply("".join(prose), tuple([CalledTool(c.id, c.name, "".join(parts)) for c, parts in calls]))
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _unquoted(escaped: str) -> str:
+    try:
+        return str(json.loads(f'"{escaped}"'))
+    except ValueError as error:
+        raise ProtocolError(f"what should be a reply is none: {error}") from None

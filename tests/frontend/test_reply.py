@@ -1,0 +1,114 @@
+"""Replies as text: written and read piece by piece, wherever the text is cut."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentflow.conversation import CalledTool
+from agentflow.errors import ProtocolError
+from agentflow.reply import (
+    Arguments,
+    CallBegun,
+    Piece,
+    Reply,
+    ReplyReader,
+    ReplyWriter,
+    TextPiece,
+    read_reply,
+)
+
+texts = st.text(st.characters(codec="utf-8") | st.sampled_from('"\\{}[],:\n'), max_size=12)
+calls = st.builds(
+    lambda id, name, parts: [CallBegun(id, name), *map(Arguments, parts)],
+    texts,
+    texts,
+    st.lists(texts, max_size=3),
+)
+parts = st.lists(
+    st.lists(texts, min_size=1, max_size=3).map(lambda some: [*map(TextPiece, some)]) | calls, max_size=5
+)
+
+
+def written(pieces: list[Piece]) -> str:
+    """In one push for each piece."""
+    writer = ReplyWriter()
+    return "".join([writer.push([piece]) for piece in pieces]) + writer.finish()
+
+
+def joined(pieces: list[Piece]) -> list[Piece]:
+    """Without empty pieces, and with those of one kind that follow each other put together."""
+    whole: list[Piece] = []
+    for piece in pieces:
+        last = whole[-1] if whole else None
+        if isinstance(piece, CallBegun):
+            whole.append(piece)
+        elif last is not None and type(last) is type(piece):
+            whole[-1] = type(piece)(last.text + piece.text)
+        elif piece.text:
+            whole.append(piece)
+    return whole
+
+
+@given(parts, st.lists(st.integers(0, 400), max_size=8))
+def test_what_is_written_is_read_however_it_is_cut(made: list[list[Piece]], cuts: list[int]) -> None:
+    pieces = [piece for part in made for piece in part]
+    text = written(pieces)
+    reader, read = ReplyReader(), []
+    for start, end in zip([0, *sorted(cuts)], [*sorted(cuts), len(text)], strict=True):
+        read += reader.push(text[start:end])
+    assert joined(read) == joined(pieces)
+
+
+@given(parts)
+def test_the_text_is_json(made: list[list[Piece]]) -> None:
+    pieces = [piece for part in made for piece in part]
+    members = json.loads(written(pieces))
+    assert [set(member) for member in members if "text" not in member] == [
+        {"id", "name", "arguments"} for piece in pieces if isinstance(piece, CallBegun)
+    ]
+    prose = "".join([piece.text for piece in pieces if isinstance(piece, TextPiece)])
+    assert "".join([member["text"] for member in members if "text" in member]) == prose
+
+
+@given(parts)
+def test_what_is_read_is_certain(made: list[list[Piece]]) -> None:
+    """Each prefix of the text gives a prefix of what the whole one gives."""
+    pieces = [piece for part in made for piece in part]
+    text, whole = written(pieces), joined(pieces)
+    for end in range(len(text)):
+        *before, last = joined(ReplyReader().push(text[:end])) or [None]
+        assert before == whole[: len(before)]
+        if isinstance(last, CallBegun):
+            assert last == whole[len(before)]
+        elif last is not None:
+            assert whole[len(before)].text.startswith(last.text)
+
+
+def test_a_whole_reply() -> None:
+    pieces = [
+        TextPiece("I "),
+        TextPiece("look."),
+        CallBegun("c1", "weather"),
+        Arguments('{"city":'),
+        Arguments('"Oslo"}'),
+    ]
+    text = written(pieces)
+    assert text == '[{"text":"I look."},{"id":"c1","name":"weather","arguments":"{\\"city\\":\\"Oslo\\"}"}]'
+    assert read_reply(text) == Reply("I look.", (CalledTool("c1", "weather", '{"city":"Oslo"}'),))
+
+
+def test_a_reply_may_be_empty() -> None:
+    assert written([]) == "[]"
+    assert read_reply("[]") == Reply("")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[", "hello", '{"text":1}', '[{"text":"I lo', '["a"]', "[]]", '[{"id":1,"arguments":"']
+)
+def test_what_is_no_whole_reply_is_refused(text: str) -> None:
+    with pytest.raises(ProtocolError, match="reply"):
+        read_reply(text)
