@@ -22,15 +22,19 @@ from agentflow.reply import (
 )
 
 texts = st.text(st.characters(codec="utf-8") | st.sampled_from('"\\{}[],:\n'), max_size=12)
-calls = st.builds(
-    lambda id, name, parts: [CallBegun(id, name), *map(Arguments, parts)],
-    texts,
-    texts,
-    st.lists(texts, max_size=3),
-)
-parts = st.lists(
-    st.lists(texts, min_size=1, max_size=3).map(lambda some: [*map(TextPiece, some)]) | calls, max_size=5
-)
+
+
+@st.composite
+def replies(draw: st.DrawFn) -> list[Piece]:
+    """Prose and calls, each in pieces."""
+    pieces: list[Piece] = []
+    for is_call in draw(st.lists(st.booleans(), max_size=5)):
+        said = draw(st.lists(texts, max_size=3))
+        if is_call:
+            pieces += [CallBegun(draw(texts), draw(texts)), *map(Arguments, said)]
+        else:
+            pieces += map(TextPiece, said)
+    return pieces
 
 
 def written(pieces: list[Piece]) -> str:
@@ -53,9 +57,8 @@ def joined(pieces: list[Piece]) -> list[Piece]:
     return whole
 
 
-@given(parts, st.lists(st.integers(0, 400), max_size=8))
-def test_what_is_written_is_read_however_it_is_cut(made: list[list[Piece]], cuts: list[int]) -> None:
-    pieces = [piece for part in made for piece in part]
+@given(replies(), st.lists(st.integers(0, 400), max_size=8))
+def test_what_is_written_is_read_however_it_is_cut(pieces: list[Piece], cuts: list[int]) -> None:
     text = written(pieces)
     reader, read = ReplyReader(), []
     for start, end in zip([0, *sorted(cuts)], [*sorted(cuts), len(text)], strict=True):
@@ -63,9 +66,8 @@ def test_what_is_written_is_read_however_it_is_cut(made: list[list[Piece]], cuts
     assert joined(read) == joined(pieces)
 
 
-@given(parts)
-def test_the_text_is_json(made: list[list[Piece]]) -> None:
-    pieces = [piece for part in made for piece in part]
+@given(replies())
+def test_the_text_is_json(pieces: list[Piece]) -> None:
     members = json.loads(written(pieces))
     assert [set(member) for member in members if "text" not in member] == [
         {"id", "name", "arguments"} for piece in pieces if isinstance(piece, CallBegun)
@@ -74,10 +76,9 @@ def test_the_text_is_json(made: list[list[Piece]]) -> None:
     assert "".join([member["text"] for member in members if "text" in member]) == prose
 
 
-@given(parts)
-def test_what_is_read_is_certain(made: list[list[Piece]]) -> None:
+@given(replies())
+def test_what_is_read_is_certain(pieces: list[Piece]) -> None:
     """Each prefix of the text gives a prefix of what the whole one gives."""
-    pieces = [piece for part in made for piece in part]
     text, whole = written(pieces), joined(pieces)
     for end in range(len(text)):
         *before, last = joined(ReplyReader().push(text[:end])) or [None]
