@@ -48,3 +48,12 @@ class ToolChoice(msgspec.Struct, frozen=True, omit_defaults=True):
 
 FREE_CHOICE = ToolChoice()
 """Where nobody says anything."""
+
+
+class Conversation(msgspec.Struct, frozen=True, omit_defaults=True):
+    """``messages``: after them the assistant speaks; a last turn of its own is not ended, but goes on.
+    ``tools``: what it is told of. ``choice``: which of them it may call."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSpec, ...] = ()
+    choice: ToolChoice = FREE_CHOICE

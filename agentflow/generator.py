@@ -13,6 +13,7 @@ from typing import Literal, Protocol, TypeVar
 import msgspec
 
 from agentflow.constraint import Constraint, ConstraintKind
+from agentflow.conversation import Conversation
 from agentflow.errors import NotSupported
 from agentflow.sampling import SamplingParams
 from agentflow.token_logprob import TopLogprobs
@@ -33,6 +34,12 @@ class Capabilities(msgspec.Struct, frozen=True):
     constraints: tuple[ConstraintKind, ...] = ()
     images: bool = False
     token_ids: bool = True
+    conversations: bool = False
+
+    def require_conversations(self) -> None:
+        """``NotSupported`` where the backend takes no whole conversations."""
+        if not self.conversations:
+            raise NotSupported(f"{self.model} takes no whole conversations: append its turns one by one")
 
     def require(self, constraint: Constraint | None) -> None:
         """``NotSupported`` where the backend could not keep the constraint."""
@@ -161,6 +168,19 @@ class Generator(Protocol[ContextT]):
 
     def image(self, context: ContextT, source: str) -> None:
         """Appends an image, given as a URL."""
+
+    def converse(self, context: ContextT, conversation: Conversation) -> None:
+        """Begins the context with a conversation. Where ``capabilities.conversations``."""
+
+    async def reply(
+        self,
+        context: ContextT,
+        params: SamplingParams,
+        on_text: OnText,
+        constraint: Constraint | None = None,
+    ) -> Generated:
+        """As ``generate``, after ``converse``: what comes is the text of a reply (``agentflow.reply``), which
+        may call the conversation's tools. The constraint is for one that may call none."""
 
     async def generate(
         self,

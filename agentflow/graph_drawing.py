@@ -78,5 +78,7 @@ def _label(op: ops.Op, graph: Graph) -> str:
             return f"fork {len(op.children)}"
         case ops.Image():
             return "image"
+        case ops.Converse():
+            return f"conversation of {len(op.conversation.messages)} messages"
         case _:
             return ""

@@ -21,6 +21,7 @@ TICKET = 1
 _ALLOWED = (
     ops.Text
     | ops.Image
+    | ops.Converse
     | ops.Begin
     | ops.End
     | ops.Gen

@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Generic
 
 import anyio
+import msgspec
 
 from agentflow import ops
 from agentflow.budget import clipped, spend
 from agentflow.cells import PendingOp, StateCell, VariableCell
+from agentflow.conversation import Conversation
 from agentflow.errors import DeadlineExceeded, ProtocolError, RunFailed, StateClosed
 from agentflow.events import Value
 from agentflow.generator import ContextT, Generator, Scored, StateHint, Usage
@@ -55,6 +57,8 @@ class OpExecution(Generic[ContextT]):
                 text = await self._resolved(op.parts, pending.sources)
                 state.hold_text(text)
                 self._generator.fill(context, text)
+            case ops.Converse():
+                self._converse(state, context, op.conversation)
             case ops.Begin():
                 state.hold_text("", TURN_CHARS)
                 self._generator.begin_role(context, op.role)
@@ -72,6 +76,14 @@ class OpExecution(Generic[ContextT]):
                 await self._fork(state, context, pending.children)
             case _:
                 await self._look(context, pending)
+
+    def _converse(self, state: StateCell[ContextT], context: ContextT, conversation: Conversation) -> None:
+        self._generator.capabilities.require_conversations()
+        for message in conversation.messages:
+            called = sum(len(call.name) + len(call.arguments) for call in message.tool_calls)
+            state.hold_text(message.content, TURN_CHARS + called)
+        state.hold_text("", sum(len(msgspec.json.encode(tool)) for tool in conversation.tools))
+        self._generator.converse(context, conversation)
 
     async def _set(self, op: ops.Set, pending: PendingOp[ContextT]) -> None:
         variable = self._variables[op.var]
@@ -110,12 +122,15 @@ class OpExecution(Generic[ContextT]):
 
     async def _generate(self, state: StateCell[ContextT], context: ContextT, op: ops.Gen) -> None:
         self._generator.capabilities.require(op.constraint)
+        if op.reply:
+            self._generator.capabilities.require_conversations()
         params = clipped(op.params.check(), state.budgets)
         variable = self._variables[op.var]
         constraint = None if op.constraint is None else op.constraint.check()
         check_timeout(op.timeout_s)
         with anyio.move_on_after(op.timeout_s) as scope:
-            end = await self._generator.generate(context, params, variable.extend, constraint)
+            generate = self._generator.reply if op.reply else self._generator.generate
+            end = await generate(context, params, variable.extend, constraint)
         if scope.cancelled_caught:
             raise DeadlineExceeded(f"{op.name!r} took longer than its {op.timeout_s} s")
         was_cut = end.finish_reason == "length" and params.max_tokens < op.params.max_tokens

@@ -53,6 +53,7 @@ SHAPES: dict[type, OpShape] = {
     ops.Submit: OpShape(OpKind.CONTENT),
     ops.Text: OpShape(OpKind.CONTENT),
     ops.Image: OpShape(OpKind.CONTENT),
+    ops.Converse: OpShape(OpKind.CONTENT),
     ops.Begin: OpShape(OpKind.CONTENT),
     ops.End: OpShape(OpKind.CONTENT),
     ops.Gen: OpShape(OpKind.CONTENT, var="var"),

@@ -15,6 +15,7 @@ import msgspec
 
 from agentflow.amounts import is_number, is_whole
 from agentflow.constraint import Constraint
+from agentflow.conversation import Conversation
 from agentflow.errors import BadArgument, ProtocolError
 from agentflow.events import ErrorInfo
 from agentflow.sampling import MAX_INT, SamplingParams
@@ -72,6 +73,14 @@ class Image(_Op, frozen=True):
     source: str
 
 
+class Converse(_Op, frozen=True):
+    """Begins the state with a whole conversation, and opens the assistant's turn after it (or goes on with
+    its last one). A ``Gen`` with ``reply`` may then call the tools."""
+
+    state: int
+    conversation: Conversation
+
+
 class Begin(_Op, frozen=True):
     """Opens a turn under the model's chat template."""
 
@@ -86,7 +95,8 @@ class End(_Op, frozen=True):
 
 
 class Gen(_Op, frozen=True):
-    """Generates text into variable ``var``. ``timeout_s`` counts from the op's turn."""
+    """Generates text into variable ``var``. ``timeout_s`` counts from the op's turn. ``reply``: what
+    a conversation's assistant says, as a reply (``agentflow.reply``)."""
 
     state: int
     var: int
@@ -94,6 +104,7 @@ class Gen(_Op, frozen=True):
     params: SamplingParams
     constraint: Constraint | None = None
     timeout_s: float | None = None
+    reply: bool = False
 
 
 class Select(_Op, frozen=True):
@@ -234,6 +245,7 @@ Op = (
     | Submit
     | Text
     | Image
+    | Converse
     | Begin
     | End
     | Declaring

@@ -15,15 +15,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from functools import cached_property
 
 import anyio
 import msgspec
 
-from agentflow.conversation import CalledTool, Message
+from agentflow.conversation import CalledTool
 from agentflow.errors import BadArgument
 from agentflow.sampling import SamplingParams
-from agentflow.server.answer_memory import conversation_keys
 from agentflow.server.answer_reading import AnswerReader
 from agentflow.server.completion_request import (
     Answer,
@@ -36,9 +34,10 @@ from agentflow.server.completion_request import (
     ToolArguments,
     ToolCallBegun,
 )
-from agentflow.server.engine_generator import EngineContext, EngineGenerator
+from agentflow.server.conversation_context import fill_conversation, num_chars, remember_answer
+from agentflow.server.engine_context import EngineContext
+from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.told_tokens import ToldTokens
-from agentflow.server.tool_use import ToolUse, tool_use
 from agentflow.task_group import first_of, open_task_group
 
 _SEED_BITS = 62
@@ -57,8 +56,6 @@ class Completion:
         self._changed = anyio.Event()
         self._failure: Exception | None = None
         self._has_ended = False
-        self._tools: ToolUse | None = None
-        self._conversation: bytes | None = None  # its key, where the answers are turns that may come back
         self._context: EngineContext | None = None
 
     @property
@@ -130,18 +127,10 @@ class Completion:
         prompt, most = self._request.prompt, self._request.max_prompt_tokens
         if isinstance(prompt, TokenIds):
             self._generator.check_num_tokens(len(prompt.ids), most)
-        elif isinstance(prompt, str):
-            self._generator.check_length(len(prompt), most)
         else:
-            num_chars = sum(_num_chars(message) for message in prompt) + self._num_chars_of_tools
-            self._generator.check_length(num_chars, most)
-
-    @cached_property
-    def _num_chars_of_tools(self) -> int:
-        return sum(
-            len(tool.name) + len(tool.description) + len(msgspec.json.encode(tool.parameters))
-            for tool in self._request.tools
-        )
+            self._generator.check_length(
+                len(prompt) if isinstance(prompt, str) else num_chars(self._request.conversation), most
+            )
 
     async def _check_size(self, context: EngineContext) -> None:
         most = self._request.max_prompt_tokens
@@ -162,35 +151,16 @@ class Completion:
             self._generator.check_ids(prompt.ids)
             context.tokens.only(prompt.ids)
         else:
-            self._fill_turns(context)
-
-    def _fill_turns(self, context: EngineContext) -> None:
-        use = self._tools = tool_use(self._generator.template, self._request)
-        context.tokens.tools(use.tools)
-        context.num_unencoded_chars += self._num_chars_of_tools
-        start = repr((self._request.cache_salt, use.tools)).encode("utf-8", "backslashreplace")
-        keys = conversation_keys(use.messages, start=start)
-        last = len(use.messages) - 1
-        for number, (message, key) in enumerate(zip(use.messages, keys, strict=True)):
-            if message.tool_calls or message.role == "tool":
-                context.tokens.turn(message)
-                context.num_unencoded_chars += _num_chars(message)
-                continue
-            token_ids = self._generator.answers.recall(key) if message.role == "assistant" else None
-            self._generator.begin_role(context, message.role)
-            if token_ids is None:
-                self._generator.fill(context, message.content)
-            else:
-                context.tokens.generated(token_ids, message.content)
-            if number == last and message.role == "assistant":
-                return  # it goes on
-            self._generator.end_role(context)
-        if self._request.opens_turn:
-            self._generator.begin_role(context, "assistant")
-            self._conversation = keys[-1] if keys else b""
+            fill_conversation(
+                self._generator,
+                context,
+                self._request.conversation,
+                self._request.constraint,
+                opens_turn=self._request.opens_turn,
+            )
 
     async def _answer(self, index: int, context: EngineContext) -> None:
-        params, use, constraint = self._params(index), self._tools, self._request.constraint
+        params, use, constraint = self._params(index), context.tools, self._request.constraint
         if use is not None:
             constraint = use.constraint
         told = None
@@ -200,9 +170,7 @@ class Completion:
         reader = AnswerReader(index, self._add, told=told, output=output)
         end = await self._generator.complete(context, params, reader.hear, constraint)
         reader.finish(end)
-        if self._conversation is not None:
-            [key] = conversation_keys([Message("assistant", end.text)], start=self._conversation)
-            self._generator.answers.remember(key, end.token_ids)
+        remember_answer(self._generator, context, end)
 
     def _params(self, index: int) -> SamplingParams:
         seed = (self._seed + index * _SEED_STEP) % 2**63
@@ -225,10 +193,6 @@ async def completing(generator: EngineGenerator, request: CompletionRequest) -> 
         group.start_soon(completion.run)
         yield completion
         group.cancel_scope.cancel()
-
-
-def _num_chars(message: Message) -> int:
-    return len(message.content) + sum(len(call.name) + len(call.arguments) for call in message.tool_calls)
 
 
 def answers_of(deltas: Sequence[CompletionDelta], n: int) -> list[Answer]:

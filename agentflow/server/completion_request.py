@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from agentflow.constraint import Constraint
-from agentflow.conversation import FREE_CHOICE, CalledTool, Message, ToolChoice, ToolSpec
+from agentflow.conversation import (
+    FREE_CHOICE,
+    CalledTool,
+    Conversation,
+    Message,
+    ToolChoice,
+    ToolSpec,
+)
+from agentflow.errors import NotSupported
 from agentflow.generator import Usage
 from agentflow.sampling import SamplingParams
 
@@ -40,6 +48,13 @@ class CompletionRequest:
     priority: int = 0
     max_prompt_tokens: int | None = None
     opens_turn: bool = True
+
+    @property
+    def conversation(self) -> Conversation:
+        """``NotSupported`` where the prompt is none."""
+        if isinstance(self.prompt, str | TokenIds):
+            raise NotSupported("tools need a conversation as the prompt, not plain text or token ids")
+        return Conversation(self.prompt, self.tools, self.tool_choice)
 
 
 @dataclass(frozen=True, slots=True)

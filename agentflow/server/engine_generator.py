@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TypeVar, TypeVarTuple, Unpack
 
 import anyio
@@ -13,6 +12,7 @@ import anyio.to_thread
 import msgspec
 
 from agentflow.constraint import CONSTRAINT_KINDS, Constraint
+from agentflow.conversation import Conversation
 from agentflow.errors import BadArgument, PromptTooLong
 from agentflow.generator import Capabilities, Generated, OnText, Scored, StateHint, Stats, Usage
 from agentflow.sampling import SamplingParams
@@ -21,10 +21,13 @@ from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.choice_encoding import WINDOW_CHARS, EncodedChoices
 from agentflow.server.choice_scoring import scores_of
 from agentflow.server.constraint_compiler import ConstraintCompiler
+from agentflow.server.conversation_context import fill_conversation, num_chars, remember_answer
 from agentflow.server.core.request import TopTokens
 from agentflow.server.engine_client import EngineClient, OnProgress, RequestObserver
+from agentflow.server.engine_context import EngineContext
 from agentflow.server.engine_messages import EngineStats, Finished, Origin, Progress
 from agentflow.server.rate_limit import AdmittedRequest, TenantGate
+from agentflow.server.reply_text import ReplyText
 from agentflow.server.tenant import NOBODY_ELSE, Tenant
 from agentflow.server.token_state import TokenState
 from agentflow.server.tokenizer import Tokenizer
@@ -38,45 +41,9 @@ MAX_INLINE_CHARS = 4000
 ENCODING_THREADS = 4
 # What a text is taken for until it is encoded.
 CHARS_PER_TOKEN = 4
-# What laying out a turn costs, beside its text.
-CHARS_PER_TURN = 32
 # A prefix about to be forked is computed ahead from so many uncomputed tokens on: below that, the
 # forks wait for each other no longer than for this.
 MIN_AHEAD_TOKENS = 32
-
-
-@dataclass(eq=False)
-class EngineContext:
-    """One state in the engine: its tokens, and where its requests come from. ``num_computed``: so many
-    of its tokens the engine has had to compute already. ``has_run``: the engine knows the state.
-    ``computing_ahead``: the request that computes a prefix before its forks ask for it. ``deadline``:
-    when the program wants it to be done (``time.monotonic``)."""
-
-    tokens: TokenState
-    origin: Origin
-    num_unencoded_chars: int = 0
-    num_unencoded_turns: int = 0
-    num_turns: int = 0
-    num_computed: int = 0
-    has_run: bool = False
-    computing_ahead: int | None = None
-    deadline: float | None = None
-
-    @property
-    def num_to_encode(self) -> int:
-        """What there is to lay out and to encode, in characters."""
-        return self.num_unencoded_chars + CHARS_PER_TURN * self.num_unencoded_turns
-
-    def was_encoded(self) -> None:
-        """All that was appended."""
-        self.num_unencoded_chars = self.num_unencoded_turns = 0
-
-    def origin_now(self) -> Origin:
-        """Where a request that is made now comes from: with the time that is left until the deadline."""
-        if self.deadline is None:
-            return self.origin
-        left_s = max(0.0, self.deadline - time.monotonic())
-        return msgspec.structs.replace(self.origin, deadline_s=left_s)
 
 
 class EngineGenerator:
@@ -115,6 +82,7 @@ class EngineGenerator:
         self.capabilities = Capabilities(
             model=name or info.model,
             roles=template.has_template,
+            conversations=template.has_template,
             max_context=info.max_context,
             constraints=() if compiler is None else CONSTRAINT_KINDS,
         )
@@ -163,6 +131,35 @@ class EngineGenerator:
         """Refused: ``capabilities`` says that there is no vision."""
         self.capabilities.require_images()
 
+    def converse(self, context: EngineContext, conversation: Conversation) -> None:
+        """Begins an empty context with the conversation, and the assistant's turn after it. ``BadArgument``,
+        ``NotSupported`` and ``PromptTooLong`` at once."""
+        if context.tokens.continues:
+            raise BadArgument("a conversation begins a state: nothing may stand before it")
+        self.check_length(num_chars(conversation))
+        fill_conversation(self, context, conversation)
+
+    async def reply(
+        self,
+        context: EngineContext,
+        params: SamplingParams,
+        on_text: OnText,
+        constraint: Constraint | None = None,
+    ) -> Generated:
+        """Generates what the assistant says, which may call the conversation's tools: the text is that of
+        a reply, the context goes on with what was generated."""
+        text = ReplyText(context.tools)
+
+        def hear(progress: Progress) -> None:
+            if told := text.hear(progress.text):
+                on_text(told)
+
+        constraint = text.constraint or constraint
+        end = await self.complete(context, params, hear, constraint)
+        remember_answer(self, context, end)
+        context.tokens.generated(end.token_ids, end.text)
+        return self._generated(end, params, text.finish(end.text))
+
     async def generate(
         self,
         context: EngineContext,
@@ -178,9 +175,12 @@ class EngineGenerator:
 
         end = await self.complete(context, params, hear, constraint)
         context.tokens.generated(end.token_ids, end.text)
+        return self._generated(end, params, end.text)
+
+    def _generated(self, end: Finished, params: SamplingParams, text: str) -> Generated:
         logprobs = tuple(end.logprobs) if params.wants_logprobs else None
         top_logprobs = self._with_texts(end.top_logprobs) if params.top_logprobs else None
-        return Generated(end.text, end.finish_reason, _usage(end), logprobs, top_logprobs)
+        return Generated(text, end.finish_reason, _usage(end), logprobs, top_logprobs)
 
     async def complete(
         self,
@@ -376,6 +376,8 @@ class EngineGenerator:
             num_turns=context.num_turns,
             num_computed=context.num_computed,
             deadline=context.deadline,
+            tools=context.tools,
+            conversation=context.conversation,
         )
 
     async def stats(self) -> Stats:

@@ -11,10 +11,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from agentflow.constraint import Constraint
-from agentflow.conversation import Message, ToolChoice, ToolSpec
+from agentflow.conversation import Conversation, Message, ToolChoice, ToolSpec
 from agentflow.errors import BadArgument, NotSupported
 from agentflow.server.chat_template import ChatTemplate
-from agentflow.server.completion_request import CompletionRequest
 from agentflow.server.json_nesting import MOST_NESTING, nests_deeper
 from agentflow.server.tool_format import ToolFormat, tool_format
 from agentflow.server.tool_messages import as_plain_messages
@@ -39,10 +38,12 @@ class ToolUse:
         return ToolOutput(self.form, self.callable_names, is_constrained=self.is_constrained)
 
 
-def tool_use(template: ChatTemplate, request: CompletionRequest) -> ToolUse:
-    """What a request with a conversation becomes, with tools or without.
+def tool_use(
+    template: ChatTemplate, conversation: Conversation, constraint: Constraint | None = None
+) -> ToolUse:
+    """What a conversation becomes, with tools or without. ``constraint``: for an answer that calls none.
 
-    >>> use = tool_use(template, request)
+    >>> use = tool_use(template, conversation)
     >>> tokens.tools(use.tools)
     >>> for message in use.messages:
     ...     tokens.turn(message)
@@ -51,7 +52,7 @@ def tool_use(template: ChatTemplate, request: CompletionRequest) -> ToolUse:
     >>> def on_text(text: str) -> None:
     ...     heard.append(text)
     ...     tell(output.push(text))
-    >>> end = await generator.generate(context, request.params, on_text, use.constraint)
+    >>> end = await generator.generate(context, params, on_text, use.constraint)
     >>> tell(output.finish(end.text[len("".join(heard)) :]))
     >>> reason = "tool_calls" if output.num_calls else end.finish_reason
 
@@ -60,27 +61,24 @@ def tool_use(template: ChatTemplate, request: CompletionRequest) -> ToolUse:
     Where the notation has no mark (Llama 3.1 writes a bare JSON object), an answer under ``auto`` is not
     constrained, as nothing says where a call begins; one that is a whole valid call is read as a call.
 
-    The last message of a prefilled request is among ``messages``, and is the turn that goes on.
-
-    ``BadArgument``: tools that make no sense. ``NotSupported``: a model without a chat template, a prompt
-    that is no conversation, or a constraint beside tools that may be called.
+    ``BadArgument``: tools that make no sense. ``NotSupported``: a model without a chat template, or
+    a constraint beside tools that may be called.
     """
-    choice, tools = request.tool_choice, request.tools
-    _check(request)
-    assert isinstance(request.prompt, tuple)
-    messages = _with_names([message for message in request.prompt if isinstance(message, Message)])
+    choice, tools = conversation.choice, conversation.tools
+    _check(conversation, constraint)
+    messages = _with_names(conversation.messages)
     form = tool_format(template)
     given = tools
     if not form.is_native:
         messages, given = as_plain_messages(messages, tools, template), ()
     if not tools or choice.mode == "none":
-        return ToolUse(messages, given, request.constraint, form, (), is_constrained=False)
+        return ToolUse(messages, given, constraint, form, (), is_constrained=False)
     if not template.has_template:
         raise NotSupported("this model has no chat template: it cannot be told of tools")
     allowed = [tool for tool in tools if choice.name in (None, tool.name)]
-    constraint = _constraint(form, allowed, choice)
+    keeping = _constraint(form, allowed, choice)
     names = tuple([tool.name for tool in allowed])
-    return ToolUse(messages, given, constraint, form, names, is_constrained=constraint is not None)
+    return ToolUse(messages, given, keeping, form, names, is_constrained=keeping is not None)
 
 
 def _with_names(messages: Sequence[Message]) -> tuple[Message, ...]:
@@ -94,11 +92,9 @@ def _with_names(messages: Sequence[Message]) -> tuple[Message, ...]:
     return tuple(named)
 
 
-def _check(request: CompletionRequest) -> None:
-    choice, names = request.tool_choice, [tool.name for tool in request.tools]
-    if not isinstance(request.prompt, tuple) or not all(isinstance(one, Message) for one in request.prompt):
-        raise NotSupported("tools need a conversation as the prompt, not plain text or token ids")
-    for tool in request.tools:
+def _check(conversation: Conversation, constraint: Constraint | None) -> None:
+    choice, names = conversation.choice, [tool.name for tool in conversation.tools]
+    for tool in conversation.tools:
         if nests_deeper(tool.parameters, MOST_NESTING):
             raise BadArgument(
                 f"tool {tool.name!r}: its parameters nest deeper than {MOST_NESTING} objects and lists"
@@ -111,9 +107,9 @@ def _check(request: CompletionRequest) -> None:
         raise BadArgument(
             f"tool {choice.name!r} is to be called, but the tools are: {', '.join(names) or 'none'}"
         )
-    if names and choice.mode == "auto" and request.constraint is not None:
+    if names and choice.mode == "auto" and constraint is not None:
         raise NotSupported(
-            f"a {request.constraint.kind} for the answer cannot be kept beside tools that may be called: "
+            f"a {constraint.kind} for the answer cannot be kept beside tools that may be called: "
             "leave one of them out, or let no tool be called"
         )
 

@@ -22,6 +22,7 @@ from tool_requests import (
     prose_of,
     request,
     state_for,
+    use_of,
 )
 from tool_template_shapes import MARKS, TEMPLATES, TOKENIZER
 
@@ -34,7 +35,6 @@ from agentflow.server.core.scheduler import SchedulerConfig
 from agentflow.server.engine_client import EngineClient, running_engine
 from agentflow.server.fake_runner import FakeRunner
 from agentflow.server.token_state import TokenState
-from agentflow.server.tool_use import tool_use
 
 # The fake model likes marks, JSON and its end, in no order.
 
@@ -77,7 +77,7 @@ class Told:
 async def answer(
     client: EngineClient, template: ChatTemplate, asked: CompletionRequest, jumps: bool = True
 ) -> Told:
-    use = tool_use(template, asked)
+    use = use_of(template, asked)
     state, output = state_for(use, template), use.output()
     pieces: list[Piece] = []
     heard: list[str] = []
@@ -132,7 +132,7 @@ def goes_on(
 ) -> None:
     """The next request begins with the text of this one and its answer, where the notation has a place for
     all of that (and says whether it has): prose only in front, and none beside some notations."""
-    use = tool_use(template, asked)
+    use = use_of(template, asked)
     prose = prose_of(told.pieces)
     says_prose = use.form.before + use.form.mark if prose else ""
     has_no_place = bool(prose) and template in (TEMPLATES["mistral"], TEMPLATES["llama"])
@@ -145,7 +145,7 @@ def goes_on(
         return False
     said = Message("assistant", prose, tool_calls=tuple(calls))
     results = [Message("tool", "rain", tool_call_id=call.id, name=call.name) for call in calls]
-    later = tool_use(template, replace(asked, prompt=(*asked.prompt, said, *results)))
+    later = use_of(template, replace(asked, prompt=(*asked.prompt, said, *results)))
     text = state_for(later, template).text_view()
     if template is ALL["inst"]:  # which writes a space before each answer, the model's own or not
         text = text.replace("[/INST] ", "[/INST]")

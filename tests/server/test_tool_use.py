@@ -19,6 +19,7 @@ from tool_requests import (
     prose_of,
     request,
     state_for,
+    use_of,
 )
 from tool_template_shapes import TEMPLATES
 
@@ -27,7 +28,6 @@ from agentflow.conversation import CalledTool, Message, ToolChoice
 from agentflow.errors import BadArgument, NotSupported
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.constraint_compilation import compile_constraint
-from agentflow.server.tool_use import tool_use
 from benchmarks.text_walks import text_under, walk
 
 
@@ -36,7 +36,7 @@ from benchmarks.text_walks import text_under, walk
 @pytest.mark.parametrize("tools", [REGULAR, ANY], ids=["regular", "any"])
 def test_texts_under_a_required_choice_are_calls(name, chosen, tools):
     choice = CHOICES[chosen]
-    use = tool_use(ALL[name], request(choice, tools))
+    use = use_of(ALL[name], request(choice, tools))
     compiled = compile_constraint(use.constraint.check())
     assert (compiled.form == "fsm") == (tools is REGULAR or choice.name is not None)
     counts = set()
@@ -56,7 +56,7 @@ def test_texts_under_a_required_choice_are_calls(name, chosen, tools):
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "llama"])
 def test_what_begins_as_a_call_is_one(name):
-    use = tool_use(ALL[name], request(AUTO, ANY))
+    use = use_of(ALL[name], request(AUTO, ANY))
     compiled = compile_constraint(use.constraint.check())
     num_calls = 0
     for seed in range(20):
@@ -73,15 +73,15 @@ def test_what_begins_as_a_call_is_one(name):
 
 
 def test_one_call_in_prose_where_only_one_is_asked_for():
-    use = tool_use(TEMPLATES["hermes"], request(ToolChoice("auto", parallel=False)))
+    use = use_of(TEMPLATES["hermes"], request(ToolChoice("auto", parallel=False)))
     assert use.constraint.max_tags == 1
-    assert tool_use(TEMPLATES["hermes"], request(AUTO)).constraint.max_tags is None
+    assert use_of(TEMPLATES["hermes"], request(AUTO)).constraint.max_tags is None
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_no_tool_may_be_called_and_the_model_knows_of_all(name):
     constraint = Constraint("regex", "[a-z]+")
-    use = tool_use(ALL[name], request(ToolChoice("none"), constraint=constraint))
+    use = use_of(ALL[name], request(ToolChoice("none"), constraint=constraint))
     assert use.constraint == constraint
     assert "Tells the weather." in state_for(use, ALL[name]).text_view()
     output = use.output()
@@ -90,7 +90,7 @@ def test_no_tool_may_be_called_and_the_model_knows_of_all(name):
 
 
 def test_a_bare_call_is_read_though_nothing_constrains_it():
-    use = tool_use(TEMPLATES["llama"], request(AUTO))
+    use = use_of(TEMPLATES["llama"], request(AUTO))
     assert use.constraint is None
     good = '{"name": "weather", "parameters": {"city": "Oslo", "days": 1}}'
     for text, num_calls in ((good, 1), ("So: " + good, 0), ('{"name": "weather"}', 0), ("{a}", 0)):
@@ -100,7 +100,7 @@ def test_a_bare_call_is_read_though_nothing_constrains_it():
 
 
 def test_a_conversation_without_tools_stays_as_it_is():
-    use = tool_use(TEMPLATES["hermes"], request(tools=()))
+    use = use_of(TEMPLATES["hermes"], request(tools=()))
     assert (use.messages, use.tools, use.constraint) == ((USER,), (), None)
 
 
@@ -117,7 +117,7 @@ def test_a_conversation_without_tools_stays_as_it_is():
 )
 def test_requests_that_are_refused(wrong, error, message):
     with pytest.raises(error, match=message):
-        tool_use(TEMPLATES["hermes"], request(**wrong))
+        use_of(TEMPLATES["hermes"], request(**wrong))
 
 
 def test_a_result_is_given_the_name_of_what_was_called():
@@ -125,10 +125,10 @@ def test_a_result_is_given_the_name_of_what_was_called():
     call = CalledTool("call_1", "weather", "{}")
     called = Message("assistant", "", tool_calls=(call,))
     results = [Message("tool", "rain", tool_call_id=one) for one in ("call_1", "other")]
-    use = tool_use(TEMPLATES["hermes"], request(prompt=(USER, called, *results)))
+    use = use_of(TEMPLATES["hermes"], request(prompt=(USER, called, *results)))
     assert [message.name for message in use.messages] == [None, None, "weather", None]
 
 
 def test_a_model_without_a_template_has_no_tools():
     with pytest.raises(NotSupported, match="no chat template"):
-        tool_use(ChatTemplate(None), request())
+        use_of(ChatTemplate(None), request())

@@ -15,7 +15,7 @@ from agentflow.sampling import SamplingParams
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.completion_request import CompletionRequest
 from agentflow.server.token_state import TokenState
-from agentflow.server.tool_use import ToolUse
+from agentflow.server.tool_use import ToolUse, tool_use
 
 ALL = {**TEMPLATES, **{name: WITHOUT_TOOLS[name] for name in ("chatml", "inst")}}
 WEATHER = ToolSpec(
@@ -65,6 +65,10 @@ def request(choice: ToolChoice = AUTO, tools: tuple[ToolSpec, ...] = REGULAR, **
         "tool_choice": choice,
     }
     return CompletionRequest(**(given | more))
+
+
+def use_of(template: ChatTemplate, asked: CompletionRequest) -> ToolUse:
+    return tool_use(template, asked.conversation, asked.constraint)
 
 
 def calls_of(pieces: Sequence[Piece]) -> list[CalledTool]:

@@ -1,0 +1,77 @@
+"""Puts a whole conversation into a context: its turns in the template's notation, and what the model said in
+it as the tokens that it generated."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from agentflow.constraint import Constraint
+from agentflow.conversation import Conversation, Message
+from agentflow.server.answer_memory import conversation_keys
+from agentflow.server.engine_context import EngineContext
+from agentflow.server.engine_messages import Finished
+from agentflow.server.tool_use import tool_use
+
+if TYPE_CHECKING:
+    from agentflow.server.engine_generator import EngineGenerator
+
+
+def fill_conversation(
+    generator: EngineGenerator,
+    context: EngineContext,
+    conversation: Conversation,
+    constraint: Constraint | None = None,
+    *,
+    opens_turn: bool = True,
+) -> None:
+    """Fills an empty context. The assistant speaks next, unless its own turn is the last and goes on, or
+    ``opens_turn`` is False. ``constraint``: for the answer, where it calls no tool. ``BadArgument`` and
+    ``NotSupported`` where the template or the tools do not let it be, ``PromptTooLong``."""
+    use = context.tools = tool_use(generator.template, conversation, constraint)
+    context.tokens.tools(use.tools)
+    context.num_unencoded_chars += _num_chars_of_tools(conversation)
+    start = repr((context.origin.cache_salt, use.tools)).encode("utf-8", "backslashreplace")
+    keys = conversation_keys(use.messages, start=start)
+    last = len(use.messages) - 1
+    for number, (message, key) in enumerate(zip(use.messages, keys, strict=True)):
+        if message.tool_calls or message.role == "tool":
+            context.tokens.turn(message)
+            context.num_unencoded_chars += _num_chars_of(message)
+            continue
+        token_ids = generator.answers.recall(key) if message.role == "assistant" else None
+        generator.begin_role(context, message.role)
+        if token_ids is None:
+            generator.fill(context, message.content)
+        else:
+            context.tokens.generated(token_ids, message.content)
+        if number == last and message.role == "assistant":
+            return  # it goes on
+        generator.end_role(context)
+    if opens_turn:
+        generator.begin_role(context, "assistant")
+        context.conversation = keys[-1] if keys else b""
+
+
+def remember_answer(generator: EngineGenerator, context: EngineContext, end: Finished) -> None:
+    """For when the conversation comes back with it as text."""
+    if context.conversation is not None:
+        [key] = conversation_keys([Message("assistant", end.text)], start=context.conversation)
+        generator.answers.remember(key, end.token_ids)
+
+
+def num_chars(conversation: Conversation) -> int:
+    """Of all that is said and told."""
+    return sum(map(_num_chars_of, conversation.messages)) + _num_chars_of_tools(conversation)
+
+
+def _num_chars_of(message: Message) -> int:
+    return len(message.content) + sum(len(call.name) + len(call.arguments) for call in message.tool_calls)
+
+
+def _num_chars_of_tools(conversation: Conversation) -> int:
+    return sum(
+        len(tool.name) + len(tool.description) + len(msgspec.json.encode(tool.parameters))
+        for tool in conversation.tools
+    )
