@@ -18,8 +18,10 @@ import msgspec
 from agentflow.backend import Connection, Deliver, Lost
 from agentflow.backends.interpreted import interpreted
 from agentflow.constraint import CONSTRAINT_KINDS, Constraint
+from agentflow.conversation import Conversation
 from agentflow.errors import BadArgument, NotSupported, RunFailed
 from agentflow.generator import Capabilities, Generated, OnText, Scored, StateHint, Stats, Usage
+from agentflow.reply import Arguments, CallBegun, Piece, Reply, ReplyWriter, TextPiece
 from agentflow.sampling import SamplingParams
 from agentflow.stop_regex import MATCHES_NOTHING, refused
 from agentflow.tagged_text import matches_whole, split_at_tags
@@ -28,7 +30,7 @@ Answer: TypeAlias = Any
 Script = Callable[[str], Answer] | Mapping[str, Answer] | Sequence[Answer]
 """What answers a gen: a function of the prompt's text; a mapping from the end of the prompt to the
 answer; or answers in the order in which gens are reached. An answer is a text, or a value of which JSON
-can be made; an exception as an answer is raised."""
+can be made, or (of a conversation) a ``Reply``; an exception as an answer is raised."""
 
 
 @dataclass
@@ -51,7 +53,12 @@ class ScriptedGenerator:
 
     def __init__(self, script: Script) -> None:
         self.capabilities = Capabilities(
-            model="scripted", logprobs=False, constraints=CONSTRAINT_KINDS, images=True, token_ids=False
+            model="scripted",
+            logprobs=False,
+            constraints=CONSTRAINT_KINDS,
+            images=True,
+            token_ids=False,
+            conversations=True,
         )
         self.num_open = 0
         self.num_running = 0
@@ -95,8 +102,54 @@ class ScriptedGenerator:
         a grammar, nothing)."""
         if params.wants_logprobs:
             raise NotSupported("a scripted backend has no log-probabilities: ask an engine for them")
+        return await self._say(context, self._answer(context.text), params, on_text, constraint)
+
+    def converse(self, context: ScriptedContext, conversation: Conversation) -> None:
+        """Writes the turns, and ``<assistant>``."""
+        messages = conversation.messages
+        for number, message in enumerate(messages):
+            self.begin_role(context, message.role)
+            context.text += message.content
+            calls = [f"<call {call.name}>{call.arguments}</call>" for call in message.tool_calls]
+            context.text += "".join(calls)
+            if message.role != "assistant" or number < len(messages) - 1:
+                self.end_role(context)
+        if not context.open_roles:
+            self.begin_role(context, "assistant")
+
+    async def reply(
+        self,
+        context: ScriptedContext,
+        params: SamplingParams,
+        on_text: OnText,
+        constraint: Constraint | None = None,
+    ) -> Generated:
+        """As ``generate``, but that the script may answer with a ``Reply``, too."""
+        answer = self._scripted(context.text)
+        writer = ReplyWriter()
+        told: list[str] = []
+
+        def tell(*pieces: Piece) -> None:
+            told.append(writer.push(pieces))
+            on_text(told[-1])
+
+        said = answer if isinstance(answer, Reply) else Reply(_text_of(answer))
+        end = await self._say(context, said.text, params, lambda delta: tell(TextPiece(delta)), constraint)
+        for call in said.tool_calls:
+            context.text += f"<call {call.name}>{call.arguments}</call>"
+            tell(CallBegun(call.id, call.name), Arguments(call.arguments))
+        return msgspec.structs.replace(end, text="".join(told) + writer.finish())
+
+    async def _say(
+        self,
+        context: ScriptedContext,
+        answer: str,
+        params: SamplingParams,
+        on_text: OnText,
+        constraint: Constraint | None,
+    ) -> Generated:
         prompt = context.text
-        answer, reason = _stopped(self._answer(prompt), params)
+        answer, reason = _stopped(answer, params)
         if constraint is not None:
             _check_kept(constraint, answer)
         words = answer.split(" ")
@@ -152,6 +205,9 @@ class ScriptedGenerator:
         return Stats(model="scripted", **self._stats)
 
     def _answer(self, prompt: str) -> str:
+        return _text_of(self._scripted(prompt))
+
+    def _scripted(self, prompt: str) -> object:
         script = self._script
         answer: Answer
         if callable(script):
@@ -168,7 +224,7 @@ class ScriptedGenerator:
             self._next_answer += 1
         if isinstance(answer, Exception):
             raise answer
-        return answer if isinstance(answer, str) else _written(answer)
+        return answer
 
     def _count(self, usage: Usage) -> None:
         self._stats["steps"] += 1
@@ -208,6 +264,10 @@ def _is_kept(constraint: Constraint, answer: str) -> bool:
         case "grammar":
             pass
     return True
+
+
+def _text_of(answer: object) -> str:
+    return answer if isinstance(answer, str) else _written(answer)
 
 
 def _written(value: object) -> str:
