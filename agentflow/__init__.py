@@ -4,6 +4,8 @@ from agentflow.backends.embedded import Embedded
 from agentflow.backends.remote import Remote
 from agentflow.backends.replay import Replay
 from agentflow.backends.scripted import Scripted
+from agentflow.conversation import CalledTool, Message
+from agentflow.conversation_expression import conversation
 from agentflow.errors import (
     AgentflowError,
     BacklogFull,
@@ -51,6 +53,8 @@ from agentflow.open_session import session
 from agentflow.program import Program, ProgramStream, program
 from agentflow.program_map import ProgramMap
 from agentflow.reference import Transformed
+from agentflow.reply import Reply
+from agentflow.reply_expression import reply
 from agentflow.session import Session
 from agentflow.state import State
 from agentflow.stream import ProgramEvent, RunDone, TextDelta, VariableDone
@@ -70,6 +74,7 @@ __all__ = [
     "BadRecording",
     "Branches",
     "BudgetExceeded",
+    "CalledTool",
     "Cancelled",
     "ConcurrentAppend",
     "DataDependent",
@@ -81,6 +86,7 @@ __all__ = [
     "Graph",
     "InvalidValue",
     "LimitExceeded",
+    "Message",
     "ModelError",
     "NotAuthorized",
     "NotSupported",
@@ -99,6 +105,7 @@ __all__ = [
     "Remote",
     "Replay",
     "ReplayDiffers",
+    "Reply",
     "RequestRefused",
     "RunDone",
     "RunFailed",
@@ -123,10 +130,12 @@ __all__ = [
     "VariableDone",
     "__version__",
     "assistant",
+    "conversation",
     "gen",
     "image",
     "map",
     "program",
+    "reply",
     "run",
     "select",
     "session",

@@ -3,9 +3,13 @@ the next answer may call."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Final, Literal, Self
 
 import msgspec
+
+from agentflow.errors import BadArgument
+
+ROLES: Final = ("system", "user", "assistant", "tool")
 
 
 class ToolSpec(msgspec.Struct, frozen=True):
@@ -17,7 +21,12 @@ class ToolSpec(msgspec.Struct, frozen=True):
 
 
 class CalledTool(msgspec.Struct, frozen=True):
-    """A tool call of an assistant's turn. ``arguments``: a JSON object, as text."""
+    """A tool call of an assistant's turn. ``arguments``: a JSON object, as text.
+
+    >>> call = af.CalledTool("call_1", "weather", '{"city": "Oslo"}')
+    >>> json.loads(call.arguments)
+    {'city': 'Oslo'}
+    """
 
     id: str
     name: str
@@ -26,7 +35,12 @@ class CalledTool(msgspec.Struct, frozen=True):
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """One turn: who speaks and what. ``generated``: a model wrote some of it. ``tool_calls``: what an
-    assistant asked for; a ``tool`` turn answers the call ``tool_call_id``, of the tool ``name``."""
+    assistant asked for; a ``tool`` turn answers the call ``tool_call_id``, of the tool ``name``.
+
+    >>> question = af.Message("user", "What do plants do?")
+    >>> async with flow.state() as s:
+    ...     s += af.conversation([question]) + af.gen("answer")
+    """
 
     role: str
     content: str
@@ -57,3 +71,15 @@ class Conversation(msgspec.Struct, frozen=True, omit_defaults=True):
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...] = ()
     choice: ToolChoice = FREE_CHOICE
+
+    def check(self) -> Self:
+        """Itself, or ``BadArgument`` for a message that nobody could have said."""
+        for message in self.messages:
+            if message.role not in ROLES:
+                known = ", ".join(ROLES)
+                raise BadArgument(f"conversation: there is no role {message.role!r} (there are: {known})")
+            if message.tool_calls and message.role != "assistant":
+                raise BadArgument(
+                    f"conversation: a {message.role} message calls no tools: an assistant's does"
+                )
+        return self

@@ -1,4 +1,5 @@
-"""What can be appended to a state: text, variables, ``gen``, ``select``, roles, and sums of these.
+"""What can be appended to a state: text, variables, ``gen``, ``select``, roles, conversations, and sums of
+these.
 
 An expression is inert: the state turns it into ops when it is appended.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, get_args
 
+from agentflow.conversation import Conversation
 from agentflow.errors import BadArgument
 from agentflow.ops import Role, SelectMethod, check_choices
 from agentflow.sampling import SamplingParams
@@ -86,6 +88,15 @@ class ImageExpression(Expression):
 
     def __init__(self, source: str) -> None:
         self.source = source
+
+
+class ConversationExpression(Expression):
+    """A whole conversation, and the beginning of the assistant's turn."""
+
+    __slots__ = ("conversation",)
+
+    def __init__(self, conversation: Conversation) -> None:
+        self.conversation = conversation
 
 
 Appendable: TypeAlias = "str | Expression | Reference[Any]"

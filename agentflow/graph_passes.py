@@ -41,7 +41,7 @@ def constant_prefix(graph: Graph) -> list[ops.Op]:
                 if not isinstance(part, str):
                     return [*prefix, ops.Text(ROOT, tuple(constant))] if constant else prefix
                 constant.append(part)
-        elif not isinstance(op, ops.Begin | ops.End):
+        elif not isinstance(op, ops.Begin | ops.End | ops.Converse):
             return prefix
         prefix.append(op)
     return prefix

@@ -145,8 +145,35 @@ def _gen_bytes(op: ops.Gen) -> int:
     return num_bytes
 
 
+def _converse_bytes(op: ops.Converse) -> int:
+    messages, tools = op.conversation.messages, op.conversation.tools
+    num_bytes = 0
+    for message in messages:
+        num_bytes += OP_BYTES + sys.getsizeof(message.content)
+        for call in message.tool_calls:
+            num_bytes += OP_BYTES + _texts_bytes((call.id, call.name, call.arguments))
+    for tool in tools:
+        num_bytes += OP_BYTES + _texts_bytes((tool.name, tool.description)) + _json_bytes(tool.parameters)
+    return num_bytes
+
+
+def _json_bytes(value: object) -> int:
+    num_bytes = 0
+    level = [value]
+    while level:  # level by level: it may nest deeper than Python calls
+        num_bytes += sum(map(sys.getsizeof, level))
+        inner = [
+            (*part, *part.values()) if isinstance(part, dict) else part
+            for part in level
+            if isinstance(part, dict | list)
+        ]
+        level = [part for parts in inner for part in parts]
+    return num_bytes
+
+
 _SIZES: dict[type, Callable[[Any], int]] = {
     ops.Text: _parts_bytes,
+    ops.Converse: _converse_bytes,
     ops.Set: _parts_bytes,
     ops.Gen: _gen_bytes,
     ops.Select: lambda op: _texts_bytes(op.choices),

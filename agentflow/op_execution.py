@@ -83,7 +83,7 @@ class OpExecution(Generic[ContextT]):
             called = sum(len(call.name) + len(call.arguments) for call in message.tool_calls)
             state.hold_text(message.content, TURN_CHARS + called)
         state.hold_text("", sum(len(msgspec.json.encode(tool)) for tool in conversation.tools))
-        self._generator.converse(context, conversation)
+        self._generator.converse(context, conversation.check())
 
     async def _set(self, op: ops.Set, pending: PendingOp[ContextT]) -> None:
         variable = self._variables[op.var]

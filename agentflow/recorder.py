@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from agentflow import ops
+from agentflow.conversation import Conversation
 from agentflow.errors import BadArgument, ForeignState, StateClosed
 from agentflow.expression import (
     Appendable,
+    ConversationExpression,
     GenExpression,
     ImageExpression,
     RoleExpression,
@@ -68,6 +70,8 @@ class Recorder:
                 for part in item.parts:
                     self.add(part)
                 self.end()
+            case ConversationExpression():
+                self._converse(item.conversation)
             case ImageExpression():
                 self._state.session.capabilities.require_images()
                 self.entries.append(item)
@@ -75,8 +79,20 @@ class Recorder:
             case _:
                 raise BadArgument(
                     f"cannot append {type(item).__name__} {item!r}: "
-                    "append a string, a variable, gen, select, image or a role"
+                    "append a string, a variable, gen, select, image, a role or a conversation"
                 )
+
+    def _converse(self, conversation: Conversation) -> None:
+        """Turns as they stand, and the assistant's, which stays open."""
+        self._state.session.capabilities.require_conversations()
+        if self.open_role is not None or self.entries or not self._state.transcript.is_empty:
+            raise BadArgument("a conversation begins a state: append it first, and nothing before it")
+        for message in conversation.messages:
+            self.entries += [TurnBegins(message.role), message.content, TurnEnds()]
+        last = conversation.messages[-1].role if conversation.messages else ""
+        self.entries[-1:] = [] if last == "assistant" else [TurnEnds(), TurnBegins("assistant")]
+        self.open_role = "assistant"
+        self._put(ops.Converse(self._state.id, conversation))
 
     def begin(self, role: ops.Role) -> None:
         """A turn begins."""
@@ -127,7 +143,8 @@ class Recorder:
             seed = self._state.run.seed_at(var_id, self._state.seed_place(self._num_gens))
             params = msgspec.structs.replace(params, seed=seed)
         self._num_gens += 1
-        self._put(ops.Gen(self._state.id, var_id, item.name, params, constraint, item.timeout_s))
+        is_reply = item.value_type.is_reply
+        self._put(ops.Gen(self._state.id, var_id, item.name, params, constraint, item.timeout_s, is_reply))
 
     def _put(self, op: ops.Op) -> None:
         self.flush()

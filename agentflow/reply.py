@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from agentflow.conversation import CalledTool
+from agentflow.conversation import CalledTool, Message
 from agentflow.errors import ProtocolError
 
 
@@ -46,10 +46,26 @@ Piece: TypeAlias = TextPiece | CallBegun | Arguments
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """A whole one: its prose, and its calls."""
+    """A whole one: its prose, and its calls.
+
+    >>> async with flow.state() as s:
+    ...     s += af.conversation([{"role": "user", "content": "What do plants do?"}])
+    ...     s += af.reply("answer")
+    ...     answer = await s["answer"]
+    >>> answer.text, answer.tool_calls
+    ('Plants turn light into sugar.', ())
+    """
 
     text: str
     tool_calls: tuple[CalledTool, ...] = ()
+
+    def message(self) -> Message:
+        """The assistant's turn, for the conversation that goes on from it.
+
+        >>> af.Reply("It is cold.").message().role
+        'assistant'
+        """
+        return Message("assistant", self.text, generated=True, tool_calls=self.tool_calls)
 
 
 class ReplyWriter:

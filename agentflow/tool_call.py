@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from agentflow.conversation import ToolSpec
 from agentflow.errors import BadArgument
 
 Tool = Callable[..., Any] | Mapping[str, Any]
@@ -42,6 +43,17 @@ class ToolCall:
         if self.function is None:
             raise BadArgument(f"tool {self.name!r} was given as a schema: call what it stands for yourself")
         return self.function(**self.arguments)
+
+
+def spec_of(tool: Tool) -> ToolSpec:
+    """What a model is told of the tool. ``BadArgument`` where it is none."""
+    described = _described(tool)
+    parameters = described.parameters
+    if described.signature is not None:
+        [reference], definitions = msgspec.json.schema_components([described.signature])
+        parameters = definitions.pop(reference["$ref"].rpartition("/")[2])
+        parameters = {**parameters, "$defs": definitions} if definitions else parameters
+    return ToolSpec(described.name, described.description, parameters or {})
 
 
 class _RawCall(msgspec.Struct):
@@ -119,6 +131,7 @@ class _Described:
     function: Callable[..., Any] | None = None
     signature: type[msgspec.Struct] | None = None
     parameters: dict[str, Any] | None = None
+    description: str = ""
 
     def arguments(self, raw: msgspec.Raw) -> dict[str, Any]:
         if self.signature is None:
@@ -134,11 +147,13 @@ def _described(tool: Tool) -> _Described:
         name, parameters = inner.get("name"), inner.get("parameters", {"type": "object", "properties": {}})
         if not isinstance(name, str) or not name or not isinstance(parameters, Mapping):
             raise BadArgument("a tool's schema needs a name, and parameters that are a JSON schema")
-        return _Described(name, parameters=dict(parameters))
+        description = inner.get("description")
+        described = description if isinstance(description, str) else ""
+        return _Described(name, parameters=dict(parameters), description=described)
     if not callable(tool):
         raise BadArgument(f"a tool is a function or a schema, not {tool!r}")
     name = getattr(tool, "__name__", type(tool).__name__)
-    return _Described(name, tool, _signature(name, tool))
+    return _Described(name, tool, _signature(name, tool), description=inspect.getdoc(tool) or "")
 
 
 def hoisted(name: str, schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from agentflow.transform import Transform
 from agentflow.variable import Variable
 
 _LEFT_OUT = ops.Await | ops.Close | ops.GetStats
-_EVERYTHING = Capabilities(model="a trace", constraints=CONSTRAINT_KINDS, images=True)
+_EVERYTHING = Capabilities(model="a trace", constraints=CONSTRAINT_KINDS, images=True, conversations=True)
 
 
 class StandIn(Reference[str]):

@@ -51,6 +51,11 @@ class Transcript:
         self._entries += entries
         self.open_role = open_role
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was appended, here or before a fork."""
+        return next(self._all(), None) is None
+
     def own_content(self) -> list[Content]:
         """What was appended since the fork, without the marks of turns."""
         return [entry for entry in self._entries if not isinstance(entry, TurnBegins | TurnEnds)]

@@ -35,10 +35,13 @@ class ValueType:
     read: Callable[[str], Any]
     comes_in_parts: bool = False
 
+    is_reply: bool = False
+    """Whether it is an assistant's whole reply, calls included."""
+
     @property
     def may_be_cut(self) -> bool:
         """Whether a text that ended for its length can be a value: free text can, ``12`` of ``123`` not."""
-        return self.constraint is None or self.constraint.kind == "tags"
+        return self.constraint is None or self.constraint.kind == "tags" or self.is_reply
 
     def decoded(self, whitespace: Whitespace, jump_forward: bool) -> ValueType:
         """The same, written and decoded so. ``BadArgument`` where there is nothing that could be."""

@@ -148,14 +148,13 @@ class EngineGenerator:
     ) -> Generated:
         """Generates what the assistant says, which may call the conversation's tools: the text is that of
         a reply, the context goes on with what was generated."""
-        text = ReplyText(context.tools)
+        text = ReplyText(context.tools, constraint)
 
         def hear(progress: Progress) -> None:
             if told := text.hear(progress.text):
                 on_text(told)
 
-        constraint = text.constraint or constraint
-        end = await self.complete(context, params, hear, constraint)
+        end = await self.complete(context, params, hear, text.constraint)
         remember_answer(self, context, end)
         context.tokens.generated(end.token_ids, end.text)
         return self._generated(end, params, text.finish(end.text))

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from agentflow.constraint import Constraint
 from agentflow.reply import Piece, ReplyWriter, TextPiece
-from agentflow.server.tool_use import ToolUse
+from agentflow.server.tool_use import ToolUse, refuse_beside_tools
 
 
 class ReplyText:
-    """Of one answer. ``use``: the tools that it may call, if there are any. ``constraint``: that keeps its
+    """Of one answer. ``use``: the tools that it may call, if there are any. ``constraint``: what its prose
+    must look like, where it may call none (``NotSupported`` otherwise); and, of this object, what keeps its
     calls valid."""
 
-    def __init__(self, use: ToolUse | None) -> None:
+    def __init__(self, use: ToolUse | None, constraint: Constraint | None = None) -> None:
         may_call = use is not None and bool(use.callable_names)
-        self.constraint: Constraint | None = None if use is None else use.constraint
+        if may_call:
+            refuse_beside_tools(constraint)
+        self.constraint = constraint if use is None else constraint or use.constraint
         self._output = use.output() if use is not None and may_call else None
         self._writer = ReplyWriter()
         self._told: list[str] = []

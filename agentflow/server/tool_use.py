@@ -107,7 +107,13 @@ def _check(conversation: Conversation, constraint: Constraint | None) -> None:
         raise BadArgument(
             f"tool {choice.name!r} is to be called, but the tools are: {', '.join(names) or 'none'}"
         )
-    if names and choice.mode == "auto" and constraint is not None:
+    if names and choice.mode == "auto":
+        refuse_beside_tools(constraint)
+
+
+def refuse_beside_tools(constraint: Constraint | None) -> None:
+    """``NotSupported`` where there is one."""
+    if constraint is not None:
         raise NotSupported(
             f"a {constraint.kind} for the answer cannot be kept beside tools that may be called: "
             "leave one of them out, or let no tool be called"

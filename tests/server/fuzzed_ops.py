@@ -11,6 +11,7 @@ from wire_peer import HANG
 
 from agentflow import ops
 from agentflow.constraint import Constraint
+from agentflow.conversation import CalledTool, Conversation, Message, ToolChoice, ToolSpec
 from agentflow.events import ErrorInfo
 from agentflow.ops import Op
 from agentflow.protocol import Bye, ClientFrame, Ops
@@ -161,6 +162,28 @@ class OpsWriter:
             self._one_of([None, 0.5], [-1.0, 1e300]),
         )
 
+    def _converse(self) -> Op:
+        """A state that begins with a conversation; one in twenty comes too late."""
+        roles = self._one_of(["system", "user", "assistant", "tool"], ["", "judge"])
+        calls = (CalledTool("c", self._text(), self._one_of(["{}", '{"a": 1}'], SOURCES)),)
+        messages = [
+            Message("user", self._text()),
+            Message("assistant", self._text(), tool_calls=self._random.choice([(), calls])),
+            Message(roles, self._text(), tool_call_id=self._random.choice([None, "c"])),
+        ]
+        parameters = self._one_of([{"type": "object"}], [{}, {"a": [[]] * 9}, {"$ref": "#"}])
+        tools = (ToolSpec(self._text(), self._text(), parameters),)
+        choice = ToolChoice(self._random.choice(["auto", "required", "none"]), self._one_of([None], ["two"]))
+        told = Conversation(
+            tuple(messages[: self._random.randrange(4)]), self._one_of([()], [tools, tools * 2]), choice
+        )
+        if self._is_wrong():
+            return ops.Converse(self._state(), told)
+        state = self._new()
+        self._states.append(state)
+        self._to_write.append(ops.Converse(state, told))
+        return ops.Open(state)
+
     def _gen(self) -> Op:
         state, var, name = self._declared()
         constraint = None
@@ -168,7 +191,8 @@ class OpsWriter:
             kind = self._random.choice(["regex", "schema", "choices", "grammar", "tags"])
             constraint = Constraint(kind, self._random.choice(SOURCES), ("yes", "no"))
         timeout_s = self._one_of([None, None, 0.05], [1e-6, 0.0, -1.0, math.inf])
-        return ops.Gen(state, var, name, self._params(), constraint, timeout_s)
+        is_reply = self._one_of([False, False, True], [True])
+        return ops.Gen(state, var, name, self._params(), constraint, timeout_s, is_reply)
 
     def _params(self) -> SamplingParams:
         return SamplingParams(
@@ -286,6 +310,7 @@ _DECLARING_WRITERS: tuple[_Writer, ...] = (
 )
 _TREE_WRITERS: tuple[_Writer, ...] = (
     OpsWriter._open,
+    OpsWriter._converse,
     OpsWriter._fork,
     OpsWriter._fork,
     OpsWriter._seal,

@@ -22,9 +22,11 @@ from agentflow import (
     token_logprob,
     transform,
 )
+from agentflow.conversation import CalledTool, Conversation, Message, ToolChoice, ToolSpec
 from agentflow.errors import AgentflowError, from_code
 from agentflow.events import ErrorInfo, Event
 from agentflow.protocol import ClientFrame, ServerFrame
+from agentflow.reply import ReplyReader, ReplyWriter, read_reply
 from agentflow.server import ws_session
 from agentflow.server.limits import ServerLimits
 
@@ -39,6 +41,11 @@ PARTS: tuple[type[msgspec.Struct], ...] = (
     ops.Ref,
     transform.Transform,
     constraint.Constraint,
+    Conversation,
+    Message,
+    CalledTool,
+    ToolSpec,
+    ToolChoice,
     sampling.SamplingParams,
     token_logprob.TokenLogprob,
     ErrorInfo,
@@ -102,6 +109,14 @@ def test_nothing_is_documented_that_does_not_exist() -> None:
     chapters = _chapters()
     for chapter, structs in (("Frames", FRAMES), ("Ops", OPS), ("Events", EVENTS), ("Parts", PARTS)):
         assert set(chapters[chapter]) == {_tag(struct) for struct in structs}
+
+
+def test_the_example_of_a_reply_is_one() -> None:
+    (example,) = re.findall(r"^## Replies\n.*?^```json\n(.*?)\n```$", PAGE, flags=re.MULTILINE | re.DOTALL)
+    said = read_reply(example)
+    assert (said.text, [call.name for call in said.tool_calls]) == ("I look it up.", ["weather"])
+    writer = ReplyWriter()
+    assert writer.push(ReplyReader().push(example)) + writer.finish() == example
 
 
 def test_the_version_and_the_address_are_those_of_the_code() -> None:

@@ -1,0 +1,48 @@
+"""``reply``: what the assistant says after a conversation, tool calls included."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Unpack
+
+from agentflow.expression import GenExpression, check_name
+from agentflow.generation import JsonOptions, gen
+from agentflow.reply import Reply, read_reply
+
+
+def reply(
+    name: str,
+    *,
+    regex: str | None = None,
+    schema: Any = None,
+    choices: Sequence[str] | None = None,
+    grammar: str | None = None,
+    **options: Unpack[JsonOptions],
+) -> GenExpression[Reply]:
+    """What the assistant says after ``af.conversation``, as variable ``name``: prose, and calls of the
+    conversation's tools, whatever notation the model has for those. Calls are valid under their tools'
+    schemas. What ``max_tokens`` cut off is a reply, too: its last call may be incomplete.
+
+    ``regex``, ``schema``, ``choices`` and ``grammar`` say what the prose looks like, where no tool may be
+    called; the other parameters are those of ``gen``. Iterating gives the text of the variable, of which
+    ``agentflow.reply.ReplyReader`` makes prose and calls as they come.
+
+    >>> async with flow.state() as s:
+    ...     s += af.conversation(
+    ...         [{"role": "user", "content": "What is the weather in Oslo?"}], tools=[weather]
+    ...     )
+    ...     s += af.reply("answer")
+    ...     reply = await s["answer"]
+    """
+    check_name(name, "reply")
+    asked: dict[str, Any] = {
+        "regex": regex,
+        "schema": schema,
+        "choices": choices,
+        "grammar": grammar,
+        **options,
+    }
+    written = gen(name, **asked)
+    kind = replace(written.value_type, shown="reply", read=read_reply, comes_in_parts=False, is_reply=True)
+    return GenExpression(name, written.params, kind, written.timeout_s)

@@ -1,0 +1,102 @@
+"""Conversations with tools on the real model, as a user has them: embedded, and over the wire."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import pytest
+from end_to_end.serving import served
+
+import agentflow as af
+from agentflow.conversation import ToolSpec
+
+pytestmark = pytest.mark.anyio
+
+WEATHER = ToolSpec(
+    "weather",
+    "Tells the weather in a city.",
+    {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 20},
+            "days": {"type": "integer", "maximum": 9},
+        },
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    },
+)
+NOW = ToolSpec("now", "Tells the time.", {"type": "object", "properties": {}, "additionalProperties": False})
+TOOLS = [WEATHER, NOW]
+ASKED = [af.Message("user", "What is the weather in Oslo for the next 3 days?")]
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def check(reply: af.Reply, *names: str) -> None:
+    known = {tool.name: tool.parameters for tool in TOOLS}
+    for call in reply.tool_calls:
+        assert call.name in (names or known)
+        jsonschema.validate(json.loads(call.arguments), known[call.name])
+
+
+async def converse(flow: af.Session) -> None:
+    """Calls that are asked for come, and the conversation that goes on from them finds its cache."""
+    async with flow.state() as s:
+        s += af.conversation(ASKED, tools=TOOLS, choice="weather")
+        async with s.fork(2) as branches:
+            for branch in branches:
+                branch += af.reply("answer", max_tokens=64)
+        replies = [await branch["answer"] for branch in branches]
+        used = branches[0]["answer"].usage
+    for reply in replies:
+        check(reply, "weather")
+        assert (reply.text, len(reply.tool_calls)) == ("", 1)
+    [call] = replies[0].tool_calls
+
+    results = [af.Message("tool", "rain, 3 degrees", tool_call_id=call.id)]
+    async with flow.state() as s:
+        s += af.conversation([*ASKED, replies[0].message(), *results], tools=TOOLS)
+        s += af.reply("answer", max_tokens=24)
+        reply = await s["answer"]
+        check(reply)
+        assert reply.text or reply.tool_calls
+        usage = s["answer"].usage
+        # Nobody has to compute again what was asked, and what the model said to it.
+        assert usage.cached_tokens >= used.prompt_tokens
+
+
+async def test_a_conversation_with_tools_embedded(model_folder):
+    async with af.session(model=str(model_folder), seed=1) as flow:
+        await converse(flow)
+
+
+async def test_a_conversation_with_tools_over_the_wire(model_folder):
+    with served("--model", str(model_folder)) as (url, _):
+        async with af.session(url, seed=1) as flow:
+            await converse(flow)
+            await refuse(flow)
+
+
+async def refuse(flow: af.Session) -> None:
+    """What makes no sense is told with its reason, and the session goes on."""
+    for told, why in (
+        (
+            af.conversation(ASKED, tools=TOOLS, choice="sing"),
+            "tool 'sing' is to be called, but the tools are",
+        ),
+        (af.conversation(ASKED, choice="required"), "a tool call is required, and there are no tools"),
+        (af.conversation(ASKED * 9000), "the prompt has"),
+    ):
+        async with flow.state() as s:
+            s += told + af.reply("answer")
+            with pytest.raises(af.RunFailed) as caught:
+                await s["answer"]
+            assert why in str(caught.value)
+    async with flow.state() as s:
+        s += af.conversation(ASKED, tools=TOOLS) + af.reply("answer", schema={"type": "object"})
+        with pytest.raises(af.NotSupported, match="cannot be kept beside tools that may be called"):
+            await s["answer"]
