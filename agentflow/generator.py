@@ -154,8 +154,9 @@ class Generator(Protocol[ContextT]):
 
     capabilities: Capabilities
 
-    def open(self, cache_salt: str) -> ContextT:
-        """A new, empty context. Contexts share cached KV only under an equal salt."""
+    def open(self, cache_salt: str, *, program: str = "") -> ContextT:
+        """A new, empty context. Contexts share cached KV only under an equal salt. Those of one program are
+        siblings: one consumer waits for them."""
 
     def fill(self, context: ContextT, text: str) -> None:
         """Appends text, as content."""

@@ -69,10 +69,12 @@ class Interpreter(Generic[ContextT]):
         """Takes an op; never waits. ``ProtocolError`` for what makes no sense: the op is not taken."""
         match op:
             case ops.Open():
-                if len(op.cache_salt) > ops.MAX_SALT_CHARS:
-                    raise ProtocolError(f"a cache_salt has {ops.MAX_SALT_CHARS} characters at most")
+                if max(len(op.cache_salt), len(op.program)) > ops.MAX_SALT_CHARS:
+                    raise ProtocolError(
+                        f"a cache_salt, and a program, have {ops.MAX_SALT_CHARS} characters at most"
+                    )
                 root = self._states.add_root(op.state)
-                context = self._generator.open(op.cache_salt)
+                context = self._generator.open(op.cache_salt, program=op.program)
                 root.begin(context, Holding(self._memory, 0))
                 if op.objective is not None:
                     self._generator.hint(context, StateHint(op.objective))

@@ -52,11 +52,12 @@ Parts = tuple[str | Ref, ...]
 
 class Open(_Op, frozen=True):
     """A new root state. States share cached KV only under an equal ``cache_salt``. ``objective``: as if a
-    ``Hint`` came first."""
+    ``Hint`` came first. ``program``: states that name the same one are siblings to the scheduler."""
 
     state: int
     cache_salt: str = ""
     objective: Objective | None = None
+    program: str = ""
 
 
 class Text(_Op, frozen=True):

@@ -24,8 +24,8 @@ ResultT = TypeVar("ResultT")
 
 class Run:
     """The states of one call of a program, or of one ``flow.state()``. ``index``: from
-    ``next_run_index``, where its order matters. ``objective``: a hint for all its states. ``usage``: of
-    its variables that are complete."""
+    ``next_run_index``, where its order matters. ``objective``: a hint for all its states. ``program``: what
+    it is a part of, where it is no whole one. ``usage``: of its variables that are complete."""
 
     def __init__(
         self,
@@ -35,6 +35,7 @@ class Run:
         index: int | None = None,
         root_id: int | None = None,
         objective: ops.Objective | None = None,
+        program: str = "",
     ) -> None:
         self.session = session
         self.index = session.next_run_index() if index is None else index
@@ -48,7 +49,7 @@ class Run:
         self._streams: weakref.WeakSet[EventStream] = weakref.WeakSet()
         if root_id is None:  # otherwise it is opened by a graph
             root_id = session.next_id()
-            session.send([ops.Open(root_id, cache_salt, objective)])
+            session.send([ops.Open(root_id, cache_salt, objective, program)])
         self.root = self.adopt(State(self, root_id, ()))
 
     async def execute(

@@ -182,16 +182,20 @@ class Session:
         """
         return await submit(self, graph, inputs or {})
 
-    def state(self, *, cache_salt: str = "") -> Run:
+    def state(
+        self, *, cache_salt: str = "", objective: ops.Objective | None = None, program: str = ""
+    ) -> Run:
         """A state without a program: ``async with flow.state() as s``. What still runs at the end
-        of the block is cancelled. States share cached KV only under an equal ``cache_salt``.
+        of the block is cancelled. States share cached KV only under an equal ``cache_salt``. ``objective``:
+        as in ``s.hint``. States that name the same ``program`` are siblings to the scheduler, which finishes
+        one program's before it begins another's: for what is one program, and has a state for each call.
 
         >>> async with flow.state() as s:
         ...     s += af.user("What do plants do?") + af.assistant(af.gen("answer"))
         ...     print(await s["answer"])
         Plants turn light into sugar.
         """
-        return Run(self, cache_salt=cache_salt)
+        return Run(self, cache_salt=cache_salt, objective=objective, program=program)
 
     def limit(self, *, deadline_s: float | None = None, output_tokens: int | None = None) -> None:
         """From now on all states of this session may take so many seconds, and generate so many tokens

@@ -66,7 +66,7 @@ class ScriptedGenerator:
         self._next_answer = 0
         self._stats = {"steps": 0, "prompt_tokens": 0, "generated_tokens": 0}
 
-    def open(self, cache_salt: str) -> ScriptedContext:
+    def open(self, cache_salt: str, *, program: str = "") -> ScriptedContext:
         """An empty text."""
         self.num_open += 1
         return ScriptedContext()

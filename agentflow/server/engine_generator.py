@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -92,13 +93,16 @@ class EngineGenerator:
         """The model's."""
         return self._client.tokenizer
 
-    def open(self, cache_salt: str, *, priority: int = 0, patience_s: float | None = None) -> EngineContext:
-        """An empty state. ``priority``: of its requests, within the tenant. ``patience_s``: who has waited so
-        long goes first among those."""
+    def open(
+        self, cache_salt: str, *, program: str = "", priority: int = 0, patience_s: float | None = None
+    ) -> EngineContext:
+        """An empty state. ``program``: one consumer waits for all states that name it. ``priority``: of its
+        requests, within the tenant. ``patience_s``: who has waited so long goes first among those."""
         origin = Origin(
             self.tenant.name,
             cache_salt,
             state=self._new_number(),
+            task_group=_group_of(program) if program and self._use_hints else 0,
             share=self.tenant.share,
             priority=priority,
             patience_s=patience_s,
@@ -415,6 +419,12 @@ class EngineGenerator:
         if amount > MAX_INLINE_CHARS:
             return await anyio.to_thread.run_sync(encode, *arguments, limiter=self.encoding_threads)
         return encode(*arguments)
+
+
+def _group_of(program: str) -> int:
+    """A number for all its states, in whichever session, that no other task group has: those count from 1."""
+    digest = hashlib.blake2b(program.encode("utf-8", "backslashreplace"), digest_size=7).digest()
+    return 2**60 + int.from_bytes(digest, "big")
 
 
 def _guessed_tokens(context: EngineContext) -> int:

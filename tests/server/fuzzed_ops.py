@@ -131,7 +131,10 @@ class OpsWriter:
         if not self._is_wrong():  # most ops make no sense on an empty state
             self._to_write.append(ops.Text(state, ("Begin ",)))
         return ops.Open(
-            state, self._random.choice(NAMES), self._random.choice([None, "latency", "throughput"])
+            state,
+            self._random.choice(NAMES),
+            self._random.choice([None, "latency", "throughput"]),
+            self._one_of(NAMES, ["p" * 300]),
         )
 
     def _plain_text(self) -> Op:

@@ -238,7 +238,7 @@ SESSION_ENDS: dict[str, Ends] = {
     "a `taskgroup` of states that are no forks of its state, or with one of them twice": ops(
         *TWICE[:2], COUPLED
     ),
-    "a `cache_salt` that is too long": ops({**OPEN, "cache_salt": "x" * 257}),
+    "a `cache_salt` or `program` that is too long": ops({**OPEN, "cache_salt": "x" * 257}),
     "a `submit` that is no graph": ops(GRAPH),
     "too many sessions": of_two(max_sessions=1),
     "too many sessions of one tenant": too_many_of_one_tenant,

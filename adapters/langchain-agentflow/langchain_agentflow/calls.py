@@ -1,0 +1,69 @@
+"""Asks a connection, in LangChain's exceptions, and again where a failure may pass."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncGenerator, Generator
+from contextlib import aclosing, closing
+from typing import Any, Final
+
+import anyio
+
+from agentflow.model_call import Ended, ModelCall, Said
+from agentflow.model_connection import ModelConnection
+from langchain_agentflow.errors import langchain_errors
+from langchain_agentflow.programs import program_of
+
+FIRST_PAUSE_S: Final = 0.5
+
+
+class Retries:
+    """Whether, and when, to try again."""
+
+    def __init__(self, most: int) -> None:
+        self._left = most
+        self._pause_s = FIRST_PAUSE_S
+        self.has_said = False
+
+    def pause_s(self, error: Exception) -> float:
+        """How long to wait before the next try; raises the error where there is none."""
+        if self.has_said or not getattr(error, "is_retryable", False) or self._left <= 0:
+            raise error
+        self._left -= 1
+        pause_s, self._pause_s = self._pause_s, 2 * self._pause_s
+        return pause_s
+
+
+def ask(
+    connection: ModelConnection, call: ModelCall, run_manager: Any, max_retries: int
+) -> Generator[Said | Ended, None, None]:
+    """What the model says, as it comes. Blocks in between."""
+    retries = Retries(max_retries)
+    while True:
+        try:
+            program, objective = program_of(run_manager, connection)
+            with langchain_errors(), closing(connection.ask(call, program, objective)) as events:
+                for event in events:
+                    retries.has_said = True
+                    yield event
+            return
+        except Exception as error:
+            threading.Event().wait(retries.pause_s(error))
+
+
+async def aask(
+    connection: ModelConnection, call: ModelCall, run_manager: Any, max_retries: int
+) -> AsyncGenerator[Said | Ended, None]:
+    """The same in an event loop."""
+    retries = Retries(max_retries)
+    while True:
+        try:
+            program, objective = program_of(run_manager, connection)
+            with langchain_errors():
+                async with aclosing(connection.aask(call, program, objective)) as events:
+                    async for event in events:
+                        retries.has_said = True
+                        yield event
+            return
+        except Exception as error:
+            await anyio.sleep(retries.pause_s(error))  # noqa: TID251  # before the next try

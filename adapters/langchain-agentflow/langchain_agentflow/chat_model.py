@@ -1,0 +1,280 @@
+"""``ChatAgentflow``: a chat model of LangChain on agentflow."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, closing
+from typing import Any
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import BaseChatModel, LanguageModelInput, ModelProfile
+from langchain_core.language_models.chat_models import LangSmithParams
+from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable, RunnableConfig
+from pydantic import BaseModel
+
+import agentflow as af
+from agentflow.model_call import Ended, ModelCall, Said
+from langchain_agentflow.calls import aask, ask
+from langchain_agentflow.errors import langchain_errors
+from langchain_agentflow.messages import ChunkWriter, to_agentflow, to_langchain
+from langchain_agentflow.programs import one_batch
+from langchain_agentflow.settings import DEFAULT_MODEL, ModelSettings
+from langchain_agentflow.structured_output import Method, structured
+from langchain_agentflow.tools import Choice, Tool, as_openai, choice_of, specs_of
+
+# What the model that runs where nothing is said can take.
+_KNOWN_CONTEXT = {None: 8192, DEFAULT_MODEL: 8192}
+# Threads of a synchronous batch: they only wait.
+_MOST_THREADS = 256
+
+
+class ChatAgentflow(ModelSettings, BaseChatModel):
+    """A chat model that agentflow runs, in this process or on a server.
+
+    >>> model = ChatAgentflow()  # smollm2-135m in this process
+    >>> model = ChatAgentflow(base_url="ws://127.0.0.1:8410", temperature=0.7)
+    >>> model.invoke("What do plants do?").content
+    """
+
+    @property
+    def _llm_type(self) -> str:
+        return "agentflow-chat"
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        return {"model_name": self.model_name, "base_url": self.base_url, **self.sampling_for_tracing()}
+
+    @property
+    def lc_secrets(self) -> dict[str, str]:
+        return {"api_key": "AGENTFLOW_API_KEY"}
+
+    @classmethod
+    def is_lc_serializable(cls) -> bool:
+        return True
+
+    @classmethod
+    def get_lc_namespace(cls) -> list[str]:
+        return ["langchain", "chat_models", "agentflow"]
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        params = super()._get_ls_params(stop=stop, **kwargs)
+        params["ls_provider"] = "agentflow"
+        name = kwargs.get("model") or self.model_name
+        if name:
+            params["ls_model_name"] = name
+        return params
+
+    def _resolve_model_profile(self) -> ModelProfile | None:
+        profile = ModelProfile(
+            text_inputs=True,
+            text_outputs=True,
+            image_inputs=False,
+            audio_inputs=False,
+            tool_calling=True,
+            tool_choice=True,
+            structured_output=True,
+        )
+        if self.base_url is None and self.model_name in _KNOWN_CONTEXT:
+            profile["max_input_tokens"] = _KNOWN_CONTEXT[self.model_name]
+        return profile
+
+    # One call
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        with langchain_errors():
+            call, connection = self._call(messages, stop, kwargs), self._connection_for(kwargs)
+        with closing(ask(connection, call, run_manager, self.max_retries)) as events:
+            return self._result([event for event in events if isinstance(event, Ended)])
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        with langchain_errors():
+            call, connection = self._call(messages, stop, kwargs), self._connection_for(kwargs)
+        async with aclosing(aask(connection, call, run_manager, self.max_retries)) as events:
+            ends = [event async for event in events if isinstance(event, Ended)]
+        return self._result(ends)
+
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        with langchain_errors():
+            call, connection = (
+                self._call(messages, stop, kwargs, is_streamed=True),
+                self._connection_for(kwargs),
+            )
+        writer = ChunkWriter()
+        with closing(ask(connection, call, run_manager, self.max_retries)) as events:
+            for event in events:
+                chunk = _chunk(writer, event)
+                if run_manager:
+                    run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
+
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        with langchain_errors():
+            call, connection = (
+                self._call(messages, stop, kwargs, is_streamed=True),
+                self._connection_for(kwargs),
+            )
+        writer = ChunkWriter()
+        async with aclosing(aask(connection, call, run_manager, self.max_retries)) as events:
+            async for event in events:
+                chunk = _chunk(writer, event)
+                if run_manager:
+                    await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
+
+    def _call(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None,
+        asked: dict[str, Any],
+        *,
+        is_streamed: bool = False,
+    ) -> ModelCall:
+        asked = dict(asked)
+        tools = specs_of(asked.pop("tools", None) or ())
+        names = [tool.name for tool in tools]
+        choice = choice_of(
+            asked.pop("tool_choice", None), names, parallel=asked.pop("parallel_tool_calls", None)
+        )
+        options = self.options(stop, asked)
+        begins = af.conversation(to_agentflow(messages), tools=tools, choice=choice)
+        n = 1 if is_streamed else asked.get("n") or self.n
+        salt = asked.get("cache_salt", self.cache_salt)
+        return ModelCall(begins, af.reply("answer", **options), n=n, cache_salt=salt)
+
+    def _connection_for(self, asked: dict[str, Any]) -> Any:
+        return self.connection(asked.get("model") or asked.get("model_name"))
+
+    def _result(self, ends: Sequence[Ended]) -> ChatResult:
+        generations = []
+        for end in sorted(ends, key=lambda end: end.index):
+            message = to_langchain(end)
+            info = {"finish_reason": message.response_metadata["finish_reason"]}
+            generations.append(ChatGeneration(message=message, generation_info=info))
+        return ChatResult(generations=generations, llm_output={"model_name": ends[0].model})
+
+    # Many calls
+
+    def batch(
+        self,
+        inputs: list[LanguageModelInput],
+        config: RunnableConfig | list[RunnableConfig] | None = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> list[AIMessage]:
+        """All at once, as one program: threads only wait here."""
+        if (isinstance(config, dict) and config.get("max_concurrency") is None) or config is None:
+            config = {**(config or {}), "max_concurrency": min(len(inputs) or 1, _MOST_THREADS)}
+        with one_batch(self._connection_for(kwargs)):
+            return super().batch(inputs, config, return_exceptions=return_exceptions, **kwargs)
+
+    async def abatch(
+        self,
+        inputs: list[LanguageModelInput],
+        config: RunnableConfig | list[RunnableConfig] | None = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> list[AIMessage]:
+        """All at once, as one program."""
+        with one_batch(self._connection_for(kwargs)):
+            return await super().abatch(inputs, config, return_exceptions=return_exceptions, **kwargs)
+
+    # Tools and structure
+
+    def bind_tools(
+        self,
+        tools: Sequence[Tool],
+        *,
+        tool_choice: Choice = None,
+        parallel_tool_calls: bool | None = None,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """The model, told of the tools: calls are valid under their schemas, whatever ``strict`` says.
+
+        ``tool_choice``: ``"auto"``, ``"none"``, ``"any"`` or ``"required"`` or True, or one tool's name,
+        also as OpenAI's and Anthropic's APIs write it.
+        """
+        with langchain_errors():
+            described = as_openai(tools)
+            choice_of(tool_choice, [spec.name for spec in specs_of(described)], parallel=parallel_tool_calls)
+        if tool_choice is not None:
+            kwargs["tool_choice"] = tool_choice
+        if parallel_tool_calls is not None:
+            kwargs["parallel_tool_calls"] = parallel_tool_calls
+        return self.bind(tools=described, **kwargs)
+
+    def with_structured_output(
+        self,
+        schema: dict[str, Any] | type,
+        *,
+        method: Method = "json_schema",
+        include_raw: bool = False,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, dict[str, Any] | BaseModel]:
+        """The model as what gives values of the schema: decoded under it, by each ``method``.
+
+        ``json_schema``: the answer is the value. ``function_calling``: the value is the argument of a call.
+        ``json_mode``: the answer is a JSON object, and the prompt says which.
+        """
+        return structured(self, schema, method=method, include_raw=include_raw, **kwargs)
+
+    # Tokens
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """The model's own, of a text by itself."""
+
+        async def ids(flow: af.Session) -> list[int]:
+            async with flow.state() as s:
+                s += text
+                return await s.token_ids()
+
+        with langchain_errors():
+            return self.connection().shared.run(ids)
+
+    def get_num_tokens_from_messages(
+        self, messages: list[BaseMessage], tools: Sequence[Tool] | None = None
+    ) -> int:
+        """Of the whole prompt, the marks of its turns and its tools included."""
+
+        async def count(flow: af.Session) -> int:
+            async with flow.state() as s:
+                s += af.conversation(to_agentflow(messages), tools=specs_of(as_openai(tools or ())))
+                return len(await s.token_ids())
+
+        with langchain_errors():
+            return self.connection().shared.run(count)
+
+
+def _chunk(writer: ChunkWriter, event: Said | Ended) -> ChatGenerationChunk:
+    if isinstance(event, Said):
+        return ChatGenerationChunk(message=writer.chunk(event.piece))
+    return ChatGenerationChunk(message=writer.last(event))

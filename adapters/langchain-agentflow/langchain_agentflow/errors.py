@@ -1,0 +1,81 @@
+"""agentflow's errors as LangChain's: each is both, so that code that catches either goes on working."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from langchain_core.exceptions import (
+    ContextOverflowError,
+    ModelAPIError,
+    ModelAuthenticationError,
+    ModelConnectionError,
+    ModelError,
+    ModelInvalidRequestError,
+    ModelNotFoundError,
+    ModelRateLimitError,
+    ModelTimeoutError,
+)
+
+import agentflow as af
+
+
+class AgentflowAPIError(ModelAPIError, af.ServerError):
+    """The engine failed, or the server has no room now: the same request may succeed later."""
+
+
+class AgentflowAuthenticationError(ModelAuthenticationError, af.NotAuthorized):
+    """The server wants an API key, or another one."""
+
+
+class AgentflowConnectionError(ModelConnectionError, af.ServerError):
+    """There is no server at this address, or it is gone."""
+
+
+class AgentflowContextOverflowError(ContextOverflowError, af.PromptTooLong):
+    """The prompt is longer than the model's context."""
+
+
+class AgentflowInvalidRequestError(ModelInvalidRequestError, af.BadArgument):
+    """What was asked makes no sense, or cannot be done: a schema that cannot be kept, say."""
+
+
+class AgentflowModelNotFoundError(ModelNotFoundError, af.UnknownModel):
+    """Neither the server nor this machine has a model of that name."""
+
+
+class AgentflowRateLimitError(ModelRateLimitError, af.RateLimited):
+    """The tenant's limit of requests or tokens is reached."""
+
+
+class AgentflowTimeoutError(ModelTimeoutError, af.DeadlineExceeded):
+    """It took longer than it may."""
+
+
+_KINDS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], type[ModelError]], ...] = (
+    (af.PromptTooLong, AgentflowContextOverflowError),
+    (af.UnknownModel, AgentflowModelNotFoundError),
+    (af.NotAuthorized, AgentflowAuthenticationError),
+    (af.RateLimited, AgentflowRateLimitError),
+    (af.DeadlineExceeded, AgentflowTimeoutError),
+    ((af.ServerUnreachable, af.ServerLost), AgentflowConnectionError),
+    ((af.BadArgument, af.NotSupported, af.RequestRefused, af.LimitExceeded), AgentflowInvalidRequestError),
+    (af.AgentflowError, AgentflowAPIError),
+)
+
+
+def as_langchain(error: af.AgentflowError) -> Exception:
+    """The error of LangChain's kind; itself where it is one already."""
+    if isinstance(error, ModelError):
+        return error
+    kind = next(kind for known, kind in _KINDS if isinstance(error, known))
+    return kind(str(error))
+
+
+@contextmanager
+def langchain_errors() -> Iterator[None]:
+    """What agentflow raises in the block comes out as LangChain's."""
+    try:
+        yield
+    except af.AgentflowError as error:
+        raise as_langchain(error) from error

@@ -1,0 +1,123 @@
+"""What both kinds of model are told: where the model is, and how its tokens are chosen."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from langchain_core.utils import secret_from_env
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, model_validator
+
+import agentflow as af
+from agentflow.model_connection import ModelConnection, connection_to
+
+DEFAULT_MAX_TOKENS: Final = 1024
+DEFAULT_MODEL: Final = "smollm2-135m"
+
+# Fields, and arguments of a call, that are those of ``af.gen``; by their name there.
+_SAMPLING: Final = {
+    "max_tokens": "max_tokens",
+    "min_tokens": "min_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "seed": "seed",
+    "frequency_penalty": "frequency_penalty",
+    "presence_penalty": "presence_penalty",
+    "repetition_penalty": "repetition_penalty",
+    "logit_bias": "logit_bias",
+    "logprobs": "logprobs",
+    "top_logprobs": "top_logprobs",
+    "timeout": "timeout_s",
+    "stop_token_ids": "stop_token_ids",
+    "ignore_eos": "ignore_eos",
+}
+# What says how the text looks; at most one of them.
+CONSTRAINTS: Final = ("regex", "schema", "choices", "grammar")
+_ELSEWHERE: Final = ("n", "model", "model_name", "cache_salt", "max_retries", "stream")
+
+
+class ModelSettings(BaseModel):
+    """Fields of ``ChatAgentflow`` and ``Agentflow``."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    model_name: str | None = Field(default=None, alias="model")
+    """Of the server's models, or of those that ``agentflow pull`` knows, or a Hugging Face folder. Where
+    nothing is said, the server's first one, or ``smollm2-135m``."""
+
+    base_url: str | None = Field(default_factory=lambda: os.environ.get("AGENTFLOW_URL") or None)
+    """``ws://…`` or ``wss://…``; without one the model runs in this process."""
+
+    api_key: SecretStr | None = Field(default_factory=secret_from_env("AGENTFLOW_API_KEY", default=None))
+    """The server's."""
+
+    backend: Any = Field(default=None, exclude=True, repr=False)
+    """Instead of ``base_url`` and ``model``: any backend of agentflow's. ``af.Scripted`` for tests."""
+
+    max_tokens: int | None = DEFAULT_MAX_TOKENS
+    min_tokens: int | None = None
+    temperature: float | None = None
+    """0, the likeliest token, where nothing is said."""
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    stop: list[str] | str | None = Field(default=None, alias="stop_sequences")
+    timeout: float | None = Field(default=None, alias="request_timeout")
+    """Seconds for one answer, from when the model gets to it."""
+    max_retries: int = 2
+    """Of calls that failed for a reason that may pass, before anything was said."""
+    n: int = 1
+    """Answers to each prompt: a fork of it."""
+    cache_salt: str = ""
+    """Prompts share cached KV only under an equal one."""
+
+    _own_connection: ModelConnection | None = PrivateAttr(default=None)
+
+    @model_validator(mode="after")
+    def _check_numbers(self) -> ModelSettings:
+        if self.n < 1:
+            raise ValueError(f"n must be at least 1, not {self.n}")
+        if self.backend is not None:
+            self._own_connection = ModelConnection(lambda: af.session(backend=self.backend))
+        return self
+
+    def connection(self, model: str | None = None) -> ModelConnection:
+        """To the model; opened with the first call."""
+        if self._own_connection is not None:
+            return self._own_connection
+        key = None if self.api_key is None else self.api_key.get_secret_value()
+        return connection_to(self.base_url, model or self.model_name, key)
+
+    def options(self, stop: Sequence[str] | None, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of ``af.gen`` and ``af.reply``: the fields, and over them what a call asks for.
+        ``BadArgument`` for what there is not."""
+        unknown = asked.keys() - _SAMPLING.keys() - set(CONSTRAINTS) - set(_ELSEWHERE)
+        if unknown:
+            raise af.BadArgument(f"there is no parameter {', '.join(sorted(unknown))}")
+        told: dict[str, Any] = {}
+        for field, name in _SAMPLING.items():
+            value = asked.get(field, getattr(self, field, None))
+            if value is not None:
+                told[name] = value
+        told |= {name: asked[name] for name in CONSTRAINTS if asked.get(name) is not None}
+        stops = [*_listed(self.stop), *(stop or ())]
+        return {**told, "stop": stops} if stops else told
+
+    def sampling_for_tracing(self) -> dict[str, Any]:
+        """Those fields that say something."""
+        told = {field: getattr(self, field, None) for field in _SAMPLING}
+        return {field: value for field, value in told.items() if value is not None}
+
+
+def _listed(stop: list[str] | str | None) -> list[str]:
+    return [stop] if isinstance(stop, str) else list(stop or ())

@@ -1,0 +1,69 @@
+"""``with_structured_output``: three ways to a value, all of them decoded under a grammar."""
+
+from __future__ import annotations
+
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Literal
+
+from langchain_core.language_models import LanguageModelInput
+from langchain_core.output_parsers import BaseOutputParser, JsonOutputParser, PydanticOutputParser
+from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
+from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
+from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
+from langchain_core.utils.pydantic import is_basemodel_subclass
+
+if TYPE_CHECKING:
+    from langchain_agentflow.chat_model import ChatAgentflow
+
+Method = Literal["json_schema", "function_calling", "json_mode"]
+
+_ANY_OBJECT = {"type": "object"}
+
+
+def structured(
+    model: ChatAgentflow, schema: dict[str, Any] | type, *, method: Method, include_raw: bool, **kwargs: Any
+) -> Runnable[LanguageModelInput, Any]:
+    """The model and a parser behind it; with ``include_raw`` a dict of both, and of the failure."""
+    if method == "function_calling":
+        asking, parser = _by_call(model, schema, kwargs)
+    elif method in ("json_schema", "json_mode"):
+        asking, parser = _by_answer(model, schema, method, kwargs)
+    else:
+        raise ValueError(f"method must be 'json_schema', 'function_calling' or 'json_mode', not {method!r}")
+    return _with_raw(asking, parser) if include_raw else asking | parser
+
+
+def _by_call(
+    model: ChatAgentflow, schema: dict[str, Any] | type, kwargs: dict[str, Any]
+) -> tuple[Runnable[Any, Any], Any]:
+    name = convert_to_openai_tool(schema)["function"]["name"]
+    asking = model.bind_tools(
+        [schema], tool_choice=name, ls_structured_output_format=_traced("function_calling", schema), **kwargs
+    )
+    if _is_pydantic(schema):
+        return asking, PydanticToolsParser(tools=[schema], first_tool_only=True)  # type: ignore[list-item]
+    return asking, JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
+
+
+def _by_answer(
+    model: ChatAgentflow, schema: dict[str, Any] | type, method: Method, kwargs: dict[str, Any]
+) -> tuple[Runnable[Any, Any], BaseOutputParser[Any]]:
+    wanted = convert_to_json_schema(schema) if method == "json_schema" else _ANY_OBJECT
+    asking = model.bind(schema=wanted, ls_structured_output_format=_traced(method, schema), **kwargs)
+    if _is_pydantic(schema):
+        return asking, PydanticOutputParser(pydantic_object=schema)  # type: ignore[type-var,arg-type]
+    return asking, JsonOutputParser()
+
+
+def _is_pydantic(schema: dict[str, Any] | type) -> bool:
+    return isinstance(schema, type) and is_basemodel_subclass(schema)
+
+
+def _traced(method: Method, schema: dict[str, Any] | type) -> dict[str, Any]:
+    return {"kwargs": {"method": method}, "schema": schema}
+
+
+def _with_raw(asking: Runnable[Any, Any], parser: Runnable[Any, Any]) -> Runnable[Any, Any]:
+    parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
+    failed = RunnablePassthrough.assign(parsed=lambda _: None)
+    return RunnableMap(raw=asking) | parsed.with_fallbacks([failed], exception_key="parsing_error")

@@ -1,0 +1,58 @@
+"""LangChain's tools, and the choices among them, as agentflow's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from langchain_core.tools import BaseTool
+from langchain_core.utils.function_calling import convert_to_openai_tool
+
+import agentflow as af
+from agentflow.conversation import ToolChoice, ToolSpec
+
+Tool = dict[str, Any] | type | Callable[..., Any] | BaseTool
+Choice = str | bool | dict[str, Any] | None
+
+_MODES = {"auto": "auto", "none": "none", "any": "required", "required": "required"}
+
+
+def as_openai(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """What LangChain's own helper makes of them. ``BadArgument`` for what cannot be a tool."""
+    described = []
+    for tool in tools:
+        try:
+            described.append(convert_to_openai_tool(tool))
+        except (ValueError, TypeError) as error:
+            raise af.BadArgument(f"{tool!r} cannot be made a tool: {error}") from error
+    return described
+
+
+def specs_of(tools: Sequence[dict[str, Any]]) -> tuple[ToolSpec, ...]:
+    """Of tools as OpenAI's API has them."""
+    specs = []
+    for tool in tools:
+        if tool.get("type") != "function" or "function" not in tool:
+            raise af.BadArgument(
+                f"a tool of the type {tool.get('type')!r} runs elsewhere: give functions or schemas"
+            )
+        function = tool["function"]
+        parameters = function.get("parameters") or {"type": "object", "properties": {}}
+        specs.append(ToolSpec(function["name"], function.get("description") or "", parameters))
+    return tuple(specs)
+
+
+def choice_of(choice: Choice, names: Sequence[str], *, parallel: bool | None) -> ToolChoice:
+    """Which of them an answer may call. ``BadArgument`` for one that is not there."""
+    several = parallel is not False
+    if choice is None or choice is False:
+        return ToolChoice("auto" if names else "none", parallel=several)
+    if choice is True:
+        return ToolChoice("required", parallel=several)
+    if isinstance(choice, dict):
+        choice = choice.get("function", choice).get("name") or choice.get("type", "")
+    if choice in _MODES and choice not in names:
+        return ToolChoice(_MODES[choice], parallel=several)  # type: ignore[arg-type]
+    if choice not in names:
+        raise af.BadArgument(f"tool_choice names {choice!r}, and the tools are: {', '.join(names) or 'none'}")
+    return ToolChoice("required", choice, parallel=several)

@@ -1,0 +1,88 @@
+"""How adapters of other frameworks reach a model: from any thread and any event loop, one session for all,
+and calls that belong together as one program."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import aclosing
+from typing import Final
+
+from agentflow.model_call import CalledProgram, Ended, ModelCall, Said
+from agentflow.ops import Objective
+from agentflow.session import Session
+from agentflow.shared_session import SharedSession
+
+# Programs whose end nobody tells are dropped, the oldest first.
+MOST_PROGRAMS: Final = 1000
+
+
+class ModelConnection:
+    """Opened with the first call. ``shared``: for what is no call."""
+
+    def __init__(self, open_session: Callable[[], Session]) -> None:
+        self.shared = SharedSession(open_session)
+        self._programs: OrderedDict[str, CalledProgram] = OrderedDict()
+
+    def ask(
+        self, call: ModelCall, program: str = "", objective: Objective | None = None
+    ) -> Generator[Said | Ended, None, None]:
+        """What the model says, as it comes; blocks in between. ``program``: what the call belongs to, until
+        ``end_program``."""
+        return self.shared.stream(lambda flow: self._ask(flow, call, program, objective))
+
+    def aask(
+        self, call: ModelCall, program: str = "", objective: Objective | None = None
+    ) -> AsyncGenerator[Said | Ended, None]:
+        """The same for a reader in an event loop."""
+        return self.shared.astream(lambda flow: self._ask(flow, call, program, objective))
+
+    def end_program(self, name: str) -> None:
+        """Nothing more is asked of it. From any thread; waits for nothing."""
+        self.shared.call_soon(lambda: self._end_program(name))
+
+    def close(self) -> None:
+        """Ends the session; the next call opens another one."""
+        self.shared.close()
+
+    async def _ask(
+        self, flow: Session, call: ModelCall, name: str, objective: Objective | None
+    ) -> AsyncGenerator[Said | Ended, None]:
+        program = self._program(flow, name, objective)
+        async with aclosing(program.ask(call)) as events:
+            async for event in events:
+                yield event
+
+    def _program(self, flow: Session, name: str, objective: Objective | None) -> CalledProgram:
+        program = self._programs.get(name)
+        if program is None or program.session is not flow:
+            program = CalledProgram(flow, name, objective)
+            if name:
+                self._programs[name] = program
+                while len(self._programs) > MOST_PROGRAMS:
+                    self._programs.popitem(last=False)[1].close()
+        return program
+
+    def _end_program(self, name: str) -> None:
+        program = self._programs.pop(name, None)
+        if program is not None:
+            program.close()
+
+
+_connections: dict[tuple[str | None, ...], ModelConnection] = {}
+_lock = threading.Lock()
+
+
+def connection_to(
+    url: str | None = None, model: str | None = None, api_key: str | None = None
+) -> ModelConnection:
+    """The process's one connection to this server, or to this model in this process: as ``af.session``, which
+    it opens. Closed with the process, or with ``close``."""
+    from agentflow.open_session import session
+
+    with _lock:
+        key = (url, model, api_key)
+        if key not in _connections:
+            _connections[key] = ModelConnection(lambda: session(url, model=model, api_key=api_key))
+        return _connections[key]
