@@ -10,50 +10,21 @@ import atexit
 import os
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import Any, Generic, TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
 
 from agentflow.errors import Cancelled
-from agentflow.loop_caller import CallInLoop, loop_caller
 from agentflow.mailbox import Mailbox, Waiter
 from agentflow.task_group import first_of
 
 ResultT = TypeVar("ResultT")
-# How long the end of the process waits for what runs here.
-END_S = 5.0
 Function = Callable[[], Awaitable[ResultT]]
 Source = Callable[[], AsyncGenerator[ResultT, None]]
-
-
-class _Call(Generic[ResultT]):
-    """One task in the loop, whose items, or one result, go into a mailbox."""
-
-    def __init__(self, thread: LoopThread, source: Source[ResultT], wake: Callable[[], object]) -> None:
-        self.mailbox: Mailbox[ResultT] = Mailbox(wake)
-        self._source = source
-        self._thread = thread
-        self._scope = anyio.CancelScope()
-
-    async def run(self) -> None:
-        """In the loop."""
-        error: Exception | None = Cancelled("it was cancelled, or the loop that it ran in has ended")
-        try:
-            with self._scope:
-                async with aclosing(self._source()) as items:
-                    async for item in items:
-                        self.mailbox.put(item)
-                error = None
-        except Exception as failure:
-            error = first_of(failure)
-        finally:
-            self.mailbox.end(error)
-
-    def cancel(self) -> None:
-        """From any thread."""
-        self._thread.call_soon(self._scope.cancel)
+# How long the end of the process waits for what runs here.
+END_S = 5.0
 
 
 class LoopThread:
@@ -62,11 +33,7 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._group: TaskGroup | None = None
-        self._call_in_loop: CallInLoop | None = None
-        self._closing: anyio.Event | None = None
-        self._process = 0
+        self._loop: _Loop | None = None
 
     def run(self, function: Function[ResultT]) -> ResultT:
         """What the function gives; blocks until then."""
@@ -107,59 +74,134 @@ class LoopThread:
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Has it called in the loop; nothing happens where that has ended."""
-        call_in_loop = self._call_in_loop
-        if call_in_loop is not None:
-            with suppress(RuntimeError):  # it ended just now
-                call_in_loop(function)
+        loop = self._loop
+        if loop is not None:
+            loop.jobs.put(function)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Cancels what still runs, and waits for the thread's end. From any other thread; may be repeated."""
         with self._lock:
-            thread, self._thread = self._thread, None
-            if thread is None:
-                return
-            closing = self._closing
-            assert closing is not None
-            if self._process == os.getpid():
-                self.call_soon(closing.set)
-                thread.join(timeout_s)
-            self._call_in_loop = None
-        atexit.unregister(self.close)
+            loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.end(timeout_s)
+            atexit.unregister(self.close)
 
     async def keep(self, serve: Callable[..., Coroutine[Any, Any, None]]) -> Any:
         """In the loop: starts a task that lasts as long as the loop, and gives what it tells its
         ``task_status``."""
-        assert self._group is not None
-        return await self._group.start(serve)
+        assert self._loop is not None
+        return await self._loop.group.start(serve)
 
     def _start(self, source: Source[ResultT], wake: Callable[[], object]) -> _Call[ResultT]:
         with self._lock:
-            if self._thread is None or self._process != os.getpid():  # a fork of the process has no threads
-                self._begin()
-            group = self._group
-            assert group is not None
-        call = _Call(self, source, wake)
-        self.call_soon(lambda: group.start_soon(call.run))
+            if self._loop is None or not self._loop.is_here:
+                self._loop = _Loop(self._name)
+                atexit.register(self.close, END_S)
+            call = _Call(self._loop, source, wake)
+            self._loop.start(call)
         return call
 
-    def _begin(self) -> None:
-        has_begun = threading.Event()
-        self._process = os.getpid()
-        atexit.register(self.close, END_S)
-        self._thread = threading.Thread(
-            target=anyio.run, args=(self._serve, has_begun.set), name=self._name, daemon=True
-        )
-        self._thread.start()
-        has_begun.wait()
 
-    async def _serve(self, has_begun: Callable[[], None]) -> None:
-        self._closing = anyio.Event()
-        async with anyio.create_task_group() as group:
-            self._group = group
-            self._call_in_loop = loop_caller()
-            has_begun()
-            await self._closing.wait()
-            group.cancel_scope.cancel()
+class _Loop:
+    """A thread and its event loop, from one start to one end."""
+
+    group: TaskGroup
+    jobs: Mailbox[Callable[[], object]]
+
+    def __init__(self, name: str) -> None:
+        self._process = os.getpid()
+        self._calls: set[_Call[Any]] = set()  # those that have not ended
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._has_begun = threading.Event()
+        self._thread = threading.Thread(target=anyio.run, args=(self._serve,), name=name, daemon=True)
+        self._thread.start()
+        self._has_begun.wait()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it runs: a fork of the process has no threads."""
+        return not self._is_over and self._process == os.getpid()
+
+    def start(self, call: _Call[Any]) -> None:
+        """Runs it, or ends it where the loop has ended."""
+        with self._lock:
+            if self._is_over:
+                call.mailbox.end(_ended())
+                return
+            self._calls.add(call)
+        self.jobs.put(lambda: self.group.start_soon(self._run, call))
+
+    def end(self, timeout_s: float | None) -> None:
+        """Cancels all that runs, and waits for the thread."""
+        if self.is_here:
+            self.jobs.end()
+            self._thread.join(timeout_s)
+
+    async def _run(self, call: _Call[Any]) -> None:
+        try:
+            await call.run()
+        finally:
+            self._calls.discard(call)
+
+    async def _serve(self) -> None:
+        waiter = Waiter()
+        self.jobs = Mailbox(waiter.set)
+        try:
+            async with anyio.create_task_group() as self.group:
+                self._has_begun.set()
+                # Tasks are started by a task: callbacks from other threads are in none.
+                while (jobs := self.jobs.take()) is not None:
+                    for job in jobs:
+                        job()
+                    if not jobs:
+                        await waiter.wait()
+                self.group.cancel_scope.cancel()
+        finally:
+            with self._lock:
+                self._is_over = True
+            for call in self._calls:  # which were cancelled before they began
+                call.mailbox.end(_ended())
+
+
+class _Call(Generic[ResultT]):
+    """One task in the loop, whose items go into a mailbox."""
+
+    def __init__(self, loop: _Loop, source: Source[ResultT], wake: Callable[[], object]) -> None:
+        self.mailbox: Mailbox[ResultT] = Mailbox(wake)
+        self._source = source
+        self._loop = loop
+        self._scope: anyio.CancelScope | None = None
+        self._is_cancelled = False
+
+    async def run(self) -> None:
+        """In the loop."""
+        error: Exception | None = _ended()
+        try:
+            with anyio.CancelScope() as self._scope:
+                if self._is_cancelled:
+                    self._scope.cancel()
+                async with aclosing(self._source()) as items:
+                    async for item in items:
+                        self.mailbox.put(item)
+                error = None
+        except Exception as failure:
+            error = first_of(failure)
+        finally:
+            self.mailbox.end(error)
+
+    def cancel(self) -> None:
+        """From any thread."""
+        self._loop.jobs.put(self._cancel)
+
+    def _cancel(self) -> None:
+        self._is_cancelled = True  # perhaps it has not begun
+        if self._scope is not None:
+            self._scope.cancel()
+
+
+def _ended() -> Cancelled:
+    return Cancelled("it was cancelled, or what it ran in has been closed")
 
 
 async def _only(function: Function[ResultT]) -> AsyncGenerator[ResultT, None]:
