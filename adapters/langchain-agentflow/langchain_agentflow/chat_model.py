@@ -54,10 +54,6 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
     def is_lc_serializable(cls) -> bool:
         return True
 
-    @classmethod
-    def get_lc_namespace(cls) -> list[str]:
-        return ["langchain", "chat_models", "agentflow"]
-
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)
         params["ls_provider"] = "agentflow"
@@ -242,8 +238,8 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
     ) -> Runnable[LanguageModelInput, dict[str, Any] | BaseModel]:
         """The model as what gives values of the schema: decoded under it, by each ``method``.
 
-        ``json_schema``: the answer is the value. ``function_calling``: the value is the argument of a call.
-        ``json_mode``: the answer is a JSON object, and the prompt says which.
+        ``json_schema`` and ``json_mode``: the answer is the value (where others promise any JSON object, this
+        promises the schema's). ``function_calling``: the value is the arguments of a call.
         """
         return structured(self, schema, method=method, include_raw=include_raw, **kwargs)
 

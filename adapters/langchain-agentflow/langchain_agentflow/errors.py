@@ -52,6 +52,10 @@ class AgentflowTimeoutError(ModelTimeoutError, af.DeadlineExceeded):
     """It took longer than it may."""
 
 
+class AgentflowModelError(ModelError, af.AgentflowError):
+    """Anything else that agentflow may say."""
+
+
 _KINDS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], type[ModelError]], ...] = (
     (af.PromptTooLong, AgentflowContextOverflowError),
     (af.UnknownModel, AgentflowModelNotFoundError),
@@ -60,7 +64,8 @@ _KINDS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], type[ModelErr
     (af.DeadlineExceeded, AgentflowTimeoutError),
     ((af.ServerUnreachable, af.ServerLost), AgentflowConnectionError),
     ((af.BadArgument, af.NotSupported, af.RequestRefused, af.LimitExceeded), AgentflowInvalidRequestError),
-    (af.AgentflowError, AgentflowAPIError),
+    ((af.ServerError, af.EngineFailed), AgentflowAPIError),
+    (af.AgentflowError, AgentflowModelError),
 )
 
 

@@ -46,10 +46,6 @@ class Agentflow(ModelSettings, BaseLLM):
     def is_lc_serializable(cls) -> bool:
         return True
 
-    @classmethod
-    def get_lc_namespace(cls) -> list[str]:
-        return ["langchain", "llms", "agentflow"]
-
     def _generate(
         self,
         prompts: list[str],

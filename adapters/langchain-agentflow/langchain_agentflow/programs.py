@@ -27,7 +27,7 @@ class RunTree(BaseCallbackHandler):
     """The root of each run that goes on, and who wants to know of its end."""
 
     run_inline = True  # at once, not in a thread: it only looks things up
-    ignore_llm = ignore_chat_model = ignore_agent = ignore_retry = ignore_custom_event = True
+    ignore_llm = ignore_chat_model = ignore_retry = ignore_custom_event = True
 
     def __init__(self) -> None:
         self._roots: OrderedDict[UUID, UUID] = OrderedDict()

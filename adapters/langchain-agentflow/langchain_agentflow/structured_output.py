@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 Method = Literal["json_schema", "function_calling", "json_mode"]
 
-_ANY_OBJECT = {"type": "object"}
-
 
 def structured(
     model: ChatAgentflow, schema: dict[str, Any] | type, *, method: Method, include_raw: bool, **kwargs: Any
@@ -48,8 +46,9 @@ def _by_call(
 def _by_answer(
     model: ChatAgentflow, schema: dict[str, Any] | type, method: Method, kwargs: dict[str, Any]
 ) -> tuple[Runnable[Any, Any], BaseOutputParser[Any]]:
-    wanted = convert_to_json_schema(schema) if method == "json_schema" else _ANY_OBJECT
-    asking = model.bind(schema=wanted, ls_structured_output_format=_traced(method, schema), **kwargs)
+    asking = model.bind(
+        schema=convert_to_json_schema(schema), ls_structured_output_format=_traced(method, schema), **kwargs
+    )
     if _is_pydantic(schema):
         return asking, PydanticOutputParser(pydantic_object=schema)  # type: ignore[type-var,arg-type]
     return asking, JsonOutputParser()

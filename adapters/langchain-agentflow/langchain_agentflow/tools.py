@@ -44,15 +44,17 @@ def specs_of(tools: Sequence[dict[str, Any]]) -> tuple[ToolSpec, ...]:
 
 def choice_of(choice: Choice, names: Sequence[str], *, parallel: bool | None) -> ToolChoice:
     """Which of them an answer may call. ``BadArgument`` for one that is not there."""
-    several = parallel is not False
     if choice is None or choice is False:
-        return ToolChoice("auto" if names else "none", parallel=several)
-    if choice is True:
-        return ToolChoice("required", parallel=several)
-    if isinstance(choice, dict):
+        choice = "auto" if names else "none"
+    elif choice is True:
+        choice = "required"
+    elif isinstance(choice, dict):
         choice = choice.get("function", choice).get("name") or choice.get("type", "")
+    # Who has to call goes on calling, if it is small and may: then one call is meant, where nothing is said.
+    one = ToolChoice("required", parallel=parallel is True)
     if choice in _MODES and choice not in names:
-        return ToolChoice(_MODES[choice], parallel=several)  # type: ignore[arg-type]
+        mode = _MODES[choice]
+        return one if mode == "required" else ToolChoice(mode, parallel=parallel is not False)  # type: ignore[arg-type]
     if choice not in names:
         raise af.BadArgument(f"tool_choice names {choice!r}, and the tools are: {', '.join(names) or 'none'}")
-    return ToolChoice("required", choice, parallel=several)
+    return ToolChoice("required", choice, parallel=False)

@@ -1,0 +1,219 @@
+"""The chat model as chains use it: tools, structure, many answers, many prompts, cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import anyio
+import pytest
+from langchain_agentflow import Agentflow, AgentflowInvalidRequestError, ChatAgentflow
+from langchain_agentflow.tools import choice_of
+from langchain_core.load import dumpd, load
+from langchain_core.prompts import ChatPromptTemplate
+from pydantic import BaseModel
+from settling import until
+
+import agentflow as af
+
+PROMPTS: list[str] = []
+
+
+class Joke(BaseModel):
+    """A joke."""
+
+    setup: str
+    punchline: str
+
+
+def weather(city: str) -> str:
+    """The weather in a city."""
+    return f"rain in {city}"
+
+
+def echo(prompt: str) -> str:
+    PROMPTS.append(prompt)
+    return f"Answer to {prompt.partition('</user>')[0].rpartition('>')[2]}"
+
+
+def on_script(script: Any = echo, **fields: Any) -> ChatAgentflow:
+    PROMPTS.clear()
+    return ChatAgentflow(backend=af.Scripted(script), **fields)
+
+
+# Tools and structure
+
+
+@pytest.mark.parametrize(
+    ("choice", "parallel", "expected"),
+    [
+        (None, None, ("auto", None, True)),
+        (False, None, ("auto", None, True)),
+        ("auto", False, ("auto", None, False)),
+        ("none", None, ("none", None, True)),
+        ("any", None, ("required", None, False)),
+        ("required", True, ("required", None, True)),
+        (True, None, ("required", None, False)),
+        ("weather", True, ("required", "weather", False)),
+        ({"type": "function", "function": {"name": "weather"}}, None, ("required", "weather", False)),
+        ({"type": "tool", "name": "weather"}, None, ("required", "weather", False)),
+        ({"type": "any"}, None, ("required", None, False)),
+    ],
+)
+def test_every_tool_choice(choice, parallel, expected):
+    chosen = choice_of(choice, ["weather"], parallel=parallel)
+    assert (chosen.mode, chosen.name, chosen.parallel) == expected
+
+
+def test_a_tool_choice_that_is_not_there_is_refused_at_once():
+    with pytest.raises(AgentflowInvalidRequestError, match="names 'sing', and the tools are: weather"):
+        on_script().bind_tools([weather], tool_choice="sing")
+
+
+@pytest.mark.parametrize("method", ["json_schema", "json_mode", "function_calling"])
+def test_structured_output_by_each_method(method):
+    value = '{"setup": "Why?", "punchline": "So."}'
+    answer = af.Reply("", (af.CalledTool("c1", "Joke", value),)) if method == "function_calling" else value
+    model = on_script(lambda _: answer)
+    assert model.with_structured_output(Joke, method=method).invoke("A joke.") == Joke(
+        setup="Why?", punchline="So."
+    )
+    as_dict = model.with_structured_output(Joke.model_json_schema(), method=method).invoke("A joke.")
+    assert as_dict == {"setup": "Why?", "punchline": "So."}
+    raw = model.with_structured_output(Joke, method=method, include_raw=True).invoke("A joke.")
+    assert (raw["parsed"].setup, raw["parsing_error"]) == ("Why?", None)
+
+
+def test_a_value_that_was_cut_off_is_a_parsing_error():
+    model = on_script(lambda _: '{"setup": "Why is it so"}', max_tokens=2)
+    raw = model.with_structured_output(Joke, include_raw=True).invoke("A joke.")
+    assert raw["parsed"] is None
+    assert raw["parsing_error"] is not None
+    assert raw["raw"].response_metadata["finish_reason"] == "length"
+
+
+def test_a_constraint_can_be_bound():
+    model = on_script(["maybe", "yes"])
+    with pytest.raises(Exception, match="which is not what the choices asks for"):
+        model.bind(choices=["yes", "no"]).invoke("Is it?")
+    assert model.bind(choices=["yes", "no"]).invoke("Is it?").content == "yes"
+
+
+# Many answers, many prompts
+
+
+def test_n_answers_are_a_fork_of_one_prompt():
+    answers = iter(["One.", "Two.", "Three."])
+    model = on_script(lambda _: next(answers), n=3)
+    result = model._generate(_messages("Say."))
+    assert sorted(one.message.content for one in result.generations) == ["One.", "Three.", "Two."]
+
+
+def _messages(text: str) -> list[Any]:
+    return ChatPromptTemplate.from_messages([("user", "{text}")]).invoke({"text": text}).to_messages()
+
+
+def test_a_batch_is_answered_in_order():
+    questions = [f"question {n}" for n in range(40)]
+    answers = on_script().batch(questions)
+    assert [answer.content for answer in answers] == [f"Answer to {question}" for question in questions]
+
+
+async def test_a_batch_without_threads():
+    questions = [f"question {n}" for n in range(40)]
+    before = threading.active_count()
+    answers = await on_script().abatch(questions)
+    assert [answer.content for answer in answers] == [f"Answer to {question}" for question in questions]
+    assert threading.active_count() <= before + 1  # the session's
+
+
+def test_a_failure_in_a_batch_can_be_returned():
+    model = on_script(lambda p: ValueError("no") if "bad" in p else "fine")
+    good, bad = model.batch(["good", "bad"], return_exceptions=True)
+    assert good.content == "fine"
+    assert isinstance(bad, Exception)
+
+
+# Ways to call it
+
+
+async def test_one_model_in_several_loops_and_threads():
+    model = on_script()
+    assert (await model.ainvoke("a")).content == "Answer to a"
+    assert await asyncio.to_thread(lambda: asyncio.run(model.ainvoke("b")).content) == "Answer to b"
+    assert (await asyncio.to_thread(model.invoke, "c")).content == "Answer to c"
+    assert [chunk.content async for chunk in model.astream("d")] == ["Answer", " to", " d", ""]
+    assert [chunk.content for chunk in model.stream("e")] == ["Answer", " to", " e", ""]
+
+
+async def test_cancelling_a_chain_cancels_the_work():
+    backend = af.Scripted(lambda _: "word " * 3_000)
+    model = ChatAgentflow(backend=backend, max_tokens=100_000)
+    chain = ChatPromptTemplate.from_messages([("user", "{x}")]) | model
+    begun = asyncio.Event()
+
+    async def read() -> None:
+        async for _ in chain.astream({"x": "Go on."}):
+            begun.set()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(read)
+        await begun.wait()
+        assert backend.generator.num_running == 1
+        group.cancel_scope.cancel()
+    assert (await model.bind(max_tokens=1).ainvoke("Another.")).content == "word"
+    until(model, lambda: (backend.generator.num_running, backend.generator.num_open) == (0, 0))
+
+
+def test_leaving_a_stream_cancels_the_work():
+    backend = af.Scripted(lambda _: "word " * 3_000)
+    model = ChatAgentflow(backend=backend, max_tokens=100_000)
+    for _ in model.stream("Go on."):
+        break
+    until(model, lambda: (backend.generator.num_running, backend.generator.num_open) == (0, 0))
+
+
+def test_a_model_can_be_saved_without_its_key():
+    model = ChatAgentflow(model="smollm2-135m", api_key="hunter2", temperature=0.5)
+    saved = dumpd(model)
+    assert "hunter2" not in str(saved)
+    again = load(
+        saved,
+        valid_namespaces=["langchain_agentflow"],
+        secrets_map={"AGENTFLOW_API_KEY": "hunter2"},
+        allowed_objects=[ChatAgentflow],
+    )
+    assert again == model
+
+
+def test_what_there_is_no_parameter_for_is_refused():
+    with pytest.raises(AgentflowInvalidRequestError, match="there is no parameter temprature"):
+        on_script().invoke("x", temprature=1)
+
+
+# Text
+
+
+def test_the_text_model_goes_on_with_each_prompt():
+    model = Agentflow(backend=af.Scripted(lambda prompt: f"{len(prompt)} and more words"), max_tokens=2)
+    assert model.invoke("12345") == "5 and"
+    assert model.batch(["1", "22"]) == ["1 and", "2 and"]
+    result = model.generate(["1", "22", "333"])
+    assert result.llm_output == {
+        "model_name": "scripted",
+        "token_usage": {
+            "prompt_tokens": 3,
+            "cached_tokens": 0,
+            "completion_tokens": 6,
+            "total_tokens": 9,
+        },
+    }
+    assert list(model.stream("4444")) == ["4", " and", ""]
+
+
+async def test_the_text_model_in_a_loop():
+    model = Agentflow(backend=af.Scripted(lambda prompt: f"{len(prompt)} and more words"), max_tokens=2)
+    assert await model.ainvoke("12345") == "5 and"
+    assert await model.abatch(["1", "22"]) == ["1 and", "2 and"]
+    assert [piece async for piece in model.astream("4444")] == ["4", " and", ""]

@@ -1,0 +1,90 @@
+"""What goes wrong is told in LangChain's exceptions, with one clear message."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from langchain_agentflow import (
+    AgentflowConnectionError,
+    AgentflowInvalidRequestError,
+    AgentflowModelNotFoundError,
+    ChatAgentflow,
+)
+from langchain_agentflow.errors import as_langchain
+from langchain_core import exceptions
+
+import agentflow as af
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (af.PromptTooLong("x"), exceptions.ContextOverflowError),
+        (af.UnknownModel("x"), exceptions.ModelNotFoundError),
+        (af.NotAuthorized("x"), exceptions.ModelAuthenticationError),
+        (af.RateLimited("x"), exceptions.ModelRateLimitError),
+        (af.Overloaded("x"), exceptions.ModelAPIError),
+        (af.DeadlineExceeded("x"), exceptions.ModelTimeoutError),
+        (af.ServerLost("x"), exceptions.ModelConnectionError),
+        (af.NotSupported("x"), exceptions.ModelInvalidRequestError),
+        (af.EngineFailed("x"), exceptions.ModelAPIError),
+        (af.RunFailed("x"), exceptions.ModelError),
+    ],
+)
+def test_each_error_is_both(error, kind):
+    told = as_langchain(error)
+    assert isinstance(told, kind)
+    assert isinstance(told, af.AgentflowError)
+    assert str(told) == "x"
+    assert as_langchain(told) is told
+
+
+def free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return bound.getsockname()[1]
+
+
+def test_no_server_at_the_address():
+    model = ChatAgentflow(base_url=f"ws://127.0.0.1:{free_port()}", max_retries=0)
+    with pytest.raises(AgentflowConnectionError, match=r"ws://127\.0\.0\.1"):
+        model.invoke("x")
+
+
+async def test_no_server_at_the_address_in_a_loop():
+    model = ChatAgentflow(base_url=f"ws://127.0.0.1:{free_port()}", max_retries=0)
+    with pytest.raises(AgentflowConnectionError, match=r"ws://127\.0\.0\.1"):
+        await model.ainvoke("x")
+
+
+def test_what_is_no_address():
+    with pytest.raises(AgentflowInvalidRequestError, match="nowhere"):
+        ChatAgentflow(base_url="nowhere", max_retries=0).invoke("x")
+
+
+def test_an_unknown_model():
+    with pytest.raises(AgentflowModelNotFoundError, match="no-such-model"):
+        ChatAgentflow(model="no-such-model", max_retries=0).invoke("x")
+
+
+def test_a_schema_that_is_none():
+    with pytest.raises(AgentflowInvalidRequestError, match="schema"):
+        ChatAgentflow(backend=af.Scripted(["x"])).bind(schema=7).invoke("x")
+
+
+def test_a_call_is_tried_again_where_that_may_help(monkeypatch):
+    monkeypatch.setattr("langchain_agentflow.calls.FIRST_PAUSE_S", 0.0)
+    answers = iter(
+        [
+            af.EngineFailed("restarts"),
+            af.Overloaded("full"),
+            "Here.",
+            af.EngineFailed("a"),
+            af.BadArgument("b"),
+        ]
+    )
+    model = ChatAgentflow(backend=af.Scripted(lambda _: next(answers)), max_retries=2)
+    assert model.invoke("x").content == "Here."
+    with pytest.raises(exceptions.ModelInvalidRequestError, match="b"):
+        model.invoke("x")

@@ -1,0 +1,125 @@
+"""What LangChain's messages become, and what becomes LangChain's."""
+
+from __future__ import annotations
+
+import pytest
+from langchain_agentflow import AgentflowInvalidRequestError, ChatAgentflow
+from langchain_agentflow.messages import to_agentflow
+from langchain_core.exceptions import ModelInvalidRequestError
+from langchain_core.messages import (
+    AIMessage,
+    ChatMessage,
+    FunctionMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+)
+
+import agentflow as af
+
+CALL = {"name": "weather", "args": {"city": "Tromsø", "days": 2}, "id": "c1", "type": "tool_call"}
+
+
+def test_each_kind_of_message_is_a_turn():
+    said = [
+        SystemMessage("Be brief."),
+        HumanMessage("Is it cold?", name="ann"),
+        AIMessage("I look.", tool_calls=[CALL]),
+        ToolMessage("3 degrees", tool_call_id="c1"),
+        ChatMessage(role="developer", content="Now."),
+        ChatMessage(role="user", content="So?"),
+    ]
+    assert to_agentflow(said) == [
+        af.Message("system", "Be brief."),
+        af.Message("user", "Is it cold?"),
+        af.Message(
+            "assistant",
+            "I look.",
+            tool_calls=(af.CalledTool("c1", "weather", '{"city": "Tromsø", "days": 2}'),),
+        ),
+        af.Message("tool", "3 degrees", tool_call_id="c1"),
+        af.Message("system", "Now."),
+        af.Message("user", "So?"),
+    ]
+
+
+def test_blocks_of_text_are_put_together_and_what_was_thought_is_left_out():
+    said = AIMessage(
+        [
+            {"type": "thinking", "thinking": "Hm."},
+            {"type": "text", "text": "It is "},
+            "cold.",
+            {"type": "tool_use", "id": "c1", "name": "weather", "input": {}},
+        ]
+    )
+    assert to_agentflow([said]) == [af.Message("assistant", "It is cold.")]
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        (
+            HumanMessage([{"type": "image_url", "image_url": "x"}]),
+            "a human message holds a block of the type 'image",
+        ),
+        (
+            HumanMessage([{"type": "reasoning", "reasoning": "x"}]),
+            "of the type 'reasoning', and this model takes",
+        ),
+        (FunctionMessage("x", name="f"), "messages of the type 'function' are not taken"),
+        (ChatMessage(role="judge", content="x"), "there is no role 'judge'"),
+    ],
+)
+def test_what_is_no_text_is_refused(message, why):
+    model = ChatAgentflow(backend=af.Scripted(["never asked"]))
+    with pytest.raises(ModelInvalidRequestError) as caught:
+        model.invoke([message])
+    assert why in str(caught.value)
+    assert type(caught.value) is AgentflowInvalidRequestError
+    assert isinstance(caught.value, af.BadArgument)
+
+
+def test_an_answer_comes_with_its_calls_its_usage_and_its_reason():
+    answer = af.Reply("I look.", (af.CalledTool("c1", "weather", '{"city": "Oslo"}'),))
+    said = ChatAgentflow(backend=af.Scripted([answer])).bind_tools([weather]).invoke("Is it cold?")
+    assert said.content == "I look."
+    assert said.tool_calls == [{"name": "weather", "args": {"city": "Oslo"}, "id": "c1", "type": "tool_call"}]
+    assert said.usage_metadata == {
+        "input_tokens": 3,
+        "output_tokens": 2,
+        "total_tokens": 5,
+        "input_token_details": {"cache_read": 0},
+    }
+    assert said.response_metadata["finish_reason"] == "tool_calls"
+    assert said.response_metadata["model_name"] == "scripted"
+    assert said.response_metadata["model_provider"] == "agentflow"
+
+
+def test_a_call_that_was_cut_off_is_an_invalid_one():
+    answer = af.Reply("", (af.CalledTool("c1", "weather", '{"city": "Os'),))
+    said = ChatAgentflow(backend=af.Scripted([answer])).bind_tools([weather]).invoke("Is it cold?")
+    assert said.tool_calls == []
+    [call] = said.invalid_tool_calls
+    assert (call["name"], call["args"]) == ("weather", '{"city": "Os')
+
+
+def test_the_last_chunk_is_marked_and_the_chunks_are_the_answer():
+    answer = af.Reply("I look it up.", (af.CalledTool("c1", "weather", '{"city": "Oslo"}'),))
+    model = ChatAgentflow(backend=af.Scripted(lambda _: answer)).bind_tools([weather])
+    chunks = list(model.stream("Is it cold?"))
+    assert [chunk.chunk_position for chunk in chunks] == [None] * (len(chunks) - 1) + ["last"]
+    whole = chunks[0]
+    for chunk in chunks[1:]:
+        whole += chunk
+    said = model.invoke("Is it cold?")
+    assert (whole.content, whole.tool_calls, whole.usage_metadata) == (
+        said.content,
+        said.tool_calls,
+        said.usage_metadata,
+    )
+    assert whole.response_metadata == said.response_metadata
+
+
+def weather(city: str) -> str:
+    """The weather in a city."""
+    return f"rain in {city}"

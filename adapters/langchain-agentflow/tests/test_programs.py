@@ -1,0 +1,125 @@
+"""What one run of LangChain does is one program: the scheduler hears of it, and of its end."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from langchain_agentflow import ChatAgentflow
+from langchain_agentflow.programs import RUNS
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.runnables import RunnableLambda, RunnableParallel
+from langchain_core.tools import tool
+from settling import until
+
+import agentflow as af
+from agentflow import ops
+from agentflow.model_call import MOST_KEPT
+
+
+class Heard:
+    """A scripted backend that keeps the ops."""
+
+    def __init__(self) -> None:
+        self.ops: list[ops.Op] = []
+        self._inner = af.Scripted(lambda _: "Yes.")
+        self.generator = self._inner.generator
+
+    @asynccontextmanager
+    async def connect(self, deliver: Any, lost: Any):
+        async with self._inner.connect(deliver, lost) as connection:
+            send = connection.send
+            connection.send = lambda sent: (self.ops.extend(sent), send(sent))[1]  # type: ignore[method-assign]
+            yield connection
+
+    @property
+    def programs(self) -> list[str]:
+        return [op.program for op in self.ops if isinstance(op, ops.Open)]
+
+    @property
+    def objectives(self) -> set[str | None]:
+        return {op.objective for op in self.ops if isinstance(op, ops.Open)}
+
+
+@pytest.fixture
+def heard() -> Heard:
+    return Heard()
+
+
+@pytest.fixture
+def model(heard: Heard) -> ChatAgentflow:
+    return ChatAgentflow(backend=heard)
+
+
+def asking(model: ChatAgentflow, text: str) -> Any:
+    return ChatPromptTemplate.from_messages([("user", text)]) | model
+
+
+def test_a_call_that_stands_alone_is_no_program(heard, model):
+    model.invoke("x")
+    assert heard.programs == [""]
+    until(model, lambda: heard.generator.num_open == 0)
+
+
+def test_the_calls_of_one_chain_are_one_program(heard, model):
+    chain = RunnableParallel(a=asking(model, "a {x}"), b=asking(model, "b {x}")) | (
+        lambda both: both["a"].content
+    )
+    chain.invoke({"x": "1"})
+    chain.invoke({"x": "2"})
+    first, second = heard.programs[:2], heard.programs[2:]
+    assert len(set(first)) == len(set(second)) == 1
+    assert set(first) != set(second)
+    assert "" not in heard.programs
+
+
+async def test_calls_within_tools_and_functions_belong_to_their_root(heard, model):
+    @tool
+    async def look(x: str) -> str:
+        """Looks."""
+        return str((await model.ainvoke(x)).content)
+
+    async def both(x: str) -> str:
+        return await look.ainvoke(x) + str((await asking(model, "{y}").ainvoke({"y": x})).content)
+
+    assert await RunnableLambda(both).ainvoke("x") == "Yes.Yes."
+    assert len(heard.programs) == 2
+    assert len(set(heard.programs)) == 1
+
+
+def test_what_a_program_computed_is_held_until_it_ends(heard, model):
+    def steps(x: str) -> str:
+        for number in range(1, 8):
+            model.invoke(f"{x} {number}")
+            until(model, lambda number=number: heard.generator.num_open == min(number, MOST_KEPT))
+        return x
+
+    RunnableLambda(steps).invoke("x")
+    until(model, lambda: heard.generator.num_open == 0)
+
+
+def test_a_chain_that_fails_ends_its_program_too(heard, model):
+    def fail(x: str) -> str:
+        model.invoke(x)
+        raise ValueError(x)
+
+    with pytest.raises(ValueError, match="x"):
+        RunnableLambda(fail).invoke("x")
+    until(model, lambda: heard.generator.num_open == 0)
+
+
+def test_a_batch_is_one_program_that_nobody_waits_for_one_by_one(heard, model):
+    asking(model, "{x}").batch([{"x": str(n)} for n in range(9)])
+    assert len(heard.programs) == 9
+    assert len(set(heard.programs)) == 1
+    assert heard.objectives == {"throughput"}
+    until(model, lambda: heard.generator.num_open == 0)
+
+
+def test_runs_are_forgotten_when_they_end(heard, model):
+    before = len(RUNS._roots)
+    for _ in range(3):
+        asking(model, "{x}").invoke({"x": "1"})
+        list(asking(model, "{x}").stream({"x": "1"}))
+    assert len(RUNS._roots) == before
