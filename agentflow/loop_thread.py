@@ -7,6 +7,7 @@ loop, which goes on meanwhile. Cancelling the one who waits cancels what runs.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
@@ -19,6 +20,8 @@ from anyio.abc import TaskGroup
 from agentflow.errors import Cancelled
 from agentflow.mailbox import Mailbox, Waiter
 from agentflow.task_group import first_of
+
+logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
 Function = Callable[[], Awaitable[ResultT]]
@@ -144,6 +147,12 @@ class _Loop:
         finally:
             self._calls.discard(call)
 
+    def _do(self, job: Callable[[], object]) -> None:
+        try:
+            job()
+        except Exception:  # of one caller: the others go on
+            logger.exception("what was to be called in the loop of another thread failed")
+
     async def _serve(self) -> None:
         waiter = Waiter()
         self.jobs = Mailbox(waiter.set)
@@ -153,7 +162,7 @@ class _Loop:
                 # Tasks are started by a task: callbacks from other threads are in none.
                 while (jobs := self.jobs.take()) is not None:
                     for job in jobs:
-                        job()
+                        self._do(job)
                     if not jobs:
                         await waiter.wait()
                 self.group.cancel_scope.cancel()

@@ -37,6 +37,10 @@ SCRIPT = {
         'I will look it up.<call>{"name": "weather", "arguments": {"city": "Oslo"}}</call>'
     ),
     "rain in Oslo</tool><assistant>": "It rains in Oslo.",
+    "Is it raining in Rome?</user><assistant>": af.Reply(
+        "", (af.CalledTool("call_1", "weather", '{"city": "Rome"}'),)
+    ),
+    "rain in Rome</tool><assistant>": "Yes, it is.",
     "first paragraph: ": "Leaves catch light.",
     "second paragraph: ": "Roots bring water.",
 }

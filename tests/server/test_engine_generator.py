@@ -512,6 +512,22 @@ class Overhearing:
         pass
 
 
+async def test_states_that_name_one_program_are_siblings():
+    async with plain_engine(SchedulerConfig(), max_context=2048, num_slots=4096) as client:
+        generator = generator_on(client)
+        first, second = generator.open("", program="p"), generator.open("salt", program="p")
+        other, alone = generator.open("", program="q"), generator.open("")
+        assert first.origin.task_group == second.origin.task_group != 0
+        assert len({context.origin.task_group for context in (first, other, alone)}) == 3
+        assert alone.origin.task_group == 0
+        [copy] = await generator.fork(first, 1)
+        branches = await generator.fork(first, 2)
+        assert copy.origin.task_group == first.origin.task_group
+        assert len({context.origin.task_group for context in (first, *branches)}) == 2
+        told_nothing = EngineGenerator(client, generator.template, use_hints=False)
+        assert told_nothing.open("", program="p").origin.task_group == 0
+
+
 async def test_hints_go_with_the_requests_that_follow():
     heard = Overhearing()
     async with plain_engine(SchedulerConfig(), max_context=2048, num_slots=4096) as client:
