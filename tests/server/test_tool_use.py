@@ -27,6 +27,7 @@ from agentflow.constraint import Constraint
 from agentflow.conversation import CalledTool, Message, ToolChoice
 from agentflow.errors import BadArgument, NotSupported
 from agentflow.server.chat_template import ChatTemplate
+from agentflow.server.completion_request import TokenIds
 from agentflow.server.constraint_compilation import compile_constraint
 from benchmarks.text_walks import text_under, walk
 
@@ -108,7 +109,7 @@ def test_a_conversation_without_tools_stays_as_it_is():
     ("wrong", "error", "message"),
     [
         ({"prompt": "text"}, NotSupported, "need a conversation"),
-        ({"prompt": (1, 2)}, NotSupported, "need a conversation"),
+        ({"prompt": TokenIds((1, 2))}, NotSupported, "need a conversation"),
         ({"tools": (NOW, NOW)}, BadArgument, "two tools have one name: now, now"),
         ({"tools": (), "choice": REQUIRED}, BadArgument, "there are no tools"),
         ({"choice": ToolChoice("required", name="x")}, BadArgument, "tool 'x' is to be called, but"),
