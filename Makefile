@@ -8,6 +8,7 @@
 #                100,000 fuzzed frames to the websocket (FUZZ_FRAMES=n: as many; FUZZ_SEED=x: other ones)
 #   make soak    good and bad clients on a real server, 10 minutes; fails where something leaks
 #                (ARGS="--minutes 3 --out DIR"; needs the default model)
+#   make test-adapters  the tests of adapters/, each in an environment of its own (the default model is needed)
 #   make lint    ruff, mypy and the directions of import
 #   make compiled       a copy of the package in build/compiled, its scheduling core compiled to C
 #   make test-compiled  the tests of the core on that copy
@@ -40,7 +41,10 @@ MODEL := smollm2-135m
 EXAMPLES := few_shot self_consistency tree_of_thought skeleton_of_thought essay_judge react \
             generative_agents chat long_document extraction retrieval
 
-.PHONY: demo examples test fuzz soak lint compiled test-compiled clean distclean
+# Distributions of their own, under adapters/.
+ADAPTERS := langchain-agentflow
+
+.PHONY: demo examples test test-adapters fuzz soak lint compiled test-compiled clean distclean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -56,6 +60,22 @@ examples: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+test-adapters: $(VENV)/.installed $(ADAPTERS:%=adapters/%/.venv/.installed)
+	@$(BIN)/agentflow pull $(MODEL)
+	@for name in $(ADAPTERS); do \
+	  printf '\n=== adapters/%s\n\n' $$name; \
+	  (cd adapters/$$name && .venv/bin/python -m pytest $(ARGS)) || exit 1; \
+	done
+
+# The engine's packages are those of $(VENV), after the environment's own: torch is large.
+adapters/%/.venv/.installed: adapters/%/pyproject.toml pyproject.toml | $(VENV)/.installed
+	@rm -rf adapters/$*/.venv
+	@$(PYTHON) -m venv adapters/$*/.venv
+	@adapters/$*/.venv/bin/python -m pip --disable-pip-version-check --no-input install -q -e . -e 'adapters/$*[test]'
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > "$$(adapters/$*/.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/engine.pth"
+	@touch $@
 
 fuzz: $(VENV)/.installed-dev
 	@PYTHONPATH=.:tests:tests/server $(BIN)/python tests/server/openapi_fuzz.py $(ARGS)
