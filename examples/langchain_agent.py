@@ -1,8 +1,7 @@
 """A LangGraph agent on agentflow: it calls a tool, reads the result and answers, from a warm cache.
 
 The graph is plain LangGraph; only the model object is agentflow's. Calls are decoded under the schemas of the
-tools, so that even a small model always makes a valid one; and each turn computes only what it adds to the one
-before.
+tools, so that even a small model always makes a valid one, and each turn computes only what is new in it.
 
     pip install ./adapters/langchain-agentflow langgraph
     python examples/langchain_agent.py [--url ws://127.0.0.1:8410]
