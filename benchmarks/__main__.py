@@ -19,6 +19,7 @@ NAMES = {
     "frontend": "what a client costs: CPU for each op and token, round trips, stalls",
     "schema_suite": "JSON schema's own test suite: accepted, refused by name, and valid instances",
     "constrained": "masks, jump-forward, select in one pass, hostile constraints",
+    "adapters": "LangChain and DSPy pipelines: adapters, OpenAI route, and no cache",
     "ablation": "what each part of the design is worth, on the real model",
     "soak": "good and bad clients on a server whose engine is killed: what leaks",
 }

@@ -21,6 +21,7 @@ TITLES = {
     "frontend": "What a client costs",
     "constrained": "Constrained decoding and select",
     "server": "Serving over HTTP",
+    "adapters": "Under LangChain and DSPy",
     "ablation": "What each part is worth",
 }
 REMARKS = {

@@ -1,0 +1,135 @@
+"""Pipelines of LangChain and DSPy, for ``adapters``: run in an adapter's own environment.
+
+``python adapter_pipelines.py PIPELINE ROUTE URL SIZE`` prints what it took, as JSON. ``ROUTE``: ``adapter``
+or ``openai``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import agentflow as af
+
+MAX_TOKENS = 24
+AT_ONCE = 16
+TOPICS = ("the sea", "bread", "glaciers", "owls", "salt", "sundials", "silk", "bees")
+FACTS = (
+    "{0} was described by {1} early writers, who disagreed on its origin and on what it is good for.",
+    "Of {0} there are {1} kinds, which differ in size, colour and in how long they last.",
+    "In the north {0} is known under {1} names, and in the south under one.",
+    "Whoever deals with {0} for {1} years knows that the weather matters more than skill.",
+    "A museum shows {1} objects that have to do with {0}, most of them made of wood.",
+)
+
+
+def passage(number: int) -> str:
+    """A text that no other number has, of about a hundred tokens."""
+    topic = TOPICS[number % len(TOPICS)]
+    return " ".join(fact.format(topic, number * 7 + place) for place, fact in enumerate(FACTS))
+
+
+async def langchain_map_reduce(route: str, url: str, size: int) -> int:
+    """Sums up ``size`` chunks, and then the summaries. The number of calls."""
+    from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+
+    model = _langchain_model(route, url)
+    start = [SystemMessage("You sum up texts for a lexicon: one sentence, no opinions, numbers as digits.")]
+    for number in range(1000, 1004):  # solved cases
+        start += [HumanMessage(passage(number)), AIMessage(f"It has to do with {number * 7} writers.")]
+    prompts = [[*start, HumanMessage(passage(number))] for number in range(size)]
+    summaries = await model.abatch(prompts)
+    groups = [summaries[at : at + 8] for at in range(0, size, 8)]
+    reduced = await model.abatch(
+        [[*start, HumanMessage("\n".join(str(one.content) for one in group))] for group in groups]
+    )
+    await model.ainvoke([*start, HumanMessage("\n".join(str(one.content) for one in reduced))])
+    return size + len(groups) + 1
+
+
+def _langchain_model(route: str, url: str) -> Any:
+    if route == "adapter":
+        from langchain_agentflow import ChatAgentflow
+
+        return ChatAgentflow(base_url=url, max_tokens=MAX_TOKENS, temperature=0)
+    from langchain_openai import ChatOpenAI
+
+    return ChatOpenAI(
+        base_url=_http(url), api_key="none", model="smollm2-135m", max_tokens=MAX_TOKENS, temperature=0
+    )
+
+
+async def dspy_rag(route: str, url: str, size: int) -> int:
+    """Answers ``size`` questions from passages, after four demonstrations. The number of calls."""
+    import dspy
+
+    signature = dspy.Signature("context: list[str], question -> answer")
+    program = dspy.Predict(signature)
+    program.demos = [
+        dspy.Example(
+            context=[passage(number)],
+            question=f"How many writers described {TOPICS[number % 8]}?",
+            answer=f"{number * 7} writers did.",
+        )
+        for number in range(2000, 2004)
+    ]
+    room = asyncio.Semaphore(AT_ONCE)
+
+    async def ask(number: int) -> None:
+        async with room:
+            context = [passage(number), passage(number + 1)]
+            await program.acall(context=context, question=f"What is known of {TOPICS[number % 8]}?")
+
+    with dspy.context(lm=_dspy_lm(route, url), adapter=dspy.JSONAdapter()):
+        await asyncio.gather(*[ask(number) for number in range(size)])
+    return size
+
+
+def _dspy_lm(route: str, url: str) -> Any:
+    options: dict[str, Any] = {"max_tokens": 4 * MAX_TOKENS, "temperature": 0.0, "cache": False}
+    if route == "adapter":
+        from dspy_agentflow import AgentflowLM
+
+        return AgentflowLM(base_url=url, **options)
+    import dspy
+
+    return dspy.LM("openai/smollm2-135m", api_base=_http(url), api_key="none", **options)
+
+
+def _http(url: str) -> str:
+    return url.replace("ws://", "http://") + "/v1"
+
+
+PIPELINES: dict[str, Callable[[str, str, int], Awaitable[int]]] = {
+    "langchain": langchain_map_reduce,
+    "dspy": dspy_rag,
+}
+
+
+async def measured(pipeline: str, route: str, url: str, size: int) -> dict[str, Any]:
+    """What it took. The modules are loaded, and the connections open, before the clock starts."""
+    await PIPELINES[pipeline](route, url, 1)
+    async with af.session(url) as flow:
+        before = await flow.stats()
+        began = time.perf_counter()
+        num_calls = await PIPELINES[pipeline](route, url, size)
+        seconds = time.perf_counter() - began
+        after = await flow.stats()
+    return {
+        "seconds": seconds,
+        "num_calls": num_calls,
+        "output_tokens": after.generated_tokens - before.generated_tokens,
+        "prompt_tokens": after.prompt_tokens - before.prompt_tokens,
+        "computed_tokens": (after.prompt_tokens - before.prompt_tokens)
+        - (after.cached_tokens - before.cached_tokens),
+    }
+
+
+if __name__ == "__main__":
+    _, pipeline_name, route_name, server_url, number_of_inputs = sys.argv
+    told = asyncio.run(measured(pipeline_name, route_name, server_url, int(number_of_inputs)))
+    print(json.dumps(told))
