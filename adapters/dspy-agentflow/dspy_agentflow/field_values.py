@@ -1,0 +1,93 @@
+"""What the value of an output field looks like, in the text that an adapter reads it from."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, Final, Literal, get_args, get_origin
+
+import dspy
+import pydantic
+
+# Free text in an answer with headers: two brackets and a space begin a header, and nothing else.
+_PROSE: Final = r"[^\s\[](?:[^\[]|\[(?:[^\[]|\[+[^\[ ]))*"
+_SHORT_PROSE: Final = r"[^\s\[](?:[^\[]){0,80}"
+_STRING_CHAR: Final = r'(?:[^"\\\x00-\x1f\x7f]|\\["\\/bfnrt])'
+_NUMBERS: Final = {
+    int: r"-?(?:0|[1-9][0-9]{0,17})",
+    float: r"-?(?:0|[1-9][0-9]{0,14})(?:\.[0-9]{1,9})?",
+}
+_TEXT_TYPES: Final = ("Reasoning", "Code")
+
+
+@dataclass(frozen=True)
+class FieldValue:
+    """``schema`` of JSON, or a ``regex``. ``is_text``: free text, which may end anywhere; ``short`` is the
+    regular expression of one that has to end soon."""
+
+    schema: dict[str, Any] | None = None
+    regex: str = ""
+    short: str = ""
+    is_text: bool = False
+
+
+def chat_value(annotation: Any) -> FieldValue:
+    """As ``dspy.ChatAdapter`` reads it: text as it is, and JSON of what is more than a word or number."""
+    if _is_text(annotation):
+        return FieldValue(regex=_PROSE, short=_SHORT_PROSE, is_text=True)
+    words = _words(annotation)
+    if words is not None:
+        return FieldValue(regex="(?:" + "|".join([re.escape(word) for word in words]) + ")")
+    if annotation in _NUMBERS:
+        return FieldValue(regex=_NUMBERS[annotation])
+    return FieldValue(schema=schema_of(annotation))
+
+
+def json_value(annotation: Any) -> FieldValue:
+    """As ``dspy.JSONAdapter`` reads it."""
+    if _is_text(annotation):
+        return FieldValue(
+            regex=f'"{_STRING_CHAR}*"', short=f'"{_STRING_CHAR}{{0,80}}"', is_text=True
+        )
+    return FieldValue(schema=schema_of(annotation))
+
+
+def schema_of(annotation: Any) -> dict[str, Any]:
+    """The JSON schema of a field's values. pydantic's errors where it has none."""
+    if _is_text(annotation):
+        return {"type": "string"}
+    if inspect.isclass(annotation) and issubclass(annotation, enum.Enum):
+        return {"enum": _words(annotation)}
+    return pydantic.TypeAdapter(annotation).json_schema()
+
+
+def _is_text(annotation: Any) -> bool:
+    if annotation is str:
+        return True
+    named = [getattr(dspy, name, None) for name in _TEXT_TYPES]
+    return inspect.isclass(annotation) and annotation in named
+
+
+def _words(annotation: Any) -> list[str] | None:
+    """Of a type that has few values: what they are called."""
+    if annotation is bool:
+        return ["True", "False"]
+    if inspect.isclass(annotation) and issubclass(annotation, enum.Enum):
+        return [member.value if isinstance(member.value, str) else member.name for member in annotation]
+    if get_origin(annotation) is Literal:
+        values = get_args(annotation)
+        return [str(value) for value in values] if all(isinstance(value, str) for value in values) else None
+    return None
+
+
+def escaped(literal: str) -> str:
+    """As part of a regular expression."""
+    return "".join([r"\n" if char == "\n" else char if char in '" #' else re.escape(char) for char in literal])
+
+
+def quoted(text: str) -> str:
+    """As JSON."""
+    return json.dumps(text, ensure_ascii=False)
