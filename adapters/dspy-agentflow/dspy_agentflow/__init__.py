@@ -1,9 +1,20 @@
-"""agentflow's models for DSPy: ``AgentflowLM``."""
+"""agentflow's models for DSPy: ``AgentflowLM``; with DSPy 3.4 or later also its two engines."""
 
-from importlib.util import find_spec
+import re
+from importlib.metadata import version
+from typing import TYPE_CHECKING
 
-if find_spec("dspy.lm15") is not None:
+_DSPY = version("dspy")
+_FOUND = tuple(int(number) for number in re.findall(r"\d+", _DSPY)[:2])
+if _FOUND < (3, 0):
+    raise ImportError(f"dspy-agentflow needs DSPy 3.0 or later, and this is {_DSPY}: pip install -U dspy")
+
+if TYPE_CHECKING or _FOUND >= (3, 4):
     from dspy_agentflow.engines import AgentflowEngine, AsyncAgentflowEngine
     from dspy_agentflow.lm import AgentflowLM
 
-__all__ = ["AgentflowEngine", "AgentflowLM", "AsyncAgentflowEngine"]
+    __all__ = ["AgentflowEngine", "AgentflowLM", "AsyncAgentflowEngine"]
+else:
+    from dspy_agentflow.older_lm import AgentflowLM
+
+    __all__ = ["AgentflowLM"]

@@ -36,11 +36,11 @@ class CallNotes:
     num_given: int = 0
     ready: deque[Any] = field(default_factory=deque)
 
-    def seed(self, asked: int | None) -> int | None:
-        """The one for the next answer: each of several, and each rollout, has its own."""
-        if asked is None or (self.rollout_id is None and not self.num_given):
+    def seed(self, asked: int, number: int) -> int:
+        """The one for answer ``number``: each of several, and each rollout, has its own."""
+        if self.rollout_id is None and not number:
             return asked
-        digest = hashlib.sha256(repr((asked, self.rollout_id, self.num_given)).encode()).digest()
+        digest = hashlib.sha256(repr((asked, self.rollout_id, number)).encode()).digest()
         return int.from_bytes(digest[:7])
 
     def give(self, answers: Sequence[Any]) -> Any:

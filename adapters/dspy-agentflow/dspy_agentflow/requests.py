@@ -41,7 +41,7 @@ def asked_of(
     tools = [_tool(tool) for tool in request.tools]
     sampling = _sampling(request.config)
     if request.config.seed is not None:
-        sampling["seed"] = notes.seed(request.config.seed)
+        sampling["seed"] = notes.seed(request.config.seed, notes.num_given)
     if settings.timeout is not None:
         sampling["timeout_s"] = settings.timeout
     own = {name: sampling.pop(name) for name in _CONSTRAINTS if name in sampling}

@@ -1,0 +1,136 @@
+"""``AgentflowLM`` for DSPy 3.0 to 3.3, whose LMs are asked as OpenAI's API is."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import threading
+from contextlib import aclosing, closing
+from typing import Any, Final
+
+import anyio
+import anyio.from_thread
+import dspy
+
+from agentflow.model_call import Ended
+from dspy_agentflow.answers import Asked, aask, ask
+from dspy_agentflow.call_notes import notes, noting
+from dspy_agentflow.openai_requests import asked_of
+from dspy_agentflow.openai_responses import PASSING, chunk_of, litellm_errors, response_of
+from dspy_agentflow.programs import listen
+from dspy_agentflow.settings import DEFAULT_MAX_TOKENS, EngineSettings, name_of
+
+FIRST_PAUSE_S: Final = 0.5
+_PARAMS: Final = ("max_tokens", "temperature", "top_p", "stop", "n", "seed", "response_format", "tools")
+
+
+class AgentflowLM(dspy.LM):  # type: ignore[misc]  # DSPy has no types
+    """A ``dspy.LM`` that agentflow runs, in this process or on a server; see ``AgentflowLM`` in ``lm.py``."""
+
+    supports_function_calling = True
+    supports_response_schema = True
+    supports_reasoning = False
+    supported_params = frozenset((*_PARAMS, "tool_choice", "parallel_tool_calls", "logprobs"))
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        backend: Any = None,
+        timeout: float | None = None,
+        cache_salt: str = "",
+        follow_adapter: bool = True,
+        max_tokens: int | None = DEFAULT_MAX_TOKENS,
+        **kwargs: Any,
+    ) -> None:
+        if kwargs.get("model_type", "chat") != "chat":
+            raise ValueError(f"model_type must be 'chat', not {kwargs['model_type']!r}")
+        told = {"base_url": base_url or kwargs.pop("api_base", None), "api_key": api_key}
+        self.engine_settings = EngineSettings(
+            **{name: value for name, value in told.items() if value},
+            timeout=timeout,
+            cache_salt=cache_salt,
+            backend=backend,
+        )
+        self.follow_adapter = follow_adapter
+        super().__init__(name_of(model), max_tokens=max_tokens, **kwargs)
+        listen()
+
+    def __call__(self, *args: Any, messages: Any = None, **kwargs: Any) -> Any:
+        """As ``dspy.LM``."""
+        listen()
+        with noting(messages, {**self.kwargs, **kwargs}, follow_adapter=self.follow_adapter):
+            return super().__call__(*args, messages=messages, **kwargs)
+
+    async def acall(self, *args: Any, messages: Any = None, **kwargs: Any) -> Any:
+        """As ``dspy.LM``."""
+        listen()
+        with noting(messages, {**self.kwargs, **kwargs}, follow_adapter=self.follow_adapter):
+            return await super().acall(*args, messages=messages, **kwargs)
+
+    def dump_state(self) -> dict[str, Any]:
+        """What this LM is made of again, without the key. Before DSPy 3.2, what is loaded is a plain
+        ``dspy.LM``: set the LM again."""
+        state: dict[str, Any] = super().dump_state()
+        for name in ("provider", "finetuning_model", "launch_kwargs", "train_kwargs"):
+            state.pop(name, None)
+        return {**state, **self.engine_settings.dump(), "follow_adapter": self.follow_adapter}
+
+    def _get_cached_completion_fn(self, completion_fn: Any, cache: Any) -> Any:
+        """Where DSPy would ask LiteLLM."""
+        ours = self._acomplete if inspect.iscoroutinefunction(completion_fn) else self._complete
+        return super()._get_cached_completion_fn(ours, cache)
+
+    def _complete(self, request: dict[str, Any], num_retries: int, cache: Any = None) -> Any:
+        stream, pause_s, has_said = dspy.settings.send_stream, FIRST_PAUSE_S, False
+        while True:
+            try:
+                ends = []
+                with litellm_errors(self.model):
+                    for asked in self._asked(request):
+                        with closing(ask(self._connection(request), asked)) as events:
+                            for event in events:
+                                if isinstance(event, Ended):
+                                    ends.append(event)
+                                elif stream is not None and (chunk := self._chunk(event)) is not None:
+                                    anyio.from_thread.run(stream.send, chunk)
+                                    has_said = True
+                return response_of(sorted(ends, key=lambda end: end.index))
+            except PASSING:
+                if has_said or num_retries <= 0:
+                    raise
+                threading.Event().wait(pause_s)
+                num_retries, pause_s = num_retries - 1, 2 * pause_s
+
+    async def _acomplete(self, request: dict[str, Any], num_retries: int, cache: Any = None) -> Any:
+        stream, pause_s, has_said = dspy.settings.send_stream, FIRST_PAUSE_S, False
+        while True:
+            try:
+                ends = []
+                with litellm_errors(self.model):
+                    for asked in self._asked(request):
+                        async with aclosing(aask(self._connection(request), asked)) as events:
+                            async for event in events:
+                                if isinstance(event, Ended):
+                                    ends.append(event)
+                                elif stream is not None and (chunk := self._chunk(event)) is not None:
+                                    await stream.send(chunk)
+                                    has_said = True
+                return response_of(sorted(ends, key=lambda end: end.index))
+            except PASSING:
+                if has_said or num_retries <= 0:
+                    raise
+                await anyio.sleep(pause_s)  # noqa: TID251  # before the next try
+                num_retries, pause_s = num_retries - 1, 2 * pause_s
+
+    def _asked(self, request: dict[str, Any]) -> list[Asked]:
+        return asked_of(copy.copy(request), self.engine_settings, notes())
+
+    def _connection(self, request: dict[str, Any]) -> Any:
+        return self.engine_settings.connection(request["model"])
+
+    def _chunk(self, event: Any) -> Any:
+        predict = dspy.settings.caller_predict
+        return chunk_of(event, self.model, id(predict) if predict else None)
