@@ -7,6 +7,7 @@ Such a text is a row of heads and values, and a tail: ``[[ ## answer ## ]]`` and
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Sequence
@@ -24,8 +25,8 @@ _UNCLEAR = (pydantic.PydanticInvalidForJsonSchema, pydantic.PydanticSchemaGenera
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """``heads[i]`` stands before ``values[i]``, ``tail`` after the last one. ``schema``: of all of it, where it
-    is JSON."""
+    """``heads[i]`` stands before ``values[i]``, ``tail`` after the last one. ``schema``: of all of it,
+    where it is JSON."""
 
     heads: tuple[str, ...]
     values: tuple[FieldValue, ...]
@@ -39,7 +40,7 @@ class AnswerFormat:
         return _constraint([*_pairs(self.heads, self.values), (self.tail, None)])
 
     def rest(self, text: str) -> Rest | None:
-        """What a text lacks that was cut off. None where it lacks nothing, or where it is none of this format."""
+        """What a text lacks that was cut off. None where it lacks nothing, or is none of this format."""
         return _Reader(self, text).rest()
 
 
@@ -100,7 +101,9 @@ class _Reader:
         closing = "" if self._format.schema is None else _end_of_string(self._text)
         return self._from(index, literal, self._text, closing=closing)
 
-    def _from(self, index: int, literal: str, kept: str, *, closing: str = "", is_whole: bool = False) -> Rest:
+    def _from(
+        self, index: int, literal: str, kept: str, *, closing: str = "", is_whole: bool = False
+    ) -> Rest:
         """What follows ``kept``: the head of a value (or the tail), the value, and so on."""
         found = self._format
         done = 0 if is_whole or closing else _common(kept, literal)
@@ -147,7 +150,9 @@ def _constraint(parts: Sequence[Part]) -> dict[str, Any]:
             runs[-1] += value.regex
     if not schemas:
         return {"regex": runs[0]}
-    lines = ["start: " + " ".join([f"RUN_{n} value_{n}" for n in range(len(schemas))]) + f" RUN_{len(schemas)}"]
+    lines = [
+        "start: " + " ".join([f"RUN_{n} value_{n}" for n in range(len(schemas))]) + f" RUN_{len(schemas)}"
+    ]
     lines += [f"RUN_{n}: /{run.replace('/', chr(92) + '/')}/" for n, run in enumerate(runs)]
     lines += [f"value_{n}: %json {_compact(schema)}" for n, schema in enumerate(schemas)]
     return {"grammar": "\n".join(lines)}
@@ -162,13 +167,18 @@ def format_of(adapter: Any, signature: Any) -> AnswerFormat | None:
     """Of the answers that the adapter reads; None for adapters whose format is not known here."""
     fields = {name: field.annotation for name, field in signature.output_fields.items()}
     try:
-        if fields and type(adapter) is dspy.ChatAdapter:
+        if fields and _reads_as(adapter, dspy.ChatAdapter):
             return _chat_format(fields)
-        if fields and type(adapter) is dspy.JSONAdapter:
+        if fields and _reads_as(adapter, dspy.JSONAdapter):
             return _json_format(fields)
     except _UNCLEAR:
         pass  # a type that has no schema: the adapter has to do with what comes
     return None
+
+
+def _reads_as(adapter: Any, known: Any) -> bool:
+    """DSPy makes subclasses that only ask differently."""
+    return inspect.unwrap(type(adapter).parse) is inspect.unwrap(known.parse)
 
 
 def _chat_format(fields: dict[str, Any]) -> AnswerFormat:
@@ -182,7 +192,8 @@ def _chat_format(fields: dict[str, Any]) -> AnswerFormat:
 
 def _json_format(fields: dict[str, Any]) -> AnswerFormat:
     heads = [f"{quoted(name)}: " for name in fields]
-    schemas, definitions = {}, {}
+    schemas: dict[str, Any] = {}
+    definitions: dict[str, Any] = {}
     for name, annotation in fields.items():
         schemas[name] = schema_of(annotation)
         definitions |= schemas[name].pop("$defs", {})

@@ -62,27 +62,33 @@ class Asked:
 def ask(connection: ModelConnection, asked: Asked) -> Generator[Said | Ended, None, None]:
     """What the model says, as it comes. Blocks in between; closing this cancels it."""
     program, objective = CALLS.program_of(connection)
+    cut: list[tuple[Ended, Rest]] = []
     with closing(connection.ask(asked.call(), program, objective)) as events:
         for event in events:
-            if not isinstance(event, Ended) or (rest := asked.rest_of(event)) is None:
+            if isinstance(event, Ended) and (rest := asked.rest_of(event)) is not None:
+                cut.append((event, rest))
+            else:
                 yield event
-                continue
-            with closing(connection.ask(asked.for_rest(rest).call(), program, objective)) as more:
-                for following in more:
-                    yield _following(following, event, rest)
+    for end, rest in cut:
+        with closing(connection.ask(asked.for_rest(rest).call(), program, objective)) as events:
+            for event in events:
+                yield _following(event, end, rest)
 
 
 async def aask(connection: ModelConnection, asked: Asked) -> AsyncGenerator[Said | Ended, None]:
     """The same in an event loop."""
     program, objective = CALLS.program_of(connection)
+    cut: list[tuple[Ended, Rest]] = []
     async with aclosing(connection.aask(asked.call(), program, objective)) as events:
         async for event in events:
-            if not isinstance(event, Ended) or (rest := asked.rest_of(event)) is None:
+            if isinstance(event, Ended) and (rest := asked.rest_of(event)) is not None:
+                cut.append((event, rest))
+            else:
                 yield event
-                continue
-            async with aclosing(connection.aask(asked.for_rest(rest).call(), program, objective)) as more:
-                async for following in more:
-                    yield _following(following, event, rest)
+    for end, rest in cut:
+        async with aclosing(connection.aask(asked.for_rest(rest).call(), program, objective)) as events:
+            async for event in events:
+                yield _following(event, end, rest)
 
 
 def _following(event: Said | Ended, end: Ended, rest: Rest) -> Said | Ended:

@@ -77,7 +77,7 @@ def noting(messages: Any, asked: dict[str, Any], *, follow_adapter: bool) -> Ite
     """A call of an LM with these messages and keyword arguments runs in the block."""
     prompt = _prompt.get()
     told = CallNotes(asked.get("n") or 1, asked.get("rollout_id"))
-    if prompt is not None and messages is not None and prompt.messages is messages:
+    if prompt is not None and _are_same(prompt.messages, messages):
         told.must_call = not prompt.signature.output_fields
         told.answer_format = format_of(prompt.adapter, prompt.signature) if follow_adapter else None
     token = _notes.set(told)
@@ -85,6 +85,20 @@ def noting(messages: Any, asked: dict[str, Any], *, follow_adapter: bool) -> Ite
         yield
     finally:
         _notes.reset(token)
+
+
+def _are_same(written: Any, sent: Any) -> bool:
+    """Some versions of DSPy send a copy of what the adapter wrote, its texts in blocks."""
+    if written is sent or not isinstance(written, list) or not isinstance(sent, list):
+        return written is sent is not None
+    return [_said(message) for message in written] == [_said(message) for message in sent]
+
+
+def _said(message: Any) -> tuple[Any, Any]:
+    content = message.get("content")
+    if isinstance(content, list) and all(block.get("type") == "text" for block in content):
+        content = "".join([block["text"] for block in content])
+    return message.get("role"), content
 
 
 def notes() -> CallNotes:

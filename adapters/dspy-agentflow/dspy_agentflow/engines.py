@@ -6,8 +6,9 @@ from collections.abc import AsyncGenerator, Generator
 from contextlib import aclosing, closing
 from typing import Any, Final, Self
 
-from agentflow.model_call import Ended
 from dspy import lm15
+
+from agentflow.model_call import Ended
 from dspy_agentflow.answers import Asked, aask, ask
 from dspy_agentflow.call_notes import CallNotes, notes
 from dspy_agentflow.errors import engine_errors
@@ -71,8 +72,9 @@ class AgentflowEngine(_Engine):
     """For ``dspy.LM(model, engine=…)``; ``AgentflowLM`` brings it along. Takes the fields of
     ``EngineSettings``.
 
-    >>> engine = AgentflowEngine(base_url="ws://127.0.0.1:8410")
-    >>> lm = dspy.LM("agentflow/smollm2-135m", engine=engine, async_engine=AsyncAgentflowEngine(engine.settings))
+    >>> settings = EngineSettings(base_url="ws://127.0.0.1:8410")
+    >>> engine, async_engine = AgentflowEngine(settings), AsyncAgentflowEngine(settings)
+    >>> lm = dspy.LM("agentflow/smollm2-135m", engine=engine, async_engine=async_engine)
     """
 
     def complete(self, request: lm15.Request) -> lm15.Response:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
-import agentflow as af
 from dspy import lm15
 
-_KINDS: Final[tuple[tuple[type[Exception] | tuple[type[Exception], ...], type[Exception]], ...]] = (
+import agentflow as af
+
+_KINDS: Final[tuple[tuple[type[Exception] | tuple[type[Exception], ...], Any], ...]] = (
     (af.PromptTooLong, lm15.ContextLengthError),
     (af.UnknownModel, lm15.UnsupportedModelError),
     (af.NotAuthorized, lm15.AuthError),
@@ -24,11 +26,12 @@ _KINDS: Final[tuple[tuple[type[Exception] | tuple[type[Exception], ...], type[Ex
 
 def as_lm15(error: af.AgentflowError) -> Exception:
     """The error of the kind that an engine raises."""
-    kind = next(kind for known, kind in _KINDS if isinstance(error, known))
+    kind: Any = next(kind for known, kind in _KINDS if isinstance(error, known))
     if kind is lm15.AuthError:
         hint = "pass api_key= to AgentflowLM, or set AGENTFLOW_API_KEY"
-        return lm15.AuthError(str(error), provider="agentflow", credential_hint=hint)
-    return kind(str(error), provider="agentflow")  # type: ignore[call-arg]
+        kind = partial(kind, credential_hint=hint)
+    wrapped: Exception = kind(str(error), provider="agentflow")
+    return wrapped
 
 
 @contextmanager

@@ -49,9 +49,7 @@ def chat_value(annotation: Any) -> FieldValue:
 def json_value(annotation: Any) -> FieldValue:
     """As ``dspy.JSONAdapter`` reads it."""
     if _is_text(annotation):
-        return FieldValue(
-            regex=f'"{_STRING_CHAR}*"', short=f'"{_STRING_CHAR}{{0,80}}"', is_text=True
-        )
+        return FieldValue(regex=f'"{_STRING_CHAR}*"', short=f'"{_STRING_CHAR}{{0,80}}"', is_text=True)
     return FieldValue(schema=schema_of(annotation))
 
 
@@ -61,7 +59,19 @@ def schema_of(annotation: Any) -> dict[str, Any]:
         return {"type": "string"}
     if inspect.isclass(annotation) and issubclass(annotation, enum.Enum):
         return {"enum": _words(annotation)}
-    return pydantic.TypeAdapter(annotation).json_schema()
+    return dict(_closed(pydantic.TypeAdapter(annotation).json_schema()))
+
+
+def _closed(schema: Any) -> Any:
+    """With no members that nobody has declared: a model might go on inventing them."""
+    if isinstance(schema, list):
+        return [_closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: _closed(part) for key, part in schema.items()}
+    if schema.get("type") == "object" and isinstance(schema.get("properties"), dict):
+        found.setdefault("additionalProperties", False)
+    return found
 
 
 def _is_text(annotation: Any) -> bool:
@@ -85,7 +95,9 @@ def _words(annotation: Any) -> list[str] | None:
 
 def escaped(literal: str) -> str:
     """As part of a regular expression."""
-    return "".join([r"\n" if char == "\n" else char if char in '" #' else re.escape(char) for char in literal])
+    return "".join(
+        [r"\n" if char == "\n" else char if char in '" #' else re.escape(char) for char in literal]
+    )
 
 
 def quoted(text: str) -> str:

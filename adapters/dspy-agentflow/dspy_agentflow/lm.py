@@ -4,27 +4,25 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-import dspy
 from dspy.clients.base_lm import LM_CLASS_STATE_KEY
 
-from dspy_agentflow.call_notes import noting
 from dspy_agentflow.engines import AgentflowEngine, AsyncAgentflowEngine
-from dspy_agentflow.programs import listen
-from dspy_agentflow.settings import DEFAULT_MAX_TOKENS, EngineSettings, name_of
+from dspy_agentflow.noted_lm import NotedLM, settings_of
+from dspy_agentflow.settings import DEFAULT_MAX_TOKENS, name_of
 
 
-class AgentflowLM(dspy.LM):  # type: ignore[misc]  # DSPy has no types
+class AgentflowLM(NotedLM):
     """A ``dspy.LM`` that agentflow runs, in this process or on a server.
 
     >>> dspy.configure(lm=AgentflowLM())  # smollm2-135m in this process
     >>> dspy.configure(lm=AgentflowLM("smollm2-135m", base_url="ws://127.0.0.1:8410", temperature=0.7))
     >>> dspy.ChainOfThought("question -> answer")(question="What do plants do?").answer
 
-    ``model``, ``base_url``, ``api_key``, ``backend``, ``timeout`` and ``cache_salt`` are those of
-    ``EngineSettings``; the others are those of ``dspy.LM``. Where nothing is said, the model is the server's
-    first one, or ``smollm2-135m``; ``temperature`` is 0, ``max_tokens`` 1024. ``follow_adapter``: answers keep
-    to the format in which ``dspy.ChatAdapter`` or ``dspy.JSONAdapter`` reads them; one that ``max_tokens``
-    cuts off is brought to its end, in up to 256 tokens more.
+    ``model``, ``base_url``, ``api_key``, ``backend``, ``timeout`` and ``cache_salt`` are as
+    ``EngineSettings`` has them; the others are those of ``dspy.LM``. Where nothing is said, the model is the
+    server's first one, or ``smollm2-135m``; ``temperature`` is 0, ``max_tokens`` 1024. ``follow_adapter``:
+    answers keep to the format in which ``dspy.ChatAdapter`` or ``dspy.JSONAdapter`` reads them; one that
+    ``max_tokens`` cuts off is brought to its end, in up to 256 tokens more.
     """
 
     def __init__(
@@ -42,9 +40,9 @@ class AgentflowLM(dspy.LM):  # type: ignore[misc]  # DSPy has no types
     ) -> None:
         if kwargs.get("model_type", "chat") != "chat":
             raise ValueError(f"model_type must be 'chat', not {kwargs['model_type']!r}")
-        told = {"base_url": base_url or kwargs.pop("api_base", None), "api_key": api_key}
-        settings = EngineSettings(
-            **{name: value for name, value in told.items() if value},
+        settings = settings_of(
+            base_url or kwargs.pop("api_base", None),
+            api_key,
             timeout=timeout,
             cache_salt=cache_salt,
             backend=backend,
@@ -58,23 +56,12 @@ class AgentflowLM(dspy.LM):  # type: ignore[misc]  # DSPy has no types
             **kwargs,
         )
 
-    def __call__(self, *args: Any, messages: Any = None, **kwargs: Any) -> Any:
-        """As ``dspy.LM``."""
-        listen()
-        with noting(messages, {**self.kwargs, **kwargs}, follow_adapter=self.follow_adapter):
-            return super().__call__(*args, messages=messages, **kwargs)
-
-    async def acall(self, *args: Any, messages: Any = None, **kwargs: Any) -> Any:
-        """As ``dspy.LM``."""
-        listen()
-        with noting(messages, {**self.kwargs, **kwargs}, follow_adapter=self.follow_adapter):
-            return await super().acall(*args, messages=messages, **kwargs)
-
     def dump_state(self) -> dict[str, Any]:
         """What ``load_state`` makes this LM of again, without the key."""
         state: dict[str, Any] = super().dump_state()
+        engine = state.pop("engine")
         del state["async_engine"]
-        return {**state, **state.pop("engine")["state"], "follow_adapter": self.follow_adapter}
+        return {**state, **engine["state"], "follow_adapter": self.follow_adapter}
 
     @classmethod
     def load_state(cls, state: dict[str, Any], *, allow_custom_lm_class: bool = False) -> Self:

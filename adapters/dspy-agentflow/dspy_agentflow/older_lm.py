@@ -14,17 +14,17 @@ import dspy
 
 from agentflow.model_call import Ended
 from dspy_agentflow.answers import Asked, aask, ask
-from dspy_agentflow.call_notes import notes, noting
+from dspy_agentflow.call_notes import notes
+from dspy_agentflow.noted_lm import NotedLM, settings_of
 from dspy_agentflow.openai_requests import asked_of
 from dspy_agentflow.openai_responses import PASSING, chunk_of, litellm_errors, response_of
-from dspy_agentflow.programs import listen
-from dspy_agentflow.settings import DEFAULT_MAX_TOKENS, EngineSettings, name_of
+from dspy_agentflow.settings import DEFAULT_MAX_TOKENS, name_of
 
 FIRST_PAUSE_S: Final = 0.5
 _PARAMS: Final = ("max_tokens", "temperature", "top_p", "stop", "n", "seed", "response_format", "tools")
 
 
-class AgentflowLM(dspy.LM):  # type: ignore[misc]  # DSPy has no types
+class AgentflowLM(NotedLM):
     """A ``dspy.LM`` that agentflow runs, in this process or on a server; see ``AgentflowLM`` in ``lm.py``."""
 
     supports_function_calling = True
@@ -47,28 +47,15 @@ class AgentflowLM(dspy.LM):  # type: ignore[misc]  # DSPy has no types
     ) -> None:
         if kwargs.get("model_type", "chat") != "chat":
             raise ValueError(f"model_type must be 'chat', not {kwargs['model_type']!r}")
-        told = {"base_url": base_url or kwargs.pop("api_base", None), "api_key": api_key}
-        self.engine_settings = EngineSettings(
-            **{name: value for name, value in told.items() if value},
+        self.engine_settings = settings_of(
+            base_url or kwargs.pop("api_base", None),
+            api_key,
             timeout=timeout,
             cache_salt=cache_salt,
             backend=backend,
         )
         self.follow_adapter = follow_adapter
         super().__init__(name_of(model), max_tokens=max_tokens, **kwargs)
-        listen()
-
-    def __call__(self, *args: Any, messages: Any = None, **kwargs: Any) -> Any:
-        """As ``dspy.LM``."""
-        listen()
-        with noting(messages, {**self.kwargs, **kwargs}, follow_adapter=self.follow_adapter):
-            return super().__call__(*args, messages=messages, **kwargs)
-
-    async def acall(self, *args: Any, messages: Any = None, **kwargs: Any) -> Any:
-        """As ``dspy.LM``."""
-        listen()
-        with noting(messages, {**self.kwargs, **kwargs}, follow_adapter=self.follow_adapter):
-            return await super().acall(*args, messages=messages, **kwargs)
 
     def dump_state(self) -> dict[str, Any]:
         """What this LM is made of again, without the key. Before DSPy 3.2, what is loaded is a plain

@@ -52,7 +52,7 @@ def asked_of(request: Mapping[str, Any], settings: EngineSettings, notes: CallNo
     own = {name: request[name] for name in _CONSTRAINTS if name in request}
     found = None if own or tools else notes.answer_format
     wanted = {} if tools else _wanted(request.get("response_format"))
-    asked = {
+    asked: dict[str, Any] = {
         "messages": [_turn(message) for message in request["messages"]],
         "tools": tools,
         "choice": _choice(request, tools, notes.must_call),

@@ -7,23 +7,25 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import litellm
+from litellm import exceptions
+from litellm.types import utils
 
 import agentflow as af
 from agentflow.model_call import Ended, Said
 from agentflow.reply import TextPiece, read_reply
 
-_KINDS: Final[tuple[tuple[type[Exception] | tuple[type[Exception], ...], type[Exception]], ...]] = (
-    (af.PromptTooLong, litellm.ContextWindowExceededError),
-    (af.UnknownModel, litellm.NotFoundError),
-    (af.NotAuthorized, litellm.AuthenticationError),
-    (af.RateLimited, litellm.RateLimitError),
-    (af.DeadlineExceeded, litellm.Timeout),
-    ((af.ServerUnreachable, af.ServerLost), litellm.APIConnectionError),
-    (af.NotSupported, litellm.UnsupportedParamsError),
-    ((af.BadArgument, af.RequestRefused, af.LimitExceeded), litellm.BadRequestError),
-    (af.AgentflowError, litellm.InternalServerError),
+_KINDS: Final[tuple[tuple[type[Exception] | tuple[type[Exception], ...], Any], ...]] = (
+    (af.PromptTooLong, exceptions.ContextWindowExceededError),
+    (af.UnknownModel, exceptions.NotFoundError),
+    (af.NotAuthorized, exceptions.AuthenticationError),
+    (af.RateLimited, exceptions.RateLimitError),
+    (af.DeadlineExceeded, exceptions.Timeout),
+    ((af.ServerUnreachable, af.ServerLost), exceptions.APIConnectionError),
+    (af.NotSupported, exceptions.UnsupportedParamsError),
+    ((af.BadArgument, af.RequestRefused, af.LimitExceeded), exceptions.BadRequestError),
+    (af.AgentflowError, exceptions.InternalServerError),
 )
-PASSING: Final = (litellm.RateLimitError, litellm.APIConnectionError, litellm.InternalServerError)
+PASSING: Final = (exceptions.RateLimitError, exceptions.APIConnectionError, exceptions.InternalServerError)
 """Failures of which the next try may know nothing."""
 
 
@@ -39,7 +41,7 @@ def litellm_errors(model: str) -> Iterator[None]:
 
 def response_of(ends: Sequence[Ended]) -> Any:
     """All answers to one prompt."""
-    usage = {
+    usage: dict[str, Any] = {
         "prompt_tokens": sum(end.usage.prompt_tokens for end in ends),
         "completion_tokens": sum(end.usage.output_tokens for end in ends),
         "prompt_tokens_details": {"cached_tokens": sum(end.usage.cached_tokens for end in ends)},
@@ -79,8 +81,8 @@ def chunk_of(said: Said, model: str, predict_id: int | None) -> Any:
     """For a listener; None where it has nothing to hear."""
     if not isinstance(said.piece, TextPiece):
         return None
-    delta = litellm.types.utils.Delta(content=said.piece.text, role="assistant")
-    choice = litellm.types.utils.StreamingChoices(index=said.index, delta=delta)
+    delta = utils.Delta(content=said.piece.text, role="assistant")
+    choice = utils.StreamingChoices(index=said.index, delta=delta)
     chunk = litellm.ModelResponseStream(model=model, choices=[choice])
     if predict_id is not None:
         chunk.predict_id = predict_id

@@ -1,8 +1,8 @@
 """Which program a model call belongs to: the outermost call of a DSPy module around it.
 
-A callback hears of every module, tool and LM that is called, and remembers which module's call is at its root.
-When that ends, so does the program. What an evaluation or an optimizer calls counts as many programs of which
-the whole matters, not each by itself.
+A callback hears of every module, tool and LM that is called, and remembers which module's call is at its
+root. When that ends, so does the program. What an evaluation or an optimizer calls counts as many programs of
+which the whole matters, not each by itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Program:
 _MANY_PROGRAMS: Final = _Program("", "throughput")
 
 
-class CallTree(BaseCallback):  # type: ignore[misc]  # DSPy has no types
+class CallTree(BaseCallback):
     """The program that each call belongs to that goes on."""
 
     def __init__(self) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
+from dspy import lm15
+
 import agentflow as af
 from agentflow.conversation import ToolChoice, ToolSpec
-from dspy import lm15
 from dspy_agentflow.answers import Asked
 from dspy_agentflow.call_notes import CallNotes
 from dspy_agentflow.settings import DEFAULT_MAX_TOKENS, EngineSettings
@@ -77,7 +78,9 @@ def _refuse(config: lm15.Config) -> None:
     if unknown:
         raise af.NotSupported(f"there is no parameter {', '.join(unknown)}")
     if config.reasoning is not None and not config.reasoning.is_off:
-        raise af.NotSupported("reasoning: these models have no dial for it (dspy.ChainOfThought asks for steps)")
+        raise af.NotSupported(
+            "reasoning: these models have no dial for it (dspy.ChainOfThought asks for steps)"
+        )
     if config.probabilities == "required":
         raise af.NotSupported("probabilities: an engine of agentflow's does not measure them here")
 
@@ -147,4 +150,6 @@ def _part_text(role: str, part: Any) -> str:
         return str(part.text)
     if isinstance(part, lm15.DataPart):
         return json.dumps(part.value, ensure_ascii=False)
-    raise af.NotSupported(f"a {role} message holds a part of the type {part.type!r}, and this model takes text")
+    raise af.NotSupported(
+        f"a {role} message holds a part of the type {part.type!r}, and this model takes text"
+    )

@@ -6,10 +6,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from dspy import lm15
+
 from agentflow.model_call import Ended, Said
 from agentflow.reply import Arguments, CallBegun, read_reply
 from agentflow.token_logprob import TopLogprobs
-from dspy import lm15
 
 
 def response_of(end: Ended) -> lm15.Response:

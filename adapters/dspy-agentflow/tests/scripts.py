@@ -1,0 +1,73 @@
+"""Scripted models for the tests: what they are asked, and answers in an adapter's format."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from dspy_agentflow import AgentflowLM
+
+import agentflow as af
+from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
+from agentflow.constraint import Constraint
+from agentflow.sampling import SamplingParams
+
+
+def chat(**fields: Any) -> str:
+    """As ``dspy.ChatAdapter`` reads it."""
+    parts = [f"[[ ## {name} ## ]]\n{value}" for name, value in fields.items()]
+    return "\n\n".join([*parts, "[[ ## completed ## ]]"])
+
+
+class Recorded(ScriptedGenerator):
+    """Keeps what it is asked."""
+
+    def __init__(self, script: Any) -> None:
+        super().__init__(script)
+        self.programs: list[str] = []
+        self.prompts: list[str] = []
+        self.params: list[SamplingParams] = []
+        self.constraints: list[Constraint | None] = []
+        self.forks: list[int] = []
+        self.begun, self.ended = threading.Event(), threading.Event()
+
+    def open(self, cache_salt: str, *, program: str = "") -> ScriptedContext:
+        """Of a program, and under a salt."""
+        self.programs.append(program)
+        self.salt = cache_salt
+        return super().open(cache_salt, program=program)
+
+    async def fork(self, context: ScriptedContext, count: int) -> list[ScriptedContext]:
+        """One prompt, several answers."""
+        self.forks.append(count)
+        return await super().fork(context, count)
+
+    async def reply(self, context: Any, params: Any, on_text: Any, constraint: Any = None) -> Any:
+        """One answer."""
+        self.prompts.append(context.text)
+        self.params.append(params)
+        self.constraints.append(constraint)
+        self.begun.set()
+        try:
+            return await super().reply(context, params, on_text, constraint)
+        finally:
+            self.ended.set()
+
+
+def scripted(script: Any, **kwargs: Any) -> tuple[AgentflowLM, Recorded]:
+    """An LM that answers from the script; no retries, and nothing from DSPy's cache unless asked for."""
+    backend = af.Scripted(script)
+    backend.generator = generator = Recorded(script)
+    return AgentflowLM(backend=backend, **{"cache": False, "num_retries": 0, **kwargs}), generator
+
+
+def answering(answer: str) -> Callable[[str], str]:
+    """The same to all."""
+    return lambda prompt: answer
+
+
+def as_json(**fields: Any) -> str:
+    """As ``dspy.JSONAdapter`` reads it."""
+    return json.dumps(fields)

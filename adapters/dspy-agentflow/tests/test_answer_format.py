@@ -1,0 +1,226 @@
+"""The format of an answer: what it lets through is parsed, and so is what brings a cut answer to its end."""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+from typing import Any, Literal
+
+import dspy
+import pydantic
+import pytest
+from dspy_agentflow.answer_format import AnswerFormat, format_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+class Plant(pydantic.BaseModel):
+    """Of a garden."""
+
+    name: str
+    height_cm: int
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    GREEN = "green"
+    BLUE = 3
+
+
+# DSPy 3.0's JSONAdapter takes any brace for one of the answer's own, also in its texts.
+_BRACES = "{}" if dspy.__version__.startswith("3.0.") else ""
+_TEXT = rf"[^\s\[\]{_BRACES}]([^\[\]\s{_BRACES}]| [^\[\]\s{_BRACES}]){{0,20}}"
+
+KINDS: dict[Any, st.SearchStrategy[Any]] = {
+    str: st.from_regex(_TEXT, fullmatch=True),
+    int: st.integers(-(10**17), 10**17),
+    float: st.integers(-(10**6), 10**6).map(lambda whole: whole / 4),
+    bool: st.booleans(),
+    Literal["yes", "no [?]", "may be"]: st.sampled_from(["yes", "no [?]", "may be"]),
+    Colour: st.sampled_from(["red", "green", "BLUE"]),
+    list[int]: st.lists(st.integers(-9, 99), max_size=3),
+    dict[str, Any]: st.dictionaries(st.sampled_from(["x", "y"]), st.integers(0, 9)),
+    Plant: st.fixed_dictionaries({"name": st.sampled_from(["oak", 'a "b"']), "height_cm": st.just(3)}),
+}
+ADAPTERS = [dspy.ChatAdapter, dspy.JSONAdapter]
+
+
+def signature_of(kinds: list[Any]) -> Any:
+    fields: dict[str, Any] = {f"field_{n}": (kind, dspy.OutputField()) for n, kind in enumerate(kinds)}
+    return dspy.Signature({"question": (str, dspy.InputField()), **fields}, "Answer.")
+
+
+def matches(constraint: dict[str, Any], text: str) -> bool:
+    """Whether the text keeps the constraint, as Python's own engine and json see it."""
+    if "schema" in constraint:
+        value = json.loads(text)
+        return bool(text == json.dumps(value, ensure_ascii=False)) and value.keys() == (
+            constraint["schema"]["properties"].keys()
+        )
+    if "regex" in constraint:
+        return re.fullmatch(constraint["regex"], text) is not None
+    return read_grammar(constraint["grammar"], text)
+
+
+def runs_of(grammar: str) -> tuple[list[str], list[dict[str, Any]]]:
+    runs = re.findall(r"^RUN_\d+: /(.*)/$", grammar, re.MULTILINE)
+    schemas = re.findall(r"^value_\d+: %json (.*)$", grammar, re.MULTILINE)
+    assert len(runs) == len(schemas) + 1
+    return [run.replace(r"\/", "/") for run in runs], [json.loads(schema) for schema in schemas]
+
+
+def read_grammar(grammar: str, text: str, place: int = 0) -> bool:
+    """Runs of a regular expression, and JSON between them."""
+    runs, schemas = runs_of(grammar)
+
+    def read(n: int, begins: int) -> bool:
+        if n == len(schemas):
+            return re.compile(runs[n]).fullmatch(text, begins) is not None
+        for end in range(begins, len(text) + 1):
+            if re.compile(runs[n]).fullmatch(text, begins, end):
+                try:
+                    _, after = json.JSONDecoder().raw_decode(text, end)
+                except ValueError:
+                    continue
+                if read(n + 1, after):
+                    return True
+        return False
+
+    return read(0, place)
+
+
+def example_of(schema: dict[str, Any]) -> Any:
+    """Some value of it."""
+    if "enum" in schema:
+        return schema["enum"][0]
+    if "const" in schema:
+        return schema["const"]
+    if schema.get("properties"):
+        return {name: example_of(part) for name, part in schema["properties"].items()}
+    examples: dict[str, Any] = {
+        "string": "s",
+        "integer": 7,
+        "number": 0.5,
+        "boolean": True,
+        "array": [],
+        "object": {},
+    }
+    return examples[schema["type"]]
+
+
+@st.composite
+def said_under(draw: st.DrawFn, constraint: dict[str, Any]) -> str:
+    """Some text that keeps it."""
+    if "regex" in constraint:
+        return draw(st.from_regex(constraint["regex"], fullmatch=True))
+    runs, schemas = runs_of(constraint["grammar"])
+    texts = [draw(st.from_regex(run, fullmatch=True)) for run in runs]
+    values = [json.dumps(example_of(schema)) for schema in schemas]
+    return "".join([part for pair in zip(texts, [*values, ""], strict=True) for part in pair])
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> tuple[Any, Any, AnswerFormat, dict[str, Any], str]:
+    """A signature's answer, as its adapter itself would write it."""
+    kinds = draw(st.lists(st.sampled_from(list(KINDS)), min_size=1, max_size=4))
+    adapter, signature = draw(st.sampled_from(ADAPTERS))(), signature_of(kinds)
+    values = {f"field_{n}": draw(KINDS[kind]) for n, kind in enumerate(kinds)}
+    found = format_of(adapter, signature)
+    assert found is not None
+    if found.schema is None:
+        text = adapter.format_assistant_message_content(signature, values).rstrip()
+    else:
+        text = json.dumps(values, ensure_ascii=False)
+    return adapter, signature, found, values, text
+
+
+@given(answers())
+def test_what_an_adapter_writes_keeps_the_format(answer: Any) -> None:
+    adapter, signature, found, _, text = answer
+    assert matches(found.constraint(), text)
+    assert adapter.parse(signature, text).keys() == signature.output_fields.keys()
+    assert found.rest(text) is None
+
+
+@given(st.lists(st.sampled_from([str, int, float, bool, Colour]), min_size=1, max_size=4), st.data())
+def test_all_that_keeps_the_format_is_parsed(kinds: list[Any], data: st.DataObject) -> None:
+    signature = signature_of(kinds)
+    found = format_of(dspy.ChatAdapter(), signature)
+    assert found is not None
+    text = data.draw(said_under(found.constraint()))
+    assert dspy.ChatAdapter().parse(signature, text).keys() == signature.output_fields.keys()
+
+
+@given(answers(), st.data())
+def test_an_answer_cut_anywhere_is_brought_to_its_end(answer: Any, data: st.DataObject) -> None:
+    adapter, signature, found, values, text = answer
+    place = data.draw(st.integers(0, len(text) - 1))
+    rest = found.rest(text[:place])
+    assert rest is not None
+    assert text.startswith(rest.kept)
+    whole = rest.kept + data.draw(said_under(rest.constraint))
+    parsed = adapter.parse(signature, whole)
+    assert parsed.keys() == signature.output_fields.keys()
+    for name, kind in zip(values, signature.output_fields.values(), strict=True):
+        if kind.annotation is str:  # as much of it as was said
+            assert parsed[name] == values[name] or len(rest.kept) < len(text)
+
+
+@pytest.mark.parametrize("end", ["\\", '\\"', "\\\\", "\\u", "\\u00", "\\u00e", "\\\\\\", "é"])
+def test_json_strings_cut_within_an_escape(end: str) -> None:
+    signature = signature_of([str, int])
+    found = format_of(dspy.JSONAdapter(), signature)
+    assert found is not None
+    rest = found.rest('{"field_0": "so' + end)
+    assert rest is not None
+    whole = f"{rest.kept}{example_from(rest.constraint)}"
+    assert json.loads(whole).keys() == {"field_0", "field_1"}
+    assert whole.startswith('{"field_0": "so' + end)
+
+
+def example_from(constraint: dict[str, Any]) -> str:
+    """The only text of a constraint whose runs are literal."""
+    runs, schemas = runs_of(constraint["grammar"])
+    values = [json.dumps(example_of(schema)) for schema in schemas]
+    literals = [re.sub(r"\\(.)", r"\1", run) for run in runs]
+    return "".join([part for pair in zip(literals, [*values, ""], strict=True) for part in pair])
+
+
+def test_text_that_is_no_such_answer_stays_as_it_is() -> None:
+    found = format_of(dspy.ChatAdapter(), signature_of([str, int]))
+    assert found is not None
+    assert found.rest("I cannot say.") is None
+
+
+def test_formats_that_are_not_known_here() -> None:
+    class Own(dspy.ChatAdapter):
+        """Reads another format."""
+
+        def parse(self, signature: Any, completion: str) -> dict[str, Any]:
+            """Always the same."""
+            return {"field_0": completion}
+
+    signature = signature_of([str])
+    assert format_of(Own(), signature) is None
+    assert format_of(dspy.ChatAdapter(), dspy.Signature("question -> answer").delete("answer")) is None
+
+
+def test_adapters_that_only_ask_differently() -> None:
+    class Own(dspy.ChatAdapter):
+        """Says please."""
+
+        def format_task_description(self, signature: Any) -> str:
+            """Says so."""
+            return "please " + str(super().format_task_description(signature))
+
+    assert format_of(Own(), signature_of([str])) == format_of(dspy.ChatAdapter(), signature_of([str]))
+
+
+def test_a_type_without_a_schema_is_left_to_the_adapter() -> None:
+    class Odd:
+        """pydantic knows nothing of it."""
+
+    signature = signature_of([str])
+    signature.output_fields["field_0"].annotation = Odd
+    assert format_of(dspy.JSONAdapter(), signature) is None
