@@ -7,7 +7,8 @@ import inspect
 import json
 import re
 from dataclasses import dataclass
-from typing import Any, Final, Literal, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Any, Final, Literal, Union, get_args, get_origin
 
 import dspy
 import pydantic
@@ -36,7 +37,7 @@ class FieldValue:
 
 def chat_value(annotation: Any) -> FieldValue:
     """As ``dspy.ChatAdapter`` reads it: text as it is, and JSON of what is more than a word or number."""
-    if _is_text(annotation):
+    if _is_text(annotation) or _may_be_text(annotation):
         return FieldValue(regex=_PROSE, short=_SHORT_PROSE, is_text=True)
     words = _words(annotation)
     if words is not None:
@@ -79,6 +80,11 @@ def _is_text(annotation: Any) -> bool:
         return True
     named = [getattr(dspy, name, None) for name in _TEXT_TYPES]
     return inspect.isclass(annotation) and annotation in named
+
+
+def _may_be_text(annotation: Any) -> bool:
+    """``str | None`` and the like: what stands there is taken as it is."""
+    return get_origin(annotation) in (Union, UnionType) and {str, NoneType} <= set(get_args(annotation))
 
 
 def _words(annotation: Any) -> list[str] | None:

@@ -26,7 +26,7 @@ settings.load_profile("agentflow")
 
 collect_ignore = []
 if tuple(int(part) for part in dspy.__version__.split(".")[:2]) < (3, 4):
-    collect_ignore += ["test_requests.py", "test_engines.py"]
+    collect_ignore += ["test_engines.py"]
 
 
 @pytest.fixture(autouse=True)

@@ -39,6 +39,7 @@ KINDS: dict[Any, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
     Literal["yes", "no [?]", "may be"]: st.sampled_from(["yes", "no [?]", "may be"]),
     Colour: st.sampled_from(["red", "green", "BLUE"]),
+    int | None: st.integers(0, 9),
     list[int]: st.lists(st.integers(-9, 99), max_size=3),
     dict[str, Any]: st.dictionaries(st.sampled_from(["x", "y"]), st.integers(0, 9)),
     Plant: st.fixed_dictionaries({"name": st.sampled_from(["oak", 'a "b"']), "height_cm": st.just(3)}),
@@ -98,6 +99,8 @@ def example_of(schema: dict[str, Any]) -> Any:
         return schema["const"]
     if schema.get("properties"):
         return {name: example_of(part) for name, part in schema["properties"].items()}
+    if "anyOf" in schema:
+        return example_of(schema["anyOf"][0])
     examples: dict[str, Any] = {
         "string": "s",
         "integer": 7,
@@ -187,6 +190,12 @@ def example_from(constraint: dict[str, Any]) -> str:
     return "".join([part for pair in zip(literals, [*values, ""], strict=True) for part in pair])
 
 
+def test_text_that_may_be_none_is_text() -> None:
+    signature = signature_of([str | None, int])
+    found = format_of(dspy.ChatAdapter(), signature)
+    assert found == format_of(dspy.ChatAdapter(), signature_of([str, int]))
+
+
 def test_text_that_is_no_such_answer_stays_as_it_is() -> None:
     found = format_of(dspy.ChatAdapter(), signature_of([str, int]))
     assert found is not None
@@ -224,3 +233,12 @@ def test_a_type_without_a_schema_is_left_to_the_adapter() -> None:
     signature = signature_of([str])
     signature.output_fields["field_0"].annotation = Odd
     assert format_of(dspy.JSONAdapter(), signature) is None
+
+
+def test_none_is_written_as_json() -> None:
+    signature = signature_of([int | None])
+    text = "[[ ## field_0 ## ]]\nnull\n\n[[ ## completed ## ]]"
+    found = format_of(dspy.ChatAdapter(), signature)
+    assert found is not None
+    assert matches(found.constraint(), text)
+    assert dspy.ChatAdapter().parse(signature, text) == {"field_0": None}

@@ -15,7 +15,7 @@ import pytest
 from dspy_agentflow import AgentflowLM
 
 MODEL = "smollm2-135m"
-ADAPTERS = [dspy.ChatAdapter(use_json_adapter_fallback=False), dspy.JSONAdapter()]
+ADAPTERS = [dspy.ChatAdapter(), dspy.JSONAdapter()]
 IDS = ["chat", "json"]
 
 
