@@ -6,13 +6,14 @@ import copy
 import inspect
 import threading
 from contextlib import aclosing, closing
+from itertools import chain
 from typing import Any, Final
 
 import anyio
 import anyio.from_thread
 import dspy
 
-from agentflow.model_call import Ended
+from agentflow.model_call import Ended, Said
 from dspy_agentflow.answers import Asked, aask, ask
 from dspy_agentflow.call_notes import notes
 from dspy_agentflow.noted_lm import NotedLM, settings_of
@@ -71,46 +72,44 @@ class AgentflowLM(NotedLM):
         return super()._get_cached_completion_fn(ours, cache)
 
     def _complete(self, request: dict[str, Any], num_retries: int, cache: Any = None) -> Any:
-        stream, pause_s, has_said = dspy.settings.send_stream, FIRST_PAUSE_S, False
+        telling = _Telling(num_retries)
         while True:
             try:
-                ends = []
                 with litellm_errors(self.model):
-                    for asked in self._asked(request):
-                        with closing(ask(self._connection(request), asked)) as events:
-                            for event in events:
-                                if isinstance(event, Ended):
-                                    ends.append(event)
-                                elif stream is not None and (chunk := self._chunk(event)) is not None:
-                                    anyio.from_thread.run(stream.send, chunk)
-                                    has_said = True
-                return response_of(sorted(ends, key=lambda end: end.index))
-            except PASSING:
-                if has_said or num_retries <= 0:
-                    raise
-                threading.Event().wait(pause_s)
-                num_retries, pause_s = num_retries - 1, 2 * pause_s
+                    ends = [self._ends(asked, request, telling) for asked in self._asked(request)]
+                return response_of(list(chain(*ends)))
+            except PASSING as error:
+                threading.Event().wait(telling.pause_s(error))
+
+    def _ends(self, asked: Asked, request: dict[str, Any], telling: _Telling) -> list[Ended]:
+        ends = []
+        with closing(ask(self._connection(request), asked)) as events:
+            for event in events:
+                if isinstance(event, Ended):
+                    ends.append(event)
+                elif (chunk := telling.chunk(event, self.model)) is not None:
+                    anyio.from_thread.run(telling.stream.send, chunk)
+        return sorted(ends, key=lambda end: end.index)
 
     async def _acomplete(self, request: dict[str, Any], num_retries: int, cache: Any = None) -> Any:
-        stream, pause_s, has_said = dspy.settings.send_stream, FIRST_PAUSE_S, False
+        telling = _Telling(num_retries)
         while True:
             try:
-                ends = []
                 with litellm_errors(self.model):
-                    for asked in self._asked(request):
-                        async with aclosing(aask(self._connection(request), asked)) as events:
-                            async for event in events:
-                                if isinstance(event, Ended):
-                                    ends.append(event)
-                                elif stream is not None and (chunk := self._chunk(event)) is not None:
-                                    await stream.send(chunk)
-                                    has_said = True
-                return response_of(sorted(ends, key=lambda end: end.index))
-            except PASSING:
-                if has_said or num_retries <= 0:
-                    raise
-                await anyio.sleep(pause_s)  # noqa: TID251  # before the next try
-                num_retries, pause_s = num_retries - 1, 2 * pause_s
+                    ends = [await self._aends(asked, request, telling) for asked in self._asked(request)]
+                return response_of(list(chain(*ends)))
+            except PASSING as error:
+                await anyio.sleep(telling.pause_s(error))  # noqa: TID251  # before the next try
+
+    async def _aends(self, asked: Asked, request: dict[str, Any], telling: _Telling) -> list[Ended]:
+        ends = []
+        async with aclosing(aask(self._connection(request), asked)) as events:
+            async for event in events:
+                if isinstance(event, Ended):
+                    ends.append(event)
+                elif (chunk := telling.chunk(event, self.model)) is not None:
+                    await telling.stream.send(chunk)
+        return sorted(ends, key=lambda end: end.index)
 
     def _asked(self, request: dict[str, Any]) -> list[Asked]:
         return asked_of(copy.copy(request), self.engine_settings, notes())
@@ -118,6 +117,28 @@ class AgentflowLM(NotedLM):
     def _connection(self, request: dict[str, Any]) -> Any:
         return self.engine_settings.connection(request["model"])
 
-    def _chunk(self, event: Any) -> Any:
+
+class _Telling:
+    """Who listens to one call of the LM, and whether it may be tried again."""
+
+    def __init__(self, num_retries: int) -> None:
+        self.stream = dspy.settings.send_stream
+        self._num_retries = num_retries
+        self._pause_s = FIRST_PAUSE_S
+        self._has_told = False
+
+    def chunk(self, said: Said, model: str) -> Any:
+        """What the listener is told; None where there is none, or nothing to tell."""
+        if self.stream is None:
+            return None
+        self._has_told = True
         predict = dspy.settings.caller_predict
-        return chunk_of(event, self.model, id(predict) if predict else None)
+        return chunk_of(said, model, id(predict) if predict else None)
+
+    def pause_s(self, error: Exception) -> float:
+        """How long to wait before the next try; raises the error where there is none."""
+        if self._has_told or self._num_retries <= 0:
+            raise error
+        self._num_retries -= 1
+        pause_s, self._pause_s = self._pause_s, 2 * self._pause_s
+        return pause_s

@@ -71,3 +71,8 @@ def answering(answer: str) -> Callable[[str], str]:
 def as_json(**fields: Any) -> str:
     """As ``dspy.JSONAdapter`` reads it."""
     return json.dumps(fields)
+
+
+def settings_of(lm: Any) -> Any:
+    """Where its model is."""
+    return lm.engine_settings if hasattr(lm, "engine_settings") else lm.engine.settings

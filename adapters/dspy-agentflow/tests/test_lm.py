@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
-import pickle
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import anyio
 import dspy
 import pytest
 from dspy_agentflow import AgentflowLM
-from scripts import answering, as_json, chat, scripted
+from scripts import answering, as_json, chat, scripted, settings_of
 
 import agentflow as af
 from agentflow.conversation import CalledTool
 from agentflow.reply import Reply
 
-HAS_ENGINES = hasattr(dspy, "lm15") or tuple(map(int, dspy.__version__.split(".")[:2])) >= (3, 4)
 SUGAR = chat(answer="sugar")
 
 
@@ -241,43 +237,6 @@ def test_what_the_user_listens_to_is_heard_and_programs_are_known_all_the_same()
         dspy.Predict("question -> answer")(question="2")
     assert len(listener.modules) == 2
     assert model.programs[1] == listener.modules[1]
-
-
-def test_copies_and_what_is_saved_reach_the_same_model(tmp_path: Path) -> None:
-    lm = AgentflowLM("smollm2-135m", base_url="ws://there", api_key="secret", temperature=0.3, cache_salt="s")
-    for other in (copy.deepcopy(lm), lm.copy(temperature=0.3), pickle.loads(pickle.dumps(lm))):
-        assert settings_of(other) == settings_of(lm)
-        assert other.model == "agentflow/smollm2-135m"
-    state = lm.dump_state()
-    assert "secret" not in json.dumps(state)
-    program = dspy.Predict("question -> answer")
-    program.set_lm(lm)
-    program.save(tmp_path / "program.json")
-    assert "secret" not in (tmp_path / "program.json").read_text()
-
-
-@pytest.mark.skipif(dspy.__version__.startswith(("3.0.", "3.1.")), reason="DSPy loads plain LMs only")
-def test_a_saved_program_is_loaded_with_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lm = AgentflowLM("smollm2-135m", base_url="ws://there", api_key="secret", temperature=0.3)
-    program = dspy.Predict("question -> answer")
-    program.set_lm(lm)
-    program.save(tmp_path / "program.json")
-    monkeypatch.setenv("AGENTFLOW_API_KEY", "secret")
-    loaded = dspy.Predict("question -> answer")
-    loaded.load(tmp_path / "program.json", allow_unsafe_lm_state=True)
-    assert isinstance(loaded.lm, AgentflowLM)
-    assert settings_of(loaded.lm) == settings_of(lm)
-    assert loaded.lm.kwargs["temperature"] == 0.3
-
-
-def test_an_lm_with_a_backend_of_its_own_is_not_saved() -> None:
-    lm, _ = scripted(answering(SUGAR))
-    with pytest.raises(TypeError, match="set the LM again after loading"):
-        lm.dump_state()
-
-
-def settings_of(lm: Any) -> Any:
-    return lm.engine.settings if HAS_ENGINES else lm.engine_settings
 
 
 def test_only_chat() -> None:
