@@ -59,7 +59,7 @@ class AgentflowLM(NotedLM):
         super().__init__(name_of(model), max_tokens=max_tokens, **kwargs)
 
     def dump_state(self) -> dict[str, Any]:
-        """What this LM is made of again, without the key. Before DSPy 3.2, what is loaded is a plain
+        """What this LM is made of again, without the key. Before DSPy 3.3, what is loaded is a plain
         ``dspy.LM``: set the LM again."""
         state: dict[str, Any] = super().dump_state()
         for name in ("provider", "finetuning_model", "launch_kwargs", "train_kwargs"):
