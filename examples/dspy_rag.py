@@ -3,7 +3,7 @@
 The program is one of DSPy's own: only the LM that DSPy is told to use knows of agentflow. The answers keep to
 the format that DSPy reads, whatever the model says, and all questions are asked at once.
 
-    pip install dspy-agentflow
+    pip install ./adapters/dspy-agentflow
     python examples/dspy_rag.py [--url ws://127.0.0.1:8410]
 """
 

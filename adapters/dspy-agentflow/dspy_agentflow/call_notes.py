@@ -89,9 +89,9 @@ def noting(messages: Any, asked: dict[str, Any], *, follow_adapter: bool) -> Ite
 
 def _are_same(written: Any, sent: Any) -> bool:
     """Some versions of DSPy send a copy of what the adapter wrote, its texts in blocks."""
-    if written is sent or not isinstance(written, list) or not isinstance(sent, list):
-        return written is sent is not None
-    return [_said(message) for message in written] == [_said(message) for message in sent]
+    if not isinstance(written, list) or not isinstance(sent, list):
+        return False
+    return written is sent or [_said(message) for message in written] == [_said(message) for message in sent]
 
 
 def _said(message: Any) -> tuple[Any, Any]:

@@ -202,6 +202,8 @@ def test_dspy_without_the_adapter(url: str) -> None:
     address = url.replace("ws://", "http://") + "/v1"
     plain = dspy.LM(f"openai/{MODEL}", api_base=address, api_key="none", max_tokens=120, cache=False)
     with dspy.context(lm=plain):
-        assert len(plain("What do plants need?", max_tokens=8)) == 1
+        for _ in range(2):
+            assert len(plain("What do plants need?", max_tokens=8)) == 1
+        assert dict(plain.history[-1]["usage"]["prompt_tokens_details"])["cached_tokens"] > 0
         [text] = plain("Name a plant.", response_format=response_format(Plant.model_json_schema()))
     Plant.model_validate_json(text)
