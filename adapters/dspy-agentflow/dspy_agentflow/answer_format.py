@@ -17,7 +17,15 @@ from typing import Any, Final
 import dspy
 import pydantic
 
-from dspy_agentflow.field_values import FieldValue, chat_value, escaped, json_value, quoted, schema_of
+from dspy_agentflow.field_values import (
+    FieldValue,
+    chat_value,
+    escaped,
+    json_value,
+    quoted,
+    schema_of,
+    short_schema,
+)
 
 _END: Final = "[[ ## completed ## ]]"
 _UNCLEAR = (pydantic.PydanticInvalidForJsonSchema, pydantic.PydanticSchemaGenerationError)
@@ -113,7 +121,9 @@ class _Reader:
 
 
 def _shortened(value: FieldValue) -> FieldValue:
-    return FieldValue(regex=value.short) if value.is_text else value
+    if value.is_text:
+        return FieldValue(regex=value.short)
+    return value if value.schema is None else FieldValue(schema=short_schema(value.schema))
 
 
 def _common(text: str, literal: str) -> int:

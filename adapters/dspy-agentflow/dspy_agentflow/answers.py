@@ -17,8 +17,9 @@ from agentflow.reply import read_reply
 from dspy_agentflow.answer_format import AnswerFormat, Rest
 from dspy_agentflow.programs import CALLS
 
-# What an answer that was cut off may take beyond ``max_tokens`` to end as its format wants it.
-MOST_TOKENS_TO_END: Final = 256
+# What an answer that was cut off may take beyond ``max_tokens`` to end as its format wants it, which is
+# short: some words for each field that is missing.
+MOST_TOKENS_TO_END: Final = 1024
 # Of the options, what is about the whole answer only.
 _OF_THE_WHOLE: Final = ("min_tokens", "stop", "stop_regex", "ignore_eos")
 

@@ -21,6 +21,7 @@ _NUMBERS: Final = {
     int: r"-?(?:0|[1-9][0-9]{0,17})",
     float: r"-?(?:0|[1-9][0-9]{0,14})(?:\.[0-9]{1,9})?",
 }
+_SHORT_STRING: Final = 30
 _TEXT_TYPES: Final = ("Reasoning", "Code")
 
 
@@ -72,6 +73,31 @@ def _closed(schema: Any) -> Any:
     found = {key: _closed(part) for key, part in schema.items()}
     if schema.get("type") == "object" and isinstance(schema.get("properties"), dict):
         found.setdefault("additionalProperties", False)
+    return found
+
+
+def short_schema(schema: Any) -> Any:
+    """One whose values end soon: short texts, short lists, no members that nobody has declared."""
+    if not isinstance(schema, dict) or not schema:
+        return {"type": "string", "maxLength": _SHORT_STRING} if schema in (True, {}) else schema
+    if schema.keys() & {"enum", "const"}:
+        return schema
+    found = dict(schema)
+    for key in ("properties", "$defs"):
+        if key in schema:
+            found[key] = {name: short_schema(part) for name, part in schema[key].items()}
+    for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
+        if key in schema:
+            found[key] = [short_schema(part) for part in schema[key]]
+    if "items" in schema:
+        found["items"] = short_schema(schema["items"])
+    match schema.get("type"):
+        case "string" if not schema.keys() & {"pattern", "format", "minLength"}:
+            found.setdefault("maxLength", _SHORT_STRING)
+        case "array":
+            found.setdefault("maxItems", max(2, schema.get("minItems", 0)))
+        case "object" if "properties" not in schema:
+            found |= {"properties": {}, "additionalProperties": False}
     return found
 
 

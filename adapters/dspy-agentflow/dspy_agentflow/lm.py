@@ -22,7 +22,7 @@ class AgentflowLM(NotedLM):
     ``EngineSettings`` has them; the others are those of ``dspy.LM``. Where nothing is said, the model is the
     server's first one, or ``smollm2-135m``; ``temperature`` is 0, ``max_tokens`` 1024. ``follow_adapter``:
     answers keep to the format in which ``dspy.ChatAdapter`` or ``dspy.JSONAdapter`` reads them; one that
-    ``max_tokens`` cuts off is brought to its end, in up to 256 tokens more.
+    ``max_tokens`` cuts off is brought to its end, with short values of the fields that are missing.
     """
 
     def __init__(

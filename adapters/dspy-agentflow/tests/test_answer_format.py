@@ -8,6 +8,7 @@ import re
 from typing import Any, Literal
 
 import dspy
+import jsonschema
 import pydantic
 import pytest
 from dspy_agentflow.answer_format import AnswerFormat, format_of
@@ -233,6 +234,30 @@ def test_a_type_without_a_schema_is_left_to_the_adapter() -> None:
     signature = signature_of([str])
     signature.output_fields["field_0"].annotation = Odd
     assert format_of(dspy.JSONAdapter(), signature) is None
+
+
+class Garden(pydantic.BaseModel):
+    """With lists and mappings in it."""
+
+    plants: list[Plant]
+    notes: list[str]
+    more: dict[str, Any]
+    kind: Literal["wild", "tidy"]
+
+
+def test_what_is_still_missing_is_short() -> None:
+    found = format_of(dspy.JSONAdapter(), signature_of([str, Garden]))
+    assert found is not None
+    rest = found.rest('{"field_0": "so')
+    assert rest is not None
+    _, [schema] = runs_of(rest.constraint["grammar"])
+    long = {"plants": [], "notes": ["x" * 31], "more": {}, "kind": "wild"}
+    short = {"plants": [{"name": "x" * 30, "height_cm": 3}] * 2, "notes": [], "more": {}, "kind": "tidy"}
+    for wrong in (long, {**short, "notes": ["x"] * 3}, {**short, "more": {"x": 1}}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, schema)
+    jsonschema.validate(short, schema)
+    Garden.model_validate(short)
 
 
 def test_none_is_written_as_json() -> None:
