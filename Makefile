@@ -42,7 +42,7 @@ EXAMPLES := few_shot self_consistency tree_of_thought skeleton_of_thought essay_
             generative_agents chat long_document extraction retrieval
 
 # Distributions of their own, under adapters/.
-ADAPTERS := langchain-agentflow
+ADAPTERS := langchain-agentflow dspy-agentflow
 
 .PHONY: demo examples test test-adapters fuzz soak lint compiled test-compiled clean distclean
 .DELETE_ON_ERROR:
