@@ -12,6 +12,7 @@ from langchain_core.language_models.chat_models import LangSmithParams
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableConfig
+from langchain_core.runnables.config import get_config_list
 from pydantic import BaseModel
 
 import agentflow as af
@@ -185,10 +186,9 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
         **kwargs: Any,
     ) -> list[AIMessage]:
         """All at once, as one program: threads only wait here."""
-        if (isinstance(config, dict) and config.get("max_concurrency") is None) or config is None:
-            config = {**(config or {}), "max_concurrency": min(len(inputs) or 1, _MOST_THREADS)}
+        configs = [_with_threads(one, len(inputs)) for one in get_config_list(config, len(inputs))]
         with one_batch(self._connection_for(kwargs)):
-            return super().batch(inputs, config, return_exceptions=return_exceptions, **kwargs)
+            return super().batch(inputs, configs, return_exceptions=return_exceptions, **kwargs)
 
     async def abatch(
         self,
@@ -268,6 +268,13 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
 
         with langchain_errors():
             return self.connection().shared.run(count)
+
+
+def _with_threads(config: RunnableConfig, num_inputs: int) -> RunnableConfig:
+    """As many as there are inputs, where nothing is said."""
+    if config.get("max_concurrency") is not None:
+        return config
+    return {**config, "max_concurrency": min(num_inputs, _MOST_THREADS)}
 
 
 def _chunk(writer: ChunkWriter, event: Said | Ended) -> ChatGenerationChunk:

@@ -10,6 +10,7 @@ import anyio
 import pytest
 from langchain_agentflow import Agentflow, AgentflowInvalidRequestError, ChatAgentflow
 from langchain_agentflow.tools import choice_of
+from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.load import dumpd, load
 from langchain_core.prompts import ChatPromptTemplate
 from pydantic import BaseModel
@@ -118,6 +119,26 @@ def test_a_batch_is_answered_in_order():
     questions = [f"question {n}" for n in range(40)]
     answers = on_script().batch(questions)
     assert [answer.content for answer in answers] == [f"Answer to {question}" for question in questions]
+
+
+class AllAtOnce(BaseCallbackHandler):
+    """Calls begin when so many have."""
+
+    raise_error = True
+
+    def __init__(self, count: int) -> None:
+        self._barrier = threading.Barrier(count, timeout=30)
+
+    def on_chat_model_start(self, *args: Any, **kwargs: Any) -> None:
+        self._barrier.wait()
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_all_of_a_batch_is_asked_at_once(chained):
+    model = on_script()
+    asked = [{"x": str(n)} for n in range(50)] if chained else [str(n) for n in range(50)]
+    asking = (ChatPromptTemplate.from_messages([("user", "{x}")]) | model) if chained else model
+    assert len(asking.batch(asked, {"callbacks": [AllAtOnce(50)]})) == 50
 
 
 async def test_a_batch_without_threads():
