@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any, Literal
+from typing import Any
 
 from langchain_agentflow import ChatAgentflow
 from langchain_core.exceptions import ModelError
@@ -22,19 +22,21 @@ from langgraph.prebuilt import ToolNode
 from rich.console import Console
 
 WEATHER = {"Oslo": "3 degrees and rain", "Rome": "24 degrees and sun", "Cairo": "35 degrees and dust"}
-QUESTIONS = ["What is the weather in Rome?", "And what is it in Oslo?"]
+SENTENCE = r"(It|The|There|Yes|No)[ ,][^<>\n.]{9,120}\."
+QUESTIONS = ["What is the weather in Rome?", "Is it raining in Oslo?"]
 
 
 @tool
-def weather(city: Literal["Oslo", "Rome", "Cairo"]) -> str:
+def weather(city: str) -> str:
     """Tells the weather in a city."""
-    return f"{WEATHER[city]} in {city}"
+    return f"{WEATHER.get(city, 'Nobody knows the weather')} in {city}"
 
 
 def agent(model: ChatAgentflow) -> Any:
     """The graph: look it up, run the tool, answer."""
     looking = model.bind_tools([weather], tool_choice="any")
-    answering = model.bind_tools([weather], tool_choice="none")
+    # Very small models repeat what a tool gave, marks and all: this one is held to a sentence.
+    answering = model.bind_tools([weather], tool_choice="none", regex=SENTENCE)
 
     def look(state: MessagesState) -> dict[str, Any]:
         return {"messages": [looking.invoke(state["messages"])]}
