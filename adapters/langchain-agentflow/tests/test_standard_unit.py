@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
+import pytest
 from langchain_agentflow import ChatAgentflow
+from langchain_core.load import load
 from langchain_tests.unit_tests import ChatModelUnitTests
+
+PATH = ("langchain_agentflow", "chat_model", "ChatAgentflow")
+
+
+@pytest.fixture(autouse=True)
+def _is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The suite loads what langchain-core has on its list of partners. Who loads this model names it:
+    ``load(…, allowed_objects=[ChatAgentflow])``, as in test_chat_model.py."""
+    module = sys.modules[load.__module__]
+    monkeypatch.setitem(module.ALL_SERIALIZABLE_MAPPINGS, PATH, PATH)
+    monkeypatch.setattr(module, "_default_class_paths_cache", {})
 
 
 class TestChatAgentflow(ChatModelUnitTests):
