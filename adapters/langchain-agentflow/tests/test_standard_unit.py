@@ -34,7 +34,13 @@ class TestChatAgentflow(ChatModelUnitTests):
     @property
     def init_from_env_params(self) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]]:
         return (
-            {"AGENTFLOW_API_KEY": "secret", "AGENTFLOW_URL": "ws://127.0.0.1:1"},
+            {"AGENTFLOW_API_KEY": "secret"},
             {},
-            {"api_key": "secret", "base_url": "ws://127.0.0.1:1"},
+            {"api_key": "secret"},
         )
+
+
+def test_the_url_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("AGENTFLOW_URL", "ws://127.0.0.1:1")
+    assert ChatAgentflow().base_url == "ws://127.0.0.1:1"
+    assert ChatAgentflow(base_url="ws://127.0.0.1:2").base_url == "ws://127.0.0.1:2"
