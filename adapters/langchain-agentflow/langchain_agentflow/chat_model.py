@@ -43,18 +43,6 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
     def _llm_type(self) -> str:
         return "agentflow-chat"
 
-    @property
-    def _identifying_params(self) -> dict[str, Any]:
-        return {"model_name": self.model_name, "base_url": self.base_url, **self.sampling_for_tracing()}
-
-    @property
-    def lc_secrets(self) -> dict[str, str]:
-        return {"api_key": "AGENTFLOW_API_KEY"}
-
-    @classmethod
-    def is_lc_serializable(cls) -> bool:
-        return True
-
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)
         params["ls_provider"] = "agentflow"

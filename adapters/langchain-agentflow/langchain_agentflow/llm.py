@@ -34,18 +34,6 @@ class Agentflow(ModelSettings, BaseLLM):
     def _llm_type(self) -> str:
         return "agentflow"
 
-    @property
-    def _identifying_params(self) -> dict[str, Any]:
-        return {"model_name": self.model_name, "base_url": self.base_url, **self.sampling_for_tracing()}
-
-    @property
-    def lc_secrets(self) -> dict[str, str]:
-        return {"api_key": "AGENTFLOW_API_KEY"}
-
-    @classmethod
-    def is_lc_serializable(cls) -> bool:
-        return True
-
     def _generate(
         self,
         prompts: list[str],

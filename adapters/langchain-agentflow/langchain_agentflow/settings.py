@@ -113,10 +113,19 @@ class ModelSettings(BaseModel):
         stops = [*_listed(self.stop), *(stop or ())]
         return {**told, "stop": stops} if stops else told
 
-    def sampling_for_tracing(self) -> dict[str, Any]:
-        """Those fields that say something."""
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
         told = {field: getattr(self, field, None) for field in _SAMPLING}
-        return {field: value for field, value in told.items() if value is not None}
+        sampling = {field: value for field, value in told.items() if value is not None}
+        return {"model_name": self.model_name, "base_url": self.base_url, **sampling}
+
+    @property
+    def lc_secrets(self) -> dict[str, str]:
+        return {"api_key": "AGENTFLOW_API_KEY"}
+
+    @classmethod
+    def is_lc_serializable(cls) -> bool:
+        return True
 
 
 def _listed(stop: list[str] | str | None) -> list[str]:
