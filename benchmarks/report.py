@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,7 +35,8 @@ class Result:
         if not self.goal:
             return None
         comparison, _, bound = self.goal.partition(" ")
-        return self.value >= float(bound) if comparison == ">=" else self.value <= float(bound)
+        compare = {">=": operator.ge, "<=": operator.le, "<": operator.lt}[comparison]
+        return bool(compare(self.value, float(bound)))
 
 
 def median_of(result_id: str, runs: list[float], unit: str, *, note: str = "", goal: str = "") -> Result:
