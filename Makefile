@@ -3,12 +3,14 @@
 #
 #   make demo    run examples/essay_judge.py on the default model
 #   make examples       run every example on the default model (ARGS="--url ws://…": on a server)
-#   make test    run the whole test suite, in two processes (ARGS="-k radix" passes options to pytest)
+#   make test    run the tests, in two processes (ARGS="-k radix" passes options to pytest)
+#   make test-full      run all tests, also those that are slow and broad, and the adapters' (about half an hour)
 #   make fuzz    hold the HTTP APIs against their OpenAPI document: 5,000 random requests and more; then send
 #                100,000 fuzzed frames to the websocket (FUZZ_FRAMES=n: as many; FUZZ_SEED=x: other ones)
 #   make soak    good and bad clients on a real server, 10 minutes; fails where something leaks
 #                (ARGS="--minutes 3 --out DIR"; needs the default model)
-#   make test-adapters  the tests of adapters/, each in an environment of its own (the default model is needed)
+#   make test-adapters  the tests of adapters/, each in an environment of its own (ADAPTERS=dspy-agentflow: of one)
+#   make langchain-agentflow, make dspy-agentflow  an adapter's environment, and its example on the default model
 #   make lint    ruff, mypy and the directions of import
 #   make compiled       a copy of the package in build/compiled, its scheduling core compiled to C
 #   make test-compiled  the tests of the core on that copy
@@ -43,8 +45,10 @@ EXAMPLES := few_shot self_consistency tree_of_thought skeleton_of_thought essay_
 
 # Distributions of their own, under adapters/.
 ADAPTERS := langchain-agentflow dspy-agentflow
+EXAMPLE_OF_langchain-agentflow := langchain_agent
+EXAMPLE_OF_dspy-agentflow := dspy_rag
 
-.PHONY: demo examples test test-adapters fuzz soak lint compiled test-compiled clean distclean
+.PHONY: demo examples test test-full test-adapters $(ADAPTERS) fuzz soak lint compiled test-compiled clean distclean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -58,15 +62,26 @@ examples: $(VENV)/.installed
 	  $(BIN)/python examples/$$name.py $(ARGS) || { echo "make: examples/$$name.py failed"; exit 1; }; \
 	done
 
+# What is marked as slow and broad is left out.
+MARKS := -m 'not full'
+
 test: $(VENV)/.installed-dev
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(MARKS) $(ARGS)
+
+test-full: MARKS :=
+test-full: export HYPOTHESIS_PROFILE := full
+test-full: test test-adapters
 
 test-adapters: $(VENV)/.installed $(ADAPTERS:%=adapters/%/.venv/.installed)
 	@$(BIN)/agentflow pull $(MODEL)
 	@for name in $(ADAPTERS); do \
 	  printf '\n=== adapters/%s\n\n' $$name; \
-	  (cd adapters/$$name && .venv/bin/python -m pytest $(ARGS)) || exit 1; \
+	  (cd adapters/$$name && .venv/bin/python -m pytest $(MARKS) $(ARGS)) || exit 1; \
 	done
+
+$(ADAPTERS): %: adapters/%/.venv/.installed
+	@$(BIN)/agentflow pull $(MODEL)
+	@adapters/$*/.venv/bin/python examples/$(EXAMPLE_OF_$*).py $(ARGS)
 
 # The engine's packages are those of $(VENV), after the environment's own: torch is large.
 adapters/%/.venv/.installed: adapters/%/pyproject.toml pyproject.toml | $(VENV)/.installed
@@ -104,7 +119,7 @@ clean:
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) adapters/*/.venv
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \

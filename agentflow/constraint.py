@@ -54,7 +54,9 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
     ``choices``: of these one, whole. ``whitespace`` between the parts of a JSON value: ``compact`` is one
     line with ``, `` and ``: ``, ``tight`` none, ``free`` any. ``jump_forward``: text that is forced may be
     appended without sampling. There are at most ``max_tags`` (None: any number). ``between``: with
-    it, the tags stand in no free text: there is at least one, and between two there is just this."""
+    it, the tags stand in no free text: there is at least one, and between two there is just this.
+    ``instead``: the text may just as well be one of this constraint, which is of another kind than ``tags``,
+    and has none itself."""
 
     kind: ConstraintKind
     source: str = ""
@@ -63,6 +65,7 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
     jump_forward: bool = True
     between: str | None = None
     max_tags: int | None = None
+    instead: Constraint | None = None
 
     def check(self) -> Constraint:
         """Itself, or ``BadArgument`` where it cannot be one."""
@@ -73,6 +76,7 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
         if self.kind == "tags":
             _check_tags(self.tags())
         self._check_row()
+        self._check_instead()
         if self.whitespace not in get_args(Whitespace):
             known = ", ".join(map(repr, get_args(Whitespace)))
             raise BadArgument(f"whitespace must be one of {known}, not {self.whitespace!r}")
@@ -88,6 +92,15 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.kind == "schema" or (
             self.kind == "tags" and any(tag.kind == "schema" for tag in self.tags())
         )
+
+    def texts(self) -> list[str]:
+        """All that is written in it, for whoever counts what it holds."""
+        found: list[str] = []
+        part: Constraint | None = self
+        while part is not None:  # a client may send a long chain, which is refused later
+            found += [part.source, part.between or "", *part.choices]
+            part = part.instead
+        return found
 
     def tags(self) -> tuple[TagRule, ...]:
         """Of the kind ``tags``: its tags. ``BadArgument`` where the source is no list of tags."""
@@ -108,6 +121,15 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
             isinstance(self.max_tags, int) and 0 < self.max_tags <= MAX_TAGS
         ):
             raise BadArgument(f"max_tags must be 1 to {MAX_TAGS}, or None")
+
+    def _check_instead(self) -> None:
+        if self.instead is None:
+            return
+        if self.kind == "tags" and self.between is None:
+            raise BadArgument("instead: tags in free text leave nothing else to be said")
+        if self.instead.kind == "tags" or self.instead.instead is not None:
+            raise BadArgument("instead: one constraint, and not of tags")
+        self.instead.check()
 
     def _check_choices(self) -> None:
         if not all(isinstance(choice, str) and choice for choice in self.choices):

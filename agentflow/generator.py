@@ -43,11 +43,12 @@ class Capabilities(msgspec.Struct, frozen=True):
 
     def require(self, constraint: Constraint | None) -> None:
         """``NotSupported`` where the backend could not keep the constraint."""
-        if constraint is not None and constraint.kind not in self.constraints:
-            raise NotSupported(
-                f"{self.model} cannot generate under a constraint of the kind {constraint.kind!r} "
-                f"(it can: {', '.join(self.constraints) or 'none'})"
-            )
+        for part in (constraint, constraint and constraint.instead):
+            if part is not None and part.kind not in self.constraints:
+                raise NotSupported(
+                    f"{self.model} cannot generate under a constraint of the kind {part.kind!r} "
+                    f"(it can: {', '.join(self.constraints) or 'none'})"
+                )
 
     def require_images(self) -> None:
         """``NotSupported`` where the backend sees no images."""

@@ -141,7 +141,7 @@ def _gen_bytes(op: ops.Gen) -> int:
     num_bytes = _texts_bytes(params.stop) + sys.getsizeof(params.stop_regex)
     num_bytes += BIAS_BYTES * len(params.logit_bias) + NUMBER_BYTES * len(params.stop_token_ids)
     if constraint is not None:
-        num_bytes += _texts_bytes((constraint.source, constraint.between or "", *constraint.choices))
+        num_bytes += _texts_bytes(constraint.texts())
     return num_bytes
 
 

@@ -24,9 +24,9 @@ def reply(
     conversation's tools, whatever notation the model has for those. Calls are valid under their tools'
     schemas. What ``max_tokens`` cut off is a reply, too: its last call may be incomplete.
 
-    ``regex``, ``schema``, ``choices`` and ``grammar`` say what the prose looks like, where no tool may be
-    called; the other parameters are those of ``gen``. Iterating gives the text of the variable, of which
-    ``agentflow.reply.ReplyReader`` makes prose and calls as they come.
+    ``regex``, ``schema``, ``choices`` and ``grammar`` say what a reply is that calls no tool: it then has
+    either calls and nothing else, or such a text. The other parameters are those of ``gen``. Iterating gives
+    the text of the variable, of which ``agentflow.reply.ReplyReader`` makes prose and calls as they come.
 
     >>> async with flow.state() as s:
     ...     s += af.conversation(

@@ -21,10 +21,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in every run, so that a red run can be repeated; HYPOTHESIS_PROFILE=thorough searches
-# for new ones.
-settings.register_profile("agentflow", deadline=None, derandomize=True, max_examples=60)
+# for new ones. `make test-full` has four times as many.
+settings.register_profile("agentflow", deadline=None, derandomize=True, max_examples=25)
+settings.register_profile("full", deadline=None, derandomize=True, max_examples=100)
 settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "agentflow"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before those are left out that are marked
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is marked ``trio_in_full`` is ``full`` where it runs on trio."""
+    for item in items:
+        on_trio = getattr(item, "callspec", None) is not None and "trio" in item.callspec.params.values()  # type: ignore[attr-defined]
+        if on_trio and item.get_closest_marker("trio_in_full"):
+            item.add_marker(pytest.mark.full)
 
 
 @pytest.fixture(params=["asyncio", "trio"])

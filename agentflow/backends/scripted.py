@@ -100,8 +100,6 @@ class ScriptedGenerator:
         """The script's answer, cut as the parameters say. ``RunFailed`` where, not yet cut by
         ``max_tokens``, it does not keep the constraint (of a schema only that it is JSON is looked at; of
         a grammar, nothing)."""
-        if params.wants_logprobs:
-            raise NotSupported("a scripted backend has no log-probabilities: ask an engine for them")
         return await self._say(context, self._answer(context.text), params, on_text, constraint)
 
     def converse(self, context: ScriptedContext, conversation: Conversation) -> None:
@@ -134,7 +132,8 @@ class ScriptedGenerator:
             on_text(told[-1])
 
         said = answer if isinstance(answer, Reply) else Reply(_text_of(answer))
-        end = await self._say(context, said.text, params, lambda delta: tell(TextPiece(delta)), constraint)
+        kept = None if said.tool_calls else constraint  # it is of replies that call nothing
+        end = await self._say(context, said.text, params, lambda delta: tell(TextPiece(delta)), kept)
         for call in said.tool_calls:
             context.text += f"<call {call.name}>{call.arguments}</call>"
             tell(CallBegun(call.id, call.name), Arguments(call.arguments))
@@ -148,6 +147,8 @@ class ScriptedGenerator:
         on_text: OnText,
         constraint: Constraint | None,
     ) -> Generated:
+        if params.wants_logprobs:
+            raise NotSupported("a scripted backend has no log-probabilities: ask an engine for them")
         prompt = context.text
         answer, reason = _stopped(answer, params)
         if constraint is not None:

@@ -112,9 +112,6 @@ def _form_of(body: MessagesRequest, request: CompletionRequest) -> Constraint | 
     asked = asked or body.output_format
     if asked is None:
         return None
-    if request.tools and request.tool_choice.mode != "none":
-        text = "tools that may be called exclude output_config.format, which says what all of the text is"
-        raise wrong("tools", f"{text}: set tool_choice to none, or leave one of them out")
     if nests_deeper(asked.schema, MOST_NESTING):
         text = f"the schema nests deeper than {MOST_NESTING} objects and lists"
         raise wrong("output_config.format.schema", text)

@@ -47,7 +47,7 @@ class CompileCache:
 
 
 def _size(constraint: Constraint, outcome: Outcome) -> int:
-    texts = sys.getsizeof(constraint.source) + sum(map(sys.getsizeof, constraint.choices))
+    texts = sum(map(sys.getsizeof, constraint.texts()))
     if isinstance(outcome, Refusal):
         return ENTRY_BYTES + texts + sys.getsizeof(outcome.message)
     return ENTRY_BYTES + texts + len(outcome.payload) + sys.getsizeof(outcome.key)

@@ -155,18 +155,19 @@ class Completion:
                 self._generator,
                 context,
                 self._request.conversation,
-                self._request.constraint,
                 opens_turn=self._request.opens_turn,
             )
 
     async def _answer(self, index: int, context: EngineContext) -> None:
         params, use, constraint = self._params(index), context.tools, self._request.constraint
         if use is not None:
-            constraint = use.constraint
+            constraint = use.constraint(constraint)
         told = None
         if params.wants_logprobs:
             told = ToldTokens(self._generator.tokenizer, params, is_constrained=constraint is not None)
-        output = use.output() if use is not None and use.callable_names else None
+        output = None
+        if use is not None and use.callable_names:
+            output = use.output(self._request.constraint)
         reader = AnswerReader(index, self._add, told=told, output=output)
         end = await self._generator.complete(context, params, reader.hear, constraint)
         reader.finish(end)

@@ -34,9 +34,9 @@ class TokenIds:
 class CompletionRequest:
     """``prompt``: a conversation, after which the assistant speaks (a last turn of the assistant's own is
     not ended, but goes on); or a text in which special tokens count; or token ids. ``n`` answers are
-    generated. Of ``constraint`` and ``tools`` at most one decides on the form of the text. ``priority``:
-    higher goes first, within the tenant. ``max_prompt_tokens``: a longer prompt is refused. ``opens_turn``:
-    False where only the prompt's ids are wanted, of the conversation without the assistant's next turn."""
+    generated. ``constraint``: of answers that call no tool. ``priority``: higher goes first, within the
+    tenant. ``max_prompt_tokens``: a longer prompt is refused. ``opens_turn``: False where only the prompt's
+    ids are wanted, of the conversation without the assistant's next turn."""
 
     prompt: tuple[Message, ...] | str | TokenIds
     params: SamplingParams

@@ -35,7 +35,14 @@ from agentflow.server.llguidance_grammar import (
 )
 from agentflow.server.llguidance_pattern import pattern_of
 from agentflow.server.schema_check import Schema, read_schema
-from agentflow.server.tag_grammar import TagBody, row_grammar, row_regex, tag_alone, tag_grammar
+from agentflow.server.tag_grammar import (
+    TagBody,
+    either_grammar,
+    row_grammar,
+    row_regex,
+    tag_alone,
+    tag_grammar,
+)
 
 VERSION: Final = 1
 """Of what compilation makes of a constraint: part of the key."""
@@ -67,7 +74,7 @@ def compile_constraint(constraint: Constraint) -> CompiledConstraint:
     try:
         return CompiledConstraint(_key(constraint), "fsm", build_fsm(compiled).to_bytes())
     except TooMuchForFsm:
-        grammar = _grammar_for_large(constraint, compiled)
+        grammar = _grammar_of(constraint, compiled)
     return CompiledConstraint(_key(constraint), "llguidance", _checked(grammar, constraint.kind).encode())
 
 
@@ -77,10 +84,22 @@ def _key(constraint: Constraint) -> str:
     said: list[object] = [VERSION, constraint.kind, constraint.source, constraint.choices, whitespace]
     if constraint.between is not None or constraint.max_tags is not None:
         said += [constraint.between, constraint.max_tags]
+    if constraint.instead is not None:
+        said += ["instead", _key(constraint.instead)]
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
 def _regex_or_grammar(constraint: Constraint) -> Regex | str:
+    first = _of_kind(constraint)
+    if constraint.instead is None:
+        return first
+    second = _of_kind(constraint.instead)
+    if not isinstance(first, str) and not isinstance(second, str):
+        return Choice((first, second))
+    return either_grammar(_as_grammar(constraint, first), _as_grammar(constraint.instead, second))
+
+
+def _of_kind(constraint: Constraint) -> Regex | str:
     if constraint.kind == "choices":
         return Choice(tuple([literal(choice) for choice in constraint.choices]))
     if constraint.kind == "tags":
@@ -159,8 +178,17 @@ def _tag_body(tag: TagRule, whitespace: Whitespace) -> TagBody:
         raise BadArgument(f"tags: of {tag.begin!r}: {why}") from None
 
 
-def _grammar_for_large(constraint: Constraint, regex: Regex) -> str:
+def _grammar_of(constraint: Constraint, compiled: Regex) -> str:
     """The parser's form of what no machine of a sensible size can keep."""
+    if constraint.instead is None:
+        return _as_grammar(constraint, compiled)
+    both = (constraint, constraint.instead)
+    return either_grammar(*[_as_grammar(one, _of_kind(one)) for one in both])
+
+
+def _as_grammar(constraint: Constraint, compiled: Regex | str) -> str:
+    if isinstance(compiled, str):
+        return compiled
     if constraint.kind == "schema":
         return _lark_of_schema(read_schema(constraint.source), constraint.whitespace)
     if constraint.kind == "tags":
@@ -174,7 +202,7 @@ def _grammar_for_large(constraint: Constraint, regex: Regex) -> str:
         grammar = _of_tags(constraint, tags, bodies, is_small=False)
         assert isinstance(grammar, str)
         return grammar
-    return _lark_of_pattern(pattern_of(regex))
+    return _lark_of_pattern(pattern_of(compiled))
 
 
 def _checked(grammar: str, kind: str) -> str:

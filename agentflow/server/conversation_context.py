@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from agentflow.constraint import Constraint
 from agentflow.conversation import Conversation, Message
 from agentflow.server.answer_memory import conversation_keys
 from agentflow.server.engine_context import EngineContext
@@ -22,14 +21,13 @@ def fill_conversation(
     generator: EngineGenerator,
     context: EngineContext,
     conversation: Conversation,
-    constraint: Constraint | None = None,
     *,
     opens_turn: bool = True,
 ) -> None:
     """Fills an empty context. The assistant speaks next, unless its own turn is the last and goes on, or
-    ``opens_turn`` is False. ``constraint``: for the answer, where it calls no tool. ``BadArgument`` and
-    ``NotSupported`` where the template or the tools do not let it be, ``PromptTooLong``."""
-    use = context.tools = tool_use(generator.template, conversation, constraint)
+    ``opens_turn`` is False. ``BadArgument`` and ``NotSupported`` where the template or the tools do not let
+    it be, ``PromptTooLong``."""
+    use = context.tools = tool_use(generator.template, conversation)
     context.tokens.tools(use.tools)
     context.num_unencoded_chars += _num_chars_of_tools(conversation)
     start = repr((context.origin.cache_salt, use.tools)).encode("utf-8", "backslashreplace")

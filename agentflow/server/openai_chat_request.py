@@ -28,7 +28,7 @@ def completion_of_chat(call: ApiCall, body: ChatRequest, generator: EngineGenera
     return CompletionRequest(
         conversation_of(body.messages, generator.capabilities.model),
         params,
-        constraint=_form_of(body, may_call=bool(tools) and choice.mode != "none"),
+        constraint=_form_of(body),
         tools=tools,
         tool_choice=choice,
         n=body.n or 1,
@@ -44,21 +44,13 @@ def _top_logprobs(body: ChatRequest) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
-def _form_of(body: ChatRequest, *, may_call: bool) -> Constraint | None:
-    """What the text must look like."""
+def _form_of(body: ChatRequest) -> Constraint | None:
+    """What the text must look like, where no tool is called."""
     asked = {"regex or grammar": constraint_of(body), "response_format": _response_format(body)}
     names = [name for name, constraint in asked.items() if constraint is not None]
     if len(names) > 1:
         raise wrong("response_format", f"'response_format' excludes {names[0]}: give one of them")
-    if not names:
-        return None
-    if may_call:
-        raise wrong(
-            "tools",
-            f"'tools' that may be called exclude {names[0]}, which says what all of the text is: "
-            "set 'tool_choice' to 'none', or leave one of them out",
-        )
-    return asked[names[0]]
+    return asked[names[0]] if names else None
 
 
 def _response_format(body: ChatRequest) -> Constraint | None:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from agentflow.constraint import Constraint
 from agentflow.reply import Piece, ReplyWriter, TextPiece
-from agentflow.server.tool_use import ToolUse, refuse_beside_tools
+from agentflow.server.tool_use import ToolUse
 
 
 class ReplyText:
-    """Of one answer. ``use``: the tools that it may call, if there are any. ``constraint``: what its prose
-    must look like, where it may call none (``NotSupported`` otherwise); and, of this object, what keeps its
-    calls valid."""
+    """Of one answer. ``use``: the tools that it may call, if there are any. ``constraint``: what it is where
+    it calls none; and, of this object, what all of it keeps."""
 
     def __init__(self, use: ToolUse | None, constraint: Constraint | None = None) -> None:
-        may_call = use is not None and bool(use.callable_names)
-        if may_call:
-            refuse_beside_tools(constraint)
-        self.constraint = constraint if use is None else constraint or use.constraint
-        self._output = use.output() if use is not None and may_call else None
+        self.constraint = constraint if use is None else use.constraint(constraint)
+        self._output = use.output(constraint) if use is not None and use.callable_names else None
         self._writer = ReplyWriter()
         self._told: list[str] = []
         self._num_chars = 0

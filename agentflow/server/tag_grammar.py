@@ -93,6 +93,18 @@ def _body_lines(n: int, tag: TagRule, body: TagBody, grammars: list[dict[str, st
     return [f"body_{n}: {lead} BODY_{n}", first_end]
 
 
+def either_grammar(first: str, second: str) -> str:
+    """The grammar of what one of two grammars says: each in Lark's notation, or, the ``first``, of tags."""
+    lines = ["start: @first | @second", ALL_TOKENS_ALLOWED]
+    main, *inner = json.loads(first)["grammars"] if first.startswith("{") else [{"lark_grammar": first}]
+    either = [
+        {"name": "text", "lark_grammar": "\n".join(lines)},
+        {**main, "name": "first"},
+        {"name": "second", "lark_grammar": second},
+    ]
+    return json.dumps({"grammars": [*either, *inner]})
+
+
 def _joined(lines: list[str], grammars: list[dict[str, str]]) -> str:
     main = {"name": "text", "lark_grammar": "\n".join([*lines, ALL_TOKENS_ALLOWED])}
     return json.dumps({"grammars": [main, *grammars]})

@@ -20,7 +20,8 @@ from agentflow.server.tool_format import ToolFormat
 
 class ToolOutput:
     """One answer's text. ``names``: of the tools that may be called; none where nothing is read as a call.
-    ``is_constrained``: a constraint keeps calls valid. ``num_calls``: so many were told so far.
+    ``is_constrained``: a constraint keeps calls valid. ``calls_begin``: an answer that does not begin with a
+    call has none. ``num_calls``: so many were told so far.
 
     >>> output = ToolOutput(tool_format(template), ["weather"], is_constrained=True)
     >>> pieces = output.push('I look.\\n<tool_call>\\n{"name": "weather", "arguments": {"ci')
@@ -31,9 +32,12 @@ class ToolOutput:
     only that is held back which could belong to the mark of a call, or stand between two.
     """
 
-    def __init__(self, form: ToolFormat, names: Collection[str], *, is_constrained: bool) -> None:
+    def __init__(
+        self, form: ToolFormat, names: Collection[str], *, is_constrained: bool, calls_begin: bool = False
+    ) -> None:
         self._form = form
         self._names = frozenset(names)
+        self._calls_begin = calls_begin
         self.num_calls = 0
         self._held = ""
         self._pieces: list[Piece] = []
@@ -65,8 +69,15 @@ class ToolOutput:
     # Outside of calls
 
     def _read_start(self, is_over: bool) -> bool:
-        """Where calls have no mark, only the whole text can be one."""
-        if self._form.mark:
+        """Where calls have no mark, or come first, the text is one from its beginning or has none."""
+        mark = self._form.mark
+        if mark and not self._calls_begin:
+            self._read = self._read_prose
+            return True
+        if mark:
+            if mark.startswith(self._held) and self._held != mark and not is_over:
+                return False
+            self._marks = self._marks if self._held.startswith(mark) else ()
             self._read = self._read_prose
             return True
         bare = self._held.lstrip()

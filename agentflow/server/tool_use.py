@@ -23,25 +23,39 @@ from agentflow.tool_call import hoisted
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """``messages`` and ``tools`` are for the ``TokenState``, ``constraint`` for the generation.
-    ``callable_names``: tools that an answer may call. ``is_constrained``: calls are kept valid by it."""
+    """``messages`` and ``tools`` are for the ``TokenState``. ``callable_names``: tools that an answer may
+    call. ``calls``: what an answer is that is nothing but calls; None where there may be none.
+    ``must_call``: each answer is."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...]
-    constraint: Constraint | None
     form: ToolFormat
-    callable_names: tuple[str, ...]
-    is_constrained: bool
+    callable_names: tuple[str, ...] = ()
+    calls: Constraint | None = None
+    must_call: bool = False
 
-    def output(self) -> ToolOutput:
-        """The reader of one answer."""
-        return ToolOutput(self.form, self.callable_names, is_constrained=self.is_constrained)
+    def constraint(self, otherwise: Constraint | None = None) -> Constraint | None:
+        """For the generation. ``otherwise``: what an answer is that calls nothing."""
+        if self.calls is None:
+            return otherwise
+        if self.must_call:
+            return self.calls
+        if otherwise is not None:
+            return replace(self.calls, instead=otherwise, jump_forward=otherwise.jump_forward)
+        return replace(self.calls, between=None) if self.form.mark else None
+
+    def output(self, otherwise: Constraint | None = None) -> ToolOutput:
+        """The reader of one answer under this constraint."""
+        return ToolOutput(
+            self.form,
+            self.callable_names,
+            is_constrained=self.constraint(otherwise) is not None,
+            calls_begin=self.must_call or otherwise is not None,
+        )
 
 
-def tool_use(
-    template: ChatTemplate, conversation: Conversation, constraint: Constraint | None = None
-) -> ToolUse:
-    """What a conversation becomes, with tools or without. ``constraint``: for an answer that calls none.
+def tool_use(template: ChatTemplate, conversation: Conversation) -> ToolUse:
+    """What a conversation becomes, with tools or without.
 
     >>> use = tool_use(template, conversation)
     >>> tokens.tools(use.tools)
@@ -52,7 +66,7 @@ def tool_use(
     >>> def on_text(text: str) -> None:
     ...     heard.append(text)
     ...     tell(output.push(text))
-    >>> end = await generator.generate(context, params, on_text, use.constraint)
+    >>> end = await generator.generate(context, params, on_text, use.constraint())
     >>> tell(output.finish(end.text[len("".join(heard)) :]))
     >>> reason = "tool_calls" if output.num_calls else end.finish_reason
 
@@ -60,25 +74,25 @@ def tool_use(
     place for them) and nothing else. ``auto``: prose, in which whatever begins as a call is a valid one.
     Where the notation has no mark (Llama 3.1 writes a bare JSON object), an answer under ``auto`` is not
     constrained, as nothing says where a call begins; one that is a whole valid call is read as a call.
+    ``auto`` with a constraint ``otherwise``: either calls and nothing else, or text under that constraint.
 
-    ``BadArgument``: tools that make no sense. ``NotSupported``: a model without a chat template, or
-    a constraint beside tools that may be called.
+    ``BadArgument``: tools that make no sense. ``NotSupported``: a model without a chat template.
     """
     choice, tools = conversation.choice, conversation.tools
-    _check(conversation, constraint)
+    _check(conversation)
     messages = _with_names(conversation.messages)
     form = tool_format(template)
     given = tools
     if not form.is_native:
         messages, given = as_plain_messages(messages, tools, template), ()
     if not tools or choice.mode == "none":
-        return ToolUse(messages, given, constraint, form, (), is_constrained=False)
+        return ToolUse(messages, given, form)
     if not template.has_template:
         raise NotSupported("this model has no chat template: it cannot be told of tools")
     allowed = [tool for tool in tools if choice.name in (None, tool.name)]
-    keeping = _constraint(form, allowed, choice)
     names = tuple([tool.name for tool in allowed])
-    return ToolUse(messages, given, keeping, form, names, is_constrained=keeping is not None)
+    calls = _calls(form, allowed, choice)
+    return ToolUse(messages, given, form, names, calls, must_call=choice.mode == "required")
 
 
 def _with_names(messages: Sequence[Message]) -> tuple[Message, ...]:
@@ -92,7 +106,7 @@ def _with_names(messages: Sequence[Message]) -> tuple[Message, ...]:
     return tuple(named)
 
 
-def _check(conversation: Conversation, constraint: Constraint | None) -> None:
+def _check(conversation: Conversation) -> None:
     choice, names = conversation.choice, [tool.name for tool in conversation.tools]
     for tool in conversation.tools:
         if nests_deeper(tool.parameters, MOST_NESTING):
@@ -107,29 +121,17 @@ def _check(conversation: Conversation, constraint: Constraint | None) -> None:
         raise BadArgument(
             f"tool {choice.name!r} is to be called, but the tools are: {', '.join(names) or 'none'}"
         )
-    if names and choice.mode == "auto":
-        refuse_beside_tools(constraint)
 
 
-def refuse_beside_tools(constraint: Constraint | None) -> None:
-    """``NotSupported`` where there is one."""
-    if constraint is not None:
-        raise NotSupported(
-            f"a {constraint.kind} for the answer cannot be kept beside tools that may be called: "
-            "leave one of them out, or let no tool be called"
-        )
-
-
-def _constraint(form: ToolFormat, tools: Sequence[ToolSpec], choice: ToolChoice) -> Constraint | None:
+def _calls(form: ToolFormat, tools: Sequence[ToolSpec], choice: ToolChoice) -> Constraint:
     is_single = not choice.parallel or choice.name is not None or not form.allows_several
     schema = call_schema(form, tools)
     definitions = schema.pop("$defs", None)
     if form.is_list:
         schema = {"type": "array", "items": schema, "minItems": 1, **({"maxItems": 1} if is_single else {})}
     source = json.dumps({**schema, "$defs": definitions} if definitions else schema, ensure_ascii=False)
-    is_required = choice.mode == "required"
     if not form.mark:
-        return Constraint("schema", source, whitespace=form.whitespace) if is_required else None
+        return Constraint("schema", source, whitespace=form.whitespace)
     rule = {"begin": form.mark, "kind": "schema", "source": source, "end": form.end}
     if lead := form.begin.removeprefix(form.mark):
         rule["lead"] = lead
@@ -137,7 +139,7 @@ def _constraint(form: ToolFormat, tools: Sequence[ToolSpec], choice: ToolChoice)
         "tags",
         json.dumps([rule], ensure_ascii=False),
         whitespace=form.whitespace,
-        between=(form.between or "") if is_required else None,
+        between=form.between or "",
         max_tags=1 if is_single or form.is_list else None,
     )
 

@@ -69,15 +69,39 @@ async def converse(flow: af.Session) -> None:
         assert usage.cached_tokens >= used.prompt_tokens
 
 
+async def call_or_answer(flow: af.Session) -> None:
+    """Beside tools, a form is one for replies that call nothing."""
+    schema = {
+        "type": "object",
+        "properties": {"is_cold": {"type": "boolean"}},
+        "required": ["is_cold"],
+        "additionalProperties": False,
+    }
+    async with flow.state() as s:
+        s += af.conversation(ASKED, tools=TOOLS)
+        async with s.fork(6) as branches:
+            for branch in branches:
+                branch += af.reply("answer", schema=schema, temperature=2.0, max_tokens=64)
+        replies = [await branch["answer"] for branch in branches]
+    for reply in replies:
+        check(reply)
+        assert bool(reply.text) != bool(reply.tool_calls)
+        if reply.text:
+            jsonschema.validate(json.loads(reply.text), schema)
+    assert any(reply.text for reply in replies)
+
+
 async def test_a_conversation_with_tools_embedded(model_folder):
     async with af.session(model=str(model_folder), seed=1) as flow:
         await converse(flow)
+        await call_or_answer(flow)
 
 
 async def test_a_conversation_with_tools_over_the_wire(model_folder):
     with served("--model", str(model_folder)) as (url, _):
         async with af.session(url, seed=1) as flow:
             await converse(flow)
+            await call_or_answer(flow)
             await refuse(flow)
 
 
@@ -96,7 +120,3 @@ async def refuse(flow: af.Session) -> None:
             with pytest.raises(af.RunFailed) as caught:
                 await s["answer"]
             assert why in str(caught.value)
-    async with flow.state() as s:
-        s += af.conversation(ASKED, tools=TOOLS) + af.reply("answer", schema={"type": "object"})
-        with pytest.raises(af.NotSupported, match="cannot be kept beside tools that may be called"):
-            await s["answer"]

@@ -144,7 +144,9 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] if name == "logit_bias" else []) for name in OPTIONS]
+)
 def test_what_edits_logits_does_as_in_transformers(model_folder, runner, tokenizer, prompts, alone, name):
     """In one batch with a request that has none of it."""
     ours, theirs = OPTIONS[name]
@@ -183,7 +185,9 @@ def test_in_a_batch_of_sixteen_of_mixed_lengths(runner, tokenizer, prompts, alon
     assert got == alone
 
 
-@pytest.mark.parametrize("token_budget", [1, 2, 5, 17, 64, 1000])
+@pytest.mark.parametrize(
+    "token_budget", [1, 5, 64, *[pytest.param(n, marks=pytest.mark.full) for n in (2, 17, 1000)]]
+)
 def test_with_prefill_cut_into_chunks_of_any_size(runner, tokenizer, prompts, alone, token_budget):
     chosen = [5, 12, 9]
     got = on_engine(

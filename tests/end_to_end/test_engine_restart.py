@@ -74,7 +74,10 @@ async def tell_all(url: str, beside=None) -> tuple[list[str], list[float]]:
     return [stories[number][0] for number in range(NUM_STORIES)], stories[1][1]
 
 
-@pytest.mark.parametrize("max_running", [4, 1], ids=["all stream", "two wait"])
+@pytest.mark.parametrize(
+    "max_running",
+    [pytest.param(4, id="all stream"), pytest.param(1, id="two wait", marks=pytest.mark.full)],
+)
 def test_killed_in_mid_stream_the_engine_goes_on_where_it_was(model_folder, max_running):
     statuses: list[int] = []
 

@@ -159,7 +159,7 @@ def test_where_both_ways_write_the_same_tokens_they_are_as_likely(on_server, pai
     assert num_same > 1
 
 
-@pytest.mark.parametrize("how", ["greedy", "sampled 1"])
+@pytest.mark.parametrize("how", ["greedy", pytest.param("sampled 1", marks=pytest.mark.full)])
 def test_the_embedded_engine_gives_the_same(on_server, how):
     seed, options = OPTIONS[how]
 

@@ -73,6 +73,16 @@ REFUSED = [
         msgspec.structs.replace(tags(AGE), whitespace="free"),
         "whitespace='free' is for JSON schemas, not for tags",
     ),
+    (Constraint("regex", "a", instead=Constraint("regex", "")), "regex: a string of 1 to 200000 characters"),
+    (Constraint("regex", "a", instead=tags(AGE)), "instead: one constraint, and not of tags"),
+    (
+        Constraint("regex", "a", instead=Constraint("regex", "a", instead=Constraint("regex", "b"))),
+        "instead: one constraint, and not of tags",
+    ),
+    (
+        msgspec.structs.replace(tags(AGE), instead=Constraint("regex", "a")),
+        "instead: tags in free text leave nothing else to be said",
+    ),
     (Constraint("regex", "a", jump_forward=1), "jump_forward must be True or False, not 1"),
 ]
 

@@ -25,7 +25,7 @@ from agentflow.interpreter import MAX_PENDING_OPS, Interpreter
 from agentflow.sampling import SamplingParams
 from agentflow.state_tree import MAX_STATES
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
 
 
 @dataclass

@@ -18,7 +18,7 @@ import agentflow as af
 from agentflow.interpreter import Interpreter
 from agentflow.map_work import READ_AHEAD
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
 
 
 @af.program

@@ -198,7 +198,6 @@ SCHEMA = {"type": "json_schema", "schema": {"type": "object"}}
 @pytest.mark.parametrize(
     ("params", "words"),
     [
-        ({"tools": [TOOL]}, "exclude output_config.format"),
         ({"messages": [*HELLO, {"role": "assistant", "content": "{"}]}, "excludes output_config.format"),
         ({"extra_body": {"output_format": SCHEMA}}, "says it already"),
         ({}, "cannot generate under a constraint"),  # this server has nobody to compile it

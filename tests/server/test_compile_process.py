@@ -24,7 +24,7 @@ from agentflow.server.constraint_compiler import ConstraintCompiler, constraint_
 from agentflow.server.limits import CompileLimits
 from agentflow.server.message_frames import to_frame
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
 
 TESTS = Path(__file__).parent.parent
 END_S = 20.0

@@ -36,8 +36,9 @@ ALL_ASKED = [
 
 
 @pytest.mark.anyio
+@pytest.mark.trio_in_full
 @pytest.mark.parametrize("max_running", [64, 3], ids=["all run", "most wait"])
-@pytest.mark.parametrize("step", [1, 2, 3, 7])
+@pytest.mark.parametrize("step", [1, 2, *[pytest.param(n, marks=pytest.mark.full) for n in (3, 7)]])
 async def test_killed_in_the_middle_nobody_notices(tmp_path, step: int, max_running: int) -> None:
     hold = Hold(tmp_path / "hold")
     num_ended = 0
@@ -121,6 +122,7 @@ def test_with_all_other_parameters_it_equals_its_twin(cases) -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.trio_in_full
 async def test_a_hostile_stop_in_forced_text_fails_its_own_request_only() -> None:
     forced = CompiledConstraint("forced", "fsm", build_fsm(parse_regex("a{400}")).to_bytes())
     async with plain_engine() as client:

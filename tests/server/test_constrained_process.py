@@ -47,6 +47,7 @@ def payloads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
 
 
 @pytest.mark.anyio
+@pytest.mark.trio_in_full
 async def test_a_payload_is_sent_once(payloads: list[tuple[str, bool]]) -> None:
     async with process_engine() as client:
         assert [await text(client, "yes"), await text(client, "no"), await text(client, "yes")] == [
@@ -58,6 +59,7 @@ async def test_a_payload_is_sent_once(payloads: list[tuple[str, bool]]) -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.trio_in_full
 async def test_an_engine_that_has_dropped_a_constraint_asks_for_it(payloads: list[tuple[str, bool]]) -> None:
     async with process_engine() as client:
         assert await text(client, "first") == "first"
@@ -69,6 +71,7 @@ async def test_an_engine_that_has_dropped_a_constraint_asks_for_it(payloads: lis
 
 
 @pytest.mark.anyio
+@pytest.mark.trio_in_full
 async def test_what_is_aborted_while_the_engine_asks_for_it_is_over() -> None:
     async with process_engine() as client:
         client.engine._sent_keys.add("never sent")
@@ -81,6 +84,7 @@ async def test_what_is_aborted_while_the_engine_asks_for_it_is_over() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.trio_in_full
 async def test_a_new_process_is_sent_payloads_anew(payloads: list[tuple[str, bool]]) -> None:
     async with process_engine() as client:
         assert await text(client, "yes") == "yes"

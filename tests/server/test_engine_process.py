@@ -23,7 +23,7 @@ from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.engine_messages import Finished
 from agentflow.server.models import one_model
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
 
 # What streams goes on
 

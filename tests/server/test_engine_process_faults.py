@@ -21,7 +21,7 @@ from agentflow.server.engine_frames import from_engine_decoder
 from agentflow.server.engine_messages import Finished, Submit
 from agentflow.server.message_frames import to_frame
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
 
 TESTS = Path(__file__).parent.parent
 

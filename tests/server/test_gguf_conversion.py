@@ -232,6 +232,7 @@ def pulled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.model
+@pytest.mark.full
 def test_the_pulled_model_has_the_tensors_and_config_of_transformers(pulled: tuple[Path, Path]) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig

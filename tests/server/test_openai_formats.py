@@ -180,7 +180,6 @@ def test_each_format(server: ApiServer, form: str, kind: ClientKind, stream: boo
             "response_format",
             "excludes regex",
         ),
-        ({"response_format": {"type": "json_object"}, "tools": [FREE_TOOL]}, "tools", "response_format"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "Invalid value 'xml'"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a b"}}},

@@ -49,6 +49,12 @@ class Weather(pydantic.BaseModel):
     exact: bool
 
 
+class Report(pydantic.BaseModel):
+    """What it is like."""
+
+    is_sunny: bool
+
+
 def scripted(tokens: Sequence[int]) -> int:
     """Asks for the weather, and when it was told says what it heard."""
     text = TOKENIZER.decode(tokens, skip_special=False, continues=True)
@@ -180,6 +186,32 @@ def test_parsed_arguments_are_always_valid(
     assert message.content is None
     [call] = message.tool_calls or ()
     assert isinstance(call.function.parsed_arguments, Weather)
+
+
+@pytest.mark.parametrize("way", ["parse", "stream"])
+def test_either_calls_or_the_format_that_is_asked_for(any_text: ApiServer, way: str) -> None:
+    told = []
+    for seed in range(12):
+        parsed = called(
+            any_text,
+            "sync",
+            f"chat.completions.{way}",
+            model=MODEL,
+            messages=ASKED,
+            tools=[openai.pydantic_function_tool(Weather)],
+            response_format=Report,
+            parallel_tool_calls=False,
+            seed=seed,
+        )
+        message, reason = parsed.choices[0].message, parsed.choices[0].finish_reason
+        if message.tool_calls:
+            assert (reason, message.content) == ("tool_calls", None)
+            assert isinstance(message.tool_calls[0].function.parsed_arguments, Weather)
+        else:
+            assert reason == "stop"
+            assert isinstance(message.parsed, Report)
+        told.append(bool(message.tool_calls))
+    assert set(told) == {True, False}
 
 
 def test_a_stream_of_nothing_but_a_call_has_no_content(any_text: ApiServer) -> None:

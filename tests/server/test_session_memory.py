@@ -191,6 +191,7 @@ async def until_reached(interpreter: Interpreter[Any]) -> None:
 
 @pytest.mark.parametrize("program", [*HONEST, *HOSTILE], ids=lambda program: program.__name__)
 @pytest.mark.anyio
+@pytest.mark.trio_in_full
 async def test_what_is_held_is_near_what_is_allocated(program):
     memory = HeldMemory()
     async with plain_engine(max_context=8192, num_slots=20_000) as client:
@@ -215,6 +216,7 @@ async def test_what_is_held_is_near_what_is_allocated(program):
 
 
 @pytest.mark.anyio
+@pytest.mark.trio_in_full
 async def test_a_number_that_is_used_again_gets_the_fork_that_it_was_made_for():
     """State 9 is to be forked from 1, is closed before, and is then a root, or forked from 2."""
     memory = HeldMemory()

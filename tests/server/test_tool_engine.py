@@ -91,7 +91,7 @@ async def answer(
         asked.params,
         seed=0,
         on_text=on_text,
-        constraint=None if use.constraint is None else compile_constraint(use.constraint),
+        constraint=None if use.constraint() is None else compile_constraint(use.constraint()),
         jump_forward=jumps,
     )
     pieces += output.finish(end.text[len("".join(heard)) :])

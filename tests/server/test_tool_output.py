@@ -78,9 +78,14 @@ def told(pieces: list[Piece]) -> list[tuple[str, ...]]:
 
 
 def read(
-    form: ToolFormat, parts: list[str], *, constrained: bool, names: tuple[str, ...] = NAMES
+    form: ToolFormat,
+    parts: list[str],
+    *,
+    constrained: bool,
+    names: tuple[str, ...] = NAMES,
+    calls_begin: bool = False,
 ) -> list[Piece]:
-    output = ToolOutput(form, names, is_constrained=constrained)
+    output = ToolOutput(form, names, is_constrained=constrained, calls_begin=calls_begin)
     pieces = [piece for part in parts for piece in output.push(part)]
     pieces += output.finish()
     assert output.num_calls == sum(isinstance(piece, CallBegun) for piece in pieces)
@@ -141,12 +146,14 @@ WORDS += [
 
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("constrained", [True, False])
-@given(text=st.lists(st.sampled_from(WORDS), max_size=12).map("".join), data=st.data())
-def test_nothing_depends_on_how_a_text_is_cut(name, constrained, text, data):
-    form = FORMS[name]
-    whole = told(read(form, [text], constrained=constrained))
-    assert told(read(form, cut(text, data), constrained=constrained)) == whole
-    assert told(read(form, list(text), constrained=constrained)) == whole
+@given(
+    text=st.lists(st.sampled_from(WORDS), max_size=12).map("".join), calls_begin=st.booleans(), data=st.data()
+)
+def test_nothing_depends_on_how_a_text_is_cut(name, constrained, text, calls_begin, data):
+    form, how = FORMS[name], {"constrained": constrained, "calls_begin": calls_begin}
+    whole = told(read(form, [text], **how))
+    assert told(read(form, cut(text, data), **how)) == whole
+    assert told(read(form, list(text), **how)) == whole
 
 
 @pytest.mark.parametrize("name", FORMS)

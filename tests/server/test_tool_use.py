@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
@@ -27,6 +28,7 @@ from agentflow.constraint import Constraint
 from agentflow.conversation import CalledTool, Message, ToolChoice
 from agentflow.errors import BadArgument, NotSupported
 from agentflow.server.chat_template import ChatTemplate
+from agentflow.server.compiled_constraint import CompiledConstraint
 from agentflow.server.completion_request import TokenIds
 from agentflow.server.constraint_compilation import compile_constraint
 from benchmarks.text_walks import text_under, walk
@@ -38,7 +40,7 @@ from benchmarks.text_walks import text_under, walk
 def test_texts_under_a_required_choice_are_calls(name, chosen, tools):
     choice = CHOICES[chosen]
     use = use_of(ALL[name], request(choice, tools))
-    compiled = compile_constraint(use.constraint.check())
+    compiled = compile_constraint(use.constraint().check())
     assert (compiled.form == "fsm") == (tools is REGULAR or choice.name is not None)
     counts = set()
     for seed in range(25):
@@ -58,7 +60,7 @@ def test_texts_under_a_required_choice_are_calls(name, chosen, tools):
 @pytest.mark.parametrize("name", [name for name in ALL if name != "llama"])
 def test_what_begins_as_a_call_is_one(name):
     use = use_of(ALL[name], request(AUTO, ANY))
-    compiled = compile_constraint(use.constraint.check())
+    compiled = compile_constraint(use.constraint().check())
     num_calls = 0
     for seed in range(20):
         text = walk(text_under(compiled), random.Random(seed), prefix=f"So {use.form.begin}".encode())
@@ -75,24 +77,91 @@ def test_what_begins_as_a_call_is_one(name):
 
 def test_one_call_in_prose_where_only_one_is_asked_for():
     use = use_of(TEMPLATES["hermes"], request(ToolChoice("auto", parallel=False)))
-    assert use.constraint.max_tags == 1
-    assert use_of(TEMPLATES["hermes"], request(AUTO)).constraint.max_tags is None
+    assert use.constraint().max_tags == 1
+    assert use_of(TEMPLATES["hermes"], request(AUTO)).constraint().max_tags is None
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_no_tool_may_be_called_and_the_model_knows_of_all(name):
     constraint = Constraint("regex", "[a-z]+")
-    use = use_of(ALL[name], request(ToolChoice("none"), constraint=constraint))
-    assert use.constraint == constraint
+    use = use_of(ALL[name], request(ToolChoice("none")))
+    assert use.constraint(constraint) == constraint
     assert "Tells the weather." in state_for(use, ALL[name]).text_view()
     output = use.output()
     text = use.form.begin + '{"name": "weather", "arguments": {}}'
     assert prose_of(output.push(text) + output.finish()) == text
 
 
+def closed(value: dict[str, object]) -> dict[str, object]:
+    return {"type": "object", "properties": {"a": value}, "required": ["a"], "additionalProperties": False}
+
+
+FORMS = {
+    # Closed, as an object with any members may look like a bare call.
+    "schema": (Constraint("schema", json.dumps(closed({"type": "boolean"}))), b'{"a'),
+    "any": (Constraint("schema", json.dumps(closed({}))), b'{"a'),
+    "regex": (Constraint("regex", "[a-z]{1,30}"), b"a"),
+    "choices": (Constraint("choices", choices=("yes", "no")), b"y"),
+    "grammar": (Constraint("grammar", 'start: "(" start? ")"'), b"("),
+}
+
+
+def keeps(compiled: CompiledConstraint, text: bytes) -> bool:
+    growing = text_under(compiled)
+    for byte in text:
+        if byte not in growing.allowed():
+            return False
+        growing.take(byte)
+    return growing.may_end()
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("tools", [REGULAR, ANY], ids=["regular", "any"])
+def test_either_calls_or_the_form_that_is_asked_for(name, form, tools):
+    otherwise, beginning = FORMS[form]
+    use = use_of(ALL[name], request(AUTO, tools))
+    compiled = compile_constraint(use.constraint(otherwise).check())
+    plain, calls_only = (compile_constraint(one) for one in (otherwise, use.calls))
+    is_regular = plain.form == calls_only.form == "fsm"
+    assert (compiled.form == "fsm") == is_regular
+    start = (use.form.mark or '{"name": "weather", "parameters": {"city": "').encode()
+    for prefix, is_call in ((beginning, False), (start, True)):
+        num_texts = 0
+        for seed in range(10):
+            text = walk(text_under(compiled), random.Random(seed), prefix=prefix)
+            if text is None:
+                continue
+            output = use.output(otherwise)
+            said = text.decode()
+            told = [piece for at in range(0, len(said), 3) for piece in output.push(said[at : at + 3])]
+            told += output.finish()
+            if is_call and output.num_calls:
+                check(calls_of(told))
+                assert prose_of(told) == ""
+            else:  # where a call has no mark, a text may begin like one
+                assert prose_of(told) == said
+                assert keeps(plain, text)
+            num_texts += output.num_calls > 0 if is_call else 1
+        assert num_texts
+
+
+def test_a_form_with_the_mark_of_a_call_in_it_is_no_call():
+    use = use_of(TEMPLATES["hermes"], request(AUTO))
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    for text in (f"A {call}", f" {call}"):
+        output = use.output(Constraint("regex", "(?s).*"))
+        assert prose_of(output.push(text) + output.finish()) == text
+
+
+def test_where_a_call_is_required_nothing_else_is_said():
+    use = use_of(TEMPLATES["hermes"], request(REQUIRED))
+    assert use.constraint(Constraint("regex", "a")) == use.constraint() == use.calls
+
+
 def test_a_bare_call_is_read_though_nothing_constrains_it():
     use = use_of(TEMPLATES["llama"], request(AUTO))
-    assert use.constraint is None
+    assert use.constraint() is None
     good = '{"name": "weather", "parameters": {"city": "Oslo", "days": 1}}'
     for text, num_calls in ((good, 1), ("So: " + good, 0), ('{"name": "weather"}', 0), ("{a}", 0)):
         output = use.output()
@@ -102,7 +171,7 @@ def test_a_bare_call_is_read_though_nothing_constrains_it():
 
 def test_a_conversation_without_tools_stays_as_it_is():
     use = use_of(TEMPLATES["hermes"], request(tools=()))
-    assert (use.messages, use.tools, use.constraint) == ((USER,), (), None)
+    assert (use.messages, use.tools, use.constraint()) == ((USER,), (), None)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +182,6 @@ def test_a_conversation_without_tools_stays_as_it_is():
         ({"tools": (NOW, NOW)}, BadArgument, "two tools have one name: now, now"),
         ({"tools": (), "choice": REQUIRED}, BadArgument, "there are no tools"),
         ({"choice": ToolChoice("required", name="x")}, BadArgument, "tool 'x' is to be called, but"),
-        ({"constraint": Constraint("regex", "a")}, NotSupported, "cannot be kept beside tools"),
     ],
 )
 def test_requests_that_are_refused(wrong, error, message):

@@ -109,7 +109,7 @@ def test_the_info_says_what_the_model_is(runner: TorchRunner, model_folder: Path
     assert info.weight_bytes >= 4 * 134_515_008
 
 
-@pytest.mark.parametrize("index", range(0, len(PROMPTS), 5))
+@pytest.mark.parametrize("index", [0, *[pytest.param(n, marks=pytest.mark.full) for n in (5, 10, 15)]])
 def test_a_prompt_alone_gives_the_tokens_of_generate(
     driver: Driver, prompts: list[list[int]], expected: list[list[int]], index: int
 ) -> None:

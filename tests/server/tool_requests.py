@@ -68,7 +68,7 @@ def request(choice: ToolChoice = AUTO, tools: tuple[ToolSpec, ...] = REGULAR, **
 
 
 def use_of(template: ChatTemplate, asked: CompletionRequest) -> ToolUse:
-    return tool_use(template, asked.conversation, asked.constraint)
+    return tool_use(template, asked.conversation)
 
 
 def calls_of(pieces: Sequence[Piece]) -> list[CalledTool]:

@@ -48,7 +48,8 @@ class Asked:
         """What an answer lacks, if it was cut off within its format."""
         if self.answer_format is None or end.finish_reason != "length":
             return None
-        return self.answer_format.rest(read_reply(end.text).text)
+        reply = read_reply(end.text)
+        return None if reply.tool_calls else self.answer_format.rest(reply.text)
 
     def for_rest(self, rest: Rest) -> Asked:
         """Asks for that. What was said before it is in the cache."""
@@ -56,7 +57,12 @@ class Asked:
         sampling = {name: value for name, value in self.sampling.items() if name not in _OF_THE_WHOLE}
         sampling["max_tokens"] = MOST_TOKENS_TO_END
         return replace(
-            self, messages=[*self.messages, *said], sampling=sampling, constraint=rest.constraint, n=1
+            self,
+            messages=[*self.messages, *said],
+            sampling=sampling,
+            choice=ToolChoice("none"),
+            constraint=rest.constraint,
+            n=1,
         )
 
 

@@ -46,13 +46,14 @@ def asked_of(
     if settings.timeout is not None:
         sampling["timeout_s"] = settings.timeout
     own = {name: sampling.pop(name) for name in _CONSTRAINTS if name in sampling}
-    found = None if own or tools else notes.answer_format
+    found = None if own or notes.must_call else notes.answer_format
+    wanted = {} if notes.must_call else _wanted(request.config)
     return Asked(
         messages_of(request),
         sampling,
         tools,
         _choice(request.config.tool_choice, bool(tools), notes.must_call),
-        own or (_wanted(request.config, bool(tools)) if found is None else found.constraint()),
+        own or (wanted if found is None else found.constraint()),
         found,
         1 if is_streamed or "seed" in sampling else notes.n - notes.num_given,
         settings.cache_salt,
@@ -85,9 +86,9 @@ def _refuse(config: lm15.Config) -> None:
         raise af.NotSupported("probabilities: an engine of agentflow's does not measure them here")
 
 
-def _wanted(config: lm15.Config, has_tools: bool) -> dict[str, Any]:
+def _wanted(config: lm15.Config) -> dict[str, Any]:
     wanted = config.response_format
-    if wanted is None or has_tools:  # with tools, an adapter reads calls, and prose beside them
+    if wanted is None:
         return {}
     return {"schema": wanted["schema"] if wanted["type"] == "json_schema" else {"type": "object"}}
 

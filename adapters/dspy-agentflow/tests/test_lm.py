@@ -221,6 +221,24 @@ def test_native_tool_calls() -> None:
     assert model.constraints == [None]  # the engine keeps the tools' schemas, under what it was told
 
 
+class CalledOrSaid(Called):
+    """Calls a tool, or says something."""
+
+    said: str = dspy.OutputField()
+
+
+@pytest.mark.skipif(dspy.__version__.startswith(("3.0.", "3.1.", "3.2.")), reason="DSPy asks LiteLLM")
+def test_calls_or_the_other_fields() -> None:
+    call = Reply("", (CalledTool("c1", "weather", '{"city": "Oslo"}'),))
+    for reply in (call, Reply('{"said": "It is cold."}')):
+        lm, model = scripted(lambda prompt, reply=reply: reply)
+        with dspy.context(lm=lm, adapter=dspy.JSONAdapter()):
+            found = dspy.Predict(CalledOrSaid)(question="Cold in Oslo?", tools=[dspy.Tool(weather)])
+        assert (found.said is None) == bool(reply.tool_calls)
+        [constraint] = model.constraints
+        assert list(json.loads(constraint.source)["properties"]) == ["said"]
+
+
 def test_what_the_user_listens_to_is_heard_and_programs_are_known_all_the_same() -> None:
     class Listener(dspy.utils.callback.BaseCallback):
         def __init__(self) -> None:

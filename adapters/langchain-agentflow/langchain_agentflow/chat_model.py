@@ -22,7 +22,7 @@ from langchain_agentflow.errors import langchain_errors
 from langchain_agentflow.messages import ChunkWriter, to_agentflow, to_langchain
 from langchain_agentflow.programs import one_batch
 from langchain_agentflow.settings import DEFAULT_MODEL, ModelSettings
-from langchain_agentflow.structured_output import Method, structured
+from langchain_agentflow.structured_output import Method, constraint_of, structured
 from langchain_agentflow.tools import Choice, Tool, as_openai, choice_of, specs_of
 
 # What the model that runs where nothing is said can take.
@@ -140,7 +140,9 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
         *,
         is_streamed: bool = False,
     ) -> ModelCall:
-        asked = dict(asked)
+        asked = {**asked, **constraint_of(asked.get("response_format"))}
+        for name in ("response_format", "strict"):  # whatever is asked for is kept strictly
+            asked.pop(name, None)
         tools = specs_of(asked.pop("tools", None) or ())
         names = [tool.name for tool in tools]
         choice = choice_of(
@@ -227,7 +229,8 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
         """The model as what gives values of the schema: decoded under it, by each ``method``.
 
         ``json_schema`` and ``json_mode``: the answer is the value (where others promise any JSON object, this
-        promises the schema's). ``function_calling``: the value is the arguments of a call.
+        promises the schema's), or, beside ``tools``, calls of these. ``function_calling``: the value is the
+        arguments of a call.
         """
         return structured(self, schema, method=method, include_raw=include_raw, **kwargs)
 

@@ -1,4 +1,5 @@
-"""``with_structured_output``: three ways to a value, all of them decoded under a grammar."""
+"""``with_structured_output``: three ways to a value, all of them decoded under a grammar; and the form of an
+answer as OpenAI's API asks for it, which agents of LangChain's do."""
 
 from __future__ import annotations
 
@@ -11,6 +12,9 @@ from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser,
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
+
+import agentflow as af
+from langchain_agentflow.tools import as_openai
 
 if TYPE_CHECKING:
     from langchain_agentflow.chat_model import ChatAgentflow
@@ -31,6 +35,21 @@ def structured(
     return _with_raw(asking, parser) if include_raw else asking | parser
 
 
+def constraint_of(response_format: Any) -> dict[str, Any]:
+    """The argument of ``af.reply`` for what stands as ``response_format``. ``BadArgument`` for others."""
+    match response_format:
+        case None | {"type": "text"}:
+            return {}
+        case {"type": "json_object"}:
+            return {"schema": {"type": "object"}}
+        case {"type": "json_schema", "json_schema": {"schema": schema}}:
+            return {"schema": schema}
+        case type():
+            return {"schema": convert_to_json_schema(response_format)}
+    known = "text, json_object, or json_schema with a schema"
+    raise af.BadArgument(f"response_format has a type ({known}), not {response_format!r}")
+
+
 def _by_call(
     model: ChatAgentflow, schema: dict[str, Any] | type, kwargs: dict[str, Any]
 ) -> tuple[Runnable[Any, Any], Any]:
@@ -46,6 +65,8 @@ def _by_call(
 def _by_answer(
     model: ChatAgentflow, schema: dict[str, Any] | type, method: Method, kwargs: dict[str, Any]
 ) -> tuple[Runnable[Any, Any], BaseOutputParser[Any]]:
+    if tools := kwargs.pop("tools", None):
+        kwargs["tools"] = as_openai(tools)
     asking = model.bind(
         schema=convert_to_json_schema(schema), ls_structured_output_format=_traced(method, schema), **kwargs
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from typing import Any
 
@@ -229,6 +230,28 @@ def test_a_model_can_be_saved_without_its_key():
         allowed_objects=[ChatAgentflow],
     )
     assert again == model
+
+
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "source"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, {"type": "object"}),
+        ({"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}, SCHEMA),
+    ],
+)
+def test_the_form_of_an_answer_as_openai_asks_for_it(asked, source):
+    told = ChatAgentflow()._call([], None, {"response_format": asked, "strict": True})
+    constraint = told.says.value_type.constraint
+    assert (None if constraint is None else json.loads(constraint.source)) == source
+
+
+def test_a_form_that_is_none_is_refused():
+    with pytest.raises(AgentflowInvalidRequestError, match="response_format has a type"):
+        ChatAgentflow().invoke("Hello.", response_format={"type": "xml"})
 
 
 def test_what_there_is_no_parameter_for_is_refused():

@@ -74,6 +74,31 @@ def test_an_agent_calls_its_tools_and_answers():
     assert (result.content, answer.content) == ("rain in Oslo", "It rains.")
 
 
+def test_an_agent_that_ends_with_a_value():
+    """LangChain asks for the form beside the tools: either calls, or a value."""
+
+    def script(prompt: str) -> af.Reply:
+        if "<tool>" in prompt:
+            return af.Reply('{"name": "Oslo", "people": 700000}')
+        return af.Reply("", (af.CalledTool("call_1", "weather", '{"city": "Oslo"}'),))
+
+    agent = create_agent(ChatAgentflow(backend=af.Scripted(script)), [weather], response_format=City)
+    told = agent.invoke({"messages": [("user", "How many people live where it rains?")]})
+    assert told["structured_response"] == City(name="Oslo", people=700000)
+    assert [type(message) for message in told["messages"]][1:] == [AIMessage, ToolMessage, AIMessage]
+
+
+def test_a_form_beside_tools_is_kept_on_the_small_model(url):
+    model = ChatAgentflow(base_url=url, temperature=0.7, seed=3, max_tokens=100)
+    model = model.with_structured_output(City, include_raw=True, tools=[weather])
+    found = model.batch(["Tell me of Oslo.", "Tell me of Rome.", "Is it raining in Lima?", "Hello."])
+    whole = [one for one in found if one["raw"].response_metadata["finish_reason"] != "length"]
+    for one in whole:
+        assert bool(one["raw"].tool_calls) != bool(one["raw"].content)
+        assert one["raw"].tool_calls or isinstance(one["parsed"], City)
+    assert whole
+
+
 def test_the_example_of_an_agent():
     command = [sys.executable, str(EXAMPLES / "langchain_agent.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
