@@ -4,7 +4,7 @@
 #   make demo    run examples/essay_judge.py on the default model
 #   make examples       run every example on the default model (ARGS="--url ws://…": on a server)
 #   make test    run the tests, in two processes (ARGS="-k radix" passes options to pytest)
-#   make test-full      run all tests, also those that are slow and broad, and the adapters' (about half an hour)
+#   make test-full      run all tests, also those that are slow and broad, and the adapters', and check their types
 #   make fuzz    hold the HTTP APIs against their OpenAPI document: 5,000 random requests and more; then send
 #                100,000 fuzzed frames to the websocket (FUZZ_FRAMES=n: as many; FUZZ_SEED=x: other ones)
 #   make soak    good and bad clients on a real server, 10 minutes; fails where something leaks
@@ -48,7 +48,7 @@ ADAPTERS := langchain-agentflow dspy-agentflow
 EXAMPLE_OF_langchain-agentflow := langchain_agent
 EXAMPLE_OF_dspy-agentflow := dspy_rag
 
-.PHONY: demo examples test test-full test-adapters $(ADAPTERS) fuzz soak lint compiled test-compiled clean distclean
+.PHONY: demo examples test test-full test-adapters lint-adapters $(ADAPTERS) fuzz soak lint compiled test-compiled clean distclean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -70,13 +70,18 @@ test: $(VENV)/.installed-dev
 
 test-full: MARKS :=
 test-full: export HYPOTHESIS_PROFILE := full
-test-full: test test-adapters
+test-full: test test-adapters lint-adapters
 
 test-adapters: $(VENV)/.installed $(ADAPTERS:%=adapters/%/.venv/.installed)
 	@$(BIN)/agentflow pull $(MODEL)
 	@for name in $(ADAPTERS); do \
 	  printf '\n=== adapters/%s\n\n' $$name; \
 	  (cd adapters/$$name && .venv/bin/python -m pytest $(MARKS) $(ARGS)) || exit 1; \
+	done
+
+lint-adapters: $(VENV)/.installed-dev $(ADAPTERS:%=adapters/%/.venv/.installed)
+	@for name in $(ADAPTERS); do \
+	  (cd adapters/$$name && MYPYPATH=../.. ../../$(BIN)/mypy --python-executable .venv/bin/python) || exit 1; \
 	done
 
 $(ADAPTERS): %: adapters/%/.venv/.installed

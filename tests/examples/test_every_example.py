@@ -17,12 +17,13 @@ from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
 from agentflow.generator import Scored
 
 ROOT = Path(__file__).parents[2]
-# Those of adapters run in the adapters' own environments: `make test-adapters` tests them.
-OF_ADAPTERS = {"langchain_agent", "dspy_rag"}
+# Those of adapters run in the adapters' own environments (`make test-adapters` tests them), the third one on
+# a server.
+OF_FRAMEWORKS = {"langchain_agent", "dspy_rag", "pydantic_ai_agent"}
 EXAMPLES = sorted(
     path.stem
     for path in (ROOT / "examples").glob("*.py")
-    if path.stem not in {"example_session", *OF_ADAPTERS}
+    if path.stem not in {"example_session", *OF_FRAMEWORKS}
 )
 
 

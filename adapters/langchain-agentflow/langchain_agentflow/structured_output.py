@@ -71,7 +71,7 @@ def _by_answer(
         schema=convert_to_json_schema(schema), ls_structured_output_format=_traced(method, schema), **kwargs
     )
     if _is_pydantic(schema):
-        return asking, PydanticOutputParser(pydantic_object=schema)  # type: ignore[type-var,arg-type]
+        return asking, PydanticOutputParser(pydantic_object=schema)  # type: ignore[arg-type]
     return asking, JsonOutputParser()
 
 

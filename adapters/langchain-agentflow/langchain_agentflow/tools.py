@@ -44,17 +44,18 @@ def specs_of(tools: Sequence[dict[str, Any]]) -> tuple[ToolSpec, ...]:
 
 def choice_of(choice: Choice, names: Sequence[str], *, parallel: bool | None) -> ToolChoice:
     """Which of them an answer may call. ``BadArgument`` for one that is not there."""
-    if choice is None or choice is False:
-        choice = "auto" if names else "none"
-    elif choice is True:
-        choice = "required"
-    elif isinstance(choice, dict):
-        choice = choice.get("function", choice).get("name") or choice.get("type", "")
+    asked: str
+    if isinstance(choice, dict):
+        asked = choice.get("function", choice).get("name") or choice.get("type", "")
+    elif isinstance(choice, str):
+        asked = choice
+    else:
+        asked = "required" if choice else "auto" if names else "none"
     # Who has to call goes on calling, if it is small and may: then one call is meant, where nothing is said.
     one = ToolChoice("required", parallel=parallel is True)
-    if choice in _MODES and choice not in names:
-        mode = _MODES[choice]
+    if asked in _MODES and asked not in names:
+        mode = _MODES[asked]
         return one if mode == "required" else ToolChoice(mode, parallel=parallel is not False)  # type: ignore[arg-type]
-    if choice not in names:
-        raise af.BadArgument(f"tool_choice names {choice!r}, and the tools are: {', '.join(names) or 'none'}")
-    return ToolChoice("required", choice, parallel=False)
+    if asked not in names:
+        raise af.BadArgument(f"tool_choice names {asked!r}, and the tools are: {', '.join(names) or 'none'}")
+    return ToolChoice("required", asked, parallel=False)

@@ -1,0 +1,62 @@
+"""examples/pydantic_ai_agent.py on a server, and pydantic-ai's other ways to a value."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from end_to_end.serving import served
+
+pytest.importorskip("pydantic_ai", reason="pydantic-ai-slim is not installed")
+
+import openai
+from pydantic_ai import Agent, ModelSettings, NativeOutput, Tool
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
+from pydantic_ai_agent import Report, until_told, weather
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "pydantic_ai_agent.py"
+
+
+@pytest.fixture(scope="module")
+def url(model_folder: Path) -> Iterator[str]:
+    with served("--model", f"smollm2-135m={model_folder}", "--dtype", "float32") as (address, _):
+        yield address.replace("ws://", "http://") + "/v1"
+
+
+def run(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(EXAMPLE), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_the_example(url: str) -> None:
+    done = run("--url", url)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("the model calls weather({") == 2
+    assert done.stdout.count("Report(city='") == 2
+    assert "the tool says  24 degrees and sun in Rome" in done.stdout
+
+
+def test_the_example_without_a_server() -> None:
+    done = run("--url", "http://127.0.0.1:1/v1")
+    assert done.returncode == 1
+    assert "`agentflow serve` starts one" in " ".join(done.stdout.split())
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_a_value_is_the_answer_itself_beside_tools(url: str) -> None:
+    """What OpenAI calls a response format: beside tools, an answer is either calls or the value."""
+    async with openai.AsyncOpenAI(base_url=url, api_key="none") as client:
+        agent = Agent(
+            OpenAIChatModel("smollm2-135m", provider=OpenAIProvider(openai_client=client)),
+            output_type=NativeOutput(Report),
+            tools=[Tool(weather, prepare=until_told)],
+            model_settings=ModelSettings(temperature=0.0, max_tokens=100, parallel_tool_calls=False),
+        )
+        found = await agent.run("What is the weather in Rome?")
+    assert isinstance(found.output, Report)
