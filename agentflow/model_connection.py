@@ -3,12 +3,16 @@ and calls that belong together as one program."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import aclosing
 from typing import Final
+from weakref import WeakValueDictionary
 
+from agentflow.backend import Backend
+from agentflow.backends.embedded import DEFAULT_MODEL
 from agentflow.model_call import CalledProgram, Ended, ModelCall, Said
 from agentflow.ops import Objective
 from agentflow.session import Session
@@ -71,6 +75,8 @@ class ModelConnection:
 
 
 _connections: dict[tuple[str | None, ...], ModelConnection] = {}
+# By the backend's ``id``, which nothing else has while its connection is there.
+_backends: WeakValueDictionary[int, ModelConnection] = WeakValueDictionary()
 _lock = threading.Lock()
 
 
@@ -81,8 +87,21 @@ def connection_to(
     it opens. Closed with the process, or with ``close``."""
     from agentflow.open_session import session
 
+    is_local = not (url or os.environ.get("AGENTFLOW_URL"))
     with _lock:
-        key = (url, model, api_key)
+        key = (None, model or DEFAULT_MODEL, None) if is_local else (url, model, api_key)
         if key not in _connections:
             _connections[key] = ModelConnection(lambda: session(url, model=model, api_key=api_key))
         return _connections[key]
+
+
+def connection_through(backend: Backend) -> ModelConnection:
+    """The one through this backend, as long as somebody has it."""
+    from agentflow.open_session import session
+
+    with _lock:
+        connection = _backends.get(id(backend))
+        if connection is None:
+            connection = ModelConnection(lambda: session(backend=backend))
+            _backends[id(backend)] = connection
+        return connection

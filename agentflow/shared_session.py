@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import aclosing
 from typing import TypeVar
@@ -32,6 +33,10 @@ class SharedSession:
     def __init__(self, open_session: Callable[[], Session], name: str = "agentflow session") -> None:
         self._open_session = open_session
         self._thread = LoopThread(name)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
         self._session: Session | None = None
         self._opening = anyio.Lock()
         self._replaced = anyio.Event()
@@ -69,6 +74,8 @@ class SharedSession:
                 yield item
 
     async def _opened(self) -> Session:
+        if self._process != os.getpid():
+            self._begin()  # a fork of the process has another loop: the session's tasks are not in it
         async with self._opening:
             if self._session is None or not self._session.is_alive:
                 self._replaced.set()

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Final
 
 from agentflow.backend import Connection, Deliver, Lost
 from agentflow.backends.interpreted import interpreted
 from agentflow.errors import ModelError
+
+DEFAULT_MODEL: Final = "smollm2-135m"
 
 
 class Embedded:
@@ -28,7 +31,7 @@ class Embedded:
 
     def __init__(
         self,
-        model: str = "smollm2-135m",
+        model: str = DEFAULT_MODEL,
         *,
         dtype: str = "bfloat16",
         device: str | None = None,

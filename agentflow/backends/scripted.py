@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import anyio.lowlevel
@@ -35,10 +35,11 @@ can be made, or (of a conversation) a ``Reply``; an exception as an answer is ra
 
 @dataclass
 class ScriptedContext:
-    """A state as text. Turns are written ``<role>…</role>``."""
+    """A state as text. Turns are written ``<role>…</role>``. ``may_call``: of its conversation's tools."""
 
     text: str = ""
     open_roles: list[str] = field(default_factory=list)
+    may_call: bool = False
 
 
 class ScriptedGenerator:
@@ -105,6 +106,7 @@ class ScriptedGenerator:
     def converse(self, context: ScriptedContext, conversation: Conversation) -> None:
         """Writes the turns, and ``<assistant>``."""
         messages = conversation.messages
+        context.may_call = bool(conversation.tools) and conversation.choice.mode != "none"
         for number, message in enumerate(messages):
             self.begin_role(context, message.role)
             context.text += message.content
@@ -132,7 +134,8 @@ class ScriptedGenerator:
             on_text(told[-1])
 
         said = answer if isinstance(answer, Reply) else Reply(_text_of(answer))
-        kept = None if said.tool_calls else constraint  # it is of replies that call nothing
+        calls = context.may_call and said.tool_calls
+        kept = None if calls else constraint  # it is of replies that call nothing
         end = await self._say(context, said.text, params, lambda delta: tell(TextPiece(delta)), kept)
         for call in said.tool_calls:
             context.text += f"<call {call.name}>{call.arguments}</call>"
@@ -184,7 +187,7 @@ class ScriptedGenerator:
     async def fork(self, context: ScriptedContext, count: int) -> list[ScriptedContext]:
         """Copies of the text."""
         self.num_open += count
-        return [ScriptedContext(context.text, list(context.open_roles)) for _ in range(count)]
+        return [replace(context, open_roles=list(context.open_roles)) for _ in range(count)]
 
     def hint(self, context: ScriptedContext, hint: StateHint) -> None:
         """Nothing to be gained here."""

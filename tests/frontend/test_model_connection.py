@@ -3,6 +3,7 @@ leave behind."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -149,3 +150,22 @@ def test_one_connection_to_one_place():
     assert connection_to(model="a") is connection_to(model="a")
     assert connection_to(model="a") is not connection_to(model="b")
     assert connection_to("ws://127.0.0.1:1", None, "key") is not connection_to("ws://127.0.0.1:1")
+
+
+def test_one_connection_for_a_model_whatever_it_is_called(monkeypatch):
+    monkeypatch.delenv("AGENTFLOW_URL", raising=False)
+    assert connection_to() is connection_to(model="smollm2-135m") is connection_to(api_key="k")
+    assert connection_to() is not connection_to("ws://127.0.0.1:1")
+    assert connection_to("ws://127.0.0.1:1") is not connection_to("ws://127.0.0.1:1", "smollm2-135m")
+    assert connection_to("ws://127.0.0.1:1") is not connection_to("ws://127.0.0.1:1", api_key="k")
+
+
+def test_after_a_fork_of_the_process_there_is_another_session(connection):
+    call = ModelCall("Well", af.gen("answer"))
+    list(connection.ask(call))
+    child = os.fork()
+    if child == 0:
+        texts = [event.text for event in connection.ask(call) if isinstance(event, Ended)]
+        os._exit(0 if texts == ["fine then"] else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert list(connection.ask(call))

@@ -6,8 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
-import agentflow as af
-from agentflow.model_connection import ModelConnection, connection_to
+from agentflow.model_connection import ModelConnection, connection_through, connection_to
 
 PREFIX: Final = "agentflow/"
 DEFAULT_NAME: Final = "default"
@@ -31,7 +30,7 @@ class EngineSettings:
     backend: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        own = None if self.backend is None else ModelConnection(lambda: af.session(backend=self.backend))
+        own = None if self.backend is None else connection_through(self.backend)
         object.__setattr__(self, "_own_connection", own)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -18,33 +18,38 @@ FIRST_PAUSE_S: Final = 0.5
 
 
 class Retries:
-    """Whether, and when, to try again."""
+    """Of one call: whether, and when, to try again. Not where somebody has got something of the answer:
+    what is said where it ``is_streamed``, and otherwise an answer of several."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, *, is_streamed: bool = False) -> None:
         self._left = most
         self._pause_s = FIRST_PAUSE_S
-        self.has_said = False
+        self._is_streamed = is_streamed
+        self._was_heard = False
+
+    def hear(self, event: Said | Ended) -> None:
+        """It was told on."""
+        self._was_heard |= self._is_streamed or isinstance(event, Ended)
 
     def pause_s(self, error: Exception) -> float:
         """How long to wait before the next try; raises the error where there is none."""
-        if self.has_said or not getattr(error, "is_retryable", False) or self._left <= 0:
+        if self._was_heard or not getattr(error, "is_retryable", False) or self._left <= 0:
             raise error
         self._left -= 1
         pause_s, self._pause_s = self._pause_s, 2 * self._pause_s
-        return pause_s
+        return max(pause_s, getattr(error, "retry_after_s", None) or 0.0)
 
 
 def ask(
-    connection: ModelConnection, call: ModelCall, run_manager: Any, max_retries: int
+    connection: ModelConnection, call: ModelCall, run_manager: Any, retries: Retries
 ) -> Generator[Said | Ended, None, None]:
     """What the model says, as it comes. Blocks in between."""
-    retries = Retries(max_retries)
     while True:
         try:
             program, objective = program_of(run_manager, connection)
             with langchain_errors(), closing(connection.ask(call, program, objective)) as events:
                 for event in events:
-                    retries.has_said = True
+                    retries.hear(event)
                     yield event
             return
         except Exception as error:
@@ -52,17 +57,16 @@ def ask(
 
 
 async def aask(
-    connection: ModelConnection, call: ModelCall, run_manager: Any, max_retries: int
+    connection: ModelConnection, call: ModelCall, run_manager: Any, retries: Retries
 ) -> AsyncGenerator[Said | Ended, None]:
     """The same in an event loop."""
-    retries = Retries(max_retries)
     while True:
         try:
             program, objective = program_of(run_manager, connection)
             with langchain_errors():
                 async with aclosing(connection.aask(call, program, objective)) as events:
                     async for event in events:
-                        retries.has_said = True
+                        retries.hear(event)
                         yield event
             return
         except Exception as error:

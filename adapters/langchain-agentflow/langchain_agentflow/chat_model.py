@@ -17,7 +17,7 @@ from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.runnables.config import get_config_list
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 import agentflow as af
 from agentflow.model_call import Ended, ModelCall, Said
@@ -25,14 +25,12 @@ from langchain_agentflow.calls import aask, ask
 from langchain_agentflow.errors import langchain_errors
 from langchain_agentflow.messages import ChunkWriter, to_agentflow, to_langchain
 from langchain_agentflow.programs import one_batch
-from langchain_agentflow.settings import DEFAULT_MODEL, ModelSettings
+from langchain_agentflow.settings import DEFAULT_MODEL, MOST_THREADS, ModelSettings
 from langchain_agentflow.structured_output import Method, constraint_of, structured
 from langchain_agentflow.tools import Choice, Tool, as_openai, choice_of, specs_of
 
 # What the model that runs where nothing is said can take.
 _KNOWN_CONTEXT = {None: 8192, DEFAULT_MODEL: 8192}
-# Threads of a synchronous batch: they only wait.
-_MOST_THREADS = 256
 
 
 class ChatAgentflow(ModelSettings, BaseChatModel):
@@ -42,6 +40,8 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
     >>> model = ChatAgentflow(base_url="ws://127.0.0.1:8410", temperature=0.7)
     >>> model.invoke("What do plants do?").content
     """
+
+    model_config = ConfigDict(extra="forbid")  # a field that is spelt wrongly is told
 
     @property
     def _llm_type(self) -> str:
@@ -65,7 +65,8 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
             tool_choice=True,
             structured_output=True,
         )
-        if self.base_url is None and self.model_name in _KNOWN_CONTEXT:
+        is_local = self.base_url is None and self.backend is None
+        if is_local and self.model_name in _KNOWN_CONTEXT:
             profile["max_input_tokens"] = _KNOWN_CONTEXT[self.model_name]
         return profile
 
@@ -80,7 +81,7 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
     ) -> ChatResult:
         with langchain_errors():
             call, connection = self._call(messages, stop, kwargs), self._connection_for(kwargs)
-        with closing(ask(connection, call, run_manager, self.max_retries)) as events:
+        with closing(ask(connection, call, run_manager, self._retries(kwargs))) as events:
             return self._result([event for event in events if isinstance(event, Ended)])
 
     async def _agenerate(
@@ -92,7 +93,7 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
     ) -> ChatResult:
         with langchain_errors():
             call, connection = self._call(messages, stop, kwargs), self._connection_for(kwargs)
-        async with aclosing(aask(connection, call, run_manager, self.max_retries)) as events:
+        async with aclosing(aask(connection, call, run_manager, self._retries(kwargs))) as events:
             ends = [event async for event in events if isinstance(event, Ended)]
         return self._result(ends)
 
@@ -109,7 +110,8 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
                 self._connection_for(kwargs),
             )
         writer = ChunkWriter()
-        with closing(ask(connection, call, run_manager, self.max_retries)) as events:
+        retries = self._retries(kwargs, is_streamed=True)
+        with closing(ask(connection, call, run_manager, retries)) as events:
             for event in events:
                 chunk = _chunk(writer, event)
                 if run_manager:
@@ -129,7 +131,9 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
                 self._connection_for(kwargs),
             )
         writer = ChunkWriter()
-        async with aclosing(aask(connection, call, run_manager, self.max_retries)) as events:
+        async with aclosing(
+            aask(connection, call, run_manager, self._retries(kwargs, is_streamed=True))
+        ) as events:
             async for event in events:
                 chunk = _chunk(writer, event)
                 if run_manager:
@@ -181,7 +185,7 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
     ) -> list[AIMessage]:
         """All at once, as one program: threads only wait here."""
         configs = [_with_threads(one, len(inputs)) for one in get_config_list(config, len(inputs))]
-        with one_batch(self._connection_for(kwargs)):
+        with one_batch(self._connection_for(kwargs), len(inputs)):
             return super().batch(inputs, configs, return_exceptions=return_exceptions, **kwargs)
 
     async def abatch(
@@ -193,7 +197,7 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
         **kwargs: Any,
     ) -> list[AIMessage]:
         """All at once, as one program."""
-        with one_batch(self._connection_for(kwargs)):
+        with one_batch(self._connection_for(kwargs), len(inputs)):
             return await super().abatch(inputs, config, return_exceptions=return_exceptions, **kwargs)
 
     # Tools and structure
@@ -223,7 +227,7 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
 
     def with_structured_output(
         self,
-        schema: dict[str, Any] | type,
+        schema: dict[str, Any] | type | None = None,
         *,
         method: Method = "json_schema",
         include_raw: bool = False,
@@ -239,17 +243,6 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
         return structured(self, schema, method=method, include_raw=include_raw, **kwargs)
 
     # Tokens
-
-    def get_token_ids(self, text: str) -> list[int]:
-        """The model's own, of a text by itself."""
-
-        async def ids(flow: af.Session) -> list[int]:
-            async with flow.state() as s:
-                s += text
-                return await s.token_ids()
-
-        with langchain_errors():
-            return self.connection().shared.run(ids)
 
     def get_num_tokens_from_messages(
         self, messages: list[BaseMessage], tools: Sequence[Tool] | None = None
@@ -269,7 +262,7 @@ def _with_threads(config: RunnableConfig, num_inputs: int) -> RunnableConfig:
     """As many as there are inputs, where nothing is said."""
     if config.get("max_concurrency") is not None:
         return config
-    return {**config, "max_concurrency": min(num_inputs, _MOST_THREADS)}
+    return {**config, "max_concurrency": min(num_inputs, MOST_THREADS)}
 
 
 def _chunk(writer: ChunkWriter, event: Said | Ended) -> ChatGenerationChunk:

@@ -69,12 +69,31 @@ _KINDS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], type[ModelErr
 )
 
 
+_made: dict[tuple[type[ModelError], type[af.AgentflowError]], type[Exception]] = {}
+
+
 def as_langchain(error: af.AgentflowError) -> Exception:
     """The error of LangChain's kind; itself where it is one already."""
     if isinstance(error, ModelError):
         return error
     kind = next(kind for known, kind in _KINDS if isinstance(error, known))
-    return kind(str(error))
+    told = _both(kind, type(error))(str(error))
+    told.__dict__.update(error.__dict__)  # such as ``retry_after_s``
+    return told
+
+
+def _both(kind: type[ModelError], raised: type[af.AgentflowError]) -> type[Exception]:
+    """The one, and what was raised."""
+    if issubclass(kind, raised):
+        return kind
+    if (kind, raised) in _made:
+        return _made[kind, raised]
+
+    def as_kind(self: Exception) -> tuple[type[Exception], tuple[str]]:
+        return kind, (str(self),)  # for pickle, which finds classes by their names
+
+    made = type(kind.__name__, (kind, raised), {"__module__": kind.__module__, "__reduce__": as_kind})
+    return _made.setdefault((kind, raised), made)
 
 
 @contextmanager

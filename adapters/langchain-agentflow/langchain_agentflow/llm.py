@@ -11,17 +11,18 @@ from typing import Any
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models.llms import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
+from pydantic import ConfigDict
 
 import agentflow as af
 from agentflow.model_call import Ended, ModelCall, Said
 from agentflow.model_connection import ModelConnection
 from agentflow.reply import TextPiece
 from agentflow.task_group import open_task_group
-from langchain_agentflow.calls import aask, ask
+from langchain_agentflow.calls import Retries, aask, ask
 from langchain_agentflow.errors import langchain_errors
 from langchain_agentflow.messages import finish_reason_of, logprobs_of
 from langchain_agentflow.programs import one_batch
-from langchain_agentflow.settings import ModelSettings
+from langchain_agentflow.settings import MOST_THREADS, ModelSettings
 
 
 class Agentflow(ModelSettings, BaseLLM):
@@ -29,6 +30,8 @@ class Agentflow(ModelSettings, BaseLLM):
 
     >>> Agentflow(max_tokens=16).invoke("The capital of Norway is")
     """
+
+    model_config = ConfigDict(extra="forbid")  # a field that is spelt wrongly is told
 
     @property
     def _llm_type(self) -> str:
@@ -42,10 +45,11 @@ class Agentflow(ModelSettings, BaseLLM):
         **kwargs: Any,
     ) -> LLMResult:
         connection, calls = self._calls(prompts, stop, kwargs)
-        with one_batch(connection), ThreadPoolExecutor(max(1, len(calls))) as threads:
+        num_threads = max(1, min(len(calls), MOST_THREADS))
+        with one_batch(connection, len(calls)), ThreadPoolExecutor(num_threads) as threads:
             contexts = [copy_context() for _ in calls]  # of each thread its own: it knows the batch
             asked = [
-                threads.submit(context.run, self._ends, connection, call, run_manager)
+                threads.submit(context.run, self._ends, connection, call, run_manager, self._retries(kwargs))
                 for context, call in zip(contexts, calls, strict=True)
             ]
             return self._result([one.result() for one in asked])
@@ -61,10 +65,10 @@ class Agentflow(ModelSettings, BaseLLM):
         found: list[list[Ended]] = [[] for _ in calls]
 
         async def collect(call: ModelCall, into: list[Ended]) -> None:
-            async with aclosing(aask(connection, call, run_manager, self.max_retries)) as events:
+            async with aclosing(aask(connection, call, run_manager, self._retries(kwargs))) as events:
                 into += [event async for event in events if isinstance(event, Ended)]
 
-        with one_batch(connection):
+        with one_batch(connection, len(calls)):
             async with open_task_group() as group:
                 for call, into in zip(calls, found, strict=True):
                     group.start_soon(collect, call, into)
@@ -78,7 +82,8 @@ class Agentflow(ModelSettings, BaseLLM):
         **kwargs: Any,
     ) -> Iterator[GenerationChunk]:
         connection, [call] = self._calls([prompt], stop, {**kwargs, "n": 1})
-        with closing(ask(connection, call, run_manager, self.max_retries)) as events:
+        retries = self._retries(kwargs, is_streamed=True)
+        with closing(ask(connection, call, run_manager, retries)) as events:
             for event in events:
                 chunk = _chunk(event)
                 if run_manager:
@@ -93,17 +98,23 @@ class Agentflow(ModelSettings, BaseLLM):
         **kwargs: Any,
     ) -> AsyncIterator[GenerationChunk]:
         connection, [call] = self._calls([prompt], stop, {**kwargs, "n": 1})
-        async with aclosing(aask(connection, call, run_manager, self.max_retries)) as events:
+        async with aclosing(
+            aask(connection, call, run_manager, self._retries(kwargs, is_streamed=True))
+        ) as events:
             async for event in events:
                 chunk = _chunk(event)
                 if run_manager:
                     await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                 yield chunk
 
+    @staticmethod
     def _ends(
-        self, connection: ModelConnection, call: ModelCall, run_manager: CallbackManagerForLLMRun | None
+        connection: ModelConnection,
+        call: ModelCall,
+        run_manager: CallbackManagerForLLMRun | None,
+        retries: Retries,
     ) -> list[Ended]:
-        with closing(ask(connection, call, run_manager, self.max_retries)) as events:
+        with closing(ask(connection, call, run_manager, retries)) as events:
             return [event for event in events if isinstance(event, Ended)]
 
     def _calls(

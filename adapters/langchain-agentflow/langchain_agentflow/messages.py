@@ -24,16 +24,6 @@ from agentflow.model_call import Ended
 from agentflow.reply import Arguments, CallBegun, Piece, read_reply
 
 _ROLES = {"human": "user", "ai": "assistant", "developer": "system"}
-# Of what a model has said before: what it thought is not said again, and its calls stand in ``tool_calls``.
-_LEFT_OUT = (
-    "tool_use",
-    "tool_call",
-    "tool_call_chunk",
-    "thinking",
-    "redacted_thinking",
-    "reasoning",
-    "input_json_delta",
-)
 
 
 def to_agentflow(messages: Sequence[BaseMessage]) -> list[af.Message]:
@@ -77,8 +67,9 @@ def _block_text(block: str | dict[Any, Any], message: BaseMessage) -> str:
     kind = block.get("type")
     if kind == "text":
         return str(block.get("text", ""))
-    if kind in _LEFT_OUT and isinstance(message, AIMessage):
-        return ""
+    if isinstance(message, AIMessage):
+        # Another model's, perhaps: what it thought is not said again, and its calls stand in ``tool_calls``.
+        return str(block.get("refusal", ""))
     if kind == "json":
         return json.dumps(block.get("json"), ensure_ascii=False)
     raise af.BadArgument(

@@ -13,7 +13,8 @@ from contextvars import ContextVar
 from typing import Any, Final
 from uuid import UUID, uuid4
 
-from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.callbacks import BaseCallbackHandler, BaseCallbackManager
+from langchain_core.runnables.config import var_child_runnable_config
 from langchain_core.tracers.context import register_configure_hook
 
 from agentflow.model_connection import ModelConnection
@@ -33,9 +34,10 @@ class RunTree(BaseCallbackHandler):
         self._roots: OrderedDict[UUID, UUID] = OrderedDict()
         self._at_end: dict[UUID, set[ModelConnection]] = {}
 
-    def root_of(self, run_id: UUID | None, parent_id: UUID | None) -> UUID | None:
-        """Of a model call that is part of something; None for one that stands alone."""
-        return None if parent_id is None else self._roots.get(parent_id, parent_id)
+    def root_of(self, parent_id: UUID | None) -> UUID | None:
+        """Of a model call that is part of something; None for one that stands alone, or in a run that began
+        elsewhere (its end would not be heard)."""
+        return None if parent_id is None else self._roots.get(parent_id)
 
     def tell_end(self, root: UUID, connection: ModelConnection) -> None:
         """When the root ends, its program on that connection does."""
@@ -43,9 +45,7 @@ class RunTree(BaseCallbackHandler):
             self._at_end.setdefault(root, set()).add(connection)
 
     def _begin(self, run_id: UUID, parent_run_id: UUID | None) -> None:
-        self._roots[run_id] = (
-            run_id if parent_run_id is None else self._roots.get(parent_run_id, parent_run_id)
-        )
+        self._roots[run_id] = run_id if parent_run_id is None else self._roots.get(parent_run_id, run_id)
         while len(self._roots) > MOST_RUNS:
             self._end(next(iter(self._roots)))
 
@@ -111,8 +111,11 @@ _batch: ContextVar[tuple[str, Objective] | None] = ContextVar("agentflow_batch",
 
 
 @contextmanager
-def one_batch(connection: ModelConnection) -> Iterator[None]:
-    """Model calls within belong together: those of one batch."""
+def one_batch(connection: ModelConnection, num_calls: int) -> Iterator[None]:
+    """Model calls within belong together: those of one batch, if it is one."""
+    if num_calls < 2:
+        yield
+        return
     name = f"batch {uuid4()}"
     token = _batch.set((name, "throughput"))
     try:
@@ -122,14 +125,18 @@ def one_batch(connection: ModelConnection) -> Iterator[None]:
         connection.end_program(name)
 
 
+def _parent_here() -> UUID | None:
+    """The run that this is called in: a model that is streamed is given no run manager."""
+    callbacks = (var_child_runnable_config.get() or {}).get("callbacks")
+    return callbacks.parent_run_id if isinstance(callbacks, BaseCallbackManager) else None
+
+
 def program_of(run_manager: Any, connection: ModelConnection) -> tuple[str, Objective | None]:
     """The name of the program that a call of this run manager belongs to, and what matters there."""
     batch = _batch.get()
     if batch is not None:
         return batch
-    if run_manager is None:
-        return "", None
-    root = RUNS.root_of(run_manager.run_id, run_manager.parent_run_id)
+    root = RUNS.root_of(_parent_here() if run_manager is None else run_manager.parent_run_id)
     if root is None:
         return "", None
     RUNS.tell_end(root, connection)

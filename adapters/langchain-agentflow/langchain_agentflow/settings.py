@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from langchain_core.utils import secret_from_env
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, model_validator
 
 import agentflow as af
-from agentflow.model_connection import ModelConnection, connection_to
+from agentflow.model_connection import ModelConnection, connection_through, connection_to
+from langchain_agentflow.calls import Retries
+from langchain_agentflow.errors import langchain_errors
 
 DEFAULT_MAX_TOKENS: Final = 1024
 DEFAULT_MODEL: Final = "smollm2-135m"
+# Of a synchronous batch: they only wait.
+MOST_THREADS: Final = 256
 
 # Fields, and arguments of a call, that are those of ``af.gen``; by their name there.
 _SAMPLING: Final = {
@@ -78,6 +82,8 @@ class ModelSettings(BaseModel):
     """Of calls that failed for a reason that may pass, before anything was said."""
     n: int = 1
     """Answers to each prompt: a fork of it."""
+    streaming: bool = False
+    """Whether LangChain streams each call, and tells its callbacks of tokens, where nobody reads a stream."""
     cache_salt: str = ""
     """Prompts share cached KV only under an equal one."""
 
@@ -88,7 +94,7 @@ class ModelSettings(BaseModel):
         if self.n < 1:
             raise ValueError(f"n must be at least 1, not {self.n}")
         if self.backend is not None:
-            self._own_connection = ModelConnection(lambda: af.session(backend=self.backend))
+            self._own_connection = connection_through(self.backend)
         return self
 
     def connection(self, model: str | None = None) -> ModelConnection:
@@ -98,7 +104,10 @@ class ModelSettings(BaseModel):
         key = None if self.api_key is None else self.api_key.get_secret_value()
         return connection_to(self.base_url, model or self.model_name, key)
 
-    def options(self, stop: Sequence[str] | None, asked: Mapping[str, Any]) -> dict[str, Any]:
+    def _retries(self, asked: Mapping[str, Any], *, is_streamed: bool = False) -> Retries:
+        return Retries(asked.get("max_retries", self.max_retries), is_streamed=is_streamed)
+
+    def options(self, stop: Sequence[str] | str | None, asked: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of ``af.gen`` and ``af.reply``: the fields, and over them what a call asks for.
         ``BadArgument`` for what there is not."""
         unknown = asked.keys() - _SAMPLING.keys() - set(CONSTRAINTS) - set(_ELSEWHERE)
@@ -110,12 +119,27 @@ class ModelSettings(BaseModel):
             if value is not None:
                 told[name] = value
         told |= {name: asked[name] for name in CONSTRAINTS if asked.get(name) is not None}
-        stops = [*_listed(self.stop), *(stop or ())]
+        stops = _listed(self.stop if stop is None else stop)
         return {**told, "stop": stops} if stops else told
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """The model's own, of a text by itself."""
+        custom: Callable[[str], list[int]] | None = getattr(self, "custom_get_token_ids", None)
+        if custom is not None:
+            return custom(text)
+
+        async def ids(flow: af.Session) -> list[int]:
+            async with flow.state() as s:
+                s += text
+                return await s.token_ids()
+
+        with langchain_errors():
+            return self.connection().shared.run(ids)
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
         told = {field: getattr(self, field, None) for field in _SAMPLING}
+        told |= {"stop": self.stop, "n": self.n, "cache_salt": self.cache_salt or None}
         sampling = {field: value for field, value in told.items() if value is not None}
         return {"model_name": self.model_name, "base_url": self.base_url, **sampling}
 
@@ -128,5 +152,5 @@ class ModelSettings(BaseModel):
         return True
 
 
-def _listed(stop: list[str] | str | None) -> list[str]:
+def _listed(stop: Sequence[str] | str | None) -> list[str]:
     return [stop] if isinstance(stop, str) else list(stop or ())

@@ -3,15 +3,21 @@ answer as OpenAI's API asks for it, which agents of LangChain's do."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import AsyncIterator, Iterator
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
+from langchain_core.exceptions import OutputParserException
 from langchain_core.language_models import LanguageModelInput
+from langchain_core.messages import AIMessage
 from langchain_core.output_parsers import BaseOutputParser, JsonOutputParser, PydanticOutputParser
 from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
-from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
+from langchain_core.outputs import Generation
+from langchain_core.runnables import Runnable, RunnableGenerator, RunnableMap, RunnablePassthrough
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
+from pydantic import BaseModel
 
 import agentflow as af
 from langchain_agentflow.tools import as_openai
@@ -19,20 +25,34 @@ from langchain_agentflow.tools import as_openai
 if TYPE_CHECKING:
     from langchain_agentflow.chat_model import ChatAgentflow
 
+# By these keys, dictionaries of tools and JSON schemas are told apart.
+_OF_TOOLS = {"parameters", "input_schema", "function"}
+_OF_SCHEMAS = {"type", "properties", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"}
+
 Method = Literal["json_schema", "function_calling", "json_mode"]
 
 
 def structured(
-    model: ChatAgentflow, schema: dict[str, Any] | type, *, method: Method, include_raw: bool, **kwargs: Any
+    model: ChatAgentflow,
+    schema: dict[str, Any] | type | None,
+    *,
+    method: Method,
+    include_raw: bool,
+    **kwargs: Any,
 ) -> Runnable[LanguageModelInput, Any]:
     """The model and a parser behind it; with ``include_raw`` a dict of both, and of the failure."""
+    if schema is None:
+        if method != "json_mode":
+            raise ValueError(f"method {method!r} needs a schema")
+        schema = {"type": "object"}
     if method == "function_calling":
         asking, parser = _by_call(model, schema, kwargs)
     elif method in ("json_schema", "json_mode"):
         asking, parser = _by_answer(model, schema, method, kwargs)
     else:
         raise ValueError(f"method must be 'json_schema', 'function_calling' or 'json_mode', not {method!r}")
-    return _with_raw(asking, parser) if include_raw else asking | parser
+    whole = RunnableGenerator(_refuse_cut, _arefuse_cut) | parser
+    return _with_raw(asking, whole) if include_raw else asking | whole
 
 
 def constraint_of(response_format: Any) -> dict[str, Any]:
@@ -45,7 +65,7 @@ def constraint_of(response_format: Any) -> dict[str, Any]:
         case {"type": "json_schema", "json_schema": {"schema": schema}}:
             return {"schema": schema}
         case type():
-            return {"schema": convert_to_json_schema(response_format)}
+            return {"schema": json_schema_of(response_format)}
     known = "text, json_object, or json_schema with a schema"
     raise af.BadArgument(f"response_format has a type ({known}), not {response_format!r}")
 
@@ -53,6 +73,8 @@ def constraint_of(response_format: Any) -> dict[str, Any]:
 def _by_call(
     model: ChatAgentflow, schema: dict[str, Any] | type, kwargs: dict[str, Any]
 ) -> tuple[Runnable[Any, Any], Any]:
+    if "tools" in kwargs:
+        raise ValueError("method 'function_calling' calls the schema itself: tools go with 'json_schema'")
     name = convert_to_openai_tool(schema)["function"]["name"]
     asking = model.bind_tools(
         [schema], tool_choice=name, ls_structured_output_format=_traced("function_calling", schema), **kwargs
@@ -68,11 +90,70 @@ def _by_answer(
     if tools := kwargs.pop("tools", None):
         kwargs["tools"] = as_openai(tools)
     asking = model.bind(
-        schema=convert_to_json_schema(schema), ls_structured_output_format=_traced(method, schema), **kwargs
+        schema=json_schema_of(schema), ls_structured_output_format=_traced(method, schema), **kwargs
     )
     if _is_pydantic(schema):
-        return asking, PydanticOutputParser(pydantic_object=schema)  # type: ignore[arg-type]
-    return asking, JsonOutputParser()
+        return asking, _ModelValue(pydantic_object=schema)  # type: ignore[arg-type]
+    return asking, _JsonValue()
+
+
+def json_schema_of(schema: Any) -> dict[str, Any]:
+    """The JSON schema in what LangChain takes for one: a pydantic class, a TypedDict, a tool, or a schema,
+    which OpenAI's API has in a dictionary with its name."""
+    if isinstance(schema, type) and issubclass(schema, BaseModel):
+        return schema.model_json_schema()
+    if isinstance(schema, dict):
+        inner = schema.get("json_schema", schema).get("schema")
+        if isinstance(inner, dict):
+            return inner
+        if not schema.keys() & _OF_TOOLS and schema.keys() & _OF_SCHEMAS:
+            return schema
+    return convert_to_json_schema(schema)
+
+
+class _Whole:
+    """Before a parser that makes a value of what was cut off: only whole answers have one. None where the
+    model calls tools instead."""
+
+    def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
+        if getattr(getattr(result[0], "message", None), "tool_calls", None):
+            return None
+        if not partial:
+            try:
+                json.loads(result[0].text)
+            except ValueError as error:
+                raise OutputParserException(
+                    f"the answer is not JSON: {error}", llm_output=result[0].text
+                ) from error
+        return super().parse_result(result, partial=partial)  # type: ignore[misc]
+
+
+class _JsonValue(_Whole, JsonOutputParser):
+    """Of the answer."""
+
+
+class _ModelValue(_Whole, PydanticOutputParser):  # type: ignore[type-arg]
+    """Of the answer."""
+
+
+def _refuse_cut(messages: Iterator[AIMessage]) -> Iterator[AIMessage]:
+    for message in messages:
+        _check_whole(message)
+        yield message
+
+
+async def _arefuse_cut(messages: AsyncIterator[AIMessage]) -> AsyncIterator[AIMessage]:
+    async for message in messages:
+        _check_whole(message)
+        yield message
+
+
+def _check_whole(message: AIMessage) -> None:
+    if message.response_metadata.get("finish_reason") == "length":
+        raise OutputParserException(
+            "the answer was cut off by max_tokens, and has no value: raise max_tokens",
+            llm_output=message.text,
+        )
 
 
 def _is_pydantic(schema: dict[str, Any] | type) -> bool:

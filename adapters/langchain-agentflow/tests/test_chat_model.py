@@ -232,6 +232,20 @@ def test_a_model_can_be_saved_without_its_key():
     assert again == model
 
 
+@pytest.mark.parametrize(("asked", "stops"), [(None, ("a",)), ("END", ("END",)), (["b", "c"], ("b", "c"))])
+def test_a_calls_own_stop_takes_the_place_of_the_models(asked, stops):
+    told = ChatAgentflow(stop="a")._call([], asked, {})
+    assert told.says.params.stop == stops
+
+
+def test_models_on_one_backend_share_a_session():
+    backend = af.Scripted(lambda _: "Yes.")
+    first, second = ChatAgentflow(backend=backend), ChatAgentflow(backend=backend, temperature=1.0)
+    assert first.connection() is second.connection()
+    assert ChatAgentflow(backend=af.Scripted([])).connection() is not first.connection()
+    assert "max_input_tokens" not in first.profile
+
+
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}}
 
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import pickle
 import socket
 
 import pytest
 from langchain_agentflow import (
+    Agentflow,
     AgentflowConnectionError,
     AgentflowInvalidRequestError,
     AgentflowModelNotFoundError,
     ChatAgentflow,
 )
+from langchain_agentflow.calls import Retries
 from langchain_agentflow.errors import as_langchain
 from langchain_core import exceptions
 
 import agentflow as af
+from agentflow.model_call import Said
+from agentflow.reply import TextPiece
 
 
 @pytest.mark.parametrize(
@@ -36,7 +41,11 @@ def test_each_error_is_both(error, kind):
     told = as_langchain(error)
     assert isinstance(told, kind)
     assert isinstance(told, af.AgentflowError)
+    assert isinstance(told, type(error))
     assert str(told) == "x"
+    again = pickle.loads(pickle.dumps(told))
+    assert isinstance(again, kind)
+    assert str(again) == "x"
     assert as_langchain(told) is told
 
 
@@ -88,3 +97,38 @@ def test_a_call_is_tried_again_where_that_may_help(monkeypatch):
     assert model.invoke("x").content == "Here."
     with pytest.raises(exceptions.ModelInvalidRequestError, match="b"):
         model.invoke("x")
+
+
+def test_who_is_told_when_to_try_again_waits_so_long():
+    limited = af.RateLimited("x")
+    limited.retry_after_s = 7.5
+    told = as_langchain(limited)
+    assert told.retry_after_s == 7.5
+    assert Retries(2).pause_s(told) == 7.5
+    with pytest.raises(exceptions.ModelRateLimitError):
+        Retries(0).pause_s(told)
+
+
+def test_what_was_streamed_is_not_asked_for_again():
+    failure = as_langchain(af.EngineFailed("x"))
+    for is_streamed in (False, True):
+        retries = Retries(2, is_streamed=is_streamed)
+        retries.hear(Said(0, TextPiece("It")))
+        if is_streamed:
+            with pytest.raises(af.EngineFailed):
+                retries.pause_s(failure)
+        else:
+            assert retries.pause_s(failure) > 0
+
+
+def test_a_call_says_how_often_it_is_tried():
+    failures = iter([af.EngineFailed("a"), "Yes."])
+    model = ChatAgentflow(backend=af.Scripted(lambda _: next(failures)))
+    with pytest.raises(exceptions.ModelAPIError):
+        model.invoke("x", max_retries=0)
+
+
+@pytest.mark.parametrize("kind", [ChatAgentflow, Agentflow])
+def test_a_field_that_is_spelt_wrongly_is_told(kind):
+    with pytest.raises(ValueError, match="temprature"):
+        kind(temprature=0.7)

@@ -55,6 +55,24 @@ def test_blocks_of_text_are_put_together_and_what_was_thought_is_left_out():
     assert to_agentflow([said]) == [af.Message("assistant", "It is cold.")]
 
 
+def test_what_another_model_has_said_is_taken():
+    """OpenAI's and Anthropic's have more in a content than text."""
+    calls = [{"name": "weather", "args": {"city": "Oslo"}, "id": "c"}]
+    said = AIMessage(
+        [
+            {"type": "reasoning", "summary": []},
+            {"type": "text", "text": "I look."},
+            {"type": "function_call", "name": "weather", "arguments": "{}", "call_id": "c"},
+            {"type": "web_search_call", "id": "w"},
+            {"type": "refusal", "refusal": " I do not."},
+        ],
+        tool_calls=calls,
+    )
+    [turn] = to_agentflow([said])
+    assert (turn.role, turn.content) == ("assistant", "I look. I do not.")
+    assert [call.name for call in turn.tool_calls] == ["weather"]
+
+
 @pytest.mark.parametrize(
     ("message", "why"),
     [

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from contextlib import asynccontextmanager
 from typing import Any
+from uuid import uuid4
 
 import pytest
-from langchain_agentflow import ChatAgentflow
+from langchain_agentflow import Agentflow, ChatAgentflow
 from langchain_agentflow.programs import RUNS
+from langchain_core.callbacks import CallbackManager
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda, RunnableParallel
 from langchain_core.tools import tool
@@ -123,3 +125,33 @@ def test_runs_are_forgotten_when_they_end(heard, model):
         asking(model, "{x}").invoke({"x": "1"})
         list(asking(model, "{x}").stream({"x": "1"}))
     assert len(RUNS._roots) == before
+
+
+async def test_streamed_calls_belong_to_their_root(heard, model):
+    chain = RunnableParallel(a=asking(model, "a {x}"), b=asking(model, "b {x}"))
+    assert list(chain.stream({"x": "1"}))
+    async for _ in chain.astream({"x": "2"}):
+        pass
+    async for _ in chain.astream_events({"x": "3"}, version="v2"):
+        pass
+    programs = [heard.programs[at : at + 2] for at in (0, 2, 4)]
+    assert [len(set(both)) for both in programs] == [1, 1, 1]
+    assert len({name for both in programs for name in both}) == 3
+    assert "" not in heard.programs
+    until(model, lambda: heard.generator.num_open == 0)
+
+
+def test_a_run_whose_root_nobody_saw_is_no_program(heard, model):
+    config = {"callbacks": CallbackManager([], parent_run_id=uuid4())}
+    model.invoke("x", config)
+    assert heard.programs == [""]
+    RunnableLambda(lambda _: model.invoke("y")).invoke(None, config)
+    assert heard.programs[1] != ""
+    until(model, lambda: heard.generator.num_open == 0)
+
+
+def test_a_text_model_in_a_chain_belongs_to_it(heard):
+    model = Agentflow(backend=heard)
+    RunnableParallel(a=model, b=model).invoke("x")
+    assert len(set(heard.programs)) == 1
+    assert heard.objectives == {None}
