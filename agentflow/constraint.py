@@ -56,7 +56,7 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
     appended without sampling. There are at most ``max_tags`` (None: any number). ``between``: with
     it, the tags stand in no free text: there is at least one, and between two there is just this.
     ``instead``: the text may just as well be one of this constraint, which is of another kind than ``tags``,
-    and has none itself."""
+    and has none itself; such a text begins with none of ``apart``, so that one knows which it is."""
 
     kind: ConstraintKind
     source: str = ""
@@ -66,6 +66,7 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
     between: str | None = None
     max_tags: int | None = None
     instead: Constraint | None = None
+    apart: tuple[str, ...] = ()
 
     def check(self) -> Constraint:
         """Itself, or ``BadArgument`` where it cannot be one."""
@@ -98,7 +99,7 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
         found: list[str] = []
         part: Constraint | None = self
         while part is not None:  # a client may send a long chain, which is refused later
-            found += [part.source, part.between or "", *part.choices]
+            found += [part.source, part.between or "", *part.choices, *part.apart]
             part = part.instead
         return found
 
@@ -123,6 +124,10 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
             raise BadArgument(f"max_tags must be 1 to {MAX_TAGS}, or None")
 
     def _check_instead(self) -> None:
+        if not all(isinstance(text, str) and 0 < len(text) <= MAX_MARK_CHARS for text in self.apart):
+            raise BadArgument(f"apart: each must be a string of 1 to {MAX_MARK_CHARS} characters")
+        if len(self.apart) > MAX_TAGS or (self.apart and self.instead is None):
+            raise BadArgument(f"apart: at most {MAX_TAGS}, and only with instead")
         if self.instead is None:
             return
         if self.kind == "tags" and self.between is None:

@@ -12,6 +12,7 @@ import re
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from typing import Any, Final
 
@@ -22,10 +23,20 @@ from agentflow.constraint import Constraint, TagRule, Whitespace
 from agentflow.errors import BadArgument, RequestRefused
 from agentflow.server.compiled_constraint import CompiledConstraint
 from agentflow.server.core.fsm_builder import build_fsm
+from agentflow.server.core.grammar import is_allowed
 from agentflow.server.core.json_schema import schema_to_regex
 from agentflow.server.core.json_values import FREE_WHITESPACE_CHARS
 from agentflow.server.core.regex_syntax import parse_regex
-from agentflow.server.core.regex_tree import Choice, Regex, TooMuchForFsm, literal
+from agentflow.server.core.regex_tree import (
+    ANY_CHAR,
+    Choice,
+    LookAhead,
+    Regex,
+    Repeat,
+    TooMuchForFsm,
+    literal,
+)
+from agentflow.server.core.regex_tree import Sequence as RegexSequence
 from agentflow.server.llguidance_grammar import (
     ALL_TOKENS_ALLOWED,
     NOWHERE_TO_GO,
@@ -42,11 +53,13 @@ from agentflow.server.tag_grammar import (
     row_regex,
     tag_alone,
     tag_grammar,
+    text_apart,
 )
 
 VERSION: Final = 1
 """Of what compilation makes of a constraint: part of the key."""
 
+_ANY_TEXT: Final = Repeat(ANY_CHAR, 0, None)
 SMALL_STACK_BYTES: Final = 1 << 20
 
 _RULE_OF_EBNF: Final = re.compile(r"^[ \t]*(<?[\w-]+>?)[ \t]*::=", re.MULTILINE)
@@ -85,7 +98,7 @@ def _key(constraint: Constraint) -> str:
     if constraint.between is not None or constraint.max_tags is not None:
         said += [constraint.between, constraint.max_tags]
     if constraint.instead is not None:
-        said += ["instead", _key(constraint.instead)]
+        said += ["instead", _key(constraint.instead), constraint.apart]
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
@@ -94,9 +107,50 @@ def _regex_or_grammar(constraint: Constraint) -> Regex | str:
     if constraint.instead is None:
         return first
     second = _of_kind(constraint.instead)
-    if not isinstance(first, str) and not isinstance(second, str):
-        return Choice((first, second))
-    return either_grammar(_as_grammar(constraint, first), _as_grammar(constraint.instead, second))
+    if isinstance(first, str) or isinstance(second, str):
+        return _either_grammar(constraint, constraint.instead)
+    _check_alone(second)
+    begins = RegexSequence((Choice(tuple([literal(text) for text in constraint.apart])), _ANY_TEXT))
+    return Choice((first, RegexSequence((LookAhead(begins, wanted=False), second))))
+
+
+def _check_alone(regex: Regex) -> None:
+    """``BadArgument`` where no text is one: beside another constraint that would not be noticed."""
+    with suppress(TooMuchForFsm):
+        build_fsm(regex)
+
+
+def _either_grammar(one: Constraint, other: Constraint) -> str:
+    """``BadArgument`` where a text of the ``other`` may begin with what ``one`` keeps apart: a parser cannot
+    leave such texts out. Nor can it go back where words of two grammars begin alike: beside bare JSON, only
+    JSON may begin as it does."""
+    if other.kind in ("regex", "choices"):
+        grammar = text_apart(_lark_pattern(other), one.apart)
+    else:
+        grammar = _as_grammar(other, _of_kind(other))
+    _checked(grammar, other.kind)
+    is_alike = one.kind == "tags" or other.kind == "schema"
+    for text in one.apart if is_alike else [text[:1] for text in one.apart]:
+        if _may_begin(grammar, text):
+            raise BadArgument(
+                f"{other.kind}: a text of it may begin with {text!r}, as a tool call does: say more exactly "
+                "what it is (an object with additionalProperties false, say), or let no tool be called"
+            )
+    return either_grammar(_as_grammar(one, _of_kind(one)), grammar)
+
+
+def _lark_pattern(constraint: Constraint) -> str:
+    regex = _of_kind(constraint)
+    return constraint.source.replace("/", r"\/") if isinstance(regex, str) else pattern_of(regex)
+
+
+def _may_begin(grammar: str, text: str) -> bool:
+    matcher = LlguidanceGrammar(grammar, _byte_vocabulary()).matcher()
+    for byte in text.encode():
+        if not is_allowed(matcher.mask(), byte):
+            return False
+        matcher.take(byte)
+    return True
 
 
 def _of_kind(constraint: Constraint) -> Regex | str:
@@ -182,8 +236,7 @@ def _grammar_of(constraint: Constraint, compiled: Regex) -> str:
     """The parser's form of what no machine of a sensible size can keep."""
     if constraint.instead is None:
         return _as_grammar(constraint, compiled)
-    both = (constraint, constraint.instead)
-    return either_grammar(*[_as_grammar(one, _of_kind(one)) for one in both])
+    return _either_grammar(constraint, constraint.instead)
 
 
 def _as_grammar(constraint: Constraint, compiled: Regex | str) -> str:

@@ -105,6 +105,13 @@ def either_grammar(first: str, second: str) -> str:
     return json.dumps({"grammars": [*either, *inner]})
 
 
+def text_apart(pattern: str, begins: Sequence[str]) -> str:
+    """The grammar of texts that match the pattern and begin with none of these."""
+    some_begin = "|".join([_text(begin) for begin in begins])
+    apart = f" & ~(({some_begin}) /(?s:.*)/)" if begins else ""
+    return f"start: TEXT\nTEXT: /{pattern}/{apart}\n{ALL_TOKENS_ALLOWED}"
+
+
 def _joined(lines: list[str], grammars: list[dict[str, str]]) -> str:
     main = {"name": "text", "lark_grammar": "\n".join([*lines, ALL_TOKENS_ALLOWED])}
     return json.dumps({"grammars": [main, *grammars]})

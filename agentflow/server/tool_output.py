@@ -20,8 +20,8 @@ from agentflow.server.tool_format import ToolFormat
 
 class ToolOutput:
     """One answer's text. ``names``: of the tools that may be called; none where nothing is read as a call.
-    ``is_constrained``: a constraint keeps calls valid. ``calls_begin``: an answer that does not begin with a
-    call has none. ``num_calls``: so many were told so far.
+    ``is_constrained``: a constraint keeps calls valid. ``begins``: with them, an answer that begins with
+    none of them has no calls. ``num_calls``: so many were told so far.
 
     >>> output = ToolOutput(tool_format(template), ["weather"], is_constrained=True)
     >>> pieces = output.push('I look.\\n<tool_call>\\n{"name": "weather", "arguments": {"ci')
@@ -33,11 +33,11 @@ class ToolOutput:
     """
 
     def __init__(
-        self, form: ToolFormat, names: Collection[str], *, is_constrained: bool, calls_begin: bool = False
+        self, form: ToolFormat, names: Collection[str], *, is_constrained: bool, begins: Collection[str] = ()
     ) -> None:
         self._form = form
         self._names = frozenset(names)
-        self._calls_begin = calls_begin
+        self._begins = tuple(begins)
         self.num_calls = 0
         self._held = ""
         self._pieces: list[Piece] = []
@@ -70,14 +70,13 @@ class ToolOutput:
 
     def _read_start(self, is_over: bool) -> bool:
         """Where calls have no mark, or come first, the text is one from its beginning or has none."""
-        mark = self._form.mark
-        if mark and not self._calls_begin:
+        if self._begins and not self._held.startswith(self._begins):
+            if not is_over and any(begin.startswith(self._held) for begin in self._begins):
+                return False
+            self._marks = ()
             self._read = self._read_prose
             return True
-        if mark:
-            if mark.startswith(self._held) and self._held != mark and not is_over:
-                return False
-            self._marks = self._marks if self._held.startswith(mark) else ()
+        if self._form.mark:
             self._read = self._read_prose
             return True
         bare = self._held.lstrip()

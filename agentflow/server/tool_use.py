@@ -24,14 +24,15 @@ from agentflow.tool_call import hoisted
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     """``messages`` and ``tools`` are for the ``TokenState``. ``callable_names``: tools that an answer may
-    call. ``calls``: what an answer is that is nothing but calls; None where there may be none.
-    ``must_call``: each answer is."""
+    call. ``calls``: what an answer is that is nothing but calls; None where there may be none. Such an answer
+    begins with one of ``begins``. ``must_call``: each answer is one."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...]
     form: ToolFormat
     callable_names: tuple[str, ...] = ()
     calls: Constraint | None = None
+    begins: tuple[str, ...] = ()
     must_call: bool = False
 
     def constraint(self, otherwise: Constraint | None = None) -> Constraint | None:
@@ -41,7 +42,8 @@ class ToolUse:
         if self.must_call:
             return self.calls
         if otherwise is not None:
-            return replace(self.calls, instead=otherwise, jump_forward=otherwise.jump_forward)
+            jumps = otherwise.jump_forward
+            return replace(self.calls, instead=otherwise, apart=self.begins, jump_forward=jumps)
         return replace(self.calls, between=None) if self.form.mark else None
 
     def output(self, otherwise: Constraint | None = None) -> ToolOutput:
@@ -50,7 +52,7 @@ class ToolUse:
             self.form,
             self.callable_names,
             is_constrained=self.constraint(otherwise) is not None,
-            calls_begin=self.must_call or otherwise is not None,
+            begins=self.begins if otherwise is not None else (),
         )
 
 
@@ -92,7 +94,20 @@ def tool_use(template: ChatTemplate, conversation: Conversation) -> ToolUse:
     allowed = [tool for tool in tools if choice.name in (None, tool.name)]
     names = tuple([tool.name for tool in allowed])
     calls = _calls(form, allowed, choice)
-    return ToolUse(messages, given, form, names, calls, must_call=choice.mode == "required")
+    begins = (form.mark,) if form.mark else tuple([_bare_begin(form, name) for name in names])
+    return ToolUse(messages, given, form, names, calls, begins, must_call=choice.mode == "required")
+
+
+def _bare_begin(form: ToolFormat, name: str) -> str:
+    """What a call of this tool begins with in a format without a mark, up to its arguments (or its name,
+    where these come first)."""
+    comma, colon = (",", ":") if form.whitespace == "tight" else (", ", ": ")
+    said = [(key, json.dumps(value, ensure_ascii=False)) for key, value in form.constants]
+    if form.name_first:
+        said.append((form.name_key, json.dumps(name, ensure_ascii=False)))
+    members = [*said, (form.arguments_key, "{")]
+    written = comma.join([f"{json.dumps(key, ensure_ascii=False)}{colon}{value}" for key, value in members])
+    return ("[{" if form.is_list else "{") + written
 
 
 def _with_names(messages: Sequence[Message]) -> tuple[Message, ...]:

@@ -74,6 +74,8 @@ REFUSED = [
         "whitespace='free' is for JSON schemas, not for tags",
     ),
     (Constraint("regex", "a", instead=Constraint("regex", "")), "regex: a string of 1 to 200000 characters"),
+    (Constraint("regex", "a", apart=("b",)), "apart: at most 100, and only with instead"),
+    (Constraint("regex", "a", instead=Constraint("regex", "b"), apart=("",)), "apart: each must be a string"),
     (Constraint("regex", "a", instead=tags(AGE)), "instead: one constraint, and not of tags"),
     (
         Constraint("regex", "a", instead=Constraint("regex", "a", instead=Constraint("regex", "b"))),

@@ -83,9 +83,9 @@ def read(
     *,
     constrained: bool,
     names: tuple[str, ...] = NAMES,
-    calls_begin: bool = False,
+    begins: tuple[str, ...] = (),
 ) -> list[Piece]:
-    output = ToolOutput(form, names, is_constrained=constrained, calls_begin=calls_begin)
+    output = ToolOutput(form, names, is_constrained=constrained, begins=begins)
     pieces = [piece for part in parts for piece in output.push(part)]
     pieces += output.finish()
     assert output.num_calls == sum(isinstance(piece, CallBegun) for piece in pieces)
@@ -144,13 +144,18 @@ WORDS += [
 ]
 
 
+BEGINS = [(), ("<tool_call>",), ('{"name": "weather"', "["), ("[TOOL_CALLS]",)]
+
+
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("constrained", [True, False])
 @given(
-    text=st.lists(st.sampled_from(WORDS), max_size=12).map("".join), calls_begin=st.booleans(), data=st.data()
+    text=st.lists(st.sampled_from(WORDS), max_size=12).map("".join),
+    begins=st.sampled_from(BEGINS),
+    data=st.data(),
 )
-def test_nothing_depends_on_how_a_text_is_cut(name, constrained, text, calls_begin, data):
-    form, how = FORMS[name], {"constrained": constrained, "calls_begin": calls_begin}
+def test_nothing_depends_on_how_a_text_is_cut(name, constrained, text, begins, data):
+    form, how = FORMS[name], {"constrained": constrained, "begins": begins}
     whole = told(read(form, [text], **how))
     assert told(read(form, cut(text, data), **how)) == whole
     assert told(read(form, list(text), **how)) == whole

@@ -146,12 +146,71 @@ def test_either_calls_or_the_form_that_is_asked_for(name, form, tools):
         assert num_texts
 
 
-def test_a_form_with_the_mark_of_a_call_in_it_is_no_call():
-    use = use_of(TEMPLATES["hermes"], request(AUTO))
-    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-    for text in (f"A {call}", f" {call}"):
-        output = use.output(Constraint("regex", "(?s).*"))
+CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+OPEN = {
+    "hermes": (CALL, Constraint("regex", "(?s).{1,400}")),
+    "llama": ('{"name": "now", "parameters": {}}', Constraint("regex", r"\{[^}]{1,80}\}+")),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "tools"),
+    [("hermes", REGULAR), ("hermes", ANY), ("llama", REGULAR)],
+    ids=["hermes", "hermes any", "llama"],
+)
+def test_a_text_that_begins_as_a_call_is_a_valid_one(name, tools):
+    """Though it would be text of the form, too."""
+    call, otherwise = OPEN[name]
+    use = use_of(TEMPLATES[name], request(AUTO, tools))
+    compiled = compile_constraint(use.constraint(otherwise))
+    assert keeps(compiled, call.encode())
+    assert not keeps(compiled, call.replace("{}", '{"a": 1}').encode())
+    assert keeps(compile_constraint(otherwise), call.replace("{}", '{"a": 1}').encode())
+    texts = [f"A {call}", f" {call}"] if name == "hermes" else ['{"name": "now"}', '{"names": "now"}']
+    for text in texts:
+        assert keeps(compiled, text.encode())
+        output = use.output(otherwise)
         assert prose_of(output.push(text) + output.finish()) == text
+
+
+@pytest.mark.parametrize(
+    ("otherwise", "why"),
+    [
+        (
+            Constraint("schema", '{"type": "object"}'),
+            'schema: a text of it may begin with \'{"name": "weather',
+        ),
+        (Constraint("grammar", "start: /(?s:.+)/"), "grammar: a text of it may begin with"),
+        (Constraint("grammar", "start: ("), "grammar: "),
+        (Constraint("schema", '{"type": "array", "items": {"$ref": "#/x"}}'), "schema: .*x"),
+    ],
+)
+@pytest.mark.parametrize("tools", [REGULAR, ANY], ids=["regular", "any"])
+def test_a_form_that_cannot_be_told_from_a_call_is_refused(otherwise, why, tools):
+    use = use_of(TEMPLATES["llama"], request(AUTO, tools))
+    with pytest.raises(BadArgument, match=why):
+        compile_constraint(use.constraint(otherwise))
+
+
+def test_words_that_begin_as_a_bare_call_are_refused_where_a_parser_reads_them():
+    use = use_of(TEMPLATES["llama"], request(AUTO, ANY))
+    with pytest.raises(BadArgument, match=r"regex: a text of it may begin with '\{'"):
+        compile_constraint(use.constraint(OPEN["llama"][1]))
+    assert compile_constraint(use.constraint(Constraint("regex", "[a-z]+"))).form == "llguidance"
+
+
+def test_a_form_that_no_text_has_is_refused_beside_tools_too():
+    use = use_of(TEMPLATES["hermes"], request(AUTO))
+    alone = Constraint("regex", "a(?=b)")
+    for constraint in (alone, use.constraint(alone)):
+        with pytest.raises(BadArgument):
+            compile_constraint(constraint)
+
+
+def test_an_answer_of_a_model_without_marks_comes_as_it_is_written():
+    use = use_of(TEMPLATES["llama"], request(AUTO))
+    output = use.output(Constraint("schema", json.dumps(closed({}))))
+    assert prose_of(output.push('{"a": ')) == '{"a": '
 
 
 def test_where_a_call_is_required_nothing_else_is_said():
