@@ -51,6 +51,12 @@ class AnswerFormat:
         """What a text lacks that was cut off. None where it lacks nothing, or is none of this format."""
         return _Reader(self, text).rest()
 
+    def num_certain(self, text: str) -> int:
+        """So many characters of a text that grows stay, wherever it is cut off: half of a value that is no
+        free text would be said again."""
+        rest = self.rest(text)
+        return len(text) if rest is None else len(rest.kept)
+
 
 @dataclass(frozen=True)
 class Rest:

@@ -16,6 +16,7 @@ from agentflow.model_connection import ModelConnection
 from agentflow.reply import read_reply
 from dspy_agentflow.answer_format import AnswerFormat, Rest
 from dspy_agentflow.programs import CALLS
+from dspy_agentflow.telling import Telling
 
 # What an answer that was cut off may take beyond ``max_tokens`` to end as its format wants it, which is
 # short: some words for each field that is missing.
@@ -37,6 +38,7 @@ class Asked:
     answer_format: AnswerFormat | None = None
     n: int = 1
     cache_salt: str = ""
+    is_streamed: bool = False
 
     def call(self) -> ModelCall:
         """agentflow's. ``BadArgument`` where it makes no sense."""
@@ -69,33 +71,39 @@ class Asked:
 def ask(connection: ModelConnection, asked: Asked) -> Generator[Said | Ended, None, None]:
     """What the model says, as it comes. Blocks in between; closing this cancels it."""
     program, objective = CALLS.program_of(connection)
+    told = Telling(asked.answer_format if asked.is_streamed else None)
     cut: list[tuple[Ended, Rest]] = []
     with closing(connection.ask(asked.call(), program, objective)) as events:
         for event in events:
             if isinstance(event, Ended) and (rest := asked.rest_of(event)) is not None:
                 cut.append((event, rest))
             else:
-                yield event
+                yield from told.tell(event)
     for end, rest in cut:
+        told.go_on(rest)
         with closing(connection.ask(asked.for_rest(rest).call(), program, objective)) as events:
             for event in events:
-                yield _following(event, end, rest)
+                yield from told.tell(_following(event, end, rest))
 
 
 async def aask(connection: ModelConnection, asked: Asked) -> AsyncGenerator[Said | Ended, None]:
     """The same in an event loop."""
     program, objective = CALLS.program_of(connection)
+    told = Telling(asked.answer_format if asked.is_streamed else None)
     cut: list[tuple[Ended, Rest]] = []
     async with aclosing(connection.aask(asked.call(), program, objective)) as events:
         async for event in events:
             if isinstance(event, Ended) and (rest := asked.rest_of(event)) is not None:
                 cut.append((event, rest))
-            else:
-                yield event
+                continue
+            for one in told.tell(event):
+                yield one
     for end, rest in cut:
+        told.go_on(rest)
         async with aclosing(connection.aask(asked.for_rest(rest).call(), program, objective)) as events:
             async for event in events:
-                yield _following(event, end, rest)
+                for one in told.tell(_following(event, end, rest)):
+                    yield one
 
 
 def _following(event: Said | Ended, end: Ended, rest: Rest) -> Said | Ended:

@@ -16,12 +16,14 @@ from dspy_agentflow.answer_format import AnswerFormat, format_of
 
 @dataclass(frozen=True)
 class _Prompt:
-    """The last one that an adapter wrote here."""
+    """The last one that an adapter wrote here. ``outer``: the one that it is being made a part of, as where a
+    subclass adds to what ``format`` gives."""
 
     call_id: str
     adapter: Any
     signature: Any
     messages: Any = None
+    outer: _Prompt | None = None
 
 
 @dataclass
@@ -62,9 +64,14 @@ def remember_prompt(call_id: str, adapter: Any = None, signature: Any = None, me
     """What the adapter writes, when it begins and when it has written it."""
     prompt = _prompt.get()
     if messages is None:
-        _prompt.set(_Prompt(call_id, adapter, signature))
-    elif prompt is not None and prompt.call_id == call_id:
-        _prompt.set(replace(prompt, messages=messages))
+        outer = prompt if prompt is not None and prompt.messages is None else None
+        _prompt.set(_Prompt(call_id, adapter, signature, outer=outer))
+        return
+    known = None  # DSPy also wraps what is inherited, and then does not tell the signature outside
+    while prompt is not None and prompt.call_id != call_id:
+        known, prompt = prompt.signature if known is None else known, prompt.outer
+    if prompt is not None:
+        _prompt.set(replace(prompt, messages=messages, signature=prompt.signature or known))
 
 
 def forget_prompt() -> None:

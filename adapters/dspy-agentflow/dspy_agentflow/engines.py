@@ -90,13 +90,14 @@ class AgentflowEngine(_Engine):
 
     def stream(self, request: lm15.Request) -> Generator[Any, None, None]:
         """One answer, as it comes."""
-        writer = EventWriter(request.model)
+        writer, told = EventWriter(request.model), notes()
         yield writer.start()
         with engine_errors():
-            asked = self._asked(request, notes(), is_streamed=True)
+            asked = self._asked(request, told, is_streamed=True)
             with closing(ask(self.settings.connection(request.model), asked)) as events:
                 for event in events:
                     yield from writer.end(event) if isinstance(event, Ended) else writer.deltas(event)
+        told.num_given += 1
 
     def close(self) -> None:
         """The process's one connection stays for others."""
@@ -118,14 +119,15 @@ class AsyncAgentflowEngine(_Engine):
 
     async def stream(self, request: lm15.Request) -> AsyncGenerator[Any, None]:
         """One answer, as it comes."""
-        writer = EventWriter(request.model)
+        writer, told = EventWriter(request.model), notes()
         yield writer.start()
         with engine_errors():
-            asked = self._asked(request, notes(), is_streamed=True)
+            asked = self._asked(request, told, is_streamed=True)
             async with aclosing(aask(self.settings.connection(request.model), asked)) as events:
                 async for event in events:
-                    for told in writer.end(event) if isinstance(event, Ended) else writer.deltas(event):
-                        yield told
+                    for delta in writer.end(event) if isinstance(event, Ended) else writer.deltas(event):
+                        yield delta
+        told.num_given += 1
 
     async def aclose(self) -> None:
         """The process's one connection stays for others."""

@@ -13,8 +13,10 @@ from typing import Any, Final, Literal, Union, get_args, get_origin
 import dspy
 import pydantic
 
-# Free text in an answer with headers: two brackets and a space begin a header, and nothing else.
-_PROSE: Final = r"[^\s\[](?:[^\[]|\[(?:[^\[]|\[+[^\[ ]))*"
+# Free text in an answer with headers: ``[[ ##`` begins a header, and nothing else. What follows a bracket is
+# read up to where it can be none, which may be after others that began one.
+_BRACKETS: Final = r"(?:\[\[+ #?)*\[(?:[^\[]|\[+(?:[^\[ ]| (?:[^\[#]|#[^\[#])))"
+_PROSE: Final = rf"(?:[^\s\[]|{_BRACKETS})(?:[^\[]|{_BRACKETS})*"
 _SHORT_PROSE: Final = r"[^\s\[](?:[^\[]){0,80}"
 _STRING_CHAR: Final = r'(?:[^"\\\x00-\x1f\x7f]|\\["\\/bfnrt])'
 _NUMBERS: Final = {

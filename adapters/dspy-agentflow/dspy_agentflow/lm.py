@@ -48,6 +48,8 @@ class AgentflowLM(NotedLM):
             backend=backend,
         )
         self.follow_adapter = follow_adapter
+        if backend is not None:  # nothing that DSPy's cache goes by tells one from another
+            kwargs.setdefault("cache", False)
         super().__init__(
             name_of(model),
             engine=AgentflowEngine(settings),

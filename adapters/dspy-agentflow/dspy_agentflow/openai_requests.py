@@ -50,8 +50,9 @@ def asked_of(request: Mapping[str, Any], settings: EngineSettings, notes: CallNo
         sampling["timeout_s"] = settings.timeout
     tools = [spec_of(tool) for tool in request.get("tools", ())]
     own = {name: request[name] for name in _CONSTRAINTS if name in request}
-    found = None if own or notes.must_call else notes.answer_format
-    wanted = {} if notes.must_call else _wanted(request.get("response_format"))
+    # With tools, an adapter reads calls, and prose beside them.
+    found = None if own or tools else notes.answer_format
+    wanted = {} if tools else _wanted(request.get("response_format"))
     asked: dict[str, Any] = {
         "messages": [_turn(message) for message in request["messages"]],
         "tools": tools,

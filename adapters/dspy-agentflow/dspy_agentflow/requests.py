@@ -46,8 +46,9 @@ def asked_of(
     if settings.timeout is not None:
         sampling["timeout_s"] = settings.timeout
     own = {name: sampling.pop(name) for name in _CONSTRAINTS if name in sampling}
-    found = None if own or notes.must_call else notes.answer_format
-    wanted = {} if notes.must_call else _wanted(request.config)
+    # With tools, an adapter reads calls, and prose beside them.
+    found = None if own or tools else notes.answer_format
+    wanted = {} if tools else _wanted(request.config)
     return Asked(
         messages_of(request),
         sampling,
@@ -57,6 +58,7 @@ def asked_of(
         found,
         1 if is_streamed or "seed" in sampling else notes.n - notes.num_given,
         settings.cache_salt,
+        is_streamed,
     )
 
 

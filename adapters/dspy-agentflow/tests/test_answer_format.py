@@ -12,8 +12,14 @@ import jsonschema
 import pydantic
 import pytest
 from dspy_agentflow.answer_format import AnswerFormat, format_of
+from dspy_agentflow.field_values import _PROSE
+from dspy_agentflow.telling import Telling
 from hypothesis import given
 from hypothesis import strategies as st
+
+from agentflow.generator import Usage
+from agentflow.model_call import Ended, Said
+from agentflow.reply import TextPiece
 
 
 class Plant(pydantic.BaseModel):
@@ -169,6 +175,75 @@ def test_an_answer_cut_anywhere_is_brought_to_its_end(answer: Any, data: st.Data
     for name, kind in zip(values, signature.output_fields.values(), strict=True):
         if kind.annotation is str:  # as much of it as was said
             assert parsed[name] == values[name] or len(rest.kept) < len(text)
+
+
+@given(answers(), st.data())
+def test_what_is_streamed_is_the_answer_wherever_it_was_cut(answer: Any, data: st.DataObject) -> None:
+    """Nothing that was told is said again, and all of free text comes at once."""
+    _, _, found, _, text = answer
+    place = data.draw(st.integers(0, len(text)))
+    telling, told = Telling(found), ""
+    for at in range(0, place, 3):
+        told += said_by(telling, Said(0, TextPiece(text[at : min(at + 3, place)])))
+    assert text.startswith(told)
+    rest = found.rest(text[:place])
+    whole = text[:place]
+    if rest is not None:
+        more = data.draw(said_under(rest.constraint))
+        whole = rest.kept + more
+        telling.go_on(rest)
+        for at in range(0, len(more), 5):
+            told += said_by(telling, Said(0, TextPiece(more[at : at + 5])))
+    told += said_by(
+        telling,
+        Ended(
+            index=0,
+            text="",
+            finish_reason="stop",
+            usage=Usage(1, 0, 1),
+            model="m",
+            logprobs=None,
+            top_logprobs=None,
+        ),
+    )
+    assert told == whole
+
+
+def said_by(telling: Telling, event: Said | Ended) -> str:
+    pieces = [one.piece for one in telling.tell(event) if isinstance(one, Said)]
+    return "".join([piece.text for piece in pieces if isinstance(piece, TextPiece)])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1] Smith et al.",
+        "[1, 2]",
+        "[link](x) and [[a]]",
+        "if [[ -f x ]]",
+        "[[ 0.1 0.2 ]]",
+        "[[ # ]]",
+        "[[[ #a",
+        "a [[ [[ #b",
+        "# a",
+    ],
+)
+def test_text_may_have_brackets(text: str) -> None:
+    signature = signature_of([str, int])
+    found = format_of(dspy.ChatAdapter(), signature)
+    assert found is not None
+    written = f"[[ ## field_0 ## ]]\n{text}\n\n[[ ## field_1 ## ]]\n1\n\n[[ ## completed ## ]]"
+    assert matches(found.constraint(), written)
+    assert dspy.ChatAdapter().parse(signature, written) == {"field_0": text, "field_1": 1}
+
+
+@given(st.text("[ #a\n", max_size=12))
+def test_text_has_everything_but_what_begins_a_header(text: str) -> None:
+    is_text = re.fullmatch(_PROSE, text) is not None
+    if "[[ ##" in text or not text.strip() or text[0].isspace():
+        assert not is_text
+    elif text[-1] not in "[ #":  # it may not end where a header could have begun
+        assert is_text
 
 
 @pytest.mark.parametrize("end", ["\\", '\\"', "\\\\", "\\u", "\\u00", "\\u00e", "\\\\\\", "é"])

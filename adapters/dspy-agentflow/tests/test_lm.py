@@ -176,6 +176,62 @@ def test_streams_from_an_event_loop_what_was_cut_off_too() -> None:
     assert (found.reasoning, found.answer) == ("one two", "four")
 
 
+class Kind(dspy.Signature):
+    """Says of which kind it is."""
+
+    question: str = dspy.InputField()
+    reasoning: str = dspy.OutputField()
+    kind: Literal["a garden", "a field"] = dspy.OutputField()
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("kind", ["chat", "json"])
+def test_a_value_that_was_cut_off_is_streamed_once(kind: str, is_async: bool) -> None:
+    fields = {"reasoning": "It is green.", "kind": "a garden"}
+    whole = chat(**fields) if kind == "chat" else as_json(**fields)
+    head = whole[whole.index("green.") + len("green.") : whole.index("a garden")]
+
+    def script(prompt: str) -> str:
+        return (
+            whole
+            if prompt.endswith("<assistant>")
+            else head + whole.partition(head)[2].replace("garden", "field")
+        )
+
+    lm, _ = scripted(script, max_tokens=len(whole.partition("garden")[0].split(" ")) - 1)
+    adapter = dspy.ChatAdapter() if kind == "chat" else dspy.JSONAdapter()
+
+    async def main() -> Any:
+        stream = dspy.streamify(dspy.Predict(Kind), is_async_program=is_async)(question="?")
+        return [value async for value in stream][-1]
+
+    with dspy.context(lm=lm, adapter=adapter):
+        found = asyncio.run(main())
+    assert (found.reasoning, found.kind) == ("It is green.", "a field")
+
+
+def test_an_adapter_that_adds_to_a_prompt_keeps_its_format() -> None:
+    class Terse(dspy.ChatAdapter):
+        """Says so."""
+
+        def format(self, signature: Any, demos: Any, inputs: Any) -> Any:
+            """With a turn before it."""
+            return [{"role": "system", "content": "Be terse."}, *super().format(signature, demos, inputs)]
+
+    lm, model = scripted(answering(SUGAR))
+    with dspy.context(lm=lm, adapter=Terse()):
+        dspy.Predict("question -> answer")(question="?")
+    [constraint] = model.constraints
+    assert constraint is not None
+    assert constraint.kind == "regex"
+
+
+def test_backends_of_ones_own_are_not_confused() -> None:
+    for answer in ("A.", "B."):
+        lm = AgentflowLM(backend=af.Scripted(lambda prompt, answer=answer: answer))
+        assert lm("hi") == [answer]
+
+
 def test_an_agent_with_tools() -> None:
     def script(prompt: str) -> str:
         if "[[ ## next_thought ## ]]" in prompt.rpartition("<user>")[2]:
@@ -221,22 +277,22 @@ def test_native_tool_calls() -> None:
     assert model.constraints == [None]  # the engine keeps the tools' schemas, under what it was told
 
 
-class CalledOrSaid(Called):
-    """Calls a tool, or says something."""
+class CalledAndSaid(Called):
+    """Calls a tool, and says why."""
 
     said: str = dspy.OutputField()
 
 
 @pytest.mark.skipif(dspy.__version__.startswith(("3.0.", "3.1.", "3.2.")), reason="DSPy asks LiteLLM")
-def test_calls_or_the_other_fields() -> None:
-    call = Reply("", (CalledTool("c1", "weather", '{"city": "Oslo"}'),))
-    for reply in (call, Reply('{"said": "It is cold."}')):
-        lm, model = scripted(lambda prompt, reply=reply: reply)
-        with dspy.context(lm=lm, adapter=dspy.JSONAdapter()):
-            found = dspy.Predict(CalledOrSaid)(question="Cold in Oslo?", tools=[dspy.Tool(weather)])
-        assert (found.said is None) == bool(reply.tool_calls)
-        [constraint] = model.constraints
-        assert list(json.loads(constraint.source)["properties"]) == ["said"]
+def test_calls_and_the_other_fields() -> None:
+    """An adapter reads both from one answer: a form would leave no place for calls."""
+    call = CalledTool("c1", "weather", '{"city": "Oslo"}')
+    lm, model = scripted(lambda prompt: Reply('{"said": "I look."}', (call,)))
+    with dspy.context(lm=lm, adapter=dspy.JSONAdapter()):
+        found = dspy.Predict(CalledAndSaid)(question="Cold in Oslo?", tools=[dspy.Tool(weather)])
+    assert found.said == "I look."
+    assert [one.name for one in found.calls.tool_calls] == ["weather"]
+    assert model.constraints == [None]
 
 
 def test_what_the_user_listens_to_is_heard_and_programs_are_known_all_the_same() -> None:
