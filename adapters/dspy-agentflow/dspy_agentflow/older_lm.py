@@ -6,6 +6,7 @@ import copy
 import inspect
 import threading
 from contextlib import aclosing, closing
+from dataclasses import replace
 from itertools import chain
 from typing import Any, Final
 
@@ -114,7 +115,9 @@ class AgentflowLM(NotedLM):
         return sorted(ends, key=lambda end: end.index)
 
     def _asked(self, request: dict[str, Any]) -> list[Asked]:
-        return asked_of(copy.copy(request), self.engine_settings, notes())
+        asked = asked_of(copy.copy(request), self.engine_settings, notes())
+        is_heard = dspy.settings.send_stream is not None
+        return [replace(one, is_streamed=is_heard and one.n == 1) for one in asked]
 
     def _connection(self, request: dict[str, Any]) -> Any:
         return self.engine_settings.connection(request["model"])
