@@ -56,6 +56,13 @@ REMARKS = {
         "short overloads between peaks, as this machine's speed changes within a minute; what is lost, late, "
         "kept in memory or slow to recover is that of a minute's overload."
     ),
+    "adapters": (
+        "Each run has a server of its own, which begins with an empty cache. Both routes reach the same "
+        "scheduler and cache, so that of prompts that are asked once hardly anything is left to save; where "
+        "several answers are drawn to a prompt, DSPy asks OpenAI's API for one after the other, and the "
+        "adapter for a fork. DSPy does not know of this server's models that they keep schemas: through "
+        "OpenAI's route answers are free text, longer, and not always of the form that its adapter reads."
+    ),
     "ablation": (
         "The pool holds half of the working set. Hints raise the hit rate where branches come and go (trees "
         "of thought), but not the speed here: what is kept for a program's next request is not given to "

@@ -17,6 +17,7 @@ from typing import Any, Final
 import dspy
 import pydantic
 
+from agentflow.tool_call import hoisted
 from dspy_agentflow.field_values import (
     FieldValue,
     chat_value,
@@ -211,8 +212,7 @@ def _json_format(fields: dict[str, Any]) -> AnswerFormat:
     schemas: dict[str, Any] = {}
     definitions: dict[str, Any] = {}
     for name, annotation in fields.items():
-        schemas[name] = schema_of(annotation)
-        definitions |= schemas[name].pop("$defs", {})
+        schemas[name] = hoisted(name, schema_of(annotation), definitions)  # classes may have one name
     schema = {
         "type": "object",
         "properties": schemas,

@@ -335,6 +335,17 @@ def test_what_is_still_missing_is_short() -> None:
     Garden.model_validate(short)
 
 
+def test_classes_of_one_name_are_two() -> None:
+    first = pydantic.create_model("Item", weight=(int, ...))
+    second = pydantic.create_model("Item", colour=(str, ...))
+    found = format_of(dspy.JSONAdapter(), signature_of([list[first], list[second]]))  # type: ignore[valid-type]
+    assert found is not None
+    assert found.schema is not None
+    jsonschema.validate({"field_0": [{"weight": 1}], "field_1": [{"colour": "red"}]}, found.schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"field_0": [{"colour": "red"}], "field_1": []}, found.schema)
+
+
 def test_none_is_written_as_json() -> None:
     signature = signature_of([int | None])
     text = "[[ ## field_0 ## ]]\nnull\n\n[[ ## completed ## ]]"
