@@ -36,12 +36,15 @@ class ToolUse:
     must_call: bool = False
 
     def constraint(self, otherwise: Constraint | None = None) -> Constraint | None:
-        """For the generation. ``otherwise``: what an answer is that calls nothing."""
+        """For the generation. ``otherwise``: what an answer is that calls nothing; ``NotSupported`` where a
+        call could not be told from it by how it begins."""
         if self.calls is None:
             return otherwise
         if self.must_call:
             return self.calls
         if otherwise is not None:
+            if not self.form.mark and self.form.whitespace == "free":
+                raise NotSupported(f"this model writes calls as any JSON: no {otherwise.kind} beside tools")
             jumps = otherwise.jump_forward
             return replace(self.calls, instead=otherwise, apart=self.begins, jump_forward=jumps)
         return replace(self.calls, between=None) if self.form.mark else None

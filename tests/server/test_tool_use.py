@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 from tool_requests import (
@@ -205,6 +206,14 @@ def test_a_form_that_no_text_has_is_refused_beside_tools_too():
     for constraint in (alone, use.constraint(alone)):
         with pytest.raises(BadArgument):
             compile_constraint(constraint)
+
+
+def test_a_form_beside_bare_calls_of_any_layout_is_refused():
+    use = use_of(TEMPLATES["llama"], request(AUTO))
+    loose = replace(use, form=replace(use.form, whitespace="free"))
+    with pytest.raises(NotSupported, match="writes calls as any JSON: no schema beside tools"):
+        loose.constraint(Constraint("schema", "{}"))
+    assert loose.constraint() is None
 
 
 def test_an_answer_of_a_model_without_marks_comes_as_it_is_written():
