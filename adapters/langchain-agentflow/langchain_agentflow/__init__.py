@@ -1,5 +1,17 @@
 """agentflow's models for LangChain: ``ChatAgentflow`` and ``Agentflow``."""
 
+# ruff: noqa: E402  (an older LangChain does not have what the modules import)
+
+import re
+from importlib.metadata import version
+
+_CORE = version("langchain-core")
+if tuple(int(number) for number in re.findall(r"\d+", _CORE)[:2]) < (1, 7):
+    raise ImportError(
+        f"langchain-agentflow needs langchain-core 1.7 or later, and this is {_CORE}: "
+        "pip install -U langchain-core"
+    )
+
 from langchain_agentflow.chat_model import ChatAgentflow
 from langchain_agentflow.errors import (
     AgentflowAPIError,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import socket
+import subprocess
+import sys
 
 import pytest
 from langchain_agentflow import (
@@ -132,3 +134,15 @@ def test_a_call_says_how_often_it_is_tried():
 def test_a_field_that_is_spelt_wrongly_is_told(kind):
     with pytest.raises(ValueError, match="temprature"):
         kind(temprature=0.7)
+
+
+def test_a_version_that_is_too_old_is_told():
+    """In a process of its own, where the package is imported anew."""
+    pretend = "import importlib.metadata as m; m.version = lambda name: '1.6.9'; import langchain_agentflow"
+    command = [sys.executable, "-c", pretend]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    told = done.stderr.splitlines()[-1]
+    assert told.startswith(
+        "ImportError: langchain-agentflow needs langchain-core 1.7 or later, and this is 1.6.9"
+    )
