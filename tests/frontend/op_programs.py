@@ -197,12 +197,14 @@ class OpProgram:
         return Failure(str(said), is_own=True) if isinstance(said, Exception) else said
 
     def _joined(self, parts: ops.Parts) -> str | Failure:
-        """The text of the parts."""
+        """The text of the parts. What has no value is told before what cannot be made of a value."""
         text = ""
-        for part in parts:
-            piece = part if isinstance(part, str) else self.outcome(part.var)
+        pieces = [part if isinstance(part, str) else self.outcome(part.var) for part in parts]
+        for piece in pieces:
             if isinstance(piece, Failure):
                 return Failure(piece.origin)
+        for part, piece in zip(parts, pieces, strict=True):
+            assert isinstance(piece, str)
             try:
                 text += piece if isinstance(part, str) else apply_transforms(piece, part.transforms)
             except RunFailed as failure:
