@@ -108,7 +108,7 @@ def _regex_or_grammar(constraint: Constraint) -> Regex | str:
         return first
     second = _of_kind(constraint.instead)
     if isinstance(first, str) or isinstance(second, str):
-        return _either_grammar(constraint, constraint.instead)
+        return _either_grammar(constraint, first, constraint.instead, second)
     _check_alone(second)
     begins = RegexSequence((Choice(tuple([literal(text) for text in constraint.apart])), _ANY_TEXT))
     return Choice((first, RegexSequence((LookAhead(begins, wanted=False), second))))
@@ -120,14 +120,18 @@ def _check_alone(regex: Regex) -> None:
         build_fsm(regex)
 
 
-def _either_grammar(one: Constraint, other: Constraint) -> str:
-    """``BadArgument`` where a text of the ``other`` may begin with what ``one`` keeps apart: a parser cannot
+def _either_grammar(one: Constraint, first: Regex | str, other: Constraint, second: Regex | str) -> str:
+    """Of two constraints, and of what they are compiled to.
+
+    ``BadArgument`` where a text of the ``other`` may begin with what ``one`` keeps apart: a parser cannot
     leave such texts out. Nor can it go back where words of two grammars begin alike: beside bare JSON, only
-    JSON may begin as it does."""
+    JSON may begin as it does.
+    """
     if other.kind in ("regex", "choices"):
-        grammar = text_apart(_lark_pattern(other), one.apart)
+        pattern = other.source.replace("/", r"\/") if isinstance(second, str) else pattern_of(second)
+        grammar = text_apart(pattern, one.apart)
     else:
-        grammar = _as_grammar(other, _of_kind(other))
+        grammar = _as_grammar(other, second)
     _checked(grammar, other.kind)
     is_alike = one.kind == "tags" or other.kind == "schema"
     for text in one.apart if is_alike else [text[:1] for text in one.apart]:
@@ -136,12 +140,7 @@ def _either_grammar(one: Constraint, other: Constraint) -> str:
                 f"{other.kind}: a text of it may begin with {text!r}, as a tool call does: say more exactly "
                 "what it is (an object with additionalProperties false, say), or let no tool be called"
             )
-    return either_grammar(_as_grammar(one, _of_kind(one)), grammar)
-
-
-def _lark_pattern(constraint: Constraint) -> str:
-    regex = _of_kind(constraint)
-    return constraint.source.replace("/", r"\/") if isinstance(regex, str) else pattern_of(regex)
+    return either_grammar(_as_grammar(one, first), grammar)
 
 
 def _may_begin(grammar: str, text: str) -> bool:
@@ -236,7 +235,8 @@ def _grammar_of(constraint: Constraint, compiled: Regex) -> str:
     """The parser's form of what no machine of a sensible size can keep."""
     if constraint.instead is None:
         return _as_grammar(constraint, compiled)
-    return _either_grammar(constraint, constraint.instead)
+    other = constraint.instead
+    return _either_grammar(constraint, _of_kind(constraint), other, _of_kind(other))
 
 
 def _as_grammar(constraint: Constraint, compiled: Regex | str) -> str:

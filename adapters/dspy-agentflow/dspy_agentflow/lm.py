@@ -7,8 +7,8 @@ from typing import Any, Self
 from dspy.clients.base_lm import LM_CLASS_STATE_KEY
 
 from dspy_agentflow.engines import AgentflowEngine, AsyncAgentflowEngine
-from dspy_agentflow.noted_lm import NotedLM, settings_of
-from dspy_agentflow.settings import DEFAULT_MAX_TOKENS, name_of
+from dspy_agentflow.noted_lm import NotedLM
+from dspy_agentflow.settings import EngineSettings
 
 
 class AgentflowLM(NotedLM):
@@ -25,38 +25,8 @@ class AgentflowLM(NotedLM):
     ``max_tokens`` cuts off is brought to its end, with short values of the fields that are missing.
     """
 
-    def __init__(
-        self,
-        model: str | None = None,
-        *,
-        base_url: str | None = None,
-        api_key: str | None = None,
-        backend: Any = None,
-        timeout: float | None = None,
-        cache_salt: str = "",
-        follow_adapter: bool = True,
-        max_tokens: int | None = DEFAULT_MAX_TOKENS,
-        **kwargs: Any,
-    ) -> None:
-        if kwargs.get("model_type", "chat") != "chat":
-            raise ValueError(f"model_type must be 'chat', not {kwargs['model_type']!r}")
-        settings = settings_of(
-            base_url or kwargs.pop("api_base", None),
-            api_key,
-            timeout=timeout,
-            cache_salt=cache_salt,
-            backend=backend,
-        )
-        self.follow_adapter = follow_adapter
-        if backend is not None:  # nothing that DSPy's cache goes by tells one from another
-            kwargs.setdefault("cache", False)
-        super().__init__(
-            name_of(model),
-            engine=AgentflowEngine(settings),
-            async_engine=AsyncAgentflowEngine(settings),
-            max_tokens=max_tokens,
-            **kwargs,
-        )
+    def _begin(self, settings: EngineSettings) -> dict[str, Any]:
+        return {"engine": AgentflowEngine(settings), "async_engine": AsyncAgentflowEngine(settings)}
 
     def dump_state(self) -> dict[str, Any]:
         """What ``load_state`` makes this LM of again, without the key."""

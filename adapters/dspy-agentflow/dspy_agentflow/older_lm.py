@@ -17,10 +17,10 @@ import dspy
 from agentflow.model_call import Ended, Said
 from dspy_agentflow.answers import Asked, aask, ask
 from dspy_agentflow.call_notes import notes
-from dspy_agentflow.noted_lm import NotedLM, settings_of
+from dspy_agentflow.noted_lm import NotedLM
 from dspy_agentflow.openai_requests import asked_of
 from dspy_agentflow.openai_responses import PASSING, chunk_of, litellm_errors, response_of
-from dspy_agentflow.settings import DEFAULT_MAX_TOKENS, name_of
+from dspy_agentflow.settings import EngineSettings
 
 FIRST_PAUSE_S: Final = 0.5
 _PARAMS: Final = ("max_tokens", "temperature", "top_p", "stop", "n", "seed", "response_format", "tools")
@@ -34,32 +34,9 @@ class AgentflowLM(NotedLM):
     supports_reasoning = False
     supported_params = frozenset((*_PARAMS, "tool_choice", "parallel_tool_calls", "logprobs"))
 
-    def __init__(
-        self,
-        model: str | None = None,
-        *,
-        base_url: str | None = None,
-        api_key: str | None = None,
-        backend: Any = None,
-        timeout: float | None = None,
-        cache_salt: str = "",
-        follow_adapter: bool = True,
-        max_tokens: int | None = DEFAULT_MAX_TOKENS,
-        **kwargs: Any,
-    ) -> None:
-        if kwargs.get("model_type", "chat") != "chat":
-            raise ValueError(f"model_type must be 'chat', not {kwargs['model_type']!r}")
-        self.engine_settings = settings_of(
-            base_url or kwargs.pop("api_base", None),
-            api_key,
-            timeout=timeout,
-            cache_salt=cache_salt,
-            backend=backend,
-        )
-        self.follow_adapter = follow_adapter
-        if backend is not None:  # nothing that DSPy's cache goes by tells one from another
-            kwargs.setdefault("cache", False)
-        super().__init__(name_of(model), max_tokens=max_tokens, **kwargs)
+    def _begin(self, settings: EngineSettings) -> dict[str, Any]:
+        self.engine_settings = settings
+        return {}
 
     def dump_state(self) -> dict[str, Any]:
         """What this LM is made of again, without the key. Before DSPy 3.3, what is loaded is a plain

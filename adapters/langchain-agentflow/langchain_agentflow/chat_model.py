@@ -20,12 +20,13 @@ from langchain_core.runnables.config import get_config_list
 from pydantic import BaseModel, ConfigDict
 
 import agentflow as af
+from agentflow.backends.embedded import DEFAULT_MODEL
 from agentflow.model_call import Ended, ModelCall, Said
 from langchain_agentflow.calls import aask, ask
 from langchain_agentflow.errors import langchain_errors
 from langchain_agentflow.messages import ChunkWriter, to_agentflow, to_langchain
 from langchain_agentflow.programs import one_batch
-from langchain_agentflow.settings import DEFAULT_MODEL, MOST_THREADS, ModelSettings
+from langchain_agentflow.settings import MOST_THREADS, ModelSettings
 from langchain_agentflow.structured_output import Method, constraint_of, structured
 from langchain_agentflow.tools import Choice, Tool, as_openai, choice_of, specs_of
 

@@ -15,7 +15,6 @@ from langchain_agentflow.calls import Retries
 from langchain_agentflow.errors import langchain_errors
 
 DEFAULT_MAX_TOKENS: Final = 1024
-DEFAULT_MODEL: Final = "smollm2-135m"
 # Of a synchronous batch: they only wait.
 MOST_THREADS: Final = 256
 
