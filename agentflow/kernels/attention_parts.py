@@ -23,14 +23,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
-from agentflow.kernels.branches import Branches
+from agentflow.kernels.attention_batch import AttentionBatch
 
-IntArray = NDArray[np.int64]
-PageTable = NDArray[np.int32]
 Index = slice | Tensor
 """Positions along a dimension: a slice where they are consecutive, which costs no copy."""
 
@@ -97,18 +93,13 @@ class CausalGroup:
 
 
 @dataclass(slots=True, frozen=True)
-class AttentionPlan:
-    """The parts, and the batch they were made from (for the reference).
+class AttentionPlan(AttentionBatch):
+    """A batch with its parts.
 
     ``order`` [T]: where each row of the batch stands in the groups' rows laid end to end, singles
     first, then shorts; None where that is the batch's own order.
     """
 
-    page_table: PageTable
-    page_rows: IntArray
-    query_lens: IntArray
-    kv_lens: IntArray
-    branches: Branches | None
     singles: Sequence[SingleGroup]
     shorts: Sequence[ShortGroup]
     causals: Sequence[CausalGroup]

@@ -10,13 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agentflow.kernels.attention_batch import IntArray, PageTable
 from agentflow.kernels.attention_parts import (
     AttentionPlan,
     CausalGroup,
     ContextPart,
     Index,
-    IntArray,
-    PageTable,
     ShortGroup,
     SingleGroup,
 )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from agentflow.kernels.attention_batch import AttentionBatch
 from agentflow.kernels.attention_parts import (
     AttentionPlan,
     CausalGroup,
@@ -21,6 +22,8 @@ from agentflow.kernels.attention_parts import (
     ShortGroup,
     SingleGroup,
 )
+from agentflow.kernels.attention_plan import plan_attention as plan_parts
+from agentflow.kernels.decoder_weights import DecoderWeights
 from agentflow.kernels.few_sizes import TILE_ROWS, rounded_up, whole_tiles
 from agentflow.kernels.linear_weight import LinearWeight
 
@@ -38,14 +41,17 @@ def _multiplies_bfloat16() -> bool:
     return bool(_packs_float32() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None, *, exact_output: bool = False) -> LinearWeight:
+def pack_linear(
+    weight: Tensor, bias: Tensor | None, *, exact_output: bool = False, gated: bool = False
+) -> LinearWeight:
+    shape = (weight.shape[0], weight.shape[1])
     if weight.device.type != "cpu" or not _packs_float32():
-        return LinearWeight(weight.t(), None, bias)
+        return LinearWeight(weight.t(), None, bias, shape)
     if weight.dtype == torch.bfloat16 and _multiplies_bfloat16():
-        return LinearWeight(None, _blocked(weight), bias)
+        return LinearWeight(None, _blocked(weight), bias, shape)
     # One row is bound by reading the weight, and reads half as much of the plain one.
     keeps_plain = weight.dtype != torch.float32 and not exact_output
-    return LinearWeight(weight.t() if keeps_plain else None, _blocked(weight.float()), bias)
+    return LinearWeight(weight.t() if keeps_plain else None, _blocked(weight.float()), bias, shape)
 
 
 def _blocked(weight: Tensor) -> Tensor:
@@ -121,8 +127,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(total, weight, eps), total
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
+def gated_linear(x: Tensor, weight: LinearWeight) -> Tensor:
+    gate, up = linear(x, weight).chunk(2, dim=-1)
     return torch.nn.functional.silu(gate).mul_(up)
 
 
@@ -134,6 +140,22 @@ def rope_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, writ
     torch.add(rotated * cos, swapped, out=rotated)
     kv_layer.index_copy_(0, write_slots, qkv[:, num_heads:].view(-1, 2, num_kv_heads, head_dim))
     return qkv[:, :num_heads]
+
+
+def plan_attention(batch: AttentionBatch, dtype: torch.dtype, device: torch.device) -> AttentionPlan:
+    return plan_parts(
+        batch.page_table,
+        batch.page_rows,
+        batch.query_lens,
+        batch.kv_lens,
+        dtype=dtype,
+        device=device,
+        branches=batch.branches,
+    )
+
+
+def whole_forward(weights: DecoderWeights) -> None:
+    return None
 
 
 def attention(q: Tensor, kv_layer: Tensor, plan: AttentionPlan, scale: float) -> Tensor:

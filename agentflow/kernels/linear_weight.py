@@ -13,14 +13,16 @@ class LinearWeight:
 
     ``transposed`` [in, out]: Wᵀ, a view of W as it came, in the model's dtype; None where every
     product goes through ``packed``.
-    ``packed``: W in the opaque blocked layout of oneDNN, in the model's dtype or in float32; None
-    where nothing is packed.
+    ``packed``: W in the opaque blocked layout of oneDNN, in the model's dtype or in float32, or in the panels
+    of the native kernels; None where nothing is packed.
     ``bias`` [out]: in the model's dtype.
+    ``shape``: (out, in).
     """
 
     transposed: Tensor | None
     packed: Tensor | None
     bias: Tensor | None
+    shape: tuple[int, int]
 
     @property
     def nbytes(self) -> int:

@@ -6,15 +6,36 @@ signatures, tested against ``reference_ops``. The environment variable ``AGENTFL
 
 from __future__ import annotations
 
+import logging
 import os
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from agentflow.kernels import cpu_ops, reference_ops
-from agentflow.kernels.attention_parts import AttentionPlan
+from agentflow.kernels import cpu_ops, native_ops, reference_ops
+from agentflow.kernels.attention_batch import AttentionBatch, IntArray
+from agentflow.kernels.decoder_weights import DecoderWeights
 from agentflow.kernels.linear_weight import LinearWeight
+from agentflow.kernels.native_library import NoNativeKernels, cpu_flags
+
+logger = logging.getLogger(__name__)
+
+
+class Forward(Protocol):
+    """Computes T rows, writes their KV, and gives the last hidden states, normed, of ``rows`` [S]:
+    [S, hidden_size]. ``token_ids``, ``positions``, ``write_slots`` [T]; ``kv_layers`` as in
+    ``rope_and_write``; ``plan``: of the same implementation's ``plan_attention``."""
+
+    def __call__(
+        self,
+        token_ids: IntArray,
+        positions: IntArray,
+        write_slots: IntArray,
+        kv_layers: tuple[Tensor, ...],
+        plan: Any,
+        rows: IntArray,
+    ) -> Tensor: ...
 
 
 class Kernels(Protocol):
@@ -24,9 +45,11 @@ class Kernels(Protocol):
     where transformers' eager modules round it, so that both drift alike.
     """
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None, *, exact_output: bool = False) -> LinearWeight:
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None, *, exact_output: bool = False, gated: bool = False
+    ) -> LinearWeight:
         """Lay out ``weight`` [out, in] for ``linear``; the caller should then drop it.
-        ``exact_output``: for ``exact_linear`` instead."""
+        ``exact_output``: for ``exact_linear`` instead. ``gated``: for ``gated_linear`` instead."""
 
     def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
         """[T, in] to [T, out]: x Wᵀ + b."""
@@ -42,8 +65,9 @@ class Kernels(Protocol):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual). ``residual`` may be overwritten."""
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """[T, 2 I] to [T, I]: silu of the first half times the second (SwiGLU, arXiv 2002.05202)."""
+    def gated_linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
+        """[T, in] to [T, out / 2]: of x Wᵀ + b silu of the first half times the second (SwiGLU, arXiv
+        2002.05202)."""
 
     def rope_and_write(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, write_slots: Tensor
@@ -56,17 +80,47 @@ class Kernels(Protocol):
         head_dim]: keys at 0, values at 1. ``write_slots`` [T] int64. Gives the rotated queries
         [T, heads, head_dim]."""
 
-    def attention(self, q: Tensor, kv_layer: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+    def plan_attention(
+        self, batch: AttentionBatch, dtype: torch.dtype, device: torch.device
+    ) -> AttentionBatch:
+        """How the attention of a batch is computed, decided once for all layers. ``dtype``: of queries."""
+
+    def attention(self, q: Tensor, kv_layer: Tensor, plan: Any, scale: float) -> Tensor:
         """Paged causal attention of decode rows and prefill chunks alike, over what is cached and
-        what was just written. ``q`` [T, heads, head_dim] gives [T, heads * head_dim]. Slots that
-        the plan's requests do not hold may contain anything, NaN included."""
+        what was just written. ``q`` [T, heads, head_dim] gives [T, heads * head_dim]. ``plan``: of this
+        implementation's ``plan_attention``. Slots that its requests do not hold may contain anything, NaN
+        included."""
+
+    def whole_forward(self, weights: DecoderWeights) -> Forward | None:
+        """All layers in one call, where this implementation has that; None: the functions above, one by
+        one."""
 
 
 def kernels_for(device: torch.device) -> Kernels:
-    """The implementation for a device. ValueError for an unknown name in ``AGENTFLOW_KERNELS``."""
-    name = os.environ.get("AGENTFLOW_KERNELS", "torch")
+    """The implementation for a device: the one that ``AGENTFLOW_KERNELS`` names, or else on a CPU the native
+    one where it can be had. ValueError for an unknown name, and where what is named cannot be had."""
+    name = os.environ.get("AGENTFLOW_KERNELS", "")
     if name == "reference":
         return reference_ops
-    if name == "torch":
+    if name == "torch" or (not name and device.type != "cpu"):
         return cpu_ops
-    raise ValueError(f"AGENTFLOW_KERNELS is {name!r} on {device}: it must be 'reference' or 'torch'")
+    if name not in ("", "native"):
+        raise ValueError(
+            f"AGENTFLOW_KERNELS is {name!r} on {device}: it must be 'native', 'torch' or 'reference'"
+        )
+    if device.type != "cpu":
+        raise ValueError(f"AGENTFLOW_KERNELS is 'native', which is for CPUs, and the device is {device}")
+    return _native_kernels(is_wanted=name == "native")
+
+
+def _native_kernels(is_wanted: bool) -> Kernels:
+    if not is_wanted and "amx_bf16" in cpu_flags():
+        return cpu_ops  # AMX is several times quicker than AVX-512, and the native kernels do not use it yet
+    try:
+        native_ops.library()
+    except NoNativeKernels as error:
+        if is_wanted:
+            raise ValueError(f"AGENTFLOW_KERNELS is 'native', but {error}") from error
+        logger.warning("running on torch's kernels, which are slower: of the native ones, %s", error)
+        return cpu_ops
+    return native_ops

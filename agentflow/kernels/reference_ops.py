@@ -9,13 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from agentflow.kernels.attention_parts import AttentionPlan, PageTable
+from agentflow.kernels.attention_batch import AttentionBatch, PageTable
 from agentflow.kernels.branches import Branches
+from agentflow.kernels.decoder_weights import DecoderWeights
 from agentflow.kernels.linear_weight import LinearWeight
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None, *, exact_output: bool = False) -> LinearWeight:
-    return LinearWeight(weight.t(), None, bias)
+def pack_linear(
+    weight: Tensor, bias: Tensor | None, *, exact_output: bool = False, gated: bool = False
+) -> LinearWeight:
+    return LinearWeight(weight.t(), None, bias, (weight.shape[0], weight.shape[1]))
 
 
 def linear(x: Tensor, weight: LinearWeight) -> Tensor:
@@ -39,8 +42,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(total, weight, eps), total
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
+def gated_linear(x: Tensor, weight: LinearWeight) -> Tensor:
+    gate, up = linear(x, weight).chunk(2, dim=-1)
     silu = (gate.float() / (1 + torch.exp(-gate.float()))).to(gate.dtype)
     return silu * up
 
@@ -61,7 +64,15 @@ def rope_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, writ
     return rotated[:, :num_heads]
 
 
-def attention(q: Tensor, kv_layer: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+def plan_attention(batch: AttentionBatch, dtype: torch.dtype, device: torch.device) -> AttentionBatch:
+    return batch
+
+
+def whole_forward(weights: DecoderWeights) -> None:
+    return None
+
+
+def attention(q: Tensor, kv_layer: Tensor, plan: AttentionBatch, scale: float) -> Tensor:
     out = torch.empty_like(q)
     row = 0
     for page_row, query_len, kv_len in zip(plan.page_rows, plan.query_lens, plan.kv_lens, strict=True):

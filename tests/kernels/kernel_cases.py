@@ -3,14 +3,44 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from agentflow.kernels import cpu_ops, native_ops
+from agentflow.kernels.native_library import LEVELS, cpu_flags
+
 FOREIGN = 2**31 - 1
 """What a page table holds where no token is: reading a slot of this number fails at once."""
+
+
+class NativeAt:
+    """The native kernels, compiled for a level of instructions that may be lower than the processor's."""
+
+    def __init__(self, level: str) -> None:
+        self.level = level
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(native_ops, name)
+
+        def at_level(*args: Any, **options: Any) -> Any:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("AGENTFLOW_CPU", self.level)
+                return function(*args, **options)
+
+        return at_level
+
+
+NATIVE = [NativeAt(level) for level, needed in LEVELS.items() if cpu_flags().issuperset(needed)]
+"""At every level that can run here."""
+NATIVE_KERNELS = pytest.mark.parametrize("kernels", NATIVE, ids=[f"native-{made.level}" for made in NATIVE])
+QUICK_KERNELS = pytest.mark.parametrize(
+    "kernels", [cpu_ops, *NATIVE], ids=["torch", *[f"native-{made.level}" for made in NATIVE]]
+)
 
 
 @dataclass(frozen=True)
@@ -26,7 +56,7 @@ class Shape:
 
 @dataclass
 class Case:
-    """A batch for the attention kernels, as ``plan_attention`` takes it, with a pool and queries."""
+    """A batch for the attention kernels, with a pool and queries."""
 
     page_table: NDArray[np.int32]
     page_rows: NDArray[np.int64]

@@ -6,9 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_cases import QUICK_KERNELS
 
-from agentflow.kernels import cpu_ops, ops, reference_ops
+from agentflow.kernels import cpu_ops, native_ops, ops, reference_ops
 from agentflow.kernels.linear_weight import LinearWeight
+from agentflow.kernels.ops import Kernels
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
@@ -25,46 +27,61 @@ def assert_close(result: torch.Tensor, expected: torch.Tensor, dtype: torch.dtyp
     torch.testing.assert_close(result, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+@QUICK_KERNELS
 @DTYPES
 @given(ROWS, SEEDS)
-def test_rms_norm(dtype: torch.dtype, num_rows: int, seed: int) -> None:
+def test_rms_norm(kernels: Kernels, dtype: torch.dtype, num_rows: int, seed: int) -> None:
     x, weight = random(num_rows, 48, seed=seed, dtype=dtype), random(48, seed=seed + 1, dtype=dtype)
     expected = reference_ops.rms_norm(x, weight, 1e-5)
     before = x.clone()
-    assert_close(cpu_ops.rms_norm(x, weight, 1e-5), expected, dtype)
+    assert_close(kernels.rms_norm(x, weight, 1e-5), expected, dtype)
     assert torch.equal(x, before)
     wide = x.double()
     exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
     torch.testing.assert_close(expected.double(), exact, rtol=2 * TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+@QUICK_KERNELS
 @DTYPES
-def test_rms_norm_of_heads_in_a_strided_view(dtype: torch.dtype) -> None:
+def test_rms_norm_of_heads_in_a_strided_view(kernels: Kernels, dtype: torch.dtype) -> None:
     heads, weight = random(5, 6, 16, seed=0, dtype=dtype)[:, 1:4], random(16, seed=1, dtype=dtype)
-    assert_close(cpu_ops.rms_norm(heads, weight, 1e-6), reference_ops.rms_norm(heads, weight, 1e-6), dtype)
+    assert_close(kernels.rms_norm(heads, weight, 1e-6), reference_ops.rms_norm(heads, weight, 1e-6), dtype)
 
 
+@QUICK_KERNELS
 @DTYPES
 @given(ROWS, SEEDS)
-def test_add_rms_norm(dtype: torch.dtype, num_rows: int, seed: int) -> None:
+def test_add_rms_norm(kernels: Kernels, dtype: torch.dtype, num_rows: int, seed: int) -> None:
     x, residual = (random(num_rows, 48, seed=seed + i, dtype=dtype) for i in range(2))
     weight = random(48, seed=seed + 2, dtype=dtype)
     expected, expected_total = reference_ops.add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(expected_total, residual + x)
-    normed, total = cpu_ops.add_rms_norm(x, residual.clone(), weight, 1e-5)
+    normed, total = kernels.add_rms_norm(x, residual.clone(), weight, 1e-5)
     assert torch.equal(total, expected_total)
     assert_close(normed, expected, dtype)
 
 
+@QUICK_KERNELS
 @DTYPES
-@given(ROWS, SEEDS)
-def test_silu_mul(dtype: torch.dtype, num_rows: int, seed: int) -> None:
-    gate_up = random(num_rows, 64, seed=seed, dtype=dtype) * 4
-    expected = reference_ops.silu_mul(gate_up)
-    assert_close(cpu_ops.silu_mul(gate_up), expected, dtype)
-    gate, up = gate_up.double().chunk(2, dim=-1)
-    exact = gate * gate.sigmoid() * up
-    torch.testing.assert_close(expected.double(), exact, rtol=2 * TOLERANCE[dtype], atol=TOLERANCE[dtype])
+@pytest.mark.parametrize("has_bias", [False, True])
+@given(st.integers(1, 40), st.sampled_from([1, 16, 17, 40, 64]), SEEDS)
+def test_gated_linear(
+    kernels: Kernels, dtype: torch.dtype, has_bias: bool, num_rows: int, inner: int, seed: int
+) -> None:
+    x, weight = (
+        random(num_rows, 24, seed=seed, dtype=dtype),
+        random(2 * inner, 24, seed=seed + 1, dtype=dtype),
+    )
+    bias = random(2 * inner, seed=seed + 2, dtype=dtype) if has_bias else None
+    expected = reference_ops.gated_linear(x, reference_ops.pack_linear(weight, bias))
+    result = kernels.gated_linear(x, kernels.pack_linear(weight, bias, gated=True))
+    # A gate that rounds to its neighbour in bfloat16 moves the result by more than its own rounding.
+    tolerance = {"rtol": 6 * TOLERANCE[dtype], "atol": 12 * TOLERANCE[dtype]}
+    assert result.dtype == expected.dtype
+    torch.testing.assert_close(result, expected, **tolerance)
+    wide_bias = None if bias is None else bias.double()
+    gate, up = torch.nn.functional.linear(x.double(), weight.double(), wide_bias).chunk(2, dim=-1)
+    torch.testing.assert_close(expected.double(), gate * gate.sigmoid() * up, **tolerance)
 
 
 @DTYPES
@@ -94,19 +111,26 @@ def test_rope_and_write(dtype: torch.dtype, num_rows: int, seed: int) -> None:
     assert (pools[1][untouched] == 7).all()
 
 
+@QUICK_KERNELS
 @DTYPES
 @pytest.mark.parametrize("has_bias", [False, True])
-@given(st.sampled_from([1, 2, 3, 16, 33]), SEEDS)
-def test_linear(dtype: torch.dtype, has_bias: bool, num_rows: int, seed: int) -> None:
-    x, weight = random(num_rows, 40, seed=seed, dtype=dtype), random(24, 40, seed=seed + 1, dtype=dtype)
-    bias = random(24, seed=seed + 2, dtype=dtype) if has_bias else None
+@given(st.integers(1, 40), st.sampled_from([(40, 24), (1, 1), (31, 33), (96, 64)]), SEEDS)
+def test_linear(
+    kernels: Kernels, dtype: torch.dtype, has_bias: bool, num_rows: int, sizes: tuple[int, int], seed: int
+) -> None:
+    num_in, num_out = sizes
+    x, weight = (
+        random(num_rows, num_in, seed=seed, dtype=dtype),
+        random(num_out, num_in, seed=seed + 1, dtype=dtype),
+    )
+    bias = random(num_out, seed=seed + 2, dtype=dtype) if has_bias else None
     plain = reference_ops.pack_linear(weight, bias)
     expected = reference_ops.linear(x, plain)
     tolerance = {"rtol": 5 * TOLERANCE[dtype], "atol": 5 * TOLERANCE[dtype]}
-    torch.testing.assert_close(cpu_ops.linear(x, cpu_ops.pack_linear(weight, bias)), expected, **tolerance)
+    torch.testing.assert_close(kernels.linear(x, kernels.pack_linear(weight, bias)), expected, **tolerance)
     exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     torch.testing.assert_close(expected.double(), exact, **tolerance)
-    logits = cpu_ops.exact_linear(x, cpu_ops.pack_linear(weight, bias, exact_output=True))
+    logits = kernels.exact_linear(x, kernels.pack_linear(weight, bias, exact_output=True))
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, reference_ops.exact_linear(x, plain), **tolerance)
 
@@ -128,11 +152,13 @@ def test_linear_where_the_cpu_packs_nothing(
 
 def test_nbytes_counts_every_layout_that_is_held() -> None:
     weight = torch.zeros(6, 4, dtype=torch.bfloat16)
-    assert LinearWeight(weight, None, None).nbytes == 48
-    assert LinearWeight(weight, torch.zeros(6, 4), torch.zeros(6, dtype=torch.bfloat16)).nbytes == 156
+    assert LinearWeight(weight, None, None, (4, 6)).nbytes == 48
+    assert LinearWeight(weight, torch.zeros(6, 4), torch.zeros(6, dtype=torch.bfloat16), (4, 6)).nbytes == 156
 
 
-@pytest.mark.parametrize(("name", "module"), [("reference", reference_ops), ("torch", cpu_ops)])
+@pytest.mark.parametrize(
+    ("name", "module"), [("reference", reference_ops), ("torch", cpu_ops), ("native", native_ops)]
+)
 def test_the_environment_forces_an_implementation(
     name: str, module: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,15 +179,18 @@ def test_a_cpu_with_bfloat16_products_keeps_one_narrow_copy() -> None:
     assert cpu_ops.pack_linear(weight, None, exact_output=True).nbytes == (48 if is_narrow else 96)
 
 
+@QUICK_KERNELS
 @pytest.mark.parametrize("has_bias", [False, True])
 @given(st.sampled_from([1, 2, 16]), SEEDS)
-def test_an_exact_result_is_not_rounded_to_bfloat16(has_bias: bool, num_rows: int, seed: int) -> None:
+def test_an_exact_result_is_not_rounded_to_bfloat16(
+    kernels: Kernels, has_bias: bool, num_rows: int, seed: int
+) -> None:
     x = random(num_rows, 40, seed=seed, dtype=torch.bfloat16)
     weight = random(24, 40, seed=seed + 1, dtype=torch.bfloat16)
     bias = random(24, seed=seed + 2, dtype=torch.bfloat16) if has_bias else None
-    packed = cpu_ops.pack_linear(weight, bias, exact_output=True)
+    packed = kernels.pack_linear(weight, bias, exact_output=True)
     exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     # Only where nothing can be packed does the product itself come in bfloat16, of 8 bits.
-    bits = 14 if cpu_ops._packs_float32() else 7
+    bits = 7 if kernels is cpu_ops and not cpu_ops._packs_float32() else 14
     scale = x.double().abs() @ weight.double().abs().t() + 1
-    assert ((cpu_ops.exact_linear(x, packed).double() - exact).abs() <= scale * 2.0**-bits).all()
+    assert ((kernels.exact_linear(x, packed).double() - exact).abs() <= scale * 2.0**-bits).all()

@@ -78,8 +78,12 @@ def assert_equal_to_transformers(model: PreTrainedModel, folder: Path) -> None:
     assert len(set(batch[1].generated)) > 5
 
 
+@pytest.mark.parametrize("kernels", ["native", "torch", "reference"])
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
+def test_greedy_tokens_equal_transformers(
+    name: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENTFLOW_KERNELS", kernels)
     assert_equal_to_transformers(saved_model(name, tmp_path), tmp_path)
 
 
@@ -108,11 +112,6 @@ def test_a_config_as_older_releases_wrote_it(tmp_path: Path) -> None:
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     save_file(tensors, tmp_path / "model.safetensors")
     assert_equal_to_transformers(model, tmp_path)
-
-
-def test_the_reference_kernels_run_a_whole_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AGENTFLOW_KERNELS", "reference")
-    assert_equal_to_transformers(saved_model("llama_tied", tmp_path), tmp_path)
 
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])

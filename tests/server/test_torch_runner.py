@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from agentflow.errors import BadArgument, UnknownModel
-from agentflow.kernels.attention_plan import plan_attention
+from agentflow.kernels.attention_batch import AttentionBatch
 from agentflow.kernels.ops import kernels_for
 from agentflow.server.core.batch import LogitEdits
 from agentflow.server.model.config import read_config
@@ -67,9 +67,11 @@ def prompts(tokenizer: Tokenizer) -> list[list[int]]:
     return [tokenizer.encode(text).ids for text in PROMPTS]
 
 
-@pytest.fixture(scope="module")
-def runner(model_folder: Path) -> Iterator[TorchRunner]:
-    made = TorchRunner(model_folder, num_slots=8000, device="cpu", dtype="float32")
+@pytest.fixture(scope="module", params=["native", "torch"])
+def runner(model_folder: Path, request: pytest.FixtureRequest) -> Iterator[TorchRunner]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AGENTFLOW_KERNELS", request.param)
+        made = TorchRunner(model_folder, num_slots=8000, device="cpu", dtype="float32")
     yield made
     made.close()
 
@@ -224,11 +226,13 @@ def test_edits_and_likeliest_tokens_are_those_of_their_rows(
         np.testing.assert_allclose([value for _, value in top], best.values[row], atol=1e-3)
 
 
+@pytest.mark.parametrize("kernels", ["native", "torch"])
 def test_in_bfloat16_logits_stay_within_the_spread_of_transformers(
-    model_folder: Path, prompts: list[list[int]]
+    model_folder: Path, prompts: list[list[int]], kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rounding differs between any two ways to compute the same; ours is as near to transformers' sdpa
     attention as its eager attention is."""
+    monkeypatch.setenv("AGENTFLOW_KERNELS", kernels)
     short = [ids[:14] for ids in prompts[:12]]
     theirs = []
     for implementation in ("eager", "sdpa"):
@@ -245,7 +249,8 @@ def test_in_bfloat16_logits_stay_within_the_spread_of_transformers(
 
 def _logits_in_bfloat16(folder: Path, prompts: list[list[int]]) -> list[torch.Tensor]:
     config = read_config(folder)
-    model = load_llama(folder, config, dtype=torch.bfloat16, device=CPU, kernels=kernels_for(CPU))
+    kernels = kernels_for(CPU)
+    model = load_llama(folder, config, dtype=torch.bfloat16, device=CPU, kernels=kernels)
     pool = KvPool(
         num_layers=config.num_layers,
         num_slots=64,
@@ -256,11 +261,11 @@ def _logits_in_bfloat16(folder: Path, prompts: list[list[int]]) -> list[torch.Te
     )
     logits = []
     for ids in prompts:
-        rows, lens = torch.arange(len(ids)), np.array([len(ids)])
-        table = np.arange(len(ids), dtype=np.int32)[None]
-        plan = plan_attention(table, np.array([0]), lens, lens, dtype=torch.bfloat16, device=CPU)
+        rows, lens = np.arange(len(ids)), np.array([len(ids)])
+        batch = AttentionBatch(np.arange(len(ids), dtype=np.int32)[None], np.array([0]), lens, lens, None)
+        plan = kernels.plan_attention(batch, torch.bfloat16, CPU)
         with torch.inference_mode():
-            logits.append(model.logits(model.forward(torch.tensor(ids), rows, rows, pool, plan, rows)))
+            logits.append(model.logits(model.forward(np.array(ids), rows, rows, pool, plan, rows)))
     return logits
 
 

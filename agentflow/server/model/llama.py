@@ -2,89 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-
 import torch
 from torch import Tensor
 
-from agentflow.kernels.attention_parts import AttentionPlan
+from agentflow.kernels.attention_batch import AttentionBatch, IntArray
+from agentflow.kernels.decoder_weights import DecoderWeights, LayerWeights
 from agentflow.kernels.linear_weight import LinearWeight
 from agentflow.kernels.ops import Kernels
 from agentflow.server.model.config import LlamaConfig
 from agentflow.server.model.kv_pool import KvPool
-from agentflow.server.model.rope import inverse_frequencies, rope_angles
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One decoder layer's weights. ``qkv``: queries, keys and values in one product; ``gate_up``:
-    both halves of the gated MLP. ``q_norm`` and ``k_norm`` [head_dim]: Qwen3 only."""
-
-    input_norm: Tensor
-    qkv: LinearWeight
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    output: LinearWeight
-    mlp_norm: Tensor
-    gate_up: LinearWeight
-    down: LinearWeight
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for f in fields(self) if (part := getattr(self, f.name)) is not None)
+from agentflow.server.model.rope import rope_angles
 
 
 class LlamaModel:
     """Weights and forward pass. It keeps no state between calls: the KV pool is passed in."""
 
     def __init__(
-        self,
-        config: LlamaConfig,
-        kernels: Kernels,
-        *,
-        embedding: Tensor,
-        layers: Sequence[Layer],
-        final_norm: Tensor,
-        head: LinearWeight,
+        self, config: LlamaConfig, kernels: Kernels, decoder: DecoderWeights, head: LinearWeight
     ) -> None:
         self.config = config
         self.is_tied = config.tie_word_embeddings
         self._kernels = kernels
-        self._embedding = embedding
-        self._layers = layers
-        self._final_norm = final_norm
+        self._decoder = decoder
         self._head = head
-        self._frequencies = inverse_frequencies(config.rope, config.head_dim).to(embedding.device)
+        self._whole_forward = kernels.whole_forward(decoder)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all weights as they are held."""
-        nbytes = self._embedding.nbytes + self._final_norm.nbytes + self._head.nbytes
+        embedding = self._decoder.embedding
+        nbytes = embedding.nbytes + self._decoder.final_norm.nbytes + self._head.nbytes
         head = self._head.transposed
-        if head is not None and head.data_ptr() == self._embedding.data_ptr():
-            nbytes -= self._embedding.nbytes  # one tensor, both
-        return nbytes + sum(layer.nbytes for layer in self._layers)
+        if head is not None and head.data_ptr() == embedding.data_ptr():
+            nbytes -= embedding.nbytes  # one tensor, both
+        return nbytes + sum(layer.nbytes for layer in self._decoder.layers)
 
     def forward(
+        self,
+        token_ids: IntArray,
+        positions: IntArray,
+        write_slots: IntArray,
+        kv_pool: KvPool,
+        plan: AttentionBatch,
+        rows: IntArray,
+    ) -> Tensor:
+        """Compute T rows, write their KV, and give the last hidden states, normed, of ``rows`` [S].
+
+        ``token_ids``, ``positions``, ``write_slots`` [T]. ``plan``: of the kernels' ``plan_attention``. The
+        result is [S, hidden_size].
+        """
+        if self._whole_forward is not None:
+            return self._whole_forward(token_ids, positions, write_slots, kv_pool.layers, plan, rows)
+        device = self._decoder.embedding.device
+        ids, places, slots, sampled = (
+            torch.from_numpy(array).to(device) for array in (token_ids, positions, write_slots, rows)
+        )
+        return self._forward(ids, places, slots, kv_pool, plan, sampled)
+
+    def _forward(
         self,
         token_ids: Tensor,
         positions: Tensor,
         write_slots: Tensor,
         kv_pool: KvPool,
-        plan: AttentionPlan,
+        plan: AttentionBatch,
         rows: Tensor,
     ) -> Tensor:
-        """Compute T rows, write their KV, and give the last hidden states, normed, of ``rows`` [S].
-
-        ``token_ids``, ``positions``, ``write_slots`` [T] int64. The result is [S, hidden_size].
-        """
-        kernels, eps = self._kernels, self.config.rms_norm_eps
-        residual = torch.nn.functional.embedding(token_ids, self._embedding)
-        cos, sin = rope_angles(positions, self._frequencies, residual.dtype)
-        normed = kernels.rms_norm(residual, self._layers[0].input_norm, eps)
-        last = len(self._layers) - 1
-        for i, layer in enumerate(self._layers):
+        """The same, kernel by kernel."""
+        kernels, decoder, eps = self._kernels, self._decoder, self.config.rms_norm_eps
+        residual = torch.nn.functional.embedding(token_ids, decoder.embedding)
+        cos, sin = rope_angles(positions, decoder.frequencies, residual.dtype)
+        normed = kernels.rms_norm(residual, decoder.layers[0].input_norm, eps)
+        last = len(decoder.layers) - 1
+        for i, layer in enumerate(decoder.layers):
             kv_layer = kv_pool.layers[i]
             queries = self._queries(layer, normed, cos, sin, kv_layer, write_slots)
             if i == last and not len(rows):
@@ -94,8 +84,8 @@ class LlamaModel:
                 attended, residual = attended.index_select(0, rows), residual.index_select(0, rows)
             attended = kernels.linear(attended, layer.output)
             normed, residual = kernels.add_rms_norm(attended, residual, layer.mlp_norm, eps)
-            mlp = kernels.linear(kernels.silu_mul(kernels.linear(normed, layer.gate_up)), layer.down)
-            next_norm = self._final_norm if i == last else self._layers[i + 1].input_norm
+            mlp = kernels.linear(kernels.gated_linear(normed, layer.gate_up), layer.down)
+            next_norm = decoder.final_norm if i == last else decoder.layers[i + 1].input_norm
             normed, residual = kernels.add_rms_norm(mlp, residual, next_norm, eps)
         return normed if len(rows) < len(token_ids) else normed.index_select(0, rows)
 
@@ -104,7 +94,7 @@ class LlamaModel:
         return self._kernels.exact_linear(hidden, self._head)
 
     def _queries(
-        self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, write_slots: Tensor
+        self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, write_slots: Tensor
     ) -> Tensor:
         """The rotated queries [T, heads, head_dim]; keys and values go to the pool."""
         config, kernels = self.config, self._kernels

@@ -7,11 +7,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from agentflow.kernels.decoder_weights import DecoderWeights, LayerWeights
 from agentflow.kernels.linear_weight import LinearWeight
 from agentflow.kernels.ops import Kernels
 from agentflow.server.model.checkpoint import Checkpoint
 from agentflow.server.model.config import LlamaConfig
-from agentflow.server.model.llama import Layer, LlamaModel
+from agentflow.server.model.llama import LlamaModel
+from agentflow.server.model.rope import inverse_frequencies
 
 
 def load_llama(
@@ -42,36 +44,40 @@ class _Loader:
             head = embedding
         else:
             head = take("lm_head.weight", config.vocab_size, config.hidden_size)
-        return LlamaModel(
-            config,
-            self._kernels,
+        decoder = DecoderWeights(
             embedding=embedding,
             layers=[self._layer(f"model.layers.{i}.") for i in range(config.num_layers)],
             final_norm=take("model.norm.weight", config.hidden_size),
-            head=self._kernels.pack_linear(head, None, exact_output=True),
+            frequencies=inverse_frequencies(config.rope, config.head_dim).to(embedding.device),
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            norm_eps=config.rms_norm_eps,
         )
+        packed_head = self._kernels.pack_linear(head, None, exact_output=True)
+        return LlamaModel(config, self._kernels, decoder, packed_head)
 
-    def _layer(self, prefix: str) -> Layer:
+    def _layer(self, prefix: str) -> LayerWeights:
         config = self._config
         hidden, inner = config.hidden_size, config.intermediate_size
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
         qkv = {f"{attention}q_proj": queries, f"{attention}k_proj": keys, f"{attention}v_proj": keys}
-        return Layer(
+        return LayerWeights(
             input_norm=self._norm(f"{prefix}input_layernorm", hidden),
             qkv=self._linear(qkv, hidden),
             q_norm=self._norm(f"{attention}q_norm", config.head_dim) if config.has_qk_norm else None,
             k_norm=self._norm(f"{attention}k_norm", config.head_dim) if config.has_qk_norm else None,
             output=self._linear({f"{attention}o_proj": hidden}, queries),
             mlp_norm=self._norm(f"{prefix}post_attention_layernorm", hidden),
-            gate_up=self._linear({f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner}, hidden),
+            gate_up=self._linear({f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner}, hidden, gated=True),
             down=self._linear({f"{mlp}down_proj": hidden}, inner),
         )
 
     def _norm(self, name: str, size: int) -> Tensor:
         return self._checkpoint.take(f"{name}.weight", size)
 
-    def _linear(self, parts: dict[str, int], num_inputs: int) -> LinearWeight:
+    def _linear(self, parts: dict[str, int], num_inputs: int, *, gated: bool = False) -> LinearWeight:
         """One product for several matrices with the same input: name to number of outputs."""
         weights = [self._checkpoint.take(f"{n}.weight", size, num_inputs) for n, size in parts.items()]
         biases = [self._checkpoint.take_if_there(f"{n}.bias", size) for n, size in parts.items()]
@@ -80,4 +86,4 @@ class _Loader:
             zeros = [torch.zeros_like(weight[:, 0]) for weight in weights]
             bias = torch.cat([zero if b is None else b for b, zero in zip(biases, zeros, strict=True)])
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        return self._kernels.pack_linear(weight, bias)
+        return self._kernels.pack_linear(weight, bias, gated=gated)

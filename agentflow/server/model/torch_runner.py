@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from agentflow.errors import BadArgument
-from agentflow.kernels.attention_plan import plan_attention
+from agentflow.kernels.attention_batch import AttentionBatch
 from agentflow.kernels.ops import Kernels, kernels_for
 from agentflow.server.core.batch import Batch, BatchOutput, SampledRows
 from agentflow.server.model.config import read_config
@@ -48,7 +48,7 @@ class TorchRunner:
             raise BadArgument(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}")
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        kernels = _kernels(self._device)
+        self._kernels = kernels = _kernels(self._device)
         config = read_config(folder)
         self._dtype = _DTYPES[dtype]
         self._kv_pool = KvPool(
@@ -72,22 +72,16 @@ class TorchRunner:
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> BatchOutput:
-        plan = plan_attention(
-            batch.page_table,
-            batch.page_rows,
-            batch.query_lens,
-            batch.kv_lens,
-            dtype=self._dtype,
-            device=self._device,
-            branches=batch.branches,
+        attended = AttentionBatch(
+            batch.page_table, batch.page_rows, batch.query_lens, batch.kv_lens, batch.branches
         )
         hidden = self._model.forward(
-            self._tensor(batch.token_ids),
-            self._tensor(batch.positions),
-            self._tensor(batch.write_slots),
+            batch.token_ids,
+            batch.positions,
+            batch.write_slots,
             self._kv_pool,
-            plan,
-            self._tensor(batch.sampled.rows),
+            self._kernels.plan_attention(attended, self._dtype, self._device),
+            batch.sampled.rows,
         )
         if len(hidden) <= _MAX_LOGIT_ROWS:
             return self._choose(hidden, batch.sampled)
@@ -105,9 +99,6 @@ class TorchRunner:
         if not len(hidden):
             return BatchOutput(sampled.target_ids.copy(), None)
         return choose_tokens(self._model.logits(hidden), sampled)
-
-    def _tensor(self, values: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
-        return torch.from_numpy(values).to(self._device)
 
 
 def _device(name: str | None) -> torch.device:

@@ -1,0 +1,363 @@
+// Softmax attention of a task's rows over a run of slots, and merging what a row has from several tasks.
+//
+// Keys are taken KEY_BLOCK at a time and laid out as panels, keys as columns for the scores and dimensions as
+// columns for the weighted sum, so that both products are `tile`, for one row or for a hundred. The sums are
+// kept relative to the largest score so far (online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867;
+// FlashAttention-2, arXiv 2307.08691).
+#pragma once
+
+#include <memory>
+
+#include "attention_tasks.h"
+#include "row_ops.h"
+#include "team.h"
+
+namespace agentflow {
+
+constexpr float LOG2_E = 1.44269504f;
+
+// Where keys and values are: [slots, 2, num_kv_heads, head_dim], keys at 0.
+template <class S>
+struct KvLayer {
+    const S* data;
+    int64_t num_kv_heads, head_dim;
+    int64_t slot_size() const { return 2 * num_kv_heads * head_dim; }
+    const S* key(int32_t slot, int64_t head) const { return data + slot * slot_size() + head * head_dim; }
+    const S* value(int32_t slot, int64_t head) const { return key(slot, num_kv_heads + head); }
+};
+
+// Queries [rows][heads][head_dim], and results [rows][heads * head_dim] as rows of a product.
+template <class S>
+struct Queries {
+    const S* data;
+    int64_t row_stride;
+    RowOf<S>* out;
+    int64_t out_stride;
+    float scale;
+};
+
+// 16 x 16 words, transposed. Row i is at from[i] (all zeros: null); column i goes to `to + i * stride`.
+ALWAYS_INLINE void transpose_words(const uint32_t* const (&from)[16], uint32_t* to, int64_t stride) {
+#if defined(__AVX512F__)
+    __m512i r[16], t[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) r[i] = from[i] ? _mm512_loadu_si512(from[i]) : _mm512_setzero_si512();
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+        r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+        r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+        r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {  // r[i]: columns i, i + 4, .. of rows 0 to 3; r[4 + i]: of rows 4 to 7; ..
+        const __m512i a = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88), b = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xDD);
+        const __m512i c = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
+        const __m512i d = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xDD);
+        _mm512_storeu_si512(to + i * stride, _mm512_shuffle_i32x4(a, c, 0x88));
+        _mm512_storeu_si512(to + (4 + i) * stride, _mm512_shuffle_i32x4(b, d, 0x88));
+        _mm512_storeu_si512(to + (8 + i) * stride, _mm512_shuffle_i32x4(a, c, 0xDD));
+        _mm512_storeu_si512(to + (12 + i) * stride, _mm512_shuffle_i32x4(b, d, 0xDD));
+    }
+#else
+    for (int i = 0; i < 16; i++) {
+        for (int j = 0; j < 16; j++) to[j * stride + i] = from[i] ? from[i][j] : 0;
+    }
+#endif
+}
+
+// Keys as columns: panels [ceil(num / 32)][words of a key][32 words]; a word is a float or a pair of bfloat16.
+template <class S>
+void pack_keys(const KvLayer<S>& kv, const int32_t* slots, int num, int64_t head, S* panels) {
+    constexpr int PAIR = Format<S>::PAIR;
+    const int64_t words = padded_depth<S>(kv.head_dim) / PAIR, whole = kv.head_dim / PAIR;
+    for (int first = 0; first < round_up(num, PANEL); first += LANES) {
+        uint32_t* to = reinterpret_cast<uint32_t*>(panels) + first / PANEL * words * PANEL + first % PANEL;
+        const uint32_t* from[LANES];
+        for (int i = 0; i < LANES; i++) {
+            const bool is_there = first + i < num;
+            from[i] = is_there ? reinterpret_cast<const uint32_t*>(kv.key(slots[first + i], head)) : nullptr;
+        }
+        int64_t word = 0;
+        for (; word + LANES <= whole; word += LANES) {
+            transpose_words(from, to + word * PANEL, PANEL);
+            for (int i = 0; i < LANES; i++) from[i] = from[i] ? from[i] + LANES : nullptr;
+        }
+        for (int i = 0; i < LANES; i++) {
+            for (int64_t w = word; w < words; w++) {
+                uint32_t bits = 0;
+                const int64_t left = std::min<int64_t>(PAIR, kv.head_dim - w * PAIR);
+                if (from[i]) std::memcpy(&bits, from[i] + (w - word), left * sizeof(S));
+                to[w * PANEL + i] = bits;
+            }
+        }
+    }
+}
+
+// Two rows of 32 bfloat16 side by side, value by value; b may be null: zeros.
+ALWAYS_INLINE void interleave(const bf16* a, const bf16* b, bf16* to) {
+    for (int part = 0; part < 2; part++) {
+        const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a + part * 16));
+        const __m256i y = b ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b + part * 16)) : _mm256_setzero_si256();
+        const __m256i low = _mm256_unpacklo_epi16(x, y), high = _mm256_unpackhi_epi16(x, y);
+        __m256i* out = reinterpret_cast<__m256i*>(to + part * 32);
+        _mm256_storeu_si256(out, _mm256_permute2x128_si256(low, high, 0x20));
+        _mm256_storeu_si256(out + 1, _mm256_permute2x128_si256(low, high, 0x31));
+    }
+}
+
+// Dimensions as columns: panels [ceil(head_dim / 32)][num, padded][32].
+template <class S>
+void pack_values(const KvLayer<S>& kv, const int32_t* slots, int num, int64_t head, S* panels) {
+    constexpr int PAIR = Format<S>::PAIR;
+    const int64_t depth = padded_depth<S>(num);
+    for (int64_t first = 0; first < kv.head_dim; first += PANEL) {
+        const int width = int(std::min<int64_t>(PANEL, kv.head_dim - first));
+        S* panel = panels + first / PANEL * PANEL * depth;
+        for (int64_t key = 0; key < num; key += PAIR, panel += PANEL * PAIR) {
+            const S* a = kv.value(slots[key], head) + first;
+            const S* b = PAIR == 2 && key + 1 < num ? kv.value(slots[key + 1], head) + first : nullptr;
+            if constexpr (PAIR == 1) {
+                std::memset(panel, 0, PANEL * sizeof(S));
+                std::memcpy(panel, a, width * sizeof(S));
+            } else if (width == PANEL) {
+                interleave(a, b, panel);
+            } else {
+                for (int i = 0; i < PANEL; i++) {
+                    panel[2 * i] = i < width ? a[i] : S{};
+                    panel[2 * i + 1] = i < width && b ? b[i] : S{};
+                }
+            }
+        }
+    }
+}
+
+// A thread's own memory for one task.
+template <class S>
+struct Scratch {
+    int64_t depth = 0, dims = 0;  // head_dim, padded as rows and as columns
+    std::vector<RowOf<S>> queries;  // [queries][depth]
+    std::vector<float> sums;        // [queries][dims]
+    std::vector<float> most, total; // [queries]: the largest score, and the sum of the weights relative to it
+    std::vector<S> keys, values;
+
+    void fit(int64_t num_queries, int64_t head_dim) {
+        depth = padded_depth<S>(head_dim);
+        dims = round_up<int64_t>(head_dim, PANEL);
+        at_least(queries, num_queries * depth);
+        at_least(sums, num_queries * dims);
+        at_least(most, num_queries);
+        at_least(total, num_queries);
+        at_least(keys, KEY_BLOCK * depth);
+        at_least(values, KEY_BLOCK * dims);
+    }
+
+    template <class T>
+    static void at_least(std::vector<T>& buffer, int64_t size) {
+        if (int64_t(buffer.size()) < size) buffer.resize(size);
+    }
+};
+
+// The scores of one query with up to KEY_BLOCK keys, of which it sees `num_seen`, become weights relative to the
+// largest score so far. Gives what the sums until now must be multiplied with.
+template <class S>
+ALWAYS_INLINE float weigh(const float* scores, int num_seen, int num_lanes, float scale, float& most, float& total,
+                          RowOf<S>* weights) {
+    Vec scaled[KEY_BLOCK / LANES];
+    Vec highest = broadcast(MINUS_INFINITY);
+    const Vec factor = broadcast(scale);
+    const int num_vecs = num_lanes / LANES;
+    for (int v = 0; v < num_vecs; v++) {
+        const float* from = scores + v / 2 * MAX_TILE_ROWS * PANEL + v % 2 * LANES;
+        scaled[v] = first_lanes(mul(load(from), factor), num_seen - v * LANES, MINUS_INFINITY);
+        highest = max(highest, scaled[v]);
+    }
+    const float before = most;
+    most = std::max(before, largest(highest));
+    if (most == MINUS_INFINITY) {
+        for (int v = 0; v < num_vecs; v++) store(weights + v * LANES, zero());
+        return 1.0f;
+    }
+    const float decay = before == MINUS_INFINITY ? 0.0f : std::exp2(before - most);
+    const Vec top = broadcast(most);
+    Vec all = zero();
+    for (int v = 0; v < num_vecs; v++) {
+        const Vec weight = exp2(sub(scaled[v], top));
+        all = add(all, weight);
+        store(weights + v * LANES, weight);
+    }
+    total = total * decay + sum(all);
+    return decay;
+}
+
+template <class S>
+class TaskRun {
+  public:
+    TaskRun(const Plan& plan, const Task& task, const HeadShape& shape, const Queries<S>& queries,
+            const KvLayer<S>& kv, float* parts, Scratch<S>& scratch)
+        : plan_(plan), task_(task), shape_(shape), q_(queries), kv_(kv), parts_(parts), s_(scratch),
+          group_(int(shape.group())), per_head_(task.num_rows * group_) {
+        s_.fit(per_head_ * (task.end_head - task.first_head), shape.head_dim);
+    }
+
+    void run() {
+        gather_queries();
+        for (int first = 0; first < task_.num_keys; first += KEY_BLOCK) {
+            const int num = std::min(KEY_BLOCK, task_.num_keys - first);
+            for (int head = task_.first_head; head < task_.end_head; head++) take_block(first, num, head);
+        }
+        hand_out();
+    }
+
+  private:
+    // Queries of one head stand together, row by row.
+    int place(int head, int row, int i) const { return (head - task_.first_head) * per_head_ + row * group_ + i; }
+
+    void gather_queries() {
+        for (int head = task_.first_head; head < task_.end_head; head++) {
+            for (int row = 0; row < task_.num_rows; row++) {
+                const S* from = q_.data + plan_.rows[task_.first_row + row] * q_.row_stride;
+                for (int i = 0; i < group_; i++) {
+                    const int at = place(head, row, i);
+                    RowOf<S>* to = s_.queries.data() + at * s_.depth;
+                    copy_row(from + (head * group_ + i) * shape_.head_dim, shape_.head_dim, to);
+                    if (s_.depth > shape_.head_dim) to[shape_.head_dim] = RowOf<S>{};
+                    s_.most[at] = MINUS_INFINITY;
+                    s_.total[at] = 0;
+                    std::memset(s_.sums.data() + at * s_.dims, 0, s_.dims * sizeof(float));
+                }
+            }
+        }
+    }
+
+    void take_block(int first, int num, int head) {
+        pack_keys(kv_, task_.slots + first, num, head, s_.keys.data());
+        pack_values(kv_, task_.slots + first, num, head, s_.values.data());
+        const int base = place(head, 0, 0);
+        each_tile(per_head_, [&](int64_t at, int num_queries) {
+            const int last_row = int(at + num_queries - 1) / group_;
+            if (seen(last_row) > first) take_tile(base + int(at), int(at), num_queries, first, num);
+        });
+    }
+
+    int64_t seen(int row) const { return int64_t(task_.seen) + row; }
+
+    void take_tile(int query, int at, int num_queries, int first, int num) {
+        alignas(64) float scores[MAX_TILE_ROWS * KEY_BLOCK];
+        alignas(64) RowOf<S> weights[MAX_TILE_ROWS * KEY_BLOCK];
+        alignas(64) float sums[MAX_TILE_ROWS * PANEL];
+        float decays[MAX_TILE_ROWS];
+        const int num_lanes = round_up(num, PANEL);
+        for (int panel = 0; panel * PANEL < num; panel++) {
+            tile<S>(num_queries, s_.queries.data() + query * s_.depth, s_.depth,
+                    s_.keys.data() + panel * PANEL * s_.depth, s_.depth, scores + panel * MAX_TILE_ROWS * PANEL);
+        }
+        for (int i = 0; i < num_queries; i++) {
+            const int64_t visible = std::clamp<int64_t>(seen((at + i) / group_) - first, 0, num);
+            decays[i] = weigh<S>(scores + i * PANEL, int(visible), num_lanes, q_.scale * LOG2_E, s_.most[query + i],
+                                 s_.total[query + i], weights + i * KEY_BLOCK);
+        }
+        const int64_t depth = padded_depth<S>(num);
+        for (int64_t dim = 0; dim < s_.dims; dim += PANEL) {
+            tile<S>(num_queries, weights, KEY_BLOCK, s_.values.data() + dim * depth, depth, sums);
+            for (int i = 0; i < num_queries; i++) {
+                float* to = s_.sums.data() + (query + i) * s_.dims + dim;
+                const Vec decay = broadcast(decays[i]);
+                store(to, fma(load(to), decay, load(sums + i * PANEL)));
+                store(to + LANES, fma(load(to + LANES), decay, load(sums + i * PANEL + LANES)));
+            }
+        }
+    }
+
+    void hand_out() {
+        for (int row = 0; row < task_.num_rows; row++) {
+            const int32_t part = plan_.parts[task_.first_row + row];
+            for (int head = task_.first_head; head < task_.end_head; head++) {
+                for (int i = 0; i < group_; i++) {
+                    const int at = place(head, row, i);
+                    const int64_t q_head = head * group_ + i;
+                    if (part < 0) write(plan_.rows[task_.first_row + row], q_head, at);
+                    else keep(part, q_head, at);
+                }
+            }
+        }
+    }
+
+    void write(int32_t row, int64_t q_head, int at) {
+        RowOf<S>* out = q_.out + row * q_.out_stride + q_head * shape_.head_dim;
+        const Vec share = broadcast(1.0f / s_.total[at]);
+        for (int64_t dim = 0; dim < shape_.head_dim; dim += LANES) {
+            const int width = int(std::min<int64_t>(LANES, shape_.head_dim - dim));
+            store_first(out + dim, rounded<S>(mul(load(s_.sums.data() + at * s_.dims + dim), share)), width);
+        }
+    }
+
+    void keep(int32_t part, int64_t q_head, int at) {
+        float* to = parts_ + (part * shape_.num_heads + q_head) * (s_.dims + 2);
+        to[0] = s_.most[at];
+        to[1] = s_.total[at];
+        std::memcpy(to + 2, s_.sums.data() + at * s_.dims, s_.dims * sizeof(float));
+    }
+
+    const Plan& plan_;
+    const Task& task_;
+    const HeadShape& shape_;
+    const Queries<S>& q_;
+    const KvLayer<S>& kv_;
+    float* parts_;
+    Scratch<S>& s_;
+    const int group_, per_head_;
+};
+
+// The result of a row from its parts: their sums weighed by how large their scores are.
+template <class S>
+void merge_row(const Plan& plan, int32_t row, const HeadShape& shape, const float* parts, const Queries<S>& queries) {
+    const int64_t dims = round_up<int64_t>(shape.head_dim, PANEL), size = dims + 2;
+    const int32_t first = plan.first_parts[row], end = plan.first_parts[row + 1];
+    for (int64_t head = 0; head < shape.num_heads; head++) {
+        const auto of = [&](int32_t part) { return parts + (part * shape.num_heads + head) * size; };
+        float most = MINUS_INFINITY, total = 0;
+        for (int32_t part = first; part < end; part++) most = std::max(most, of(part)[0]);
+        for (int32_t part = first; part < end; part++) total += std::exp2(of(part)[0] - most) * of(part)[1];
+        RowOf<S>* out = queries.out + row * queries.out_stride + head * shape.head_dim;
+        for (int64_t dim = 0; dim < shape.head_dim; dim += LANES) {
+            Vec sums = zero();
+            for (int32_t part = first; part < end; part++) {
+                const float weight = std::exp2(of(part)[0] - most) / total;
+                sums = fma(load(of(part) + 2 + dim), broadcast(weight), sums);
+            }
+            store_first(out + dim, rounded<S>(sums), int(std::min<int64_t>(LANES, shape.head_dim - dim)));
+        }
+    }
+}
+
+template <class S>
+Scratch<S>& scratch_of(int thread) {
+    static std::unique_ptr<Scratch<S>> scratches[Team::MAX_THREADS];
+    if (!scratches[thread]) scratches[thread] = std::make_unique<Scratch<S>>();
+    return *scratches[thread];
+}
+
+// `parts`: [num_parts][num_heads][dims + 2] floats.
+template <class S>
+void attend(const Plan& plan, const HeadShape& shape, const Queries<S>& queries, const KvLayer<S>& kv, float* parts) {
+    team().loop(int64_t(plan.tasks.size()), 1, [&](int64_t first, int64_t end, int thread) {
+        for (int64_t i = first; i < end; i++) {
+            TaskRun<S>(plan, plan.tasks[i], shape, queries, kv, parts, scratch_of<S>(thread)).run();
+        }
+    });
+    team().loop(int64_t(plan.merged_rows.size()), 4, [&](int64_t first, int64_t end, int) {
+        for (int64_t i = first; i < end; i++) merge_row(plan, plan.merged_rows[i], shape, parts, queries);
+    });
+}
+
+inline int64_t num_part_floats(const Plan& plan, const HeadShape& shape) {
+    return plan.num_parts * shape.num_heads * (round_up<int64_t>(shape.head_dim, PANEL) + 2);
+}
+
+}  // namespace agentflow

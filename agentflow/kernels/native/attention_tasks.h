@@ -1,0 +1,267 @@
+// Cuts the attention of a batch into tasks: some query rows over one run of slots.
+//
+// Requests whose page tables begin alike form a prefix tree. A run that several of them share is one task for all
+// of their rows, read once (Hydragen, arXiv 2402.05099; cascade attention of FlashInfer, arXiv 2501.01005), where
+// that saves more than keeping and merging partial results costs. Rows of a long chunk read their keys
+// together in any case, so only requests of few rows take part. Long tasks are cut along their keys, as many
+// threads as there are. What a row has from several tasks is merged by log-sum-exp.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+namespace agentflow {
+
+// As ops.AttentionBatch: R requests, G trees below prefixes (their rows come last).
+struct Batch {
+    const int32_t* page_table;
+    int64_t page_stride;  // entries from one row of the table to the next
+    int64_t num_requests;
+    const int64_t *page_rows, *query_lens, *kv_lens;
+    int64_t num_trees;
+    const int64_t *tree_page_rows, *prefix_lens, *tree_query_lens;
+    const int64_t* paths;
+    int64_t path_stride;
+    const int64_t* path_lens;
+};
+
+// Query rows rows[0 .. num_rows) over slots[0 .. num_keys). Row i sees the first `seen + i` keys (all, where
+// that is more), and of the heads those of the KV heads first_head to end_head. parts[i]: where its partial
+// result goes; -1: what comes out is the row's result.
+struct Task {
+    const int32_t* slots;
+    int32_t num_keys, seen;
+    int32_t num_rows, first_row;  // in Plan::rows
+    int32_t first_head, end_head;
+};
+
+struct HeadShape {
+    int64_t num_heads, num_kv_heads, head_dim;
+    int64_t group() const { return num_heads / num_kv_heads; }
+};
+
+constexpr int KEY_BLOCK = 64;       // keys that a task takes at once
+constexpr int MAX_QUERIES = 192;    // query rows times heads of a KV head in a task
+constexpr int FEW_ROWS = 16;        // a chunk of so many rows shares its prefix with others
+constexpr int MIN_SPLIT_KEYS = 128;
+constexpr int ALL = 1 << 30;
+// A part costs about as much as so many keys: each row's, to keep and merge it, and one more for the task.
+constexpr int KEYS_PER_PART = 8;
+constexpr int KEYS_PER_TASK = 32;
+
+class Plan {
+  public:
+    std::vector<Task> tasks;
+    std::vector<int32_t> rows;         // of the batch, task after task
+    std::vector<int32_t> parts;        // beside `rows`
+    std::vector<int32_t> first_parts;  // [T + 1]: the parts of a row are first_parts[t] to first_parts[t + 1]
+    std::vector<int32_t> merged_rows;  // rows of several parts
+    int32_t num_parts = 0;
+
+    Plan(const Batch& batch, const HeadShape& shape, int num_threads) : batch_(batch), shape_(shape) {
+        add_readers();
+        share(few_, 0);
+        for (const Reader& reader : readers_) add_tail(reader);
+        add_paths();
+        split(num_threads);
+        number_parts();
+    }
+
+    int32_t num_rows() const { return num_rows_; }
+
+  private:
+    // A request, or the rows of a tree over their prefix.
+    struct Reader {
+        const int32_t* slots;
+        int32_t limit;   // keys that can be shared: those that were there before this batch
+        int32_t end;     // keys in all
+        int32_t first_row, num_rows;
+        int32_t start = 0;  // of the keys that no run has taken
+    };
+
+    void add_readers() {
+        for (int64_t r = 0; r < batch_.num_requests; r++) {
+            const int32_t end = int32_t(batch_.kv_lens[r]), num = int32_t(batch_.query_lens[r]);
+            add_reader({slots_of(batch_.page_rows[r]), end - num, end, num_rows_, num}, num <= FEW_ROWS);
+        }
+        for (int64_t g = 0; g < batch_.num_trees; g++) {
+            const int32_t end = int32_t(batch_.prefix_lens[g]), num = int32_t(batch_.tree_query_lens[g]);
+            add_reader({slots_of(batch_.tree_page_rows[g]), end, end, num_rows_, num}, true);
+        }
+    }
+
+    void add_reader(const Reader& reader, bool shares) {
+        if (shares && reader.limit > 0) few_.push_back(int32_t(readers_.size()));
+        readers_.push_back(reader);
+        num_rows_ += reader.num_rows;
+    }
+
+    const int32_t* slots_of(int64_t page_row) const {
+        return batch_.page_table + page_row * batch_.page_stride;
+    }
+
+    // Finds the runs that `members`, equal up to `depth`, share below it.
+    void share(std::vector<int32_t> members, int32_t depth) {
+        std::erase_if(members, [&](int32_t m) { return readers_[m].limit <= depth; });
+        std::stable_sort(members.begin(), members.end(), [&](int32_t a, int32_t b) {
+            return readers_[a].slots[depth] < readers_[b].slots[depth];
+        });
+        for (size_t first = 0, end = 0; first < members.size(); first = end) {
+            const int32_t slot = readers_[members[first]].slots[depth];
+            while (end < members.size() && readers_[members[end]].slots[depth] == slot) end++;
+            if (end - first < 2) continue;
+            const std::vector<int32_t> siblings(members.begin() + first, members.begin() + end);
+            const int32_t common = common_end(siblings, depth);
+            const int32_t start = readers_[siblings[0]].start, length = common - start;
+            int32_t rows = 0;
+            for (int32_t m : siblings) rows += readers_[m].num_rows;
+            const int64_t saved = int64_t(siblings.size() - 1) * length;
+            if (saved > KEYS_PER_TASK + int64_t(rows) * KEYS_PER_PART) {
+                std::vector<int32_t> all_rows;
+                for (int32_t m : siblings) {
+                    add_range(all_rows, readers_[m].first_row, readers_[m].num_rows);
+                    readers_[m].start = common;
+                }
+                add_tasks(readers_[siblings[0]].slots + start, length, ALL, all_rows);
+            }
+            share(siblings, common);
+        }
+    }
+
+    int32_t common_end(const std::vector<int32_t>& siblings, int32_t depth) const {
+        const Reader& one = readers_[siblings[0]];
+        int32_t end = one.limit;
+        for (int32_t m : siblings) {
+            const Reader& other = readers_[m];
+            end = std::min(end, other.limit);
+            end = int32_t(std::mismatch(one.slots + depth, one.slots + end, other.slots + depth).first - one.slots);
+        }
+        return end;
+    }
+
+    void add_tail(const Reader& reader) {
+        const bool is_tree = reader.limit == reader.end;
+        const int32_t length = reader.end - reader.start;
+        if (length == 0) return;
+        std::vector<int32_t> all_rows;
+        add_range(all_rows, reader.first_row, reader.num_rows);
+        const int32_t seen = is_tree ? ALL : reader.limit - reader.start + 1;
+        add_tasks(reader.slots + reader.start, length, seen, all_rows);
+    }
+
+    // Each row of a tree over the nodes above it and itself.
+    void add_paths() {
+        if (batch_.num_trees == 0) return;
+        int32_t row = 0, num_slots = 0;
+        for (int64_t r = 0; r < batch_.num_requests; r++) row += int32_t(batch_.query_lens[r]);
+        const int32_t num_paths = num_rows_ - row;
+        for (int32_t b = 0; b < num_paths; b++) num_slots += int32_t(batch_.path_lens[b]);
+        path_slots_.reserve(num_slots);
+        for (int32_t b = 0; b < num_paths; b++, row++) {
+            const int64_t* path = batch_.paths + b * batch_.path_stride;
+            const size_t first = path_slots_.size();
+            path_slots_.insert(path_slots_.end(), path, path + batch_.path_lens[b]);
+            add_tasks(path_slots_.data() + first, int32_t(batch_.path_lens[b]), ALL, {row});
+        }
+    }
+
+    static void add_range(std::vector<int32_t>& rows, int32_t first, int32_t num) {
+        for (int32_t i = 0; i < num; i++) rows.push_back(first + i);
+    }
+
+    // Tasks of at most MAX_QUERIES queries; of many queries, one for each KV head.
+    void add_tasks(const int32_t* slots, int32_t num_keys, int32_t seen, const std::vector<int32_t>& all_rows) {
+        const int32_t num = int32_t(all_rows.size()), group = int32_t(shape_.group());
+        const int32_t most = std::max(1, MAX_QUERIES / group), num_blocks = (num + most - 1) / most;
+        const int32_t heads = int32_t(shape_.num_kv_heads);
+        for (int32_t block = 0; block < num_blocks; block++) {
+            const int32_t first = num * block / num_blocks, end = num * (block + 1) / num_blocks;
+            const int32_t first_row = int32_t(rows.size());
+            rows.insert(rows.end(), all_rows.begin() + first, all_rows.begin() + end);
+            Task task{slots, num_keys, seen == ALL ? ALL : seen + first, end - first, first_row, 0, heads};
+            if (seen != ALL) task.num_keys = std::min(num_keys, task.seen + task.num_rows - 1);
+            const int32_t step = (end - first) * group >= MAX_QUERIES / 8 ? 1 : heads;
+            for (task.first_head = 0; task.first_head < heads; task.first_head += step) {
+                task.end_head = std::min(heads, task.first_head + step);
+                tasks.push_back(task);
+            }
+        }
+    }
+
+    int64_t cost(const Task& task) const {
+        const int64_t queries = task.num_rows * shape_.group();
+        return int64_t(task.num_keys + KEYS_PER_TASK) * (task.end_head - task.first_head) * (12 + queries);
+    }
+
+    // Cuts tasks that are so long that threads would wait for one, and puts the longest first.
+    void split(int num_threads) {
+        int64_t total = 0;
+        for (const Task& task : tasks) total += cost(task);
+        const int64_t most = total / (4 * num_threads) + 1;
+        std::vector<Task> cut;
+        cut.reserve(tasks.size() + 4 * num_threads);
+        for (Task& task : tasks) {
+            const int64_t wanted = num_threads == 1 ? 1 : (cost(task) + most - 1) / most;
+            const int64_t pieces = std::clamp<int64_t>(task.num_keys / MIN_SPLIT_KEYS, 1, wanted);
+            const int32_t num_blocks = (task.num_keys + KEY_BLOCK - 1) / KEY_BLOCK;
+            const int32_t rows_at = task.first_row;
+            for (int64_t i = 0; i < pieces; i++) {
+                const int32_t first = int32_t(num_blocks * i / pieces) * KEY_BLOCK;
+                const int32_t end = std::min<int32_t>(task.num_keys, int32_t(num_blocks * (i + 1) / pieces) * KEY_BLOCK);
+                Task piece = task;
+                piece.slots += first;
+                piece.num_keys = end - first;
+                if (task.seen != ALL) piece.seen -= first;
+                // Heads of the same rows stand in one place; pieces of keys each have rows of their own.
+                if (i > 0) piece.first_row = copy_rows(rows_at, task.num_rows, i);
+                cut.push_back(piece);
+            }
+        }
+        tasks = std::move(cut);
+        std::stable_sort(tasks.begin(), tasks.end(), [&](const Task& a, const Task& b) { return cost(a) > cost(b); });
+    }
+
+    // The heads of a block of rows are cut alike, so piece i of each finds the copy that the first one made.
+    int32_t copy_rows(int32_t from, int32_t num, int64_t piece) {
+        for (const Copy& copy : copies_) {
+            if (copy.from == from && copy.piece == piece) return copy.to;
+        }
+        const int32_t to = int32_t(rows.size());
+        for (int32_t i = 0; i < num; i++) rows.push_back(rows[from + i]);
+        if (!copies_.empty() && copies_.back().from != from) copies_.clear();
+        copies_.push_back({from, to, piece});
+        return to;
+    }
+
+    void number_parts() {
+        first_parts.assign(num_rows_ + 1, 0);
+        for (int32_t row : rows) first_parts[row + 1]++;
+        std::vector<int32_t> next(num_rows_);
+        for (int32_t row = 0; row < num_rows_; row++) {
+            const int32_t num = first_parts[row + 1];
+            first_parts[row + 1] = first_parts[row] + (num > 1 ? num : 0);
+            next[row] = num > 1 ? first_parts[row] : -1;
+            if (num > 1) merged_rows.push_back(row);
+        }
+        num_parts = first_parts[num_rows_];
+        parts.reserve(rows.size());
+        for (int32_t row : rows) parts.push_back(next[row] < 0 ? -1 : next[row]++);
+    }
+
+    struct Copy {
+        int32_t from, to;
+        int64_t piece;
+    };
+
+    Batch batch_;
+    HeadShape shape_;
+    std::vector<Reader> readers_;
+    std::vector<int32_t> few_;
+    std::vector<int32_t> path_slots_;
+    std::vector<Copy> copies_;
+    int32_t num_rows_ = 0;
+};
+
+}  // namespace agentflow

@@ -1,0 +1,175 @@
+// The whole stack of layers of a Llama-shaped model, in one call.
+#pragma once
+
+#include "attention.h"
+#include "linear.h"
+#include "row_ops.h"
+
+namespace agentflow {
+
+struct LayerWeights {
+    const void* input_norm;
+    Weight qkv;
+    const void *q_norm, *k_norm;  // null where the model has none
+    Weight output;
+    const void* mlp_norm;
+    Weight gate_up;  // gated
+    Weight down;
+};
+
+struct DecoderWeights {
+    int64_t num_layers, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim;
+    float norm_eps;
+    const void* embedding;  // [vocabulary, hidden_size]
+    const void* final_norm;
+    const float* frequencies;  // [head_dim / 2]
+    const LayerWeights* layers;
+};
+
+// T rows; `sampled` [num_sampled]: those whose hidden states are wanted.
+struct Rows {
+    int64_t num_rows;
+    const int64_t *token_ids, *positions, *write_slots;
+    int64_t num_sampled;
+    const int64_t* sampled;
+};
+
+// Memory for the rows of a forward, kept from one to the next.
+template <class S>
+struct Activations {
+    std::vector<S> residual, qkv;
+    std::vector<RowOf<S>> normed, attended, gated;
+    std::vector<float> cos, sin, parts;
+    int64_t hidden_stride = 0, attended_stride = 0, gated_stride = 0;
+
+    void fit(const DecoderWeights& w, int64_t num_rows) {
+        hidden_stride = round_up<int64_t>(w.hidden_size, PANEL);
+        attended_stride = round_up<int64_t>(w.num_heads * w.head_dim, PANEL);
+        gated_stride = round_up<int64_t>(w.intermediate_size, PANEL);
+        at_least(residual, num_rows * w.hidden_size);
+        at_least(qkv, num_rows * (w.num_heads + 2 * w.num_kv_heads) * w.head_dim);
+        at_least(normed, num_rows * hidden_stride);
+        at_least(attended, num_rows * attended_stride);
+        at_least(gated, num_rows * gated_stride);
+        at_least(cos, num_rows * (w.head_dim / 2));
+        at_least(sin, num_rows * (w.head_dim / 2));
+    }
+
+    template <class T>
+    static void at_least(std::vector<T>& buffer, int64_t size) {
+        if (int64_t(buffer.size()) < size) buffer.resize(size);
+    }
+};
+
+template <class S>
+class Forward {
+  public:
+    Forward(const DecoderWeights& weights, const Rows& rows, const Batch& batch, Activations<S>& memory)
+        : w_(weights), rows_(rows), m_(memory), shape_{w_.num_heads, w_.num_kv_heads, w_.head_dim},
+          plan_(batch, shape_, team().num_threads()), qkv_size_((w_.num_heads + 2 * w_.num_kv_heads) * w_.head_dim),
+          num_(rows.num_rows) {
+        m_.fit(w_, num_);
+        Activations<S>::at_least(m_.parts, num_part_floats(plan_, shape_));
+    }
+
+    // Writes the KV of all rows to kv_layers, and to out [num_sampled][hidden_size] the normed hidden states.
+    void run(void* const* kv_layers, S* out) {
+        begin();
+        for (int64_t i = 0; i < w_.num_layers; i++) {
+            const LayerWeights& layer = w_.layers[i];
+            const bool is_last = i + 1 == w_.num_layers;
+            normalize(layer.input_norm);
+            linear<S>(m_.normed.data(), m_.hidden_stride, num_, layer.qkv, m_.qkv.data(), qkv_size_);
+            rotate_and_write(layer, static_cast<S*>(kv_layers[i]));
+            if (is_last && rows_.num_sampled == 0) return;  // a chunk of a prompt: its KV was all that was wanted
+            attend_layer(static_cast<const S*>(kv_layers[i]));
+            if (is_last) keep_sampled();
+            linear_add<S>(m_.attended.data(), m_.attended_stride, num_, layer.output, m_.residual.data(), w_.hidden_size);
+            normalize(layer.mlp_norm);
+            gated_linear<S>(m_.normed.data(), m_.hidden_stride, num_, layer.gate_up, m_.gated.data(), m_.gated_stride);
+            linear_add<S>(m_.gated.data(), m_.gated_stride, num_, layer.down, m_.residual.data(), w_.hidden_size);
+        }
+        for (int64_t t = 0; t < num_; t++) {
+            rms_norm(residual(t), static_cast<const S*>(w_.final_norm), w_.hidden_size, w_.norm_eps, out + t * w_.hidden_size);
+        }
+    }
+
+  private:
+    S* residual(int64_t t) { return m_.residual.data() + t * w_.hidden_size; }
+
+    template <class Body>
+    void each_row(const Body& body) {
+        team().loop(num_, 4, [&](int64_t first, int64_t end, int) {
+            for (int64_t t = first; t < end; t++) body(t);
+        });
+    }
+
+    void begin() {
+        const int64_t half = w_.head_dim / 2;
+        each_row([&](int64_t t) {
+            const S* row = static_cast<const S*>(w_.embedding) + rows_.token_ids[t] * w_.hidden_size;
+            std::memcpy(residual(t), row, w_.hidden_size * sizeof(S));
+            rope_angles<S>(rows_.positions[t], w_.frequencies, half, m_.cos.data() + t * half, m_.sin.data() + t * half);
+        });
+    }
+
+    void normalize(const void* weight) {
+        each_row([&](int64_t t) {
+            RowOf<S>* to = m_.normed.data() + t * m_.hidden_stride;
+            rms_norm(residual(t), static_cast<const S*>(weight), w_.hidden_size, w_.norm_eps, to);
+            std::fill(to + w_.hidden_size, to + m_.hidden_stride, RowOf<S>{});
+        });
+    }
+
+    void rotate_and_write(const LayerWeights& layer, S* kv_layer) {
+        const int64_t dim = w_.head_dim, half = dim / 2, num_rotated = w_.num_heads + w_.num_kv_heads;
+        const int64_t slot_size = 2 * w_.num_kv_heads * dim;
+        each_row([&](int64_t t) {
+            S* row = m_.qkv.data() + t * qkv_size_;
+            for (int64_t head = 0; head < num_rotated; head++) {
+                const void* norm = head < w_.num_heads ? layer.q_norm : layer.k_norm;
+                if (norm) rms_norm(row + head * dim, static_cast<const S*>(norm), dim, w_.norm_eps, row + head * dim);
+                rotate(row + head * dim, half, m_.cos.data() + t * half, m_.sin.data() + t * half);
+            }
+            std::memcpy(kv_layer + rows_.write_slots[t] * slot_size, row + w_.num_heads * dim, slot_size * sizeof(S));
+        });
+    }
+
+    void attend_layer(const S* kv_layer) {
+        const float scale = 1.0f / std::sqrt(float(w_.head_dim));
+        const Queries<S> queries{m_.qkv.data(), qkv_size_, m_.attended.data(), m_.attended_stride, scale};
+        attend<S>(plan_, shape_, queries, KvLayer<S>{kv_layer, w_.num_kv_heads, w_.head_dim}, m_.parts.data());
+        const int64_t size = w_.num_heads * w_.head_dim;
+        if (size % PANEL) {
+            each_row([&](int64_t t) {
+                RowOf<S>* row = m_.attended.data() + t * m_.attended_stride;
+                std::fill(row + size, row + m_.attended_stride, RowOf<S>{});
+            });
+        }
+    }
+
+    // What comes after the last layer's attention is computed only for the rows that are wanted.
+    void keep_sampled() {
+        std::vector<S> kept(rows_.num_sampled * w_.hidden_size);
+        std::vector<RowOf<S>> attended(rows_.num_sampled * m_.attended_stride);
+        for (int64_t i = 0; i < rows_.num_sampled; i++) {
+            const int64_t t = rows_.sampled[i];
+            std::copy_n(residual(t), w_.hidden_size, kept.data() + i * w_.hidden_size);
+            std::copy_n(m_.attended.data() + t * m_.attended_stride, m_.attended_stride, attended.data() + i * m_.attended_stride);
+        }
+        num_ = rows_.num_sampled;
+        m_.fit(w_, num_);
+        std::copy(kept.begin(), kept.end(), m_.residual.begin());
+        std::copy(attended.begin(), attended.end(), m_.attended.begin());
+    }
+
+    const DecoderWeights& w_;
+    const Rows& rows_;
+    Activations<S>& m_;
+    const HeadShape shape_;
+    const Plan plan_;
+    const int64_t qkv_size_;
+    int64_t num_;
+};
+
+}  // namespace agentflow

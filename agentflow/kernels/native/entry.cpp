@@ -1,0 +1,95 @@
+// What Python calls, by ctypes (native_library.py). Every function takes the team for as long as it runs.
+// `is_bf16`: whether values are bfloat16 or float.
+
+#include "decoder.h"
+
+using namespace agentflow;
+
+namespace {
+
+// Calls body with a value of the type that S stands for.
+template <class Body>
+void as_type(int is_bf16, const Body& body) {
+    const std::lock_guard<std::mutex> lock(team().in_use);
+    if (is_bf16) body(bf16{});
+    else body(float{});
+}
+
+// Rows of any width as a product takes them: of its type, with zeros up to a whole panel.
+template <class S>
+std::vector<RowOf<S>> padded_rows(const S* x, int64_t num_rows, int64_t width, int64_t stride) {
+    std::vector<RowOf<S>> rows(num_rows * stride);
+    for (int64_t t = 0; t < num_rows; t++) copy_row(x + t * width, width, rows.data() + t * stride);
+    return rows;
+}
+
+}  // namespace
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+EXPORT void af_set_num_threads(int num) { team().set_num_threads(num); }
+
+EXPORT int64_t af_panel_size(int is_bf16, int64_t num_out, int64_t num_in, int gated) {
+    const int64_t num = gated ? round_up<int64_t>(num_out / 2, LANES) * 2 : num_out;
+    return round_up<int64_t>(num, PANEL) * (is_bf16 ? padded_depth<bf16>(num_in) : num_in);
+}
+
+EXPORT void af_pack(int is_bf16, const void* matrix, int64_t num_out, int64_t num_in, int gated, void* panels) {
+    as_type(is_bf16, [&](auto type) {
+        using S = decltype(type);
+        pack<S>(static_cast<const S*>(matrix), num_out, num_in, gated, static_cast<S*>(panels));
+    });
+}
+
+// out: S, or float where `exact`. Of a gated weight the gated product.
+EXPORT void af_linear(int is_bf16, const void* x, int64_t num_rows, const Weight* weight, int gated, int exact, void* out) {
+    as_type(is_bf16, [&](auto type) {
+        using S = decltype(type);
+        const int64_t stride = round_up<int64_t>(weight->num_in, PANEL);
+        const auto rows = padded_rows(static_cast<const S*>(x), num_rows, weight->num_in, stride);
+        if (gated) {
+            gated_linear<S>(rows.data(), stride, num_rows, *weight, static_cast<S*>(out), weight->num_out / 2);
+        } else if (exact) {
+            linear<S>(rows.data(), stride, num_rows, *weight, static_cast<float*>(out), weight->num_out);
+        } else {
+            linear<S>(rows.data(), stride, num_rows, *weight, static_cast<S*>(out), weight->num_out);
+        }
+    });
+}
+
+EXPORT void af_rms_norm(int is_bf16, const void* x, int64_t num_rows, int64_t stride, const void* weight, int64_t size,
+                        float eps, void* out) {
+    as_type(is_bf16, [&](auto type) {
+        using S = decltype(type);
+        for (int64_t t = 0; t < num_rows; t++) {
+            rms_norm(static_cast<const S*>(x) + t * stride, static_cast<const S*>(weight), size, eps,
+                     static_cast<S*>(out) + t * size);
+        }
+    });
+}
+
+EXPORT void af_attention(int is_bf16, const void* q, int64_t q_stride, const void* kv_layer, const Batch* batch,
+                         int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, float scale, void* out) {
+    as_type(is_bf16, [&](auto type) {
+        using S = decltype(type);
+        const HeadShape shape{num_heads, num_kv_heads, head_dim};
+        const Plan plan(*batch, shape, team().num_threads());
+        const int64_t width = num_heads * head_dim;
+        std::vector<float> parts(num_part_floats(plan, shape));
+        std::vector<RowOf<S>> rows(plan.num_rows() * width);
+        const Queries<S> queries{static_cast<const S*>(q), q_stride, rows.data(), width, scale};
+        attend<S>(plan, shape, queries, {static_cast<const S*>(kv_layer), num_kv_heads, head_dim}, parts.data());
+        for (int64_t t = 0; t < plan.num_rows(); t++) {
+            copy_row(rows.data() + t * width, width, static_cast<S*>(out) + t * width);
+        }
+    });
+}
+
+EXPORT void af_forward(int is_bf16, const DecoderWeights* weights, const Rows* rows, const Batch* batch,
+                       void* const* kv_layers, void* out) {
+    as_type(is_bf16, [&](auto type) {
+        using S = decltype(type);
+        static Activations<S> memory;
+        Forward<S>(*weights, *rows, *batch, memory).run(kv_layers, static_cast<S*>(out));
+    });
+}

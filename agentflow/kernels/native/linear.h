@@ -1,0 +1,133 @@
+// Products of a batch's rows with a weight, and what becomes of them before they go to memory.
+#pragma once
+
+#include <vector>
+
+#include "product.h"
+#include "team.h"
+
+namespace agentflow {
+
+// W [num_out, num_in] in panels: column n of panel p is output 32 p + n, outputs past the last are zero. Of a
+// weight that is `gated`, panel p holds 16 outputs of the gate and then the same 16 of what it gates.
+// `bias`: [num_out] in S, or null.
+struct Weight {
+    const void* panels;
+    const void* bias;
+    int64_t num_in, num_out;
+};
+
+constexpr int64_t ROW_BLOCK_BYTES = 448 * 1024;  // rows that stay in a core's own cache while panels pass
+
+// Calls put(row, num_rows, panel, sums [num_rows][PANEL]) for all tiles of rows W^T.
+template <class S, class Put>
+void multiply(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight& weight, const Put& put) {
+    const int64_t depth = padded_depth<S>(weight.num_in);
+    const int64_t num_panels = (weight.num_out + PANEL - 1) / PANEL;
+    const int64_t fitting = ROW_BLOCK_BYTES / (depth * int64_t(sizeof(RowOf<S>)));
+    const int64_t most = std::max<int64_t>(4 * MAX_TILE_ROWS, fitting / MAX_TILE_ROWS * MAX_TILE_ROWS);
+    const int64_t num_blocks = (num_rows + most - 1) / most;
+    const S* panels = static_cast<const S*>(weight.panels);
+    team().loop(num_blocks * num_panels, 1, [&](int64_t first, int64_t end, int) {
+        float sums[MAX_TILE_ROWS * PANEL];
+        for (int64_t unit = first; unit < end; unit++) {
+            const int64_t block = unit / num_panels, panel = unit % num_panels;
+            const int64_t begin = num_rows * block / num_blocks, stop = num_rows * (block + 1) / num_blocks;
+            each_tile(stop - begin, [&](int64_t at, int num) {
+                const int64_t row = begin + at;
+                tile<S>(num, rows + row * stride, stride, panels + panel * PANEL * depth, depth, sums);
+                put(row, num, panel, sums);
+            });
+        }
+    });
+}
+
+// The sums of one row with the bias, rounded as S.
+template <class S>
+ALWAYS_INLINE Vec biased(const float* sums, const Weight& weight, int64_t column, int num) {
+    Vec value = load(sums);
+    if (weight.bias) value = add(value, load_first(static_cast<const S*>(weight.bias) + column, num));
+    return value;
+}
+
+template <class S, class Put>
+ALWAYS_INLINE void each_vec(const float* sums, const Weight& weight, int64_t panel, const Put& put) {
+    for (int v = 0; v < 2; v++) {
+        const int64_t column = panel * PANEL + v * LANES;
+        const int num = int(std::min<int64_t>(LANES, weight.num_out - column));
+        if (num > 0) put(column, num, biased<S>(sums + v * LANES, weight, column, num));
+    }
+}
+
+// out [num_rows][num_out] of type Out = rows W^T + b.
+template <class S, class Out>
+void linear(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight& weight, Out* out,
+            int64_t out_stride) {
+    multiply<S>(rows, stride, num_rows, weight, [&](int64_t row, int num, int64_t panel, const float* sums) {
+        for (int i = 0; i < num; i++) {
+            each_vec<S>(sums + i * PANEL, weight, panel, [&](int64_t column, int width, Vec value) {
+                store_first(out + (row + i) * out_stride + column, value, width);
+            });
+        }
+    });
+}
+
+// residual += rows W^T + b, each rounded as S.
+template <class S>
+void linear_add(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight& weight, S* residual,
+                int64_t residual_stride) {
+    multiply<S>(rows, stride, num_rows, weight, [&](int64_t row, int num, int64_t panel, const float* sums) {
+        for (int i = 0; i < num; i++) {
+            each_vec<S>(sums + i * PANEL, weight, panel, [&](int64_t column, int width, Vec value) {
+                S* place = residual + (row + i) * residual_stride + column;
+                store_first(place, add(load_first(place, width), rounded<S>(value)), width);
+            });
+        }
+    });
+}
+
+// out [num_rows][num_out / 2] = silu(rows Wg^T) * (rows Wu^T) of a gated weight; gate, product of it with its
+// sigmoid, and result are each rounded as S.
+template <class S, class Out>
+void gated_linear(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight& weight, Out* out,
+                  int64_t out_stride) {
+    const int64_t half = weight.num_out / 2;
+    Weight gate = weight, up = weight;
+    if (weight.bias) up.bias = static_cast<const S*>(weight.bias) + half;
+    // Only these many panels hold anything: 16 outputs each.
+    Weight both = weight;
+    both.num_out = round_up<int64_t>(half, LANES) * 2;
+    multiply<S>(rows, stride, num_rows, both, [&](int64_t row, int num, int64_t panel, const float* sums) {
+        const int64_t column = panel * LANES;
+        const int width = int(std::min<int64_t>(LANES, half - column));
+        for (int i = 0; i < num; i++) {
+            const Vec g = rounded<S>(biased<S>(sums + i * PANEL, gate, column, width));
+            const Vec u = rounded<S>(biased<S>(sums + i * PANEL + LANES, up, column, width));
+            const Vec decay = exp2(mul(g, broadcast(-1.44269504f)));
+            const Vec silu = rounded<S>(div(g, add(broadcast(1.0f), decay)));
+            store_first(out + (row + i) * out_stride + column, rounded<S>(mul(silu, u)), width);
+        }
+    });
+}
+
+// The panels of W [num_out, num_in]; `panels` is zeroed before. `gated`: the second half of W's rows goes
+// beside the first, 16 by 16.
+template <class S>
+void pack(const S* matrix, int64_t num_out, int64_t num_in, bool gated, S* panels) {
+    constexpr int PAIR = Format<S>::PAIR;
+    const int64_t depth = padded_depth<S>(num_in), half = num_out / 2;
+    team().loop(num_out, 64, [&](int64_t first, int64_t end, int) {
+        for (int64_t n = first; n < end; n++) {
+            int64_t place = n;
+            if (gated) {
+                const int64_t i = n % half;
+                place = i / LANES * PANEL + i % LANES + (n < half ? 0 : LANES);
+            }
+            S* panel = panels + place / PANEL * PANEL * depth + place % PANEL * PAIR;
+            const S* row = matrix + n * num_in;
+            for (int64_t k = 0; k < num_in; k++) panel[k / PAIR * PAIR * PANEL + k % PAIR] = row[k];
+        }
+    });
+}
+
+}  // namespace agentflow

@@ -1,0 +1,186 @@
+// Products of a few rows with a panel: 32 columns of a matrix, laid out in the order they are read in.
+//
+// A panel of depth k (the inner dimension of the product) holds, for float, [k][32], and for bfloat16
+// [k / 2][32][2]: pairs of neighbours along k side by side, which is what the processor's bfloat16 instructions
+// multiply (and, in 16 columns, a tile of AMX). Odd depths are filled up with a zero.
+//
+// Rows are bfloat16 where the processor multiplies bfloat16. Elsewhere they are floats that hold bfloat16
+// values, and panels are widened as they are read: bytes from memory stay few, and sums are the same.
+#pragma once
+
+#include "simd.h"
+
+namespace agentflow {
+
+constexpr int PANEL = 2 * LANES;  // columns
+
+#if defined(__AVX512BF16__)
+constexpr bool MULTIPLIES_BF16 = true;
+#else
+constexpr bool MULTIPLIES_BF16 = false;
+#endif
+
+template <class S>
+struct Format;
+
+template <>
+struct Format<float> {
+    using Row = float;
+    static constexpr int PAIR = 1;  // values along k that stand side by side in a panel
+};
+
+template <>
+struct Format<bf16> {
+    using Row = std::conditional_t<MULTIPLIES_BF16, bf16, float>;
+    static constexpr int PAIR = 2;
+};
+
+template <class S>
+using RowOf = typename Format<S>::Row;
+
+template <class S>
+constexpr int64_t padded_depth(int64_t depth) {
+    return round_up<int64_t>(depth, Format<S>::PAIR);
+}
+
+#if defined(__AVX512F__)
+constexpr int MAX_TILE_ROWS = 12;  // 24 sums in registers, beside two pieces of the panel
+constexpr int TILE_VECS = 2;
+#else
+constexpr int MAX_TILE_ROWS = 4;
+constexpr int TILE_VECS = 1;
+#endif
+
+ALWAYS_INLINE Vec load_pairs_even(const bf16* p);
+ALWAYS_INLINE Vec load_pairs_odd(const bf16* p);
+
+#if defined(__AVX512F__)
+ALWAYS_INLINE Vec load_pairs_even(const bf16* p) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16))};
+}
+ALWAYS_INLINE Vec load_pairs_odd(const bf16* p) {
+    const __m512i upper = _mm512_set1_epi32(int(0xFFFF0000));
+    return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), upper))};
+}
+#else
+ALWAYS_INLINE Vec load_pairs_even(const bf16* p) {
+    const __m256i* q = reinterpret_cast<const __m256i*>(p);
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(q), 16)),
+            _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(q + 1), 16))};
+}
+ALWAYS_INLINE Vec load_pairs_odd(const bf16* p) {
+    const __m256i upper = _mm256_set1_epi32(int(0xFFFF0000));
+    const __m256i* q = reinterpret_cast<const __m256i*>(p);
+    return {_mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(q), upper)),
+            _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(q + 1), upper))};
+}
+#endif
+
+#if defined(__AVX512BF16__)
+ALWAYS_INLINE __m512bh pair_of(const bf16* row) {
+    int32_t bits;
+    std::memcpy(&bits, row, sizeof bits);
+    return reinterpret_cast<__m512bh>(_mm512_set1_epi32(bits));
+}
+#endif
+
+// Adds the products at depth k (and k + 1 for pairs) to the sums of ROWS rows.
+template <int ROWS, int VECS>
+ALWAYS_INLINE void multiply_add(Vec (&sums)[ROWS][VECS], const float* row, int64_t stride, int64_t k,
+                                const float* panel) {
+    Vec columns[VECS];
+#pragma GCC unroll 2
+    for (int v = 0; v < VECS; v++) columns[v] = load(panel + k * PANEL + v * LANES);
+#pragma GCC unroll 12
+    for (int i = 0; i < ROWS; i++) {
+        const Vec value = broadcast(row[i * stride + k]);
+#pragma GCC unroll 2
+        for (int v = 0; v < VECS; v++) sums[i][v] = fma(value, columns[v], sums[i][v]);
+    }
+}
+
+template <int ROWS, int VECS>
+ALWAYS_INLINE void multiply_add(Vec (&sums)[ROWS][VECS], const float* row, int64_t stride, int64_t k,
+                                const bf16* panel) {
+    Vec even[VECS], odd[VECS];
+#pragma GCC unroll 2
+    for (int v = 0; v < VECS; v++) {
+        even[v] = load_pairs_even(panel + k * PANEL + v * 2 * LANES);
+        odd[v] = load_pairs_odd(panel + k * PANEL + v * 2 * LANES);
+    }
+#pragma GCC unroll 12
+    for (int i = 0; i < ROWS; i++) {
+        const Vec first = broadcast(row[i * stride + k]), second = broadcast(row[i * stride + k + 1]);
+#pragma GCC unroll 2
+        for (int v = 0; v < VECS; v++) {
+            sums[i][v] = fma(second, odd[v], fma(first, even[v], sums[i][v]));
+        }
+    }
+}
+
+#if defined(__AVX512BF16__)
+template <int ROWS, int VECS>
+ALWAYS_INLINE void multiply_add(Vec (&sums)[ROWS][VECS], const bf16* row, int64_t stride, int64_t k,
+                                const bf16* panel) {
+    __m512bh columns[VECS];
+#pragma GCC unroll 2
+    for (int v = 0; v < VECS; v++) {
+        columns[v] = reinterpret_cast<__m512bh>(_mm512_loadu_si512(panel + k * PANEL + v * 2 * LANES));
+    }
+#pragma GCC unroll 12
+    for (int i = 0; i < ROWS; i++) {
+        const __m512bh value = pair_of(row + i * stride + k);
+#pragma GCC unroll 2
+        for (int v = 0; v < VECS; v++) sums[i][v].v = _mm512_dpbf16_ps(sums[i][v].v, value, columns[v]);
+    }
+}
+#endif
+
+// out [ROWS][PANEL] = rows [ROWS][depth] times one panel. `depth` is padded; rows may be read up to it.
+template <int ROWS, class S>
+void tile(const RowOf<S>* rows, int64_t stride, const S* panel, int64_t depth, float* out) {
+    for (int first = 0; first < PANEL; first += TILE_VECS * LANES) {
+        Vec sums[ROWS][TILE_VECS];
+#pragma GCC unroll 12
+        for (int i = 0; i < ROWS; i++) {
+#pragma GCC unroll 2
+            for (int v = 0; v < TILE_VECS; v++) sums[i][v] = zero();
+        }
+        const S* columns = panel + first * Format<S>::PAIR;
+        for (int64_t k = 0; k < depth; k += Format<S>::PAIR) {
+            multiply_add<ROWS, TILE_VECS>(sums, rows, stride, k, columns);
+        }
+#pragma GCC unroll 12
+        for (int i = 0; i < ROWS; i++) {
+#pragma GCC unroll 2
+            for (int v = 0; v < TILE_VECS; v++) store(out + i * PANEL + first + v * LANES, sums[i][v]);
+        }
+    }
+}
+
+template <class S, int ROWS>
+void tile_of(int num_rows, const RowOf<S>* rows, int64_t stride, const S* panel, int64_t depth, float* out) {
+    if constexpr (ROWS > 1) {
+        if (num_rows < ROWS) return tile_of<S, ROWS - 1>(num_rows, rows, stride, panel, depth, out);
+    }
+    tile<ROWS, S>(rows, stride, panel, depth, out);
+}
+
+// The same for any number of rows up to MAX_TILE_ROWS.
+template <class S>
+void tile(int num_rows, const RowOf<S>* rows, int64_t stride, const S* panel, int64_t depth, float* out) {
+    tile_of<S, MAX_TILE_ROWS>(num_rows, rows, stride, panel, depth, out);
+}
+
+// Calls body(first, num) for tiles of about equal height that together are the rows 0 to num_rows.
+template <class Body>
+ALWAYS_INLINE void each_tile(int64_t num_rows, const Body& body) {
+    const int64_t num_tiles = (num_rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
+    for (int64_t i = 0, first = 0; i < num_tiles; i++) {
+        const int64_t end = num_rows * (i + 1) / num_tiles;
+        body(first, int(end - first));
+        first = end;
+    }
+}
+
+}  // namespace agentflow

@@ -1,0 +1,214 @@
+// Sixteen float lanes on whatever the compiler was told the processor has: AVX-512, or AVX2 as two halves.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+namespace agentflow {
+
+constexpr int LANES = 16;
+constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
+
+// A bfloat16 as it lies in memory: the upper half of a float.
+struct bf16 {
+    uint16_t bits;
+};
+
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
+#if defined(__AVX512F__)
+
+struct Vec {
+    __m512 v;
+};
+
+ALWAYS_INLINE Vec zero() { return {_mm512_setzero_ps()}; }
+ALWAYS_INLINE Vec broadcast(float x) { return {_mm512_set1_ps(x)}; }
+ALWAYS_INLINE Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
+ALWAYS_INLINE void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
+ALWAYS_INLINE Vec add(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
+ALWAYS_INLINE Vec sub(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
+ALWAYS_INLINE Vec mul(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
+ALWAYS_INLINE Vec div(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
+ALWAYS_INLINE Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
+ALWAYS_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+ALWAYS_INLINE float sum(Vec a) { return _mm512_reduce_add_ps(a.v); }
+ALWAYS_INLINE float largest(Vec a) { return _mm512_reduce_max_ps(a.v); }
+
+// The first n lanes of a, and `other` in the rest.
+ALWAYS_INLINE Vec first_lanes(Vec a, int n, float other) {
+    const __mmask16 mask = n >= LANES ? 0xFFFF : n <= 0 ? 0 : (1u << n) - 1;
+    return {_mm512_mask_blend_ps(mask, _mm512_set1_ps(other), a.v)};
+}
+
+ALWAYS_INLINE Vec widen(__m256i bits) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))};
+}
+ALWAYS_INLINE Vec load(const bf16* p) {
+    return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+
+// To the nearest bfloat16, ties to even, NaN to NaN.
+ALWAYS_INLINE __m256i narrow(Vec a) {
+#if defined(__AVX512BF16__)
+    return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(a.v));
+#else
+    const __m512i bits = _mm512_castps_si512(a.v);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, odd), _mm512_set1_epi32(0x7FFF));
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
+    rounded = _mm512_mask_mov_epi32(rounded, is_nan, _mm512_set1_epi32(0x7FC00000));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+#endif
+}
+ALWAYS_INLINE void store(bf16* p, Vec a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(a)); }
+
+// 2 to the power of x: a polynomial on [-1/2, 1/2] (Taylor's, to x^6), scaled. Relative error below 2e-7.
+ALWAYS_INLINE Vec exp2(Vec x) {
+    const __m512 whole = _mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m512 rest = _mm512_sub_ps(x.v, whole);
+    __m512 p = _mm512_set1_ps(1.5403530e-4f);
+    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(1.3333558e-3f));
+    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(9.6181291e-3f));
+    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(5.5504109e-2f));
+    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(2.4022651e-1f));
+    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(6.9314718e-1f));
+    p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(1.0f));
+    // -inf minus itself is NaN; the power of -inf is 0.
+    const __mmask16 is_least = _mm512_cmp_ps_mask(x.v, _mm512_set1_ps(-150.0f), _CMP_LT_OQ);
+    return {_mm512_mask_mov_ps(_mm512_scalef_ps(p, whole), is_least, _mm512_setzero_ps())};
+}
+
+#else  // AVX2
+
+struct Vec {
+    __m256 lo, hi;
+};
+
+ALWAYS_INLINE Vec zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+ALWAYS_INLINE Vec broadcast(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+ALWAYS_INLINE Vec load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+ALWAYS_INLINE void store(float* p, Vec a) {
+    _mm256_storeu_ps(p, a.lo);
+    _mm256_storeu_ps(p + 8, a.hi);
+}
+ALWAYS_INLINE Vec add(Vec a, Vec b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+ALWAYS_INLINE Vec sub(Vec a, Vec b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
+ALWAYS_INLINE Vec mul(Vec a, Vec b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+ALWAYS_INLINE Vec div(Vec a, Vec b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+ALWAYS_INLINE Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
+ALWAYS_INLINE Vec fma(Vec a, Vec b, Vec c) {
+    return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
+ALWAYS_INLINE float sum(Vec a) {
+    const __m256 all = _mm256_add_ps(a.lo, a.hi);
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+ALWAYS_INLINE float largest(Vec a) {
+    const __m256 all = _mm256_max_ps(a.lo, a.hi);
+    __m128 s = _mm_max_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+    s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+
+ALWAYS_INLINE Vec first_lanes(Vec a, int n, float other) {
+    const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m256 lo = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(n), lanes));
+    const __m256 hi = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(n - 8), lanes));
+    const __m256 rest = _mm256_set1_ps(other);
+    return {_mm256_blendv_ps(rest, a.lo, lo), _mm256_blendv_ps(rest, a.hi, hi)};
+}
+
+ALWAYS_INLINE __m256 widen_half(__m128i bits) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+ALWAYS_INLINE Vec load(const bf16* p) {
+    const __m128i* bits = reinterpret_cast<const __m128i*>(p);
+    return {widen_half(_mm_loadu_si128(bits)), widen_half(_mm_loadu_si128(bits + 1))};
+}
+
+ALWAYS_INLINE __m256i rounded_half(__m256 a) {
+    const __m256i bits = _mm256_castps_si256(a);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, odd), _mm256_set1_epi32(0x7FFF));
+    const __m256 is_nan = _mm256_cmp_ps(a, a, _CMP_UNORD_Q);
+    const __m256 nan = _mm256_castsi256_ps(_mm256_set1_epi32(0x7FC00000));
+    const __m256 kept = _mm256_blendv_ps(_mm256_castsi256_ps(rounded), nan, is_nan);
+    return _mm256_srli_epi32(_mm256_castps_si256(kept), 16);
+}
+ALWAYS_INLINE __m256i narrow(Vec a) {
+    const __m256i mixed = _mm256_packus_epi32(rounded_half(a.lo), rounded_half(a.hi));
+    return _mm256_permute4x64_epi64(mixed, 0xD8);
+}
+ALWAYS_INLINE void store(bf16* p, Vec a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(a)); }
+
+ALWAYS_INLINE __m256 exp2_half(__m256 x) {
+    const __m256 least = _mm256_set1_ps(-126.0f);
+    const __m256 is_least = _mm256_cmp_ps(x, least, _CMP_LT_OQ);
+    const __m256 bounded = _mm256_min_ps(_mm256_max_ps(x, least), _mm256_set1_ps(127.0f));
+    const __m256 whole = _mm256_round_ps(bounded, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m256 rest = _mm256_sub_ps(bounded, whole);
+    __m256 p = _mm256_set1_ps(1.5403530e-4f);
+    p = _mm256_fmadd_ps(p, rest, _mm256_set1_ps(1.3333558e-3f));
+    p = _mm256_fmadd_ps(p, rest, _mm256_set1_ps(9.6181291e-3f));
+    p = _mm256_fmadd_ps(p, rest, _mm256_set1_ps(5.5504109e-2f));
+    p = _mm256_fmadd_ps(p, rest, _mm256_set1_ps(2.4022651e-1f));
+    p = _mm256_fmadd_ps(p, rest, _mm256_set1_ps(6.9314718e-1f));
+    p = _mm256_fmadd_ps(p, rest, _mm256_set1_ps(1.0f));
+    const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(whole), 23);
+    p = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), exponent));
+    const __m256 is_nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
+    return _mm256_blendv_ps(_mm256_andnot_ps(is_least, p), x, is_nan);
+}
+ALWAYS_INLINE Vec exp2(Vec x) { return {exp2_half(x.lo), exp2_half(x.hi)}; }
+
+#endif
+
+// What is left of a value when it is held as S, as a float.
+template <class S>
+ALWAYS_INLINE Vec rounded(Vec a);
+template <>
+ALWAYS_INLINE Vec rounded<float>(Vec a) { return a; }
+template <>
+ALWAYS_INLINE Vec rounded<bf16>(Vec a) {
+    bf16 held[LANES];
+    store(held, a);
+    return load(held);
+}
+
+// The first n of 16 values, zeros in the rest; and the first n lanes to memory.
+template <class S>
+ALWAYS_INLINE Vec load_first(const S* p, int n) {
+    if (n >= LANES) return load(p);
+    S held[LANES] = {};
+    std::memcpy(held, p, n * sizeof(S));
+    return load(held);
+}
+template <class S>
+ALWAYS_INLINE void store_first(S* p, Vec a, int n) {
+    if (n >= LANES) return store(p, a);
+    S held[LANES];
+    store(held, a);
+    std::memcpy(p, held, n * sizeof(S));
+}
+
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) {
+    const uint32_t bits = uint32_t(x.bits) << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+template <class T>
+constexpr T round_up(T size, T step) {
+    return (size + step - 1) / step * step;
+}
+
+}  // namespace agentflow

@@ -1,0 +1,161 @@
+// A team of threads that works through one loop at a time, cut into pieces that whoever is free takes.
+//
+// A piece belongs to the thread that took it, and nobody waits for a thread that holds none: when the system
+// runs something else on a core, the others do its share. Between loops that follow closely the threads spin;
+// after SPIN_PAUSES without work they sleep until the next loop.
+#pragma once
+
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+
+namespace agentflow {
+
+class Team {
+  public:
+    static constexpr int MAX_THREADS = 64;
+
+    // Threads that work on a loop, the calling one among them.
+    void set_num_threads(int num) { num_threads_ = std::clamp(num, 1, MAX_THREADS); }
+    int num_threads() const { return num_threads_; }
+
+    // Calls body(first, end, thread) for pieces that together are 0 to num, and returns when all are done.
+    // The first pieces are large and the last of `least`. Only the holder of `in_use` may call it.
+    template <class Body>
+    void loop(int64_t num, int64_t least, const Body& body) {
+        if (num <= 0) return;
+        if (num_threads_ == 1 || num <= least) {
+            body(0, num, 0);
+            return;
+        }
+        start_workers();
+        const uint32_t epoch = epoch_ + 1;
+        epoch_ = epoch;
+        Job& job = jobs_[epoch % 2];
+        job.call.store([](const void* b, int64_t first, int64_t end, int thread) {
+            (*static_cast<const Body*>(b))(first, end, thread);
+        }, std::memory_order_relaxed);
+        job.body.store(&body, std::memory_order_relaxed);
+        job.num.store(num, std::memory_order_relaxed);
+        job.least.store(least, std::memory_order_relaxed);
+        num_done_.store(0, std::memory_order_relaxed);
+        next_.store(uint64_t(epoch) << 32);
+        if (num_asleep_.load() > 0) wake();
+        work(epoch, 0);
+        for (int pauses = 0; num_done_.load(std::memory_order_acquire) < num; pauses++) {
+            if (pauses < YIELD_PAUSES) _mm_pause();
+            else sched_yield();
+        }
+    }
+
+    // One forward at a time: held by whoever calls `loop`.
+    std::mutex in_use;
+
+    // After a fork the child has none of the threads.
+    void forget_workers() {
+        num_workers_ = 0;
+        num_asleep_.store(0);
+        new (&in_use) std::mutex;
+    }
+
+  private:
+    static constexpr int SPIN_PAUSES = 4000;   // 50 to 200 microseconds
+    static constexpr int YIELD_PAUSES = 20000;
+
+    struct Job {
+        std::atomic<void (*)(const void*, int64_t, int64_t, int)> call;
+        std::atomic<const void*> body;
+        std::atomic<int64_t> num, least;
+    };
+
+    // Takes pieces of loop `epoch` until none is left. The epoch stands beside the place in one word, so that
+    // a thread that comes late can take nothing of a later loop by mistake.
+    void work(uint32_t epoch, int thread) {
+        const Job& job = jobs_[epoch % 2];
+        uint64_t seen = next_.load();
+        while (uint32_t(seen >> 32) == epoch) {
+            const int64_t first = uint32_t(seen);
+            const int64_t num = job.num.load(std::memory_order_relaxed);
+            const int64_t least = job.least.load(std::memory_order_relaxed);
+            if (first >= num) return;
+            const auto call = job.call.load(std::memory_order_relaxed);
+            const void* body = job.body.load(std::memory_order_relaxed);
+            const int64_t size = std::max<int64_t>(least, (num - first) / (2 * num_threads_));
+            const int64_t end = std::min(num, first + size);
+            if (!next_.compare_exchange_weak(seen, uint64_t(epoch) << 32 | uint64_t(end))) continue;
+            call(body, first, end, thread);
+            num_done_.fetch_add(end - first, std::memory_order_release);
+            seen = next_.load();
+        }
+    }
+
+    void serve(int thread) {
+        uint32_t done = uint32_t(next_.load() >> 32) - 1;
+        for (int pauses = 0;;) {
+            const uint32_t epoch = uint32_t(next_.load(std::memory_order_acquire) >> 32);
+            if (epoch != done) {
+                if (thread < num_threads_) work(epoch, thread);
+                done = epoch;
+                pauses = 0;
+            } else if (pauses++ < SPIN_PAUSES) {
+                _mm_pause();
+            } else {
+                sleep(epoch);
+                pauses = 0;
+            }
+        }
+    }
+
+    void sleep(uint32_t epoch) {
+        const uint32_t ticket = wakes_.load();
+        num_asleep_.fetch_add(1);
+        if (uint32_t(next_.load() >> 32) == epoch) futex(FUTEX_WAIT_PRIVATE, ticket);
+        num_asleep_.fetch_sub(1);
+    }
+
+    void wake() {
+        wakes_.fetch_add(1);
+        futex(FUTEX_WAKE_PRIVATE, MAX_THREADS);
+    }
+
+    void futex(int operation, uint32_t value) {
+        syscall(SYS_futex, reinterpret_cast<uint32_t*>(&wakes_), operation, value, nullptr, nullptr, 0);
+    }
+
+    void start_workers() {
+        for (; num_workers_ < num_threads_ - 1; num_workers_++) {
+            std::thread([this, thread = num_workers_ + 1] { serve(thread); }).detach();
+        }
+    }
+
+    alignas(64) std::atomic<uint64_t> next_{0};
+    alignas(64) std::atomic<int64_t> num_done_{0};
+    alignas(64) std::atomic<uint32_t> wakes_{0};
+    std::atomic<int> num_asleep_{0};
+    Job jobs_[2] = {};
+    uint32_t epoch_ = 0;
+    std::atomic<int> num_threads_{1};
+    int num_workers_ = 0;
+};
+
+// Never destroyed: its threads outlive main.
+inline Team& team() {
+    static Team* const the_team = [] {
+        Team* made = new Team;
+        pthread_atfork(nullptr, nullptr, [] { team().forget_workers(); });
+        return made;
+    }();
+    return *the_team;
+}
+
+}  // namespace agentflow

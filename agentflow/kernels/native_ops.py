@@ -1,0 +1,165 @@
+"""The kernels in C++ (``native/``): a whole forward pass in one call, by a team of threads of their own.
+
+Bytes are read once and in order, in the layout that the products want, and nothing is dispatched between
+them. The single functions are the same code, one at a time: the tests hold each against the reference.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from agentflow.kernels import cpu_ops
+from agentflow.kernels.attention_batch import AttentionBatch, IntArray
+from agentflow.kernels.decoder_weights import DecoderWeights
+from agentflow.kernels.linear_weight import LinearWeight
+from agentflow.kernels.native_library import load_library, native_level
+from agentflow.kernels.native_structs import (
+    declare,
+    native_batch,
+    native_decoder,
+    native_rows,
+    native_weight,
+)
+
+HUGE_PAGE = 2 << 20
+
+
+@functools.cache
+def _library_for(level: str) -> ctypes.CDLL:
+    return declare(load_library(level))
+
+
+def library() -> ctypes.CDLL:
+    """The compiled kernels. NoNativeKernels where they cannot be had."""
+    return _library_for(native_level())
+
+
+def _team() -> ctypes.CDLL:
+    """The library, with as many threads as torch has."""
+    loaded = library()
+    loaded.af_set_num_threads(torch.get_num_threads())
+    return loaded
+
+
+def _is_bf16(x: Tensor) -> bool:
+    return x.dtype == torch.bfloat16
+
+
+def pack_linear(
+    weight: Tensor, bias: Tensor | None, *, exact_output: bool = False, gated: bool = False
+) -> LinearWeight:
+    num_out, num_in = weight.shape
+    team, weight = _team(), weight.contiguous()
+    size = team.af_panel_size(_is_bf16(weight), num_out, num_in, gated)
+    panels = torch.zeros(size, dtype=weight.dtype)
+    team.af_pack(_is_bf16(weight), weight.data_ptr(), num_out, num_in, gated, panels.data_ptr())
+    return LinearWeight(None, panels, bias, (num_out, num_in))
+
+
+def linear(x: Tensor, weight: LinearWeight) -> Tensor:
+    return _product(x, weight, x.new_empty(x.shape[0], weight.shape[0]))
+
+
+def gated_linear(x: Tensor, weight: LinearWeight) -> Tensor:
+    return _product(x, weight, x.new_empty(x.shape[0], weight.shape[0] // 2), gated=True)
+
+
+def exact_linear(x: Tensor, weight: LinearWeight) -> Tensor:
+    return _product(x, weight, torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32), exact=True)
+
+
+def _product(
+    x: Tensor, weight: LinearWeight, out: Tensor, *, gated: bool = False, exact: bool = False
+) -> Tensor:
+    x = x.contiguous()
+    _team().af_linear(
+        _is_bf16(x), x.data_ptr(), x.shape[0], native_weight(weight), gated, exact, out.data_ptr()
+    )
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    _team().af_rms_norm(
+        _is_bf16(x),
+        rows.data_ptr(),
+        rows.shape[0],
+        rows.stride(0),
+        weight.data_ptr(),
+        rows.shape[1],
+        eps,
+        out.data_ptr(),
+    )
+    return out.view(x.shape)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = residual.add_(x)
+    return rms_norm(total, weight, eps), total
+
+
+# Between the two products of the forward, which does it on its own.
+rope_and_write = cpu_ops.rope_and_write
+
+
+def plan_attention(batch: AttentionBatch, dtype: torch.dtype, device: torch.device) -> AttentionBatch:
+    return batch
+
+
+def attention(q: Tensor, kv_layer: Tensor, plan: AttentionBatch, scale: float) -> Tensor:
+    _, num_heads, head_dim = q.shape
+    if q.stride()[1:] != (head_dim, 1):
+        q = q.contiguous()
+    out = q.new_empty(q.shape[0], num_heads * head_dim)
+    _team().af_attention(
+        _is_bf16(q),
+        q.data_ptr(),
+        q.stride(0),
+        kv_layer.data_ptr(),
+        native_batch(plan),
+        num_heads,
+        kv_layer.shape[2],
+        head_dim,
+        scale,
+        out.data_ptr(),
+    )
+    return out
+
+
+class NativeForward:
+    """``ops.Forward`` of the native kernels."""
+
+    def __init__(self, weights: DecoderWeights) -> None:
+        self._weights = weights  # keeps alive what the structure points to
+        self._decoder = native_decoder(weights)
+
+    def __call__(
+        self,
+        token_ids: IntArray,
+        positions: IntArray,
+        write_slots: IntArray,
+        kv_layers: tuple[Tensor, ...],
+        plan: AttentionBatch,
+        rows: IntArray,
+    ) -> Tensor:
+        embedding = self._weights.embedding
+        out = embedding.new_empty(len(rows), embedding.shape[1])
+        layers = (ctypes.c_void_p * len(kv_layers))(*[layer.data_ptr() for layer in kv_layers])
+        _team().af_forward(
+            _is_bf16(embedding),
+            self._decoder,
+            native_rows(token_ids, positions, write_slots, rows),
+            native_batch(plan),
+            layers,
+            out.data_ptr(),
+        )
+        return out
+
+
+def whole_forward(weights: DecoderWeights) -> NativeForward:
+    return NativeForward(weights)

@@ -1,0 +1,141 @@
+"""The native kernels' attention, which plans for itself, on random trees of requests: against the reference,
+and against float64 where numbers are narrow."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_cases import NATIVE_KERNELS, Case, Shape, make_case, shapes
+from test_attention import naive
+from test_branches import Rows, Tree, batches, with_trees
+
+from agentflow.kernels import reference_ops
+from agentflow.kernels.attention_batch import AttentionBatch
+from agentflow.kernels.ops import Kernels
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 0.02}
+STRETCHES = st.sampled_from([1, 9])
+"""How many times longer than small a batch is: so long that keys are cut into pieces and prefixes shared."""
+
+
+def batch_of(case: Case, rows: Rows | None = None) -> AttentionBatch:
+    return AttentionBatch(case.page_table, case.page_rows, case.query_lens, case.kv_lens, rows)
+
+
+def assert_equals_reference(
+    kernels: Kernels, case: Case, rows: Rows | None = None, tolerance: float | None = None
+) -> None:
+    batch, tolerance = batch_of(case, rows), tolerance or TOLERANCE[case.q.dtype]
+    plan = kernels.plan_attention(batch, case.q.dtype, case.q.device)
+    torch.testing.assert_close(
+        kernels.attention(case.q, case.kv_layer, plan, 0.3),
+        reference_ops.attention(case.q, case.kv_layer, batch, 0.3),
+        rtol=tolerance,
+        atol=tolerance,
+    )
+
+
+def stretched(batch: list[Shape], times: int) -> list[Shape]:
+    """The same tree of requests with all that is cached so many times as long."""
+    return [replace(s, shared=times * s.shared, cached=times * s.cached) for s in batch]
+
+
+@NATIVE_KERNELS
+@DTYPES
+@given(shapes(), STRETCHES, st.integers(0, 1000), st.sampled_from([math.nan, 1e30]), st.booleans())
+def test_attention_equals_the_reference(
+    kernels: Kernels,
+    dtype: torch.dtype,
+    batch: list[Shape],
+    times: int,
+    seed: int,
+    poison: float,
+    consecutive: bool,
+) -> None:
+    longer = stretched(batch, times)
+    case = make_case(longer, seed=seed, dtype=dtype, poison=poison, consecutive=consecutive)
+    assert_equals_reference(kernels, case)
+
+
+@NATIVE_KERNELS
+@DTYPES
+@given(batches(), STRETCHES, st.integers(0, 1000), st.sampled_from([math.nan, 1e30]))
+def test_attention_of_trees_equals_the_reference(
+    kernels: Kernels,
+    dtype: torch.dtype,
+    batch: tuple[list[Shape], list[Tree]],
+    times: int,
+    seed: int,
+    poison: float,
+) -> None:
+    made = make_case(stretched(batch[0], times), seed=seed, dtype=dtype, poison=poison)
+    case, rows = with_trees(made, batch[1], seed)
+    assert_equals_reference(kernels, case, rows)
+
+
+@NATIVE_KERNELS
+@DTYPES
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"),
+    [(9, 3, 64), (4, 4, 16), (12, 1, 32), (6, 2, 80), (2, 1, 128), (3, 3, 6)],
+)
+def test_all_shapes_of_heads(
+    kernels: Kernels, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    batch = [Shape(-1, 0, 420, 1), Shape(0, 400, 410, 1), Shape(0, 400, 400, 30), Shape(-1, 0, 0, 117)]
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    assert_equals_reference(kernels, make_case(batch, dtype=dtype, **sizes))
+
+
+@NATIVE_KERNELS
+def test_long_keys_in_bfloat16_are_near_float64(kernels: Kernels) -> None:
+    """One request alone, whose keys are cut into pieces, and a prefix that 40 rows share."""
+    for batch in ([Shape(-1, 0, 3000, 1)], [Shape(-1, 0, 600, 1), *[Shape(0, 600, 600, 1)] * 39]):
+        case = make_case(batch, dtype=torch.bfloat16, num_heads=9, num_kv_heads=3, head_dim=64)
+        out = kernels.attention(case.q, case.kv_layer, batch_of(case), 0.3).double()
+        exact = naive(case)
+        assert (out - exact).norm() < 1e-2 * exact.norm()
+
+
+@NATIVE_KERNELS
+def test_scores_of_any_size_give_weights(kernels: Kernels) -> None:
+    """Scores in the thousands, of either sign: the largest decides, and nothing is infinite."""
+    case = make_case([Shape(-1, 0, 300, 1), Shape(-1, 0, 200, 40)])
+    case.q.mul_(1000)
+    # A score of 3,000 is known to 2e-4 in float32, and its weight no better.
+    assert_equals_reference(kernels, case, tolerance=2e-3)
+
+
+@NATIVE_KERNELS
+def test_a_row_of_infinite_keys_is_lost_alone(kernels: Kernels) -> None:
+    case = make_case([Shape(-1, 0, 30, 1), Shape(-1, 0, 40, 1)])
+    case.kv_layer[case.page_table[case.page_rows[0], 7]] = math.nan
+    out = kernels.attention(case.q, case.kv_layer, batch_of(case), 0.3)
+    assert out[0].isnan().all()
+    torch.testing.assert_close(out[1].double(), naive(case)[1], rtol=1e-5, atol=1e-5)
+
+
+@NATIVE_KERNELS
+def test_many_rows_over_one_prefix_and_none_over_it(kernels: Kernels) -> None:
+    """More rows than one task takes share a run, beside requests of other lengths down to one token."""
+    shared = [Shape(-1, 0, 300, 1), *[Shape(0, 290, 290 + i % 7, 1 + i % 3) for i in range(150)]]
+    case = make_case([*shared, Shape(-1, 0, 0, 1), Shape(-1, 0, 1, 1)])
+    assert_equals_reference(kernels, case)
+
+
+@NATIVE_KERNELS
+def test_arrays_of_any_stride_are_read_right(kernels: Kernels) -> None:
+    """A page table that is a part of a wider one, and queries in another order of memory."""
+    case = make_case([Shape(-1, 0, 90, 1), Shape(0, 80, 85, 3)])
+    wide = np.full((case.page_table.shape[0], case.page_table.shape[1] + 7), 2**31 - 1, dtype=np.int32)
+    wide[:, : case.page_table.shape[1]] = case.page_table
+    queries = case.q.transpose(1, 2).contiguous().transpose(1, 2)
+    part = replace(case, page_table=wide[:, : case.page_table.shape[1]], q=queries)
+    assert_equals_reference(kernels, part)

@@ -1,0 +1,263 @@
+"""The native forward pass of a whole random model against the same model kernel by kernel on the reference;
+and the team of threads that runs it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_cases import NATIVE_KERNELS, Shape, make_case
+
+from agentflow.kernels import native_ops, reference_ops
+from agentflow.kernels.attention_batch import AttentionBatch
+from agentflow.kernels.decoder_weights import DecoderWeights, LayerWeights
+from agentflow.kernels.ops import Kernels
+from agentflow.server.model.config import LlamaConfig
+from agentflow.server.model.kv_pool import KvPool
+from agentflow.server.model.llama import LlamaModel
+from agentflow.server.model.rope import RopeConfig, inverse_frequencies
+
+CPU = torch.device("cpu")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    hidden: int
+    inner: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    has_bias: bool
+    has_qk_norm: bool
+
+
+SIZES = (
+    Sizes(64, 160, 4, 2, 16, has_bias=False, has_qk_norm=False),
+    Sizes(96, 72, 3, 1, 32, has_bias=True, has_qk_norm=False),
+    Sizes(40, 100, 2, 2, 24, has_bias=False, has_qk_norm=True),
+)
+VOCAB = 50
+NUM_LAYERS = 3
+
+
+def model_of(sizes: Sizes, kernels: Kernels, dtype: torch.dtype, seed: int = 0) -> LlamaModel:
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int, scale: float = 0.2) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * scale).to(dtype)
+
+    def norm(size: int) -> torch.Tensor:
+        return 1 + random(size)
+
+    heads = sizes.num_heads * sizes.head_dim
+    kv_heads = sizes.num_kv_heads * sizes.head_dim
+    layers = []
+    for _ in range(NUM_LAYERS):
+        weights = [random(heads + 2 * kv_heads, sizes.hidden), random(sizes.hidden, heads)]
+        weights += [random(2 * sizes.inner, sizes.hidden), random(sizes.hidden, sizes.inner)]
+        biases = [random(len(w)) if sizes.has_bias else None for w in weights]
+        qkv, output, gate_up, down = (
+            kernels.pack_linear(weight, bias, gated=i == 2)
+            for i, (weight, bias) in enumerate(zip(weights, biases, strict=True))
+        )
+        layers.append(
+            LayerWeights(
+                input_norm=norm(sizes.hidden),
+                qkv=qkv,
+                q_norm=norm(sizes.head_dim) if sizes.has_qk_norm else None,
+                k_norm=norm(sizes.head_dim) if sizes.has_qk_norm else None,
+                output=output,
+                mlp_norm=norm(sizes.hidden),
+                gate_up=gate_up,
+                down=down,
+            )
+        )
+    rope = RopeConfig("default", 10000.0)
+    embedding = random(VOCAB, sizes.hidden, scale=1.0)
+    decoder = DecoderWeights(
+        embedding,
+        layers,
+        norm(sizes.hidden),
+        inverse_frequencies(rope, sizes.head_dim),
+        sizes.num_heads,
+        sizes.num_kv_heads,
+        sizes.head_dim,
+        1e-5,
+    )
+    config = LlamaConfig(
+        architecture="Qwen3ForCausalLM" if sizes.has_qk_norm else "LlamaForCausalLM",
+        vocab_size=VOCAB,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.inner,
+        num_layers=NUM_LAYERS,
+        num_heads=sizes.num_heads,
+        num_kv_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        rms_norm_eps=1e-5,
+        max_context=4096,
+        tie_word_embeddings=True,
+        rope=rope,
+        end_token_ids=(),
+    )
+    return LlamaModel(config, kernels, decoder, kernels.pack_linear(embedding, None, exact_output=True))
+
+
+@dataclass
+class Step:
+    """A batch of a model whose pool is poisoned but for what the batch has cached."""
+
+    token_ids: Any
+    positions: Any
+    write_slots: Any
+    batch: AttentionBatch
+    rows: Any
+    kv: torch.Tensor
+
+    def run(self, model: LlamaModel, kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor]:
+        """The hidden states, and the pool after them."""
+        config = model.config
+        pool = KvPool(
+            num_layers=NUM_LAYERS,
+            num_slots=self.kv.shape[1],
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=self.kv.dtype,
+            device=CPU,
+        )
+        for layer, cached in zip(pool.layers, self.kv, strict=True):
+            layer.copy_(cached)
+        plan = kernels.plan_attention(self.batch, self.kv.dtype, CPU)
+        hidden = model.forward(self.token_ids, self.positions, self.write_slots, pool, plan, self.rows)
+        return hidden, torch.stack(pool.layers)
+
+
+def step_of(sizes: Sizes, shapes: list[Shape], sampled: list[bool], dtype: torch.dtype, seed: int) -> Step:
+    rng = np.random.default_rng(seed)
+    case = make_case(shapes, seed=seed, dtype=dtype, num_kv_heads=sizes.num_kv_heads, head_dim=sizes.head_dim)
+    positions = [np.arange(s.cached, s.cached + s.query_len) for s in shapes]
+    slots = [case.page_table[row, p] for row, p in zip(case.page_rows, positions, strict=True)]
+    num_rows = sum(map(len, positions))
+    wanted = np.flatnonzero([sampled[i % len(sampled)] for i in range(num_rows)])
+    layers = [case.kv_layer * (1 + i) for i in range(NUM_LAYERS)]
+    return Step(
+        token_ids=rng.integers(0, VOCAB, num_rows),
+        positions=np.concatenate(positions),
+        write_slots=np.concatenate(slots).astype(np.int64),
+        batch=AttentionBatch(case.page_table, case.page_rows, case.query_lens, case.kv_lens, None),
+        rows=wanted,
+        kv=torch.stack(layers),
+    )
+
+
+BATCHES = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 40)), min_size=1, max_size=5)
+
+
+@NATIVE_KERNELS
+@DTYPES
+@pytest.mark.parametrize("sizes", SIZES, ids=["plain", "biases", "qk_norm"])
+@given(BATCHES, st.lists(st.booleans(), min_size=1, max_size=4), st.integers(0, 1000))
+def test_a_whole_model_gives_what_the_reference_gives(
+    kernels: Kernels,
+    dtype: torch.dtype,
+    sizes: Sizes,
+    lengths: list[tuple[int, int]],
+    sampled: list[bool],
+    seed: int,
+) -> None:
+    step = step_of(sizes, [Shape(-1, 0, c, q) for c, q in lengths], sampled, dtype, seed)
+    expected, expected_kv = step.run(model_of(sizes, reference_ops, dtype), reference_ops)
+    hidden, kv = step.run(model_of(sizes, kernels, dtype), kernels)
+    assert hidden.shape == (len(step.rows), sizes.hidden)
+    if dtype == torch.float32:
+        torch.testing.assert_close(hidden, expected, rtol=2e-4, atol=2e-4)
+        torch.testing.assert_close(kv, expected_kv, rtol=2e-4, atol=2e-4, equal_nan=True)
+        return
+    # Roundings of bfloat16 add up over three layers: as a whole, not number by number.
+    assert (hidden.float() - expected.float()).norm() <= 0.03 * expected.float().norm() + 1e-6
+    written = torch.from_numpy(step.write_slots)
+    ours, theirs = kv[:, written].float(), expected_kv[:, written].float()
+    assert (ours - theirs).norm() <= 0.03 * theirs.norm()
+    others = torch.ones(kv.shape[1], dtype=torch.bool).index_fill_(0, written, False)
+    assert torch.equal(kv[:, others].view(torch.int16), expected_kv[:, others].view(torch.int16))
+
+
+@NATIVE_KERNELS
+def test_a_row_gives_the_same_whatever_else_is_in_the_batch(kernels: Kernels) -> None:
+    sizes = SIZES[0]
+    model = model_of(sizes, kernels, torch.float32)
+    together = step_of(sizes, [Shape(-1, 0, 300 + i, 1) for i in range(30)], [True], torch.float32, 1)
+    hidden, _ = together.run(model, kernels)
+    for row in (0, 13, 29):
+        batch = replace(
+            together.batch,
+            page_rows=together.batch.page_rows[row : row + 1],
+            query_lens=together.batch.query_lens[row : row + 1],
+            kv_lens=together.batch.kv_lens[row : row + 1],
+        )
+        one = slice(row, row + 1)
+        alone = replace(
+            together,
+            token_ids=together.token_ids[one].copy(),
+            positions=together.positions[one].copy(),
+            write_slots=together.write_slots[one].copy(),
+            batch=batch,
+            rows=np.array([0]),
+        )
+        torch.testing.assert_close(alone.run(model, kernels)[0][0], hidden[row], rtol=1e-5, atol=1e-5)
+
+
+def test_any_number_of_threads_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = SIZES[1]
+    step = step_of(sizes, [Shape(-1, 0, 500, 1), Shape(-1, 0, 30, 40)], [True], torch.float32, 2)
+    model = model_of(sizes, native_ops, torch.float32)
+    results = []
+    for num_threads in (1, 2, 3, 5, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda num=num_threads: num)
+        results.append(step.run(model, native_ops)[0])
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=1e-5, atol=1e-5)
+
+
+def test_threads_of_python_take_turns() -> None:
+    """Two models run by two threads at once, as two engines in one process do."""
+    sizes = SIZES[0]
+    step = step_of(sizes, [Shape(-1, 0, 100, 1)] * 4, [True], torch.float32, 3)
+    models = [model_of(sizes, native_ops, torch.float32, seed) for seed in range(2)]
+    expected = [step.run(model, native_ops)[0] for model in models]
+    wrong: list[int] = []
+
+    def run(index: int) -> None:
+        for _ in range(50):
+            if not torch.equal(step.run(models[index], native_ops)[0], expected[index]):
+                wrong.append(index)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_has_a_team_of_its_own() -> None:
+    """The child has none of its parent's threads. (Those of OpenMP it would wait for, for ever: nothing here
+    is large enough for torch to use them.)"""
+    weight = native_ops.pack_linear(torch.randn(640, 32), None)
+    x = torch.randn(4, 32)
+    expected = native_ops.linear(x, weight).tolist()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        os._exit(0 if native_ops.linear(x, weight).tolist() == expected else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert native_ops.linear(x, weight).tolist() == expected

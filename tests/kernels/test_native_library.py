@@ -1,0 +1,123 @@
+"""Finding, compiling and keeping the native kernels, and what happens where they cannot be had."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from agentflow.kernels import cpu_ops, native_library, native_ops, ops
+from agentflow.kernels.native_library import NoNativeKernels, load_library, native_level
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def flags(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The processor's features, to be changed."""
+    made: set[str] = set()
+    monkeypatch.setattr(native_library, "cpu_flags", lambda: frozenset(made))
+    monkeypatch.setattr(ops, "cpu_flags", lambda: frozenset(made))
+    return made
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A cache in which nothing is, and a compiler that fails."""
+    monkeypatch.setenv("AGENTFLOW_CACHE", str(tmp_path))
+    monkeypatch.setattr(native_library, "_compiler", lambda: ("false",))
+    monkeypatch.setattr(native_ops, "_library_for", load_library)
+    monkeypatch.setattr(ops, "cpu_flags", lambda: frozenset(native_library.AVX2))
+
+
+@pytest.mark.parametrize(
+    ("there", "wanted", "level"),
+    [
+        (native_library.AVX2, "", "avx2"),
+        (native_library.AVX512, "", "avx512"),
+        (native_library.AVX512, "avx512_bf16", "avx512"),
+        (native_library.AVX512, "avx2", "avx2"),
+        ((*native_library.AVX512, "avx512_bf16"), "", "avx512_bf16"),
+        ((*native_library.AVX512, "avx512_bf16"), "avx512", "avx512"),
+        ((*native_library.AVX2, "avx512_bf16"), "", "avx2"),
+    ],
+)
+def test_the_best_level_that_is_there_and_allowed(
+    flags: set[str], there: tuple[str, ...], wanted: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags.update(there)
+    monkeypatch.setenv("AGENTFLOW_CPU", wanted)
+    assert native_level() == level
+
+
+def test_an_old_processor_has_none(flags: set[str]) -> None:
+    flags.add("sse4_2")
+    with pytest.raises(NoNativeKernels, match="no AVX2"):
+        native_level()
+
+
+def test_another_machine_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_library.platform, "machine", lambda: "aarch64")
+    with pytest.raises(NoNativeKernels, match="none for aarch64 on Linux"):
+        native_level()
+
+
+def test_an_unknown_level_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTFLOW_CPU", "sse9")
+    with pytest.raises(ValueError, match="AGENTFLOW_CPU is 'sse9': it must be one of avx2, avx512"):
+        ops.kernels_for(CPU)
+
+
+def test_they_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTFLOW_CACHE", str(tmp_path))
+    library = load_library("avx2")
+    assert Path(library._name).parent == tmp_path / "kernels"
+    made = os.stat(library._name).st_mtime_ns
+    assert os.stat(load_library("avx2")._name).st_mtime_ns == made
+    assert len(list((tmp_path / "kernels").iterdir())) == 1
+
+
+def test_other_sources_are_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = native_library._library_path("avx2")
+    for source in native_library.SOURCES.iterdir():
+        (tmp_path / source.name).write_bytes(source.read_bytes())
+    (tmp_path / "team.h").write_text("#error not the same")
+    monkeypatch.setattr(native_library, "SOURCES", tmp_path)
+    assert native_library._library_path("avx2") != before
+    with pytest.raises(NoNativeKernels, match=r"the compiler fails: .*not the same"):
+        load_library("avx2")
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_without_them_a_cpu_runs_on_torch_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("AGENTFLOW_KERNELS", raising=False)
+    with caplog.at_level(logging.WARNING):
+        assert ops.kernels_for(CPU) is cpu_ops
+    assert "running on torch's kernels, which are slower: of the native ones, the compiler" in caplog.text
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_asked_for_and_not_to_be_had_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTFLOW_KERNELS", "native")
+    with pytest.raises(ValueError, match="AGENTFLOW_KERNELS is 'native', but the compiler fails"):
+        ops.kernels_for(CPU)
+
+
+def test_they_are_not_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ops.kernels_for(torch.device("cuda")) is cpu_ops
+    monkeypatch.setenv("AGENTFLOW_KERNELS", "native")
+    with pytest.raises(ValueError, match="which is for CPUs, and the device is cuda"):
+        ops.kernels_for(torch.device("cuda"))
+
+
+def test_a_cpu_runs_on_them_unless_it_has_tiles(flags: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AGENTFLOW_KERNELS", raising=False)
+    flags.update(native_library.AVX2)
+    assert ops.kernels_for(CPU) is native_ops
+    flags.add("amx_bf16")
+    assert ops.kernels_for(CPU) is cpu_ops
