@@ -131,6 +131,17 @@ def attention(q: Tensor, kv_layer: Tensor, plan: AttentionBatch, scale: float) -
     return out
 
 
+PARTS = ("plan", "embed", "norm", "qkv", "rope", "attention", "output", "gate_up", "down", "head")
+"""What the time of a forward is spent on; ``head``: single products, the logits' among them."""
+
+
+def part_seconds() -> dict[str, float]:
+    """Seconds of each of ``PARTS`` since the last call, in all forwards of this process."""
+    seconds = (ctypes.c_double * len(PARTS))()
+    library().af_part_seconds(seconds)
+    return dict(zip(PARTS, seconds, strict=True))
+
+
 class NativeForward:
     """``ops.Forward`` of the native kernels."""
 

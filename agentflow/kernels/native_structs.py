@@ -92,6 +92,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         None,
         [c_int, c_void_p, c_int64, c_void_p, POINTER(NativeBatch), *3 * [c_int64], c_float, c_void_p],
     ),
+    "af_part_seconds": (None, [c_void_p]),
     "af_forward": (
         None,
         [c_int, POINTER(NativeDecoder), POINTER(NativeRows), POINTER(NativeBatch), c_void_p, c_void_p],

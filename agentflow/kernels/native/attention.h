@@ -168,29 +168,29 @@ struct Scratch {
 template <class S>
 ALWAYS_INLINE float weigh(const float* scores, int num_seen, int num_lanes, float scale, float& most, float& total,
                           RowOf<S>* weights) {
-    Vec scaled[KEY_BLOCK / LANES];
+    Vec seen[KEY_BLOCK / LANES];
     Vec highest = broadcast(MINUS_INFINITY);
-    const Vec factor = broadcast(scale);
     const int num_vecs = num_lanes / LANES;
     for (int v = 0; v < num_vecs; v++) {
-        const float* from = scores + v / 2 * MAX_TILE_ROWS * PANEL + v % 2 * LANES;
-        scaled[v] = first_lanes(mul(load(from), factor), num_seen - v * LANES, MINUS_INFINITY);
-        highest = max(highest, scaled[v]);
+        seen[v] = load(scores + v / 2 * MAX_TILE_ROWS * PANEL + v % 2 * LANES);
+        const int num = num_seen - v * LANES;
+        if (num < LANES) seen[v] = first_lanes(seen[v], num, MINUS_INFINITY);
+        highest = max(highest, seen[v]);
     }
     const float before = most;
-    most = std::max(before, largest(highest));
+    most = std::max(before, largest(highest) * scale);
     if (most == MINUS_INFINITY) {
         for (int v = 0; v < num_vecs; v++) store(weights + v * LANES, zero());
         return 1.0f;
     }
-    const float decay = before == MINUS_INFINITY ? 0.0f : std::exp2(before - most);
-    const Vec top = broadcast(most);
+    const Vec factor = broadcast(scale), top = broadcast(-most);
     Vec all = zero();
     for (int v = 0; v < num_vecs; v++) {
-        const Vec weight = exp2(sub(scaled[v], top));
+        const Vec weight = exp2<std::is_same_v<S, bf16>>(fma(seen[v], factor, top));
         all = add(all, weight);
         store(weights + v * LANES, weight);
     }
+    const float decay = before == most ? 1.0f : std::exp2(before - most);
     total = total * decay + sum(all);
     return decay;
 }
@@ -241,13 +241,15 @@ class TaskRun {
         const int base = place(head, 0, 0);
         each_tile(per_head_, [&](int64_t at, int num_queries) {
             const int last_row = int(at + num_queries - 1) / group_;
-            if (seen(last_row) > first) take_tile(base + int(at), int(at), num_queries, first, num);
+            const int64_t visible = std::min<int64_t>(num, seen(last_row) - first);
+            if (visible > 0) take_tile(base + int(at), int(at), num_queries, first, int(visible), num);
         });
     }
 
     int64_t seen(int row) const { return int64_t(task_.seen) + row; }
 
-    void take_tile(int query, int at, int num_queries, int first, int num) {
+    // The first `num` keys of a block of `num_packed`.
+    void take_tile(int query, int at, int num_queries, int first, int num, int num_packed) {
         alignas(64) float scores[MAX_TILE_ROWS * KEY_BLOCK];
         alignas(64) RowOf<S> weights[MAX_TILE_ROWS * KEY_BLOCK];
         alignas(64) float sums[MAX_TILE_ROWS * PANEL];
@@ -262,9 +264,9 @@ class TaskRun {
             decays[i] = weigh<S>(scores + i * PANEL, int(visible), num_lanes, q_.scale * LOG2_E, s_.most[query + i],
                                  s_.total[query + i], weights + i * KEY_BLOCK);
         }
-        const int64_t depth = padded_depth<S>(num);
+        const int64_t depth = padded_depth<S>(num), stride = padded_depth<S>(num_packed);
         for (int64_t dim = 0; dim < s_.dims; dim += PANEL) {
-            tile<S>(num_queries, weights, KEY_BLOCK, s_.values.data() + dim * depth, depth, sums);
+            tile<S>(num_queries, weights, KEY_BLOCK, s_.values.data() + dim * stride, depth, sums);
             for (int i = 0; i < num_queries; i++) {
                 float* to = s_.sums.data() + (query + i) * s_.dims + dim;
                 const Vec decay = broadcast(decays[i]);
@@ -346,7 +348,8 @@ Scratch<S>& scratch_of(int thread) {
 // `parts`: [num_parts][num_heads][dims + 2] floats.
 template <class S>
 void attend(const Plan& plan, const HeadShape& shape, const Queries<S>& queries, const KvLayer<S>& kv, float* parts) {
-    team().loop(int64_t(plan.tasks.size()), 1, [&](int64_t first, int64_t end, int thread) {
+    // One by one: the long ones come first.
+    team().loop(int64_t(plan.tasks.size()), Team::ONE_BY_ONE, [&](int64_t first, int64_t end, int thread) {
         for (int64_t i = first; i < end; i++) {
             TaskRun<S>(plan, plan.tasks[i], shape, queries, kv, parts, scratch_of<S>(thread)).run();
         }

@@ -42,7 +42,7 @@ struct HeadShape {
     int64_t group() const { return num_heads / num_kv_heads; }
 };
 
-constexpr int KEY_BLOCK = 64;       // keys that a task takes at once
+constexpr int KEY_BLOCK = 128;      // keys that a task takes at once
 constexpr int MAX_QUERIES = 192;    // query rows times heads of a KV head in a task
 constexpr int FEW_ROWS = 16;        // a chunk of so many rows shares its prefix with others
 constexpr int MIN_SPLIT_KEYS = 128;

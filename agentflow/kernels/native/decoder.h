@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "part_times.h"
 #include "row_ops.h"
 
 namespace agentflow {
@@ -66,7 +67,7 @@ class Forward {
   public:
     Forward(const DecoderWeights& weights, const Rows& rows, const Batch& batch, Activations<S>& memory)
         : w_(weights), rows_(rows), m_(memory), shape_{w_.num_heads, w_.num_kv_heads, w_.head_dim},
-          plan_(batch, shape_, team().num_threads()), qkv_size_((w_.num_heads + 2 * w_.num_kv_heads) * w_.head_dim),
+          plan_(planned(batch)), qkv_size_((w_.num_heads + 2 * w_.num_kv_heads) * w_.head_dim),
           num_(rows.num_rows) {
         m_.fit(w_, num_);
         Activations<S>::at_least(m_.parts, num_part_floats(plan_, shape_));
@@ -79,15 +80,15 @@ class Forward {
             const LayerWeights& layer = w_.layers[i];
             const bool is_last = i + 1 == w_.num_layers;
             normalize(layer.input_norm);
-            linear<S>(m_.normed.data(), m_.hidden_stride, num_, layer.qkv, m_.qkv.data(), qkv_size_);
+            project(layer.qkv);
             rotate_and_write(layer, static_cast<S*>(kv_layers[i]));
             if (is_last && rows_.num_sampled == 0) return;  // a chunk of a prompt: its KV was all that was wanted
             attend_layer(static_cast<const S*>(kv_layers[i]));
             if (is_last) keep_sampled();
-            linear_add<S>(m_.attended.data(), m_.attended_stride, num_, layer.output, m_.residual.data(), w_.hidden_size);
+            add_to_residual(OUTPUT, m_.attended, m_.attended_stride, layer.output);
             normalize(layer.mlp_norm);
-            gated_linear<S>(m_.normed.data(), m_.hidden_stride, num_, layer.gate_up, m_.gated.data(), m_.gated_stride);
-            linear_add<S>(m_.gated.data(), m_.gated_stride, num_, layer.down, m_.residual.data(), w_.hidden_size);
+            gate(layer.gate_up);
+            add_to_residual(DOWN, m_.gated, m_.gated_stride, layer.down);
         }
         for (int64_t t = 0; t < num_; t++) {
             rms_norm(residual(t), static_cast<const S*>(w_.final_norm), w_.hidden_size, w_.norm_eps, out + t * w_.hidden_size);
@@ -95,6 +96,11 @@ class Forward {
     }
 
   private:
+    Plan planned(const Batch& batch) const {
+        const Timed timed(PLAN);
+        return Plan(batch, shape_, team().num_threads());
+    }
+
     S* residual(int64_t t) { return m_.residual.data() + t * w_.hidden_size; }
 
     template <class Body>
@@ -104,7 +110,23 @@ class Forward {
         });
     }
 
+    void project(const Weight& weight) {
+        const Timed timed(QKV);
+        linear<S>(m_.normed.data(), m_.hidden_stride, num_, weight, m_.qkv.data(), qkv_size_);
+    }
+
+    void gate(const Weight& weight) {
+        const Timed timed(GATE_UP);
+        gated_linear<S>(m_.normed.data(), m_.hidden_stride, num_, weight, m_.gated.data(), m_.gated_stride);
+    }
+
+    void add_to_residual(Part part, const std::vector<RowOf<S>>& rows, int64_t stride, const Weight& weight) {
+        const Timed timed(part);
+        linear_add<S>(rows.data(), stride, num_, weight, m_.residual.data(), w_.hidden_size);
+    }
+
     void begin() {
+        const Timed timed(EMBED);
         const int64_t half = w_.head_dim / 2;
         each_row([&](int64_t t) {
             const S* row = static_cast<const S*>(w_.embedding) + rows_.token_ids[t] * w_.hidden_size;
@@ -114,6 +136,7 @@ class Forward {
     }
 
     void normalize(const void* weight) {
+        const Timed timed(NORM);
         each_row([&](int64_t t) {
             RowOf<S>* to = m_.normed.data() + t * m_.hidden_stride;
             rms_norm(residual(t), static_cast<const S*>(weight), w_.hidden_size, w_.norm_eps, to);
@@ -122,6 +145,7 @@ class Forward {
     }
 
     void rotate_and_write(const LayerWeights& layer, S* kv_layer) {
+        const Timed timed(ROPE);
         const int64_t dim = w_.head_dim, half = dim / 2, num_rotated = w_.num_heads + w_.num_kv_heads;
         const int64_t slot_size = 2 * w_.num_kv_heads * dim;
         each_row([&](int64_t t) {
@@ -136,6 +160,7 @@ class Forward {
     }
 
     void attend_layer(const S* kv_layer) {
+        const Timed timed(ATTENTION);
         const float scale = 1.0f / std::sqrt(float(w_.head_dim));
         const Queries<S> queries{m_.qkv.data(), qkv_size_, m_.attended.data(), m_.attended_stride, scale};
         attend<S>(plan_, shape_, queries, KvLayer<S>{kv_layer, w_.num_kv_heads, w_.head_dim}, m_.parts.data());

@@ -46,6 +46,7 @@ EXPORT void af_linear(int is_bf16, const void* x, int64_t num_rows, const Weight
     as_type(is_bf16, [&](auto type) {
         using S = decltype(type);
         const int64_t stride = round_up<int64_t>(weight->num_in, PANEL);
+        const Timed timed(HEAD);
         const auto rows = padded_rows(static_cast<const S*>(x), num_rows, weight->num_in, stride);
         if (gated) {
             gated_linear<S>(rows.data(), stride, num_rows, *weight, static_cast<S*>(out), weight->num_out / 2);
@@ -83,6 +84,13 @@ EXPORT void af_attention(int is_bf16, const void* q, int64_t q_stride, const voi
             copy_row(rows.data() + t * width, width, static_cast<S*>(out) + t * width);
         }
     });
+}
+
+// Seconds of each `Part` since the last call, to out [NUM_PARTS].
+EXPORT void af_part_seconds(double* out) {
+    const std::lock_guard<std::mutex> lock(team().in_use);
+    std::copy(part_seconds, part_seconds + NUM_PARTS, out);
+    std::fill(part_seconds, part_seconds + NUM_PARTS, 0.0);
 }
 
 EXPORT void af_forward(int is_bf16, const DecoderWeights* weights, const Rows* rows, const Batch* batch,

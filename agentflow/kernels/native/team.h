@@ -24,17 +24,18 @@ namespace agentflow {
 class Team {
   public:
     static constexpr int MAX_THREADS = 64;
+    static constexpr int64_t ONE_BY_ONE = 0;
 
     // Threads that work on a loop, the calling one among them.
     void set_num_threads(int num) { num_threads_ = std::clamp(num, 1, MAX_THREADS); }
     int num_threads() const { return num_threads_; }
 
     // Calls body(first, end, thread) for pieces that together are 0 to num, and returns when all are done.
-    // The first pieces are large and the last of `least`. Only the holder of `in_use` may call it.
+    // The first pieces are large and the last of `least`, or each is of one. Only the holder of `in_use` may call it.
     template <class Body>
     void loop(int64_t num, int64_t least, const Body& body) {
         if (num <= 0) return;
-        if (num_threads_ == 1 || num <= least) {
+        if (num_threads_ == 1 || num <= std::max<int64_t>(least, 1)) {
             body(0, num, 0);
             return;
         }
@@ -90,7 +91,8 @@ class Team {
             if (first >= num) return;
             const auto call = job.call.load(std::memory_order_relaxed);
             const void* body = job.body.load(std::memory_order_relaxed);
-            const int64_t size = std::max<int64_t>(least, (num - first) / (2 * num_threads_));
+            const int64_t share = least == ONE_BY_ONE ? 1 : (num - first) / (2 * num_threads_);
+            const int64_t size = std::max<int64_t>(least, share);
             const int64_t end = std::min(num, first + size);
             if (!next_.compare_exchange_weak(seen, uint64_t(epoch) << 32 | uint64_t(end))) continue;
             call(body, first, end, thread);
