@@ -26,6 +26,7 @@ from agentflow.kernels.attention_plan import plan_attention as plan_parts
 from agentflow.kernels.decoder_weights import DecoderWeights
 from agentflow.kernels.few_sizes import TILE_ROWS, rounded_up, whole_tiles
 from agentflow.kernels.linear_weight import LinearWeight
+from agentflow.kernels.torch_choice import choose as choose
 
 
 @functools.cache

@@ -9,17 +9,21 @@ from __future__ import annotations
 import ctypes
 import functools
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from agentflow.kernels import cpu_ops
 from agentflow.kernels.attention_batch import AttentionBatch, IntArray
+from agentflow.kernels.choice_rows import ChoiceRows
 from agentflow.kernels.decoder_weights import DecoderWeights
 from agentflow.kernels.linear_weight import LinearWeight
 from agentflow.kernels.native_library import load_library, native_level
 from agentflow.kernels.native_structs import (
+    address,
     declare,
     native_batch,
+    native_choices,
     native_decoder,
     native_rows,
     native_weight,
@@ -129,6 +133,13 @@ def attention(q: Tensor, kv_layer: Tensor, plan: AttentionBatch, scale: float) -
         out.data_ptr(),
     )
     return out
+
+
+def choose(logits: Tensor, rows: ChoiceRows) -> IntArray:
+    logits = logits.contiguous()
+    tokens = np.empty(len(logits), dtype=np.int64)
+    _team().af_choose(native_choices(logits, rows), address(tokens))
+    return tokens
 
 
 PARTS = ("plan", "embed", "norm", "qkv", "rope", "attention", "output", "gate_up", "down", "head")

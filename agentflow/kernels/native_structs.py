@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentflow.kernels.attention_batch import AttentionBatch, IntArray
+from agentflow.kernels.choice_rows import ChoiceRows
 from agentflow.kernels.decoder_weights import DecoderWeights, LayerWeights
 from agentflow.kernels.linear_weight import LinearWeight
 
@@ -82,6 +83,24 @@ class NativeBatch(Structure):
     )
 
 
+class NativeChoices(Structure):
+    arrays: tuple[NDArray[Any], ...] = ()  # that it refers to and nobody else holds
+    _fields_ = (
+        ("logits", c_void_p),
+        ("num_rows", c_int64),
+        ("vocab_size", c_int64),
+        ("targets", c_void_p),
+        ("temperatures", c_void_p),
+        ("top_ps", c_void_p),
+        ("min_ps", c_void_p),
+        ("top_ks", c_void_p),
+        ("uniforms", c_void_p),
+        ("mask_places", c_void_p),
+        ("mask_words", c_void_p),
+        ("num_words", c_int64),
+    )
+
+
 SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "af_set_num_threads": (None, [c_int]),
     "af_panel_size": (c_int64, [c_int, c_int64, c_int64, c_int]),
@@ -92,6 +111,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         None,
         [c_int, c_void_p, c_int64, c_void_p, POINTER(NativeBatch), *3 * [c_int64], c_float, c_void_p],
     ),
+    "af_choose": (None, [POINTER(NativeChoices), c_void_p]),
     "af_part_seconds": (None, [c_void_p]),
     "af_forward": (
         None,
@@ -177,6 +197,24 @@ def native_batch(batch: AttentionBatch) -> NativeBatch:
         made.paths = address(branches.paths)
         made.path_stride = branches.paths.strides[0] // 8
         made.path_lens = address(branches.path_lens)
+    return made
+
+
+def native_choices(logits: Tensor, rows: ChoiceRows) -> NativeChoices:
+    """It refers to the logits, which are contiguous, and to the arrays; all must outlive it."""
+    made = NativeChoices(logits.data_ptr(), logits.shape[0], logits.shape[1])
+    made.targets = address(rows.targets)
+    made.temperatures = address(rows.temperatures)
+    made.top_ps = address(rows.top_ps)
+    made.min_ps = address(rows.min_ps)
+    made.top_ks = address(rows.top_ks)
+    made.uniforms = address(rows.uniforms)
+    if rows.masked_rows is not None and rows.mask_words is not None:
+        places = np.full(len(logits), -1, dtype=np.int64)
+        places[rows.masked_rows] = np.arange(len(rows.masked_rows))
+        made.arrays = (places, np.ascontiguousarray(rows.mask_words))
+        made.mask_places, made.mask_words = map(address, made.arrays)
+        made.num_words = rows.mask_words.shape[1]
     return made
 
 

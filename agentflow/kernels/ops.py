@@ -15,6 +15,7 @@ from torch import Tensor
 
 from agentflow.kernels import cpu_ops, native_ops, reference_ops
 from agentflow.kernels.attention_batch import AttentionBatch, IntArray
+from agentflow.kernels.choice_rows import ChoiceRows
 from agentflow.kernels.decoder_weights import DecoderWeights
 from agentflow.kernels.linear_weight import LinearWeight
 from agentflow.kernels.native_library import NoNativeKernels, cpu_flags
@@ -90,6 +91,15 @@ class Kernels(Protocol):
         what was just written. ``q`` [T, heads, head_dim] gives [T, heads * head_dim]. ``plan``: of this
         implementation's ``plan_attention``. Slots that its requests do not hold may contain anything, NaN
         included."""
+
+    def choose(self, logits: Tensor, rows: ChoiceRows) -> IntArray:
+        """One token per row of ``logits`` [S, vocabulary] float32. Rows with a target keep it. Of the others,
+        temperature 0 takes the likeliest token that the mask allows, the first of equals; the rest are drawn.
+
+        In this order: divide by the temperature; keep the ``top_k`` likeliest; of these the fewest likeliest
+        that together reach ``top_p``; of these the ones at least ``min_p`` times as likely as the likeliest.
+        Tokens as likely as the last one kept are kept too. Then the inverse of the cumulative distribution,
+        in order of token ids, at ``uniforms``."""
 
     def whole_forward(self, weights: DecoderWeights) -> Forward | None:
         """All layers in one call, where this implementation has that; None: the functions above, one by

@@ -13,6 +13,7 @@ from agentflow.kernels.attention_batch import AttentionBatch, PageTable
 from agentflow.kernels.branches import Branches
 from agentflow.kernels.decoder_weights import DecoderWeights
 from agentflow.kernels.linear_weight import LinearWeight
+from agentflow.kernels.torch_choice import choose as choose
 
 
 def pack_linear(

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from plain_engine import END_ID, PLAIN_IDS, Expected, alone
 from plain_sampler import plain_token_of
 
+from agentflow.kernels import cpu_ops
 from agentflow.sampling import SamplingParams
 from agentflow.server.core.batch import BatchOutput, SampledRows
 from agentflow.server.core.scheduler import SchedulerConfig
@@ -39,7 +40,8 @@ class LogitRunner(FakeRunner):
     def choose(self, seen: list[NDArray[np.int64]], sampled: SampledRows) -> BatchOutput:
         if not seen:
             return BatchOutput(sampled.target_ids.copy(), None)
-        return choose_tokens(torch.from_numpy(np.stack([logits_after(tokens) for tokens in seen])), sampled)
+        logits = torch.from_numpy(np.stack([logits_after(tokens) for tokens in seen]))
+        return choose_tokens(logits, sampled, cpu_ops)
 
 
 def logit_runner(**options) -> LogitRunner:

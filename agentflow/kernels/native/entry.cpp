@@ -1,6 +1,7 @@
 // What Python calls, by ctypes (native_library.py). Every function takes the team for as long as it runs.
 // `is_bf16`: whether values are bfloat16 or float.
 
+#include "choice.h"
 #include "decoder.h"
 
 using namespace agentflow;
@@ -84,6 +85,11 @@ EXPORT void af_attention(int is_bf16, const void* q, int64_t q_stride, const voi
             copy_row(rows.data() + t * width, width, static_cast<S*>(out) + t * width);
         }
     });
+}
+
+EXPORT void af_choose(const Choices* choices, int64_t* tokens) {
+    const std::lock_guard<std::mutex> lock(team().in_use);
+    choose(*choices, tokens);
 }
 
 // Seconds of each `Part` since the last call, to out [NUM_PARTS].

@@ -45,6 +45,14 @@ ALWAYS_INLINE Vec first_lanes(Vec a, int n, float other) {
     return {_mm512_mask_blend_ps(mask, _mm512_set1_ps(other), a.v)};
 }
 
+// As bits, which lanes are at least as large.
+ALWAYS_INLINE uint32_t at_least(Vec a, Vec bound) { return _mm512_cmp_ps_mask(a.v, bound.v, _CMP_GE_OQ); }
+
+// The lanes whose bit is set, and `other` in the rest.
+ALWAYS_INLINE Vec lanes_where(Vec a, uint32_t bits, float other) {
+    return {_mm512_mask_blend_ps(__mmask16(bits), _mm512_set1_ps(other), a.v)};
+}
+
 ALWAYS_INLINE Vec widen(__m256i bits) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))};
 }
@@ -124,6 +132,20 @@ ALWAYS_INLINE Vec first_lanes(Vec a, int n, float other) {
     const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     const __m256 lo = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(n), lanes));
     const __m256 hi = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(n - 8), lanes));
+    const __m256 rest = _mm256_set1_ps(other);
+    return {_mm256_blendv_ps(rest, a.lo, lo), _mm256_blendv_ps(rest, a.hi, hi)};
+}
+
+ALWAYS_INLINE uint32_t at_least(Vec a, Vec bound) {
+    const int lo = _mm256_movemask_ps(_mm256_cmp_ps(a.lo, bound.lo, _CMP_GE_OQ));
+    return uint32_t(lo | _mm256_movemask_ps(_mm256_cmp_ps(a.hi, bound.hi, _CMP_GE_OQ)) << 8);
+}
+
+ALWAYS_INLINE Vec lanes_where(Vec a, uint32_t bits, float other) {
+    const __m256i low = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128), high = _mm256_slli_epi32(low, 8);
+    const __m256i all = _mm256_set1_epi32(int(bits));
+    const __m256 lo = _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(all, low), low));
+    const __m256 hi = _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(all, high), high));
     const __m256 rest = _mm256_set1_ps(other);
     return {_mm256_blendv_ps(rest, a.lo, lo), _mm256_blendv_ps(rest, a.hi, hi)};
 }

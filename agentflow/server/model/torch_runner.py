@@ -98,7 +98,7 @@ class TorchRunner:
     def _choose(self, hidden: Tensor, sampled: SampledRows) -> BatchOutput:
         if not len(hidden):
             return BatchOutput(sampled.target_ids.copy(), None)
-        return choose_tokens(self._model.logits(hidden), sampled)
+        return choose_tokens(self._model.logits(hidden), sampled, self._kernels)
 
 
 def _device(name: str | None) -> torch.device:

@@ -1,0 +1,199 @@
+// Chooses a token from each row of logits, as `ops.Kernels.choose` says it: all of a row while it is in a core's
+// cache, rows shared out among the team.
+#pragma once
+
+#include <vector>
+
+#include "simd.h"
+#include "team.h"
+
+namespace agentflow {
+
+// S rows of logits [S][vocab_size]. `mask_places` [S]: which row of `mask_words` [..][num_words] holds the tokens that
+// are allowed, as bits; -1: all are. `uniforms` [S]: in [0, 1).
+struct Choices {
+    const float* logits;
+    int64_t num_rows, vocab_size;
+    const int64_t* targets;
+    const float *temperatures, *top_ps, *min_ps;
+    const int64_t* top_ks;
+    const double* uniforms;
+    const int64_t* mask_places;  // null: no masks
+    const uint32_t* mask_words;
+    int64_t num_words;
+};
+
+class RowChoice {
+  public:
+    RowChoice(const Choices& choices, int64_t row)
+        : c_(choices), row_(row), logits_(choices.logits + row * choices.vocab_size), num_(choices.vocab_size) {
+        const int64_t place = c_.mask_places ? c_.mask_places[row] : -1;
+        if (place >= 0) words_ = c_.mask_words + place * c_.num_words;
+    }
+
+    int64_t token() {
+        if (c_.targets[row_] >= 0) return c_.targets[row_];
+        const float highest = most();
+        if (highest == MINUS_INFINITY) return 0;  // nothing is allowed, or nothing is a number
+        const float temperature = c_.temperatures[row_];
+        return temperature > 0 ? drawn(highest, temperature) : first_of(highest);
+    }
+
+  private:
+    // Sums are kept for blocks, so that the drawn point is found without adding everything up again.
+    static constexpr int64_t BLOCK = 1024;
+
+    // Tokens first to first + 15; -inf where a token is not allowed or does not exist.
+    Vec lanes(int64_t first) const {
+        const int num = int(std::min<int64_t>(LANES, num_ - first));
+        const Vec values = first_lanes(load_first(logits_ + first, num), num, MINUS_INFINITY);
+        if (!words_) return values;
+        const int64_t word = first / 32;
+        const uint32_t bits = word < c_.num_words ? words_[word] >> (first % 32) & 0xFFFF : 0;
+        return lanes_where(values, bits, MINUS_INFINITY);
+    }
+
+    float most() const {
+        Vec highest = broadcast(MINUS_INFINITY);
+        for (int64_t first = 0; first < num_; first += LANES) highest = max(highest, lanes(first));
+        return largest(highest);
+    }
+
+    int64_t first_of(float highest) const {
+        for (int64_t first = 0; first < num_; first += LANES) {
+            const uint32_t found = at_least(lanes(first), broadcast(highest));
+            if (found) return first + __builtin_ctz(found);
+        }
+        return 0;
+    }
+
+    int64_t drawn(float highest, float temperature) {
+        weights().resize(round_up<int64_t>(num_, BLOCK));
+        // Relative to the likeliest first: no temperature, however small, can then overflow.
+        const Vec top = broadcast(highest), heat = broadcast(temperature), log2_e = broadcast(1.44269504f);
+        float* weight = weights().data();
+        for (int64_t first = 0; first < num_; first += LANES) {
+            store(weight + first, exp2(mul(div(sub(lanes(first), top), heat), log2_e)));
+        }
+        std::fill(weights().begin() + round_up<int64_t>(num_, LANES), weights().end(), 0.0f);
+        double total = add_up();
+        const float least = least_kept(total);
+        if (least > 0) {
+            for (int64_t first = 0; first < num_; first += LANES) {
+                const Vec here = load(weight + first);
+                store(weight + first, lanes_where(here, at_least(here, broadcast(least)), 0.0f));
+            }
+            total = add_up();
+        }
+        return at(std::min(c_.uniforms[row_] * total, std::nextafter(total, 0.0)));
+    }
+
+    // Sums of blocks, and all of them.
+    double add_up() {
+        std::vector<double>& of_blocks = sums();
+        of_blocks.assign(weights().size() / BLOCK, 0.0);
+        double total = 0;
+        for (size_t block = 0; block < of_blocks.size(); block++) {
+            double parts[LANES] = {};
+            const float* from = weights().data() + block * BLOCK;
+            for (int64_t i = 0; i < BLOCK; i += LANES) {
+                for (int j = 0; j < LANES; j++) parts[j] += from[i + j];
+            }
+            for (double part : parts) of_blocks[block] += part;
+            total += of_blocks[block];
+        }
+        return total;
+    }
+
+    // The least weight that top_k, top_p and min_p keep, in this order. Only the likeliest are sorted; where these
+    // do not suffice, more.
+    float least_kept(double total) {
+        const int64_t top_k = c_.top_ks[row_];
+        const float min_p = c_.min_ps[row_];
+        const bool is_limited = top_k > 0 && top_k < num_, has_nucleus = c_.top_ps[row_] < 1;
+        if (!is_limited && !has_nucleus) return min_p;
+        for (float bound = 1e-3f;; bound = bound > 1e-9f ? bound * 1e-2f : 0.0f) {
+            collect(bound);
+            const std::vector<float>& likely = likeliest();
+            float least = 0;
+            double kept = total;
+            if (is_limited) {
+                const bool are_there = int64_t(likely.size()) >= top_k;
+                if (!are_there && bound > 0) continue;
+                least = are_there ? likely[top_k - 1] : 0.0f;  // fewer: what is not a number is no weight
+                kept = 0;
+                for (float weight : likely) kept += weight >= least ? weight : 0.0f;
+            }
+            if (has_nucleus) {
+                const float last = last_of_nucleus(double(c_.top_ps[row_]) * kept);
+                if (last < 0 && bound > 0) continue;
+                least = std::max(least, last);
+            }
+            return std::max(least, min_p);
+        }
+    }
+
+    // All weights of at least `bound`, the largest first.
+    void collect(float bound) {
+        std::vector<float>& likely = likeliest();
+        const float* from = weights().data();
+        const Vec least = broadcast(bound);
+        likely.clear();
+        for (int64_t first = 0; first < num_; first += LANES) {
+            const float* weight = from + first;
+            uint32_t found = at_least(load(weight), least);
+            for (; found; found &= found - 1) likely.push_back(weight[__builtin_ctz(found)]);
+        }
+        std::sort(likely.begin(), likely.end(), std::greater<float>());
+    }
+
+    // Where the likeliest together reach `wanted`; -1: they do not.
+    float last_of_nucleus(double wanted) const {
+        double reached = 0;
+        for (float weight : likeliest()) {
+            reached += weight;
+            if (reached >= wanted) return weight;
+        }
+        return -1;
+    }
+
+    // The first token with which the sum of all up to it exceeds `point`.
+    int64_t at(double point) const {
+        double reached = 0;
+        int64_t block = 0;
+        for (; block + 1 < int64_t(sums().size()) && reached + sums()[block] <= point; block++) reached += sums()[block];
+        int64_t last = 0;  // of the tokens that can be drawn: for what rounding may leave over
+        for (int64_t token = block * BLOCK; token < num_; token++) {
+            const float weight = weights()[token];
+            if (weight > 0) last = token;
+            reached += weight;
+            if (reached > point) return token;
+        }
+        return last;
+    }
+
+    // A thread's own memory, kept from row to row.
+    static std::vector<float>& weights() { return memory<0, float>(); }
+    static std::vector<float>& likeliest() { return memory<1, float>(); }
+    static std::vector<double>& sums() { return memory<2, double>(); }
+
+    template <int WHICH, class T>
+    static std::vector<T>& memory() {
+        thread_local std::vector<T> kept;
+        return kept;
+    }
+
+    const Choices& c_;
+    const int64_t row_;
+    const float* const logits_;
+    const int64_t num_;
+    const uint32_t* words_ = nullptr;
+};
+
+inline void choose(const Choices& choices, int64_t* tokens) {
+    team().loop(choices.num_rows, Team::ONE_BY_ONE, [&](int64_t first, int64_t end, int) {
+        for (int64_t row = first; row < end; row++) tokens[row] = RowChoice(choices, row).token();
+    });
+}
+
+}  // namespace agentflow
