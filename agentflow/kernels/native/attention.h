@@ -195,12 +195,46 @@ ALWAYS_INLINE float weigh(const float* scores, int num_seen, int num_lanes, floa
     return decay;
 }
 
+// Asks memory for the keys and values of a block, a few at a time, while another block is worked on: asked for all at
+// once they would fill the queues of the core, which then waits for them as if it read them.
+template <class S>
+class FetchAhead {
+  public:
+    explicit FetchAhead(const KvLayer<S>& kv) : kv_(kv) {}
+
+    // From key `first` of a task (null: nothing); in about `num_steps` steps.
+    void begin(const Task* task, int first, int num_steps) {
+        task_ = task;
+        at_ = first;
+        end_ = task ? std::min(task->num_keys, first + KEY_BLOCK) : first;
+        step_ = (end_ - at_ + num_steps - 1) / num_steps;
+    }
+
+    void step() {
+        const int end = std::min(end_, at_ + step_);
+        for (; at_ < end; at_++) {
+            const S* key = kv_.key(task_->slots[at_], task_->first_head);
+            const S* value = kv_.value(task_->slots[at_], task_->first_head);
+            for (int64_t i = 0; i < (task_->end_head - task_->first_head) * kv_.head_dim; i += 64 / int(sizeof(S))) {
+                _mm_prefetch(reinterpret_cast<const char*>(key + i), _MM_HINT_T1);
+                _mm_prefetch(reinterpret_cast<const char*>(value + i), _MM_HINT_T1);
+            }
+        }
+    }
+
+  private:
+    const KvLayer<S>& kv_;
+    const Task* task_ = nullptr;
+    int at_ = 0, end_ = 0, step_ = 0;
+};
+
 template <class S>
 class TaskRun {
   public:
-    TaskRun(const Plan& plan, const Task& task, const HeadShape& shape, const Queries<S>& queries,
+    // `next`: what this thread is likely to run after this; or null.
+    TaskRun(const Plan& plan, const Task& task, const Task* next, const HeadShape& shape, const Queries<S>& queries,
             const KvLayer<S>& kv, float* parts, Scratch<S>& scratch)
-        : plan_(plan), task_(task), shape_(shape), q_(queries), kv_(kv), parts_(parts), s_(scratch),
+        : plan_(plan), task_(task), next_(next), shape_(shape), q_(queries), kv_(kv), ahead_(kv), parts_(parts), s_(scratch),
           group_(int(shape.group())), per_head_(task.num_rows * group_) {
         s_.fit(per_head_ * (task.end_head - task.first_head), shape.head_dim);
     }
@@ -209,6 +243,8 @@ class TaskRun {
         gather_queries();
         for (int first = 0; first < task_.num_keys; first += KEY_BLOCK) {
             const int num = std::min(KEY_BLOCK, task_.num_keys - first);
+            const bool is_last = first + KEY_BLOCK >= task_.num_keys;
+            ahead_.begin(is_last ? next_ : &task_, is_last ? 0 : first + KEY_BLOCK, num_steps(num));
             for (int head = task_.first_head; head < task_.end_head; head++) take_block(first, num, head);
         }
         hand_out();
@@ -246,6 +282,12 @@ class TaskRun {
         });
     }
 
+    // How often `ahead_` takes a step while a block of `num` keys is worked on.
+    int num_steps(int num) const {
+        const int num_tiles = (per_head_ + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
+        return (task_.end_head - task_.first_head) * num_tiles * (round_up(num, PANEL) + int(s_.dims)) / PANEL;
+    }
+
     int64_t seen(int row) const { return int64_t(task_.seen) + row; }
 
     // The first `num` keys of a block of `num_packed`.
@@ -258,6 +300,7 @@ class TaskRun {
         for (int panel = 0; panel * PANEL < num; panel++) {
             tile<S>(num_queries, s_.queries.data() + query * s_.depth, s_.depth,
                     s_.keys.data() + panel * PANEL * s_.depth, s_.depth, scores + panel * MAX_TILE_ROWS * PANEL);
+            ahead_.step();
         }
         for (int i = 0; i < num_queries; i++) {
             const int64_t visible = std::clamp<int64_t>(seen((at + i) / group_) - first, 0, num);
@@ -267,6 +310,7 @@ class TaskRun {
         const int64_t depth = padded_depth<S>(num), stride = padded_depth<S>(num_packed);
         for (int64_t dim = 0; dim < s_.dims; dim += PANEL) {
             tile<S>(num_queries, weights, KEY_BLOCK, s_.values.data() + dim * stride, depth, sums);
+            ahead_.step();
             for (int i = 0; i < num_queries; i++) {
                 float* to = s_.sums.data() + (query + i) * s_.dims + dim;
                 const Vec decay = broadcast(decays[i]);
@@ -308,9 +352,11 @@ class TaskRun {
 
     const Plan& plan_;
     const Task& task_;
+    const Task* const next_;
     const HeadShape& shape_;
     const Queries<S>& q_;
     const KvLayer<S>& kv_;
+    FetchAhead<S> ahead_;
     float* parts_;
     Scratch<S>& s_;
     const int group_, per_head_;
@@ -351,7 +397,9 @@ void attend(const Plan& plan, const HeadShape& shape, const Queries<S>& queries,
     // One by one: the long ones come first.
     team().loop(int64_t(plan.tasks.size()), Team::ONE_BY_ONE, [&](int64_t first, int64_t end, int thread) {
         for (int64_t i = first; i < end; i++) {
-            TaskRun<S>(plan, plan.tasks[i], shape, queries, kv, parts, scratch_of<S>(thread)).run();
+            const size_t likely = i + team().num_threads();
+            const Task* next = likely < plan.tasks.size() ? &plan.tasks[likely] : nullptr;
+            TaskRun<S>(plan, plan.tasks[i], next, shape, queries, kv, parts, scratch_of<S>(thread)).run();
         }
     });
     team().loop(int64_t(plan.merged_rows.size()), 4, [&](int64_t first, int64_t end, int) {

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from agentflow.errors import BadArgument
+from agentflow.kernels.huge_pages import advise_huge_pages
 
 
 class KvPool:
@@ -39,4 +40,5 @@ class KvPool:
                 f"a KV pool of {num_slots} tokens takes {gigabytes:.1f} GB, which {device} does not have: "
                 "ask for fewer tokens"
             ) from error
+        advise_huge_pages(memory)
         self.layers: tuple[Tensor, ...] = memory.unbind(0)
