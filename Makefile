@@ -11,6 +11,8 @@
 #                (ARGS="--minutes 3 --out DIR"; needs the default model)
 #   make test-adapters  the tests of adapters/, each in an environment of its own (ADAPTERS=dspy-agentflow: of one)
 #   make langchain-agentflow, make dspy-agentflow  an adapter's environment, and its example on the default model
+#   make gpu-check      the model on this machine's GPU, against its CPU and against what the GPU can do; without a
+#                GPU it says so. Runs on PYTHON as it is (WHEELS=DIR: installs those for it, in a folder of its own)
 #   make lint    ruff, mypy and the directions of import
 #   make compiled       a copy of the package in build/compiled, its scheduling core compiled to C
 #   make test-compiled  the tests of the core on that copy
@@ -23,6 +25,7 @@
 #   TORCH_INDEX  the address of one more package index to look for torch in, such as PyTorch's own for
 #                the CPU or for a version of CUDA; its install page names them
 #   JOBS         processes that run the tests (2; 0: this one)
+#   WHEELS       a folder of wheels that `make gpu-check` installs for its run
 #   CUDA         1 allows a CUDA build of torch where no NVIDIA GPU is found; 0 forbids it where one is
 
 PYTHON      ?= python3
@@ -48,7 +51,7 @@ ADAPTERS := langchain-agentflow dspy-agentflow
 EXAMPLE_OF_langchain-agentflow := langchain_agent
 EXAMPLE_OF_dspy-agentflow := dspy_rag
 
-.PHONY: demo examples test test-full test-adapters lint-adapters $(ADAPTERS) fuzz soak lint compiled test-compiled clean distclean
+.PHONY: demo examples test test-full gpu-check test-adapters lint-adapters $(ADAPTERS) fuzz soak lint compiled test-compiled clean distclean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -104,6 +107,13 @@ fuzz: $(VENV)/.installed-dev
 soak: $(VENV)/.installed-dev
 	@$(BIN)/agentflow pull $(MODEL)
 	@$(BIN)/python -m benchmarks soak $(ARGS)
+
+# On a bare machine, where nothing can be fetched: what PYTHON has, and the wheels of WHEELS.
+gpu-check:
+	@site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && \
+	if [ -n "$(WHEELS)" ]; then \
+	  $(PYTHON) -m pip install -q --no-index --no-deps --no-compile --target "$$site" $(WHEELS)/*.whl || exit 1; \
+	fi && PYTHONPATH="$$site:.$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m benchmarks.gpu_check $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -12,6 +12,7 @@ from rich.console import Console
 from benchmarks.report import Report
 
 NAMES = {
+    "step": "the budget of a step: bytes, operations, their limits, and what the rest is spent on",
     "foundation": "the engine against transformers, and the prefix cache against none",
     "radix": "the radix cache on a tree of a million tokens",
     "scheduler": "fairness, deep queues and a full pool, simulated",

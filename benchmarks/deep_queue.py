@@ -35,15 +35,16 @@ _PARAMS = SamplingParams()
 
 
 class DeepQueue:
-    """10,000 waiting, and in every step 100 come, 100 are admitted, 100 end, and 100 leaves are evicted."""
+    """``num_waiting`` wait, and in every step 100 come, 100 are admitted, 100 end, and 100 leaves are
+    evicted."""
 
-    def __init__(self, policy: str) -> None:
+    def __init__(self, policy: str, num_waiting: int = NUM_WAITING) -> None:
         config = SchedulerConfig(max_running=2 * PER_STEP, token_budget=64 * 256, policy=policy)
         self.scheduler = Scheduler(num_slots=40_000, max_context=512, config=config)
         self.numbers = np.random.default_rng(0)
         self.prefixes = [self.numbers.integers(10, 49_000, 150, dtype=np.int32) for _ in range(500)]
         self.num_made = 0
-        for request in self.new(NUM_WAITING):
+        for request in self.new(num_waiting):
             self.scheduler.add(request)
 
     def new(self, count: int) -> list[Request]:

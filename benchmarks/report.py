@@ -51,6 +51,7 @@ class Report:
     scale: str
     results: list[Result] = field(default_factory=list)
     load: machine.OthersLoad = field(default_factory=machine.OthersLoad)
+    extra: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The file's content."""
@@ -60,6 +61,7 @@ class Report:
             "commit": machine.commit(),
             "scale": self.scale,
             "results": [asdict(result) for result in self.results],
+            **self.extra,
         }
 
     def show(self, console: Console) -> None:

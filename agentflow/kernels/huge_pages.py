@@ -1,5 +1,5 @@
-"""Memory in large pages, where the system has them: fewer faults when it is first touched, and fewer misses when
-it is read in pieces."""
+"""Memory in large pages, where the system has them: fewer faults when it is first touched, and fewer misses
+when it is read in pieces."""
 
 from __future__ import annotations
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,9 +39,14 @@ def _library_for(level: str) -> ctypes.CDLL:
     return declare(load_library(level))
 
 
-def library() -> ctypes.CDLL:
-    """The compiled kernels. NoNativeKernels where they cannot be had."""
+@functools.cache
+def _library_allowed(cpu: str) -> ctypes.CDLL:
     return _library_for(native_level())
+
+
+def library() -> ctypes.CDLL:
+    """The compiled kernels, for what ``AGENTFLOW_CPU`` allows. NoNativeKernels where they cannot be had."""
+    return _library_allowed(os.environ.get("AGENTFLOW_CPU", ""))
 
 
 def _team() -> ctypes.CDLL:
@@ -142,7 +149,7 @@ def choose(logits: Tensor, rows: ChoiceRows) -> IntArray:
     return tokens
 
 
-PARTS = ("plan", "embed", "norm", "qkv", "rope", "attention", "output", "gate_up", "down", "head")
+PARTS = ("plan", "embed", "norm", "qkv", "rope", "attention", "output", "gate_up", "down", "head", "choice")
 """What the time of a forward is spent on; ``head``: single products, the logits' among them."""
 
 
@@ -159,6 +166,9 @@ class NativeForward:
     def __init__(self, weights: DecoderWeights) -> None:
         self._weights = weights  # keeps alive what the structure points to
         self._decoder = native_decoder(weights)
+        self._is_bf16 = _is_bf16(weights.embedding)
+        self._hidden_size = weights.embedding.shape[1]
+        self._layers: tuple[tuple[Tensor, ...], Any] = ((), None)  # a pool's layers, and their addresses
 
     def __call__(
         self,
@@ -169,15 +179,16 @@ class NativeForward:
         plan: AttentionBatch,
         rows: IntArray,
     ) -> Tensor:
-        embedding = self._weights.embedding
-        out = embedding.new_empty(len(rows), embedding.shape[1])
-        layers = (ctypes.c_void_p * len(kv_layers))(*[layer.data_ptr() for layer in kv_layers])
+        if kv_layers is not self._layers[0]:
+            addresses = (ctypes.c_void_p * len(kv_layers))(*[layer.data_ptr() for layer in kv_layers])
+            self._layers = (kv_layers, addresses)
+        out = self._weights.embedding.new_empty(len(rows), self._hidden_size)
         _team().af_forward(
-            _is_bf16(embedding),
+            self._is_bf16,
             self._decoder,
             native_rows(token_ids, positions, write_slots, rows),
             native_batch(plan),
-            layers,
+            self._layers[1],
             out.data_ptr(),
         )
         return out

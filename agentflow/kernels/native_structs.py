@@ -66,6 +66,7 @@ class NativeRows(Structure):
 
 
 class NativeBatch(Structure):
+    paths_array: NDArray[Any] | None = None  # that it refers to and nobody else holds
     _fields_ = (
         ("page_table", c_void_p),
         ("page_stride", c_int64),
@@ -130,7 +131,8 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def address(array: NDArray[Any]) -> int:
-    """Where an array begins. It must be contiguous, and live until the call is over."""
+    """Where an array begins. It must live until the call is over."""
+    assert array.flags.c_contiguous
     place: int = array.__array_interface__["data"][0]
     return place
 
@@ -181,7 +183,7 @@ def native_batch(batch: AttentionBatch) -> NativeBatch:
     assert table.dtype == np.int32
     assert table.strides[1] == 4
     made = NativeBatch(
-        address(table),
+        table.__array_interface__["data"][0],  # rows may be apart
         table.strides[0] // 4,
         len(batch.page_rows),
         address(batch.page_rows),
@@ -194,8 +196,9 @@ def native_batch(batch: AttentionBatch) -> NativeBatch:
         made.tree_page_rows = address(branches.page_rows)
         made.prefix_lens = address(branches.prefix_lens)
         made.tree_query_lens = address(branches.query_lens)
-        made.paths = address(branches.paths)
-        made.path_stride = branches.paths.strides[0] // 8
+        made.paths_array = np.ascontiguousarray(branches.paths)  # made by indexing, in any order
+        made.paths = address(made.paths_array)
+        made.path_stride = made.paths_array.shape[1]
         made.path_lens = address(branches.path_lens)
     return made
 

@@ -64,7 +64,7 @@ class Engine:
         self._started: set[int] = set()
         self._outbox: list[FromEngine] = []
         self._is_stopping = False
-        self._times = StepTimes()
+        self.times = StepTimes()
 
     def send(self, message: ToEngine) -> None:
         """Queues a message; it is read before the next step starts."""
@@ -75,7 +75,7 @@ class Engine:
         try:
             self._grammars.prepare()
             while True:
-                self._read_inbox()
+                self.take_messages()
                 if self._is_stopping:
                     return
                 self.step()
@@ -89,7 +89,7 @@ class Engine:
         batch = self.scheduler.schedule()
         if batch is None:
             return
-        self._times.count(SCHEDULE, time.perf_counter() - began)
+        self.times.count(SCHEDULE, time.perf_counter() - began)
         self._tell_started()
         began = time.perf_counter()
         try:
@@ -100,7 +100,7 @@ class Engine:
                 self._fail(request.id, EngineFailed(f"the forward pass failed: {error!r}"))
             return
         has_run = time.perf_counter()
-        self._times.count(RUN, has_run - began)
+        self.times.count(RUN, has_run - began)
         for result in self.scheduler.complete(output):
             try:
                 self._advance(result)
@@ -110,7 +110,7 @@ class Engine:
                 logger.exception("a request's output cannot be used")
                 request_id = result.request.id
                 self._fail(request_id, EngineFailed(f"the request's output cannot be used: {error!r}"))
-        self._times.count(COMPLETE, time.perf_counter() - has_run)
+        self.times.count(COMPLETE, time.perf_counter() - has_run)
 
     def _tell_started(self) -> None:
         new = self.scheduler.running.keys() - self._started
@@ -124,9 +124,10 @@ class Engine:
             delivered, self._outbox = self._outbox, []
             began = time.perf_counter()
             self._deliver(delivered)
-            self._times.count(DELIVER, time.perf_counter() - began)
+            self.times.count(DELIVER, time.perf_counter() - began)
 
-    def _read_inbox(self) -> None:
+    def take_messages(self) -> None:
+        """Reads what was sent; where there is nothing to run, waits for something."""
         is_idle = not self.scheduler.running and not len(self.scheduler.waiting) and not self._outbox
         while True:
             try:
@@ -144,7 +145,7 @@ class Engine:
                     self.scheduler.close_state(message.state)
                 case Report():
                     model = self._runner.info.model
-                    stats = engine_stats(message.ticket, model, self.scheduler, self._times)
+                    stats = engine_stats(message.ticket, model, self.scheduler, self.times)
                     self._outbox.append(stats)
                 case Stop():
                     self._is_stopping = True

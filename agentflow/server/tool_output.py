@@ -110,7 +110,9 @@ class ToolOutput:
                 self._held = ""
             return False
         mark = self._form.mark
-        if mark and not is_over and mark.startswith(bare):
+        if mark and mark.startswith(bare) and bare != mark:
+            if is_over:
+                self._held = ""  # cut off within the mark of another call
             return False
         if mark and bare.startswith(mark):
             self._begin_call(len(self._held) - len(bare))

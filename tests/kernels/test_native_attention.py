@@ -139,3 +139,5 @@ def test_arrays_of_any_stride_are_read_right(kernels: Kernels) -> None:
     queries = case.q.transpose(1, 2).contiguous().transpose(1, 2)
     part = replace(case, page_table=wide[:, : case.page_table.shape[1]], q=queries)
     assert_equals_reference(kernels, part)
+    case, rows = with_trees(case, [Tree(0, (-1, 0, 0, 1)), Tree(1, (-1, 0))], 0)
+    assert_equals_reference(kernels, case, replace(rows, paths=np.asfortranarray(rows.paths)))

@@ -29,7 +29,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A cache in which nothing is, and a compiler that fails."""
     monkeypatch.setenv("AGENTFLOW_CACHE", str(tmp_path))
     monkeypatch.setattr(native_library, "_compiler", lambda: ("false",))
-    monkeypatch.setattr(native_ops, "_library_for", load_library)
+    monkeypatch.setattr(native_ops, "library", lambda: load_library("avx2"))
     monkeypatch.setattr(ops, "cpu_flags", lambda: frozenset(native_library.AVX2))
 
 

@@ -259,6 +259,13 @@ def test_a_call_that_is_cut_off_under_a_constraint():
     assert told(read(HERMES, [text[:20]], constrained=True)) == [("prose", text[:20])]
 
 
+@pytest.mark.parametrize("constrained", [True, False])
+def test_a_text_that_ends_within_the_mark_of_another_call(constrained):
+    good = written(HERMES, [("weather", "{}")])
+    for begun in ("\n", "\n<", "\n<tool_call"):
+        assert told(read(HERMES, list(good + begun), constrained=constrained)) == [("call", "weather", "{}")]
+
+
 def test_white_space_around_calls_is_nobodys():
     one = written(HERMES, [("weather", "{}")])
     text = f"Look:\n{one} \n\n{one}\n"

@@ -9,6 +9,7 @@
 #include <memory>
 
 #include "attention_tasks.h"
+#include "few_queries.h"
 #include "row_ops.h"
 #include "team.h"
 
@@ -39,31 +40,12 @@ struct Queries {
 // 16 x 16 words, transposed. Row i is at from[i] (all zeros: null); column i goes to `to + i * stride`.
 ALWAYS_INLINE void transpose_words(const uint32_t* const (&from)[16], uint32_t* to, int64_t stride) {
 #if defined(__AVX512F__)
-    __m512i r[16], t[16];
+    __m512i r[16];
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) r[i] = from[i] ? _mm512_loadu_si512(from[i]) : _mm512_setzero_si512();
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) {
-        t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-        t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
-        r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-        r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-        r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {  // r[i]: columns i, i + 4, .. of rows 0 to 3; r[4 + i]: of rows 4 to 7; ..
-        const __m512i a = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88), b = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xDD);
-        const __m512i c = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
-        const __m512i d = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xDD);
-        _mm512_storeu_si512(to + i * stride, _mm512_shuffle_i32x4(a, c, 0x88));
-        _mm512_storeu_si512(to + (4 + i) * stride, _mm512_shuffle_i32x4(b, d, 0x88));
-        _mm512_storeu_si512(to + (8 + i) * stride, _mm512_shuffle_i32x4(a, c, 0xDD));
-        _mm512_storeu_si512(to + (12 + i) * stride, _mm512_shuffle_i32x4(b, d, 0xDD));
-    }
+    turn(r);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + i * stride, r[i]);
 #else
     for (int i = 0; i < 16; i++) {
         for (int j = 0; j < 16; j++) to[j * stride + i] = from[i] ? from[i][j] : 0;
@@ -272,6 +254,7 @@ class TaskRun {
     }
 
     void take_block(int first, int num, int head) {
+        if (has_few()) return take_few(first, num, head);
         pack_keys(kv_, task_.slots + first, num, head, s_.keys.data());
         pack_values(kv_, task_.slots + first, num, head, s_.values.data());
         const int base = place(head, 0, 0);
@@ -282,10 +265,63 @@ class TaskRun {
         });
     }
 
+    // Whether blocks are worked on as they lie in the pool (few_queries.h).
+    bool has_few() const {
+#if defined(__AVX512BF16__)
+        if (!std::is_same_v<S, bf16>) return false;
+        if (shape_.head_dim == 64) return per_head_ <= MOST_FEW_QUERIES<2>;
+        if (shape_.head_dim == 128) return per_head_ <= MOST_FEW_QUERIES<4>;
+#endif
+        return false;
+    }
+
+    void take_few(int first, int num, int head) {
+#if defined(__AVX512BF16__)
+        if constexpr (std::is_same_v<S, bf16>) {
+            const bool is_wide = shape_.head_dim == 128;
+            if (per_head_ == 1) return is_wide ? take_few<1, 4>(first, num, head) : take_few<1, 2>(first, num, head);
+            if (per_head_ == 2) return is_wide ? take_few<2, 4>(first, num, head) : take_few<2, 2>(first, num, head);
+            if (per_head_ == 3) return take_few<3, 2>(first, num, head);
+            return take_few<4, 2>(first, num, head);
+        }
+#endif
+    }
+
+#if defined(__AVX512BF16__)
+
+    template <int QUERIES, int CHUNKS>
+    void take_few(int first, int num, int head) {
+        alignas(64) float scores[MAX_TILE_ROWS * KEY_BLOCK];
+        alignas(64) bf16 weights[QUERIES * KEY_BLOCK];
+        float decays[QUERIES];
+        const int at = place(head, 0, 0);
+        const int32_t* slots = task_.slots + first;
+        for (int group = 0; group < num; group += LANES) {
+            const bf16* keys[LANES];
+            for (int i = 0; i < LANES; i++) keys[i] = kv_.key(slots[std::min(group + i, num - 1)], head);
+            Vec found[QUERIES];
+            score_few<QUERIES, CHUNKS>(s_.queries.data() + at * s_.depth, s_.depth, keys, found);
+            float* to = scores + group / PANEL * MAX_TILE_ROWS * PANEL + group % PANEL;
+            for (int i = 0; i < QUERIES; i++) store(to + i * PANEL, found[i]);
+            ahead_.step();
+        }
+        for (int i = 0; i < QUERIES; i++) {
+            const int64_t visible = std::clamp<int64_t>(seen(i / group_) - first, 0, num);
+            decays[i] = weigh<S>(scores + i * PANEL, int(visible), round_up(num, LANES), q_.scale * LOG2_E,
+                                 s_.most[at + i], s_.total[at + i], weights + i * KEY_BLOCK);
+        }
+        const auto value = [&](int key) { return kv_.value(slots[key], head); };
+        add_few<QUERIES, CHUNKS>(weights, KEY_BLOCK, num, value, decays, s_.sums.data() + at * s_.dims, s_.dims,
+                                 [&] { ahead_.step(); });
+    }
+#endif
+
     // How often `ahead_` takes a step while a block of `num` keys is worked on.
     int num_steps(int num) const {
+        const int num_heads = task_.end_head - task_.first_head;
+        if (has_few()) return num_heads * 2 * round_up(num, LANES) / LANES;
         const int num_tiles = (per_head_ + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
-        return (task_.end_head - task_.first_head) * num_tiles * (round_up(num, PANEL) + int(s_.dims)) / PANEL;
+        return num_heads * num_tiles * (round_up(num, PANEL) + int(s_.dims)) / PANEL;
     }
 
     int64_t seen(int row) const { return int64_t(task_.seen) + row; }

@@ -89,6 +89,7 @@ EXPORT void af_attention(int is_bf16, const void* q, int64_t q_stride, const voi
 
 EXPORT void af_choose(const Choices* choices, int64_t* tokens) {
     const std::lock_guard<std::mutex> lock(team().in_use);
+    const Timed timed(CHOICE);
     choose(*choices, tokens);
 }
 

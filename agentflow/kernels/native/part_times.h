@@ -6,7 +6,7 @@
 namespace agentflow {
 
 // As `native_ops.PARTS` names them.
-enum Part { PLAN, EMBED, NORM, QKV, ROPE, ATTENTION, OUTPUT, GATE_UP, DOWN, HEAD, NUM_PARTS };
+enum Part { PLAN, EMBED, NORM, QKV, ROPE, ATTENTION, OUTPUT, GATE_UP, DOWN, HEAD, CHOICE, NUM_PARTS };
 
 inline double part_seconds[NUM_PARTS];
 

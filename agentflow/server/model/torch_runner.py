@@ -91,6 +91,11 @@ class TorchRunner:
             outputs.append(self._choose(hidden[first:end], batch.sampled.part(first, end)))
         return _joined(outputs)
 
+    @property
+    def kv_layers(self) -> tuple[Tensor, ...]:
+        """The KV pool, layer by layer (``KvPool.layers``)."""
+        return self._kv_pool.layers
+
     def close(self) -> None:
         """Give the memory back; the runner cannot be used any more."""
         del self._model, self._kv_pool

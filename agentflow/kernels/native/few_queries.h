@@ -1,0 +1,122 @@
+// Attention of so few queries that keys and values are not worth laying out: scores and sums are formed from the
+// rows of the pool as they are read. For bfloat16 instructions, of heads of 64 or 128 dimensions.
+#pragma once
+
+#include "product.h"
+
+namespace agentflow {
+
+#if defined(__AVX512F__)
+
+// The words (pairs of dimensions) of 16 keys, turned: r[j] holds word j of each.
+ALWAYS_INLINE void turn(__m512i (&r)[16]) {
+    __m512i t[16];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+        r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+        r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+        r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {  // r[i]: columns i, i + 4, .. of rows 0 to 3; r[4 + i]: of rows 4 to 7; ..
+        t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
+        t[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xDD);
+        t[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
+        t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xDD);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        r[i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88);
+        r[4 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88);
+        r[8 + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xDD);
+        r[12 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xDD);
+    }
+}
+
+#endif
+
+#if defined(__AVX512BF16__)
+
+// Of heads with CHUNKS times 32 dimensions so many queries have their sums in registers.
+template <int CHUNKS>
+constexpr int MOST_FEW_QUERIES = CHUNKS == 2 ? 4 : 2;
+
+// scores[i] [16]: of each query (`stride` apart) with 16 keys.
+template <int QUERIES, int CHUNKS>
+void score_few(const bf16* queries, int64_t stride, const bf16* const (&keys)[LANES], Vec (&scores)[QUERIES]) {
+    __m512 sums[QUERIES][2];
+#pragma GCC unroll 4
+    for (int i = 0; i < QUERIES; i++) sums[i][0] = sums[i][1] = _mm512_setzero_ps();
+#pragma GCC unroll 4
+    for (int chunk = 0; chunk < CHUNKS; chunk++) {
+        __m512i words[LANES];
+#pragma GCC unroll 16
+        for (int j = 0; j < LANES; j++) words[j] = _mm512_loadu_si512(keys[j] + chunk * 32);
+        turn(words);
+#pragma GCC unroll 16
+        for (int j = 0; j < LANES; j++) {
+#pragma GCC unroll 4
+            for (int i = 0; i < QUERIES; i++) {
+                const __m512bh value = pair_of(queries + i * stride + chunk * 32 + 2 * j);
+                sums[i][j % 2] = _mm512_dpbf16_ps(sums[i][j % 2], value, reinterpret_cast<__m512bh>(words[j]));
+            }
+        }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < QUERIES; i++) scores[i].v = _mm512_add_ps(sums[i][0], sums[i][1]);
+}
+
+// sums[i] [32 CHUNKS] = decays[i] times themselves + the values weighed. weights[i * weight_stride + key]; `value`
+// gives the row of a key. step() is called once in a while.
+template <int QUERIES, int CHUNKS, class Value, class Step>
+void add_few(const bf16* weights, int64_t weight_stride, int num, const Value& value, const float* decays,
+             float* sums, int64_t sums_stride, const Step& step) {
+    __m512 parts[QUERIES][CHUNKS][2];
+#pragma GCC unroll 4
+    for (int i = 0; i < QUERIES; i++) {
+#pragma GCC unroll 4
+        for (int c = 0; c < CHUNKS; c++) parts[i][c][0] = parts[i][c][1] = _mm512_setzero_ps();
+    }
+    for (int key = 0; key < num; key += 2) {
+        const bf16* a = value(key);
+        const bf16* b = key + 1 < num ? value(key + 1) : a;  // its weight is 0
+        if (key % LANES == 0) step();
+#pragma GCC unroll 4
+        for (int c = 0; c < CHUNKS; c++) {
+            const __m512i x = _mm512_loadu_si512(a + 32 * c), y = _mm512_loadu_si512(b + 32 * c);
+            const __m512bh low = reinterpret_cast<__m512bh>(_mm512_unpacklo_epi16(x, y));
+            const __m512bh high = reinterpret_cast<__m512bh>(_mm512_unpackhi_epi16(x, y));
+#pragma GCC unroll 4
+            for (int i = 0; i < QUERIES; i++) {
+                const __m512bh weight = pair_of(weights + i * weight_stride + key);
+                parts[i][c][0] = _mm512_dpbf16_ps(parts[i][c][0], weight, low);
+                parts[i][c][1] = _mm512_dpbf16_ps(parts[i][c][1], weight, high);
+            }
+        }
+    }
+    // Of each 8 dimensions the first 4 are in the low part and the others in the high one.
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+#pragma GCC unroll 4
+    for (int i = 0; i < QUERIES; i++) {
+        const Vec decay = broadcast(decays[i]);
+#pragma GCC unroll 4
+        for (int c = 0; c < CHUNKS; c++) {
+            float* to = sums + i * sums_stride + 32 * c;
+            const Vec x{_mm512_permutex2var_ps(parts[i][c][0], first, parts[i][c][1])};
+            const Vec y{_mm512_permutex2var_ps(parts[i][c][0], second, parts[i][c][1])};
+            store(to, fma(load(to), decay, x));
+            store(to + LANES, fma(load(to + LANES), decay, y));
+        }
+    }
+}
+
+#endif
+
+}  // namespace agentflow

@@ -1,0 +1,132 @@
+"""Llama-shaped models with random weights, made in place on a device: for machines to which no model can be
+brought."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentflow.kernels.attention_batch import AttentionBatch
+from agentflow.kernels.decoder_weights import DecoderWeights, LayerWeights
+from agentflow.kernels.linear_weight import LinearWeight
+from agentflow.kernels.ops import Kernels, kernels_for
+from agentflow.server.core.batch import Batch, IntArray
+from agentflow.server.model.config import LlamaConfig
+from agentflow.server.model.kv_pool import KvPool
+from agentflow.server.model.llama import LlamaModel
+from agentflow.server.model.rope import RopeConfig, inverse_frequencies
+from agentflow.server.model.sampler import choose_tokens
+
+
+def llama_config(
+    hidden_size: int,
+    intermediate_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    vocab_size: int,
+) -> LlamaConfig:
+    """A config of those sizes."""
+    return LlamaConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=hidden_size // num_heads,
+        rms_norm_eps=1e-5,
+        max_context=8192,
+        tie_word_embeddings=False,
+        rope=RopeConfig("default", 500_000.0),
+        end_token_ids=(),
+    )
+
+
+TINY = llama_config(256, 704, 4, 8, 2, 1_000)
+LLAMA_8B = llama_config(4096, 14336, 32, 32, 8, 128_256)
+
+
+def random_llama(
+    config: LlamaConfig, kernels: Kernels, dtype: torch.dtype, device: torch.device
+) -> LlamaModel:
+    """The model; the same numbers on every device where they are small enough to be made on the CPU."""
+    generator = torch.Generator(device if config.hidden_size > 1024 else "cpu").manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        made = torch.randn(*shape, generator=generator, device=generator.device, dtype=torch.float32)
+        # Large enough that greedy tokens differ and near-ties are rare.
+        return made.mul_(2.0 * shape[-1] ** -0.5).to(dtype).to(device)
+
+    def linear(num_out: int, num_in: int, *, gated: bool = False) -> LinearWeight:
+        return kernels.pack_linear(random(num_out, num_in), None, gated=gated)
+
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    ones = torch.ones(hidden, dtype=dtype, device=device)
+    layers = [
+        LayerWeights(
+            input_norm=ones,
+            qkv=linear(queries + 2 * keys, hidden),
+            q_norm=None,
+            k_norm=None,
+            output=linear(hidden, queries),
+            mlp_norm=ones,
+            gate_up=linear(2 * inner, hidden, gated=True),
+            down=linear(hidden, inner),
+        )
+        for _ in range(config.num_layers)
+    ]
+    decoder = DecoderWeights(
+        embedding=random(config.vocab_size, hidden),
+        layers=layers,
+        final_norm=ones,
+        frequencies=inverse_frequencies(config.rope, config.head_dim).to(device),
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        norm_eps=config.rms_norm_eps,
+    )
+    head = kernels.pack_linear(random(config.vocab_size, hidden), None, exact_output=True)
+    return LlamaModel(config, kernels, decoder, head)
+
+
+@dataclass
+class RandomRunner:
+    """What ``TorchRunner`` is for a folder: such a model with a KV pool of ``num_slots`` tokens."""
+
+    config: LlamaConfig
+    num_slots: int
+    dtype: torch.dtype
+    device: torch.device
+    kernels: Kernels = field(init=False)
+    model: LlamaModel = field(init=False)
+    pool: KvPool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kernels = kernels_for(self.device)
+        with torch.inference_mode():
+            self.model = random_llama(self.config, self.kernels, self.dtype, self.device)
+        self.pool = KvPool(
+            num_layers=self.config.num_layers,
+            num_slots=self.num_slots,
+            num_kv_heads=self.config.num_kv_heads,
+            head_dim=self.config.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> IntArray:
+        """The tokens of the batch's sampled rows."""
+        attended = AttentionBatch(batch.page_table, batch.page_rows, batch.query_lens, batch.kv_lens, None)
+        plan = self.kernels.plan_attention(attended, self.dtype, self.device)
+        hidden = self.model.forward(
+            batch.token_ids, batch.positions, batch.write_slots, self.pool, plan, batch.sampled.rows
+        )
+        output = choose_tokens(self.model.logits(hidden), batch.sampled, self.kernels)
+        return np.asarray(output.token_ids)

@@ -1,0 +1,75 @@
+"""What is around the kernels in an engine's step: scheduling, Python, sampling, detokenising."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+from agentflow.kernels import native_ops
+from agentflow.sampling import SamplingParams
+from agentflow.server.core.scheduler import SchedulerConfig
+from agentflow.server.engine import Engine
+from agentflow.server.engine_messages import Abort, FromEngine, Submit
+from agentflow.server.engine_process import collect_garbage_rarely
+from agentflow.server.model.torch_runner import TorchRunner
+from agentflow.server.step_times import PHASES
+from agentflow.server.tokenizer import Tokenizer
+from benchmarks.report import Report, median_of
+
+KERNEL_PARTS = tuple(part for part in native_ops.PARTS if part != "plan")
+NUM_STEPS = 40
+NUM_SLOTS = 40_000
+
+
+def measure(report: Report, folder: Path) -> None:
+    """``overhead_share``: what of a step is not in a kernel; alone and for 32 streams."""
+    runner = TorchRunner(folder, num_slots=NUM_SLOTS, device="cpu", num_threads=2)
+    delivered: list[FromEngine] = []
+    engine = Engine(runner, Tokenizer.from_folder(folder), SchedulerConfig(max_running=64), delivered.extend)
+    collect_garbage_rarely()
+    runs = 5 if report.scale == "full" else 3
+    for name, num, context, goal in (
+        ("overhead_share", 1, 100, "<= 0.1"),
+        ("overhead_share_batch32", 32, 300, "<= 0.05"),
+    ):
+        shares = []
+        for turn in range(runs):
+            share, note = _overhead(engine, 1000 * (turn + 1), num, context)
+            shares.append(share)
+        report.results.append(median_of(f"step.{name}", shares, "ratio", note=note, goal=goal))
+    runner.close()
+
+
+def _overhead(engine: Engine, first_id: int, num: int, context: int) -> tuple[float, str]:
+    """One batch of requests, decoding; what of its steps is not in a kernel."""
+    numbers = random.Random(first_id)
+    params = SamplingParams(max_tokens=4 * NUM_STEPS, ignore_eos=True, temperature=0.7, top_p=0.9)
+    for request_id in range(first_id, first_id + num):
+        ids = [numbers.randrange(10, 49_000) for _ in range(context)]
+        engine.send(Submit(request_id=request_id, token_ids=ids, params=params, seed=request_id))
+    engine.take_messages()
+    while len(engine.scheduler.running) < num or any(
+        request.num_generated < 3 for request in engine.scheduler.running.values()
+    ):
+        engine.step()
+    before = [phase.total for phase in engine.times.phases]
+    native_ops.part_seconds()
+    began = time.perf_counter()
+    for _ in range(NUM_STEPS):
+        engine.step()
+    took = time.perf_counter() - began
+    parts = native_ops.part_seconds()
+    in_kernels = sum(parts[part] for part in KERNEL_PARTS)
+    phases = [phase.total - seen for phase, seen in zip(engine.times.phases, before, strict=True)]
+    for request_id in range(first_id, first_id + num):
+        engine.send(Abort(request_id))
+    engine.take_messages()
+    each = {name: 1e3 * seconds / NUM_STEPS for name, seconds in zip(PHASES, phases, strict=True)}
+    each["run"] -= 1e3 * in_kernels / NUM_STEPS
+    around = ", ".join(f"{name} {ms:.2f}" for name, ms in each.items() if ms)
+    note = (
+        f"{num} streams at {context} tokens, top_p 0.9: {1e3 * took / NUM_STEPS:.1f} ms a step, "
+        f"{1e3 * in_kernels / NUM_STEPS:.1f} in kernels; around them, ms: {around} (last run)"
+    )
+    return 1 - in_kernels / took, note

@@ -1,0 +1,111 @@
+"""Batches for a model runner alone, and what each must read and multiply: the work that a step's time is held
+against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from agentflow.server.core.batch import Batch, SampledRows
+from agentflow.server.model.config import LlamaConfig
+
+STRIDE = 1009
+"""Tokens between the first slots of two requests: no prefix is shared, and every slot has its turn."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``num_requests`` requests, each with ``num_rows`` rows after ``context`` cached tokens, of which the
+    first ``shared`` are the same slots for all."""
+
+    num_requests: int
+    context: int
+    num_rows: int = 1
+    shared: int = 0
+
+    def __str__(self) -> str:
+        what = "decode" if self.num_rows == 1 else f"prefill of {self.num_rows:,}"
+        shared = f", {self.shared:,} shared" if self.shared else ""
+        return f"{what}, {self.num_requests} x {self.context:,}{shared}"
+
+
+def batch_of(shape: Shape, num_slots: int, max_context: int) -> Batch:
+    """The batch, greedy. Requests take their slots from a pool that may be smaller than all their contexts:
+    then several read the same slots, at other positions and far apart in time."""
+    num, length = shape.num_requests, shape.context + shape.num_rows
+    table = np.zeros((num, max_context), dtype=np.int32)
+    own = np.arange(length - shape.shared)
+    for request in range(num):
+        first = shape.shared + request * max(STRIDE, min(length, (num_slots - shape.shared) // num))
+        table[request, : shape.shared] = np.arange(shape.shared)
+        table[request, shape.shared : length] = shape.shared + (first + own) % (num_slots - shape.shared)
+    positions = np.tile(np.arange(shape.context, length), num)
+    query_lens = np.full(num, shape.num_rows, dtype=np.int64)
+    rng = np.random.default_rng(0)
+    return Batch(
+        token_ids=rng.integers(10, 49_000, len(positions)),
+        positions=positions,
+        write_slots=table[:, shape.context : length].ravel().astype(np.int64),
+        page_table=table,
+        page_rows=np.arange(num),
+        query_lens=query_lens,
+        kv_lens=np.full(num, length, dtype=np.int64),
+        num_decode=num if shape.num_rows == 1 else 0,
+        sampled=_greedy(np.cumsum(query_lens) - 1, length),
+    )
+
+
+def _greedy(rows: np.ndarray[tuple[int], np.dtype[np.int64]], position: int) -> SampledRows:
+    num = len(rows)
+    zeros, ones = np.zeros(num, dtype=np.float32), np.ones(num, dtype=np.float32)
+    return SampledRows(
+        rows=rows,
+        target_ids=np.full(num, -1),
+        temperatures=zeros,
+        top_ps=ones,
+        top_ks=np.zeros(num, dtype=np.int64),
+        min_ps=zeros,
+        seeds=np.zeros(num, dtype=np.uint64),
+        positions=np.full(num, position),
+        needs_logprobs=False,
+    )
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step cannot do without, in bytes from memory and floating-point operations."""
+
+    weight_bytes: float
+    head_bytes: float
+    kv_bytes: float
+    product_flops: float
+    attention_flops: float
+
+    @property
+    def num_bytes(self) -> float:
+        return self.weight_bytes + self.head_bytes + self.kv_bytes
+
+    @property
+    def flops(self) -> float:
+        return self.product_flops + self.attention_flops
+
+
+def work_of(shape: Shape, config: LlamaConfig) -> Work:
+    """Weights once, KV of each distinct slot once, two operations for each weight and row, and of attention
+    two products over what each row sees. Values are bfloat16."""
+    heads = config.num_heads + 2 * config.num_kv_heads
+    layer = config.hidden_size * config.head_dim * (heads + config.num_heads)
+    layer += 3 * config.hidden_size * config.intermediate_size
+    weights, head = config.num_layers * layer, config.vocab_size * config.hidden_size
+    rows = shape.num_requests * shape.num_rows
+    seen = rows * (shape.context + (shape.num_rows + 1) / 2)
+    tokens = shape.shared + shape.num_requests * (shape.context - shape.shared + shape.num_rows)
+    kv_values = config.num_layers * 2 * config.num_kv_heads * config.head_dim
+    return Work(
+        weight_bytes=2.0 * weights,
+        head_bytes=2.0 * head,
+        kv_bytes=2.0 * kv_values * tokens,
+        product_flops=2.0 * (weights * rows + head * shape.num_requests),
+        attention_flops=4.0 * config.num_layers * config.num_heads * config.head_dim * seen,
+    )
