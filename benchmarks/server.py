@@ -45,15 +45,17 @@ async def served() -> AsyncIterator[tuple[RunningServer, EngineModel]]:
 class InProcess:
     """The engine's own client, driven without HTTP: the same prompts, as ids."""
 
-    def __init__(self, model: EngineModel) -> None:
+    def __init__(self, model: EngineModel, num_words: int = PROMPT_WORDS) -> None:
         self._model = model
+        self._num_words = num_words
         self._rng = random.Random(7)
 
-    def _prompt(self) -> list[int]:
+    def prompt(self) -> list[int]:
+        """The next one."""
         generator = self._model.generator(NOBODY_ELSE)
         context = generator.open("")
         generator.begin_role(context, "user")
-        generator.fill(context, " ".join([self._rng.choice(WORDS) for _ in range(PROMPT_WORDS)]))
+        generator.fill(context, " ".join([self._rng.choice(WORDS) for _ in range(self._num_words)]))
         generator.end_role(context)
         generator.begin_role(context, "assistant")
         token_ids = context.tokens.ids()
@@ -62,7 +64,7 @@ class InProcess:
 
     async def throughput(self) -> float:
         """Output tokens per second of ``NUM_STREAMS`` streams."""
-        prompts = [self._prompt() for _ in range(NUM_STREAMS)]
+        prompts = [self.prompt() for _ in range(NUM_STREAMS)]
         params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
         began_s = time.perf_counter()
         async with asyncio.TaskGroup() as group:

@@ -21,7 +21,7 @@ from agentflow.kernels import native_ops
 from agentflow.server.model.config import LlamaConfig, read_config
 from agentflow.server.model.torch_runner import TorchRunner
 from agentflow.server.model_store import resolve_model
-from benchmarks import step_engine, step_growth
+from benchmarks import step_engine, step_growth, step_http
 from benchmarks.report import Report, median_of
 from benchmarks.step_limits import Limits, measure_limits
 from benchmarks.step_work import Shape, batch_of, work_of
@@ -37,8 +37,9 @@ SHARED, UNSHARED = Shape(32, 1_600, shared=1_500), Shape(32, 1_600)
 
 
 def run(report: Report, console: Console, only: str) -> None:
-    """``only``: "budget", "growth" or "" for both."""
+    """``only``: "budget", "growth", "http" or "" for all."""
     torch.set_num_threads(NUM_THREADS)
+    os.environ.setdefault("AGENTFLOW_KERNELS", "native")  # whose parts are timed
     folder = resolve_model(MODEL)
     config = read_config(folder)
     runner = runner_on(None)
@@ -55,6 +56,9 @@ def run(report: Report, console: Console, only: str) -> None:
     if only in "budget":
         console.print("measuring what is around a step …")
         step_engine.measure(report, folder)
+    if only in "http":
+        console.print("measuring over HTTP …")
+        step_http.measure(report)
 
 
 def runner_on(kernels: str | None) -> TorchRunner:
@@ -98,25 +102,25 @@ def step_ms(runner: TorchRunner, shape: Shape, runs: int = 5) -> tuple[float, di
 def show_budget(runner: TorchRunner, config: LlamaConfig, report: Report, console: Console) -> None:
     """The table that one reads to see what is left to win."""
     limits = measure_limits()
-    table = Table(title=f"limits: {limits.bytes_s / 1e9:.1f} GB/s, {limits.flops / 1e9:.0f} GFLOP/s")
-    for column in ("step", "MB", "GFLOP", "bytes ms", "flops ms", "step ms", "of limit"):
-        table.add_column(column, justify="left" if column == "step" else "right")
-    table.add_column("where it goes, ms", overflow="fold")
+    title = f"limits: {limits.bytes_s / 1e9:.1f} GB/s, {limits.flops / 1e9:.0f} GFLOP/s"
+    table = Table(title=title, title_justify="left", show_lines=True)
+    table.add_column("step, and where it goes (ms)", overflow="fold")
+    for column in ("MB", "GFLOP", "needs, ms", "takes", "of limit"):
+        table.add_column(column, justify="right", no_wrap=True)
     shapes = [Shape(num, context) for num in BATCHES for context in CONTEXTS]
     for shape in [*shapes, BATCH32, SHARED, PROMPT, PREFILL]:
         work = work_of(shape, config)
         took, parts = step_ms(runner, shape, 3 if report.scale == "full" else 1)
         shares = {part: ms for part, ms in parts.items() if ms >= 0.005 * took}
         shares["rest"] = took - sum(parts.values())
+        where = ", ".join(f"{part} {ms:.1f}" for part, ms in shares.items())
         table.add_row(
-            str(shape),
+            f"{shape}\n[dim]{where}[/]",
             f"{work.num_bytes / 1e6:,.0f}",
             f"{work.flops / 1e9:.1f}",
-            f"{limits.bytes_ms(work):.1f}",
-            f"{limits.flops_ms(work):.1f}",
+            f"{limits.bytes_ms(work):.1f} + {limits.flops_ms(work):.1f}",
             f"{took:.1f}",
             f"{limits.ms(work) / took:.2f}",
-            ", ".join(f"{part} {ms:.1f}" for part, ms in shares.items()),
         )
     console.print(table)
 

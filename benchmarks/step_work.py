@@ -44,7 +44,7 @@ def batch_of(shape: Shape, num_slots: int, max_context: int) -> Batch:
     query_lens = np.full(num, shape.num_rows, dtype=np.int64)
     rng = np.random.default_rng(0)
     return Batch(
-        token_ids=rng.integers(10, 49_000, len(positions)),
+        token_ids=rng.integers(10, 1_000, len(positions)),
         positions=positions,
         write_slots=table[:, shape.context : length].ravel().astype(np.int64),
         page_table=table,

@@ -183,7 +183,7 @@ class NativeForward:
             addresses = (ctypes.c_void_p * len(kv_layers))(*[layer.data_ptr() for layer in kv_layers])
             self._layers = (kv_layers, addresses)
         out = self._weights.embedding.new_empty(len(rows), self._hidden_size)
-        _team().af_forward(
+        unknown = _team().af_forward(
             self._is_bf16,
             self._decoder,
             native_rows(token_ids, positions, write_slots, rows),
@@ -191,6 +191,8 @@ class NativeForward:
             self._layers[1],
             out.data_ptr(),
         )
+        if unknown >= 0:
+            raise IndexError(f"there is no token {token_ids[unknown]} (row {unknown} of the batch)")
         return out
 
 

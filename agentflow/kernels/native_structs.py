@@ -40,6 +40,7 @@ class NativeLayer(Structure):
 
 class NativeDecoder(Structure):
     _fields_ = (
+        ("vocab_size", c_int64),
         ("num_layers", c_int64),
         ("hidden_size", c_int64),
         ("intermediate_size", c_int64),
@@ -115,7 +116,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "af_choose": (None, [POINTER(NativeChoices), c_void_p]),
     "af_part_seconds": (None, [c_void_p]),
     "af_forward": (
-        None,
+        c_int64,
         [c_int, POINTER(NativeDecoder), POINTER(NativeRows), POINTER(NativeBatch), c_void_p, c_void_p],
     ),
 }
@@ -163,6 +164,7 @@ def native_layer(layer: LayerWeights) -> NativeLayer:
 def native_decoder(weights: DecoderWeights) -> NativeDecoder:
     layers = (NativeLayer * len(weights.layers))(*map(native_layer, weights.layers))
     return NativeDecoder(
+        weights.embedding.shape[0],
         len(weights.layers),
         weights.embedding.shape[1],
         weights.layers[0].down.shape[1],

@@ -215,6 +215,14 @@ def test_a_row_gives_the_same_whatever_else_is_in_the_batch(kernels: Kernels) ->
         torch.testing.assert_close(alone.run(model, kernels)[0][0], hidden[row], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("token_id", [-1, VOCAB, 2**40])
+def test_a_token_that_does_not_exist_is_an_error(token_id: int) -> None:
+    step = step_of(SIZES[0], [Shape(-1, 0, 3, 4)], [True], torch.float32, 0)
+    step.token_ids[2] = token_id
+    with pytest.raises(IndexError, match=rf"there is no token {token_id} \(row 2 of the batch\)"):
+        step.run(model_of(SIZES[0], native_ops, torch.float32), native_ops)
+
+
 def test_any_number_of_threads_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = SIZES[1]
     step = step_of(sizes, [Shape(-1, 0, 500, 1), Shape(-1, 0, 30, 40)], [True], torch.float32, 2)

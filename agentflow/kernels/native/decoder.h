@@ -19,7 +19,7 @@ struct LayerWeights {
 };
 
 struct DecoderWeights {
-    int64_t num_layers, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim;
+    int64_t vocab_size, num_layers, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim;
     float norm_eps;
     const void* embedding;  // [vocabulary, hidden_size]
     const void* final_norm;
@@ -61,6 +61,14 @@ struct Activations {
         if (int64_t(buffer.size()) < size) buffer.resize(size);
     }
 };
+
+// The first row whose token does not exist; -1: there is none.
+inline int64_t unknown_token(const DecoderWeights& weights, const Rows& rows) {
+    for (int64_t t = 0; t < rows.num_rows; t++) {
+        if (rows.token_ids[t] < 0 || rows.token_ids[t] >= weights.vocab_size) return t;
+    }
+    return -1;
+}
 
 template <class S>
 class Forward {

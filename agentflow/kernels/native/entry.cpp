@@ -100,11 +100,15 @@ EXPORT void af_part_seconds(double* out) {
     std::fill(part_seconds, part_seconds + NUM_PARTS, 0.0);
 }
 
-EXPORT void af_forward(int is_bf16, const DecoderWeights* weights, const Rows* rows, const Batch* batch,
-                       void* const* kv_layers, void* out) {
+// Gives -1, or the row of a token that does not exist: then nothing is computed.
+EXPORT int64_t af_forward(int is_bf16, const DecoderWeights* weights, const Rows* rows, const Batch* batch,
+                          void* const* kv_layers, void* out) {
+    const int64_t unknown = unknown_token(*weights, *rows);
+    if (unknown >= 0) return unknown;
     as_type(is_bf16, [&](auto type) {
         using S = decltype(type);
         static Activations<S> memory;
         Forward<S>(*weights, *rows, *batch, memory).run(kv_layers, static_cast<S*>(out));
     });
+    return -1;
 }
