@@ -17,7 +17,6 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 from platformdirs import user_cache_dir
@@ -31,12 +30,17 @@ COMPILE_TIMEOUT_S = 300
 
 AVX2 = ("avx2", "fma")
 AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
-LEVELS: Mapping[str, tuple[str, ...]] = {
+AVX512_BF16 = (*AVX512, "avx512_bf16")
+LEVELS: dict[str, tuple[str, ...]] = {
     "avx2": AVX2,
     "avx512": AVX512,
-    "avx512_bf16": (*AVX512, "avx512_bf16"),
+    "avx512_bf16": AVX512_BF16,
+    "amx": (*AVX512_BF16, "amx_tile", "amx_bf16"),
 }
 """Which instructions a processor must have, by name, as Linux lists them; the best is last."""
+EMULATED: dict[str, tuple[str, ...]] = {"amx_emulated": AVX512_BF16}
+"""Levels of which some instructions are written out in C++, to test what is around them: slow."""
+DEFINITIONS = {"amx": "AGENTFLOW_TILES", "amx_emulated": "AGENTFLOW_EMULATE_TILES"}
 
 
 class NoNativeKernels(Exception):
@@ -47,11 +51,13 @@ def native_level() -> str:
     """The best of ``LEVELS`` that this processor has and ``AGENTFLOW_CPU`` allows. NoNativeKernels, or
     ValueError for an unknown name."""
     wanted = os.environ.get("AGENTFLOW_CPU", "")
-    if wanted and wanted not in LEVELS:
+    if wanted and wanted not in LEVELS and wanted not in EMULATED:
         raise ValueError(f"AGENTFLOW_CPU is {wanted!r}: it must be one of {', '.join(LEVELS)}")
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         raise NoNativeKernels(f"there are none for {platform.machine()} on {platform.system()}")
     there = cpu_flags()
+    if there.issuperset(EMULATED.get(wanted, ("not emulated",))):
+        return wanted
     best = None
     for level, needed in LEVELS.items():
         if not there.issuperset(needed):
@@ -109,8 +115,11 @@ def _compiler() -> tuple[str, ...]:
 
 
 def _command(level: str) -> list[str]:
-    features = [f"-m{feature.replace('_', '')}" for feature in LEVELS[level]]
-    return [*_compiler(), *FLAGS, *features, str(SOURCES / "entry.cpp")]
+    features = (LEVELS | EMULATED)[level]
+    options = [f"-m{name.replace('_', '')}" for name in features if not name.startswith("amx")]
+    if level in DEFINITIONS:
+        options.append(f"-D{DEFINITIONS[level]}")
+    return [*_compiler(), *FLAGS, *options, str(SOURCES / "entry.cpp")]
 
 
 def _compile(level: str, path: Path) -> None:

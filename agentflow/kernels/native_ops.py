@@ -166,6 +166,7 @@ class NativeForward:
     def __init__(self, weights: DecoderWeights) -> None:
         self._weights = weights  # keeps alive what the structure points to
         self._decoder = native_decoder(weights)
+        self._library = library()  # the one that the weights were laid out for
         self._is_bf16 = _is_bf16(weights.embedding)
         self._hidden_size = weights.embedding.shape[1]
         self._layers: tuple[tuple[Tensor, ...], Any] = ((), None)  # a pool's layers, and their addresses
@@ -183,7 +184,8 @@ class NativeForward:
             addresses = (ctypes.c_void_p * len(kv_layers))(*[layer.data_ptr() for layer in kv_layers])
             self._layers = (kv_layers, addresses)
         out = self._weights.embedding.new_empty(len(rows), self._hidden_size)
-        unknown = _team().af_forward(
+        self._library.af_set_num_threads(torch.get_num_threads())
+        unknown = self._library.af_forward(
             self._is_bf16,
             self._decoder,
             native_rows(token_ids, positions, write_slots, rows),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from agentflow.kernels import cpu_ops, native_ops
-from agentflow.kernels.native_library import LEVELS, cpu_flags
+from agentflow.kernels.native_library import EMULATED, LEVELS, cpu_flags
 
 FOREIGN = 2**31 - 1
 """What a page table holds where no token is: reading a slot of this number fails at once."""
@@ -35,8 +35,8 @@ class NativeAt:
         return at_level
 
 
-NATIVE = [NativeAt(level) for level, needed in LEVELS.items() if cpu_flags().issuperset(needed)]
-"""At every level that can run here."""
+NATIVE = [NativeAt(level) for level, needed in (LEVELS | EMULATED).items() if cpu_flags().issuperset(needed)]
+"""At every level that can run here, emulated ones among them."""
 NATIVE_KERNELS = pytest.mark.parametrize("kernels", NATIVE, ids=[f"native-{made.level}" for made in NATIVE])
 QUICK_KERNELS = pytest.mark.parametrize(
     "kernels", [cpu_ops, *NATIVE], ids=["torch", *[f"native-{made.level}" for made in NATIVE]]

@@ -43,6 +43,10 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ((*native_library.AVX512, "avx512_bf16"), "", "avx512_bf16"),
         ((*native_library.AVX512, "avx512_bf16"), "avx512", "avx512"),
         ((*native_library.AVX2, "avx512_bf16"), "", "avx2"),
+        (native_library.LEVELS["amx"], "", "amx"),
+        (native_library.AVX512_BF16, "amx", "avx512_bf16"),
+        (native_library.AVX512_BF16, "amx_emulated", "amx_emulated"),
+        (native_library.AVX512, "amx_emulated", "avx512"),
     ],
 )
 def test_the_best_level_that_is_there_and_allowed(

@@ -73,8 +73,8 @@ void pack_keys(const KvLayer<S>& kv, const int32_t* slots, int num, int64_t head
         for (int i = 0; i < LANES; i++) {
             for (int64_t w = word; w < words; w++) {
                 uint32_t bits = 0;
-                const int64_t left = std::min<int64_t>(PAIR, kv.head_dim - w * PAIR);
-                if (from[i]) std::memcpy(&bits, from[i] + (w - word), left * sizeof(S));
+                const int64_t left = std::clamp<int64_t>(kv.head_dim - w * PAIR, 0, PAIR);
+                if (from[i] && left) std::memcpy(&bits, from[i] + (w - word), left * sizeof(S));
                 to[w * PANEL + i] = bits;
             }
         }
@@ -101,7 +101,11 @@ void pack_values(const KvLayer<S>& kv, const int32_t* slots, int num, int64_t he
     for (int64_t first = 0; first < kv.head_dim; first += PANEL) {
         const int width = int(std::min<int64_t>(PANEL, kv.head_dim - first));
         S* panel = panels + first / PANEL * PANEL * depth;
-        for (int64_t key = 0; key < num; key += PAIR, panel += PANEL * PAIR) {
+        for (int64_t key = 0; key < depth; key += PAIR, panel += PANEL * PAIR) {
+            if (key >= num) {
+                std::memset(panel, 0, PANEL * PAIR * sizeof(S));
+                continue;
+            }
             const S* a = kv.value(slots[key], head) + first;
             const S* b = PAIR == 2 && key + 1 < num ? kv.value(slots[key + 1], head) + first : nullptr;
             if constexpr (PAIR == 1) {
@@ -131,7 +135,7 @@ struct Scratch {
     void fit(int64_t num_queries, int64_t head_dim) {
         depth = padded_depth<S>(head_dim);
         dims = round_up<int64_t>(head_dim, PANEL);
-        at_least(queries, num_queries * depth);
+        at_least(queries, (num_queries + MAX_TILE_ROWS) * depth);
         at_least(sums, num_queries * dims);
         at_least(most, num_queries);
         at_least(total, num_queries);
@@ -222,6 +226,7 @@ class TaskRun {
     }
 
     void run() {
+        const TilesInUse tiles;
         gather_queries();
         for (int first = 0; first < task_.num_keys; first += KEY_BLOCK) {
             const int num = std::min(KEY_BLOCK, task_.num_keys - first);
@@ -244,7 +249,7 @@ class TaskRun {
                     const int at = place(head, row, i);
                     RowOf<S>* to = s_.queries.data() + at * s_.depth;
                     copy_row(from + (head * group_ + i) * shape_.head_dim, shape_.head_dim, to);
-                    if (s_.depth > shape_.head_dim) to[shape_.head_dim] = RowOf<S>{};
+                    std::fill(to + shape_.head_dim, to + s_.depth, RowOf<S>{});
                     s_.most[at] = MINUS_INFINITY;
                     s_.total[at] = 0;
                     std::memset(s_.sums.data() + at * s_.dims, 0, s_.dims * sizeof(float));
@@ -258,7 +263,7 @@ class TaskRun {
         pack_keys(kv_, task_.slots + first, num, head, s_.keys.data());
         pack_values(kv_, task_.slots + first, num, head, s_.values.data());
         const int base = place(head, 0, 0);
-        each_tile(per_head_, [&](int64_t at, int num_queries) {
+        each_tile<S>(per_head_, [&](int64_t at, int num_queries) {
             const int last_row = int(at + num_queries - 1) / group_;
             const int64_t visible = std::min<int64_t>(num, seen(last_row) - first);
             if (visible > 0) take_tile(base + int(at), int(at), num_queries, first, int(visible), num);
@@ -320,7 +325,7 @@ class TaskRun {
     int num_steps(int num) const {
         const int num_heads = task_.end_head - task_.first_head;
         if (has_few()) return num_heads * 2 * round_up(num, LANES) / LANES;
-        const int num_tiles = (per_head_ + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
+        const int num_tiles = (per_head_ + max_rows<S>() - 1) / max_rows<S>();
         return num_heads * num_tiles * (round_up(num, PANEL) + int(s_.dims)) / PANEL;
     }
 

@@ -49,9 +49,9 @@ struct Activations {
         gated_stride = round_up<int64_t>(w.intermediate_size, PANEL);
         at_least(residual, num_rows * w.hidden_size);
         at_least(qkv, num_rows * (w.num_heads + 2 * w.num_kv_heads) * w.head_dim);
-        at_least(normed, num_rows * hidden_stride);
-        at_least(attended, num_rows * attended_stride);
-        at_least(gated, num_rows * gated_stride);
+        at_least(normed, (num_rows + MAX_TILE_ROWS) * hidden_stride);
+        at_least(attended, (num_rows + MAX_TILE_ROWS) * attended_stride);
+        at_least(gated, (num_rows + MAX_TILE_ROWS) * gated_stride);
         at_least(cos, num_rows * (w.head_dim / 2));
         at_least(sin, num_rows * (w.head_dim / 2));
     }
@@ -126,6 +126,7 @@ class Forward {
     void gate(const Weight& weight) {
         const Timed timed(GATE_UP);
         gated_linear<S>(m_.normed.data(), m_.hidden_stride, num_, weight, m_.gated.data(), m_.gated_stride);
+        fill_up(m_.gated, w_.intermediate_size, m_.gated_stride);
     }
 
     void add_to_residual(Part part, const std::vector<RowOf<S>>& rows, int64_t stride, const Weight& weight) {
@@ -172,13 +173,13 @@ class Forward {
         const float scale = 1.0f / std::sqrt(float(w_.head_dim));
         const Queries<S> queries{m_.qkv.data(), qkv_size_, m_.attended.data(), m_.attended_stride, scale};
         attend<S>(plan_, shape_, queries, KvLayer<S>{kv_layer, w_.num_kv_heads, w_.head_dim}, m_.parts.data());
-        const int64_t size = w_.num_heads * w_.head_dim;
-        if (size % PANEL) {
-            each_row([&](int64_t t) {
-                RowOf<S>* row = m_.attended.data() + t * m_.attended_stride;
-                std::fill(row + size, row + m_.attended_stride, RowOf<S>{});
-            });
-        }
+        fill_up(m_.attended, w_.num_heads * w_.head_dim, m_.attended_stride);
+    }
+
+    // Zeros behind rows whose length is not a panel's: products may read that far.
+    void fill_up(std::vector<RowOf<S>>& rows, int64_t size, int64_t stride) {
+        if (size == stride) return;
+        each_row([&](int64_t t) { std::fill(rows.data() + t * stride + size, rows.data() + (t + 1) * stride, RowOf<S>{}); });
     }
 
     // What comes after the last layer's attention is computed only for the rows that are wanted.

@@ -19,7 +19,7 @@ void as_type(int is_bf16, const Body& body) {
 // Rows of any width as a product takes them: of its type, with zeros up to a whole panel.
 template <class S>
 std::vector<RowOf<S>> padded_rows(const S* x, int64_t num_rows, int64_t width, int64_t stride) {
-    std::vector<RowOf<S>> rows(num_rows * stride);
+    std::vector<RowOf<S>> rows((num_rows + MAX_TILE_ROWS) * stride);
     for (int64_t t = 0; t < num_rows; t++) copy_row(x + t * width, width, rows.data() + t * stride);
     return rows;
 }

@@ -19,21 +19,23 @@ struct Weight {
 
 constexpr int64_t ROW_BLOCK_BYTES = 448 * 1024;  // rows that stay in a core's own cache while panels pass
 
-// Calls put(row, num_rows, panel, sums [num_rows][PANEL]) for all tiles of rows W^T.
+// Calls put(row, num_rows, panel, sums [num_rows][PANEL]) for all tiles of rows W^T. Rows are followed by memory for
+// MAX_TILE_ROWS more.
 template <class S, class Put>
 void multiply(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weight& weight, const Put& put) {
     const int64_t depth = padded_depth<S>(weight.num_in);
     const int64_t num_panels = (weight.num_out + PANEL - 1) / PANEL;
     const int64_t fitting = ROW_BLOCK_BYTES / (depth * int64_t(sizeof(RowOf<S>)));
-    const int64_t most = std::max<int64_t>(4 * MAX_TILE_ROWS, fitting / MAX_TILE_ROWS * MAX_TILE_ROWS);
+    const int64_t most = std::max<int64_t>(4 * max_rows<S>(), fitting / max_rows<S>() * max_rows<S>());
     const int64_t num_blocks = (num_rows + most - 1) / most;
     const S* panels = static_cast<const S*>(weight.panels);
     team().loop(num_blocks * num_panels, 1, [&](int64_t first, int64_t end, int) {
-        float sums[MAX_TILE_ROWS * PANEL];
+        alignas(64) float sums[MAX_TILE_ROWS * PANEL];
+        const TilesInUse tiles;
         for (int64_t unit = first; unit < end; unit++) {
             const int64_t block = unit / num_panels, panel = unit % num_panels;
-            const int64_t begin = num_rows * block / num_blocks, stop = num_rows * (block + 1) / num_blocks;
-            each_tile(stop - begin, [&](int64_t at, int num) {
+            const int64_t begin = block * most, stop = std::min(num_rows, begin + most);
+            each_tile<S>(stop - begin, [&](int64_t at, int num) {
                 const int64_t row = begin + at;
                 tile<S>(num, rows + row * stride, stride, panels + panel * PANEL * depth, depth, sums);
                 put(row, num, panel, sums);

@@ -8,7 +8,10 @@
 // values, and panels are widened as they are read: bytes from memory stay few, and sums are the same.
 #pragma once
 
-#include "simd.h"
+#include <algorithm>
+#include <type_traits>
+
+#include "tiles.h"
 
 namespace agentflow {
 
@@ -38,18 +41,33 @@ struct Format<bf16> {
 template <class S>
 using RowOf = typename Format<S>::Row;
 
+// What the inner dimension of a product is filled up to, in panels and rows alike.
 template <class S>
 constexpr int64_t padded_depth(int64_t depth) {
-    return round_up<int64_t>(depth, Format<S>::PAIR);
+    return round_up<int64_t>(depth, std::is_same_v<S, bf16> ? TILE_DEPTH : 1);
 }
 
 #if defined(__AVX512F__)
-constexpr int MAX_TILE_ROWS = 12;  // 24 sums in registers, beside two pieces of the panel
+constexpr int MAX_VECTOR_ROWS = 12;  // 24 sums in registers, beside two pieces of the panel
 constexpr int TILE_VECS = 2;
 #else
-constexpr int MAX_TILE_ROWS = 4;
+constexpr int MAX_VECTOR_ROWS = 4;
 constexpr int TILE_VECS = 1;
 #endif
+
+// With the tile registers of AMX 16 or 32 rows are multiplied at once, whether there are so many or not: a product's
+// rows must be followed by memory for so many more, and so must its results.
+#if defined(AGENTFLOW_TILES) || defined(AGENTFLOW_EMULATE_TILES)
+constexpr int MAX_TILE_ROWS = 2 * TILE_SIDE;
+constexpr int MIN_ROWS_FOR_TILES = 4;
+#else
+constexpr int MAX_TILE_ROWS = MAX_VECTOR_ROWS;
+#endif
+
+template <class S>
+constexpr int max_rows() {
+    return std::is_same_v<S, bf16> ? MAX_TILE_ROWS : MAX_VECTOR_ROWS;
+}
 
 ALWAYS_INLINE Vec load_pairs_even(const bf16* p);
 ALWAYS_INLINE Vec load_pairs_odd(const bf16* p);
@@ -166,18 +184,33 @@ void tile_of(int num_rows, const RowOf<S>* rows, int64_t stride, const S* panel,
     tile<ROWS, S>(rows, stride, panel, depth, out);
 }
 
-// The same for any number of rows up to MAX_TILE_ROWS.
+// The same for any number of rows up to max_rows. Where tiles are, they are this thread's (TilesInUse).
 template <class S>
 void tile(int num_rows, const RowOf<S>* rows, int64_t stride, const S* panel, int64_t depth, float* out) {
-    tile_of<S, MAX_TILE_ROWS>(num_rows, rows, stride, panel, depth, out);
+#if defined(AGENTFLOW_TILES) || defined(AGENTFLOW_EMULATE_TILES)
+    if constexpr (std::is_same_v<S, bf16>) {
+        if (num_rows >= MIN_ROWS_FOR_TILES && allow_tiles()) {
+            if (num_rows > TILE_SIDE) return multiply_by_tiles<true>(rows, stride, panel, depth, out);
+            return multiply_by_tiles<false>(rows, stride, panel, depth, out);
+        }
+    }
+#endif
+    for (; num_rows > MAX_VECTOR_ROWS; num_rows -= MAX_VECTOR_ROWS) {
+        tile<MAX_VECTOR_ROWS, S>(rows, stride, panel, depth, out);
+        rows += MAX_VECTOR_ROWS * stride;
+        out += MAX_VECTOR_ROWS * PANEL;
+    }
+    tile_of<S, MAX_VECTOR_ROWS>(num_rows, rows, stride, panel, depth, out);
 }
 
-// Calls body(first, num) for tiles of about equal height that together are the rows 0 to num_rows.
-template <class Body>
+// Calls body(first, num) for tiles that together are the rows 0 to num_rows: of about equal height, or as high as can
+// be where height costs nothing.
+template <class S, class Body>
 ALWAYS_INLINE void each_tile(int64_t num_rows, const Body& body) {
-    const int64_t num_tiles = (num_rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
+    constexpr int MOST = max_rows<S>();
+    const int64_t num_tiles = (num_rows + MOST - 1) / MOST;
     for (int64_t i = 0, first = 0; i < num_tiles; i++) {
-        const int64_t end = num_rows * (i + 1) / num_tiles;
+        const int64_t end = MOST > MAX_VECTOR_ROWS ? std::min(num_rows, first + MOST) : num_rows * (i + 1) / num_tiles;
         body(first, int(end - first));
         first = end;
     }

@@ -1,0 +1,91 @@
+"""What the step benchmark holds a step's time against, and the program that checks a GPU, tried on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from agentflow.server.model.config import LlamaConfig
+from agentflow.server.model.rope import RopeConfig
+from benchmarks import gpu_check
+from benchmarks.growth_plot import Curve, plot
+from benchmarks.random_llama import RandomRunner
+from benchmarks.step_growth import LEVEL, tree_batch
+from benchmarks.step_work import Shape, batch_of, work_of
+
+CPU = torch.device("cpu")
+SMOLLM2 = LlamaConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    rms_norm_eps=1e-5,
+    max_context=8192,
+    tie_word_embeddings=True,
+    rope=RopeConfig("default", 100_000.0),
+    end_token_ids=(2,),
+)
+
+
+def test_the_work_of_a_step_is_what_the_model_has() -> None:
+    """134,515,008 parameters of which the norms are not counted; 23,040 bytes of KV for each token."""
+    work = work_of(Shape(1, 99), SMOLLM2)
+    num_norms = 61 * 576
+    assert work.weight_bytes + work.head_bytes == 2 * (134_515_008 - num_norms)
+    assert work.kv_bytes == 100 * 23_040
+    assert work.product_flops == work.weight_bytes + work.head_bytes
+    assert work.attention_flops == 100 * 4 * 30 * 576
+
+
+def test_what_is_shared_is_read_once() -> None:
+    apart, together = work_of(Shape(32, 1_600), SMOLLM2), work_of(Shape(32, 1_600, shared=1_500), SMOLLM2)
+    assert apart.kv_bytes - together.kv_bytes == 31 * 1_500 * 23_040
+    assert apart.flops == together.flops
+
+
+def test_requests_share_the_slots_that_they_should() -> None:
+    batch = batch_of(Shape(4, 50, shared=30), 1_000, 200)
+    assert (batch.page_table[:, :30] == np.arange(30)).all()
+    own = batch.page_table[:, 30:51]
+    assert len(np.unique(own)) == own.size
+    assert own.min() >= 30
+    assert batch.write_slots.tolist() == own[:, -1].tolist()
+
+
+def test_a_tree_of_requests_shares_more_the_nearer_they_are() -> None:
+    table = tree_batch(8, 5_000, 1_000).page_table
+    common = [int((table[0, : 4 * LEVEL] == table[leaf, : 4 * LEVEL]).sum()) for leaf in (1, 2, 4)]
+    assert common == [3 * LEVEL, 2 * LEVEL, LEVEL]
+
+
+def test_a_curve_tells_its_exponent() -> None:
+    curve = Curve("x", "n", "ms", [1, 10, 100], [3.0, 30.0, 300.0])
+    assert curve.exponent == pytest.approx(1.0)
+    assert "growing with exponent 1.00" in plot([curve])
+
+
+def test_the_check_of_a_device_finds_nothing_on_this_one() -> None:
+    assert gpu_check.differing_tokens(CPU, num_tokens=8) == []
+
+
+def test_the_check_of_a_device_finds_a_wrong_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    right = RandomRunner.__post_init__
+
+    def wrong_at_last(self: RandomRunner) -> None:
+        right(self)
+        made.append(self)
+        if len(made) == 2:
+            decoder = self.model._decoder
+            self.model._decoder = replace(decoder, embedding=decoder.embedding.roll(1, 0))
+            self.model._whole_forward = self.kernels.whole_forward(self.model._decoder)
+
+    monkeypatch.setattr(RandomRunner, "__post_init__", wrong_at_last)
+    assert "instead of" in gpu_check.differing_tokens(CPU, num_tokens=8)[0]
