@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
 TITLES = {
+    "step": "The budget of a step",
     "foundation": "The engine against transformers",
     "radix": "The radix cache",
     "scheduler": "The scheduler",
@@ -25,6 +26,13 @@ TITLES = {
     "ablation": "What each part is worth",
 }
 REMARKS = {
+    "step": (
+        "What a step must read and multiply, against the memory and the matrix products of the same machine, "
+        "measured in the same run. Of a single stream the limit is its bytes, of a prefill its operations, "
+        "of a batch both, one after the other; what overlaps can take less. Each `kernel` figure is the same "
+        "for one kernel of a step. Goals in milliseconds and tokens per second are for a processor with AMX. "
+        "[What the kernels do](kernels.md).\n\n![How costs grow](images/step-growth.svg)\n"
+    ),
     "radix": "The cost follows the path (the number of edges that the prompt runs along), not the tree.",
     "scheduler": (
         "`cold-tail.json` is the known failure of plain longest-prefix-first: a burst at 1.3 times what the "

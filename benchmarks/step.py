@@ -24,7 +24,7 @@ from agentflow.server.model_store import resolve_model
 from benchmarks import step_engine, step_growth, step_http
 from benchmarks.report import Report, median_of
 from benchmarks.step_limits import Limits, measure_limits
-from benchmarks.step_work import Shape, batch_of, work_of
+from benchmarks.step_work import Shape, batch_of, work_of, work_of_parts
 
 MODEL = "smollm2-135m"
 NUM_THREADS = 2
@@ -48,6 +48,7 @@ def run(report: Report, console: Console, only: str) -> None:
         show_budget(runner, config, report, console)
         runs = 7 if report.scale == "full" else 3
         measure_figures(runner, config, report, runs)
+        measure_kernels(runner, config, report, runs)
         measure_against_torch(runner, report, runs)
     if only in "growth":
         console.print("measuring how costs grow …")
@@ -123,6 +124,24 @@ def show_budget(runner: TorchRunner, config: LlamaConfig, report: Report, consol
             f"{limits.ms(work) / took:.2f}",
         )
     console.print(table)
+
+
+def measure_kernels(runner: TorchRunner, config: LlamaConfig, report: Report, runs: int) -> None:
+    """Of each kernel what its bytes and operations need, one after the other, as a share of what it takes."""
+    for label, shape in (("decode1", SINGLE), ("decode32", BATCH32), ("prefill2000", PREFILL)):
+        shares: dict[str, list[float]] = {}
+        notes: dict[str, str] = {}
+        for _ in range(runs):
+            limits = measure_limits(3)
+            _, parts = step_ms(runner, shape, 5 if shape.num_rows == 1 else 1)
+            for part, work in work_of_parts(shape, config).items():
+                shares.setdefault(part, []).append(limits.ms(work) / parts[part])
+                notes[part] = (
+                    f"{shape}: {work.num_bytes / 1e6:,.1f} MB, {work.flops / 1e9:,.1f} GFLOP, "
+                    f"{limits.bytes_ms(work):.2f} + {limits.flops_ms(work):.2f} ms; took {parts[part]:.2f}"
+                )
+        for part, values in shares.items():
+            report.results.append(median_of(f"step.kernel_{part}_{label}", values, "ratio", note=notes[part]))
 
 
 def measure_figures(runner: TorchRunner, config: LlamaConfig, report: Report, runs: int) -> None:

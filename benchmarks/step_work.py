@@ -74,38 +74,40 @@ def _greedy(rows: np.ndarray[tuple[int], np.dtype[np.int64]], position: int) -> 
 
 @dataclass(frozen=True)
 class Work:
-    """What a step cannot do without, in bytes from memory and floating-point operations."""
+    """What cannot be done without, in bytes from memory and floating-point operations."""
 
-    weight_bytes: float
-    head_bytes: float
-    kv_bytes: float
-    product_flops: float
-    attention_flops: float
+    num_bytes: float
+    flops: float
 
-    @property
-    def num_bytes(self) -> float:
-        return self.weight_bytes + self.head_bytes + self.kv_bytes
+    def __add__(self, other: Work) -> Work:
+        return Work(self.num_bytes + other.num_bytes, self.flops + other.flops)
 
-    @property
-    def flops(self) -> float:
-        return self.product_flops + self.attention_flops
+
+def work_of_parts(shape: Shape, config: LlamaConfig) -> dict[str, Work]:
+    """Of each part of a step, by its name in ``native_ops.PARTS``: weights once, KV of each distinct slot
+    once, two operations for each weight and row, and of attention two products over what each row sees.
+    Values are bfloat16; what goes from one part to the next stays in a cache."""
+    rows = shape.num_requests * shape.num_rows
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.num_heads * dim, config.num_kv_heads * dim
+
+    def product(num_weights: float, num_rows: int) -> Work:
+        return Work(2.0 * num_weights, 2.0 * num_weights * num_rows)
+
+    seen = rows * (shape.context + (shape.num_rows + 1) / 2)
+    tokens = shape.shared + shape.num_requests * (shape.context - shape.shared + shape.num_rows)
+    return {
+        "qkv": product(config.num_layers * hidden * (queries + 2 * keys), rows),
+        "attention": Work(
+            2.0 * config.num_layers * 2 * keys * tokens, 4.0 * config.num_layers * queries * seen
+        ),
+        "output": product(config.num_layers * hidden * queries, rows),
+        "gate_up": product(config.num_layers * 2 * hidden * inner, rows),
+        "down": product(config.num_layers * hidden * inner, rows),
+        "head": product(config.vocab_size * hidden, shape.num_requests),
+    }
 
 
 def work_of(shape: Shape, config: LlamaConfig) -> Work:
-    """Weights once, KV of each distinct slot once, two operations for each weight and row, and of attention
-    two products over what each row sees. Values are bfloat16."""
-    heads = config.num_heads + 2 * config.num_kv_heads
-    layer = config.hidden_size * config.head_dim * (heads + config.num_heads)
-    layer += 3 * config.hidden_size * config.intermediate_size
-    weights, head = config.num_layers * layer, config.vocab_size * config.hidden_size
-    rows = shape.num_requests * shape.num_rows
-    seen = rows * (shape.context + (shape.num_rows + 1) / 2)
-    tokens = shape.shared + shape.num_requests * (shape.context - shape.shared + shape.num_rows)
-    kv_values = config.num_layers * 2 * config.num_kv_heads * config.head_dim
-    return Work(
-        weight_bytes=2.0 * weights,
-        head_bytes=2.0 * head,
-        kv_bytes=2.0 * kv_values * tokens,
-        product_flops=2.0 * (weights * rows + head * shape.num_requests),
-        attention_flops=4.0 * config.num_layers * config.num_heads * config.head_dim * seen,
-    )
+    """Of the whole step."""
+    return sum(work_of_parts(shape, config).values(), Work(0, 0))

@@ -14,7 +14,7 @@ from benchmarks import gpu_check
 from benchmarks.growth_plot import Curve, plot
 from benchmarks.random_llama import RandomRunner
 from benchmarks.step_growth import LEVEL, tree_batch
-from benchmarks.step_work import Shape, batch_of, work_of
+from benchmarks.step_work import Shape, Work, batch_of, work_of, work_of_parts
 
 CPU = torch.device("cpu")
 SMOLLM2 = LlamaConfig(
@@ -36,17 +36,18 @@ SMOLLM2 = LlamaConfig(
 
 def test_the_work_of_a_step_is_what_the_model_has() -> None:
     """134,515,008 parameters of which the norms are not counted; 23,040 bytes of KV for each token."""
-    work = work_of(Shape(1, 99), SMOLLM2)
+    parts = work_of_parts(Shape(1, 99), SMOLLM2)
+    attention = parts.pop("attention")
     num_norms = 61 * 576
-    assert work.weight_bytes + work.head_bytes == 2 * (134_515_008 - num_norms)
-    assert work.kv_bytes == 100 * 23_040
-    assert work.product_flops == work.weight_bytes + work.head_bytes
-    assert work.attention_flops == 100 * 4 * 30 * 576
+    assert sum(part.num_bytes for part in parts.values()) == 2 * (134_515_008 - num_norms)
+    assert all(part.flops == part.num_bytes for part in parts.values())
+    assert attention == Work(100 * 23_040, 100 * 4 * 30 * 576)
+    assert work_of(Shape(1, 99), SMOLLM2) == sum(parts.values(), attention)
 
 
 def test_what_is_shared_is_read_once() -> None:
     apart, together = work_of(Shape(32, 1_600), SMOLLM2), work_of(Shape(32, 1_600, shared=1_500), SMOLLM2)
-    assert apart.kv_bytes - together.kv_bytes == 31 * 1_500 * 23_040
+    assert apart.num_bytes - together.num_bytes == 31 * 1_500 * 23_040
     assert apart.flops == together.flops
 
 

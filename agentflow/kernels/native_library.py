@@ -81,6 +81,11 @@ def cpu_flags() -> frozenset[str]:
     return frozenset()
 
 
+def is_compiled(level: str) -> bool:
+    """Whether they are there already. NoNativeKernels without a compiler."""
+    return _library_path(level).exists()
+
+
 def load_library(level: str) -> ctypes.CDLL:
     """The kernels compiled for ``level``; the first call on a machine compiles them, which takes a few
     seconds. NoNativeKernels where that fails."""
