@@ -74,9 +74,9 @@ def _panel(curve: Curve) -> list[str]:
     parts = [f'<text x="{LEFT}" y="{TOP - 14}" font-weight="600">{escape(title)}</text>']
     for mark in marks_y:
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y(mark)}" y2="{y(mark)}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y(mark) + 4}" text-anchor="end">{mark:g}</text>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y(mark) + 4}" text-anchor="end">{mark:,g}</text>')
     for mark in marks_x:
-        parts.append(f'<text x="{x(mark)}" y="{bottom + 15}" text-anchor="middle">{mark:,g}</text>')
+        parts.append(f'<text x="{x(mark)}" y="{bottom + 15}" text-anchor="middle">{mark:,.0f}</text>')
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
     slope, offset = curve.fit
     ends = [(value, math.exp(offset + slope * math.log(value))) for value in (curve.xs[0], curve.xs[-1])]

@@ -42,7 +42,7 @@ def measure(runner: TorchRunner, report: Report) -> None:
         Curve("batch", "streams at 300 tokens", "ms a step", BATCHES, by_batch),
         Curve("context", "tokens of context, 8 streams", "ms a step", contexts, by_context),
         Curve("tree", "leaves of a binary prefix tree", "ms a step", LEAVES, by_tree),
-        Curve("queue", "waiting requests", "ms of scheduling a step", QUEUE_DEPTHS, by_depth),
+        Curve("queue", "waiting requests", "ms to schedule", QUEUE_DEPTHS, by_depth),
         Curve("memory", "cached tokens", "MB", tokens, memory),
     ]
     for curve in curves:
