@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -194,4 +196,25 @@ def measure_against_torch(runner: TorchRunner, report: Report, runs: int) -> Non
             ratios.append(theirs / ours)
         note = f"{shape}: {ours:.1f} against {theirs:.1f} ms (last run)"
         report.results.append(median_of(f"step.{name}_vs_torch", ratios, "ratio", note=note))
+    slower, theirs = [], 0.0
+    for _ in range(runs):
+        quiet = step_ms(runner, SINGLE, 5)[0]
+        with _busy_neighbour():
+            slower.append(step_ms(runner, SINGLE, 9)[0] / quiet)
+            theirs = step_ms(other, SINGLE, 9)[0]
+    note = (
+        f"{SINGLE}: a step beside a process that is always busy, against one without; fair shares of the "
+        f"cores would make it 1.5. Last run: {slower[-1] * quiet:.1f} ms beside it, torch's kernels {theirs:.1f}"
+    )
+    report.results.append(median_of("step.busy_neighbour_slowdown", slower, "ratio", note=note))
     other.close()
+
+
+@contextmanager
+def _busy_neighbour() -> Iterator[None]:
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
