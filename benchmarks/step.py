@@ -204,7 +204,7 @@ def measure_against_torch(runner: TorchRunner, report: Report, runs: int) -> Non
             theirs = step_ms(other, SINGLE, 9)[0]
     note = (
         f"{SINGLE}: a step beside a process that is always busy, against one without; fair shares of the "
-        f"cores would make it 1.5. Last run: {slower[-1] * quiet:.1f} ms beside it, torch's kernels {theirs:.1f}"
+        f"cores would make it 1.5. Last run: {slower[-1] * quiet:.1f} ms beside it, torch's {theirs:.1f}"
     )
     report.results.append(median_of("step.busy_neighbour_slowdown", slower, "ratio", note=note))
     other.close()
