@@ -112,7 +112,7 @@ async def measure_throughput(report: Report, clients: LoadProcess) -> None:
     async with served() as (server, model):
         port, engine = port_of(server), InProcess(model)
         await engine.throughput()
-        await over_http(clients, port, -1)
+        await over_http(clients, port, rounds)  # no seed twice, nor its negative: they make the same prompts
         for number in range(rounds):
             alone = await engine.throughput()
             http = await over_http(clients, port, number)
@@ -134,7 +134,7 @@ async def measure_ttft(report: Report, clients: LoadProcess) -> None:
         model.client.observe(watch)
         for number in range(-3, rounds):
             _, [outcome] = await clients.put(
-                port=port_of(server), prompt_words=PROMPT_WORDS, max_tokens=4, seed=number
+                port=port_of(server), prompt_words=PROMPT_WORDS, max_tokens=4, seed=rounds + number
             )
             if number >= 0:
                 alone.append(watch.ttft_ms)
