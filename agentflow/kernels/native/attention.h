@@ -10,22 +10,13 @@
 
 #include "attention_tasks.h"
 #include "few_queries.h"
+#include "key_panels.h"
 #include "row_ops.h"
 #include "team.h"
 
 namespace agentflow {
 
 constexpr float LOG2_E = 1.44269504f;
-
-// Where keys and values are: [slots, 2, num_kv_heads, head_dim], keys at 0.
-template <class S>
-struct KvLayer {
-    const S* data;
-    int64_t num_kv_heads, head_dim;
-    int64_t slot_size() const { return 2 * num_kv_heads * head_dim; }
-    const S* key(int32_t slot, int64_t head) const { return data + slot * slot_size() + head * head_dim; }
-    const S* value(int32_t slot, int64_t head) const { return key(slot, num_kv_heads + head); }
-};
 
 // Queries [rows][heads][head_dim], and results [rows][heads * head_dim] as rows of a product.
 template <class S>
@@ -36,92 +27,6 @@ struct Queries {
     int64_t out_stride;
     float scale;
 };
-
-// 16 x 16 words, transposed. Row i is at from[i] (all zeros: null); column i goes to `to + i * stride`.
-ALWAYS_INLINE void transpose_words(const uint32_t* const (&from)[16], uint32_t* to, int64_t stride) {
-#if defined(__AVX512F__)
-    __m512i r[16];
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) r[i] = from[i] ? _mm512_loadu_si512(from[i]) : _mm512_setzero_si512();
-    turn(r);
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + i * stride, r[i]);
-#else
-    for (int i = 0; i < 16; i++) {
-        for (int j = 0; j < 16; j++) to[j * stride + i] = from[i] ? from[i][j] : 0;
-    }
-#endif
-}
-
-// Keys as columns: panels [ceil(num / 32)][words of a key][32 words]; a word is a float or a pair of bfloat16.
-template <class S>
-void pack_keys(const KvLayer<S>& kv, const int32_t* slots, int num, int64_t head, S* panels) {
-    constexpr int PAIR = Format<S>::PAIR;
-    const int64_t words = padded_depth<S>(kv.head_dim) / PAIR, whole = kv.head_dim / PAIR;
-    for (int first = 0; first < round_up(num, PANEL); first += LANES) {
-        uint32_t* to = reinterpret_cast<uint32_t*>(panels) + first / PANEL * words * PANEL + first % PANEL;
-        const uint32_t* from[LANES];
-        for (int i = 0; i < LANES; i++) {
-            const bool is_there = first + i < num;
-            from[i] = is_there ? reinterpret_cast<const uint32_t*>(kv.key(slots[first + i], head)) : nullptr;
-        }
-        int64_t word = 0;
-        for (; word + LANES <= whole; word += LANES) {
-            transpose_words(from, to + word * PANEL, PANEL);
-            for (int i = 0; i < LANES; i++) from[i] = from[i] ? from[i] + LANES : nullptr;
-        }
-        for (int i = 0; i < LANES; i++) {
-            for (int64_t w = word; w < words; w++) {
-                uint32_t bits = 0;
-                const int64_t left = std::clamp<int64_t>(kv.head_dim - w * PAIR, 0, PAIR);
-                if (from[i] && left) std::memcpy(&bits, from[i] + (w - word), left * sizeof(S));
-                to[w * PANEL + i] = bits;
-            }
-        }
-    }
-}
-
-// Two rows of 32 bfloat16 side by side, value by value; b may be null: zeros.
-ALWAYS_INLINE void interleave(const bf16* a, const bf16* b, bf16* to) {
-    for (int part = 0; part < 2; part++) {
-        const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a + part * 16));
-        const __m256i y = b ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b + part * 16)) : _mm256_setzero_si256();
-        const __m256i low = _mm256_unpacklo_epi16(x, y), high = _mm256_unpackhi_epi16(x, y);
-        __m256i* out = reinterpret_cast<__m256i*>(to + part * 32);
-        _mm256_storeu_si256(out, _mm256_permute2x128_si256(low, high, 0x20));
-        _mm256_storeu_si256(out + 1, _mm256_permute2x128_si256(low, high, 0x31));
-    }
-}
-
-// Dimensions as columns: panels [ceil(head_dim / 32)][num, padded][32].
-template <class S>
-void pack_values(const KvLayer<S>& kv, const int32_t* slots, int num, int64_t head, S* panels) {
-    constexpr int PAIR = Format<S>::PAIR;
-    const int64_t depth = padded_depth<S>(num);
-    for (int64_t first = 0; first < kv.head_dim; first += PANEL) {
-        const int width = int(std::min<int64_t>(PANEL, kv.head_dim - first));
-        S* panel = panels + first / PANEL * PANEL * depth;
-        for (int64_t key = 0; key < depth; key += PAIR, panel += PANEL * PAIR) {
-            if (key >= num) {
-                std::memset(panel, 0, PANEL * PAIR * sizeof(S));
-                continue;
-            }
-            const S* a = kv.value(slots[key], head) + first;
-            const S* b = PAIR == 2 && key + 1 < num ? kv.value(slots[key + 1], head) + first : nullptr;
-            if constexpr (PAIR == 1) {
-                std::memset(panel, 0, PANEL * sizeof(S));
-                std::memcpy(panel, a, width * sizeof(S));
-            } else if (width == PANEL) {
-                interleave(a, b, panel);
-            } else {
-                for (int i = 0; i < PANEL; i++) {
-                    panel[2 * i] = i < width ? a[i] : S{};
-                    panel[2 * i + 1] = i < width && b ? b[i] : S{};
-                }
-            }
-        }
-    }
-}
 
 // A thread's own memory for one task.
 template <class S>
@@ -180,39 +85,6 @@ ALWAYS_INLINE float weigh(const float* scores, int num_seen, int num_lanes, floa
     total = total * decay + sum(all);
     return decay;
 }
-
-// Asks memory for the keys and values of a block, a few at a time, while another block is worked on: asked for all at
-// once they would fill the queues of the core, which then waits for them as if it read them.
-template <class S>
-class FetchAhead {
-  public:
-    explicit FetchAhead(const KvLayer<S>& kv) : kv_(kv) {}
-
-    // From key `first` of a task (null: nothing); in about `num_steps` steps.
-    void begin(const Task* task, int first, int num_steps) {
-        task_ = task;
-        at_ = first;
-        end_ = task ? std::min(task->num_keys, first + KEY_BLOCK) : first;
-        step_ = (end_ - at_ + num_steps - 1) / num_steps;
-    }
-
-    void step() {
-        const int end = std::min(end_, at_ + step_);
-        for (; at_ < end; at_++) {
-            const S* key = kv_.key(task_->slots[at_], task_->first_head);
-            const S* value = kv_.value(task_->slots[at_], task_->first_head);
-            for (int64_t i = 0; i < (task_->end_head - task_->first_head) * kv_.head_dim; i += 64 / int(sizeof(S))) {
-                _mm_prefetch(reinterpret_cast<const char*>(key + i), _MM_HINT_T1);
-                _mm_prefetch(reinterpret_cast<const char*>(value + i), _MM_HINT_T1);
-            }
-        }
-    }
-
-  private:
-    const KvLayer<S>& kv_;
-    const Task* task_ = nullptr;
-    int at_ = 0, end_ = 0, step_ = 0;
-};
 
 template <class S>
 class TaskRun {
