@@ -11,9 +11,9 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
 from rich.console import Console
@@ -26,7 +26,7 @@ from agentflow.server.model_store import resolve_model
 from benchmarks import step_engine, step_growth, step_http
 from benchmarks.report import Report, median_of
 from benchmarks.step_limits import Limits, measure_limits
-from benchmarks.step_work import Shape, batch_of, work_of, work_of_parts
+from benchmarks.step_work import Shape, batch_of, median_ms, work_of, work_of_parts
 
 MODEL = "smollm2-135m"
 NUM_THREADS = 2
@@ -44,7 +44,7 @@ def run(report: Report, console: Console, only: str) -> None:
     os.environ.setdefault("AGENTFLOW_KERNELS", "native")  # whose parts are timed
     folder = resolve_model(MODEL)
     config = read_config(folder)
-    runner = runner_on(None)
+    runner = runner_on(os.environ["AGENTFLOW_KERNELS"])
     if only in "budget":
         console.print("measuring the budget of a step …")
         show_budget(runner, config, report, console)
@@ -64,28 +64,14 @@ def run(report: Report, console: Console, only: str) -> None:
         step_http.measure(report)
 
 
-def runner_on(kernels: str | None) -> TorchRunner:
+def runner_on(kernels: str) -> TorchRunner:
     """The default model in bfloat16 on named kernels, with something in every slot: pages that nobody has
     written all lie in one place of memory, and reading them costs nothing."""
-    with _kernels(kernels):
+    with patch.dict(os.environ, AGENTFLOW_KERNELS=kernels):
         runner = TorchRunner(resolve_model(MODEL), num_slots=NUM_SLOTS, device="cpu", num_threads=NUM_THREADS)
     for layer in runner.kv_layers:
         layer.normal_()
     return runner
-
-
-@contextmanager
-def _kernels(name: str | None) -> Iterator[None]:
-    before = os.environ.get("AGENTFLOW_KERNELS")
-    if name is not None:
-        os.environ["AGENTFLOW_KERNELS"] = name
-    try:
-        yield
-    finally:
-        if name is not None:
-            del os.environ["AGENTFLOW_KERNELS"]
-            if before is not None:
-                os.environ["AGENTFLOW_KERNELS"] = before
 
 
 def step_ms(runner: TorchRunner, shape: Shape, runs: int = 5) -> tuple[float, dict[str, float]]:
@@ -93,13 +79,9 @@ def step_ms(runner: TorchRunner, shape: Shape, runs: int = 5) -> tuple[float, di
     batch = batch_of(shape, NUM_SLOTS, runner.info.max_context)
     runner.run(batch)
     native_ops.part_seconds()
-    took = []
-    for _ in range(runs):
-        began = time.perf_counter()
-        runner.run(batch)
-        took.append(1e3 * (time.perf_counter() - began))
+    took = median_ms(runner, batch, runs)
     parts = {part: 1e3 * seconds / runs for part, seconds in native_ops.part_seconds().items()}
-    return statistics.median(took), parts
+    return took, parts
 
 
 def show_budget(runner: TorchRunner, config: LlamaConfig, report: Report, console: Console) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from agentflow.server.model.torch_runner import TorchRunner
 from benchmarks.deep_queue import DeepQueue
 from benchmarks.growth_plot import Curve, plot
 from benchmarks.report import Report, Result
-from benchmarks.step_work import Shape, batch_of
+from benchmarks.step_work import Shape, batch_of, median_ms
 
 PLOT = Path(__file__).parent.parent / "docs" / "images" / "step-growth.svg"
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -74,12 +73,7 @@ def tree_batch(leaves: int, num_slots: int, max_context: int) -> Batch:
 
 def _step_ms(runner: TorchRunner, batch: Batch, runs: int) -> float:
     runner.run(batch)
-    took = []
-    for _ in range(runs):
-        began = time.perf_counter()
-        runner.run(batch)
-        took.append(1e3 * (time.perf_counter() - began))
-    return statistics.median(took)
+    return median_ms(runner, batch, runs)
 
 
 def _schedule_ms(depth: int, runs: int) -> float:

@@ -3,12 +3,15 @@ against."""
 
 from __future__ import annotations
 
+import statistics
+import time
 from dataclasses import dataclass
 
 import numpy as np
 
 from agentflow.server.core.batch import Batch, SampledRows
 from agentflow.server.model.config import LlamaConfig
+from agentflow.server.runner import ModelRunner
 
 STRIDE = 1009
 """Tokens between the first slots of two requests: no prefix is shared, and every slot has its turn."""
@@ -70,6 +73,16 @@ def _greedy(rows: np.ndarray[tuple[int], np.dtype[np.int64]], position: int) -> 
         positions=np.full(num, position),
         needs_logprobs=False,
     )
+
+
+def median_ms(runner: ModelRunner, batch: Batch, runs: int) -> float:
+    """Milliseconds of the batch's step, the median of some."""
+    took = []
+    for _ in range(runs):
+        began = time.perf_counter()
+        runner.run(batch)
+        took.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(took)
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,6 @@ from agentflow.kernels.native_structs import (
     native_weight,
 )
 
-HUGE_PAGE = 2 << 20
-
 
 @functools.cache
 def _library_for(level: str) -> ctypes.CDLL:

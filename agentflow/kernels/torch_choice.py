@@ -20,10 +20,10 @@ def choose(logits: Tensor, rows: ChoiceRows) -> IntArray:
     is_random = is_open & (rows.temperatures > 0)
     is_greedy = is_open & ~is_random
     if is_greedy.any():
-        tokens[is_greedy] = _rows(logits, is_greedy).argmax(dim=-1).cpu().numpy()
+        tokens[is_greedy] = chosen_rows(logits, is_greedy).argmax(dim=-1).cpu().numpy()
     if is_random.any():
         tokens[is_random] = sample(
-            _rows(logits, is_random),
+            chosen_rows(logits, is_random),
             temperatures=rows.temperatures[is_random],
             top_ks=rows.top_ks[is_random],
             top_ps=rows.top_ps[is_random],
@@ -68,7 +68,7 @@ def sample(
     cuts = (top_ks > 0) & (top_ks < logits.shape[1]) | (top_ps < 1) | (min_ps > 0)
     if cuts.any():
         least = np.zeros(len(cuts), dtype=np.float32)
-        least[cuts] = _least_weights(_rows(weights, cuts), top_ks[cuts], top_ps[cuts], min_ps[cuts])
+        least[cuts] = _least_weights(chosen_rows(weights, cuts), top_ks[cuts], top_ps[cuts], min_ps[cuts])
         weights = torch.where(weights >= _column(least, device), weights, 0.0)
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:]
@@ -89,7 +89,7 @@ def _least_weights(weights: Tensor, top_ks: IntArray, top_ps: FloatArray, min_ps
     head_size = min(vocab_size, max(_HEAD_SIZE, int(top_ks[limited].max(initial=0))))
     least = torch.from_numpy(min_ps).to(weights.device)
     if not limited.any() and not (top_ps < 1).any():
-        return _host(least)
+        return to_host(least)
     head = weights.topk(head_size, dim=-1).values
     if limited.any():
         kth = head.gather(1, _column(np.minimum(top_ks, head_size) - 1, weights.device)).squeeze(1)
@@ -98,7 +98,7 @@ def _least_weights(weights: Tensor, top_ks: IntArray, top_ps: FloatArray, min_ps
         weights = torch.where(weights >= kth.unsqueeze(1), weights, 0.0)
     if (top_ps < 1).any():
         least = torch.maximum(least, _least_of_nucleus(weights, head, _column(top_ps, weights.device)))
-    return _host(least)
+    return to_host(least)
 
 
 def _least_of_nucleus(weights: Tensor, head: Tensor, top_ps: Tensor) -> Tensor:
@@ -118,7 +118,8 @@ def _least_of_nucleus(weights: Tensor, head: Tensor, top_ps: Tensor) -> Tensor:
     return least
 
 
-def _rows(x: Tensor, chosen: NDArray[np.bool_]) -> Tensor:
+def chosen_rows(x: Tensor, chosen: NDArray[np.bool_]) -> Tensor:
+    """The rows of a tensor that are marked; the tensor itself where all are."""
     return x if chosen.all() else x[torch.from_numpy(chosen).to(x.device)]
 
 
@@ -126,6 +127,7 @@ def _column(values: NDArray[np.generic], device: torch.device) -> Tensor:
     return torch.from_numpy(values).to(device).unsqueeze(1)
 
 
-def _host(x: Tensor) -> FloatArray:
+def to_host(x: Tensor) -> FloatArray:
+    """A tensor as an array."""
     values: FloatArray = x.cpu().numpy()
     return values

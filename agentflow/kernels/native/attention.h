@@ -16,8 +16,6 @@
 
 namespace agentflow {
 
-constexpr float LOG2_E = 1.44269504f;
-
 // Queries [rows][heads][head_dim], and results [rows][heads * head_dim] as rows of a product.
 template <class S>
 struct Queries {
@@ -40,17 +38,12 @@ struct Scratch {
     void fit(int64_t num_queries, int64_t head_dim) {
         depth = padded_depth<S>(head_dim);
         dims = round_up<int64_t>(head_dim, PANEL);
-        at_least(queries, (num_queries + MAX_TILE_ROWS) * depth);
-        at_least(sums, num_queries * dims);
-        at_least(most, num_queries);
-        at_least(total, num_queries);
-        at_least(keys, KEY_BLOCK * depth);
-        at_least(values, KEY_BLOCK * dims);
-    }
-
-    template <class T>
-    static void at_least(std::vector<T>& buffer, int64_t size) {
-        if (int64_t(buffer.size()) < size) buffer.resize(size);
+        grow(queries, (num_queries + MAX_TILE_ROWS) * depth);
+        grow(sums, num_queries * dims);
+        grow(most, num_queries);
+        grow(total, num_queries);
+        grow(keys, KEY_BLOCK * depth);
+        grow(values, KEY_BLOCK * dims);
     }
 };
 
@@ -85,6 +78,9 @@ ALWAYS_INLINE float weigh(const float* scores, int num_seen, int num_lanes, floa
     total = total * decay + sum(all);
     return decay;
 }
+
+// Floats that a part holds of one head: the largest score, the sum of the weights, and the weighed values.
+inline int64_t part_size(const HeadShape& shape) { return 2 + round_up<int64_t>(shape.head_dim, PANEL); }
 
 template <class S>
 class TaskRun {
@@ -257,7 +253,7 @@ class TaskRun {
     }
 
     void keep(int32_t part, int64_t q_head, int at) {
-        float* to = parts_ + (part * shape_.num_heads + q_head) * (s_.dims + 2);
+        float* to = parts_ + (part * shape_.num_heads + q_head) * part_size(shape_);
         to[0] = s_.most[at];
         to[1] = s_.total[at];
         std::memcpy(to + 2, s_.sums.data() + at * s_.dims, s_.dims * sizeof(float));
@@ -278,7 +274,7 @@ class TaskRun {
 // The result of a row from its parts: their sums weighed by how large their scores are.
 template <class S>
 void merge_row(const Plan& plan, int32_t row, const HeadShape& shape, const float* parts, const Queries<S>& queries) {
-    const int64_t dims = round_up<int64_t>(shape.head_dim, PANEL), size = dims + 2;
+    const int64_t size = part_size(shape);
     const int32_t first = plan.first_parts[row], end = plan.first_parts[row + 1];
     for (int64_t head = 0; head < shape.num_heads; head++) {
         const auto of = [&](int32_t part) { return parts + (part * shape.num_heads + head) * size; };
@@ -304,7 +300,7 @@ Scratch<S>& scratch_of(int thread) {
     return *scratches[thread];
 }
 
-// `parts`: [num_parts][num_heads][dims + 2] floats.
+// `parts`: num_part_floats, [num_parts][num_heads][part_size].
 template <class S>
 void attend(const Plan& plan, const HeadShape& shape, const Queries<S>& queries, const KvLayer<S>& kv, float* parts) {
     // One by one: the long ones come first.
@@ -321,7 +317,7 @@ void attend(const Plan& plan, const HeadShape& shape, const Queries<S>& queries,
 }
 
 inline int64_t num_part_floats(const Plan& plan, const HeadShape& shape) {
-    return plan.num_parts * shape.num_heads * (round_up<int64_t>(shape.head_dim, PANEL) + 2);
+    return plan.num_parts * shape.num_heads * part_size(shape);
 }
 
 }  // namespace agentflow

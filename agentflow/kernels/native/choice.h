@@ -70,7 +70,7 @@ class RowChoice {
     int64_t drawn(float highest, float temperature) {
         weights().resize(round_up<int64_t>(num_, BLOCK));
         // Relative to the likeliest first: no temperature, however small, can then overflow.
-        const Vec top = broadcast(highest), heat = broadcast(temperature), log2_e = broadcast(1.44269504f);
+        const Vec top = broadcast(highest), heat = broadcast(temperature), log2_e = broadcast(LOG2_E);
         float* weight = weights().data();
         for (int64_t first = 0; first < num_; first += LANES) {
             store(weight + first, exp2(mul(div(sub(lanes(first), top), heat), log2_e)));

@@ -47,18 +47,13 @@ struct Activations {
         hidden_stride = round_up<int64_t>(w.hidden_size, PANEL);
         attended_stride = round_up<int64_t>(w.num_heads * w.head_dim, PANEL);
         gated_stride = round_up<int64_t>(w.intermediate_size, PANEL);
-        at_least(residual, num_rows * w.hidden_size);
-        at_least(qkv, num_rows * (w.num_heads + 2 * w.num_kv_heads) * w.head_dim);
-        at_least(normed, (num_rows + MAX_TILE_ROWS) * hidden_stride);
-        at_least(attended, (num_rows + MAX_TILE_ROWS) * attended_stride);
-        at_least(gated, (num_rows + MAX_TILE_ROWS) * gated_stride);
-        at_least(cos, num_rows * (w.head_dim / 2));
-        at_least(sin, num_rows * (w.head_dim / 2));
-    }
-
-    template <class T>
-    static void at_least(std::vector<T>& buffer, int64_t size) {
-        if (int64_t(buffer.size()) < size) buffer.resize(size);
+        grow(residual, num_rows * w.hidden_size);
+        grow(qkv, num_rows * (w.num_heads + 2 * w.num_kv_heads) * w.head_dim);
+        grow(normed, (num_rows + MAX_TILE_ROWS) * hidden_stride);
+        grow(attended, (num_rows + MAX_TILE_ROWS) * attended_stride);
+        grow(gated, (num_rows + MAX_TILE_ROWS) * gated_stride);
+        grow(cos, num_rows * (w.head_dim / 2));
+        grow(sin, num_rows * (w.head_dim / 2));
     }
 };
 
@@ -78,7 +73,7 @@ class Forward {
           plan_(planned(batch)), qkv_size_((w_.num_heads + 2 * w_.num_kv_heads) * w_.head_dim),
           num_(rows.num_rows) {
         m_.fit(w_, num_);
-        Activations<S>::at_least(m_.parts, num_part_floats(plan_, shape_));
+        grow(m_.parts, num_part_floats(plan_, shape_));
     }
 
     // Writes the KV of all rows to kv_layers, and to out [num_sampled][hidden_size] the normed hidden states.

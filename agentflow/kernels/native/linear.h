@@ -44,7 +44,7 @@ void multiply(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const Weig
     });
 }
 
-// The sums of one row with the bias, rounded as S.
+// The sums of one row with the bias.
 template <class S>
 ALWAYS_INLINE Vec biased(const float* sums, const Weight& weight, int64_t column, int num) {
     Vec value = load(sums);
@@ -105,7 +105,7 @@ void gated_linear(const RowOf<S>* rows, int64_t stride, int64_t num_rows, const 
         for (int i = 0; i < num; i++) {
             const Vec g = rounded<S>(biased<S>(sums + i * PANEL, gate, column, width));
             const Vec u = rounded<S>(biased<S>(sums + i * PANEL + LANES, up, column, width));
-            const Vec decay = exp2(mul(g, broadcast(-1.44269504f)));
+            const Vec decay = exp2(mul(g, broadcast(-LOG2_E)));
             const Vec silu = rounded<S>(div(g, add(broadcast(1.0f), decay)));
             store_first(out + (row + i) * out_stride + column, rounded<S>(mul(silu, u)), width);
         }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <type_traits>
+#include <vector>
 
 #include "product.h"
 
@@ -49,6 +50,12 @@ void rotate(S* head, int64_t half, const float* cos, const float* sin) {
         store_first(head + i, sub(rounded<S>(mul(a, c)), rounded<S>(mul(b, s))), num);
         store_first(head + half + i, add(rounded<S>(mul(b, c)), rounded<S>(mul(a, s))), num);
     }
+}
+
+// Buffers that are kept from one use to the next only grow.
+template <class T>
+void grow(std::vector<T>& buffer, int64_t size) {
+    if (int64_t(buffer.size()) < size) buffer.resize(size);
 }
 
 template <class S, class Out>

@@ -11,6 +11,7 @@
 namespace agentflow {
 
 constexpr int LANES = 16;
+constexpr float LOG2_E = 1.44269504f;
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 
 // A bfloat16 as it lies in memory: the upper half of a float.

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from agentflow.kernels.choice_rows import ChoiceRows
 from agentflow.kernels.ops import Kernels
+from agentflow.kernels.torch_choice import chosen_rows, to_host
 from agentflow.sampling import MAX_TOP_LOGPROBS
 from agentflow.server.core.batch import (
     BatchOutput,
@@ -45,7 +46,7 @@ def choose_tokens(logits: Tensor, sampled: SampledRows, kernels: Kernels) -> Bat
         return BatchOutput(tokens, None)
     totals = logits.logsumexp(dim=-1)
     chosen = logits.gather(1, torch.from_numpy(tokens).to(logits.device).unsqueeze(1)).squeeze(1)
-    logprobs = _host(chosen - totals)
+    logprobs = to_host(chosen - totals)
     scored = None if sampled.scored is None else _scored(logits, totals, sampled.scored)
     if sampled.top_counts is None:
         return BatchOutput(tokens, logprobs, scored_logprobs=scored)
@@ -70,18 +71,18 @@ def _choice_rows(sampled: SampledRows) -> ChoiceRows:
 def _scored(logits: Tensor, totals: Tensor, scored: ScoredTokens) -> FloatArray:
     rows = torch.from_numpy(scored.rows).to(logits.device)
     token_ids = torch.from_numpy(scored.token_ids).to(logits.device)
-    return _host(logits[rows, token_ids] - totals[rows])
+    return to_host(logits[rows, token_ids] - totals[rows])
 
 
 def _top(logits: Tensor, totals: Tensor, chosen: NDArray[np.bool_]) -> tuple[IntArray, FloatArray]:
     """The likeliest tokens of the chosen rows, and their log-probabilities; -1 and 0 in the other rows.
     Always as many, so that which of equals are found does not depend on what other rows want."""
     count = min(MAX_TOP_LOGPROBS, logits.shape[1])
-    found = _rows(logits, chosen).topk(count, dim=-1)
+    found = chosen_rows(logits, chosen).topk(count, dim=-1)
     ids = np.full((len(chosen), count), -1, dtype=np.int64)
     logprobs = np.zeros((len(chosen), count), dtype=np.float32)
     ids[chosen] = found.indices.cpu().numpy()
-    logprobs[chosen] = _host(found.values - _rows(totals, chosen).unsqueeze(1))
+    logprobs[chosen] = to_host(found.values - chosen_rows(totals, chosen).unsqueeze(1))
     return ids, logprobs
 
 
@@ -99,12 +100,3 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     x = (x ^ (x >> np.uint64(30))) * _FIRST_MULTIPLIER
     x = (x ^ (x >> np.uint64(27))) * _SECOND_MULTIPLIER
     return x ^ (x >> np.uint64(31))
-
-
-def _rows(x: Tensor, chosen: NDArray[np.bool_]) -> Tensor:
-    return x if chosen.all() else x[torch.from_numpy(chosen).to(x.device)]
-
-
-def _host(x: Tensor) -> FloatArray:
-    values: FloatArray = x.cpu().numpy()
-    return values
