@@ -38,9 +38,6 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "amx": (*AVX512_BF16, "amx_tile", "amx_bf16"),
 }
 """Which instructions a processor must have, by name, as Linux lists them; the best is last."""
-EMULATED: dict[str, tuple[str, ...]] = {"amx_emulated": AVX512_BF16}
-"""Levels of which some instructions are written out in C++, to test what is around them: slow."""
-DEFINITIONS = {"amx": "AGENTFLOW_TILES", "amx_emulated": "AGENTFLOW_EMULATE_TILES"}
 
 
 class NoNativeKernels(Exception):
@@ -51,13 +48,11 @@ def native_level() -> str:
     """The best of ``LEVELS`` that this processor has and ``AGENTFLOW_CPU`` allows. NoNativeKernels, or
     ValueError for an unknown name."""
     wanted = os.environ.get("AGENTFLOW_CPU", "")
-    if wanted and wanted not in LEVELS and wanted not in EMULATED:
+    if wanted and wanted not in LEVELS:
         raise ValueError(f"AGENTFLOW_CPU is {wanted!r}: it must be one of {', '.join(LEVELS)}")
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         raise NoNativeKernels(f"there are none for {platform.machine()} on {platform.system()}")
     there = cpu_flags()
-    if there.issuperset(EMULATED.get(wanted, ("not emulated",))):
-        return wanted
     best = None
     for level, needed in LEVELS.items():
         if not there.issuperset(needed):
@@ -120,10 +115,10 @@ def _compiler() -> tuple[str, ...]:
 
 
 def _command(level: str) -> list[str]:
-    features = (LEVELS | EMULATED)[level]
-    options = [f"-m{name.replace('_', '')}" for name in features if not name.startswith("amx")]
-    if level in DEFINITIONS:
-        options.append(f"-D{DEFINITIONS[level]}")
+    # The instructions of AMX are written as assembler: a compiler need not know them.
+    options = [f"-m{name.replace('_', '')}" for name in LEVELS[level] if not name.startswith("amx")]
+    if level == "amx":
+        options.append("-DAGENTFLOW_TILES")
     return [*_compiler(), *FLAGS, *options, str(SOURCES / "entry.cpp")]
 
 

@@ -18,7 +18,7 @@ from agentflow.kernels.attention_batch import AttentionBatch, IntArray
 from agentflow.kernels.choice_rows import ChoiceRows
 from agentflow.kernels.decoder_weights import DecoderWeights
 from agentflow.kernels.linear_weight import LinearWeight
-from agentflow.kernels.native_library import NoNativeKernels, cpu_flags
+from agentflow.kernels.native_library import NoNativeKernels
 
 logger = logging.getLogger(__name__)
 
@@ -124,8 +124,6 @@ def kernels_for(device: torch.device) -> Kernels:
 
 
 def _native_kernels(is_wanted: bool) -> Kernels:
-    if not is_wanted and "amx_bf16" in cpu_flags():
-        return cpu_ops  # AMX is several times quicker than AVX-512, and the native kernels do not use it yet
     try:
         native_ops.library()
     except NoNativeKernels as error:

@@ -13,6 +13,7 @@ from agentflow.kernels import cpu_ops, native_library, native_ops, ops
 from agentflow.kernels.native_library import NoNativeKernels, load_library, native_level
 
 CPU = torch.device("cpu")
+PRESENT = native_library.cpu_flags()
 
 
 @pytest.fixture
@@ -20,7 +21,6 @@ def flags(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The processor's features, to be changed."""
     made: set[str] = set()
     monkeypatch.setattr(native_library, "cpu_flags", lambda: frozenset(made))
-    monkeypatch.setattr(ops, "cpu_flags", lambda: frozenset(made))
     return made
 
 
@@ -30,7 +30,6 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("AGENTFLOW_CACHE", str(tmp_path))
     monkeypatch.setattr(native_library, "_compiler", lambda: ("false",))
     monkeypatch.setattr(native_ops, "library", lambda: load_library("avx2"))
-    monkeypatch.setattr(ops, "cpu_flags", lambda: frozenset(native_library.AVX2))
 
 
 @pytest.mark.parametrize(
@@ -45,8 +44,6 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ((*native_library.AVX2, "avx512_bf16"), "", "avx2"),
         (native_library.LEVELS["amx"], "", "amx"),
         (native_library.AVX512_BF16, "amx", "avx512_bf16"),
-        (native_library.AVX512_BF16, "amx_emulated", "amx_emulated"),
-        (native_library.AVX512, "amx_emulated", "avx512"),
     ],
 )
 def test_the_best_level_that_is_there_and_allowed(
@@ -119,9 +116,19 @@ def test_they_are_not_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ops.kernels_for(torch.device("cuda"))
 
 
-def test_a_cpu_runs_on_them_unless_it_has_tiles(flags: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_runs_on_them(flags: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AGENTFLOW_KERNELS", raising=False)
     flags.update(native_library.AVX2)
     assert ops.kernels_for(CPU) is native_ops
-    flags.add("amx_bf16")
-    assert ops.kernels_for(CPU) is cpu_ops
+
+
+@pytest.mark.skipif(not PRESENT.issuperset(native_library.AVX512_BF16), reason="needs AVX-512 with bfloat16")
+@pytest.mark.skipif(
+    PRESENT.issuperset(native_library.LEVELS["amx"]), reason="here Linux gives the right to tiles"
+)
+def test_a_linux_that_refuses_tiles_has_products_without(flags: set[str]) -> None:
+    flags.update(native_library.LEVELS["amx"])
+    assert native_level() == "amx"
+    x, weight = torch.randn(40, 64).bfloat16(), torch.randn(96, 64).bfloat16()
+    product = native_ops.linear(x, native_ops.pack_linear(weight, None))
+    torch.testing.assert_close(product.float(), x.float() @ weight.float().T, rtol=1e-2, atol=0.2)

@@ -57,7 +57,7 @@ constexpr int TILE_VECS = 1;
 
 // With the tile registers of AMX 16 or 32 rows are multiplied at once, whether there are so many or not: a product's
 // rows must be followed by memory for so many more, and so must its results.
-#if defined(AGENTFLOW_TILES) || defined(AGENTFLOW_EMULATE_TILES)
+#if defined(AGENTFLOW_TILES)
 constexpr int MAX_TILE_ROWS = 2 * TILE_SIDE;
 constexpr int MIN_ROWS_FOR_TILES = 4;
 #else
@@ -187,7 +187,7 @@ void tile_of(int num_rows, const RowOf<S>* rows, int64_t stride, const S* panel,
 // The same for any number of rows up to max_rows. Where tiles are, they are this thread's (TilesInUse).
 template <class S>
 void tile(int num_rows, const RowOf<S>* rows, int64_t stride, const S* panel, int64_t depth, float* out) {
-#if defined(AGENTFLOW_TILES) || defined(AGENTFLOW_EMULATE_TILES)
+#if defined(AGENTFLOW_TILES)
     if constexpr (std::is_same_v<S, bf16>) {
         if (num_rows >= MIN_ROWS_FOR_TILES && allow_tiles()) {
             if (num_rows > TILE_SIDE) return multiply_by_tiles<true>(rows, stride, panel, depth, out);

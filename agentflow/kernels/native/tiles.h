@@ -1,17 +1,12 @@
 // The tile registers of AMX: products of 16 rows with 16 columns, 32 values deep, in one instruction.
-//
-// With AGENTFLOW_EMULATE_TILES the instructions are written out in C++, so that everything around them can be tested
-// on a processor that has none.
 #pragma once
 
-#if defined(AGENTFLOW_TILES) || defined(AGENTFLOW_EMULATE_TILES)
+#if defined(AGENTFLOW_TILES)
 
-#include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cstdint>
-#include <cstring>
 
 #include "simd.h"
 
@@ -19,58 +14,6 @@ namespace agentflow {
 
 constexpr int TILE_SIDE = 16;
 constexpr int TILE_DEPTH = 32;  // bfloat16 values: 64 bytes, a tile's width
-
-#if defined(AGENTFLOW_EMULATE_TILES)
-
-struct Tile {
-    unsigned char bytes[TILE_SIDE][64];
-};
-inline Tile& tile_register(int number) {
-    thread_local Tile registers[8];
-    return registers[number];
-}
-template <int T>
-inline void load_tile(const void* from, int64_t stride) {
-    for (int i = 0; i < TILE_SIDE; i++) {
-        std::memcpy(tile_register(T).bytes[i], static_cast<const char*>(from) + i * stride, 64);
-    }
-}
-template <int T>
-inline void store_tile(void* to, int64_t stride) {
-    for (int i = 0; i < TILE_SIDE; i++) {
-        std::memcpy(static_cast<char*>(to) + i * stride, tile_register(T).bytes[i], 64);
-    }
-}
-template <int T>
-inline void zero_tile() {
-    std::memset(&tile_register(T), 0, sizeof(Tile));
-}
-template <int C, int A, int B>
-inline void multiply_tiles() {
-    for (int i = 0; i < TILE_SIDE; i++) {
-        float sums[TILE_SIDE];
-        bf16 row[TILE_DEPTH];
-        std::memcpy(sums, tile_register(C).bytes[i], 64);
-        std::memcpy(row, tile_register(A).bytes[i], 64);
-        for (int pair = 0; pair < TILE_SIDE; pair++) {
-            bf16 columns[TILE_DEPTH];
-            std::memcpy(columns, tile_register(B).bytes[pair], 64);
-            for (int j = 0; j < TILE_SIDE; j++) {
-                sums[j] += to_float(row[2 * pair]) * to_float(columns[2 * j]);
-                sums[j] += to_float(row[2 * pair + 1]) * to_float(columns[2 * j + 1]);
-            }
-        }
-        std::memcpy(tile_register(C).bytes[i], sums, 64);
-    }
-}
-inline bool allow_tiles() { return true; }
-
-class TilesInUse {
-  public:
-    TilesInUse() {}
-};
-
-#else
 
 // As assembler and not as the compiler's functions: gcc 12 does not know that those read and write memory.
 template <int T>
@@ -114,8 +57,6 @@ class TilesInUse {
     }
     TilesInUse(const TilesInUse&) = delete;
 };
-
-#endif
 
 // out [rows][32] = rows [16 or 32][depth] times one panel, for `depth` a multiple of TILE_DEPTH. Tiles 0 to 3 hold
 // the sums, 4 and 5 rows, 6 and 7 columns.

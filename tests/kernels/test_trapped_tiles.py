@@ -1,0 +1,38 @@
+"""What is compiled for AMX, as it is, on a processor without: the instructions that it lacks are trapped and
+carried out (``trapped_tiles.cpp``). With AMX the other files test the processor's own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentflow.kernels.native_library import AVX512_BF16, LEVELS, cpu_flags
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def trap(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("trap") / "trapped_tiles.so"
+    flags = ["-std=c++20", "-O3", "-mavx2", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"]
+    compiler = os.environ.get("CXX", "c++")
+    subprocess.run([compiler, *flags, str(HERE / "trapped_tiles.cpp"), "-o", str(made)], check=True)
+    return made
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(cpu_flags().issuperset(LEVELS["amx"]), reason="this processor has tiles of its own")
+@pytest.mark.skipif(not cpu_flags().issuperset(AVX512_BF16), reason="what is compiled for AMX needs AVX-512")
+def test_the_kernels_for_amx_pass_their_tests(trap: Path) -> None:
+    inner = [sys.executable, "-m", "pytest", "-p", "no:faulthandler", "-p", "no:cacheprovider"]
+    chosen = ["-k", "native-amx and not emulated", str(HERE)]
+    environment = os.environ | {"LD_PRELOAD": str(trap), "PYTHONFAULTHANDLER": ""}
+    run = subprocess.run([*inner, *chosen], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
+    assert re.search(r"\b\d\d+ passed", run.stdout)
+    assert int(re.findall(r"trapped tiles: (\d+) products", run.stderr)[-1]) > 1000
