@@ -150,6 +150,28 @@ def test_no_token_too_many_or_too_few_is_kept(
 
 
 @KERNELS
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 4.0])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.9), (20_000, 1.0), (20_000, 0.5), (0, 0.9999)])
+def test_a_cut_among_many_tokens_falls_where_sorting_puts_it(
+    kernels: Kernels, spread: float, top_k: int, top_p: float
+) -> None:
+    logits = random_logits(1, 49_000, 5, spread).sort(descending=True).values
+    weights = logits[0].double().softmax(dim=0)[: top_k or None]
+    num_kept = int((weights.cumsum(0) < top_p * weights.sum() * (1 - 1e-12)).sum()) + 1
+    if spread == 0:
+        num_kept = 49_000  # all are as likely as the last one that is kept
+    rows = ChoiceRows(
+        targets=np.array([-1]),
+        temperatures=np.ones(1, dtype=np.float32),
+        top_ks=np.array([top_k]),
+        top_ps=np.array([top_p], dtype=np.float32),
+        min_ps=np.zeros(1, dtype=np.float32),
+        uniforms=np.array([1 - 1e-9]),
+    )
+    assert kernels.choose(logits, rows)[0] == pytest.approx(num_kept - 1, rel=2e-3)
+
+
+@KERNELS
 @given(st.lists(ROW, min_size=2, max_size=6), st.integers(0, 1000))
 def test_a_row_chooses_the_same_alone(kernels: Kernels, rows: list[Row], seed: int) -> None:
     logits = random_logits(len(rows), 5000, seed)

@@ -2,6 +2,8 @@
 // cache, rows shared out among the team.
 #pragma once
 
+#include <algorithm>
+#include <bit>
 #include <vector>
 
 #include "simd.h"
@@ -105,7 +107,7 @@ class RowChoice {
         return total;
     }
 
-    // The least weight that top_k, top_p and min_p keep, in this order. Only the likeliest are sorted; where these
+    // The least weight that top_k, top_p and min_p keep, in this order. Only the likeliest are looked at; where these
     // do not suffice, more.
     float least_kept(double total) {
         const int64_t top_k = c_.top_ks[row_];
@@ -114,26 +116,23 @@ class RowChoice {
         if (!is_limited && !has_nucleus) return min_p;
         for (float bound = 1e-3f;; bound = bound > 1e-9f ? bound * 1e-2f : 0.0f) {
             collect(bound);
-            const std::vector<float>& likely = likeliest();
-            float least = 0;
-            double kept = total;
+            const bool are_all = bound == 0;
+            Likeliest kept{0, total};
             if (is_limited) {
-                const bool are_there = int64_t(likely.size()) >= top_k;
-                if (!are_there && bound > 0) continue;
-                least = are_there ? likely[top_k - 1] : 0.0f;  // fewer: what is not a number is no weight
-                kept = 0;
-                for (float weight : likely) kept += weight >= least ? weight : 0.0f;
+                kept = fewest([&](int64_t count, double) { return count >= top_k; });
+                if (kept.least < 0 && !are_all) continue;
             }
+            Likeliest nucleus = kept;
             if (has_nucleus) {
-                const float last = last_of_nucleus(double(c_.top_ps[row_]) * kept);
-                if (last < 0 && bound > 0) continue;
-                least = std::max(least, last);
+                const double wanted = double(c_.top_ps[row_]) * kept.sum;
+                nucleus = fewest([&](int64_t, double sum) { return sum >= wanted; });
+                if (nucleus.least < 0 && !are_all) continue;
             }
-            return std::max(least, min_p);
+            return std::max({kept.least, nucleus.least, min_p});
         }
     }
 
-    // All weights of at least `bound`, the largest first.
+    // All weights of at least `bound`.
     void collect(float bound) {
         std::vector<float>& likely = likeliest();
         const float* from = weights().data();
@@ -144,17 +143,42 @@ class RowChoice {
             uint32_t found = at_least(load(weight), least);
             for (; found; found &= found - 1) likely.push_back(weight[__builtin_ctz(found)]);
         }
-        std::sort(likely.begin(), likely.end(), std::greater<float>());
     }
 
-    // Where the likeliest together reach `wanted`; -1: they do not.
-    float last_of_nucleus(double wanted) const {
-        double reached = 0;
-        for (float weight : likeliest()) {
-            reached += weight;
-            if (reached >= wanted) return weight;
+    struct Likeliest {
+        float least;  // negative: not even all are enough
+        double sum;
+    };
+
+    // Of the collected weights the fewest likeliest of which is_enough(how many, their sum), equals of the last one
+    // with them. Nothing is sorted: weights are counted and added up by their upper bits, then those that have the
+    // bits where it becomes enough by the next ones, and so on. (Bits of positive floats are in the order of floats.)
+    template <class IsEnough>
+    Likeliest fewest(const IsEnough& is_enough) {
+        constexpr int NUM_KEYS = 4096, SHIFTS[] = {19, 7, 0};
+        std::vector<int32_t>& numbers = memory<3, int32_t>();
+        std::vector<double>& totals = memory<4, double>();
+        std::vector<float>& left = memory<5, float>();
+        left = likeliest();
+        int64_t number = 0;  // of those above what is left
+        double sum = 0;
+        for (const int shift : SHIFTS) {
+            const uint32_t bits = shift ? NUM_KEYS - 1 : (1 << SHIFTS[1]) - 1;
+            const auto key_of = [&](float weight) { return std::bit_cast<uint32_t>(weight) >> shift & bits; };
+            numbers.assign(NUM_KEYS, 0), totals.assign(NUM_KEYS, 0.0);
+            for (float weight : left) numbers[key_of(weight)]++, totals[key_of(weight)] += weight;
+            int last = -1;  // where it becomes enough, or by rounding nearly so: the last that there is
+            bool is_found = false;
+            for (int key = NUM_KEYS - 1; key >= 0 && !is_found; key--) {
+                if (!numbers[key]) continue;
+                if (last >= 0) number += numbers[last], sum += totals[last];
+                last = key;
+                is_found = is_enough(number + numbers[key], sum + totals[key]);
+            }
+            if (!is_found && shift == SHIFTS[0]) return {-1, last < 0 ? 0.0 : sum + totals[last]};
+            std::erase_if(left, [&](float weight) { return int(key_of(weight)) != last; });
         }
-        return -1;
+        return {left[0], sum + double(left[0]) * double(left.size())};
     }
 
     // The first token with which the sum of all up to it exceeds `point`.
