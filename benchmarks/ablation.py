@@ -31,7 +31,7 @@ from agentflow.server.engine_client import running_engine
 from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.local_engine import limit_spinning
 from agentflow.server.model_store import resolve_model
-from agentflow.server.runner import ModelRunner
+from agentflow.server.runner import ModelRunner, nothing
 from agentflow.server.tokenizer import Tokenizer
 from benchmarks.program_shapes import SHAPES, UNSHARED, Shape
 from benchmarks.report import Report, Result, median_of
@@ -74,8 +74,8 @@ class LentRunner:
     def __post_init__(self) -> None:
         self.info = replace(self.runner.info, num_slots=self.num_slots)
 
-    def run(self, batch: Batch) -> BatchOutput:
-        return self.runner.run(batch)
+    def run(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> BatchOutput:
+        return self.runner.run(batch, meanwhile)
 
     def close(self) -> None:
         """It stays loaded."""

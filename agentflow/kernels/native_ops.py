@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -177,22 +178,24 @@ class NativeForward:
         kv_layers: tuple[Tensor, ...],
         plan: AttentionBatch,
         rows: IntArray,
+        meanwhile: Callable[[], None],
     ) -> Tensor:
         if kv_layers is not self._layers[0]:
             addresses = (ctypes.c_void_p * len(kv_layers))(*[layer.data_ptr() for layer in kv_layers])
             self._layers = (kv_layers, addresses)
         out = self._weights.embedding.new_empty(len(rows), self._hidden_size)
         self._library.af_set_num_threads(torch.get_num_threads())
-        unknown = self._library.af_forward(
-            self._is_bf16,
-            self._decoder,
-            native_rows(token_ids, positions, write_slots, rows),
-            native_batch(plan),
-            self._layers[1],
-            out.data_ptr(),
+        # They live until the forward has ended.
+        computed, batch = native_rows(token_ids, positions, write_slots, rows), native_batch(plan)
+        unknown = self._library.af_start_forward(
+            self._is_bf16, self._decoder, computed, batch, self._layers[1], out.data_ptr()
         )
         if unknown >= 0:
             raise IndexError(f"there is no token {token_ids[unknown]} (row {unknown} of the batch)")
+        try:
+            meanwhile()
+        finally:
+            self._library.af_finish_forward()
         return out
 
 

@@ -115,10 +115,11 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     ),
     "af_choose": (None, [POINTER(NativeChoices), c_void_p]),
     "af_part_seconds": (None, [c_void_p]),
-    "af_forward": (
+    "af_start_forward": (
         c_int64,
         [c_int, POINTER(NativeDecoder), POINTER(NativeRows), POINTER(NativeBatch), c_void_p, c_void_p],
     ),
+    "af_finish_forward": (None, []),
 }
 """What a function of the library returns and takes."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -26,7 +27,8 @@ logger = logging.getLogger(__name__)
 class Forward(Protocol):
     """Computes T rows, writes their KV, and gives the last hidden states, normed, of ``rows`` [S]:
     [S, hidden_size]. ``token_ids``, ``positions``, ``write_slots`` [T]; ``kv_layers`` as in
-    ``rope_and_write``; ``plan``: of the same implementation's ``plan_attention``."""
+    ``rope_and_write``; ``plan``: of the same implementation's ``plan_attention``. ``meanwhile`` is called
+    once, while another thread computes; it must not use kernels."""
 
     def __call__(
         self,
@@ -36,6 +38,7 @@ class Forward(Protocol):
         kv_layers: tuple[Tensor, ...],
         plan: Any,
         rows: IntArray,
+        meanwhile: Callable[[], None],
     ) -> Tensor: ...
 
 

@@ -44,8 +44,8 @@ Deliver = Callable[[list[FromEngine]], None]
 
 
 class Engine:
-    """Runs requests on ``runner``. ``send`` may be called from any thread; ``deliver`` is called
-    from the engine's, at most twice a step."""
+    """Runs requests on ``runner``. ``send`` may be called from any thread; ``deliver`` is called from the
+    engine's: with what a step gave while the next one runs, or at once where there is none."""
 
     def __init__(
         self, runner: ModelRunner, tokenizer: Tokenizer, config: SchedulerConfig, deliver: Deliver
@@ -63,6 +63,7 @@ class Engine:
         self._endings: dict[int, str] = {}  # of requests whose text is complete: why
         self._started: set[int] = set()
         self._outbox: list[FromEngine] = []
+        self._undeliverable: Exception | None = None
         self._is_stopping = False
         self.times = StepTimes()
 
@@ -76,29 +77,31 @@ class Engine:
             self._grammars.prepare()
             while True:
                 self.take_messages()
+                if self._is_stopping or not self.step():
+                    self._deliver_outbox()
                 if self._is_stopping:
                     return
-                self.step()
-                self._deliver_outbox()
         finally:
             self._runner.close()
 
-    def step(self) -> None:
-        """One forward pass, if there is anything to run."""
+    def step(self) -> bool:
+        """One forward pass, if there is anything to run. Meanwhile it delivers what there is."""
         began = time.perf_counter()
         batch = self.scheduler.schedule()
         if batch is None:
-            return
+            return False
         self.times.count(SCHEDULE, time.perf_counter() - began)
         self._tell_started()
         began = time.perf_counter()
         try:
-            output = self._runner.run(batch)
+            output = self._runner.run(batch, self._deliver_meanwhile)
         except Exception as error:
             logger.exception("a forward pass failed; its requests are dropped")
             for request in self.scheduler.discard():
                 self._fail(request.id, EngineFailed(f"the forward pass failed: {error!r}"))
-            return
+            return True
+        if self._undeliverable is not None:
+            raise self._undeliverable
         has_run = time.perf_counter()
         self.times.count(RUN, has_run - began)
         for result in self.scheduler.complete(output):
@@ -111,13 +114,13 @@ class Engine:
                 request_id = result.request.id
                 self._fail(request_id, EngineFailed(f"the request's output cannot be used: {error!r}"))
         self.times.count(COMPLETE, time.perf_counter() - has_run)
+        return True
 
     def _tell_started(self) -> None:
         new = self.scheduler.running.keys() - self._started
         if new:
             self._started |= new
             self._outbox.append(Started(sorted(new)))
-            self._deliver_outbox()
 
     def _deliver_outbox(self) -> None:
         if self._outbox:
@@ -125,6 +128,13 @@ class Engine:
             began = time.perf_counter()
             self._deliver(delivered)
             self.times.count(DELIVER, time.perf_counter() - began)
+
+    def _deliver_meanwhile(self) -> None:
+        """While a batch runs. What goes wrong is kept until it has run: it is not the batch's fault."""
+        try:
+            self._deliver_outbox()
+        except Exception as error:
+            self._undeliverable = error
 
     def take_messages(self) -> None:
         """Reads what was sent; where there is nothing to run, waits for something."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from agentflow.server.core.batch import Batch, BatchOutput, LogitEdits, SampledRows, TokenMasks
 from agentflow.server.core.grammar import TokenWords, is_allowed
-from agentflow.server.runner import RunnerInfo
+from agentflow.server.runner import RunnerInfo, nothing
 
 NextToken = Callable[[NDArray[np.int64]], int | None]
 
@@ -52,7 +52,8 @@ class FakeRunner:
         self._slot_tokens = np.full(num_slots, -1, dtype=np.int64)
         self._slot_positions = np.full(num_slots, -1, dtype=np.int64)
 
-    def run(self, batch: Batch) -> BatchOutput:
+    def run(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> BatchOutput:
+        meanwhile()
         if self._on_step is not None:
             self._on_step(batch)
         self._slot_tokens[batch.write_slots] = batch.token_ids

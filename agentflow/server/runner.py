@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,12 +23,17 @@ class RunnerInfo:
     weight_bytes: int
 
 
+def nothing() -> None:
+    """What is to be done meanwhile, where it is nothing."""
+
+
 class ModelRunner(Protocol):
-    """Runs batches. Used from one thread only. ``run`` writes the KV of every row into its slot,
-    and returns when the output is on the host."""
+    """Runs batches. Used from one thread only. ``run`` writes the KV of every row into its slot, and returns
+    when the output is on the host. It calls ``meanwhile`` once: while the batch runs, if it runs elsewhere
+    than in this thread, or else before."""
 
     info: RunnerInfo
 
-    def run(self, batch: Batch) -> BatchOutput: ...
+    def run(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> BatchOutput: ...
 
     def close(self) -> None: ...

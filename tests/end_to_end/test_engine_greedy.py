@@ -3,7 +3,7 @@ the batch, the cache, a fork, an eviction, or where prefill was cut. The first t
 transformers; the others compare to a lone request on an engine without a cache."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import anyio
@@ -21,6 +21,7 @@ from agentflow.server.engine_client import EngineClient, running_engine
 from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.engine_messages import Origin
 from agentflow.server.model.torch_runner import TorchRunner
+from agentflow.server.runner import nothing
 from agentflow.server.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.timeout(300)
@@ -53,8 +54,8 @@ class Kept:
         self.info = runner.info
         self._runner = runner
 
-    def run(self, batch: Batch) -> BatchOutput:
-        return self._runner.run(batch)
+    def run(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> BatchOutput:
+        return self._runner.run(batch, meanwhile)
 
     def close(self) -> None:
         pass

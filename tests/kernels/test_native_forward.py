@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from agentflow.server.model.config import LlamaConfig
 from agentflow.server.model.kv_pool import KvPool
 from agentflow.server.model.llama import LlamaModel
 from agentflow.server.model.rope import RopeConfig, inverse_frequencies
+from agentflow.server.runner import nothing
 
 CPU = torch.device("cpu")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -122,7 +124,9 @@ class Step:
     rows: Any
     kv: torch.Tensor
 
-    def run(self, model: LlamaModel, kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(
+        self, model: LlamaModel, kernels: Kernels, meanwhile: Callable[[], None] = nothing
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The hidden states, and the pool after them."""
         config = model.config
         pool = KvPool(
@@ -136,7 +140,9 @@ class Step:
         for layer, cached in zip(pool.layers, self.kv, strict=True):
             layer.copy_(cached)
         plan = kernels.plan_attention(self.batch, self.kv.dtype, CPU)
-        hidden = model.forward(self.token_ids, self.positions, self.write_slots, pool, plan, self.rows)
+        hidden = model.forward(
+            self.token_ids, self.positions, self.write_slots, pool, plan, self.rows, meanwhile
+        )
         return hidden, torch.stack(pool.layers)
 
 
@@ -233,6 +239,38 @@ def test_any_number_of_threads_gives_the_same(monkeypatch: pytest.MonkeyPatch) -
         results.append(step.run(model, native_ops)[0])
     for result in results[1:]:
         torch.testing.assert_close(result, results[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_something_else_is_done_meanwhile(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for long: the thread that computes alone then is joined late, or not at all."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    step = step_of(SIZES[0], [Shape(-1, 0, 300, 1)] * 3, [True], torch.float32, 4)
+    model = model_of(SIZES[0], native_ops, torch.float32)
+    expected = step.run(model, native_ops)[0]
+    done: list[int] = []
+    for length in (0, 10, 1000, 100_000):
+        hidden, _ = step.run(model, native_ops, lambda length=length: done.append(sum(range(length))))
+        assert torch.equal(hidden, expected)
+    assert done == [sum(range(length)) for length in (0, 10, 1000, 100_000)]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_what_fails_meanwhile_leaves_the_team_to_the_next(
+    num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    step = step_of(SIZES[0], [Shape(-1, 0, 20, 2)], [True], torch.float32, 5)
+    model = model_of(SIZES[0], native_ops, torch.float32)
+    expected = step.run(model, native_ops)[0]
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            step.run(model, native_ops, fail)
+        assert torch.equal(step.run(model, native_ops)[0], expected)
 
 
 def test_threads_of_python_take_turns() -> None:

@@ -426,8 +426,8 @@ class ByHand:
     """An engine that runs in the test's own thread, until so many lists of messages are delivered, or (for
     None) a request has ended."""
 
-    def __init__(self, num_deliveries: int | None) -> None:
-        self.engine = Engine(runner(), TOKENIZER, SchedulerConfig(), self.deliver)
+    def __init__(self, num_deliveries: int | None, **options) -> None:
+        self.engine = Engine(runner(**options), TOKENIZER, SchedulerConfig(), self.deliver)
         self.delivered: list[list[FromEngine]] = []
         self._num_deliveries = num_deliveries
 
@@ -454,6 +454,25 @@ def test_messages_of_a_step_are_delivered_together():
     assert [type(message) for message in first] == [Progress] * 4
     assert [message.request_id for message in second] == [1, 2, 3, 4]
     assert [message.request_id for message in third if isinstance(message, Finished)] == [1, 2, 3, 4]
+
+
+def test_what_a_step_gave_is_delivered_while_the_next_one_runs():
+    delivered_before: list[int] = []
+    by_hand = ByHand(4, on_step=lambda batch: delivered_before.append(len(by_hand.delivered)))
+    by_hand.run(Submit(1, [2], SamplingParams(max_tokens=4, ignore_eos=True)), Report(9))
+    assert delivered_before == [1, 2, 3, 4]
+    assert len(by_hand.delivered) == 5
+
+
+def test_what_cannot_be_delivered_is_not_the_batchs_fault(caplog):
+    def deliver(messages: list[FromEngine]) -> None:
+        raise BrokenPipeError
+
+    engine = Engine(runner(), TOKENIZER, SchedulerConfig(), deliver)
+    engine.send(Submit(1, [2, 3], SamplingParams(max_tokens=4)))
+    with pytest.raises(BrokenPipeError):
+        engine.run()
+    assert not caplog.records
 
 
 @given(job=jobs, at=st.integers(0, 25))

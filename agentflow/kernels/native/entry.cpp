@@ -8,12 +8,18 @@ using namespace agentflow;
 
 namespace {
 
-// Calls body with a value of the type that S stands for.
+// Calls body with a value of the type that values have.
 template <class Body>
 void as_type(int is_bf16, const Body& body) {
-    const std::lock_guard<std::mutex> lock(team().in_use);
     if (is_bf16) body(bf16{});
     else body(float{});
+}
+
+// The same with the team.
+template <class Body>
+void with_team(int is_bf16, const Body& body) {
+    const std::lock_guard<std::mutex> lock(team().in_use);
+    as_type(is_bf16, body);
 }
 
 // Rows of any width as a product takes them: of its type, with zeros up to a whole panel.
@@ -36,7 +42,7 @@ EXPORT int64_t af_panel_size(int is_bf16, int64_t num_out, int64_t num_in, int g
 }
 
 EXPORT void af_pack(int is_bf16, const void* matrix, int64_t num_out, int64_t num_in, int gated, void* panels) {
-    as_type(is_bf16, [&](auto type) {
+    with_team(is_bf16, [&](auto type) {
         using S = decltype(type);
         pack<S>(static_cast<const S*>(matrix), num_out, num_in, gated, static_cast<S*>(panels));
     });
@@ -44,7 +50,7 @@ EXPORT void af_pack(int is_bf16, const void* matrix, int64_t num_out, int64_t nu
 
 // out: S, or float where `exact`. Of a gated weight the gated product.
 EXPORT void af_linear(int is_bf16, const void* x, int64_t num_rows, const Weight* weight, int gated, int exact, void* out) {
-    as_type(is_bf16, [&](auto type) {
+    with_team(is_bf16, [&](auto type) {
         using S = decltype(type);
         const int64_t stride = round_up<int64_t>(weight->num_in, PANEL);
         const Timed timed(HEAD);
@@ -61,7 +67,7 @@ EXPORT void af_linear(int is_bf16, const void* x, int64_t num_rows, const Weight
 
 EXPORT void af_rms_norm(int is_bf16, const void* x, int64_t num_rows, int64_t stride, const void* weight, int64_t size,
                         float eps, void* out) {
-    as_type(is_bf16, [&](auto type) {
+    with_team(is_bf16, [&](auto type) {
         using S = decltype(type);
         for (int64_t t = 0; t < num_rows; t++) {
             rms_norm(static_cast<const S*>(x) + t * stride, static_cast<const S*>(weight), size, eps,
@@ -72,7 +78,7 @@ EXPORT void af_rms_norm(int is_bf16, const void* x, int64_t num_rows, int64_t st
 
 EXPORT void af_attention(int is_bf16, const void* q, int64_t q_stride, const void* kv_layer, const Batch* batch,
                          int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, float scale, void* out) {
-    as_type(is_bf16, [&](auto type) {
+    with_team(is_bf16, [&](auto type) {
         using S = decltype(type);
         const HeadShape shape{num_heads, num_kv_heads, head_dim};
         const Plan plan(*batch, shape, team().num_threads());
@@ -100,15 +106,25 @@ EXPORT void af_part_seconds(double* out) {
     std::fill(part_seconds, part_seconds + NUM_PARTS, 0.0);
 }
 
-// Gives -1, or the row of a token that does not exist: then nothing is computed.
-EXPORT int64_t af_forward(int is_bf16, const DecoderWeights* weights, const Rows* rows, const Batch* batch,
-                          void* const* kv_layers, void* out) {
+// Begins a forward; af_finish_forward ends it, and until then all that it was given must live. Gives -1, or the row of
+// a token that does not exist: then nothing is begun.
+EXPORT int64_t af_start_forward(int is_bf16, const DecoderWeights* weights, const Rows* rows, const Batch* batch,
+                                void* const* kv_layers, void* out) {
     const int64_t unknown = unknown_token(*weights, *rows);
     if (unknown >= 0) return unknown;
-    as_type(is_bf16, [&](auto type) {
-        using S = decltype(type);
-        static Activations<S> memory;
-        Forward<S>(*weights, *rows, *batch, memory).run(kv_layers, static_cast<S*>(out));
+    team().in_use.lock();
+    team().start([=] {
+        as_type(is_bf16, [&](auto type) {
+            using S = decltype(type);
+            static Activations<S> memory;
+            Forward<S>(*weights, *rows, *batch, memory).run(kv_layers, static_cast<S*>(out));
+        });
     });
     return -1;
+}
+
+// For the thread that began it, which works on it now.
+EXPORT void af_finish_forward() {
+    team().finish();
+    team().in_use.unlock();
 }

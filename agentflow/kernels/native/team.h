@@ -3,6 +3,9 @@
 // A piece belongs to the thread that took it, and nobody waits for a thread that holds none: when the system
 // runs something else on a core, the others do its share. Between loops that follow closely the threads spin;
 // after SPIN_PAUSES without work they sleep until the next loop.
+//
+// A job is a sequence of loops that one of these threads goes through, so that the caller can do something else
+// first, and then come and take pieces like the others.
 #pragma once
 
 #include <linux/futex.h>
@@ -16,6 +19,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <mutex>
 #include <thread>
 
@@ -42,13 +46,13 @@ class Team {
         start_workers();
         const uint32_t epoch = epoch_ + 1;
         epoch_ = epoch;
-        Job& job = jobs_[epoch % 2];
-        job.call.store([](const void* b, int64_t first, int64_t end, int thread) {
+        Loop& made = loops_[epoch % 2];
+        made.call.store([](const void* b, int64_t first, int64_t end, int thread) {
             (*static_cast<const Body*>(b))(first, end, thread);
         }, std::memory_order_relaxed);
-        job.body.store(&body, std::memory_order_relaxed);
-        job.num.store(num, std::memory_order_relaxed);
-        job.least.store(least, std::memory_order_relaxed);
+        made.body.store(&body, std::memory_order_relaxed);
+        made.num.store(num, std::memory_order_relaxed);
+        made.least.store(least, std::memory_order_relaxed);
         num_done_.store(0, std::memory_order_relaxed);
         next_.store(uint64_t(epoch) << 32);
         if (num_asleep_.load() > 0) wake();
@@ -59,13 +63,32 @@ class Team {
         }
     }
 
-    // One forward at a time: held by whoever calls `loop`.
+    // Begins `job`, which may call `loop`, on another thread, where there is one. Until `finish`, which the same
+    // caller must call, nobody else may use the team.
+    void start(std::function<void()> job) {
+        job_ = std::move(job);
+        is_elsewhere_ = num_threads_ > 1;
+        if (!is_elsewhere_) return;
+        start_workers();
+        is_finished_.store(false);
+        is_started_.store(true);
+        if (num_asleep_.load() > 0) wake();
+    }
+
+    // Works on what was started until it is done.
+    void finish() {
+        if (!is_elsewhere_) return job_();
+        serve(1, [this] { return is_finished_.load(); });
+    }
+
+    // One forward at a time: held by whoever calls `loop`, or from `start` to `finish`.
     std::mutex in_use;
 
     // After a fork the child has none of the threads.
     void forget_workers() {
         num_workers_ = 0;
         num_asleep_.store(0);
+        is_started_.store(false);
         new (&in_use) std::mutex;
     }
 
@@ -73,7 +96,7 @@ class Team {
     static constexpr int SPIN_PAUSES = 4000;   // 50 to 200 microseconds
     static constexpr int YIELD_PAUSES = 20000;
 
-    struct Job {
+    struct Loop {
         std::atomic<void (*)(const void*, int64_t, int64_t, int)> call;
         std::atomic<const void*> body;
         std::atomic<int64_t> num, least;
@@ -82,15 +105,15 @@ class Team {
     // Takes pieces of loop `epoch` until none is left. The epoch stands beside the place in one word, so that
     // a thread that comes late can take nothing of a later loop by mistake.
     void work(uint32_t epoch, int thread) {
-        const Job& job = jobs_[epoch % 2];
+        const Loop& taken = loops_[epoch % 2];
         uint64_t seen = next_.load();
         while (uint32_t(seen >> 32) == epoch) {
             const int64_t first = uint32_t(seen);
-            const int64_t num = job.num.load(std::memory_order_relaxed);
-            const int64_t least = job.least.load(std::memory_order_relaxed);
+            const int64_t num = taken.num.load(std::memory_order_relaxed);
+            const int64_t least = taken.least.load(std::memory_order_relaxed);
             if (first >= num) return;
-            const auto call = job.call.load(std::memory_order_relaxed);
-            const void* body = job.body.load(std::memory_order_relaxed);
+            const auto call = taken.call.load(std::memory_order_relaxed);
+            const void* body = taken.body.load(std::memory_order_relaxed);
             const int64_t share = least == ONE_BY_ONE ? 1 : (num - first) / (2 * num_threads_);
             const int64_t size = std::max<int64_t>(least, share);
             const int64_t end = std::min(num, first + size);
@@ -101,9 +124,11 @@ class Team {
         }
     }
 
-    void serve(int thread) {
+    // Works on loops as `thread` until is_over().
+    template <class IsOver>
+    void serve(int thread, const IsOver& is_over) {
         uint32_t done = uint32_t(next_.load() >> 32) - 1;
-        for (int pauses = 0;;) {
+        for (int pauses = 0; !is_over();) {
             const uint32_t epoch = uint32_t(next_.load(std::memory_order_acquire) >> 32);
             if (epoch != done) {
                 if (thread < num_threads_) work(epoch, thread);
@@ -112,17 +137,30 @@ class Team {
             } else if (pauses++ < SPIN_PAUSES) {
                 _mm_pause();
             } else {
-                sleep(epoch);
+                sleep(epoch, is_over);
                 pauses = 0;
             }
         }
     }
 
-    void sleep(uint32_t epoch) {
+    template <class IsOver>
+    void sleep(uint32_t epoch, const IsOver& is_over) {
         const uint32_t ticket = wakes_.load();
         num_asleep_.fetch_add(1);
-        if (uint32_t(next_.load() >> 32) == epoch) futex(FUTEX_WAIT_PRIVATE, ticket);
+        if (uint32_t(next_.load() >> 32) == epoch && !is_over()) futex(FUTEX_WAIT_PRIVATE, ticket);
         num_asleep_.fetch_sub(1);
+    }
+
+    // What a thread of the team does. The first of them does jobs, too; meanwhile whoever started one stands in
+    // for it in loops.
+    void live(int thread) {
+        for (;;) {
+            serve(thread, [&] { return thread == 1 && is_started_.load(); });
+            is_started_.store(false);
+            job_();
+            is_finished_.store(true);
+            if (num_asleep_.load() > 0) wake();
+        }
     }
 
     void wake() {
@@ -136,7 +174,7 @@ class Team {
 
     void start_workers() {
         for (; num_workers_ < num_threads_ - 1; num_workers_++) {
-            std::thread([this, thread = num_workers_ + 1] { serve(thread); }).detach();
+            std::thread([this, thread = num_workers_ + 1] { live(thread); }).detach();
         }
     }
 
@@ -144,7 +182,10 @@ class Team {
     alignas(64) std::atomic<int64_t> num_done_{0};
     alignas(64) std::atomic<uint32_t> wakes_{0};
     std::atomic<int> num_asleep_{0};
-    Job jobs_[2] = {};
+    Loop loops_[2] = {};
+    std::function<void()> job_;
+    bool is_elsewhere_ = false;
+    std::atomic<bool> is_started_{false}, is_finished_{true};
     uint32_t epoch_ = 0;
     std::atomic<int> num_threads_{1};
     int num_workers_ = 0;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from agentflow.kernels.ops import Kernels
 from agentflow.server.model.config import LlamaConfig
 from agentflow.server.model.kv_pool import KvPool
 from agentflow.server.model.rope import rope_angles
+from agentflow.server.runner import nothing
 
 
 class LlamaModel:
@@ -45,19 +48,26 @@ class LlamaModel:
         kv_pool: KvPool,
         plan: AttentionBatch,
         rows: IntArray,
+        meanwhile: Callable[[], None] = nothing,
     ) -> Tensor:
         """Compute T rows, write their KV, and give the last hidden states, normed, of ``rows`` [S].
 
         ``token_ids``, ``positions``, ``write_slots`` [T]. ``plan``: of the kernels' ``plan_attention``. The
-        result is [S, hidden_size].
+        result is [S, hidden_size]. ``meanwhile`` is called once, as of ``ModelRunner.run``.
         """
         if self._whole_forward is not None:
-            return self._whole_forward(token_ids, positions, write_slots, kv_pool.layers, plan, rows)
+            layers = kv_pool.layers
+            return self._whole_forward(token_ids, positions, write_slots, layers, plan, rows, meanwhile)
         device = self._decoder.embedding.device
+        if device.type == "cpu":
+            meanwhile()
         ids, places, slots, sampled = (
             torch.from_numpy(array).to(device) for array in (token_ids, positions, write_slots, rows)
         )
-        return self._forward(ids, places, slots, kv_pool, plan, sampled)
+        hidden = self._forward(ids, places, slots, kv_pool, plan, sampled)
+        if device.type != "cpu":
+            meanwhile()  # all has been launched, and runs
+        return hidden
 
     def _forward(
         self,

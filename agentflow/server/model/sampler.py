@@ -30,13 +30,16 @@ _FIRST_MULTIPLIER = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND_MULTIPLIER = np.uint64(0x94D049BB133111EB)
 
 
-def choose_tokens(logits: Tensor, sampled: SampledRows, kernels: Kernels) -> BatchOutput:
+def choose_tokens(
+    logits: Tensor, sampled: SampledRows, kernels: Kernels, rows: ChoiceRows | None = None
+) -> BatchOutput:
     """The token of each row, and its log-probability and the likeliest tokens where any row needs them.
 
     ``logits`` [S, vocabulary] float32, changed meanwhile and left as they were. Tokens are chosen as
-    ``Kernels.choose`` says. ``sampled.edits`` and then ``sampled.masks`` come before that.
+    ``Kernels.choose`` says. ``sampled.edits`` and then ``sampled.masks`` come before that. ``rows``:
+    ``choice_rows(sampled)``, where the caller has them already.
     """
-    rows = _choice_rows(sampled)
+    rows = rows or choice_rows(sampled)
     if sampled.edits is None:
         tokens = kernels.choose(logits, rows)
     else:
@@ -53,7 +56,8 @@ def choose_tokens(logits: Tensor, sampled: SampledRows, kernels: Kernels) -> Bat
     return BatchOutput(tokens, logprobs, *_top(logits, totals, sampled.top_counts > 0), scored)
 
 
-def _choice_rows(sampled: SampledRows) -> ChoiceRows:
+def choice_rows(sampled: SampledRows) -> ChoiceRows:
+    """How the rows' tokens are chosen, as kernels take it."""
     masks = sampled.masks
     is_random = bool((sampled.temperatures > 0).any())
     return ChoiceRows(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +11,14 @@ from torch import Tensor
 
 from agentflow.errors import BadArgument
 from agentflow.kernels.attention_batch import AttentionBatch
+from agentflow.kernels.choice_rows import ChoiceRows
 from agentflow.kernels.ops import Kernels, kernels_for
 from agentflow.server.core.batch import Batch, BatchOutput, SampledRows
 from agentflow.server.model.config import read_config
 from agentflow.server.model.kv_pool import KvPool
 from agentflow.server.model.loader import load_llama
-from agentflow.server.model.sampler import choose_tokens
-from agentflow.server.runner import RunnerInfo
+from agentflow.server.model.sampler import choice_rows, choose_tokens
+from agentflow.server.runner import RunnerInfo, nothing
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _MAX_LOGIT_ROWS = 256
@@ -71,7 +73,15 @@ class TorchRunner:
         )
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> BatchOutput:
+    def run(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> BatchOutput:
+        is_one_part = len(batch.sampled.rows) <= _MAX_LOGIT_ROWS
+        rows: ChoiceRows | None = None
+
+        def get_ready() -> None:
+            nonlocal rows
+            rows = choice_rows(batch.sampled) if is_one_part else None
+            meanwhile()
+
         attended = AttentionBatch(
             batch.page_table, batch.page_rows, batch.query_lens, batch.kv_lens, batch.branches
         )
@@ -82,9 +92,10 @@ class TorchRunner:
             self._kv_pool,
             self._kernels.plan_attention(attended, self._dtype, self._device),
             batch.sampled.rows,
+            get_ready,
         )
-        if len(hidden) <= _MAX_LOGIT_ROWS:
-            return self._choose(hidden, batch.sampled)
+        if is_one_part:
+            return self._choose(hidden, batch.sampled, rows)
         outputs = []
         for first in range(0, len(hidden), _MAX_LOGIT_ROWS):
             end = first + _MAX_LOGIT_ROWS
@@ -100,10 +111,10 @@ class TorchRunner:
         """Give the memory back; the runner cannot be used any more."""
         del self._model, self._kv_pool
 
-    def _choose(self, hidden: Tensor, sampled: SampledRows) -> BatchOutput:
+    def _choose(self, hidden: Tensor, sampled: SampledRows, rows: ChoiceRows | None = None) -> BatchOutput:
         if not len(hidden):
             return BatchOutput(sampled.target_ids.copy(), None)
-        return choose_tokens(self._model.logits(hidden), sampled, self._kernels)
+        return choose_tokens(self._model.logits(hidden), sampled, self._kernels, rows)
 
 
 def _device(name: str | None) -> torch.device:
