@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from agentflow.kernels.attention_batch import AttentionBatch
 from agentflow.kernels.decoder_weights import DecoderWeights, LayerWeights
+from agentflow.kernels.forward_input import ForwardInput
 from agentflow.kernels.linear_weight import LinearWeight
 from agentflow.kernels.ops import Kernels, kernels_for
 from agentflow.server.core.batch import Batch, IntArray
@@ -18,7 +18,7 @@ from agentflow.server.model.config import LlamaConfig
 from agentflow.server.model.kv_pool import KvPool
 from agentflow.server.model.llama import LlamaModel
 from agentflow.server.model.rope import RopeConfig, inverse_frequencies
-from agentflow.server.model.sampler import choose_tokens
+from agentflow.server.model.sampler import choice_rows
 
 
 def llama_config(
@@ -125,8 +125,7 @@ class RandomRunner:
         """The tokens of the batch's sampled rows."""
         attended = AttentionBatch(batch.page_table, batch.page_rows, batch.query_lens, batch.kv_lens, None)
         plan = self.kernels.plan_attention(attended, self.dtype, self.device)
-        hidden = self.model.forward(
-            batch.token_ids, batch.positions, batch.write_slots, self.pool, plan, batch.sampled.rows
+        given = ForwardInput(
+            batch.token_ids, batch.positions, batch.write_slots, self.pool.layers, plan, batch.sampled.rows
         )
-        output = choose_tokens(self.model.logits(hidden), batch.sampled, self.kernels)
-        return np.asarray(output.token_ids)
+        return self.model.choose(given, choice_rows(batch.sampled))

@@ -85,8 +85,9 @@ def test_the_check_of_a_device_finds_a_wrong_product(monkeypatch: pytest.MonkeyP
         made.append(self)
         if len(made) == 2:
             decoder = self.model._decoder
-            self.model._decoder = replace(decoder, embedding=decoder.embedding.roll(1, 0))
-            self.model._whole_forward = self.kernels.whole_forward(self.model._decoder)
+            decoder = replace(decoder, embedding=decoder.embedding.roll(1, 0))
+            self.model._decoder = decoder
+            self.model._whole_forward = self.kernels.whole_forward(decoder, self.model._head)
 
     monkeypatch.setattr(RandomRunner, "__post_init__", wrong_at_last)
     assert "instead of" in gpu_check.differing_tokens(CPU, num_tokens=8)[0]

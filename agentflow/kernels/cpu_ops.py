@@ -155,7 +155,7 @@ def plan_attention(batch: AttentionBatch, dtype: torch.dtype, device: torch.devi
     )
 
 
-def whole_forward(weights: DecoderWeights) -> None:
+def whole_forward(weights: DecoderWeights, head: LinearWeight) -> None:
     return None
 
 

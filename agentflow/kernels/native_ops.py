@@ -20,6 +20,7 @@ from agentflow.kernels import cpu_ops
 from agentflow.kernels.attention_batch import AttentionBatch, IntArray
 from agentflow.kernels.choice_rows import ChoiceRows
 from agentflow.kernels.decoder_weights import DecoderWeights
+from agentflow.kernels.forward_input import ForwardInput
 from agentflow.kernels.linear_weight import LinearWeight
 from agentflow.kernels.native_library import load_library, native_level
 from agentflow.kernels.native_structs import (
@@ -144,7 +145,9 @@ def attention(q: Tensor, kv_layer: Tensor, plan: AttentionBatch, scale: float) -
 def choose(logits: Tensor, rows: ChoiceRows) -> IntArray:
     logits = logits.contiguous()
     tokens = np.empty(len(logits), dtype=np.int64)
-    _team().af_choose(native_choices(logits, rows), address(tokens))
+    choices = native_choices(rows, logits.shape[1])
+    choices.logits = logits.data_ptr()
+    _team().af_choose(choices, address(tokens))
     return tokens
 
 
@@ -162,42 +165,43 @@ def part_seconds() -> dict[str, float]:
 class NativeForward:
     """``ops.Forward`` of the native kernels."""
 
-    def __init__(self, weights: DecoderWeights) -> None:
-        self._weights = weights  # keeps alive what the structure points to
-        self._decoder = native_decoder(weights)
+    def __init__(self, weights: DecoderWeights, head: LinearWeight) -> None:
+        self._weights, self._head = weights, head  # keeps alive what the structures point to
+        self._decoder, self._native_head = native_decoder(weights), native_weight(head)
         self._library = library()  # the one that the weights were laid out for
         self._is_bf16 = _is_bf16(weights.embedding)
-        self._hidden_size = weights.embedding.shape[1]
         self._layers: tuple[tuple[Tensor, ...], Any] = ((), None)  # a pool's layers, and their addresses
 
-    def __call__(
-        self,
-        token_ids: IntArray,
-        positions: IntArray,
-        write_slots: IntArray,
-        kv_layers: tuple[Tensor, ...],
-        plan: AttentionBatch,
-        rows: IntArray,
-        meanwhile: Callable[[], None],
-    ) -> Tensor:
-        if kv_layers is not self._layers[0]:
-            addresses = (ctypes.c_void_p * len(kv_layers))(*[layer.data_ptr() for layer in kv_layers])
-            self._layers = (kv_layers, addresses)
-        out = self._weights.embedding.new_empty(len(rows), self._hidden_size)
+    def hidden(self, given: ForwardInput, meanwhile: Callable[[], None]) -> Tensor:
+        embedding = self._weights.embedding
+        out = embedding.new_empty(len(given.rows), embedding.shape[1])
+        self._run(given, meanwhile, out.data_ptr(), None, None, None)
+        return out
+
+    def tokens(self, given: ForwardInput, choice: ChoiceRows, meanwhile: Callable[[], None]) -> IntArray:
+        out = np.empty(len(given.rows), dtype=np.int64)
+        choices = native_choices(choice, self._head.shape[0])
+        self._run(given, meanwhile, None, self._native_head, choices, address(out))
+        return out
+
+    def _run(self, given: ForwardInput, meanwhile: Callable[[], None], *wanted: Any) -> None:
+        if given.kv_layers is not self._layers[0]:
+            addresses = [layer.data_ptr() for layer in given.kv_layers]
+            self._layers = (given.kv_layers, (ctypes.c_void_p * len(addresses))(*addresses))
         self._library.af_set_num_threads(torch.get_num_threads())
         # They live until the forward has ended.
-        computed, batch = native_rows(token_ids, positions, write_slots, rows), native_batch(plan)
+        rows = native_rows(given.token_ids, given.positions, given.write_slots, given.rows)
+        batch = native_batch(given.plan)
         unknown = self._library.af_start_forward(
-            self._is_bf16, self._decoder, computed, batch, self._layers[1], out.data_ptr()
+            self._is_bf16, self._decoder, rows, batch, self._layers[1], *wanted
         )
         if unknown >= 0:
-            raise IndexError(f"there is no token {token_ids[unknown]} (row {unknown} of the batch)")
+            raise IndexError(f"there is no token {given.token_ids[unknown]} (row {unknown} of the batch)")
         try:
             meanwhile()
         finally:
             self._library.af_finish_forward()
-        return out
 
 
-def whole_forward(weights: DecoderWeights) -> NativeForward:
-    return NativeForward(weights)
+def whole_forward(weights: DecoderWeights, head: LinearWeight) -> NativeForward:
+    return NativeForward(weights, head)

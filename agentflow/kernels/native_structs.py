@@ -117,7 +117,10 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "af_part_seconds": (None, [c_void_p]),
     "af_start_forward": (
         c_int64,
-        [c_int, POINTER(NativeDecoder), POINTER(NativeRows), POINTER(NativeBatch), c_void_p, c_void_p],
+        [
+            *(c_int, POINTER(NativeDecoder), POINTER(NativeRows), POINTER(NativeBatch), c_void_p),
+            *(c_void_p, POINTER(NativeWeight), POINTER(NativeChoices), c_void_p),
+        ],
     ),
     "af_finish_forward": (None, []),
 }
@@ -206,9 +209,9 @@ def native_batch(batch: AttentionBatch) -> NativeBatch:
     return made
 
 
-def native_choices(logits: Tensor, rows: ChoiceRows) -> NativeChoices:
-    """It refers to the logits, which are contiguous, and to the arrays; all must outlive it."""
-    made = NativeChoices(logits.data_ptr(), logits.shape[0], logits.shape[1])
+def native_choices(rows: ChoiceRows, vocab_size: int) -> NativeChoices:
+    """It refers to the arrays, which must outlive it. Where the logits are is not said yet."""
+    made = NativeChoices(None, len(rows.targets), vocab_size)
     made.targets = address(rows.targets)
     made.temperatures = address(rows.temperatures)
     made.top_ps = address(rows.top_ps)
@@ -216,7 +219,7 @@ def native_choices(logits: Tensor, rows: ChoiceRows) -> NativeChoices:
     made.top_ks = address(rows.top_ks)
     made.uniforms = address(rows.uniforms)
     if rows.masked_rows is not None and rows.mask_words is not None:
-        places = np.full(len(logits), -1, dtype=np.int64)
+        places = np.full(len(rows.targets), -1, dtype=np.int64)
         places[rows.masked_rows] = np.arange(len(rows.masked_rows))
         made.arrays = (places, np.ascontiguousarray(rows.mask_words))
         made.mask_places, made.mask_words = map(address, made.arrays)

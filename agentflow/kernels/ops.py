@@ -18,6 +18,7 @@ from agentflow.kernels import cpu_ops, native_ops, reference_ops
 from agentflow.kernels.attention_batch import AttentionBatch, IntArray
 from agentflow.kernels.choice_rows import ChoiceRows
 from agentflow.kernels.decoder_weights import DecoderWeights
+from agentflow.kernels.forward_input import ForwardInput
 from agentflow.kernels.linear_weight import LinearWeight
 from agentflow.kernels.native_library import NoNativeKernels
 
@@ -25,21 +26,15 @@ logger = logging.getLogger(__name__)
 
 
 class Forward(Protocol):
-    """Computes T rows, writes their KV, and gives the last hidden states, normed, of ``rows`` [S]:
-    [S, hidden_size]. ``token_ids``, ``positions``, ``write_slots`` [T]; ``kv_layers`` as in
-    ``rope_and_write``; ``plan``: of the same implementation's ``plan_attention``. ``meanwhile`` is called
-    once, while another thread computes; it must not use kernels."""
+    """A whole model's forward pass, of which ``meanwhile`` is called once while another thread computes; it
+    must not use kernels."""
 
-    def __call__(
-        self,
-        token_ids: IntArray,
-        positions: IntArray,
-        write_slots: IntArray,
-        kv_layers: tuple[Tensor, ...],
-        plan: Any,
-        rows: IntArray,
-        meanwhile: Callable[[], None],
-    ) -> Tensor: ...
+    def hidden(self, given: ForwardInput, meanwhile: Callable[[], None]) -> Tensor:
+        """Writes the KV of all rows. Of those that are wanted it gives the last hidden states, normed:
+        [S, hidden_size]."""
+
+    def tokens(self, given: ForwardInput, choice: ChoiceRows, meanwhile: Callable[[], None]) -> IntArray:
+        """The same, but gives the tokens that ``Kernels.choose`` would choose of their logits: [S]."""
 
 
 class Kernels(Protocol):
@@ -104,9 +99,9 @@ class Kernels(Protocol):
         Tokens as likely as the last one kept are kept too. Then the inverse of the cumulative distribution,
         in order of token ids, at ``uniforms``."""
 
-    def whole_forward(self, weights: DecoderWeights) -> Forward | None:
+    def whole_forward(self, weights: DecoderWeights, head: LinearWeight) -> Forward | None:
         """All layers in one call, where this implementation has that; None: the functions above, one by
-        one."""
+        one. ``head``: what ``exact_linear`` makes logits with."""
 
 
 def kernels_for(device: torch.device) -> Kernels:

@@ -69,7 +69,7 @@ def plan_attention(batch: AttentionBatch, dtype: torch.dtype, device: torch.devi
     return batch
 
 
-def whole_forward(weights: DecoderWeights) -> None:
+def whole_forward(weights: DecoderWeights, head: LinearWeight) -> None:
     return None
 
 

@@ -19,7 +19,9 @@ from kernel_cases import NATIVE_KERNELS, Shape, make_case
 
 from agentflow.kernels import native_ops, reference_ops
 from agentflow.kernels.attention_batch import AttentionBatch
+from agentflow.kernels.choice_rows import ChoiceRows
 from agentflow.kernels.decoder_weights import DecoderWeights, LayerWeights
+from agentflow.kernels.forward_input import ForwardInput
 from agentflow.kernels.ops import Kernels
 from agentflow.server.model.config import LlamaConfig
 from agentflow.server.model.kv_pool import KvPool
@@ -128,7 +130,18 @@ class Step:
         self, model: LlamaModel, kernels: Kernels, meanwhile: Callable[[], None] = nothing
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The hidden states, and the pool after them."""
-        config = model.config
+        pool = self._pool(model.config)
+        plan = kernels.plan_attention(self.batch, self.kv.dtype, CPU)
+        hidden = model.forward(self._given(pool, plan), meanwhile)
+        return hidden, torch.stack(pool.layers)
+
+    def choose(self, model: LlamaModel, kernels: Kernels, choice: ChoiceRows) -> list[int]:
+        """The tokens of the wanted rows."""
+        pool, plan = self._pool(model.config), kernels.plan_attention(self.batch, self.kv.dtype, CPU)
+        tokens: list[int] = model.choose(self._given(pool, plan), choice).tolist()
+        return tokens
+
+    def _pool(self, config: LlamaConfig) -> KvPool:
         pool = KvPool(
             num_layers=NUM_LAYERS,
             num_slots=self.kv.shape[1],
@@ -139,11 +152,10 @@ class Step:
         )
         for layer, cached in zip(pool.layers, self.kv, strict=True):
             layer.copy_(cached)
-        plan = kernels.plan_attention(self.batch, self.kv.dtype, CPU)
-        hidden = model.forward(
-            self.token_ids, self.positions, self.write_slots, pool, plan, self.rows, meanwhile
-        )
-        return hidden, torch.stack(pool.layers)
+        return pool
+
+    def _given(self, pool: KvPool, plan: Any) -> ForwardInput:
+        return ForwardInput(self.token_ids, self.positions, self.write_slots, pool.layers, plan, self.rows)
 
 
 def step_of(sizes: Sizes, shapes: list[Shape], sampled: list[bool], dtype: torch.dtype, seed: int) -> Step:
@@ -194,6 +206,35 @@ def test_a_whole_model_gives_what_the_reference_gives(
     assert (ours - theirs).norm() <= 0.03 * theirs.norm()
     others = torch.ones(kv.shape[1], dtype=torch.bool).index_fill_(0, written, False)
     assert torch.equal(kv[:, others].view(torch.int16), expected_kv[:, others].view(torch.int16))
+
+
+@NATIVE_KERNELS
+@DTYPES
+@pytest.mark.parametrize("sizes", SIZES, ids=["plain", "biases", "qk_norm"])
+@given(BATCHES, st.lists(st.booleans(), min_size=1, max_size=4), st.integers(0, 1000))
+def test_tokens_are_those_of_the_logits(
+    kernels: Kernels,
+    dtype: torch.dtype,
+    sizes: Sizes,
+    lengths: list[tuple[int, int]],
+    sampled: list[bool],
+    seed: int,
+) -> None:
+    """Whether the forward chooses them itself, or gives hidden states first."""
+    step = step_of(sizes, [Shape(-1, 0, c, q) for c, q in lengths], sampled, dtype, seed)
+    model, num = model_of(sizes, kernels, dtype), len(step.rows)
+    rng = np.random.default_rng(seed)
+    choice = ChoiceRows(
+        targets=rng.choice([-1, -1, 7], num),
+        temperatures=rng.choice([0.0, 0.7, 1.0], num).astype(np.float32),
+        top_ks=rng.choice([0, 5], num),
+        top_ps=rng.choice([1.0, 0.5], num).astype(np.float32),
+        min_ps=np.zeros(num, dtype=np.float32),
+        uniforms=rng.random(num),
+    )
+    hidden, _ = step.run(model, kernels)
+    expected = kernels.choose(model.logits(hidden), choice).tolist() if num else []
+    assert step.choose(model, kernels, choice) == expected
 
 
 @NATIVE_KERNELS

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from agentflow.errors import BadArgument, UnknownModel
 from agentflow.kernels.attention_batch import AttentionBatch
+from agentflow.kernels.forward_input import ForwardInput
 from agentflow.kernels.ops import kernels_for
 from agentflow.server.core.batch import LogitEdits
 from agentflow.server.model.config import read_config
@@ -265,7 +266,8 @@ def _logits_in_bfloat16(folder: Path, prompts: list[list[int]]) -> list[torch.Te
         batch = AttentionBatch(np.arange(len(ids), dtype=np.int32)[None], np.array([0]), lens, lens, None)
         plan = kernels.plan_attention(batch, torch.bfloat16, CPU)
         with torch.inference_mode():
-            logits.append(model.logits(model.forward(np.array(ids), rows, rows, pool, plan, rows)))
+            given = ForwardInput(np.array(ids), rows, rows, pool.layers, plan, rows)
+            logits.append(model.logits(model.forward(given)))
     return logits
 
 

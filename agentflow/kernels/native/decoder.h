@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.h"
+#include "choice.h"
 #include "linear.h"
 #include "part_times.h"
 #include "row_ops.h"
@@ -40,7 +41,7 @@ template <class S>
 struct Activations {
     std::vector<S> residual, qkv;
     std::vector<RowOf<S>> normed, attended, gated;
-    std::vector<float> cos, sin, parts;
+    std::vector<float> cos, sin, parts, logits;
     int64_t hidden_stride = 0, attended_stride = 0, gated_stride = 0;
 
     void fit(const DecoderWeights& w, int64_t num_rows) {
@@ -76,8 +77,8 @@ class Forward {
         grow(m_.parts, num_part_floats(plan_, shape_));
     }
 
-    // Writes the KV of all rows to kv_layers, and to out [num_sampled][hidden_size] the normed hidden states.
-    void run(void* const* kv_layers, S* out) {
+    // Writes the KV of all rows to kv_layers.
+    void run(void* const* kv_layers) {
         begin();
         for (int64_t i = 0; i < w_.num_layers; i++) {
             const LayerWeights& layer = w_.layers[i];
@@ -93,9 +94,27 @@ class Forward {
             gate(layer.gate_up);
             add_to_residual(DOWN, m_.gated, m_.gated_stride, layer.down);
         }
-        for (int64_t t = 0; t < num_; t++) {
+    }
+
+    // The normed hidden states of the sampled rows, to out [num_sampled][hidden_size].
+    void write_hidden(S* out) {
+        for (int64_t t = 0; t < rows_.num_sampled; t++) {
             rms_norm(residual(t), static_cast<const S*>(w_.final_norm), w_.hidden_size, w_.norm_eps, out + t * w_.hidden_size);
         }
+    }
+
+    // Their tokens, to out [num_sampled].
+    void choose_tokens(const Weight& head, Choices choices, int64_t* out) {
+        if (rows_.num_sampled == 0) return;
+        normalize(w_.final_norm);
+        grow(m_.logits, num_ * head.num_out);
+        {
+            const Timed timed(HEAD);
+            linear<S>(m_.normed.data(), m_.hidden_stride, num_, head, m_.logits.data(), head.num_out);
+        }
+        const Timed timed(CHOICE);
+        choices.logits = m_.logits.data();
+        choose(choices, out);
     }
 
   private:

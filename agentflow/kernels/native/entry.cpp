@@ -1,7 +1,6 @@
 // What Python calls, by ctypes (native_library.py). Every function takes the team for as long as it runs.
 // `is_bf16`: whether values are bfloat16 or float.
 
-#include "choice.h"
 #include "decoder.h"
 
 using namespace agentflow;
@@ -106,10 +105,12 @@ EXPORT void af_part_seconds(double* out) {
     std::fill(part_seconds, part_seconds + NUM_PARTS, 0.0);
 }
 
-// Begins a forward; af_finish_forward ends it, and until then all that it was given must live. Gives -1, or the row of
-// a token that does not exist: then nothing is begun.
+// Begins a forward; af_finish_forward ends it, and until then all that it was given must live. Of the sampled rows it
+// gives the tokens, where it is told how they are chosen, and otherwise the normed hidden states. Gives -1, or the row
+// of a token that does not exist: then nothing is begun.
 EXPORT int64_t af_start_forward(int is_bf16, const DecoderWeights* weights, const Rows* rows, const Batch* batch,
-                                void* const* kv_layers, void* out) {
+                                void* const* kv_layers, void* hidden, const Weight* head, const Choices* choices,
+                                int64_t* tokens) {
     const int64_t unknown = unknown_token(*weights, *rows);
     if (unknown >= 0) return unknown;
     team().in_use.lock();
@@ -117,7 +118,10 @@ EXPORT int64_t af_start_forward(int is_bf16, const DecoderWeights* weights, cons
         as_type(is_bf16, [&](auto type) {
             using S = decltype(type);
             static Activations<S> memory;
-            Forward<S>(*weights, *rows, *batch, memory).run(kv_layers, static_cast<S*>(out));
+            Forward<S> forward(*weights, *rows, *batch, memory);
+            forward.run(kv_layers);
+            if (choices) forward.choose_tokens(*head, *choices, tokens);
+            else forward.write_hidden(static_cast<S*>(hidden));
         });
     });
     return -1;

@@ -9,8 +9,10 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 #include <type_traits>
 
+#include "simd.h"
 #include "tiles.h"
 
 namespace agentflow {

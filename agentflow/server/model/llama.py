@@ -7,12 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from agentflow.kernels.attention_batch import AttentionBatch, IntArray
+from agentflow.kernels.attention_batch import IntArray
+from agentflow.kernels.choice_rows import ChoiceRows
 from agentflow.kernels.decoder_weights import DecoderWeights, LayerWeights
+from agentflow.kernels.forward_input import ForwardInput
 from agentflow.kernels.linear_weight import LinearWeight
 from agentflow.kernels.ops import Kernels
 from agentflow.server.model.config import LlamaConfig
-from agentflow.server.model.kv_pool import KvPool
 from agentflow.server.model.rope import rope_angles
 from agentflow.server.runner import nothing
 
@@ -28,7 +29,7 @@ class LlamaModel:
         self._kernels = kernels
         self._decoder = decoder
         self._head = head
-        self._whole_forward = kernels.whole_forward(decoder)
+        self._whole_forward = kernels.whole_forward(decoder, head)
 
     @property
     def nbytes(self) -> int:
@@ -40,56 +41,45 @@ class LlamaModel:
             nbytes -= embedding.nbytes  # one tensor, both
         return nbytes + sum(layer.nbytes for layer in self._decoder.layers)
 
-    def forward(
-        self,
-        token_ids: IntArray,
-        positions: IntArray,
-        write_slots: IntArray,
-        kv_pool: KvPool,
-        plan: AttentionBatch,
-        rows: IntArray,
-        meanwhile: Callable[[], None] = nothing,
-    ) -> Tensor:
-        """Compute T rows, write their KV, and give the last hidden states, normed, of ``rows`` [S].
-
-        ``token_ids``, ``positions``, ``write_slots`` [T]. ``plan``: of the kernels' ``plan_attention``. The
-        result is [S, hidden_size]. ``meanwhile`` is called once, as of ``ModelRunner.run``.
-        """
+    def forward(self, given: ForwardInput, meanwhile: Callable[[], None] = nothing) -> Tensor:
+        """Compute T rows, write their KV, and give the last hidden states, normed, of those that are wanted:
+        [S, hidden_size]. ``meanwhile`` is called once, as of ``ModelRunner.run``."""
         if self._whole_forward is not None:
-            layers = kv_pool.layers
-            return self._whole_forward(token_ids, positions, write_slots, layers, plan, rows, meanwhile)
-        device = self._decoder.embedding.device
-        if device.type == "cpu":
+            return self._whole_forward.hidden(given, meanwhile)
+        is_waited_for = self._decoder.embedding.device.type == "cpu"
+        if is_waited_for:
             meanwhile()
-        ids, places, slots, sampled = (
-            torch.from_numpy(array).to(device) for array in (token_ids, positions, write_slots, rows)
-        )
-        hidden = self._forward(ids, places, slots, kv_pool, plan, sampled)
-        if device.type != "cpu":
-            meanwhile()  # all has been launched, and runs
+        hidden = self._forward(given)
+        if not is_waited_for:  # all has been launched, and runs
+            meanwhile()
         return hidden
 
-    def _forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        write_slots: Tensor,
-        kv_pool: KvPool,
-        plan: AttentionBatch,
-        rows: Tensor,
-    ) -> Tensor:
-        """The same, kernel by kernel."""
+    def choose(
+        self, given: ForwardInput, choice: ChoiceRows, meanwhile: Callable[[], None] = nothing
+    ) -> IntArray:
+        """The same, but it gives the tokens that ``Kernels.choose`` chooses for the rows: [S]."""
+        if self._whole_forward is not None:
+            return self._whole_forward.tokens(given, choice, meanwhile)
+        return self._kernels.choose(self.logits(self.forward(given, meanwhile)), choice)
+
+    def _forward(self, given: ForwardInput) -> Tensor:
+        """Kernel by kernel."""
+        device = self._decoder.embedding.device
+        token_ids, positions, write_slots, rows = (
+            torch.from_numpy(array).to(device)
+            for array in (given.token_ids, given.positions, given.write_slots, given.rows)
+        )
         kernels, decoder, eps = self._kernels, self._decoder, self.config.rms_norm_eps
         residual = torch.nn.functional.embedding(token_ids, decoder.embedding)
         cos, sin = rope_angles(positions, decoder.frequencies, residual.dtype)
         normed = kernels.rms_norm(residual, decoder.layers[0].input_norm, eps)
         last = len(decoder.layers) - 1
         for i, layer in enumerate(decoder.layers):
-            kv_layer = kv_pool.layers[i]
+            kv_layer = given.kv_layers[i]
             queries = self._queries(layer, normed, cos, sin, kv_layer, write_slots)
             if i == last and not len(rows):
                 return normed[:0]  # a chunk of a prompt: its KV was all that was wanted
-            attended = kernels.attention(queries, kv_layer, plan, self.config.head_dim**-0.5)
+            attended = kernels.attention(queries, kv_layer, given.plan, self.config.head_dim**-0.5)
             if i == last and len(rows) < len(token_ids):
                 attended, residual = attended.index_select(0, rows), residual.index_select(0, rows)
             attended = kernels.linear(attended, layer.output)

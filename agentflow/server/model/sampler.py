@@ -30,16 +30,19 @@ _FIRST_MULTIPLIER = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND_MULTIPLIER = np.uint64(0x94D049BB133111EB)
 
 
-def choose_tokens(
-    logits: Tensor, sampled: SampledRows, kernels: Kernels, rows: ChoiceRows | None = None
-) -> BatchOutput:
+def wants_only_tokens(sampled: SampledRows) -> bool:
+    """Whether there are rows, and all that is wanted of them is what ``Kernels.choose`` gives of their
+    logits as they are."""
+    return len(sampled.rows) > 0 and sampled.edits is None and not sampled.needs_logprobs
+
+
+def choose_tokens(logits: Tensor, sampled: SampledRows, kernels: Kernels) -> BatchOutput:
     """The token of each row, and its log-probability and the likeliest tokens where any row needs them.
 
     ``logits`` [S, vocabulary] float32, changed meanwhile and left as they were. Tokens are chosen as
-    ``Kernels.choose`` says. ``sampled.edits`` and then ``sampled.masks`` come before that. ``rows``:
-    ``choice_rows(sampled)``, where the caller has them already.
+    ``Kernels.choose`` says. ``sampled.edits`` and then ``sampled.masks`` come before that.
     """
-    rows = rows or choice_rows(sampled)
+    rows = choice_rows(sampled)
     if sampled.edits is None:
         tokens = kernels.choose(logits, rows)
     else:

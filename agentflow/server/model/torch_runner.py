@@ -11,13 +11,13 @@ from torch import Tensor
 
 from agentflow.errors import BadArgument
 from agentflow.kernels.attention_batch import AttentionBatch
-from agentflow.kernels.choice_rows import ChoiceRows
+from agentflow.kernels.forward_input import ForwardInput
 from agentflow.kernels.ops import Kernels, kernels_for
 from agentflow.server.core.batch import Batch, BatchOutput, SampledRows
 from agentflow.server.model.config import read_config
 from agentflow.server.model.kv_pool import KvPool
 from agentflow.server.model.loader import load_llama
-from agentflow.server.model.sampler import choice_rows, choose_tokens
+from agentflow.server.model.sampler import choice_rows, choose_tokens, wants_only_tokens
 from agentflow.server.runner import RunnerInfo, nothing
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -74,33 +74,31 @@ class TorchRunner:
 
     @torch.inference_mode()
     def run(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> BatchOutput:
-        is_one_part = len(batch.sampled.rows) <= _MAX_LOGIT_ROWS
-        rows: ChoiceRows | None = None
-
-        def get_ready() -> None:
-            nonlocal rows
-            rows = choice_rows(batch.sampled) if is_one_part else None
-            meanwhile()
-
-        attended = AttentionBatch(
-            batch.page_table, batch.page_rows, batch.query_lens, batch.kv_lens, batch.branches
-        )
-        hidden = self._model.forward(
-            batch.token_ids,
-            batch.positions,
-            batch.write_slots,
-            self._kv_pool,
-            self._kernels.plan_attention(attended, self._dtype, self._device),
-            batch.sampled.rows,
-            get_ready,
-        )
-        if is_one_part:
-            return self._choose(hidden, batch.sampled, rows)
+        sampled = batch.sampled
+        given = self._forward_input(batch)
+        if len(sampled.rows) <= _MAX_LOGIT_ROWS and wants_only_tokens(sampled):
+            return BatchOutput(self._model.choose(given, choice_rows(sampled), meanwhile), None)
+        hidden = self._model.forward(given, meanwhile)
+        if len(hidden) <= _MAX_LOGIT_ROWS:
+            return self._choose(hidden, sampled)
         outputs = []
         for first in range(0, len(hidden), _MAX_LOGIT_ROWS):
             end = first + _MAX_LOGIT_ROWS
-            outputs.append(self._choose(hidden[first:end], batch.sampled.part(first, end)))
+            outputs.append(self._choose(hidden[first:end], sampled.part(first, end)))
         return _joined(outputs)
+
+    def _forward_input(self, batch: Batch) -> ForwardInput:
+        attended = AttentionBatch(
+            batch.page_table, batch.page_rows, batch.query_lens, batch.kv_lens, batch.branches
+        )
+        return ForwardInput(
+            batch.token_ids,
+            batch.positions,
+            batch.write_slots,
+            self._kv_pool.layers,
+            self._kernels.plan_attention(attended, self._dtype, self._device),
+            batch.sampled.rows,
+        )
 
     @property
     def kv_layers(self) -> tuple[Tensor, ...]:
@@ -111,10 +109,10 @@ class TorchRunner:
         """Give the memory back; the runner cannot be used any more."""
         del self._model, self._kv_pool
 
-    def _choose(self, hidden: Tensor, sampled: SampledRows, rows: ChoiceRows | None = None) -> BatchOutput:
+    def _choose(self, hidden: Tensor, sampled: SampledRows) -> BatchOutput:
         if not len(hidden):
             return BatchOutput(sampled.target_ids.copy(), None)
-        return choose_tokens(self._model.logits(hidden), sampled, self._kernels, rows)
+        return choose_tokens(self._model.logits(hidden), sampled, self._kernels)
 
 
 def _device(name: str | None) -> torch.device:
