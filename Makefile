@@ -12,7 +12,8 @@
 #   make test-adapters  the tests of adapters/, each in an environment of its own (ADAPTERS=dspy-agentflow: of one)
 #   make langchain-agentflow, make dspy-agentflow  an adapter's environment, and its example on the default model
 #   make gpu-check      the model on this machine's GPU, against its CPU and against what the GPU can do; without a
-#                GPU it says so. Runs on PYTHON as it is (WHEELS=DIR: installs those for it, in a folder of its own)
+#                GPU it says so. Runs on .venv where there is one, or on PYTHON as it is (WHEELS=DIR: installs those
+#                for it, in a folder of its own)
 #   make lint    ruff, mypy and the directions of import
 #   make compiled       a copy of the package in build/compiled, its scheduling core compiled to C
 #   make test-compiled  the tests of the core on that copy
@@ -108,7 +109,9 @@ soak: $(VENV)/.installed-dev
 	@$(BIN)/agentflow pull $(MODEL)
 	@$(BIN)/python -m benchmarks soak $(ARGS)
 
-# On a bare machine, where nothing can be fetched: what PYTHON has, and the wheels of WHEELS.
+# On a bare machine, where nothing can be fetched: what PYTHON has, and the wheels of WHEELS. A PYTHON that is
+# named is taken even where there is .venv.
+gpu-check: PYTHON := $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))
 gpu-check:
 	@site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && \
 	if [ -n "$(WHEELS)" ]; then \
