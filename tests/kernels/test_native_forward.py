@@ -176,22 +176,36 @@ def step_of(sizes: Sizes, shapes: list[Shape], sampled: list[bool], dtype: torch
     )
 
 
-BATCHES = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 40)), min_size=1, max_size=5)
+@dataclass(frozen=True)
+class Drawn:
+    """Of a random step: how much of each request is cached and how many rows it has, which of the rows are
+    wanted (over and over), and a seed for all numbers."""
+
+    lengths: list[tuple[int, int]]
+    sampled: list[bool]
+    seed: int
+
+    def step(self, sizes: Sizes, dtype: torch.dtype) -> Step:
+        shapes = [Shape(-1, 0, cached, num_rows) for cached, num_rows in self.lengths]
+        return step_of(sizes, shapes, self.sampled, dtype, self.seed)
+
+
+DRAWN = st.builds(
+    Drawn,
+    lengths=st.lists(st.tuples(st.integers(0, 200), st.integers(1, 40)), min_size=1, max_size=5),
+    sampled=st.lists(st.booleans(), min_size=1, max_size=4),
+    seed=st.integers(0, 1000),
+)
 
 
 @NATIVE_KERNELS
 @DTYPES
 @pytest.mark.parametrize("sizes", SIZES, ids=["plain", "biases", "qk_norm"])
-@given(BATCHES, st.lists(st.booleans(), min_size=1, max_size=4), st.integers(0, 1000))
+@given(DRAWN)
 def test_a_whole_model_gives_what_the_reference_gives(
-    kernels: Kernels,
-    dtype: torch.dtype,
-    sizes: Sizes,
-    lengths: list[tuple[int, int]],
-    sampled: list[bool],
-    seed: int,
+    kernels: Kernels, dtype: torch.dtype, sizes: Sizes, drawn: Drawn
 ) -> None:
-    step = step_of(sizes, [Shape(-1, 0, c, q) for c, q in lengths], sampled, dtype, seed)
+    step = drawn.step(sizes, dtype)
     expected, expected_kv = step.run(model_of(sizes, reference_ops, dtype), reference_ops)
     hidden, kv = step.run(model_of(sizes, kernels, dtype), kernels)
     assert hidden.shape == (len(step.rows), sizes.hidden)
@@ -211,19 +225,14 @@ def test_a_whole_model_gives_what_the_reference_gives(
 @NATIVE_KERNELS
 @DTYPES
 @pytest.mark.parametrize("sizes", SIZES, ids=["plain", "biases", "qk_norm"])
-@given(BATCHES, st.lists(st.booleans(), min_size=1, max_size=4), st.integers(0, 1000))
+@given(DRAWN)
 def test_tokens_are_those_of_the_logits(
-    kernels: Kernels,
-    dtype: torch.dtype,
-    sizes: Sizes,
-    lengths: list[tuple[int, int]],
-    sampled: list[bool],
-    seed: int,
+    kernels: Kernels, dtype: torch.dtype, sizes: Sizes, drawn: Drawn
 ) -> None:
     """Whether the forward chooses them itself, or gives hidden states first."""
-    step = step_of(sizes, [Shape(-1, 0, c, q) for c, q in lengths], sampled, dtype, seed)
+    step = drawn.step(sizes, dtype)
     model, num = model_of(sizes, kernels, dtype), len(step.rows)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(drawn.seed)
     choice = ChoiceRows(
         targets=rng.choice([-1, -1, 7], num),
         temperatures=rng.choice([0.0, 0.7, 1.0], num).astype(np.float32),
