@@ -1,10 +1,16 @@
-"""What is around the kernels in an engine's step: scheduling, Python, sampling, detokenising."""
+"""What is around the kernels in an engine's step: scheduling, Python, sampling, detokenising, and what its
+messages cost on their way to the server's process."""
 
 from __future__ import annotations
 
 import random
+import socket
+import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 from agentflow.kernels import native_ops
 from agentflow.sampling import SamplingParams
@@ -12,33 +18,49 @@ from agentflow.server.core.scheduler import SchedulerConfig
 from agentflow.server.engine import Engine
 from agentflow.server.engine_messages import Abort, FromEngine, Submit
 from agentflow.server.engine_process import collect_garbage_rarely
+from agentflow.server.message_frames import to_frame
 from agentflow.server.model.torch_runner import TorchRunner
 from agentflow.server.step_times import PHASES
+from agentflow.server.text_end import TextEnd
 from agentflow.server.tokenizer import Tokenizer
 from benchmarks.report import Report, median_of
 
 KERNEL_PARTS = tuple(part for part in native_ops.PARTS if part != "plan")
 NUM_STEPS = 40
+NUM_TEXT_STEPS = 10
 NUM_SLOTS = 40_000
 
 
 def measure(report: Report, folder: Path) -> None:
     """``overhead_share``: what of a step is not in a kernel; alone and for 32 streams."""
     runner = TorchRunner(folder, num_slots=NUM_SLOTS, device="cpu", num_threads=2)
-    delivered: list[FromEngine] = []
-    engine = Engine(runner, Tokenizer.from_folder(folder), SchedulerConfig(max_running=64), delivered.extend)
-    collect_garbage_rarely()
-    runs = 5 if report.scale == "full" else 3
-    for name, num, context, goal in (
-        ("overhead_share", 1, 100, "<= 0.1"),
-        ("overhead_share_batch32", 32, 300, "<= 0.05"),
-    ):
-        shares = []
-        for turn in range(runs):
-            share, note = _overhead(engine, 1000 * (turn + 1), num, context)
-            shares.append(share)
-        report.results.append(median_of(f"step.{name}", shares, "ratio", note=note, goal=goal))
+    with _other_process() as connection:
+
+        def deliver(messages: list[FromEngine]) -> None:
+            connection.sendall(to_frame(messages))
+
+        engine = Engine(runner, Tokenizer.from_folder(folder), SchedulerConfig(max_running=64), deliver)
+        collect_garbage_rarely()
+        runs = 5 if report.scale == "full" else 3
+        for name, num, context, goal in (
+            ("overhead_share", 1, 100, "<= 0.1"),
+            ("overhead_share_batch32", 32, 300, "<= 0.05"),
+        ):
+            shares = []
+            for turn in range(runs):
+                share, note = _overhead(engine, 1000 * (turn + 1), num, context)
+                shares.append(share)
+            report.results.append(median_of(f"step.{name}", shares, "ratio", note=note, goal=goal))
     runner.close()
+
+
+@contextmanager
+def _other_process() -> Iterator[socket.socket]:
+    """A socket as an engine process has it; a process at its other end reads all that comes."""
+    mine, its_own = socket.socketpair()
+    with subprocess.Popen(["cat"], stdin=its_own.fileno(), stdout=subprocess.DEVNULL), mine:
+        its_own.close()
+        yield mine
 
 
 def _overhead(engine: Engine, first_id: int, num: int, context: int) -> tuple[float, str]:
@@ -62,14 +84,34 @@ def _overhead(engine: Engine, first_id: int, num: int, context: int) -> tuple[fl
     parts = native_ops.part_seconds()
     in_kernels = sum(parts[part] for part in KERNEL_PARTS)
     phases = [phase.total - seen for phase, seen in zip(engine.times.phases, before, strict=True)]
+    text_ms = _text_ms(engine)
     for request_id in range(first_id, first_id + num):
         engine.send(Abort(request_id))
     engine.take_messages()
     each = {name: 1e3 * seconds / NUM_STEPS for name, seconds in zip(PHASES, phases, strict=True)}
     each["run"] -= 1e3 * in_kernels / NUM_STEPS
-    around = ", ".join(f"{name} {ms:.2f}" for name, ms in each.items() if ms)
+    around = ", ".join(f"{name} {ms:.2f}" for name, ms in each.items())
     note = (
         f"{num} streams at {context} tokens, top_p 0.9: {1e3 * took / NUM_STEPS:.1f} ms a step, "
-        f"{1e3 * in_kernels / NUM_STEPS:.1f} in kernels; around them, ms: {around} (last run)"
+        f"{1e3 * in_kernels / NUM_STEPS:.1f} in kernels; around them, ms: {around} (to another process, and "
+        f"while a step runs); of complete, detokenising {text_ms:.2f} (last run)"
     )
     return 1 - in_kernels / took, note
+
+
+def _text_ms(engine: Engine) -> float:
+    """What following the texts takes of a step, in some more steps."""
+    took = 0.0
+    really_push = TextEnd.push
+
+    def push(text: TextEnd, token_id: int) -> str:
+        nonlocal took
+        began = time.perf_counter()
+        delta = really_push(text, token_id)
+        took += time.perf_counter() - began
+        return delta
+
+    with patch.object(TextEnd, "push", push):
+        for _ in range(NUM_TEXT_STEPS):
+            engine.step()
+    return 1e3 * took / NUM_TEXT_STEPS

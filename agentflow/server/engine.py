@@ -13,9 +13,10 @@ from collections.abc import Callable
 
 from agentflow.errors import AgentflowError, Cancelled, EngineFailed
 from agentflow.server.constrained_request import ConstrainedRequest, constrained_request
+from agentflow.server.core.in_flight import StepResult
 from agentflow.server.core.jump_forward import Jump
 from agentflow.server.core.request import Request, Status, TopTokens
-from agentflow.server.core.scheduler import Scheduler, SchedulerConfig, StepResult
+from agentflow.server.core.scheduler import Scheduler, SchedulerConfig
 from agentflow.server.engine_messages import (
     Abort,
     CloseState,
@@ -45,7 +46,8 @@ Deliver = Callable[[list[FromEngine]], None]
 
 class Engine:
     """Runs requests on ``runner``. ``send`` may be called from any thread; ``deliver`` is called from the
-    engine's: with what a step gave while the next one runs, or at once where there is none."""
+    engine's: with what a step gave while the next one runs, or at once where there is none. While one
+    runs the next batch is written, too, as far as it can be foreseen."""
 
     def __init__(
         self, runner: ModelRunner, tokenizer: Tokenizer, config: SchedulerConfig, deliver: Deliver
@@ -63,7 +65,7 @@ class Engine:
         self._endings: dict[int, str] = {}  # of requests whose text is complete: why
         self._started: set[int] = set()
         self._outbox: list[FromEngine] = []
-        self._undeliverable: Exception | None = None
+        self._failed_meanwhile: Exception | None = None
         self._is_stopping = False
         self.times = StepTimes()
 
@@ -85,7 +87,7 @@ class Engine:
             self._runner.close()
 
     def step(self) -> bool:
-        """One forward pass, if there is anything to run. Meanwhile it delivers what there is."""
+        """One forward pass, if there is anything to run."""
         began = time.perf_counter()
         batch = self.scheduler.schedule()
         if batch is None:
@@ -94,14 +96,14 @@ class Engine:
         self._tell_started()
         began = time.perf_counter()
         try:
-            output = self._runner.run(batch, self._deliver_meanwhile)
+            output = self._runner.run(batch, self._meanwhile)
         except Exception as error:
             logger.exception("a forward pass failed; its requests are dropped")
             for request in self.scheduler.discard():
                 self._fail(request.id, EngineFailed(f"the forward pass failed: {error!r}"))
             return True
-        if self._undeliverable is not None:
-            raise self._undeliverable
+        if self._failed_meanwhile is not None:
+            raise self._failed_meanwhile
         has_run = time.perf_counter()
         self.times.count(RUN, has_run - began)
         for result in self.scheduler.complete(output):
@@ -129,12 +131,16 @@ class Engine:
             self._deliver(delivered)
             self.times.count(DELIVER, time.perf_counter() - began)
 
-    def _deliver_meanwhile(self) -> None:
-        """While a batch runs. What goes wrong is kept until it has run: it is not the batch's fault."""
+    def _meanwhile(self) -> None:
+        """While a batch runs: somebody waits for what the one before gave, and the next can be prepared.
+        What goes wrong is kept until this one has run: it is not its fault."""
         try:
             self._deliver_outbox()
+            foreseen = self.scheduler.foresee()
+            if foreseen is not None:
+                self._runner.prepare(foreseen)
         except Exception as error:
-            self._undeliverable = error
+            self._failed_meanwhile = error
 
     def take_messages(self) -> None:
         """Reads what was sent; where there is nothing to run, waits for something."""

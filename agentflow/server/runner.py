@@ -30,10 +30,15 @@ def nothing() -> None:
 class ModelRunner(Protocol):
     """Runs batches. Used from one thread only. ``run`` writes the KV of every row into its slot, and returns
     when the output is on the host. It calls ``meanwhile`` once: while the batch runs, if it runs elsewhere
-    than in this thread, or else before."""
+    than in this thread, or else before.
+
+    ``prepare``, from there, is given a batch that will probably be the next one, whose ``token_ids`` are
+    filled in later, in place: nothing else of it changes until it runs or another one does."""
 
     info: RunnerInfo
 
     def run(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> BatchOutput: ...
+
+    def prepare(self, batch: Batch) -> None: ...
 
     def close(self) -> None: ...

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_scheduler import Harness, expected_output
+from scheduler_harness import Harness, expected_output
 
 from agentflow.errors import PromptTooLong
 from agentflow.server.core.policies import POLICIES
@@ -136,7 +136,7 @@ def test_all_that_fits_is_one_forward_pass(choices, prompt):
     harness.add(1, prompt, 0)
     finish(harness)
     request = add_select(harness, 2, prompt, choices)
-    harness.row_counts.clear()
+    harness.batches.clear()
     finish(harness)
     assert harness.row_counts == [1 + token_tree(choices).num_nodes]  # the last token, and each node once
     assert request.num_cached == len(prompt) - 1
@@ -180,7 +180,7 @@ def test_the_prefix_stays_cached_and_the_nodes_do_not():
     finish(harness)
     memory = harness.scheduler.memory
     assert memory.cache.num_cached == 4
-    assert memory.slots.num_free == memory.slots.total - 4
+    assert memory.num_free == memory.slots.total - 4
     follower = harness.add(2, [1, 2, 3, 4, 5, 6], 1)
     finish(harness)
     assert follower.num_cached == 4

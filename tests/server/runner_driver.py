@@ -34,10 +34,14 @@ class Walker:
 
 
 class Driver:
-    """Owns the page table of a runner. ``seed``: of the slots' places and of chunk sizes."""
+    """Owns the page table of a runner. ``seed``: of the slots' places and of chunk sizes. ``prepares``: every
+    batch, before its tokens are filled in."""
 
-    def __init__(self, runner: ModelRunner, *, seed: int = 0, max_requests: int = 64) -> None:
+    def __init__(
+        self, runner: ModelRunner, *, seed: int = 0, max_requests: int = 64, prepares: bool = False
+    ) -> None:
         self.runner = runner
+        self._prepares = prepares
         self.rng = np.random.default_rng(seed)
         self._free = self.rng.permutation(runner.info.num_slots).tolist()
         columns = min(runner.info.max_context, 4096)
@@ -64,7 +68,7 @@ class Driver:
                 self._table[sequence.page_row, position] = self._free.pop()
         ends = [sequence.num_computed + num_rows for sequence, num_rows in work]
         done = [end == len(sequence.tokens) for (sequence, _), end in zip(work, ends, strict=True)]
-        output = self.runner.run(self._batch(work, done, **sampling))
+        output = self._run(self.batch(work, done, **sampling))
         for (sequence, _), end in zip(work, ends, strict=True):
             sequence.num_computed = end
         if "rows" in sampling:
@@ -73,6 +77,14 @@ class Driver:
         for sequence, token in zip(finished, output.token_ids.tolist(), strict=True):
             sequence.tokens.append(token)
         return output
+
+    def _run(self, batch: Batch) -> BatchOutput:
+        if self._prepares:
+            token_ids = batch.token_ids.copy()
+            batch.token_ids[:] = 0
+            self.runner.prepare(batch)
+            batch.token_ids[:] = token_ids
+        return self.runner.run(batch)
 
     def generate(self, sequences: Sequence[Walker], num_tokens: int, *, max_chunk: int = 4096) -> None:
         """Greedy tokens for all of them: prefill in chunks of random size, mixed with decoding."""
@@ -84,7 +96,8 @@ class Driver:
                 work.append((sequence, min(left, chunk)))
             self.step(work)
 
-    def _batch(self, work: Sequence[tuple[Walker, int]], done: Sequence[bool], **sampling: Any) -> Batch:
+    def batch(self, work: Sequence[tuple[Walker, int]], done: Sequence[bool], **sampling: Any) -> Batch:
+        """As the scheduler makes it, slots included; ``done``: who gets a token."""
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []

@@ -464,6 +464,29 @@ def test_what_a_step_gave_is_delivered_while_the_next_one_runs():
     assert len(by_hand.delivered) == 5
 
 
+def test_the_next_batch_is_prepared_while_one_runs():
+    prepared: list[bool] = []
+    by_hand = ByHand(None, on_step=lambda batch: prepared.append(batch is before[0]))
+    fake, before = by_hand.engine._runner, [None]
+    really_run = fake.run
+
+    def run(batch, meanwhile):
+        before[0] = fake.prepared
+        return really_run(batch, meanwhile)
+
+    fake.run = run
+    by_hand.run(Submit(1, [2, 3], SamplingParams(max_tokens=5, ignore_eos=True)))
+    assert prepared == [False, False, True, True, True]
+
+
+def test_what_cannot_be_prepared_is_not_the_batchs_fault(caplog):
+    by_hand = ByHand(None)
+    by_hand.engine._runner.prepare = None
+    with pytest.raises(TypeError):
+        by_hand.run(Submit(1, [2, 3], SamplingParams(max_tokens=9, ignore_eos=True)))
+    assert not caplog.records
+
+
 def test_what_cannot_be_delivered_is_not_the_batchs_fault(caplog):
     def deliver(messages: list[FromEngine]) -> None:
         raise BrokenPipeError

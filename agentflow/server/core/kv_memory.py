@@ -1,8 +1,9 @@
 """The KV pool as the scheduler sees it: who holds which slots.
 
 A slot is free, or cached (in the radix cache), or held (a running request computed into it and it is
-not in the cache yet): ``free + cached + held == total``. A running request locks what it uses of the
-cache. Everything that a request holds comes back through ``detach``, and nowhere else.
+not in the cache yet): ``free + cached + held == total``. Some of the free ones may be laid out *ahead*,
+for a batch that may never run. A running request locks what it uses of the cache. Everything that a
+request holds comes back through ``detach``, and nowhere else.
 """
 
 from __future__ import annotations
@@ -47,16 +48,27 @@ class KVMemory:
         self._on_cached = on_cached
         self._on_evict = on_evict
         self._free_rows = list(range(max_running - 1, -1, -1))
+        self._ahead: SlotArray = np.empty(0, dtype=np.int32)
 
     @property
     def num_held(self) -> int:
         """Slots of running requests that are not in the cache."""
-        return self.slots.total - self.slots.num_free - self.cache.num_cached
+        return self.slots.total - self.num_free - self.cache.num_cached
+
+    @property
+    def num_free(self) -> int:
+        """Slots that are nobody's."""
+        return self.slots.num_free + self.num_ahead
+
+    @property
+    def num_ahead(self) -> int:
+        """Those of them that ``allocate_ahead`` gave and nobody has taken."""
+        return len(self._ahead)
 
     @property
     def num_available(self) -> int:
         """Slots that could be had now, by eviction if need be."""
-        return self.slots.num_free + self.cache.num_evictable
+        return self.num_free + self.cache.num_evictable
 
     @property
     def num_available_to_new(self) -> int:
@@ -86,9 +98,28 @@ class KVMemory:
         self.cache.write_slots(match, self.page_table[request.page_row])
         request.committed = match
 
+    def allocate_ahead(self, num_rows: int) -> SlotArray | None:
+        """Slots for a batch that may never run: nothing is evicted for it, so None where too few are free.
+        They still count as free; ``take_ahead`` makes them the batch's."""
+        self.drop_ahead()
+        if num_rows > self.slots.num_free:
+            return None
+        self._ahead = self.slots.allocate(num_rows)
+        return self._ahead
+
+    def take_ahead(self) -> None:
+        """The batch is going to run."""
+        self._ahead = self._ahead[:0]
+
+    def drop_ahead(self) -> None:
+        """It is not. May be repeated."""
+        self.slots.release(self._ahead)
+        self._ahead = self._ahead[:0]
+
     def allocate(self, num_rows: int) -> SlotArray:
-        """Slots for all rows of a batch. Evicts what has to go, once for all of them; ``num_available``
-        has said that there are enough."""
+        """Slots for all rows of a batch, none of which is laid out. Evicts what has to go, once for all of
+        them; ``num_available`` has said that there are enough."""
+        assert not self.num_ahead
         missing = num_rows - self.slots.num_free
         if missing > 0:
             self.liveness.expire(self.num_computed)

@@ -48,6 +48,13 @@ class SamplingTable:
         self._special: dict[int, _Special] = {}
         self._constrained: dict[int, Request] = {}
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether of every request that runs a token is wanted, nothing else, and how it is chosen does not
+        depend on those before it."""
+        special = self._special or self._constrained
+        return not (special or self.num_scoring or self.num_silent or self._num_logprobs)
+
     def attach(self, request: Request) -> None:
         """The request runs, in its page row."""
         row, params = request.page_row, request.params

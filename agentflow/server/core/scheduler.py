@@ -12,18 +12,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from agentflow.server.core.batch import Batch, BatchOutput
-from agentflow.server.core.batch_builder import Work, build_batch, targets_of
-from agentflow.server.core.branch_builder import TreeRows, take_scored, tree_rows
+from agentflow.server.core.batch_builder import Work, build_batch
+from agentflow.server.core.branch_builder import tree_rows
 from agentflow.server.core.counters import Counters
 from agentflow.server.core.draft import Draft
+from agentflow.server.core.foreseen_batch import ForeseenBatch, requests_to_foresee
+from agentflow.server.core.in_flight import InFlight, StepResult
 from agentflow.server.core.kv_memory import KVMemory
 from agentflow.server.core.output_reserve import OutputReserve
 from agentflow.server.core.policies import DEFAULT_POLICY, policy_named
 from agentflow.server.core.prefills import Prefills
-from agentflow.server.core.request import CacheIdentity, Request, Status, TopTokens
+from agentflow.server.core.request import CacheIdentity, Request, Status
 from agentflow.server.core.request_size import check_size
 from agentflow.server.core.sampling_table import SamplingTable
 from agentflow.server.core.token_run import TokenRun
@@ -41,17 +42,6 @@ class SchedulerConfig:
     token_budget: int = 256
     policy: str = DEFAULT_POLICY
     use_cache: bool = True
-
-
-class StepResult(NamedTuple):
-    """What one step gave a request: a sampled token (None while it prefills or scores), and the
-    log-probabilities of its sampled or scored tokens where they were asked for. ``tops``: the likeliest
-    tokens at the place of each of them, as many as the request wants told."""
-
-    request: Request
-    token_id: int | None
-    logprobs: list[float]
-    tops: list[TopTokens]
 
 
 def _is_chunk(item: Work) -> bool:
@@ -79,9 +69,8 @@ class Scheduler:
         self._counters = Counters()
         self._reserve = OutputReserve()
         self._arrivals = itertools.count()
-        self._in_flight: list[Work] = []
-        self._branches_in_flight: list[Work] = []
-        self._scored_in_flight: list[TreeRows] = []
+        self._in_flight = InFlight(self.memory, self._prefills, self._counters)
+        self._foreseen: ForeseenBatch | None = None
 
     @property
     def counters(self) -> Counters:
@@ -109,12 +98,43 @@ class Scheduler:
                 break
             self._retract_one(1)  # half-done prefills hold all slots between them
         work = sorted(draft.work, key=_is_chunk)  # stable: requests with one row come first
-        self._in_flight, self._branches_in_flight = work, draft.branches
-        if not draft.num_rows:
-            return None
-        self._scored_in_flight = tree_rows(work, draft.branches) if self._sampling.num_scoring else []
+        self._in_flight.work, self._in_flight.branches = work, draft.branches
+        foreseen = self._take_foreseen(draft, work)
+        if foreseen is not None or not draft.num_rows:
+            return foreseen
+        if self._sampling.num_scoring:
+            self._in_flight.scored = tree_rows(work, draft.branches)
         slots = self.memory.allocate(draft.num_rows)
         return build_batch(work, slots, self.memory.page_table, self._sampling, draft.branches)
+
+    def foresee(self) -> Batch | None:
+        """While the batch of the last ``schedule`` runs: what the next ``schedule`` will give if its requests
+        go on, but for the tokens, which are not known yet. None where that cannot be told. What the
+        next ``schedule`` gives is the same with and without it, but for which slots are written."""
+        self._drop_foreseen()
+        if not self._sampling.is_plain:
+            return None
+        requests = requests_to_foresee(self._in_flight.work)
+        slots = self.memory.allocate_ahead(len(requests)) if requests else None
+        if slots is None:
+            return None
+        self._foreseen = ForeseenBatch(requests, slots, self.memory.page_table, self._sampling)
+        return self._foreseen.batch
+
+    def _take_foreseen(self, draft: Draft, work: list[Work]) -> Batch | None:
+        """The batch that was foreseen, where it is the one that is to run; nothing is foreseen any more."""
+        foreseen = self._foreseen
+        if foreseen is None or not foreseen.is_of(work):
+            self._drop_foreseen()
+            return None
+        assert not draft.branches  # where a tree ran nothing was foreseen, and a new one comes with work
+        self._foreseen = None
+        self.memory.take_ahead()
+        return foreseen.with_tokens()
+
+    def _drop_foreseen(self) -> None:
+        self._foreseen = None
+        self.memory.drop_ahead()
 
     def complete(self, output: BatchOutput) -> list[StepResult]:
         """The batch of the last ``schedule`` has run: its rows are computed now. New tokens are
@@ -122,60 +142,12 @@ class Scheduler:
         self._counters.steps += 1
         self.memory.num_steps += 1
         self._reserve.stepped()
-        token_ids = output.token_ids.tolist()
-        logprobs = None if output.logprobs is None else output.logprobs.tolist()
-        results: list[StepResult] = []
-        next_output = 0
-        for request, num_rows in self._in_flight:
-            targets = targets_of(request, num_rows)
-            end = next_output + len(targets)
-            in_prompt = request.num_computed < request.num_prompt
-            request.num_computed += num_rows
-            self.memory.num_computed += num_rows
-            if in_prompt:
-                self.memory.commit(request)
-            self._prefills.moved(request)
-            token_id = None
-            if targets and targets[-1][1] < 0:
-                token_id = token_ids[end - 1]
-                request.tokens[request.num_tokens] = token_id
-                request.num_tokens += 1
-                self._counters.generated(1)
-            told = [] if logprobs is None or request.tree is not None else logprobs[next_output:end]
-            tops: list[TopTokens] = []
-            if request.params.top_logprobs:
-                tops = [output.top_of(i, request.params.top_logprobs) for i in range(next_output, end)]
-            results.append(StepResult(request, token_id, told, tops))
-            next_output = end
-        self._in_flight = []
-        if self._scored_in_flight:
-            self._complete_trees(output, results)
-        return results
-
-    def _complete_trees(self, output: BatchOutput, results: list[StepResult]) -> None:
-        """The same for the nodes of the batch, and what was scored."""
-        take_scored(self._scored_in_flight, output)
-        told = {result.request.id for result in results}
-        for request, num_nodes in self._branches_in_flight:
-            request.num_nodes_computed += num_nodes
-            self.memory.num_computed += num_nodes
-            self._prefills.moved(request)
-            if not request.num_nodes_left:
-                self.memory.release_nodes(request)
-            if request.id not in told:
-                results.append(StepResult(request, None, [], []))
-        self._branches_in_flight, self._scored_in_flight = [], []
+        return self._in_flight.complete(output)
 
     def discard(self) -> list[Request]:
         """The batch of the last ``schedule`` failed: its rows are not computed, its slots go back.
         Returns its requests; the caller releases them."""
-        for request, num_rows in self._in_flight:
-            self.memory.give_back(request, num_rows)
-        for request, _ in self._branches_in_flight:
-            self.memory.release_nodes(request)
-        failed = list(dict.fromkeys([r for r, _ in (*self._in_flight, *self._branches_in_flight)]))
-        self._in_flight, self._branches_in_flight, self._scored_in_flight = [], [], []
-        return failed
+        return self._in_flight.discard()
 
     def release(self, request: Request) -> None:
         """The one way out of the scheduler, whatever the state of the request; may be repeated.
@@ -191,6 +163,7 @@ class Scheduler:
     def retract(self, request: Request) -> None:
         """Takes a running request's slots and puts it in front of the queue. Its tokens are kept;
         what was computed stays in the cache for as long as nobody needs the room."""
+        self._drop_foreseen()  # it may run again within one step, on another row of the page table
         self._stop_running(request)
         request.status = Status.WAITING
         request.num_retractions += 1

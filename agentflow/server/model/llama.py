@@ -41,6 +41,11 @@ class LlamaModel:
             nbytes -= embedding.nbytes  # one tensor, both
         return nbytes + sum(layer.nbytes for layer in self._decoder.layers)
 
+    @property
+    def is_one_call(self) -> bool:
+        """Whether all layers are one call, which threads of its own compute."""
+        return self._whole_forward is not None
+
     def forward(self, given: ForwardInput, meanwhile: Callable[[], None] = nothing) -> Tensor:
         """Compute T rows, write their KV, and give the last hidden states, normed, of those that are wanted:
         [S, hidden_size]. ``meanwhile`` is called once, as of ``ModelRunner.run``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from agentflow.errors import BadArgument
 from agentflow.kernels.attention_batch import AttentionBatch
+from agentflow.kernels.choice_rows import ChoiceRows
 from agentflow.kernels.forward_input import ForwardInput
 from agentflow.kernels.ops import Kernels, kernels_for
 from agentflow.server.core.batch import Batch, BatchOutput, SampledRows
@@ -23,6 +25,16 @@ from agentflow.server.runner import RunnerInfo, nothing
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _MAX_LOGIT_ROWS = 256
 """Rows of logits held at once: 200 kB each for a vocabulary of 50,000."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What is made of a batch before it runs. ``choice``: None where more is wanted of its rows than the
+    tokens that the kernels choose."""
+
+    batch: Batch
+    given: ForwardInput
+    choice: ChoiceRows | None
 
 
 class TorchRunner:
@@ -71,13 +83,16 @@ class TorchRunner:
             kv_bytes_per_token=self._kv_pool.bytes_per_token,
             weight_bytes=self._model.nbytes,
         )
+        self._prepared: _Prepared | None = None
 
     @torch.inference_mode()
     def run(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> BatchOutput:
-        sampled = batch.sampled
-        given = self._forward_input(batch)
-        if len(sampled.rows) <= _MAX_LOGIT_ROWS and wants_only_tokens(sampled):
-            return BatchOutput(self._model.choose(given, choice_rows(sampled), meanwhile), None)
+        prepared, self._prepared = self._prepared, None
+        if prepared is None or prepared.batch is not batch:
+            prepared = self._prepare(batch)
+        given, sampled = prepared.given, batch.sampled
+        if prepared.choice is not None:
+            return BatchOutput(self._model.choose(given, prepared.choice, meanwhile), None)
         hidden = self._model.forward(given, meanwhile)
         if len(hidden) <= _MAX_LOGIT_ROWS:
             return self._choose(hidden, sampled)
@@ -87,11 +102,18 @@ class TorchRunner:
             outputs.append(self._choose(hidden[first:end], sampled.part(first, end)))
         return _joined(outputs)
 
-    def _forward_input(self, batch: Batch) -> ForwardInput:
+    @torch.inference_mode()
+    def prepare(self, batch: Batch) -> None:
+        # Otherwise nothing would be won: on a CPU no layer runs meanwhile, and what is copied to a GPU waits
+        # there for those that do.
+        if self._model.is_one_call:
+            self._prepared = self._prepare(batch)
+
+    def _prepare(self, batch: Batch) -> _Prepared:
         attended = AttentionBatch(
             batch.page_table, batch.page_rows, batch.query_lens, batch.kv_lens, batch.branches
         )
-        return ForwardInput(
+        given = ForwardInput(
             batch.token_ids,
             batch.positions,
             batch.write_slots,
@@ -99,6 +121,9 @@ class TorchRunner:
             self._kernels.plan_attention(attended, self._dtype, self._device),
             batch.sampled.rows,
         )
+        sampled = batch.sampled
+        are_chosen = len(sampled.rows) <= _MAX_LOGIT_ROWS and wants_only_tokens(sampled)
+        return _Prepared(batch, given, choice_rows(sampled) if are_chosen else None)
 
     @property
     def kv_layers(self) -> tuple[Tensor, ...]:

@@ -1,0 +1,133 @@
+"""A scheduler that is stepped by hand on the deterministic runner, and what each request gives alone.
+
+The fake runner's next token hashes everything the page table shows, so any mistake in slots,
+sharing, chunking, eviction or retraction changes an output or raises.
+"""
+
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import strategies as st
+
+from agentflow.sampling import SamplingParams
+from agentflow.server.core.batch import Batch
+from agentflow.server.core.fair_policy import FairLongestPrefix
+from agentflow.server.core.prefix_policy import LongestPrefix
+from agentflow.server.core.request import Request
+from agentflow.server.core.scheduler import Scheduler, SchedulerConfig
+from agentflow.server.fake_runner import FakeRunner
+
+GREEDY = SamplingParams()
+
+
+def hash_token(tokens: list[int]) -> int:
+    """What the fake runner generates after these tokens."""
+    return zlib.crc32(np.array(tokens, dtype=np.int64).tobytes()) % 1000
+
+
+def expected_output(prompt: list[int], count: int) -> list[int]:
+    """The twin: one request, alone, without slots or cache."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(hash_token(tokens))
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class Job:
+    prompt: list[int]
+    count: int
+    extra: str = ""
+    arrives: int = 0
+    aborts_at: int | None = None
+
+
+class Harness:
+    """A scheduler and a fake runner, stepped by hand, with the invariants checked at every step.
+    ``foresees``: whether the next batch is written while one runs. ``batches``: all that have run."""
+
+    def __init__(self, num_slots: int = 256, *, foresees: bool = True, **config) -> None:
+        self._foresees = foresees
+        self.runner = FakeRunner(num_slots=num_slots, max_context=128)
+        self.scheduler = Scheduler(num_slots=num_slots, max_context=128, config=SchedulerConfig(**config))
+        self.requests: dict[int, Request] = {}
+        self.batches: list[Batch] = []
+
+    def add(
+        self, request_id: int, prompt: list[int], count: int, extra: str = "", params=GREEDY, **kwargs
+    ) -> Request:
+        tokens = np.array(prompt, dtype=np.int32)
+        request = Request.create(request_id, tokens, count, params, salt=extra, **kwargs)
+        self.scheduler.add(request)
+        self.requests[request_id] = request
+        return request
+
+    @property
+    def row_counts(self) -> list[int]:
+        """Rows of each batch."""
+        return [len(batch.token_ids) for batch in self.batches]
+
+    def step(self) -> bool:
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return False
+        self.batches.append(batch)
+        num_rows = batch.query_lens.sum() + (0 if batch.branches is None else batch.branches.query_lens.sum())
+        assert len(batch.token_ids) == len(batch.positions) == len(batch.write_slots) == num_rows
+        assert len(np.unique(batch.write_slots)) == len(batch.write_slots)
+        for result in self.scheduler.complete(self.runner.run(batch, self._meanwhile)):
+            request = result.request
+            request.logprobs += result.logprobs
+            ended = request.num_generated >= request.max_new_tokens and request.num_to_compute <= 1
+            if ended and (request.max_new_tokens or request.num_to_compute == 0):
+                self.scheduler.release(request)
+        self.check()
+        return True
+
+    def _meanwhile(self) -> None:
+        foreseen = self.scheduler.foresee() if self._foresees else None
+        if foreseen is not None:
+            self.runner.prepare(foreseen)
+
+    def check(self) -> None:
+        scheduler = self.scheduler
+        held = sum(
+            r.num_computed - r.committed.num_tokens + len(r.node_slots) for r in scheduler.running.values()
+        )
+        memory = scheduler.memory
+        assert memory.num_held == held
+        assert memory.num_free + memory.cache.num_cached + held == memory.slots.total
+        memory.cache.check()
+        memory.slots.check()
+        self.check_matches()
+
+    def check_matches(self) -> None:
+        """What the policy keeps of each waiting request's match is what the cache has."""
+        waiting = self.scheduler.waiting
+        trees = [waiting._tree] if isinstance(waiting, LongestPrefix) else []
+        if isinstance(waiting, FairLongestPrefix):
+            trees = [tree for tenant in waiting._tenants.values() for tree in tenant.trees]
+        for request in waiting:
+            for tree in trees:
+                if request.id in tree._node_of:
+                    cached = self.scheduler.memory.peek(request.extra_key, request.reusable_run())
+                    assert tree.match_of(request) == cached
+
+    def output(self, request_id: int) -> list[int]:
+        request = self.requests[request_id]
+        return request.tokens[request.num_prompt : request.num_tokens].tolist()
+
+
+jobs = st.lists(
+    st.builds(
+        Job,
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=40),
+        count=st.integers(0, 12),  # 0: the prompt is only computed
+        extra=st.sampled_from(["", "", "x"]),
+        arrives=st.integers(0, 20),
+        aborts_at=st.one_of(st.none(), st.none(), st.integers(0, 30)),
+    ),
+    min_size=1,
+    max_size=12,
+)
