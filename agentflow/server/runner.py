@@ -32,8 +32,9 @@ class ModelRunner(Protocol):
     when the output is on the host. It calls ``meanwhile`` once: while the batch runs, if it runs elsewhere
     than in this thread, or else before.
 
-    ``prepare``, from there, is given a batch that will probably be the next one, whose ``token_ids`` are
-    filled in later, in place: nothing else of it changes until it runs or another one does."""
+    ``prepare``, from there, is given a batch that will probably be the next one. Its ``token_ids`` are filled
+    in later, in place, and what its page table shows may change as well, where what two requests computed
+    turns out to be the same. Nothing else of it changes until it runs or another one does."""
 
     info: RunnerInfo
 

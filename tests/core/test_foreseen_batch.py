@@ -11,6 +11,8 @@ from scheduler_harness import Harness, Job, expected_output, jobs
 from agentflow.sampling import SamplingParams
 from agentflow.server.core.batch import Batch
 from agentflow.server.core.policies import POLICIES
+from agentflow.server.core.request import Status
+from agentflow.server.core.token_tree import token_tree
 
 PARAMS = [
     SamplingParams(),
@@ -179,7 +181,7 @@ def test_nothing_is_evicted_for_a_batch_that_may_not_run():
     harness.add(2, [2] * 20, 30)
     memory = harness.scheduler.memory
     while memory.num_free:
-        harness.step()
+        assert harness.step()
     assert memory.num_evicted == 0
     assert harness.step()
     assert memory.num_evicted > 0
@@ -216,12 +218,58 @@ def test_under_a_grammar_nothing_is_foreseen(is_constrained):
     assert (harness.scheduler.foresee() is None) == is_constrained
 
 
-@pytest.mark.parametrize("kind", [{"count": 0}, {"count": 0, "score_from": 1}], ids=str)
-def test_what_generates_nothing_is_not_foreseen(kind):
+def test_whose_prompt_is_only_computed_is_foreseen_to_end():
     harness = Harness()
     harness.add(1, [1], 9)
-    harness.add(2, [2, 3], **kind)
-    for _ in range(2):
+    harness.add(2, [2], 0)
+    assert steps(harness) == [False, *8 * [True]]
+
+
+def test_beside_a_select_nothing_is_foreseen():
+    """Its nodes are computed step by step, some of them without a row of its own."""
+    harness = Harness(token_budget=3)
+    harness.add(1, [1], 40)
+    choices = [[a, b, 0] for a in range(3) for b in range(3)]
+    select = harness.add(2, [2, 3], 0, tree=token_tree(choices))
+    while select.status is not Status.FINISHED:
+        prepared = harness.runner.prepared
+        harness.step()
+        assert harness.runner.prepared is prepared
+    while harness.step():
+        pass
+    assert harness.output(1) == expected_output([1], 40)
+
+
+def test_what_was_computed_twice_may_move_under_a_foreseen_batch():
+    """One prompt three times, cached but for its last token: the first copy stays, the others' slots go back
+    while the next batch is foreseen already."""
+    harness = Harness(token_budget=64)
+    prompt = list(range(10))
+    harness.add(1, prompt, 1)
+    while harness.step():
+        pass
+    for index in range(2, 5):
+        harness.add(index, prompt, 6, params=PARAMS[1], seed=index)
+    harness.step()
+    table, rows = harness.scheduler.memory.page_table, harness.batches[-1].page_rows
+    assert len(set(table[rows, len(prompt) - 1].tolist())) == 1
+    assert len(set(harness.batches[-1].write_slots.tolist())) == 3
+    assert all(steps(harness))
+
+
+def test_a_batch_is_written_anew_where_the_one_before_was_discarded_or_rolled_back():
+    harness = Harness()
+    request = harness.add(1, [1], 9)
+    for _ in range(3):
         assert harness.scheduler.schedule() is not None
-        assert harness.scheduler.foresee() is None
+        assert harness.scheduler.foresee() is not None
         harness.scheduler.discard()
+    harness.step()
+    harness.step()
+    prepared = harness.runner.prepared
+    harness.scheduler.replace_output(request, 0, [request.tokens[1]])
+    harness.step()
+    assert harness.batches[-1] is not prepared
+    while harness.step():
+        pass
+    assert harness.output(1) == expected_output([1], 9)

@@ -63,9 +63,7 @@ class Driver:
         ``sampling``: fields of SampledRows instead of greedy ones at those ends; with ``rows`` among
         them no token is appended."""
         work = sorted(work, key=lambda pair: pair[1] > 1)
-        for sequence, num_rows in work:
-            for position in range(sequence.num_computed, sequence.num_computed + num_rows):
-                self._table[sequence.page_row, position] = self._free.pop()
+        self.allot_slots(work)
         ends = [sequence.num_computed + num_rows for sequence, num_rows in work]
         done = [end == len(sequence.tokens) for (sequence, _), end in zip(work, ends, strict=True)]
         output = self._run(self.batch(work, done, **sampling))
@@ -77,6 +75,12 @@ class Driver:
         for sequence, token in zip(finished, output.token_ids.tolist(), strict=True):
             sequence.tokens.append(token)
         return output
+
+    def allot_slots(self, work: Sequence[tuple[Walker, int]]) -> None:
+        """A slot for each row."""
+        for sequence, num_rows in work:
+            for position in range(sequence.num_computed, sequence.num_computed + num_rows):
+                self._table[sequence.page_row, position] = self._free.pop()
 
     def _run(self, batch: Batch) -> BatchOutput:
         if self._prepares:

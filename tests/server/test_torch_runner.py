@@ -151,8 +151,9 @@ def test_a_batch_that_was_prepared_in_vain_is_forgotten(
 ) -> None:
     first, second = driver.add(prompts[0]), driver.add(prompts[1])
     driver.generate([first, second], 3)
-    in_vain = driver.batch([(first, 1)], [True])
-    driver.runner.prepare(in_vain)
+    work = [(first, 1)]
+    driver.allot_slots(work)
+    driver.runner.prepare(driver.batch(work, [True]))
     driver.generate([second], 6)
     driver.generate([first], 6)
     assert [first.generated, second.generated] == [ids[:6] for ids in expected[:2]]

@@ -50,10 +50,9 @@ class SamplingTable:
 
     @property
     def is_plain(self) -> bool:
-        """Whether of every request that runs a token is wanted, nothing else, and how it is chosen does not
-        depend on those before it."""
-        special = self._special or self._constrained
-        return not (special or self.num_scoring or self.num_silent or self._num_logprobs)
+        """Whether nothing is wanted of any row but a token, and how it is chosen does not depend on those
+        before it."""
+        return not (self._special or self._constrained or self.num_scoring or self._num_logprobs)
 
     def attach(self, request: Request) -> None:
         """The request runs, in its page row."""

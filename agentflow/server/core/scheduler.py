@@ -147,6 +147,7 @@ class Scheduler:
     def discard(self) -> list[Request]:
         """The batch of the last ``schedule`` failed: its rows are not computed, its slots go back.
         Returns its requests; the caller releases them."""
+        self._drop_foreseen()
         return self._in_flight.discard()
 
     def release(self, request: Request) -> None:
@@ -175,6 +176,7 @@ class Scheduler:
         """Of what the request has generated the first ``num_kept`` tokens stay, and ``token_ids``, which a
         grammar forces, come after them. They are computed with the next steps, like a prompt; what was
         computed of the tokens that go is given back."""
+        self._drop_foreseen()
         start = request.num_prompt + num_kept
         end = start + len(token_ids)
         self._counters.forced_tokens += len(token_ids)

@@ -43,7 +43,7 @@ class LlamaModel:
 
     @property
     def is_one_call(self) -> bool:
-        """Whether all layers are one call, which threads of its own compute."""
+        """Whether all layers are one call to the kernels (``Kernels.whole_forward``)."""
         return self._whole_forward is not None
 
     def forward(self, given: ForwardInput, meanwhile: Callable[[], None] = nothing) -> Tensor:

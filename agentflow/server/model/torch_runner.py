@@ -104,8 +104,8 @@ class TorchRunner:
 
     @torch.inference_mode()
     def prepare(self, batch: Batch) -> None:
-        # Otherwise nothing would be won: on a CPU no layer runs meanwhile, and what is copied to a GPU waits
-        # there for those that do.
+        # That call reads the page table when it runs. What plans in Python copies slots out of it, which may
+        # be others by then.
         if self._model.is_one_call:
             self._prepared = self._prepare(batch)
 
@@ -132,6 +132,7 @@ class TorchRunner:
 
     def close(self) -> None:
         """Give the memory back; the runner cannot be used any more."""
+        self._prepared = None
         del self._model, self._kv_pool
 
     def _choose(self, hidden: Tensor, sampled: SampledRows) -> BatchOutput:
