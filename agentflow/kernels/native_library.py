@@ -44,25 +44,34 @@ class NoNativeKernels(Exception):
     """They cannot be had here; says why."""
 
 
+class CompilerFails(NoNativeKernels):
+    """The compiler does not know their instructions, or anything else is wrong with it."""
+
+
 def native_level() -> str:
-    """The best of ``LEVELS`` that this processor has and ``AGENTFLOW_CPU`` allows. NoNativeKernels, or
-    ValueError for an unknown name."""
+    """The best of ``native_levels``."""
+    return native_levels()[0]
+
+
+def native_levels() -> list[str]:
+    """Those of ``LEVELS`` that this processor has and ``AGENTFLOW_CPU`` allows, the best first.
+    NoNativeKernels where there is none, ValueError for an unknown name."""
     wanted = os.environ.get("AGENTFLOW_CPU", "")
     if wanted and wanted not in LEVELS:
         raise ValueError(f"AGENTFLOW_CPU is {wanted!r}: it must be one of {', '.join(LEVELS)}")
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         raise NoNativeKernels(f"there are none for {platform.machine()} on {platform.system()}")
     there = cpu_flags()
-    best = None
+    found: list[str] = []
     for level, needed in LEVELS.items():
         if not there.issuperset(needed):
             break
-        best = level
+        found.insert(0, level)
         if level == wanted:
             break
-    if best is None:
+    if not found:
         raise NoNativeKernels("this processor has no AVX2")
-    return best
+    return found
 
 
 @functools.cache
@@ -79,6 +88,23 @@ def cpu_flags() -> frozenset[str]:
 def is_compiled(level: str) -> bool:
     """Whether they are there already. NoNativeKernels without a compiler."""
     return _library_path(level).exists()
+
+
+def load_best() -> ctypes.CDLL:
+    """The kernels for the best of ``native_levels`` that the compiler can compile them for: older ones do not
+    know all instructions. NoNativeKernels where there is none."""
+    levels = native_levels()
+    why: list[CompilerFails] = []
+    for level in levels:
+        try:
+            library = load_library(level)
+        except CompilerFails as error:
+            why.append(error)
+            continue
+        if why:
+            logger.warning("the native kernels are for %s instead of %s: %s", level, levels[0], why[0])
+        return library
+    raise why[0]
 
 
 def load_library(level: str) -> ctypes.CDLL:
@@ -142,5 +168,5 @@ def _run(command: list[str]) -> str:
         raise NoNativeKernels(f"the compiler cannot be run: {error}") from error
     if done.returncode != 0:
         errors = [line for line in done.stderr.splitlines() if "error" in line]
-        raise NoNativeKernels(f"the compiler fails: {errors[0] if errors else done.stderr.strip()}")
+        raise CompilerFails(f"the compiler fails: {errors[0] if errors else done.stderr.strip()}")
     return done.stdout

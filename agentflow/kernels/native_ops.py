@@ -22,7 +22,7 @@ from agentflow.kernels.choice_rows import ChoiceRows
 from agentflow.kernels.decoder_weights import DecoderWeights
 from agentflow.kernels.forward_input import ForwardInput
 from agentflow.kernels.linear_weight import LinearWeight
-from agentflow.kernels.native_library import load_library, native_level
+from agentflow.kernels.native_library import load_best
 from agentflow.kernels.native_structs import (
     address,
     declare,
@@ -35,13 +35,8 @@ from agentflow.kernels.native_structs import (
 
 
 @functools.cache
-def _library_for(level: str) -> ctypes.CDLL:
-    return declare(load_library(level))
-
-
-@functools.cache
 def _library_allowed(cpu: str) -> ctypes.CDLL:
-    return _library_for(native_level())
+    return declare(load_best())
 
 
 def library() -> ctypes.CDLL:

@@ -25,13 +25,13 @@ def _run(options: argparse.Namespace) -> int:
 
 def _compile_kernels() -> None:
     """Now, while one waits anyway, and not when the first engine starts."""
-    from agentflow.kernels.native_library import NoNativeKernels, is_compiled, load_library, native_level
+    from agentflow.kernels.native_library import NoNativeKernels, is_compiled, load_best, native_level
 
     try:
         level = native_level()
         if not is_compiled(level):
             print(f"compiling the CPU kernels for {level} (a few seconds) …", flush=True)
-            load_library(level)
+            load_best()
     except (NoNativeKernels, ValueError) as error:
         print(f"on a CPU it will run on torch's kernels, which are slower: of the native ones, {error}")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from agentflow.kernels import cpu_ops, native_library, native_ops, ops
-from agentflow.kernels.native_library import NoNativeKernels, load_library, native_level
+from agentflow.kernels.native_library import NoNativeKernels, load_best, load_library, native_level
 
 CPU = torch.device("cpu")
 PRESENT = native_library.cpu_flags()
@@ -18,8 +18,9 @@ PRESENT = native_library.cpu_flags()
 
 @pytest.fixture
 def flags(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The processor's features, to be changed."""
+    """The processor's features, to be changed. What was loaded before is loaded anew, and not kept."""
     made: set[str] = set()
+    monkeypatch.setattr(native_ops, "_library_allowed", native_ops._library_allowed.__wrapped__)
     monkeypatch.setattr(native_library, "cpu_flags", lambda: frozenset(made))
     return made
 
@@ -92,6 +93,45 @@ def test_other_sources_are_another_library(tmp_path: Path, monkeypatch: pytest.M
         load_library("avx2")
 
 
+@pytest.mark.parametrize(
+    ("unknown", "level"), [("-DAGENTFLOW_TILES", "avx512_bf16"), ("-mavx512bf16", "avx512")]
+)
+def test_an_old_compiler_costs_the_level_that_it_does_not_know(
+    unknown: str,
+    level: str,
+    flags: set[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    flags.update(native_library.LEVELS["amx"])
+    old = tmp_path / "old-c++"
+    real = " ".join(native_library._compiler())
+    refuse = 'echo "error: what is that?" >&2; exit 1'
+    old.write_text(f'#!/bin/sh\ncase "$*" in *{unknown}*) {refuse};; esac\nexec {real} "$@"\n')
+    old.chmod(0o755)
+    monkeypatch.setattr(native_library, "_compiler", lambda: (str(old),))
+    monkeypatch.setenv("AGENTFLOW_CACHE", str(tmp_path))
+    monkeypatch.delenv("AGENTFLOW_CPU", raising=False)
+    with caplog.at_level(logging.WARNING):
+        library = load_best()
+    assert Path(library._name).name.startswith(f"{level}-")
+    [record] = caplog.records
+    assert f"for {level} instead of amx: the compiler fails: error: what is that?" in record.message
+
+
+def test_a_compiler_that_knows_none_is_told_of_once(
+    flags: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    flags.update(native_library.LEVELS["amx"])
+    monkeypatch.setattr(native_library, "_compiler", lambda: ("false",))
+    monkeypatch.setenv("AGENTFLOW_CACHE", str(tmp_path))
+    monkeypatch.delenv("AGENTFLOW_CPU", raising=False)
+    with pytest.raises(NoNativeKernels, match="the compiler fails"):
+        load_best()
+    assert not caplog.records
+
+
 @pytest.mark.usefixtures("no_compiler")
 def test_without_them_a_cpu_runs_on_torch_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -120,6 +160,7 @@ def test_a_cpu_runs_on_them(flags: set[str], monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("AGENTFLOW_KERNELS", raising=False)
     flags.update(native_library.AVX2)
     assert ops.kernels_for(CPU) is native_ops
+    assert Path(native_ops.library()._name).name.startswith("avx2-")
 
 
 @pytest.mark.skipif(not PRESENT.issuperset(native_library.AVX512_BF16), reason="needs AVX-512 with bfloat16")
@@ -128,7 +169,7 @@ def test_a_cpu_runs_on_them(flags: set[str], monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_a_linux_that_refuses_tiles_has_products_without(flags: set[str]) -> None:
     flags.update(native_library.LEVELS["amx"])
-    assert native_level() == "amx"
+    assert Path(native_ops.library()._name).name.startswith("amx-")
     x, weight = torch.randn(40, 64).bfloat16(), torch.randn(96, 64).bfloat16()
     product = native_ops.linear(x, native_ops.pack_linear(weight, None))
     torch.testing.assert_close(product.float(), x.float() @ weight.float().T, rtol=1e-2, atol=0.2)
