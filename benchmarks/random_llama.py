@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from agentflow.kernels.attention_batch import AttentionBatch
 from agentflow.kernels.decoder_weights import DecoderWeights, LayerWeights
-from agentflow.kernels.forward_input import ForwardInput
 from agentflow.kernels.linear_weight import LinearWeight
 from agentflow.kernels.ops import Kernels, kernels_for
 from agentflow.server.core.batch import Batch, IntArray
+from agentflow.server.model.batch_input import forward_input_of
 from agentflow.server.model.config import LlamaConfig
 from agentflow.server.model.kv_pool import KvPool
 from agentflow.server.model.llama import LlamaModel
@@ -123,9 +122,5 @@ class RandomRunner:
     @torch.inference_mode()
     def run(self, batch: Batch) -> IntArray:
         """The tokens of the batch's sampled rows."""
-        attended = AttentionBatch(batch.page_table, batch.page_rows, batch.query_lens, batch.kv_lens, None)
-        plan = self.kernels.plan_attention(attended, self.dtype, self.device)
-        given = ForwardInput(
-            batch.token_ids, batch.positions, batch.write_slots, self.pool.layers, plan, batch.sampled.rows
-        )
+        given = forward_input_of(batch, self.kernels, self.pool.layers)
         return self.model.choose(given, choice_rows(batch.sampled))

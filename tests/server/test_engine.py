@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 
 import anyio
 import msgspec
@@ -17,6 +17,7 @@ from small_tokenizers import byte_level
 
 from agentflow.errors import BadModelFolder, EngineFailed, Overloaded, PromptTooLong
 from agentflow.sampling import SamplingParams
+from agentflow.server.core.batch import Batch
 from agentflow.server.core.scheduler import SchedulerConfig
 from agentflow.server.engine import Engine
 from agentflow.server.engine_client import EngineClient, running_engine
@@ -465,18 +466,11 @@ def test_what_a_step_gave_is_delivered_while_the_next_one_runs():
 
 
 def test_the_next_batch_is_prepared_while_one_runs():
-    prepared: list[bool] = []
-    by_hand = ByHand(None, on_step=lambda batch: prepared.append(batch is before[0]))
-    fake, before = by_hand.engine._runner, [None]
-    really_run = fake.run
-
-    def run(batch, meanwhile):
-        before[0] = fake.prepared
-        return really_run(batch, meanwhile)
-
-    fake.run = run
+    steps: list[tuple[Batch, Batch | None]] = []  # what runs, and what was prepared meanwhile
+    by_hand = ByHand(None, on_step=lambda batch: steps.append((batch, by_hand.engine._runner.prepared)))
     by_hand.run(Submit(1, [2, 3], SamplingParams(max_tokens=5, ignore_eos=True)))
-    assert prepared == [False, False, True, True, True]
+    was_prepared = [batch is prepared for (_, prepared), (batch, _) in pairwise(steps)]
+    assert was_prepared == [False, True, True, True]
 
 
 def test_what_cannot_be_prepared_is_not_the_batchs_fault(caplog):

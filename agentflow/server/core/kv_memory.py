@@ -100,8 +100,8 @@ class KVMemory:
 
     def allocate_ahead(self, num_rows: int) -> SlotArray | None:
         """Slots for a batch that may never run: nothing is evicted for it, so None where too few are free.
-        They still count as free; ``take_ahead`` makes them the batch's."""
-        self.drop_ahead()
+        They still count as free; ``take_ahead`` makes them the batch's. One batch at a time."""
+        assert not self.num_ahead
         if num_rows > self.slots.num_free:
             return None
         self._ahead = self.slots.allocate(num_rows)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from agentflow.errors import BadArgument
-from agentflow.kernels.attention_batch import AttentionBatch
 from agentflow.kernels.choice_rows import ChoiceRows
 from agentflow.kernels.forward_input import ForwardInput
 from agentflow.kernels.ops import Kernels, kernels_for
 from agentflow.server.core.batch import Batch, BatchOutput, SampledRows
+from agentflow.server.model.batch_input import forward_input_of
 from agentflow.server.model.config import read_config
 from agentflow.server.model.kv_pool import KvPool
 from agentflow.server.model.loader import load_llama
@@ -57,23 +57,23 @@ class TorchRunner:
         num_threads: int | None = None,
     ) -> None:
         folder = Path(folder)
-        self._device = _device(device)
+        torch_device = _device(device)
         if dtype not in _DTYPES:
             raise BadArgument(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}")
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        self._kernels = kernels = _kernels(self._device)
+        self._kernels = kernels = _kernels(torch_device)
         config = read_config(folder)
-        self._dtype = _DTYPES[dtype]
+        torch_dtype = _DTYPES[dtype]
         self._kv_pool = KvPool(
             num_layers=config.num_layers,
             num_slots=num_slots,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            dtype=self._dtype,
-            device=self._device,
+            dtype=torch_dtype,
+            device=torch_device,
         )
-        self._model = load_llama(folder, config, dtype=self._dtype, device=self._device, kernels=kernels)
+        self._model = load_llama(folder, config, dtype=torch_dtype, device=torch_device, kernels=kernels)
         self.info = RunnerInfo(
             model=folder.resolve().name,
             vocab_size=config.vocab_size,
@@ -104,23 +104,13 @@ class TorchRunner:
 
     @torch.inference_mode()
     def prepare(self, batch: Batch) -> None:
-        # That call reads the page table when it runs. What plans in Python copies slots out of it, which may
+        # One call reads the page table when it runs. A plan made in Python copies slots out of it, which may
         # be others by then.
         if self._model.is_one_call:
             self._prepared = self._prepare(batch)
 
     def _prepare(self, batch: Batch) -> _Prepared:
-        attended = AttentionBatch(
-            batch.page_table, batch.page_rows, batch.query_lens, batch.kv_lens, batch.branches
-        )
-        given = ForwardInput(
-            batch.token_ids,
-            batch.positions,
-            batch.write_slots,
-            self._kv_pool.layers,
-            self._kernels.plan_attention(attended, self._dtype, self._device),
-            batch.sampled.rows,
-        )
+        given = forward_input_of(batch, self._kernels, self._kv_pool.layers)
         sampled = batch.sampled
         are_chosen = len(sampled.rows) <= _MAX_LOGIT_ROWS and wants_only_tokens(sampled)
         return _Prepared(batch, given, choice_rows(sampled) if are_chosen else None)
