@@ -22,6 +22,10 @@ class Connection(Protocol):
     def send(self, ops: Sequence[Op]) -> None:
         """Submits ops, all of them or (raising at once, where one can never be taken) none."""
 
+    def end(self, error: BaseException | None) -> None:
+        """The session's block was left: by ``error``, or (None) by its end. Called once, before the scope
+        ends. The scope itself is left without the error, which belongs to the program."""
+
 
 class Backend(Protocol):
     """Something that runs ops: embedded, on a server, on an API, or from a script."""

@@ -9,7 +9,6 @@ A recording holds prompts and answers as they are: whoever reads the file reads 
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -119,10 +118,11 @@ class Recorded:
 
             async with self._backend.connect(hear, lose) as connection:
                 writer.begin(self._seed, connection.capabilities)
+                recorded = _RecordedConnection(connection, writer)
                 try:
-                    yield _RecordedConnection(connection, writer)
+                    yield recorded
                 finally:
-                    writer.write(Entry(writer.now_s(), ending=_ending()))
+                    writer.write(Entry(writer.now_s(), ending=recorded.ending))
         finally:
             writer.close()
 
@@ -130,6 +130,7 @@ class Recorded:
 class _RecordedConnection:
     def __init__(self, connection: Connection, writer: _Writer) -> None:
         self.capabilities = connection.capabilities
+        self.ending: Ending = "cancelled"  # unless the session says otherwise
         self._connection = connection
         self._writer = writer
 
@@ -145,6 +146,13 @@ class _RecordedConnection:
             self._writer.write(Entry(at_s, refused=ErrorInfo.of(error), ops=tuple(ops)))
             raise
         self._writer.write_lines(lines)
+
+    def end(self, error: BaseException | None) -> None:
+        if error is None:
+            self.ending = "complete"
+        else:
+            self.ending = "failed" if isinstance(error, Exception) else "cancelled"
+        self._connection.end(error)
 
 
 class _Writer:
@@ -204,15 +212,6 @@ _encoder = msgspec.json.Encoder()
 
 def _encode(line: Header | Entry) -> bytes:
     return _encoder.encode(line) + b"\n"
-
-
-def _ending() -> Ending:
-    # Also an exception of the session's block that was not handed down to here: it is being handled
-    # further up the stack.
-    error = sys.exception()
-    if error is None:
-        return "complete"
-    return "failed" if isinstance(error, Exception) else "cancelled"
 
 
 def read_recording(path: str | PathLike[str]) -> Recording:

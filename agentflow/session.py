@@ -83,6 +83,8 @@ class Session:
     ) -> None:
         assert self._tasks is not None
         self._tasks.cancel_scope.cancel()
+        if self._connection is not None:
+            self._connection.end(error)
         self._connection = None
         self._end_all(ErrorInfo.of(Cancelled("the session has ended")))
         # An error of the block must leave as itself, not inside the task groups' exception groups;

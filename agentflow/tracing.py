@@ -92,6 +92,9 @@ class _Collector:
     def send(self, sent: Sequence[ops.Op]) -> None:
         self.ops += sent
 
+    def end(self, error: BaseException | None) -> None:
+        pass
+
 
 class _Tracer:
     def connect(self, deliver: Deliver, lost: Lost) -> AbstractAsyncContextManager[Connection]:

@@ -25,6 +25,9 @@ class InterpretedConnection(Generic[ContextT]):
         for op in ops:
             self._interpreter.submit(op)
 
+    def end(self, error: BaseException | None) -> None:
+        pass
+
 
 @asynccontextmanager
 async def interpreted(generator: Generator[ContextT], deliver: Deliver) -> AsyncIterator[Connection]:

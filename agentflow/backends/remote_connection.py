@@ -110,6 +110,9 @@ class RemoteConnection:
                     self._cursors.unanswered[op.ticket] = number
         self._wake()
 
+    def end(self, error: BaseException | None) -> None:
+        pass
+
     async def run(self) -> None:
         """Serves the session until it ends; reports to ``lost`` if nobody asked it to end."""
         error: AgentflowError | None = None

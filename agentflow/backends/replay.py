@@ -25,7 +25,6 @@ ended is text where it is appended, and a reference before that.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from os import PathLike
@@ -72,7 +71,7 @@ class Replay:
             group.start_soon(agenda.run, connection.flush)
             try:
                 yield connection
-                if sys.exception() is None:  # also none that is on its way further up
+                if connection.is_complete:
                     connection.finish()
             finally:
                 group.cancel_scope.cancel()

@@ -34,6 +34,8 @@ class ReplayConnection:
         self._deliver = deliver
         self._lost = lost
         self._is_over = False
+        self.is_complete = False
+        """Whether the session's block was left by its end."""
         self._runs = LiveRuns(runs.runs)
         self._num_stats = 0
         self._told: list[Event] = []
@@ -50,6 +52,9 @@ class ReplayConnection:
             raise
         if refusal is not None:
             raise refusal.to_exception()
+
+    def end(self, error: BaseException | None) -> None:
+        self.is_complete = error is None
 
     def finish(self) -> None:
         """The program is done. ``ReplayDiffers`` where the recording has more runs."""

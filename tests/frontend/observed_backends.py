@@ -48,6 +48,9 @@ class _NotingConnection:
         self._connection.send(ops)
         self._noted += ops
 
+    def end(self, error: BaseException | None) -> None:
+        self._connection.end(error)
+
 
 class Dribbling:
     """Another backend whose events come one at a time, as if each had a frame of its own: whatever is

@@ -136,6 +136,28 @@ async def test_how_the_session_ended_is_recorded(tmp_path):
     assert (read_recording(path).ending, read_recording(path).is_cut) == ("cancelled", True)
 
 
+async def test_an_exception_handled_outside_is_no_failure_of_the_session(tmp_path):
+    path = tmp_path / "run.jsonl"
+    try:
+        raise ZeroDivisionError
+    except ZeroDivisionError:
+        await record_judge(path)
+    assert (read_recording(path).ending, read_recording(path).is_cut) == ("complete", False)
+
+
+async def test_a_replay_can_be_recorded(tmp_path):
+    """A replay that is recorded ends as its session does."""
+    first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    await record_judge(first)
+    with pytest.raises(af.ReplayDiffers, match="nothing came for run 0"):
+        async with af.session(backend=af.Replay(first), record=second):
+            pass
+    with pytest.raises(ZeroDivisionError):
+        async with af.session(backend=af.Replay(first), record=second):
+            raise ZeroDivisionError
+    assert read_recording(second).ending == "failed"
+
+
 async def test_a_lost_backend_is_recorded(tmp_path):
     path, backend = tmp_path / "run.jsonl", Noted(Spoken({"": "one two"}))
     async with af.session(backend=backend, record=path) as flow, flow.state() as s:

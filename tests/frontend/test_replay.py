@@ -376,6 +376,9 @@ class Picky:
             raise af.FrameTooLarge("too long")
         self._connection.send(submitted)
 
+    def end(self, error: BaseException | None) -> None:
+        self._connection.end(error)
+
 
 async def test_what_was_refused_is_refused_again(path):
     async def use(s: af.State) -> str:

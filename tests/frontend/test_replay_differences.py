@@ -150,6 +150,17 @@ async def test_more_runs_and_fewer_runs_are_differences(path):
             await flow.run(ask, "two")
 
 
+async def test_an_exception_handled_outside_spares_no_check(path):
+    async with af.session(backend=af.Scripted(answer), record=path) as flow:
+        await flow.run(ask, "one")
+    try:
+        raise ZeroDivisionError
+    except ZeroDivisionError:
+        with pytest.raises(af.ReplayDiffers, match="nothing came for run 0"):
+            async with af.session(backend=af.Replay(path)):
+                pass
+
+
 async def test_a_failure_of_the_block_is_not_hidden_by_what_did_not_come(path):
     async with af.session(backend=af.Scripted(answer), record=path) as flow:
         await flow.run(ask, "one")
