@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +34,8 @@ from agentflow.kernels.native_structs import (
     native_weight,
 )
 
+logger = logging.getLogger(__name__)
+
 
 @functools.cache
 def _library_allowed(cpu: str) -> ctypes.CDLL:
@@ -47,8 +50,19 @@ def library() -> ctypes.CDLL:
 def _team() -> ctypes.CDLL:
     """The library, with as many threads as torch has."""
     loaded = library()
-    loaded.af_set_num_threads(torch.get_num_threads())
+    _set_num_threads(loaded)
     return loaded
+
+
+def _set_num_threads(loaded: ctypes.CDLL) -> None:
+    if num_refused := loaded.af_set_num_threads(torch.get_num_threads()):
+        _warn_of_refused_threads(num_refused)
+
+
+@functools.cache
+def _warn_of_refused_threads(num_refused: int) -> None:
+    """Once for each number: it is tried again in every forward."""
+    logger.warning("the system refuses %d of the kernels' threads: forwards take longer", num_refused)
 
 
 def _is_bf16(x: Tensor) -> bool:
@@ -183,15 +197,11 @@ class NativeForward:
         if given.kv_layers is not self._layers[0]:
             addresses = [layer.data_ptr() for layer in given.kv_layers]
             self._layers = (given.kv_layers, (ctypes.c_void_p * len(addresses))(*addresses))
-        self._library.af_set_num_threads(torch.get_num_threads())
+        _set_num_threads(self._library)
         # They live until the forward has ended.
         rows = native_rows(given.token_ids, given.positions, given.write_slots, given.rows)
         batch = native_batch(given.plan)
-        unknown = self._library.af_start_forward(
-            self._is_bf16, self._decoder, rows, batch, self._layers[1], *wanted
-        )
-        if unknown >= 0:
-            raise IndexError(f"there is no token {given.token_ids[unknown]} (row {unknown} of the batch)")
+        self._library.af_start_forward(self._is_bf16, self._decoder, rows, batch, self._layers[1], *wanted)
         try:
             meanwhile()
         finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int64, c_void_p
 from typing import Any
 
 import numpy as np
@@ -103,35 +103,49 @@ class NativeChoices(Structure):
     )
 
 
+class Status(c_int):
+    """What a function returns that can fail; anything but 0 is raised."""
+
+
+FAILURES: dict[int, type[Exception]] = {1: MemoryError, 2: IndexError, 3: RuntimeError}
+
 SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
-    "af_set_num_threads": (None, [c_int]),
+    "af_failure": (c_char_p, []),
+    "af_set_num_threads": (c_int, [c_int]),
     "af_panel_size": (c_int64, [c_int, c_int64, c_int64, c_int]),
-    "af_pack": (None, [c_int, c_void_p, c_int64, c_int64, c_int, c_void_p]),
-    "af_linear": (None, [c_int, c_void_p, c_int64, POINTER(NativeWeight), c_int, c_int, c_void_p]),
-    "af_rms_norm": (None, [c_int, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_float, c_void_p]),
+    "af_pack": (Status, [c_int, c_void_p, c_int64, c_int64, c_int, c_void_p]),
+    "af_linear": (Status, [c_int, c_void_p, c_int64, POINTER(NativeWeight), c_int, c_int, c_void_p]),
+    "af_rms_norm": (Status, [c_int, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_float, c_void_p]),
     "af_attention": (
-        None,
+        Status,
         [c_int, c_void_p, c_int64, c_void_p, POINTER(NativeBatch), *3 * [c_int64], c_float, c_void_p],
     ),
-    "af_choose": (None, [POINTER(NativeChoices), c_void_p]),
+    "af_choose": (Status, [POINTER(NativeChoices), c_void_p]),
     "af_part_seconds": (None, [c_void_p]),
     "af_start_forward": (
-        c_int64,
+        Status,
         [
             *(c_int, POINTER(NativeDecoder), POINTER(NativeRows), POINTER(NativeBatch), c_void_p),
             *(c_void_p, POINTER(NativeWeight), POINTER(NativeChoices), c_void_p),
         ],
     ),
-    "af_finish_forward": (None, []),
+    "af_finish_forward": (Status, []),
 }
 """What a function of the library returns and takes."""
 
 
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Tells ctypes the types of the library's functions."""
+    """Gives the library's functions their types. A call that returns a failure raises one of ``FAILURES``."""
+
+    def raised(status: Status, _function: Any, _arguments: Any) -> None:
+        if status.value:
+            raise FAILURES[status.value](library.af_failure().decode(errors="replace"))
+
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
+        if result is Status:
+            function.errcheck = raised
     return library
 
 

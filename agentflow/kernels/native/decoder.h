@@ -1,6 +1,9 @@
 // The whole stack of layers of a Llama-shaped model, in one call.
 #pragma once
 
+#include <stdexcept>
+#include <string>
+
 #include "attention.h"
 #include "choice.h"
 #include "linear.h"
@@ -58,12 +61,13 @@ struct Activations {
     }
 };
 
-// The first row whose token does not exist; -1: there is none.
-inline int64_t unknown_token(const DecoderWeights& weights, const Rows& rows) {
+// Throws std::out_of_range where a row's token does not exist.
+inline void check_tokens(const DecoderWeights& weights, const Rows& rows) {
     for (int64_t t = 0; t < rows.num_rows; t++) {
-        if (rows.token_ids[t] < 0 || rows.token_ids[t] >= weights.vocab_size) return t;
+        if (rows.token_ids[t] >= 0 && rows.token_ids[t] < weights.vocab_size) continue;
+        throw std::out_of_range("there is no token " + std::to_string(rows.token_ids[t]) + " (row " +
+                                std::to_string(t) + " of the batch)");
     }
-    return -1;
 }
 
 template <class S>

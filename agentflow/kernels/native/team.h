@@ -6,6 +6,9 @@
 //
 // A job is a sequence of loops that one of these threads goes through, so that the caller can do something else
 // first, and then come and take pieces like the others.
+//
+// An exception on any thread reaches the caller: of a loop's body when all pieces are done, of a job in `finish`.
+// Where the system refuses a thread, the team works with those that it has.
 #pragma once
 
 #include <linux/futex.h>
@@ -19,9 +22,11 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 namespace agentflow {
 
@@ -30,12 +35,16 @@ class Team {
     static constexpr int MAX_THREADS = 64;
     static constexpr int64_t ONE_BY_ONE = 0;
 
-    // Threads that work on a loop, the calling one among them.
-    void set_num_threads(int num) { num_threads_ = std::clamp(num, 1, MAX_THREADS); }
+    // Threads that work on a loop, the calling one among them. Returns how many of those set before could not be had.
+    int set_num_threads(int num) {
+        num_threads_ = std::clamp(num, 1, MAX_THREADS);
+        return num_refused_.exchange(0);
+    }
     int num_threads() const { return num_threads_; }
 
     // Calls body(first, end, thread) for pieces that together are 0 to num, and returns when all are done.
-    // The first pieces are large and the last of `least`, or each is of one. Only the holder of `in_use` may call it.
+    // The first pieces are large and the last of `least`, or each is of one. The first exception of a body is thrown
+    // then. Only the holder of `in_use` may call it.
     template <class Body>
     void loop(int64_t num, int64_t least, const Body& body) {
         if (num <= 0) return;
@@ -61,24 +70,29 @@ class Team {
             if (pauses < YIELD_PAUSES) _mm_pause();
             else sched_yield();
         }
+        if (has_failed_.load(std::memory_order_relaxed)) {
+            has_failed_.store(false, std::memory_order_relaxed);
+            std::rethrow_exception(std::exchange(failure_, nullptr));
+        }
     }
 
     // Begins `job`, which may call `loop`, on another thread, where there is one. Until `finish`, which the same
     // caller must call, nobody else may use the team.
     void start(std::function<void()> job) {
         job_ = std::move(job);
-        is_elsewhere_ = num_threads_ > 1;
-        if (!is_elsewhere_) return;
         start_workers();
+        is_elsewhere_ = num_threads_ > 1 && num_workers_ > 0;
+        if (!is_elsewhere_) return;
         is_finished_.store(false);
         is_started_.store(true);
         if (num_asleep_.load() > 0) wake();
     }
 
-    // Works on what was started until it is done.
+    // Works on what was started until it is done, and throws what it threw.
     void finish() {
         if (!is_elsewhere_) return job_();
         serve(1, [this] { return is_finished_.load(); });
+        if (job_failure_) std::rethrow_exception(std::exchange(job_failure_, nullptr));
     }
 
     // One forward at a time: held by whoever calls `loop`, or from `start` to `finish`.
@@ -89,6 +103,8 @@ class Team {
         num_workers_ = 0;
         num_asleep_.store(0);
         is_started_.store(false);
+        has_failed_.store(false);
+        failure_ = job_failure_ = nullptr;
         new (&in_use) std::mutex;
     }
 
@@ -118,7 +134,11 @@ class Team {
             const int64_t size = std::max<int64_t>(least, share);
             const int64_t end = std::min(num, first + size);
             if (!next_.compare_exchange_weak(seen, uint64_t(epoch) << 32 | uint64_t(end))) continue;
-            call(body, first, end, thread);
+            try {
+                call(body, first, end, thread);
+            } catch (...) {
+                if (!has_failed_.exchange(true)) failure_ = std::current_exception();
+            }
             num_done_.fetch_add(end - first, std::memory_order_release);
             seen = next_.load();
         }
@@ -157,7 +177,11 @@ class Team {
         for (;;) {
             serve(thread, [&] { return thread == 1 && is_started_.load(); });
             is_started_.store(false);
-            job_();
+            try {
+                job_();
+            } catch (...) {
+                job_failure_ = std::current_exception();
+            }
             is_finished_.store(true);
             if (num_asleep_.load() > 0) wake();
         }
@@ -173,8 +197,13 @@ class Team {
     }
 
     void start_workers() {
-        for (; num_workers_ < num_threads_ - 1; num_workers_++) {
-            std::thread([this, thread = num_workers_ + 1] { live(thread); }).detach();
+        try {
+            for (; num_workers_ < num_threads_ - 1; num_workers_++) {
+                std::thread([this, thread = num_workers_ + 1] { live(thread); }).detach();
+            }
+        } catch (const std::exception&) {  // no thread, or no memory for one; the next set_num_threads tries again
+            num_refused_ = num_threads_ - 1 - num_workers_;
+            num_threads_ = num_workers_ + 1;
         }
     }
 
@@ -184,10 +213,12 @@ class Team {
     std::atomic<int> num_asleep_{0};
     Loop loops_[2] = {};
     std::function<void()> job_;
+    std::exception_ptr failure_, job_failure_;  // the first of a loop; a job's
+    std::atomic<bool> has_failed_{false};
     bool is_elsewhere_ = false;
     std::atomic<bool> is_started_{false}, is_finished_{true};
     uint32_t epoch_ = 0;
-    std::atomic<int> num_threads_{1};
+    std::atomic<int> num_threads_{1}, num_refused_{0};
     int num_workers_ = 0;
 };
 
