@@ -11,8 +11,10 @@ import pytest
 from fake_engine import TOKENIZER
 from hypothesis import given
 from hypothesis import strategies as st
+from logit_runner import logit_engine, logits_after
 from plain_constrained import PlainConstrained, Written, written
 from plain_engine import END_ID, PLAIN_IDS, fake_logprob, plain_engine, plain_token
+from plain_sampler import plain_token_of
 
 from agentflow.errors import RequestRefused
 from agentflow.sampling import SamplingParams
@@ -113,6 +115,37 @@ def test_a_batch_under_constraints_equals_its_twins(budget: int, asked: Sequence
         ):
             for one in asked:
                 group.start_soon(ask, client, one)
+
+    anyio.run(main)
+
+
+@given(
+    prompt=st.lists(st.sampled_from(PLAIN_IDS[:3]), min_size=1, max_size=10),
+    pattern=st.sampled_from(PATTERNS),
+    params=st.builds(
+        SamplingParams,
+        max_tokens=st.just(60),
+        frequency_penalty=st.sampled_from([0.0, 0.7, 2.0]),
+        presence_penalty=st.sampled_from([0.0, 1.5]),
+        repetition_penalty=st.sampled_from([1.0, 1.5]),
+    ),
+)
+def test_penalties_count_the_ids_that_jump_forward_left(prompt, pattern, params) -> None:
+    """Forced text is encoded together with tokens that were sampled and penalized before."""
+
+    def choose(ids: list[int], allowed: set[int]) -> int:
+        forbidden = set(range(TOKENIZER.vocab_size)) - allowed
+        return plain_token_of(logits_after([*prompt, *ids]), params, prompt, ids, forbidden=forbidden)
+
+    async def main() -> None:
+        async with logit_engine() as client:
+            end = await client.generate(
+                prompt, params, seed=0, on_text=lambda text: None, constraint=constraint(pattern)
+            )
+        text = PlainConstrained(MACHINES[pattern], TOKENIZER)
+        expected = written(text, choose, max_tokens=params.max_tokens, end_id=END_ID)
+        assert (end.text, end.finish_reason) == (expected.text, expected.reason)
+        assert end.token_ids == expected.ids
 
     anyio.run(main)
 

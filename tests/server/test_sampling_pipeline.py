@@ -24,7 +24,6 @@ from agentflow.server.core.batch import SampledRows
 from agentflow.server.core.request import Request
 from agentflow.server.core.sampling_table import SamplingTable
 from agentflow.server.core.scheduler import SchedulerConfig
-from agentflow.server.core.token_counts import TokenCounts
 from agentflow.server.engine import Engine
 from agentflow.server.engine_messages import Finished, Origin, Progress, Stop, Submit
 from agentflow.server.model.sampler import choose_tokens
@@ -149,25 +148,6 @@ def test_a_page_row_forgets_its_last_request() -> None:
         assert (got.edits is not None) == (got.top_counts is not None) == (request is first)
         table.detach(request)
     assert got.seeds.tolist() == [6]
-
-
-@given(st.lists(tokens, min_size=1, max_size=20), st.lists(st.lists(tokens, max_size=30), max_size=4))
-def test_counts_follow_the_tokens(prompt, chunks) -> None:
-    request = Request.create(1, np.array(prompt, dtype=np.int32), 200, SamplingParams())
-    counters = {wide: TokenCounts(request, with_prompt=wide) for wide in (True, False)}
-    generated: list[int] = []
-    for chunk in chunks:
-        generated += chunk
-        end = len(prompt) + len(generated)
-        request.tokens[len(prompt) : end] = generated
-        request.num_tokens = end
-        for wide, counter in counters.items():
-            ids, counts = counter.now()
-            known = {*generated, *(prompt if wide else ())}
-            assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == {
-                token: generated.count(token) for token in known
-            }
-            assert len(ids) == len(known)
 
 
 # Through the engine

@@ -74,6 +74,12 @@ class SamplingTable:
         self._special.pop(request.page_row, None)
         self._constrained.pop(request.page_row, None)
 
+    def keep_output(self, request: Request, num_kept: int) -> None:
+        """Of what the request has generated only the first ``num_kept`` tokens are still what they were."""
+        special = self._special.get(request.page_row)
+        if special is not None:
+            special.keep_output(num_kept)
+
     def _count(self, request: Request, change: int) -> None:
         is_scoring = request.score_from > 0 or request.tree is not None
         is_jumping = request.token_mask is not None and request.params.wants_logprobs
@@ -171,6 +177,10 @@ class _Special:
         if self._counts is None:
             return _NO_IDS, _NO_NUMBERS
         return self._counts.now()
+
+    def keep_output(self, num_kept: int) -> None:
+        if self._counts is not None:
+            self._counts.keep(num_kept)
 
     def forbidden_ids(self) -> IntArray:
         """What may not be chosen now."""

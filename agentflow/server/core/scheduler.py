@@ -186,6 +186,7 @@ class Scheduler:
         del request.logprobs[num_kept:], request.top_logprobs[num_kept:]
         if request.status is not Status.RUNNING:
             return
+        self._sampling.keep_output(request, num_kept)
         # The logits of the last token are needed, and those before tokens whose log-probability is wanted.
         num_computed = min(request.num_computed, start, request.first_unscored - 1)
         if num_computed < request.num_computed:
