@@ -154,7 +154,7 @@ class AblatedEngine:
     async def _connect(self, deliver: Deliver) -> AsyncIterator[Connection]:
         setting = self.setting
         config = SchedulerConfig(max_running=MAX_RUNNING, policy=setting.policy, use_cache=setting.use_cache)
-        async with running_engine(lambda: (self.runner, self.tokenizer), config) as client:
+        async with running_engine(lambda: (self.runner, self.tokenizer, config)) as client:
             assert isinstance(client.engine, Engine)
             self._prepare(client.engine.scheduler)
             template = ChatTemplate.from_folder(resolve_model(MODEL))

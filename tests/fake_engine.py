@@ -84,7 +84,9 @@ class FakeEngine:
     @asynccontextmanager
     async def open_client(self) -> AsyncIterator[EngineClient]:
         self.gate.attach()
-        opening = running_engine(lambda: (self.runner, TOKENIZER), self.config, self.max_unfinished)
+        opening = running_engine(
+            lambda: (self.runner, TOKENIZER, self.config), max_unfinished=self.max_unfinished
+        )
         async with opening as client:
             self.client = client
             try:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Protocol
 
 import anyio
 import anyio.lowlevel
-import anyio.to_thread
 
 from agentflow.errors import AgentflowError, EngineFailed, Overloaded, from_code
 from agentflow.loop_caller import loop_caller
@@ -36,13 +36,15 @@ from agentflow.server.engine_messages import (
 from agentflow.server.runner import ModelRunner, RunnerInfo
 from agentflow.server.tenant import part_of
 from agentflow.server.tokenizer import Tokenizer
-from agentflow.task_group import open_task_group
 
 logger = logging.getLogger(__name__)
 
+Load = Callable[[], tuple[ModelRunner, Tokenizer, SchedulerConfig]]
 OnText = Callable[[str], None]
 OnProgress = Callable[[Progress], None]
 _NOWHERE = Origin()
+# How long leaving waits for the last step of an engine thread.
+END_S = 1.0
 
 
 class EngineLink(Protocol):
@@ -309,52 +311,88 @@ def _texts_to(on_text: OnText) -> OnProgress:
     return hear
 
 
-@asynccontextmanager
-async def running_engine(
-    load: Callable[[], tuple[ModelRunner, Tokenizer]],
-    config: SchedulerConfig,
-    max_unfinished: int | None = None,
-) -> AsyncIterator[EngineClient]:
-    """An engine in a thread of its own for as long as the scope lasts. ``load`` runs there too:
-    loading a model takes seconds and must not block the loop. Its errors are raised here."""
-    call_in_loop = loop_caller()
-    ready = anyio.Event()
-    client: EngineClient | None = None
-    failure: BaseException | None = None
+class _EngineThread(threading.Thread):
+    """Loads an engine and runs it. ``ready``: it has loaded, or failed to. ``ended``: the thread is over.
 
-    def deliver(messages: list[FromEngine]) -> None:
-        assert client is not None
-        target = client
-        call_in_loop(lambda: target.receive(messages))
+    A load can take seconds and cannot be interrupted. So the thread is a daemon: when its session ends
+    meanwhile, it is left behind, drops what it has loaded as soon as it can, and keeps no process alive."""
 
-    def live() -> None:
-        nonlocal client, failure
+    def __init__(self, load: Load, max_unfinished: int | None) -> None:
+        super().__init__(name="agentflow engine", daemon=True)
+        self.ready = anyio.Event()
+        self.ended = anyio.Event()
+        self.client: EngineClient | None = None
+        self.failure: BaseException | None = None
+        self._load = load
+        self._max_unfinished = max_unfinished
+        self._is_stopping = False
+        self._call_in_loop = loop_caller()
+
+    def run(self) -> None:
         try:
-            runner, tokenizer = load()
-            engine = Engine(runner, tokenizer, config, deliver)
-            client = EngineClient(engine, runner.info, tokenizer, max_unfinished=max_unfinished)
-        except BaseException as error:
-            failure = error
-            return
+            engine = self._loaded()
+            if engine is not None:
+                self._run(engine)
         finally:
-            call_in_loop(ready.set)
+            self._tell(self.ended.set)
+
+    def _loaded(self) -> Engine | None:
+        try:
+            runner, tokenizer, config = self._load()
+            engine = Engine(runner, tokenizer, config, self._deliver)
+            self.client = EngineClient(engine, runner.info, tokenizer, max_unfinished=self._max_unfinished)
+        except BaseException as error:
+            self.failure = error
+            return None
+        finally:
+            self._tell(self.ready.set)
+        if self._is_stopping:  # after ``client``: one of the two threads sees what the other has set
+            engine.send(Stop())
+        return engine
+
+    def _run(self, engine: Engine) -> None:
         why = "the engine has stopped"
         try:
             engine.run()
         except BaseException:
             why = "the engine broke: its log says how"
             logger.exception("the engine broke")
-        call_in_loop(lambda: client.end_all(why))
+        assert self.client is not None
+        client = self.client
+        self._tell(lambda: client.end_all(why))
 
-    limiter = anyio.CapacityLimiter(1)  # its own: an engine must not use up the loop's worker threads
-    async with open_task_group() as group:
-        group.start_soon(lambda: anyio.to_thread.run_sync(live, limiter=limiter))
-        try:
-            with anyio.CancelScope(shield=True):
-                await ready.wait()
-            if client is None:
-                raise failure or EngineFailed("the engine did not start")
-            yield client
-        finally:
-            if client is not None:
-                client.engine.send(Stop())
+    def _deliver(self, messages: list[FromEngine]) -> None:
+        assert self.client is not None
+        client = self.client
+        self._tell(lambda: client.receive(messages))
+
+    def _tell(self, function: Callable[[], object]) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            self._call_in_loop(function)
+
+    async def stop(self) -> None:
+        """Ends the engine after its step, and waits for that, but no longer than ``END_S``. For the end of a
+        load it does not wait."""
+        self._is_stopping = True
+        if self.client is None:
+            return
+        self.client.engine.send(Stop())
+        with anyio.move_on_after(END_S, shield=True):
+            await self.ended.wait()
+
+
+@asynccontextmanager
+async def running_engine(load: Load, *, max_unfinished: int | None = None) -> AsyncIterator[EngineClient]:
+    """An engine in a thread of its own for as long as the scope lasts. ``load`` runs there too:
+    loading a model takes seconds and must not block the loop. Its errors are raised here. Leaving the scope
+    takes ``END_S`` at most, also by a native ``task.cancel()``, which passes every shield; while ``load``
+    runs, nothing."""
+    thread = _EngineThread(load, max_unfinished)
+    thread.start()
+    try:
+        await thread.ready.wait()
+        if thread.client is None:
+            raise thread.failure or EngineFailed("the engine did not start")
+        yield thread.client
+    finally:
+        await thread.stop()

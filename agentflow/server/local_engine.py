@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import anyio.to_thread
-
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.constraint_compiler import constraint_compiler
 from agentflow.server.core.policies import DEFAULT_POLICY
@@ -68,17 +66,14 @@ async def open_engine(options: EngineOptions) -> AsyncIterator[EngineClient]:
             start, lambda: Tokenizer.from_folder(folder), max_unfinished=options.max_unfinished
         )
     else:
-        default_device = await anyio.to_thread.run_sync(_default_device)
-        device = options.device or default_device
-        opening = running_engine(
-            lambda: _load(options, folder, device), _config(options, device), options.max_unfinished
-        )
+        chosen = replace(options, model=str(folder))
+        opening = running_engine(lambda: load_engine(**asdict(chosen)), max_unfinished=options.max_unfinished)
     async with opening as client:
         yield client
 
 
 def load_engine(**options: Any) -> tuple[ModelRunner, Tokenizer, SchedulerConfig]:
-    """What an engine process loads. ``options``: the fields of ``EngineOptions``."""
+    """What an engine's process or thread loads. ``options``: the fields of ``EngineOptions``."""
     chosen = EngineOptions(**options)
     device = chosen.device or _default_device()
     return *_load(chosen, resolve_model(chosen.model), device), _config(chosen, device)

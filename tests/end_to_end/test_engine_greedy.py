@@ -85,7 +85,7 @@ def on_engine(runner: Kept, tokenizer: Tokenizer, use, **config):
     """Runs ``use(client)`` on an engine with this configuration, and checks that it ends idle."""
 
     async def main():
-        async with running_engine(lambda: (runner, tokenizer), SchedulerConfig(**config)) as client:
+        async with running_engine(lambda: (runner, tokenizer, SchedulerConfig(**config))) as client:
             result = await use(client)
             await client.stats()
             client.engine.scheduler.check_idle()

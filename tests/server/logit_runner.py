@@ -54,7 +54,7 @@ def logit_runner(**options) -> LogitRunner:
 async def logit_engine(config: SchedulerConfig | None = None, **options) -> AsyncIterator[EngineClient]:
     """A running engine on it. When it ends, nothing may be held."""
     runner = logit_runner(**options)
-    async with running_engine(lambda: (runner, TOKENIZER), config or SchedulerConfig()) as client:
+    async with running_engine(lambda: (runner, TOKENIZER, config or SchedulerConfig())) as client:
         yield client
         if client.num_calls == 0:
             await client.stats()

@@ -47,7 +47,7 @@ def runner(**options) -> FakeRunner:
 async def plain_engine(config: SchedulerConfig | None = None, **options) -> AsyncIterator[EngineClient]:
     """A running engine on it. When it ends, nothing may be held."""
     fake = runner(**options)
-    async with running_engine(lambda: (fake, TOKENIZER), config or SchedulerConfig()) as client:
+    async with running_engine(lambda: (fake, TOKENIZER, config or SchedulerConfig())) as client:
         yield client
         if client.num_calls == 0:
             await client.stats()  # whatever was aborted has been read by then

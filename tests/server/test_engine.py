@@ -294,7 +294,7 @@ async def test_an_output_that_cannot_be_used_fails_its_request_only(caplog):
 
     fake = runner(next_token=choose)
     tokenizer = BrokenTokenizer(byte_level(special=("<|im_start|>", "<|im_end|>")))
-    async with running_engine(lambda: (fake, tokenizer), SchedulerConfig()) as client:
+    async with running_engine(lambda: (fake, tokenizer, SchedulerConfig())) as client:
         with pytest.raises(EngineFailed, match="output cannot be used"):
             await generate(client, [9, 9])
         end, _ = await generate(client, [8], max_tokens=3)
@@ -315,7 +315,7 @@ async def test_an_engine_that_breaks_tells_everybody_and_takes_nothing_more(capl
             await use(*args)
         errors.append(failure.value)
 
-    async with running_engine(lambda: (fake, TOKENIZER), SchedulerConfig()) as client:
+    async with running_engine(lambda: (fake, TOKENIZER, SchedulerConfig())) as client:
         async with anyio.create_task_group() as group:
             for _ in range(3):
                 group.start_soon(expect_failure, generate, client)
@@ -341,7 +341,7 @@ async def test_an_error_while_loading_is_raised_as_itself(error):
         raise error
 
     with pytest.raises(type(error)) as failure:
-        await running_engine(load, SchedulerConfig()).__aenter__()
+        await running_engine(load).__aenter__()
     assert failure.value is error
 
 
@@ -370,7 +370,7 @@ async def test_leaving_the_scope_ends_the_engine_whatever_it_does(error):
     async def leave() -> None:
         async with (
             open_task_group() as group,
-            running_engine(lambda: (fake, TOKENIZER), SchedulerConfig()) as c,
+            running_engine(lambda: (fake, TOKENIZER, SchedulerConfig())) as c,
         ):
             group.start_soon(run, c)
             await started.wait()
@@ -393,7 +393,7 @@ async def test_beyond_the_limit_requests_are_refused():
     gate.allow(0)
     fake = runner(on_step=gate)
     async with (
-        running_engine(lambda: (fake, TOKENIZER), SchedulerConfig(), max_unfinished=2) as client,
+        running_engine(lambda: (fake, TOKENIZER, SchedulerConfig()), max_unfinished=2) as client,
         anyio.create_task_group() as group,
     ):
         group.start_soon(generate, client)

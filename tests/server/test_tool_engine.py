@@ -61,7 +61,7 @@ async def engine() -> AsyncIterator[EngineClient]:
         next_token=next_token,
         end_token_ids=(1,),
     )
-    async with running_engine(lambda: (fake, TOKENIZER), SchedulerConfig()) as client:
+    async with running_engine(lambda: (fake, TOKENIZER, SchedulerConfig())) as client:
         yield client
 
 
