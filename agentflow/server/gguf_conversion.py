@@ -176,7 +176,7 @@ def _write_weights(model: _Gguf, file: Path, report: Callable[[int, int], None])
         done = 0
         report(done, total)
         for values in _dequantised(model):
-            done += sink.write(values.tobytes())
+            done += sink.write(np.ascontiguousarray(values).data)
             report(done, total)
 
 

@@ -1,8 +1,13 @@
-"""Reads tensors by name from the safetensors files of a Hugging Face folder, one at a time."""
+"""Reads tensors by name from the safetensors files of a Hugging Face folder.
+
+The files are mapped, and the pages of a tensor are released once it is copied: of all files no more than one
+tensor is in this process's memory.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from agentflow.errors import BadModelFolder
+from agentflow.kernels.page_advice import release_file_pages
 
 _INDEX = "model.safetensors.index.json"
 
@@ -49,24 +55,36 @@ class Checkpoint:
 
     def take(self, name: str, *shape: int) -> Tensor:
         """The tensor of that name, which must have that shape."""
+        taken = torch.empty(shape, dtype=self._dtype, device=self._device)
+        self._read(name, taken)
+        return taken
+
+    def take_rows(self, names: Sequence[str], sizes: Sequence[int], width: int) -> Tensor:
+        """Matrices of so many rows each, one below the other."""
+        taken = torch.empty(sum(sizes), width, dtype=self._dtype, device=self._device)
+        for name, part in zip(names, torch.split(taken, list(sizes)), strict=True):
+            self._read(name, part)
+        return taken
+
+    def take_if_there(self, name: str, *shape: int) -> Tensor | None:
+        """The tensor of that name, or None."""
+        return self.take(name, *shape) if name in self._files else None
+
+    def _read(self, name: str, target: Tensor) -> None:
         if name not in self._files:
             raise BadModelFolder(f"{self._folder} has no tensor {name}: its weights are incomplete")
         try:
             stored = self._files[name].get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise BadModelFolder(f"{self._folder}: tensor {name} cannot be read: {error}") from error
-        if tuple(stored.shape) != shape:
+        if stored.shape != target.shape:
             raise BadModelFolder(
-                f"{self._folder}: tensor {name} is {tuple(stored.shape)}, but config.json makes it {shape}"
+                f"{self._folder}: tensor {name} is {tuple(stored.shape)}, "
+                f"but config.json makes it {tuple(target.shape)}"
             )
         self._taken.add(name)
-        # A copy always: what is mapped must not outlive the file.
-        tensor: Tensor = stored.to(device=self._device, dtype=self._dtype, copy=True)
-        return tensor
-
-    def take_if_there(self, name: str, *shape: int) -> Tensor | None:
-        """The tensor of that name, or None."""
-        return self.take(name, *shape) if name in self._files else None
+        target.copy_(stored)
+        release_file_pages(stored)
 
     def refuse_leftovers(self, *ignored_endings: str) -> None:
         """Raise if a tensor was not taken: the model would not compute what its weights were made for."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from agentflow.errors import BadArgument
-from agentflow.kernels.huge_pages import advise_huge_pages
+from agentflow.kernels.page_advice import advise_huge_pages
 
 
 class KvPool:

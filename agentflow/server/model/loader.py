@@ -21,8 +21,8 @@ def load_llama(
 ) -> LlamaModel:
     """The model of ``folder``, with weights of any stored float type cast to ``dtype``.
 
-    Each matrix is packed as soon as it is read, so that beyond the result only one layer is held
-    twice. BadModelFolder if tensors are missing, misshapen or left over.
+    Each product's matrix is packed as soon as it is read, so that beyond the result only one of them is in
+    memory. BadModelFolder if tensors are missing, misshapen or left over.
     """
     with torch.inference_mode(), Checkpoint(folder, dtype, device) as checkpoint:
         model = _Loader(checkpoint, config, kernels).model()
@@ -79,11 +79,13 @@ class _Loader:
 
     def _linear(self, parts: dict[str, int], num_inputs: int, *, gated: bool = False) -> LinearWeight:
         """One product for several matrices with the same input: name to number of outputs."""
-        weights = [self._checkpoint.take(f"{n}.weight", size, num_inputs) for n, size in parts.items()]
-        biases = [self._checkpoint.take_if_there(f"{n}.bias", size) for n, size in parts.items()]
+        names, sizes = [f"{name}.weight" for name in parts], list(parts.values())
+        weight = self._checkpoint.take_rows(names, sizes, num_inputs)
+        biases = [self._checkpoint.take_if_there(f"{name}.bias", size) for name, size in parts.items()]
         bias = None
         if any(b is not None for b in biases):
-            zeros = [torch.zeros_like(weight[:, 0]) for weight in weights]
-            bias = torch.cat([zero if b is None else b for b, zero in zip(biases, zeros, strict=True)])
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+            bias = weight.new_zeros(len(weight))
+            for part, read in zip(torch.split(bias, sizes), biases, strict=True):
+                if read is not None:
+                    part.copy_(read)
         return self._kernels.pack_linear(weight, bias, gated=gated)

@@ -1,0 +1,35 @@
+"""Loads a model folder in a process of its own for test_loading_memory.py.
+
+Prints three sizes in bytes: the growth of its resident memory at the peak and at the end, and the weights'.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from agentflow.kernels.ops import kernels_for
+from agentflow.server.model.config import read_config
+from agentflow.server.model.loader import load_llama
+
+
+def memory_bytes(name: str) -> int:
+    """Of this process, as Linux says it: VmRSS is what is resident, VmHWM the most since it was set back."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) * 1024
+
+
+def main(folder: Path, dtype: torch.dtype) -> None:
+    device = torch.device("cpu")
+    config, kernels = read_config(folder), kernels_for(device)
+    kernels.pack_linear(torch.zeros(64, 64, dtype=dtype), None)  # what is made once, and by threads
+    before = memory_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    model = load_llama(folder, config, dtype=dtype, device=device, kernels=kernels)
+    print(memory_bytes("VmHWM") - before, memory_bytes("VmRSS") - before, model.nbytes)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), getattr(torch, sys.argv[2]))

@@ -1,0 +1,80 @@
+"""How much memory it takes to load a model: its weights and little more, whatever type they are stored in."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are Linux's to say")
+
+VOCAB, HIDDEN, INNER, HEADS, HEAD_DIM, LAYERS = 16_000, 512, 1536, 8, 64, 8
+# Beside the weights and one tensor: freed memory that the allocator keeps, and code that is used first here.
+SLACK_BYTES = 32 << 20
+
+
+def write_model(folder: Path, dtype: torch.dtype, *, is_tied: bool) -> None:
+    """A random Llama of 27 million parameters, and 8 or 16 million in the vocabulary's matrices."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 256,
+        "num_hidden_layers": LAYERS,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "head_dim": HEAD_DIM,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": is_tied,
+        "eos_token_id": 0,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCAB, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+    }
+    if not is_tied:
+        shapes["lm_head.weight"] = (VOCAB, HIDDEN)
+    for i in range(LAYERS):
+        layer = f"model.layers.{i}."
+        norms = ("input_layernorm", "post_attention_layernorm")
+        shapes |= {f"{layer}{name}.weight": (HIDDEN,) for name in norms}
+        shapes |= {f"{layer}self_attn.{name}_proj.weight": (HIDDEN, HIDDEN) for name in "qkvo"}
+        shapes |= {f"{layer}mlp.{name}_proj.weight": (INNER, HIDDEN) for name in ("gate", "up")}
+        shapes[f"{layer}mlp.down_proj.weight"] = (HIDDEN, INNER)
+    tensors = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("kernels", "stored", "loaded", "is_tied"),
+    [
+        ("native", "float32", "bfloat16", True),
+        ("native", "bfloat16", "bfloat16", False),
+        ("torch", "float32", "float32", False),
+    ],
+)
+def test_loading_peaks_at_the_weights_and_one_tensor(
+    kernels: str, stored: str, loaded: str, is_tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENTFLOW_KERNELS", kernels)
+    write_model(tmp_path, getattr(torch, stored), is_tied=is_tied)
+    child = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("loading_peak.py")), str(tmp_path), loaded],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    peak, end, weights = map(int, child.stdout.split())
+    largest = VOCAB * HIDDEN * getattr(torch, loaded).itemsize
+    assert end <= weights + SLACK_BYTES
+    assert peak <= weights + largest + SLACK_BYTES
