@@ -55,7 +55,9 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
         Count | None, _help("rows of one forward pass (not set: 256 on a CPU, 4096 on a GPU)")
     ] = None
     max_running: Annotated[Count, _help("requests in one batch")] = 64
-    threads: Annotated[Count | None, _help("CPU threads (not set: torch's choice)")] = None
+    threads: Annotated[Count | None, _help("CPU threads (not set: torch's choice, within the CPU quota)")] = (
+        None
+    )
     policy: Annotated[Policy, _help("the order in which requests are admitted")] = "fair-lpm"
     cache: Annotated[bool, _help("the prefix cache")] = True
     max_unfinished: Annotated[Count, _help("requests waiting and running at once; more are refused")] = 4096

@@ -17,7 +17,14 @@ from pathlib import Path
 import anyio
 
 from agentflow.errors import EngineFailed
+from agentflow.server.cgroups import groups_around
 from agentflow.server.child_process import import_path
+
+_NAMES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
+"""By version of cgroups: the files of limit and use, and in memory.stat what is cached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,26 +56,10 @@ def free_host_bytes(root: Path = Path("/")) -> int:
 
 def _left_in_cgroups(root: Path) -> Iterator[int]:
     """Of each cgroup with a limit that this process is in, the innermost first."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:  # no Linux
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        names: tuple[str, str, str]
-        if not controllers:
-            mount, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            mount = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        # Inside a container the path may be that of the host, which is not there: its root is, then.
-        parts = [part for part in path.split("/") if part not in ("", "..")]
-        for depth in range(len(parts), -1, -1):
-            left = _left_in(mount.joinpath(*parts[:depth]), *names)
-            if left is not None:
-                yield left
+    for version, folder in groups_around("memory", root):
+        left = _left_in(folder, *_NAMES[version])
+        if left is not None:
+            yield left
 
 
 def _left_in(folder: Path, limit_name: str, used_name: str, cached_name: str) -> int | None:

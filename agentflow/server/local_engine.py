@@ -35,7 +35,8 @@ class EngineOptions:
     """``model``: a name or a folder. ``dtype``: ``bfloat16`` or ``float32``. ``device``: ``cpu``,
     ``cuda`` or None (CUDA where there is one). ``kv_tokens``: size of the KV pool; None: 65,536 or
     what half of the free memory holds, whichever is less. ``token_budget``: rows of one forward
-    pass; None: 256 on a CPU, 4,096 on a GPU. ``num_threads``: of a CPU; None: torch's choice.
+    pass; None: 256 on a CPU, 4,096 on a GPU. ``num_threads``: of a CPU; None: torch's choice,
+    within the CPU quota.
     ``own_process``: the engine runs in a process of its own, which is started again when it dies, and
     not in a thread. ``max_unfinished``: requests that it takes at once, waiting ones included; None: any
     number; more are refused with Overloaded."""

@@ -21,6 +21,7 @@ from agentflow.server.model.kv_pool import KvPool
 from agentflow.server.model.loader import load_llama
 from agentflow.server.model.sampler import choice_rows, choose_tokens, wants_only_tokens
 from agentflow.server.runner import RunnerInfo, nothing
+from agentflow.server.usable_cpus import usable_cpus
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _MAX_LOGIT_ROWS = 256
@@ -40,7 +41,8 @@ class _Prepared:
 class TorchRunner:
     """Runs a Llama-family folder. ``device``: cpu, cuda or None (cuda where there is one).
     ``dtype``: bfloat16 or float32, of weights, activations and KV. ``num_slots``: tokens the KV pool holds.
-    ``num_threads``: CPU threads of the whole process (None: leave them as they are).
+    ``num_threads``: CPU threads of the whole process; None: as many as torch has, but no more than
+    ``usable_cpus``.
 
     UnknownModel, BadModelFolder or BadArgument if it cannot be run.
     """
@@ -60,7 +62,8 @@ class TorchRunner:
         torch_device = _device(device)
         if dtype not in _DTYPES:
             raise BadArgument(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}")
-        if num_threads is not None:
+        num_threads = num_threads or min(torch.get_num_threads(), usable_cpus())
+        if num_threads != torch.get_num_threads():
             torch.set_num_threads(num_threads)
         self._kernels = kernels = _kernels(torch_device)
         config = read_config(folder)
