@@ -22,7 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 from agentflow.held_memory import HeldMemory
 from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.http_refusal import MAX_PARAM_CHARS, Refusal, cut, refusal_of, unready
-from agentflow.server.request_log import LoggedBody, RequestRecord, log_request
+from agentflow.server.request_log import LoggedBody, RequestRecord, log_request, logged_path
 from agentflow.server.service import Service
 from agentflow.server.tenant import NOBODY_ELSE, Tenant
 from agentflow.task_group import open_task_group
@@ -63,7 +63,7 @@ class ApiCall:
         self.headers = Headers(scope=scope)
         self.id = request_id_of(self.headers)
         self.tenant: Tenant = NOBODY_ELSE
-        self.record = RequestRecord(self.id, scope["method"], scope["path"])
+        self.record = RequestRecord(self.id, scope["method"], logged_path(scope["path"]))
         self.path_params: Mapping[str, str] = scope.get("path_params", {})
         self.has_begun = False
         self.is_over = False

@@ -6,7 +6,6 @@ A model's own table in the file comes before all of them: it is about that model
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 from msgspec import Struct
 
 from agentflow.errors import BadArgument
+from agentflow.server.addresses import is_loopback
 from agentflow.server.config_file import FileValues, near_match, read_config_file
 from agentflow.server.config_schema import DEFAULT_MODEL, GROUPS, ModelConfig, ServeConfig
 from agentflow.server.config_setting import VARIABLE_PREFIX, all_settings, shared_names
@@ -170,11 +170,3 @@ def _check(config: ServeConfig) -> None:
             f"host {network.host} can be reached from other machines, and there are no keys: give "
             "--keys-file (`agentflow key` makes keys), or --allow-anonymous to let everybody in"
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach it. A name other than ``localhost`` counts as reachable."""
-    try:
-        return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"

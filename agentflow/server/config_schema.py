@@ -150,6 +150,9 @@ class LimitsConfig(Struct, frozen=True, kw_only=True):
     max_connections: Annotated[
         Count, _help("websockets open at once; with HTTP's, twice as many connections")
     ] = _SERVER.max_connections
+    max_connections_per_address: Annotated[
+        Count, _help("of both kinds from one address other than this machine")
+    ] = _SERVER.max_connections_per_address
     max_sessions: Annotated[Count, _help("websocket sessions open at once")] = _SERVER.max_sessions
     session_bytes: Annotated[Count, _help("of memory for the texts, states and values of one session")] = (
         _SERVER.session_bytes
@@ -163,6 +166,9 @@ class LimitsConfig(Struct, frozen=True, kw_only=True):
     )
     ping_interval_s: Annotated[Seconds, _help("silent websockets are probed so often")] = (
         _SERVER.ping_interval_s
+    )
+    idle_timeout_s: Annotated[Seconds, _help("how long a connection may stay open without a request")] = (
+        _SERVER.idle_timeout_s
     )
     header_timeout_s: Annotated[Seconds, _help("how long a request's headers may take to arrive")] = (
         _SERVER.header_timeout_s

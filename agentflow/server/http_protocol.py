@@ -1,107 +1,306 @@
-"""Reads HTTP as uvicorn does, and does not wait for ever: who connects has to ask for something, and to read
-what it is answered.
+"""Uvicorn's HTTP and websocket protocols, with bounds on what a connection may send before it asks for
+something and on how long it may take.
 
-Uvicorn bounds how long a connection may be idle between two requests, but neither before the first one nor
-within its headers, and not once anything has come after an answer, be it what was left of a body. Nor does
-it bound how long an answer may wait to be read. Clients that open connections and let them stand would in
-the end use up all there may be.
+Uvicorn itself bounds only how long a connection may be idle between two requests. A client could otherwise
+send headers for ever, stop in the middle of them, or never read an answer, and keep its connection.
+
+::
+
+    connected ──▶ headers ──▶ request ──▶ answered ─┐      idle_timeout_s: before the first byte of a request
+        ▲            │           │                  │      header_timeout_s: until its headers are complete
+        │            ▼           ▼                  │      WRITE_WATCH_S: without reading anything
+        │           408, 414, 431, 400              │
+        └───────────────────────────────────────────┘
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from typing import ClassVar
+from collections.abc import Callable
+from functools import partial
+from http import HTTPStatus
+from typing import Any, ClassVar
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import httptools
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
+# Of one request: header lines with their names, and of a chunked body also the trailers.
+MAX_HEADER_BYTES = 65_536
+MAX_HEADERS = 256
+MAX_URL_BYTES = 16_384
+# So much is parsed at once. What a parser has of an unfinished header line is counted in these.
+PIECE_BYTES = 16_384
 # A client that reads nothing is cut off after so long, or twice as long.
 WRITE_WATCH_S = 10.0
+# After a refusal so much longer is read and dropped: closing with unread data would reset the connection, and
+# the client might never see the answer.
+LINGER_S = 2.0
 BODY_HEADERS = (b"content-length", b"transfer-encoding")
 
 
-class TimedHttpProtocol(HttpToolsProtocol):
-    """Closes a connection whose request line and headers have not come within ``headers_timeout_s`` of its
-    beginning, or of the answer before. Cuts one off whose client has read nothing of what waits for it since
-    the last look, ``WRITE_WATCH_S`` before."""
+class _Unreadable(Exception):
+    """A request that is answered with ``status`` before the application sees it."""
 
-    headers_timeout_s: ClassVar[float] = 20.0
-    _timer: asyncio.TimerHandle | None = None
-    _write_watch: asyncio.TimerHandle | None = None
-    _unread_bytes: float = math.inf
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class _WriteWatch:
+    """Aborts a transport whose client has read nothing since the last look, while ``is_waiting()`` says that
+    something should be read and nothing more is being added."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport, is_waiting: Callable[[], bool]
+    ) -> None:
+        self._loop = loop
+        self._transport = transport
+        self._is_waiting = is_waiting
+        self._unread_bytes = math.inf
+        self._start()
+
+    def reset(self) -> None:
+        """The client has read."""
+        self._unread_bytes = math.inf
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _start(self) -> None:
+        self._timer = self._loop.call_later(WRITE_WATCH_S, self._look)
+
+    def _look(self) -> None:
+        before, self._unread_bytes = self._unread_bytes, math.inf
+        if self._is_waiting():
+            self._unread_bytes = self._transport.get_write_buffer_size()
+            if self._unread_bytes >= before:
+                self._transport.abort()
+                return
+        self._start()
+
+
+class TimedHttpProtocol(HttpToolsProtocol):
+    """Refuses a request whose URL, header lines or header bytes are more than the limits above (414, 431),
+    and closes. Answers 408 to one whose headers are not complete after ``header_timeout_s``, and closes a
+    connection on which no request begins within ``idle_timeout_s``. ``on_lost`` is called once, when the
+    connection is over, whichever protocol has it by then."""
+
+    header_timeout_s: ClassVar[float] = 20.0
+    idle_timeout_s: ClassVar[float] = 5.0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.on_lost: Callable[[], None] = _ignore
+        self._timer: asyncio.TimerHandle | None = None
+        self._watch: _WriteWatch | None = None
+        self._is_refused = False
+        self._is_in_headers = False
+        self._has_moved = False  # a callback came of the piece that is parsed
+        self._num_headers = 0
+        self._num_header_bytes = 0
+        self._num_pending_bytes = 0  # parsed since the last callback
+        # Both count from the answer on, and this one also where bytes come that begin no request.
+        self.timeout_keep_alive = math.ceil(self.idle_timeout_s)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._begin_to_wait()
-        self._watch_writing()
+        self._wait(self.idle_timeout_s)
+        self._watch = _WriteWatch(
+            self.loop, transport, lambda: self.flow.write_paused or transport.is_closing()
+        )
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         self._stop_watching()
         super().connection_lost(exc)
+        self.on_lost()
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        pieces = memoryview(data)
+        for start in range(0, len(data), PIECE_BYTES):
+            if self._is_refused or self.transport.get_protocol() is not self:
+                return
+            self._parse(pieces[start : start + PIECE_BYTES])
+
+    def _parse(self, piece: memoryview) -> None:
+        self._has_moved = False
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade:
+            if self._should_upgrade():
+                self.handle_websocket_upgrade()
+        except httptools.HttpParserError as error:
+            cause = error.__context__
+            if isinstance(cause, _Unreadable):
+                self._refuse(cause.status, str(cause))
+            else:
+                self._refuse(400, "Invalid HTTP request received.")
+        else:
+            self._num_pending_bytes = 0 if self._has_moved else self._num_pending_bytes + len(piece)
+            if self._num_header_bytes + self._num_pending_bytes > MAX_HEADER_BYTES:
+                self._refuse(431, f"The headers have more than {MAX_HEADER_BYTES} bytes.")
 
     def on_message_begin(self) -> None:
-        self._begin_to_wait()
+        self._has_moved = self._is_in_headers = True
+        self._num_headers = self._num_header_bytes = 0
+        self._wait(self.header_timeout_s)
         super().on_message_begin()
 
+    def on_url(self, url: bytes) -> None:
+        self._has_moved = True
+        if len(self.url) + len(url) > MAX_URL_BYTES:
+            raise _Unreadable(414, f"The URL has more than {MAX_URL_BYTES} bytes.")
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._has_moved = True
+        self._num_headers += 1
+        self._num_header_bytes += len(name) + len(value) + len(": \r\n")
+        if self._num_headers > MAX_HEADERS:
+            raise _Unreadable(431, f"There are more than {MAX_HEADERS} headers.")
+        if self._num_header_bytes > MAX_HEADER_BYTES:
+            raise _Unreadable(431, f"The headers have more than {MAX_HEADER_BYTES} bytes.")
+        if self._is_in_headers:  # trailers come while the application has the request, and are dropped
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
+        self._has_moved, self._is_in_headers = True, False
         cycle = self.cycle
         super().on_headers_complete()
         if self.cycle is not cycle:  # a websocket has none
             self._stop_waiting()
 
+    def on_chunk_header(self) -> None:
+        self._has_moved = True
+
+    def on_body(self, body: bytes) -> None:
+        self._has_moved = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._has_moved = True
+        super().on_message_complete()
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        # Unless another request has come already. What is left of this one's body ends no wait.
-        if self.cycle.response_complete and not self.transport.is_closing():
-            self._begin_to_wait()
+        # Unless another request has begun. What is left of this one's body begins none.
+        if self.cycle.response_complete and not self.transport.is_closing() and self._timer is None:
+            self._wait(self.idle_timeout_s)
 
     def resume_writing(self) -> None:
-        self._unread_bytes = math.inf
+        if self._watch is not None:
+            self._watch.reset()
         super().resume_writing()
 
     def handle_websocket_upgrade(self) -> None:
         self._stop_waiting()
         if any(name in BODY_HEADERS and value != b"0" for name, value in self.headers):
-            # Whoever reads it from here on would wait for that body for ever.
-            self.send_400_response("A websocket is asked for without a body.")
+            # Whatever reads it from here on would wait for that body for ever.
+            self._refuse(400, "A websocket is asked for without a body.")
             return
         self._stop_watching()
+        self.ws_protocol_class = partial(  # type: ignore[assignment]
+            TimedWebSocketProtocol, on_lost=self.on_lost, handshake_timeout_s=self.header_timeout_s
+        )
         super().handle_websocket_upgrade()
 
-    def _begin_to_wait(self) -> None:
-        if self._timer is None:
-            self._timer = self.loop.call_later(self.headers_timeout_s, self._hang_up)
+    def _refuse(self, status: int, reason: str) -> None:
+        """Answers and closes. Nothing more is parsed."""
+        self._is_refused = True
+        self._stop_waiting()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.close()  # an answer to the request before is under way
+            return
+        self.flow.resume_reading()
+        self.transport.write(_answer(status, reason))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._timer = self.loop.call_later(LINGER_S, self.transport.abort)
+
+    def _wait(self, seconds: float) -> None:
+        self._stop_waiting()
+        self._timer = self.loop.call_later(seconds, self._hang_up)
 
     def _stop_waiting(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _watch_writing(self) -> None:
-        self._write_watch = self.loop.call_later(WRITE_WATCH_S, self._look_at_writing)
-
-    def _look_at_writing(self) -> None:
-        # Else nothing waits to be read, or more is still being added to it.
-        is_stuck = self.flow.write_paused or self.transport.is_closing()
-        before, self._unread_bytes = self._unread_bytes, math.inf
-        if is_stuck:
-            self._unread_bytes = self.transport.get_write_buffer_size()
-            if self._unread_bytes >= before:
-                self.transport.abort()
-                return
-        self._watch_writing()
-
     def _stop_watching(self) -> None:
-        if self._write_watch is not None:
-            self._write_watch.cancel()
-            self._write_watch = None
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
 
     def _hang_up(self) -> None:
         self._timer = None
-        self.transport.close()
+        if self._is_in_headers:
+            self._refuse(408, f"The headers are not complete after {self.header_timeout_s:g} s.")
+        else:
+            self.transport.close()
 
 
-def timed_http_protocol(headers_timeout_s: float) -> type[TimedHttpProtocol]:
-    """The class with another time-out: uvicorn makes the objects itself."""
-    return type("TimedHttpProtocol", (TimedHttpProtocol,), {"headers_timeout_s": headers_timeout_s})
+class TimedWebSocketProtocol(WebSocketsSansIOProtocol):
+    """Answers every handshake, also one that the ``websockets`` library gives up on (more than 128 headers, a
+    line of more than 8 KB, no valid request), and closes a connection whose handshake the application has not
+    answered within ``handshake_timeout_s``."""
+
+    def __init__(
+        self, *args: Any, on_lost: Callable[[], None], handshake_timeout_s: float, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._on_lost = on_lost
+        self._handshake_timeout_s = handshake_timeout_s
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._deadline = self.loop.call_later(self._handshake_timeout_s, self._give_up)
+        # While the websocket is open its pings find a client that is gone.
+        self._watch = _WriteWatch(self.loop, self.transport, self.transport.is_closing)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._deadline.cancel()
+        self._watch.stop()
+        super().connection_lost(exc)
+        self._on_lost()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        # The first data are the complete headers: if they are no request now, they never will be.
+        if not self.handshake_initiated and not self.transport.is_closing():
+            answer = b"".join(self.conn.data_to_send())
+            self.transport.write(answer or _answer(400, "Invalid websocket handshake."))
+            self.transport.close()
+
+    def resume_writing(self) -> None:
+        self._watch.reset()
+        super().resume_writing()
+
+    def _give_up(self) -> None:
+        if not self.handshake_complete:
+            self.send_500_response()
+            self.transport.close()
+
+
+def timed_http_protocol(header_timeout_s: float, idle_timeout_s: float = 5.0) -> type[TimedHttpProtocol]:
+    """The class with other time-outs: uvicorn makes the objects itself."""
+    timeouts = {"header_timeout_s": header_timeout_s, "idle_timeout_s": idle_timeout_s}
+    return type("TimedHttpProtocol", (TimedHttpProtocol,), timeouts)
+
+
+def _answer(status: int, reason: str) -> bytes:
+    body = reason.encode()
+    return (
+        b"%bcontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
+        % (
+            STATUS_LINE[HTTPStatus(status)],
+            len(body),
+            body,
+        )
+    )
+
+
+def _ignore() -> None:
+    pass

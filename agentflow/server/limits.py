@@ -13,22 +13,25 @@ MIN_FRAME_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """``frame_bytes``: of one websocket message, in either direction. ``max_sessions``: open at once,
-    those in their grace period included. ``max_connections``: websockets open at once; with
-    those of HTTP, twice as many connections.
-    ``resume_grace_s``: how long a session outlives its connection. ``hello_timeout_s``: how long a
-    new connection may stay silent. ``ping_interval_s``: a silent client is probed, and after as much
-    again without an answer counts as gone. ``header_timeout_s``: how long a connection may take to ask for
-    something, and the headers of a request to arrive. ``session_bytes``: of memory that the ops, states and
+    """``frame_bytes``: of one websocket message, in either direction. ``max_sessions``: open at once, those
+    in their grace period included. ``max_connections``: websockets open at once; with those of HTTP, twice as
+    many connections. ``max_connections_per_address``: of both from one IPv4 address or IPv6 network of 64
+    bits other than this machine. ``resume_grace_s``: how long a session outlives its connection.
+    ``hello_timeout_s``: how long a new connection may stay silent. ``ping_interval_s``: a silent client is
+    probed, and after as much again without an answer counts as gone. ``idle_timeout_s``: how long a
+    connection may stay open before a request, and between two. ``header_timeout_s``: how long the headers of
+    a request may take to arrive, and a handshake. ``session_bytes``: of memory that the ops, states and
     values of one session may hold, by estimate, and ``sessions_bytes`` those of all; the first 1 MB (half of
     what all have, in equal parts) every session may have."""
 
     frame_bytes: int = MAX_FRAME_BYTES
     max_sessions: int = 1_000
     max_connections: int = 2_000
+    max_connections_per_address: int = 512
     resume_grace_s: float = 10.0
     hello_timeout_s: float = 10.0
     ping_interval_s: float = 20.0
+    idle_timeout_s: float = 5.0
     header_timeout_s: float = 20.0
     session_bytes: int = 256_000_000
     sessions_bytes: int = 2_000_000_000
@@ -38,9 +41,11 @@ class ServerLimits:
             ("frame_bytes", self.frame_bytes >= MIN_FRAME_BYTES, f"at least {MIN_FRAME_BYTES}"),
             ("max_sessions", self.max_sessions >= 1, "at least 1"),
             ("max_connections", self.max_connections >= 1, "at least 1"),
+            ("max_connections_per_address", self.max_connections_per_address >= 1, "at least 1"),
             ("resume_grace_s", self.resume_grace_s >= 0, "0 or more"),
             ("hello_timeout_s", self.hello_timeout_s > 0, "more than 0"),
             ("ping_interval_s", self.ping_interval_s > 0, "more than 0"),
+            ("idle_timeout_s", self.idle_timeout_s > 0, "more than 0"),
             ("header_timeout_s", self.header_timeout_s > 0, "more than 0"),
             ("session_bytes", self.session_bytes >= 1, "at least 1"),
             ("sessions_bytes", self.sessions_bytes >= 1, "at least 1"),

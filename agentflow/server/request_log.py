@@ -5,11 +5,23 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, fields
+from urllib.parse import quote
 
 logger = logging.getLogger("agentflow.requests")
 
 # Of a body, where bodies are logged: a line that nobody can read costs the loop time, too.
 MAX_LOGGED_BYTES = 20_000
+MAX_PATH_CHARS = 200
+
+
+def logged_path(path: str) -> str:
+    """The beginning of a decoded path, quoted as in a URL, so that it is one word in one line.
+
+    >>> logged_path("/v1/models/a b")
+    '/v1/models/a%20b'
+    """
+    shown = quote(path[:MAX_PATH_CHARS], safe="/:@!$&'()*+,;=~", errors="replace")
+    return shown if len(path) <= MAX_PATH_CHARS else f"{shown}… ({len(path):,} characters in all)"
 
 
 class LoggedBody:
@@ -40,7 +52,7 @@ class LoggedBody:
 @dataclass(slots=True)
 class RequestRecord:
     """One request. ``error``: the code of its refusal, or ``client_gone``. ``asked`` and ``answered``: the
-    bodies, where they are to be logged."""
+    bodies, where they are to be logged. ``path``: as ``logged_path`` gives it."""
 
     id: str
     method: str

@@ -23,8 +23,10 @@ from starlette.applications import Starlette
 
 from agentflow.errors import AgentflowError, PortInUse, ServerError
 from agentflow.protocol import DEFAULT_PORT
+from agentflow.server.acceptor import Acceptor
 from agentflow.server.app import Access, create_app
-from agentflow.server.http_protocol import timed_http_protocol
+from agentflow.server.descriptors import most_connections, with_descriptors
+from agentflow.server.http_protocol import TimedHttpProtocol, timed_http_protocol
 from agentflow.server.limits import HttpLimits, ServerLimits
 from agentflow.server.models import OpenModels
 from agentflow.server.service import Service
@@ -87,6 +89,8 @@ def serve(
     for another reason, and whatever ``open_models`` raises.
     """
 
+    limits = with_descriptors(limits or ServerLimits())
+
     async def main() -> None:
         with anyio.CancelScope() as scope, _Signals(scope) as signals:
             async with (
@@ -133,9 +137,9 @@ async def running_server(
     with contextlib.closing(listen(host, port)) as listener:
         app = create_app(open_models, limits, http_limits=http_limits, access=access)
         # Before the models: what is wrong with a certificate is told at once.
-        server = _UvicornServer(_config(app, limits, tls))
+        server = _UvicornServer(_config(app, limits, tls), limits, listener)
         async with open_task_group() as group:
-            group.start_soon(server.run_shielded, listener)
+            group.start_soon(server.run_shielded)
             try:
                 await server.has_started.wait()
                 # The lifespan runs here and not in uvicorn's own task: what it raises is raised here.
@@ -181,7 +185,7 @@ def listen(host: str, port: int) -> socket.socket:
 def _config(app: Starlette, limits: ServerLimits, tls: Tls | None) -> uvicorn.Config:
     config = uvicorn.Config(
         app,
-        http=timed_http_protocol(limits.header_timeout_s),
+        http=timed_http_protocol(limits.header_timeout_s, limits.idle_timeout_s),
         limit_concurrency=2 * limits.max_connections,  # as many again as there may be websockets
         ssl_certfile=None if tls is None else tls.certificate,
         ssl_keyfile=None if tls is None else tls.key,
@@ -206,20 +210,39 @@ def _config(app: Starlette, limits: ServerLimits, tls: Tls | None) -> uvicorn.Co
 
 
 class _UvicornServer(uvicorn.Server):
-    """Uvicorn without its signal handlers, and with events for when it answers and when it has ended."""
+    """Uvicorn without its signal handlers, with an ``Acceptor`` for its connections, and with events for when
+    it answers and when it has ended."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, limits: ServerLimits, listener: socket.socket) -> None:
         super().__init__(config)
         self.has_started = anyio.Event()
         self._has_ended = anyio.Event()
+        self.acceptor = Acceptor(
+            listener,
+            self._make_protocol,
+            most=most_connections(limits),
+            most_per_address=limits.max_connections_per_address,
+            tls=config.ssl,
+            handshake_timeout_s=limits.header_timeout_s,
+        )
 
-    async def run_shielded(self, listener: socket.socket) -> None:
+    async def run_shielded(self) -> None:
         """Serves until ``should_exit``, whatever is cancelled around it, so that the end is a clean one."""
         try:
             with anyio.CancelScope(shield=True):
-                await self.serve([listener])
+                async with open_task_group() as group:
+                    group.start_soon(self.acceptor.run)
+                    await self.serve()
+                    self.acceptor.close()
         finally:
             self._has_ended.set()
+
+    def _make_protocol(self, on_lost: Callable[[], None]) -> TimedHttpProtocol:
+        kind = self.config.http_protocol_class
+        assert issubclass(kind, TimedHttpProtocol)
+        protocol = kind(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+        protocol.on_lost = on_lost
+        return protocol
 
     async def end(self) -> None:
         """Returns when all connections are closed."""
@@ -228,7 +251,10 @@ class _UvicornServer(uvicorn.Server):
             await self._has_ended.wait()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        """In place of uvicorn's: connections come from the acceptor."""
+        await self.lifespan.startup()
+        self.servers = [self.acceptor]  # type: ignore[list-item]
+        self.started = True
         self.has_started.set()
 
     @contextlib.contextmanager

@@ -24,7 +24,7 @@ from server.refused_calls import (
     talking,
 )
 
-from agentflow.server import http_protocol, serve
+from agentflow.server import acceptor, http_protocol, serve
 from agentflow.server.limits import ServerLimits
 from agentflow.server.serve import listen
 
@@ -41,6 +41,31 @@ def too_many_connections(_: ApiServer, api: Api) -> Came:
 def slow_headers(_: ApiServer, api: Api) -> Came:
     with api_server(server_limits=ServerLimits(header_timeout_s=0.05), constraints=False) as server:
         return come_of_bytes(server, api, request_bytes(api, asked())[:20])
+
+
+def no_request(_: ApiServer, api: Api) -> Came:
+    with api_server(server_limits=ServerLimits(idle_timeout_s=0.05), constraints=False) as server:
+        return come_of_bytes(server, api, b"")
+
+
+def too_many_of_one_address(_: ApiServer, api: Api) -> Came:
+    with (
+        patch.object(acceptor, "client_of", lambda host: host),  # also of this machine
+        api_server(server_limits=ServerLimits(max_connections_per_address=1), constraints=False) as server,
+        talking(server, b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n") as other,
+    ):
+        assert other.recv(1)
+        return come_of_bytes(server, api, b"")
+
+
+def large_headers(server: ApiServer, api: Api) -> Came:
+    many = come_of_bytes(server, api, request_bytes(api, asked(), *["x: 1"] * 300))
+    assert many == come_of_bytes(server, api, request_bytes(api, asked(), "x: " + "1" * 70_000))
+    return many
+
+
+def a_long_url(server: ApiServer, api: Api) -> Came:
+    return come_of_bytes(server, api, b"GET /%b HTTP/1.1\r\n" % (b"a" * 20_000))
 
 
 def not_read(_: ApiServer, api: Api) -> Came:

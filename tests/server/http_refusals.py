@@ -14,12 +14,16 @@ from fake_engine import FakeEngine
 from server.api_server import ApiServer, api_server
 from server.chat_template_shapes import INST
 from server.connection_refusals import (
+    a_long_url,
     a_websocket_with_a_body,
+    large_headers,
     no_http,
+    no_request,
     not_read,
     slow_headers,
     the_sessions_path,
     too_many_connections,
+    too_many_of_one_address,
 )
 from server.refused_calls import (
     ANTHROPIC,
@@ -343,7 +347,11 @@ REFUSED: dict[str, Refused] = {
     "a page of another site": a_page_of_another_site,
     "another host name": another_host,
     "too many connections": too_many_connections,
+    "too many connections from one address": too_many_of_one_address,
+    "no request comes": no_request,
     "the headers come too slowly": slow_headers,
+    "the headers are too large, or too many": large_headers,
+    "the URL is too long": a_long_url,
     "the answer is not read": not_read,
     "what comes is no HTTP": no_http,
 }

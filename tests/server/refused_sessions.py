@@ -94,14 +94,16 @@ def session(server: ApiServer, *, key: str | None = None, greets: bool = True) -
         yield opened
 
 
-def refused_handshake(url: str, headers: dict[str, str] | None = None) -> tuple[str, str]:
+def refused_handshake(
+    url: str, headers: dict[str, str] | None = None, *, is_json: bool = True
+) -> tuple[str, str]:
     """The status, and the headers that tell what to do."""
     try:
         with connect(url, additional_headers=headers):
             raise AssertionError("let in")
     except InvalidStatus as refused:
         answer = refused.response
-        assert json.loads(answer.body or b"")["reason"]
+        assert json.loads(answer.body or b"")["reason"] if is_json else answer.body
         telling = [f"`{name}`" for name in ("Retry-After", "WWW-Authenticate") if name in answer.headers]
         return str(answer.status_code), ", ".join(telling)
 

@@ -47,6 +47,12 @@ def an_ending_server(server: ApiServer) -> tuple[str, str]:
     return ending
 
 
+def large_headers(server: ApiServer) -> tuple[str, str]:
+    many = refused_handshake(address(server), {f"x-{number}": "1" for number in range(130)}, is_json=False)
+    assert many == refused_handshake(address(server), {"x": "1" * 9_000}, is_json=False)
+    return many
+
+
 HANDSHAKES: dict[str, Ends] = {
     "no API key, or one that nobody has": no_key,
     "a page of another site": lambda server: refused_handshake(
@@ -54,6 +60,7 @@ HANDSHAKES: dict[str, Ends] = {
     ),
     "another host name": another_host,
     "another path": lambda server: refused_handshake(address(server, "/v1/models")),
+    "too many headers, or one that is too long": large_headers,
     "the server is starting or shutting down": an_ending_server,
 }
 

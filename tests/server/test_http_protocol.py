@@ -1,8 +1,10 @@
-"""Clients that connect and then neither ask nor read: no connection stands for ever."""
+"""What a connection may send before it has a request, and how long it may stay without one, or unread."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -32,21 +34,163 @@ async def opened() -> AsyncIterator[Generator[Any]]:
     yield WireGenerator()
 
 
+async def _until_end(stream: SocketStream) -> bytes:
+    """All that comes until the server closes."""
+    return b"".join([part async for part in stream])
+
+
 @pytest.mark.anyio
-@pytest.mark.parametrize("sent", [b"", b"GET /health/live HTTP/1.1\r\nHost:", b"\r\n"])
-async def test_who_connects_and_asks_for_nothing_is_cut_off(sent: bytes) -> None:
+@pytest.mark.parametrize("sent", [b"", b"\r\n"])
+async def test_a_connection_without_a_request_is_closed(sent: bytes) -> None:
     async with (
-        running_server(one_model(opened), limits=ServerLimits(header_timeout_s=0.05)) as server,
+        running_server(one_model(opened), limits=ServerLimits(idle_timeout_s=0.05)) as server,
         await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
     ):
         if sent:
             await stream.send(sent)
-        with pytest.raises(anyio.EndOfStream):
-            await stream.receive()
+        assert await _until_end(stream) == b""
 
 
 LIVE = b"GET /health/live HTTP/1.1\r\nHost: here\r\n"
 WEBSOCKET = b"Connection: Upgrade\r\nUpgrade: websocket\r\nContent-Length: 9\r\n\r\n"
+HANDSHAKE = (
+    b"GET /v1/session HTTP/1.1\r\nHost: here\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
+)
+CHUNKED = LIVE + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("sent", [LIVE[:30], LIVE, HANDSHAKE[:30], HANDSHAKE])
+async def test_headers_that_do_not_end_are_answered_at_their_deadline(sent: bytes) -> None:
+    async with (
+        running_server(one_model(opened), limits=ServerLimits(header_timeout_s=0.05)) as server,
+        await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
+    ):
+        await stream.send(sent)
+        assert (await _until_end(stream)).startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("rest", "status"),
+    [
+        (b"".join(b"x%d: 1\r\n" % number for number in range(130)), 431),
+        (b"x: " + b"1" * 9_000 + b"\r\n", 431),
+        (b"Sec-WebSocket-Key: 1\r\n", 400),
+        (b"Content-Length: 9\r\n", 400),
+        (b"x: " + b"1" * 70_000 + b"\r\n", 431),
+    ],
+)
+async def test_a_websocket_handshake_that_is_refused_has_an_answer(rest: bytes, status: int) -> None:
+    async with (
+        running_server(one_model(opened)) as server,
+        await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
+    ):
+        await stream.send(HANDSHAKE + rest + b"\r\n")
+        assert (await _until_end(stream)).startswith(b"HTTP/1.1 %d " % status)
+
+
+@pytest.mark.anyio
+async def test_a_handshake_with_a_long_url_has_an_answer() -> None:
+    async with (
+        running_server(one_model(opened)) as server,
+        await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
+    ):
+        await stream.send(HANDSHAKE.replace(b"session ", b"session?" + b"a" * 9_000 + b" ") + b"\r\n")
+        assert (await _until_end(stream)).startswith(b"HTTP/1.1 414 ")
+
+
+@pytest.mark.anyio
+async def test_a_handshake_that_the_application_does_not_answer_is_closed() -> None:
+    async def never(_: Any, __: Any, ___: Any) -> None:
+        await anyio.sleep_forever()
+
+    async with running_server(one_model(opened), limits=ServerLimits(header_timeout_s=0.05)) as server:
+        server.app.router.app = server.app.middleware_stack = never  # type: ignore[assignment, attr-defined]
+        async with await anyio.connect_tcp("127.0.0.1", _port(server)) as stream:
+            await stream.send(HANDSHAKE + b"\r\n")
+            assert (await _until_end(stream)).startswith(b"HTTP/1.1 500 ")
+
+
+FLOOD_BYTES, PIECE = 100_000_000, 65_536
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("begin", "flood", "status"),
+    [
+        (b"GET / HTTP/1.1\r\n", b"a:\r\n", 431),
+        (b"GET / HTTP/1.1\r\n", b"a: " + b"1" * 997 + b"\r\n", 431),
+        (b"GET / HTTP/1.1\r\na: ", b"1", 431),
+        (b"GET / HTTP/1.1\r\n", b"a", 431),
+        (b"GET /", b"a", 414),
+        (b"", b"\r\n", 431),
+        (HANDSHAKE, b"a:\r\n", 431),
+        (LIVE + b"Connection: keep-alive\r\n\r\nGET / HTTP/1.1\r\n", b"a:\r\n", None),
+        (CHUNKED + b"0\r\n", b"a:\r\n", None),
+        (CHUNKED + b"0\r\na: ", b"1", None),
+        (CHUNKED + b"1;", b"a", None),
+    ],
+)
+async def test_a_flood_around_a_request_is_refused_at_64_kb(
+    begin: bytes, flood: bytes, status: int | None
+) -> None:
+    """``status`` None: an answer to the request before may be under way, and the connection just ends."""
+    answer = bytearray()
+    num_sent = 0
+    piece = flood * (PIECE // len(flood))
+    async with (
+        running_server(one_model(opened)) as server,
+        await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
+        anyio.create_task_group() as group,
+    ):
+
+        async def send() -> None:
+            nonlocal num_sent
+            with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+                await stream.send(begin)
+                while num_sent < FLOOD_BYTES:
+                    await stream.send(piece)
+                    num_sent += len(piece)
+
+        tracemalloc.start()
+        try:
+            group.start_soon(send)
+            with contextlib.suppress(anyio.BrokenResourceError):  # reset, after the answer
+                async for part in stream:
+                    answer += part
+            group.cancel_scope.cancel()
+            _, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert status is None or answer.startswith(b"HTTP/1.1 %d " % status)
+    assert num_sent < FLOOD_BYTES
+    assert peak_bytes < 3_000_000
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("num_bytes", "status"), [(60_000, 200), (66_000, 431)])
+@pytest.mark.parametrize("step", [1_000, 100_000])
+async def test_headers_of_nearly_64_kb_are_read(num_bytes: int, status: int, step: int) -> None:
+    request = LIVE + b"x: " + b"1" * (num_bytes - 50) + b"\r\n\r\n"
+    async with (
+        running_server(one_model(opened)) as server,
+        await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
+    ):
+        for start in range(0, len(request), step):
+            await stream.send(request[start : start + step])
+        assert (await stream.receive()).startswith(b"HTTP/1.1 %d " % status)
+
+
+@pytest.mark.anyio
+async def test_trailers_are_no_headers() -> None:
+    async with (
+        running_server(one_model(opened)) as server,
+        await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
+    ):
+        await _ask(stream, CHUNKED + b"0\r\nx-more: 1\r\n\r\n")
+        await _ask(stream, LIVE + b"\r\n")
 
 
 async def _ask(stream: SocketStream, request: bytes) -> None:

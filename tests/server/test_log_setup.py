@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentflow.server.log_setup import LOGGER, JsonFormatter, TextFormatter, set_up_logs
+from agentflow.server.request_log import logged_path
 
 
 @pytest.fixture
@@ -58,3 +59,12 @@ def test_a_message_is_one_line(message):
     assert len(JsonFormatter().format(record).splitlines()) == 1
     assert json.loads(JsonFormatter().format(record))["message"] == message
     assert len(TextFormatter().format(record).splitlines()) == 1
+
+
+def test_a_path_is_logged_quoted_and_short() -> None:
+    assert logged_path("/v1/chat/completions") == "/v1/chat/completions"
+    assert logged_path("/a b\nc\u2028é") == "/a%20b%0Ac%E2%80%A8%C3%A9"
+    assert logged_path("/" + "\x00" * 1_000_000).endswith("… (1,000,001 characters in all)")
+    assert len(logged_path("/" + "é" * 1_000_000)) < 1_300
+    assert len(logged_path("/" + "a" * 1_000_000)) < 250
+    assert logged_path("/\udcff") == "/%3F"

@@ -159,6 +159,8 @@ def test_the_limits_are_those_of_the_code() -> None:
         "resume_grace_s": f"{limits.resume_grace_s:g} s",
         "max_sessions": f"{limits.max_sessions:,}",
         "max_connections": f"{limits.max_connections:,}",
+        "max_connections_per_address": f"{limits.max_connections_per_address:,}",
+        "idle_timeout_s": f"{limits.idle_timeout_s:g} s",
         "header_timeout_s": f"{limits.header_timeout_s:g} s",
         "hello_timeout_s": f"{limits.hello_timeout_s:g} s",
         "ping_interval_s": f"{limits.ping_interval_s:g} s",

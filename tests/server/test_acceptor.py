@@ -1,0 +1,228 @@
+"""Connections are accepted up to the bounds, and no descriptor is needed for what is over them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import socket
+import ssl
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+from anyio.abc import SocketStream
+
+from agentflow.server import acceptor as acceptor_module
+from agentflow.server.acceptor import Acceptor
+from agentflow.server.addresses import client_of, is_loopback
+from agentflow.server.descriptors import most_connections
+from agentflow.server.limits import ServerLimits
+from agentflow.server.serve import listen
+from agentflow.task_group import open_task_group
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """As uvicorn needs it."""
+    return "asyncio"
+
+
+class Greeting(asyncio.Protocol):
+    """Sends a byte to each client, and is over when the client leaves."""
+
+    def __init__(self, on_lost: Callable[[], None]) -> None:
+        self._on_lost = on_lost
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(b"!")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._on_lost()
+
+
+@asynccontextmanager
+async def accepting(**options: Any) -> AsyncIterator[tuple[Acceptor, int]]:
+    """An acceptor and its port. By default without bounds."""
+    listener = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    one = Acceptor(listener, Greeting, **{"most": 1_000, "most_per_address": 1_000, **options})
+    async with open_task_group() as group:
+        group.start_soon(one.run)
+        yield one, port
+        one.close()
+        await one.wait_closed()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+
+
+async def greeted(stream: SocketStream) -> bool:
+    return await stream.receive() == b"!"
+
+
+@pytest.mark.anyio
+async def test_accepting_pauses_at_the_limit_and_goes_on_when_a_connection_ends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with accepting(most=2) as (one, port), contextlib.AsyncExitStack() as stack:
+        streams = [
+            await stack.enter_async_context(await anyio.connect_tcp("127.0.0.1", port)) for _ in range(5)
+        ]
+        assert await greeted(streams[0])
+        assert await greeted(streams[1])
+        for _ in range(20):  # the others are in the backlog, however often the loop turns
+            await anyio.lowlevel.checkpoint()
+        assert one.num_connections == 2
+        for ended in range(3):
+            await streams[ended].aclose()
+            assert await greeted(streams[ended + 2])
+        assert one.num_connections == 2
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+@pytest.mark.anyio
+async def test_one_address_has_so_many_connections(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clients = iter(["a", "a", "a", "a", "b", None, None, None, "a"])
+    monkeypatch.setattr(acceptor_module, "client_of", lambda host: next(clients))
+    async with accepting(most_per_address=2) as (one, port), contextlib.AsyncExitStack() as stack:
+
+        async def connect() -> SocketStream:
+            return await stack.enter_async_context(await anyio.connect_tcp("127.0.0.1", port))
+
+        mine = [await connect(), await connect()]
+        assert [await greeted(stream) for stream in mine] == [True, True]
+        for _ in range(2):
+            answer = b"".join([part async for part in await connect()])
+            assert answer.startswith(b"HTTP/1.1 429 ")
+        for _ in range(4):  # another address, and this machine
+            assert await greeted(await connect())
+        assert one.num_connections == 6
+        assert len(caplog.records) == 1
+        await mine[0].aclose()
+        while one.num_connections > 5:
+            await anyio.lowlevel.checkpoint()
+        assert await greeted(await connect())
+
+
+@pytest.mark.anyio
+async def test_without_descriptors_accepting_pauses_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(acceptor_module, "RETRY_S", 0.001)
+    num_tries, has_tried = 0, anyio.Event()
+
+    class Counting(socket.socket):
+        def accept(self) -> Any:
+            nonlocal num_tries
+            num_tries += 1
+            if num_tries == 20:
+                has_tried.set()
+            return super().accept()
+
+    listener = listen("127.0.0.1", 0)
+    counting = Counting(fileno=listener.detach())
+    counting.setblocking(False)
+    one = Acceptor(counting, Greeting, most=100, most_per_address=100)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(socket.socket()) for _ in range(3)]
+        async with open_task_group() as group:
+            group.start_soon(one.run)
+            try:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (max(64, clients[-1].fileno() + 8), limits[1]))
+                with contextlib.suppress(OSError):
+                    while True:
+                        taken.append(os.dup(0))
+                for client in clients:
+                    client.connect(counting.getsockname())
+                await has_tried.wait()
+                assert one.num_connections == 0
+                assert [(record.levelno, record.exc_info) for record in caplog.records] == [
+                    (logging.WARNING, None)
+                ]
+            finally:
+                for number in taken:
+                    os.close(number)
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            for client in clients:
+                assert await anyio.to_thread.run_sync(client.recv, 1) == b"!"
+            assert len(caplog.records) == 1
+            one.close()
+
+
+@pytest.mark.anyio
+async def test_a_tls_handshake_that_does_not_come_counts_and_has_a_deadline() -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    async with accepting(tls=context, handshake_timeout_s=0.05, most=1) as (one, port):
+        for sent in (b"", b"GET / HTTP/1.1\r\n\r\n"):
+            async with await anyio.connect_tcp("127.0.0.1", port) as stream:
+                if sent:
+                    await stream.send(sent)
+                with contextlib.suppress(anyio.BrokenResourceError):
+                    assert b"!" not in b"".join([part async for part in stream])
+        while one.num_connections:
+            await anyio.lowlevel.checkpoint()
+
+
+@pytest.mark.parametrize(
+    ("host", "is_own"),
+    [
+        *((host, True) for host in ("localhost", "LOCALHOST", "localhost.", "127.0.0.1", "127.9.8.7")),
+        *((host, True) for host in ("::1", "[::1]", "0:0:0:0:0:0:0:1", "::ffff:127.0.0.1", "::1%lo")),
+        *(
+            (host, False)
+            for host in ("0.0.0.0", "::", "", "192.0.2.1", "::ffff:192.0.2.1", "localhost.example")
+        ),
+        *((host, False) for host in ("my-machine", "127.0.0.1.example", "1.127.0.0", "fe80::1%lo")),
+    ],
+)
+def test_one_predicate_says_what_is_loopback(host: str, is_own: bool) -> None:
+    assert is_loopback(host) == is_own
+    if is_own:
+        assert client_of(host) is None
+
+
+def test_an_ipv6_network_counts_as_one_client() -> None:
+    assert client_of("2001:db8::1") == client_of("2001:db8:0:0:ffff::") != client_of("2001:db8:0:1::1")
+    assert client_of("::ffff:192.0.2.1") == client_of("192.0.2.1") != client_of("192.0.2.2")
+
+
+RAISED = """
+import resource, sys
+from agentflow.server.descriptors import with_descriptors
+from agentflow.server.limits import ServerLimits
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))
+limits = with_descriptors(ServerLimits(max_connections=int(sys.argv[3])))
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], limits.max_connections)
+"""
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "asked", "has"),
+    [
+        (256, 1024, 100, (520, 100)),  # as far as needed
+        (1024, 1024, 100, (1024, 100)),
+        (256, 512, 100, (512, 96)),  # fewer connections than asked for
+        (128, 128, 100, (128, 1)),
+    ],
+)
+def test_the_limit_of_open_files_is_raised_or_else_there_are_fewer_connections(
+    soft: int, hard: int, asked: int, has: tuple[int, int]
+) -> None:
+    numbers = [str(number) for number in (soft, hard, asked)]
+    done = subprocess.run(
+        [sys.executable, "-c", RAISED, *numbers], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert tuple(map(int, done.stdout.split())) == has
+    assert bool(done.stderr) == (has[1] < asked)
+    assert most_connections(ServerLimits(max_connections=100)) == 264
