@@ -77,9 +77,6 @@ class LentRunner:
     def run(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> BatchOutput:
         return self.runner.run(batch, meanwhile)
 
-    def prepare(self, batch: Batch) -> None:
-        self.runner.prepare(batch)
-
     def close(self) -> None:
         """It stays loaded."""
 

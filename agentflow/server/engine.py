@@ -46,8 +46,7 @@ Deliver = Callable[[list[FromEngine]], None]
 
 class Engine:
     """Runs requests on ``runner``. ``send`` may be called from any thread; ``deliver`` is called from the
-    engine's: with what a step gave while the next one runs, or at once where there is none. While one
-    runs the next batch is written, too, as far as it can be foreseen."""
+    engine's: with what a step gave while the next one runs, or at once where there is none."""
 
     def __init__(
         self, runner: ModelRunner, tokenizer: Tokenizer, config: SchedulerConfig, deliver: Deliver
@@ -132,13 +131,10 @@ class Engine:
             self.times.count(DELIVER, time.perf_counter() - began)
 
     def _meanwhile(self) -> None:
-        """While a batch runs: somebody waits for what the one before gave, and the next can be prepared.
-        What goes wrong is kept until this one has run: it is not its fault."""
+        """While a batch runs, delivers what the one before gave. An error is kept until this batch has run,
+        which did not cause it."""
         try:
             self._deliver_outbox()
-            foreseen = self.scheduler.foresee()
-            if foreseen is not None:
-                self._runner.prepare(foreseen)
         except Exception as error:
             self._failed_meanwhile = error
 

@@ -27,7 +27,7 @@ def engine_stats(ticket: int, model: str, scheduler: Scheduler, times: StepTimes
         forced_tokens=counters.forced_tokens,
         evicted_tokens=counters.evicted_tokens,
         retractions=counters.retractions,
-        free_slots=memory.num_free,
+        free_slots=memory.slots.num_free,
         cached_slots=memory.cache.num_cached,
         held_slots=memory.num_held,
         total_slots=memory.slots.total,

@@ -51,7 +51,6 @@ class FakeRunner:
         self._on_step = on_step
         self._slot_tokens = np.full(num_slots, -1, dtype=np.int64)
         self._slot_positions = np.full(num_slots, -1, dtype=np.int64)
-        self.prepared: Batch | None = None
 
     def run(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> BatchOutput:
         meanwhile()
@@ -65,10 +64,6 @@ class FakeRunner:
             for row in batch.sampled.rows.tolist()
         ]
         return self.choose(seen, batch.sampled)
-
-    def prepare(self, batch: Batch) -> None:
-        """There is nothing to prepare; the last one is remembered in ``prepared``, for tests."""
-        self.prepared = batch
 
     def choose(self, seen: list[NDArray[np.int64]], sampled: SampledRows) -> BatchOutput:
         """A token for each sampled row, of which ``seen`` are all tokens before it. Tests put another

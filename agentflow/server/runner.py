@@ -30,16 +30,10 @@ def nothing() -> None:
 class ModelRunner(Protocol):
     """Runs batches. Used from one thread only. ``run`` writes the KV of every row into its slot, and returns
     when the output is on the host. It calls ``meanwhile`` once: while the batch runs, if it runs elsewhere
-    than in this thread, or else before.
-
-    ``prepare``, from there, is given a batch that will probably be the next one. Its ``token_ids`` are filled
-    in later, in place, and what its page table shows may change as well, where what two requests computed
-    turns out to be the same. Nothing else of it changes until it runs or another one does."""
+    than in this thread, or else before."""
 
     info: RunnerInfo
 
     def run(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> BatchOutput: ...
-
-    def prepare(self, batch: Batch) -> None: ...
 
     def close(self) -> None: ...

@@ -45,10 +45,9 @@ class Job:
 
 class Harness:
     """A scheduler and a fake runner, stepped by hand, with the invariants checked at every step.
-    ``foresees``: whether the next batch is written while one runs. ``batches``: all that have run."""
+    ``batches``: all that have run."""
 
-    def __init__(self, num_slots: int = 256, *, foresees: bool = True, **config) -> None:
-        self._foresees = foresees
+    def __init__(self, num_slots: int = 256, **config) -> None:
         self.runner = FakeRunner(num_slots=num_slots, max_context=128)
         self.scheduler = Scheduler(num_slots=num_slots, max_context=128, config=SchedulerConfig(**config))
         self.requests: dict[int, Request] = {}
@@ -76,7 +75,7 @@ class Harness:
         num_rows = batch.query_lens.sum() + (0 if batch.branches is None else batch.branches.query_lens.sum())
         assert len(batch.token_ids) == len(batch.positions) == len(batch.write_slots) == num_rows
         assert len(np.unique(batch.write_slots)) == len(batch.write_slots)
-        for result in self.scheduler.complete(self.runner.run(batch, self._meanwhile)):
+        for result in self.scheduler.complete(self.runner.run(batch)):
             request = result.request
             request.logprobs += result.logprobs
             ended = request.num_generated >= request.max_new_tokens and request.num_to_compute <= 1
@@ -85,11 +84,6 @@ class Harness:
         self.check()
         return True
 
-    def _meanwhile(self) -> None:
-        foreseen = self.scheduler.foresee() if self._foresees else None
-        if foreseen is not None:
-            self.runner.prepare(foreseen)
-
     def check(self) -> None:
         scheduler = self.scheduler
         held = sum(
@@ -97,7 +91,7 @@ class Harness:
         )
         memory = scheduler.memory
         assert memory.num_held == held
-        assert memory.num_free + memory.cache.num_cached + held == memory.slots.total
+        assert memory.slots.num_free + memory.cache.num_cached + held == memory.slots.total
         memory.cache.check()
         memory.slots.check()
         self.check_matches()

@@ -158,7 +158,7 @@ def test_a_failed_forward_gives_its_slots_back():
     for request in harness.scheduler.discard():
         harness.scheduler.release(request)
     harness.scheduler.check_idle()
-    assert harness.scheduler.memory.num_free == harness.scheduler.memory.slots.total
+    assert harness.scheduler.memory.slots.num_free == harness.scheduler.memory.slots.total
 
 
 @pytest.mark.parametrize("policy", ["lpm", "fair-lpm"])

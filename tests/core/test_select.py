@@ -180,7 +180,7 @@ def test_the_prefix_stays_cached_and_the_nodes_do_not():
     finish(harness)
     memory = harness.scheduler.memory
     assert memory.cache.num_cached == 4
-    assert memory.num_free == memory.slots.total - 4
+    assert memory.slots.num_free == memory.slots.total - 4
     follower = harness.add(2, [1, 2, 3, 4, 5, 6], 1)
     finish(harness)
     assert follower.num_cached == 4

@@ -57,9 +57,6 @@ class Kept:
     def run(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> BatchOutput:
         return self._runner.run(batch, meanwhile)
 
-    def prepare(self, batch: Batch) -> None:
-        self._runner.prepare(batch)
-
     def close(self) -> None:
         pass
 

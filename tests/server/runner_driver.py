@@ -34,14 +34,10 @@ class Walker:
 
 
 class Driver:
-    """Owns the page table of a runner. ``seed``: of the slots' places and of chunk sizes. ``prepares``: every
-    batch, before its tokens are filled in."""
+    """Owns the page table of a runner. ``seed``: of the slots' places and of chunk sizes."""
 
-    def __init__(
-        self, runner: ModelRunner, *, seed: int = 0, max_requests: int = 64, prepares: bool = False
-    ) -> None:
+    def __init__(self, runner: ModelRunner, *, seed: int = 0, max_requests: int = 64) -> None:
         self.runner = runner
-        self._prepares = prepares
         self.rng = np.random.default_rng(seed)
         self._free = self.rng.permutation(runner.info.num_slots).tolist()
         columns = min(runner.info.max_context, 4096)
@@ -66,7 +62,7 @@ class Driver:
         self.allot_slots(work)
         ends = [sequence.num_computed + num_rows for sequence, num_rows in work]
         done = [end == len(sequence.tokens) for (sequence, _), end in zip(work, ends, strict=True)]
-        output = self._run(self.batch(work, done, **sampling))
+        output = self.runner.run(self.batch(work, done, **sampling))
         for (sequence, _), end in zip(work, ends, strict=True):
             sequence.num_computed = end
         if "rows" in sampling:
@@ -81,14 +77,6 @@ class Driver:
         for sequence, num_rows in work:
             for position in range(sequence.num_computed, sequence.num_computed + num_rows):
                 self._table[sequence.page_row, position] = self._free.pop()
-
-    def _run(self, batch: Batch) -> BatchOutput:
-        if self._prepares:
-            token_ids = batch.token_ids.copy()
-            batch.token_ids[:] = 0
-            self.runner.prepare(batch)
-            batch.token_ids[:] = token_ids
-        return self.runner.run(batch)
 
     def generate(self, sequences: Sequence[Walker], num_tokens: int, *, max_chunk: int = 4096) -> None:
         """Greedy tokens for all of them: prefill in chunks of random size, mixed with decoding."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain
 
 import anyio
 import msgspec
@@ -17,7 +17,6 @@ from small_tokenizers import byte_level
 
 from agentflow.errors import BadModelFolder, EngineFailed, Overloaded, PromptTooLong
 from agentflow.sampling import SamplingParams
-from agentflow.server.core.batch import Batch
 from agentflow.server.core.scheduler import SchedulerConfig
 from agentflow.server.engine import Engine
 from agentflow.server.engine_client import EngineClient, running_engine
@@ -463,22 +462,6 @@ def test_what_a_step_gave_is_delivered_while_the_next_one_runs():
     by_hand.run(Submit(1, [2], SamplingParams(max_tokens=4, ignore_eos=True)), Report(9))
     assert delivered_before == [1, 2, 3, 4]
     assert len(by_hand.delivered) == 5
-
-
-def test_the_next_batch_is_prepared_while_one_runs():
-    steps: list[tuple[Batch, Batch | None]] = []  # what runs, and what was prepared meanwhile
-    by_hand = ByHand(None, on_step=lambda batch: steps.append((batch, by_hand.engine._runner.prepared)))
-    by_hand.run(Submit(1, [2, 3], SamplingParams(max_tokens=5, ignore_eos=True)))
-    was_prepared = [batch is prepared for (_, prepared), (batch, _) in pairwise(steps)]
-    assert was_prepared == [False, True, True, True]
-
-
-def test_what_cannot_be_prepared_is_not_the_batchs_fault(caplog):
-    by_hand = ByHand(None)
-    by_hand.engine._runner.prepare = None
-    with pytest.raises(TypeError):
-        by_hand.run(Submit(1, [2, 3], SamplingParams(max_tokens=9, ignore_eos=True)))
-    assert not caplog.records
 
 
 def test_what_cannot_be_delivered_is_not_the_batchs_fault(caplog):

@@ -16,7 +16,7 @@ from agentflow.errors import BadArgument, UnknownModel
 from agentflow.kernels.attention_batch import AttentionBatch
 from agentflow.kernels.forward_input import ForwardInput
 from agentflow.kernels.ops import kernels_for
-from agentflow.server.core.batch import Batch, LogitEdits
+from agentflow.server.core.batch import LogitEdits
 from agentflow.server.model.config import read_config
 from agentflow.server.model.kv_pool import KvPool
 from agentflow.server.model.loader import load_llama
@@ -131,32 +131,6 @@ def test_a_batch_of_mixed_lengths_gives_the_tokens_of_generate(
     batch += [driver.add(ids) for ids in prompts[16:]]
     driver.generate(batch, NUM_TOKENS, max_chunk=max_chunk)
     assert [sequence.generated for sequence in batch] == expected
-
-
-def test_batches_that_are_prepared_before_their_tokens_are_known_give_the_tokens_of_generate(
-    runner: TorchRunner, prompts: list[list[int]], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepared: list[Batch] = []
-    really_prepare = runner._prepare
-    monkeypatch.setattr(runner, "_prepare", lambda batch: prepared.append(batch) or really_prepare(batch))
-    driver = Driver(runner, prepares=True)
-    batch = [driver.add(ids) for ids in prompts[:6]]
-    driver.generate(batch, 12, max_chunk=7)
-    assert [sequence.generated for sequence in batch] == [ids[:12] for ids in expected[:6]]
-    assert len(prepared) == len(set(map(id, prepared))), "a batch was prepared twice"
-
-
-def test_a_batch_that_was_prepared_in_vain_is_forgotten(
-    driver: Driver, prompts: list[list[int]], expected: list[list[int]]
-) -> None:
-    first, second = driver.add(prompts[0]), driver.add(prompts[1])
-    driver.generate([first, second], 3)
-    work = [(first, 1)]
-    driver.allot_slots(work)
-    driver.runner.prepare(driver.batch(work, [True]))
-    driver.generate([second], 6)
-    driver.generate([first], 6)
-    assert [first.generated, second.generated] == [ids[:6] for ids in expected[:2]]
 
 
 def test_a_prefix_computed_by_another_request_changes_nothing(

@@ -1,9 +1,8 @@
 """The KV pool as the scheduler sees it: who holds which slots.
 
 A slot is free, or cached (in the radix cache), or held (a running request computed into it and it is
-not in the cache yet): ``free + cached + held == total``. Some of the free ones may be laid out *ahead*,
-for a batch that may never run. A running request locks what it uses of the cache. Everything that a
-request holds comes back through ``detach``, and nowhere else.
+not in the cache yet): ``free + cached + held == total``. A running request locks what it uses of the cache.
+Everything that a request holds comes back through ``detach``, and nowhere else.
 """
 
 from __future__ import annotations
@@ -42,39 +41,21 @@ class KVMemory:
         self.liveness = Liveness(self.cache, num_slots)
         self.page_table: SlotArray = np.zeros((max_running, max_context), dtype=np.int32)
         self.num_computed = 0  # tokens, since the start
-        self.num_steps = 0
         self.num_evicted = 0
         self._use_cache = use_cache
         self._on_cached = on_cached
         self._on_evict = on_evict
         self._free_rows = list(range(max_running - 1, -1, -1))
-        self._ahead: SlotArray = np.empty(0, dtype=np.int32)
 
     @property
     def num_held(self) -> int:
         """Slots of running requests that are not in the cache."""
-        return self.slots.total - self.num_free - self.cache.num_cached
-
-    @property
-    def num_free(self) -> int:
-        """Slots that are nobody's."""
-        return self.slots.num_free + self.num_ahead
-
-    @property
-    def num_ahead(self) -> int:
-        """Those of them that ``allocate_ahead`` gave and nobody has taken."""
-        return len(self._ahead)
+        return self.slots.total - self.slots.num_free - self.cache.num_cached
 
     @property
     def num_available(self) -> int:
         """Slots that could be had now, by eviction if need be."""
-        return self.num_free + self.cache.num_evictable
-
-    @property
-    def num_available_to_new(self) -> int:
-        """Slots that a request may have that is not running yet: none of those that a program's next
-        request will need in a moment."""
-        return self.num_available - self.liveness.num_expected(self.num_steps)
+        return self.slots.num_free + self.cache.num_evictable
 
     @property
     def has_free_row(self) -> bool:
@@ -98,28 +79,9 @@ class KVMemory:
         self.cache.write_slots(match, self.page_table[request.page_row])
         request.committed = match
 
-    def allocate_ahead(self, num_rows: int) -> SlotArray | None:
-        """Slots for a batch that may never run: nothing is evicted for it, so None where too few are free.
-        They still count as free; ``take_ahead`` makes them the batch's. One batch at a time."""
-        assert not self.num_ahead
-        if num_rows > self.slots.num_free:
-            return None
-        self._ahead = self.slots.allocate(num_rows)
-        return self._ahead
-
-    def take_ahead(self) -> None:
-        """The batch is going to run."""
-        self._ahead = self._ahead[:0]
-
-    def drop_ahead(self) -> None:
-        """It is not. May be repeated."""
-        self.slots.release(self._ahead)
-        self._ahead = self._ahead[:0]
-
     def allocate(self, num_rows: int) -> SlotArray:
-        """Slots for all rows of a batch, none of which is laid out. Evicts what has to go, once for all of
-        them; ``num_available`` has said that there are enough."""
-        assert not self.num_ahead
+        """Slots for all rows of a batch. Evicts what has to go, once for all of them; ``num_available`` must
+        cover them."""
         missing = num_rows - self.slots.num_free
         if missing > 0:
             self.liveness.expire(self.num_computed)
@@ -180,9 +142,7 @@ class KVMemory:
         self.release_nodes(request)
         assert request.committed is not None
         if request.state is not None and self._use_cache:
-            self.liveness.refresh(
-                request.state, request.committed, num_computed=self.num_computed, step=self.num_steps
-            )
+            self.liveness.refresh(request.state, request.committed, num_computed=self.num_computed)
         self.cache.unlock(request.committed)
         held_from = request.committed.num_tokens
         if held_from < request.num_computed:

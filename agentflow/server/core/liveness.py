@@ -1,8 +1,7 @@
-"""Which states of programs are open: what they computed is evicted after everything else, and not at
-all in the few steps in which the next request of a state that has just ended one may come.
+"""Which states of programs are open: what they computed is evicted after everything else.
 
-Weights, never locks: the first expires when much else was computed meanwhile and is given up where only
-kept tokens are left; the second only keeps waiting requests waiting, for a few steps.
+A weight, never a lock: it expires when much else was computed since, and kept tokens are evicted where
+nothing else is left.
 """
 
 from __future__ import annotations
@@ -11,19 +10,15 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from agentflow.server.core.radix_cache import RadixCache
-from agentflow.server.core.radix_node import Node, PrefixMatch
+from agentflow.server.core.radix_node import PrefixMatch
 
 EXPIRES_AFTER_POOLS = 4
 """A state that did nothing while so many times the pool was computed counts as finished."""
-EXPECTED_STEPS = 4
-"""So many steps after a request of a state its next one is expected: programs answer at once, people
-do not."""
 
 
 class _End(NamedTuple):
     match: PrefixMatch
     num_computed: int
-    step: int
 
 
 class Liveness:
@@ -38,11 +33,11 @@ class Liveness:
     def __len__(self) -> int:
         return len(self._ends)
 
-    def refresh(self, state: Hashable, end: PrefixMatch, *, num_computed: int, step: int) -> None:
+    def refresh(self, state: Hashable, end: PrefixMatch, *, num_computed: int) -> None:
         """The state is open and ends here now; ``num_computed``: tokens computed by the engine so far."""
         self.close(state)
         self._cache.keep(end)
-        self._ends[state] = _End(end, num_computed, step)
+        self._ends[state] = _End(end, num_computed)
         if len(self._ends) > self._max_states:
             self.close(next(iter(self._ends)))
 
@@ -59,20 +54,3 @@ class Liveness:
             if num_computed - end.num_computed <= self._lifetime:
                 return
             self.close(state)
-
-    def num_expected(self, step: int) -> int:
-        """Cached tokens that nobody has locked and that a request is expected to need in this step or
-        the next few."""
-        seen: set[Node] = set()
-        total = 0
-        for end in reversed(self._ends.values()):
-            if step - end.step >= EXPECTED_STEPS:
-                break
-            node = end.match.node
-            while node.moved_to is not None:
-                node = node.moved_to
-            while node.parent is not None and not node.locks and node not in seen:
-                seen.add(node)
-                total += len(node.slots)
-                node = node.parent
-        return total

@@ -48,12 +48,6 @@ class SamplingTable:
         self._special: dict[int, _Special] = {}
         self._constrained: dict[int, Request] = {}
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing is wanted of any row but a token, and how it is chosen does not depend on those
-        before it."""
-        return not (self._special or self._constrained or self.num_scoring or self._num_logprobs)
-
     def attach(self, request: Request) -> None:
         """The request runs, in its page row."""
         row, params = request.page_row, request.params

@@ -18,7 +18,6 @@ from agentflow.server.core.batch_builder import Work, build_batch
 from agentflow.server.core.branch_builder import tree_rows
 from agentflow.server.core.counters import Counters
 from agentflow.server.core.draft import Draft
-from agentflow.server.core.foreseen_batch import ForeseenBatch, requests_to_foresee
 from agentflow.server.core.in_flight import InFlight, StepResult
 from agentflow.server.core.kv_memory import KVMemory
 from agentflow.server.core.output_reserve import OutputReserve
@@ -70,7 +69,6 @@ class Scheduler:
         self._reserve = OutputReserve()
         self._arrivals = itertools.count()
         self._in_flight = InFlight(self.memory, self._prefills, self._counters)
-        self._foreseen: ForeseenBatch | None = None
 
     @property
     def counters(self) -> Counters:
@@ -99,55 +97,23 @@ class Scheduler:
             self._retract_one(1)  # half-done prefills hold all slots between them
         work = sorted(draft.work, key=_is_chunk)  # stable: requests with one row come first
         self._in_flight.work, self._in_flight.branches = work, draft.branches
-        foreseen = self._take_foreseen(draft, work)
-        if foreseen is not None or not draft.num_rows:
-            return foreseen
+        if not draft.num_rows:
+            return None
         if self._sampling.num_scoring:
             self._in_flight.scored = tree_rows(work, draft.branches)
         slots = self.memory.allocate(draft.num_rows)
         return build_batch(work, slots, self.memory.page_table, self._sampling, draft.branches)
 
-    def foresee(self) -> Batch | None:
-        """While the batch of the last ``schedule`` runs: what the next ``schedule`` will give if its requests
-        go on, but for the tokens, which are not known yet. None where that cannot be told. What the
-        next ``schedule`` gives is the same with and without it, but for which slots are written."""
-        self._drop_foreseen()
-        if not self._sampling.is_plain:
-            return None
-        requests = requests_to_foresee(self._in_flight.work)
-        slots = self.memory.allocate_ahead(len(requests)) if requests else None
-        if slots is None:
-            return None
-        self._foreseen = ForeseenBatch(requests, slots, self.memory.page_table, self._sampling)
-        return self._foreseen.batch
-
-    def _take_foreseen(self, draft: Draft, work: list[Work]) -> Batch | None:
-        """The batch that was foreseen, where it is the one that is to run; nothing is foreseen any more."""
-        foreseen = self._foreseen
-        if foreseen is None or not foreseen.is_of(work):
-            self._drop_foreseen()
-            return None
-        assert not draft.branches  # where a tree ran nothing was foreseen, and a new one comes with work
-        self._foreseen = None
-        self.memory.take_ahead()
-        return foreseen.with_tokens()
-
-    def _drop_foreseen(self) -> None:
-        self._foreseen = None
-        self.memory.drop_ahead()
-
     def complete(self, output: BatchOutput) -> list[StepResult]:
         """The batch of the last ``schedule`` has run: its rows are computed now. New tokens are
         appended to their requests; what the rows of each request gave is returned."""
         self._counters.steps += 1
-        self.memory.num_steps += 1
         self._reserve.stepped()
         return self._in_flight.complete(output)
 
     def discard(self) -> list[Request]:
         """The batch of the last ``schedule`` failed: its rows are not computed, its slots go back.
         Returns its requests; the caller releases them."""
-        self._drop_foreseen()
         return self._in_flight.discard()
 
     def release(self, request: Request) -> None:
@@ -164,7 +130,6 @@ class Scheduler:
     def retract(self, request: Request) -> None:
         """Takes a running request's slots and puts it in front of the queue. Its tokens are kept;
         what was computed stays in the cache for as long as nobody needs the room."""
-        self._drop_foreseen()  # it may run again within one step, on another row of the page table
         self._stop_running(request)
         request.status = Status.WAITING
         request.num_retractions += 1
@@ -176,7 +141,6 @@ class Scheduler:
         """Of what the request has generated the first ``num_kept`` tokens stay, and ``token_ids``, which a
         grammar forces, come after them. They are computed with the next steps, like a prompt; what was
         computed of the tokens that go is given back."""
-        self._drop_foreseen()
         start = request.num_prompt + num_kept
         end = start + len(token_ids)
         self._counters.forced_tokens += len(token_ids)
@@ -247,9 +211,9 @@ class Scheduler:
         they need if none ends before the others, which is quick to know and often fits."""
         match = self.memory.match(request)
         request.num_computed = request.num_shared = match.num_tokens
-        available = self.memory.num_available_to_new
+        available = self.memory.num_available
         if not self.running:
-            fits = request.num_to_compute <= self.memory.num_available
+            fits = request.num_to_compute <= available
         elif self._reserve.need(request) + promised <= available:
             fits = True
         else:

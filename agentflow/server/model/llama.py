@@ -41,11 +41,6 @@ class LlamaModel:
             nbytes -= embedding.nbytes  # one tensor, both
         return nbytes + sum(layer.nbytes for layer in self._decoder.layers)
 
-    @property
-    def is_one_call(self) -> bool:
-        """Whether all layers are one call to the kernels (``Kernels.whole_forward``)."""
-        return self._whole_forward is not None
-
     def forward(self, given: ForwardInput, meanwhile: Callable[[], None] = nothing) -> Tensor:
         """Compute T rows, write their KV, and give the last hidden states, normed, of those that are wanted:
         [S, hidden_size]. ``meanwhile`` is called once, as of ``ModelRunner.run``."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +10,6 @@ import torch
 from torch import Tensor
 
 from agentflow.errors import BadArgument
-from agentflow.kernels.choice_rows import ChoiceRows
-from agentflow.kernels.forward_input import ForwardInput
 from agentflow.kernels.ops import Kernels, kernels_for
 from agentflow.server.core.batch import Batch, BatchOutput, SampledRows
 from agentflow.server.model.batch_input import forward_input_of
@@ -26,16 +23,6 @@ from agentflow.server.usable_cpus import usable_cpus
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _MAX_LOGIT_ROWS = 256
 """Rows of logits held at once: 200 kB each for a vocabulary of 50,000."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """What is made of a batch before it runs. ``choice``: None where more is wanted of its rows than the
-    tokens that the kernels choose."""
-
-    batch: Batch
-    given: ForwardInput
-    choice: ChoiceRows | None
 
 
 class TorchRunner:
@@ -86,16 +73,12 @@ class TorchRunner:
             kv_bytes_per_token=self._kv_pool.bytes_per_token,
             weight_bytes=self._model.nbytes,
         )
-        self._prepared: _Prepared | None = None
 
     @torch.inference_mode()
     def run(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> BatchOutput:
-        prepared, self._prepared = self._prepared, None
-        if prepared is None or prepared.batch is not batch:
-            prepared = self._prepare(batch)
-        given, sampled = prepared.given, batch.sampled
-        if prepared.choice is not None:
-            return BatchOutput(self._model.choose(given, prepared.choice, meanwhile), None)
+        given, sampled = forward_input_of(batch, self._kernels, self._kv_pool.layers), batch.sampled
+        if len(sampled.rows) <= _MAX_LOGIT_ROWS and wants_only_tokens(sampled):
+            return BatchOutput(self._model.choose(given, choice_rows(sampled), meanwhile), None)
         hidden = self._model.forward(given, meanwhile)
         if len(hidden) <= _MAX_LOGIT_ROWS:
             return self._choose(hidden, sampled)
@@ -105,19 +88,6 @@ class TorchRunner:
             outputs.append(self._choose(hidden[first:end], sampled.part(first, end)))
         return _joined(outputs)
 
-    @torch.inference_mode()
-    def prepare(self, batch: Batch) -> None:
-        # One call reads the page table when it runs. A plan made in Python copies slots out of it, which may
-        # be others by then.
-        if self._model.is_one_call:
-            self._prepared = self._prepare(batch)
-
-    def _prepare(self, batch: Batch) -> _Prepared:
-        given = forward_input_of(batch, self._kernels, self._kv_pool.layers)
-        sampled = batch.sampled
-        are_chosen = len(sampled.rows) <= _MAX_LOGIT_ROWS and wants_only_tokens(sampled)
-        return _Prepared(batch, given, choice_rows(sampled) if are_chosen else None)
-
     @property
     def kv_layers(self) -> tuple[Tensor, ...]:
         """The KV pool, layer by layer (``KvPool.layers``)."""
@@ -125,7 +95,6 @@ class TorchRunner:
 
     def close(self) -> None:
         """Give the memory back; the runner cannot be used any more."""
-        self._prepared = None
         del self._model, self._kv_pool
 
     def _choose(self, hidden: Tensor, sampled: SampledRows) -> BatchOutput:
