@@ -32,7 +32,7 @@ from agentflow.generator import Generator
 from agentflow.protocol import SESSION_PATH
 from agentflow.server.api_keys import Tenants
 from agentflow.server.api_routes import api_routes, refusal_response
-from agentflow.server.browser_guard import BrowserGuard
+from agentflow.server.browser_guard import BrowserGuard, any_host, one_of, private_host
 from agentflow.server.health import live, ready, unready
 from agentflow.server.http_refusal import ENDING, Refusal
 from agentflow.server.limits import HttpLimits, ServerLimits
@@ -47,8 +47,8 @@ from agentflow.server.ws_session import WsSession
 @dataclass(frozen=True, slots=True)
 class Access:
     """Who may use the server, and who reads along. ``cors_origins``: pages that may, beside its own.
-    ``allowed_hosts``: names that it is known by; None: any. ``logs_prompts``: the log has prompts and
-    answers."""
+    ``allowed_hosts``: names that it is known by; None: any, and without keys those that no public name server
+    can resolve. ``logs_prompts``: the log has prompts and answers."""
 
     tenants: Tenants = field(default_factory=Tenants)
     cors_origins: tuple[str, ...] = ()
@@ -88,7 +88,11 @@ def create_app(
         Route("/openapi.json", openapi),
     ]
     origins = access.cors_origins
-    guard = Middleware(BrowserGuard, origins=origins, hosts=access.allowed_hosts)
+    if access.allowed_hosts is not None:
+        knows_host = one_of(access.allowed_hosts)
+    else:
+        knows_host = any_host if access.tenants.need_keys else private_host
+    guard = Middleware(BrowserGuard, origins=origins, knows_host=knows_host)
     cors = Middleware(
         CORSMiddleware,
         allow_origins=origins,

@@ -109,7 +109,9 @@ class NetworkConfig(Struct, frozen=True, kw_only=True):
     ] = ()
     allowed_hosts: Annotated[
         tuple[Text, ...],
-        _help("host names that requests may name (not set: any, or on loopback only its own)"),
+        _help(
+            "host names that requests may name (not set: any; on loopback its own; without keys private ones)"
+        ),
     ] = ()
     allow_anonymous: Annotated[
         bool, _help("listen beyond this machine without keys: whoever reaches it may use it")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentflow.command import Command
+from agentflow.server.addresses import is_loopback
 from agentflow.server.config_flags import add_config_flags, read_flags
 from agentflow.server.config_schema import NetworkConfig, ServeConfig
 from agentflow.server.cpu_priority import give_way
@@ -54,14 +55,11 @@ def run_serve(config: ServeConfig) -> None:
 
 
 def _known_names(network: NetworkConfig) -> tuple[str, ...] | None:
-    """Names that the server answers to. Where it listens to this machine alone, no page whose own name is
-    made to resolve to it shall reach it."""
-    from agentflow.server.browser_guard import LOOPBACK_NAMES
-
+    """Names that the server answers to. One that listens to this machine alone has no others; None where that
+    is for ``Access`` to say."""
     if network.allowed_hosts:
         return network.allowed_hosts
-    is_local = network.host in LOOPBACK_NAMES or network.host.startswith("127.")
-    return (*LOOPBACK_NAMES, network.host) if is_local else None
+    return (network.host,) if is_loopback(network.host) else None
 
 
 def _tls(network: NetworkConfig) -> Tls | None:

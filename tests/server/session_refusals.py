@@ -35,7 +35,7 @@ def no_key(_: ApiServer) -> tuple[str, str]:
 
 
 def another_host(_: ApiServer) -> tuple[str, str]:
-    with api_server(hosts=("localhost",), constraints=False) as server:
+    with api_server(hosts=("here.example",), constraints=False) as server:
         return refused_handshake(address(server))
 
 

@@ -3,6 +3,7 @@ frame limits of the websocket implementation."""
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 from collections.abc import AsyncIterator, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 
 import anyio
 import pytest
+from server.api_server import api_server
 from starlette.types import Message
 from websockets.exceptions import ConnectionClosedError, InvalidStatus
 from websockets.sync.client import connect
@@ -22,6 +24,7 @@ from agentflow.backends.remote import Remote
 from agentflow.errors import BadArgument, EngineFailed, UnknownModel
 from agentflow.generator import Generator
 from agentflow.protocol import VERSION, Hello, Refused, Welcome, encode, server_frames
+from agentflow.server.api_keys import Tenants
 from agentflow.server.app import Access, create_app
 from agentflow.server.limits import ServerLimits
 from agentflow.server.models import Models, OneGenerator, one_model
@@ -285,3 +288,23 @@ async def test_pages_of_other_sites_are_let_in_only_where_that_is_asked_for() ->
         assert headers.get(b"access-control-allow-origin") == told
         if told:
             assert b"authorization" in headers[b"access-control-allow-headers"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "hosts", "status"),
+    [
+        ([], None, 403),
+        ([], ("pages.example",), 200),
+        ([], ("other.example",), 403),
+        (["af-key"], None, 200),
+        (["af-key"], ("other.example",), 403),
+    ],
+)
+def test_a_public_name_needs_keys_or_a_setting(
+    keys: list[str], hosts: tuple[str, ...] | None, status: int
+) -> None:
+    with api_server(tenants=Tenants(keys), hosts=hosts, constraints=False) as server:
+        connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
+        with contextlib.closing(connection):
+            connection.request("GET", "/health/live", headers={"Host": "pages.example"})
+            assert connection.getresponse().status == status

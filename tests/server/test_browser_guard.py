@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from agentflow.server.browser_guard import LOOPBACK_NAMES, BrowserGuard
+from agentflow.server.browser_guard import BrowserGuard, one_of, private_host
 
 pytestmark = pytest.mark.anyio
 
+LOOPBACK = one_of(["127.0.0.1"])
 HOST = "127.0.0.1:8410"
 
 
@@ -49,7 +50,7 @@ async def status_of(guard: BrowserGuard, headers: dict[str, str], kind: str = "h
     ],
 )
 async def test_a_refusal_is_told_in_the_words_of_the_path(asked, code):
-    guard = BrowserGuard(app, hosts=LOOPBACK_NAMES)
+    guard = BrowserGuard(app, knows_host=LOOPBACK)
     start, body = await answer_of(guard, asked)
     assert json.loads(body["body"])["error"]["code"] == code
     assert dict(start["headers"])[b"x-request-id"].startswith(b"req_")
@@ -82,12 +83,15 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
         ({"host": "elsewhere.example"}, 403),
         ({"host": "LocalHost:8410"}, 200),
         ({"host": "[::1]:8410"}, 200),
+        ({"host": "[0:0:0:0:0:0:0:1]:8410"}, 200),
+        ({"host": "127.0.0.2"}, 200),
+        ({"host": "localhost.elsewhere.example"}, 403),
         ({"host": "[bad"}, 403),
         ({}, 200),
     ],
 )
 async def test_a_server_on_loopback(kind, headers, status):
-    assert await status_of(BrowserGuard(app, hosts=LOOPBACK_NAMES), headers, kind) == status
+    assert await status_of(BrowserGuard(app, knows_host=LOOPBACK), headers, kind) == status
 
 
 @pytest.mark.parametrize(
@@ -100,5 +104,27 @@ async def test_a_server_on_loopback(kind, headers, status):
     ],
 )
 async def test_origins_that_are_allowed(origins, origin, status):
-    guard = BrowserGuard(app, origins=origins)
+    guard = BrowserGuard(app, origins=origins, knows_host=private_host)
     assert await status_of(guard, {"host": "models.example", "origin": origin}) == status
+
+
+@pytest.mark.parametrize("kind", ["http", "websocket"])
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("192.0.2.1:8410", 200),
+        ("[2001:db8::1]:8410", 200),
+        ("gpu-box:8410", 200),
+        ("gpu-box.local", 200),
+        ("models.svc.cluster.local.", 200),
+        ("localhost", 200),
+        ("elsewhere.example:8410", 403),
+        ("192.0.2.1.elsewhere.example", 403),
+        ("local.example", 403),
+        ("evillocal.example", 403),
+    ],
+)
+@pytest.mark.parametrize("has_origin", [False, True])
+async def test_a_rebound_name_does_not_pass_on_a_server_without_keys(kind, host, status, has_origin):
+    headers = {"host": host, "origin": f"http://{host}"} if has_origin else {"host": host}
+    assert await status_of(BrowserGuard(app, knows_host=private_host), headers, kind) == status

@@ -11,12 +11,14 @@ from msgspec import inspect, structs
 
 from agentflow.errors import BadArgument
 from agentflow.server import config_schema
+from agentflow.server.browser_guard import one_of
 from agentflow.server.config import Effective, Flags, load_config
 from agentflow.server.config_schema import GROUPS, ModelConfig, ServeConfig
 from agentflow.server.config_setting import all_settings, model_settings, shared_names
 from agentflow.server.config_text import config_text
 from agentflow.server.core.policies import POLICIES
 from agentflow.server.limits import CompileLimits, HttpLimits, ServerLimits
+from agentflow.server.serve_command import _known_names
 
 
 def loaded(
@@ -182,15 +184,23 @@ def test_a_file_that_is_not_there_or_no_text_is_told(tmp_path):
     assert "is no text in UTF-8" in refusal(file=tmp_path / "binary")
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.5.5.5", "::1", "[::1]", "localhost"])
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "127.5.5.5", "::1", "0:0:0:0:0:0:0:1", "LOCALHOST", "localhost"]
+)
 def test_this_machine_needs_no_keys(host):
-    assert loaded(host=host).config.network.host == host
+    network = loaded(host=host).config.network
+    assert network.host == host
+    known = _known_names(network)
+    assert known is not None
+    knows_host = one_of(known)
+    assert all(map(knows_host, ("localhost", "127.0.0.1", "::1")))
+    assert not knows_host("pages.example")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "server.example"])
 def test_other_machines_need_keys_or_leave_for_everybody(host, tmp_path):
     assert "--allow-anonymous" in refusal(host=host)
-    loaded(host=host, allow_anonymous=True)
+    assert _known_names(loaded(host=host, allow_anonymous=True).config.network) is None
     loaded(host=host, api_keys=["k"])
     (tmp_path / "keys.toml").touch()
     loaded(host=host, keys_file=str(tmp_path / "keys.toml"))
