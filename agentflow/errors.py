@@ -19,7 +19,8 @@
     │   ├── DeadlineExceeded    the time that the session, the state or the gen had is over
     │   └── BudgetExceeded      the tokens that the session or the state had are used up
     ├── RunFailed               something a value depends on failed; the cause says what
-    │   └── InvalidValue        the text is there, and is no value of the type asked for
+    │   ├── InvalidValue        the text is there, and is no value of the type asked for
+    │   └── ScriptMismatch      the script of a scripted backend has no fitting answer
     ├── Cancelled               the value's state was cancelled
     ├── RecordingError
     │   ├── BadRecording        a file that is no recording, or of another version
@@ -220,6 +221,20 @@ class InvalidValue(RunFailed, ValueError):
     """
 
     code = "invalid_value"
+
+
+class ScriptMismatch(RunFailed):
+    """The script of ``af.Scripted`` has no answer, or none that what was asked for allows. The program and
+    its test disagree: the same call fails again.
+
+    >>> async with af.session(backend=af.Scripted(["maybe"])) as flow, flow.state() as s:
+    ...     s += af.select("related", ["yes", "no"])
+    ...     await s["related"]
+    Traceback (most recent call last):
+    ScriptMismatch: the script answers 'maybe', which is none of the choices ['yes', 'no']
+    """
+
+    code = "script_mismatch"
 
 
 class LimitExceeded(AgentflowError):

@@ -19,7 +19,7 @@ from agentflow.backend import Connection, Deliver, Lost
 from agentflow.backends.interpreted import interpreted
 from agentflow.constraint import CONSTRAINT_KINDS, Constraint
 from agentflow.conversation import Conversation
-from agentflow.errors import BadArgument, NotSupported, RunFailed
+from agentflow.errors import BadArgument, NotSupported, ScriptMismatch
 from agentflow.generator import Capabilities, Generated, OnText, Scored, StateHint, Stats, Usage
 from agentflow.reply import Arguments, CallBegun, Piece, Reply, ReplyWriter, TextPiece
 from agentflow.sampling import SamplingParams
@@ -98,7 +98,7 @@ class ScriptedGenerator:
         on_text: OnText,
         constraint: Constraint | None = None,
     ) -> Generated:
-        """The script's answer, cut as the parameters say. ``RunFailed`` where, not yet cut by
+        """The script's answer, cut as the parameters say. ``ScriptMismatch`` where, not yet cut by
         ``max_tokens``, it does not keep the constraint (of a schema only that it is JSON is looked at; of
         a grammar, nothing)."""
         return await self._say(context, self._answer(context.text), params, on_text, constraint)
@@ -173,11 +173,13 @@ class ScriptedGenerator:
         return Generated(answer, reason, usage)
 
     async def score(self, context: ScriptedContext, choices: Sequence[str], method: str) -> Scored:
-        """The choice that the script's answer names; one of them, or ``RunFailed``."""
+        """The choice that the script's answer names; one of them, or ``ScriptMismatch``."""
         await anyio.lowlevel.checkpoint()
         answer = self._answer(context.text)
         if answer not in choices:
-            raise RunFailed(f"the script answers {answer!r}, which is none of the choices {list(choices)}")
+            raise ScriptMismatch(
+                f"the script answers {answer!r}, which is none of the choices {list(choices)}"
+            )
         usage = Usage(len(context.text.split()), 0, 0)
         self._count(usage)
         context.text += answer
@@ -219,11 +221,11 @@ class ScriptedGenerator:
         elif isinstance(script, Mapping):
             ends = [end for end in script if prompt.endswith(end)]
             if not ends:
-                raise RunFailed(f"the script has no answer for a prompt that ends in {prompt[-60:]!r}")
+                raise ScriptMismatch(f"the script has no answer for a prompt that ends in {prompt[-60:]!r}")
             answer = script[max(ends, key=len)]
         else:
             if self._next_answer >= len(script):
-                raise RunFailed(f"the script has only {len(script)} answers")
+                raise ScriptMismatch(f"the script has only {len(script)} answers")
             answer = script[self._next_answer]
             self._next_answer += 1
         if isinstance(answer, Exception):
@@ -252,7 +254,9 @@ def _check_kept(constraint: Constraint, answer: str) -> None:
     except (ValueError, RecursionError):
         kept = False
     if not kept:
-        raise RunFailed(f"the script answers {answer!r}, which is not what the {constraint.kind} asks for")
+        raise ScriptMismatch(
+            f"the script answers {answer!r}, which is not what the {constraint.kind} asks for"
+        )
 
 
 def _is_kept(constraint: Constraint, answer: str) -> bool:
@@ -305,7 +309,7 @@ def _stop_in(answer: str, params: SamplingParams, first: int) -> int | None:
 
 class Scripted:
     """A backend for tests of programs: it answers from a script, without a model, and keeps what ``gen``
-    and ``select`` ask for (an answer that does not is a ``RunFailed``).
+    and ``select`` ask for (an answer that does not is a ``ScriptMismatch``).
 
     ``script``: answers in the order in which gens are reached; or a mapping from the end of a prompt to its
     answer (the longest end counts); or a function of the prompt. Turns stand in the prompt as

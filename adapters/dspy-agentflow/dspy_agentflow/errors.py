@@ -19,8 +19,9 @@ _KINDS: Final[tuple[tuple[type[Exception] | tuple[type[Exception], ...], Any], .
     (af.DeadlineExceeded, lm15.TimeoutError),
     ((af.ServerUnreachable, af.ServerLost), lm15.TransportError),
     (af.NotSupported, lm15.UnsupportedFeatureError),
-    ((af.BadArgument, af.RequestRefused, af.LimitExceeded), lm15.InvalidRequestError),
-    (af.AgentflowError, lm15.ServerError),
+    ((af.BadArgument, af.RequestRefused, af.LimitExceeded, af.ScriptMismatch), lm15.InvalidRequestError),
+    ((af.ServerError, af.EngineFailed), lm15.ServerError),  # which DSPy tries again
+    (af.AgentflowError, lm15.ProviderError),
 )
 
 

@@ -22,8 +22,8 @@ _KINDS: Final[tuple[tuple[type[Exception] | tuple[type[Exception], ...], Any], .
     (af.DeadlineExceeded, exceptions.Timeout),
     ((af.ServerUnreachable, af.ServerLost), exceptions.APIConnectionError),
     (af.NotSupported, exceptions.UnsupportedParamsError),
-    ((af.BadArgument, af.RequestRefused, af.LimitExceeded), exceptions.BadRequestError),
-    (af.AgentflowError, exceptions.InternalServerError),
+    ((af.ServerError, af.EngineFailed), exceptions.InternalServerError),
+    (af.AgentflowError, exceptions.BadRequestError),
 )
 PASSING: Final = (exceptions.RateLimitError, exceptions.APIConnectionError, exceptions.InternalServerError)
 """Failures of which the next try may know nothing."""

@@ -27,6 +27,9 @@ KINDS = [
     (af.ServerLost, "LMTransportError", "APIConnectionError"),
     (af.BadArgument, "LMInvalidRequestError", "BadRequestError"),
     (af.BudgetExceeded, "LMInvalidRequestError", "BadRequestError"),
+    (af.ScriptMismatch, "LMInvalidRequestError", "BadRequestError"),
+    (af.RunFailed, "LMProviderError", "BadRequestError"),
+    (af.ReplayDiffers, "LMProviderError", "BadRequestError"),
     (af.EngineFailed, "LMServerError", "InternalServerError"),
     (af.Overloaded, "LMServerError", "InternalServerError"),
 ]
@@ -65,6 +68,19 @@ def test_what_may_pass_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     lm, model = scripted(lambda prompt: left.pop(0), num_retries=1)
     assert lm("?") == [chat(answer="sugar")]
     assert len(model.prompts) == 2
+
+
+def test_a_script_that_does_not_match_is_not_tried_again() -> None:
+    """The same call would fail again: it is no failure of a server."""
+    lm, model = scripted(["sugar"], num_retries=3)
+    lm("?")
+    for _ in range(2):
+        with pytest.raises(kind_of("LMInvalidRequestError", "BadRequestError"), match="only 1 answers"):
+            lm("?")
+    lm, model = scripted({"!</user><assistant>": "x"}, num_retries=3)
+    with pytest.raises(kind_of("LMInvalidRequestError", "BadRequestError"), match="has no answer"):
+        asyncio.run(lm.acall("?"))
+    assert len(model.prompts) == 1
 
 
 def test_nobody_answers_there() -> None:

@@ -63,7 +63,10 @@ _KINDS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], type[ModelErr
     (af.RateLimited, AgentflowRateLimitError),
     (af.DeadlineExceeded, AgentflowTimeoutError),
     ((af.ServerUnreachable, af.ServerLost), AgentflowConnectionError),
-    ((af.BadArgument, af.NotSupported, af.RequestRefused, af.LimitExceeded), AgentflowInvalidRequestError),
+    (
+        (af.BadArgument, af.RequestRefused, af.LimitExceeded, af.ScriptMismatch),
+        AgentflowInvalidRequestError,
+    ),
     ((af.ServerError, af.EngineFailed), AgentflowAPIError),
     (af.AgentflowError, AgentflowModelError),
 )

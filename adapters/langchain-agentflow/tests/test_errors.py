@@ -37,6 +37,7 @@ from agentflow.reply import TextPiece
         (af.NotSupported("x"), exceptions.ModelInvalidRequestError),
         (af.EngineFailed("x"), exceptions.ModelAPIError),
         (af.RunFailed("x"), exceptions.ModelError),
+        (af.ScriptMismatch("x"), exceptions.ModelInvalidRequestError),
     ],
 )
 def test_each_error_is_both(error, kind):
