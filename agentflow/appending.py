@@ -10,6 +10,7 @@ from agentflow import ops
 from agentflow.appenders import Appenders
 from agentflow.backlog import Backlog
 from agentflow.budget import limit_op
+from agentflow.conversation import CalledTool, Message
 from agentflow.errors import BadArgument, NotSupported, StateClosed, UnknownVariable
 from agentflow.expression import Appendable, GenExpression, ImageExpression, Sequence_
 from agentflow.ops import Objective, ReadWhat, Role
@@ -17,7 +18,7 @@ from agentflow.program_line import LineTable, ProgramLine, calling_line
 from agentflow.recorder import Recorder
 from agentflow.reference import Reference
 from agentflow.seeds import place_of
-from agentflow.transcript import Content, Transcript
+from agentflow.transcript import Content, Transcript, TurnContent
 from agentflow.transform import apply_in_turn
 from agentflow.turn import Turn
 from agentflow.value_type import TEXT, ValueType
@@ -181,20 +182,18 @@ class Appending:
         self._take(recorder)
         return variable
 
-    async def messages(self) -> list[dict[str, str]]:
-        """The conversation so far as ``{"role": …, "content": …}``; waits for what is being generated.
-        Text outside turns is in none of them. ``NotSupported`` where a turn holds an image.
+    async def messages(self) -> list[dict[str, Any]]:
+        """The conversation so far as chat APIs have it, ``{"role": …, "content": …}``, and as
+        ``af.conversation`` takes it: what a reply calls is its turn's ``tool_calls``. Waits for what is being
+        generated. Text outside turns is in none of them. ``NotSupported`` where a turn holds an image.
 
         >>> (await s.messages())[0]
         {'role': 'user', 'content': 'What do plants do?'}
         """
-        messages = self.transcript.messages()
-        if any(isinstance(part, ImageExpression) for message in messages for part in message.content):
+        turns = self.transcript.turns()
+        if any(isinstance(part, ImageExpression) for turn in turns for part in turn.content):
             raise NotSupported("messages() gives texts, and this conversation holds an image")
-        return [
-            {"role": role, "content": "".join([await _text_of(part) for part in content])}
-            for role, content in messages
-        ]
+        return [(await _message_of(turn)).as_dict() for turn in turns]
 
     def hint(
         self,
@@ -296,6 +295,22 @@ class Appending:
         self.session.check_alive()
         if self._closed is not None:
             raise StateClosed(f"state {self.path} {self._closed}: nothing can be appended to it")
+
+
+async def _message_of(turn: TurnContent) -> Message:
+    begin, content = turn.begin, "".join([await _text_of(part) for part in turn.content])
+    calls = [call for calls in turn.calls for call in await _called(calls.source)]
+    return Message(
+        begin.role, content, tool_calls=tuple(calls), tool_call_id=begin.tool_call_id, name=begin.name
+    )
+
+
+async def _called(source: tuple[CalledTool, ...] | Variable[Any]) -> tuple[CalledTool, ...]:
+    if isinstance(source, tuple):
+        return source
+    await source.settled()
+    source.raise_failure()
+    return source.tool_calls
 
 
 async def _text_of(part: Content) -> str:

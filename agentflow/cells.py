@@ -16,6 +16,7 @@ from agentflow.events import Delta, ErrorInfo, Event, Reached, StateFailed, Stat
 from agentflow.generator import ContextT
 from agentflow.held_memory import Holding, error_bytes, text_bytes, value_bytes
 from agentflow.outbox import Outbox
+from agentflow.reply import read_reply
 
 if TYPE_CHECKING:
     from agentflow.graph_execution import GraphExecution
@@ -26,14 +27,23 @@ _NOT_COUNTED = ops.Await | ops.Seal | ops.Close | ops.Expect
 
 class VariableCell:
     """One variable: its text so far, its end, and how far the listener has heard. ``is_expected``: its
-    value comes from the client. ``holding``: its memory."""
+    value comes from the client. ``is_reply``: its text is the notation of a reply. ``holding``: its
+    memory."""
 
     def __init__(
-        self, var_id: int, name: str, outbox: Outbox, holding: Holding, *, is_expected: bool = False
+        self,
+        var_id: int,
+        name: str,
+        outbox: Outbox,
+        holding: Holding,
+        *,
+        is_expected: bool = False,
+        is_reply: bool = False,
     ) -> None:
         self.id = var_id
         self.name = name
         self.is_expected = is_expected
+        self._is_reply = is_reply
         self.text = ""
         self.value: Value | None = None
         self.error: AgentflowError | None = None
@@ -43,6 +53,11 @@ class VariableCell:
         self.is_output = False
         self._heard = 0
         self._heard_end = False
+
+    @property
+    def content(self) -> str:
+        """What stands for it in other texts, once it is complete: of a reply its prose."""
+        return read_reply(self.text).text if self._is_reply else self.text
 
     def extend(self, delta: str) -> None:
         """More text. Of a graph's output only the end is told."""

@@ -49,6 +49,21 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_call_id: str | None = None
     name: str | None = None
 
+    def as_dict(self) -> dict[str, Any]:
+        """As OpenAI's API has it, and ``af.conversation`` takes it.
+
+        >>> af.Message("tool", "12 degrees", tool_call_id="call_1").as_dict()
+        {'role': 'tool', 'content': '12 degrees', 'tool_call_id': 'call_1'}
+        """
+        shown: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.tool_calls:
+            shown["tool_calls"] = [
+                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                for c in self.tool_calls
+            ]
+        named = {"tool_call_id": self.tool_call_id, "name": self.name}
+        return shown | {key: value for key, value in named.items() if value is not None}
+
 
 class ToolChoice(msgspec.Struct, frozen=True, omit_defaults=True):
     """``auto``: the model may call tools, and writes what it likes beside them. ``required``: it calls at

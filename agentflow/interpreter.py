@@ -124,10 +124,13 @@ class Interpreter(Generic[ContextT]):
                 ops.check_number(op.var)
                 if op.var in self._variables:
                     raise ProtocolError(f"variable {op.var} exists already")
-                is_expected = isinstance(op, ops.Expect)
-                holding = Holding(self._memory, variable_bytes(op.name))
                 variable = VariableCell(
-                    op.var, op.name, outbox or self.outbox, holding, is_expected=is_expected
+                    op.var,
+                    op.name,
+                    outbox or self.outbox,
+                    Holding(self._memory, variable_bytes(op.name)),
+                    is_expected=isinstance(op, ops.Expect),
+                    is_reply=isinstance(op, ops.Gen) and op.reply,
                 )
                 self._variables[op.var] = variable
                 state.variables.append(variable)

@@ -101,7 +101,7 @@ async def _events(root: State, call: ModelCall) -> AsyncGenerator[Said | Ended, 
     states = [root] if call.n == 1 else list(root.fork(call.n))
     variables = [state.add(call.says)[call.says] for state in states]
     readers = [ReplyReader() if call.says.value_type.is_reply else None for _ in states]
-    async for event in root.run.watch(lambda: all(variable.is_done for variable in variables)):
+    async for event in root.run.watch(lambda: all(variable.is_done for variable in variables), as_sent=True):
         index = event.path[-1] if event.path else 0
         if not isinstance(event, TextDelta):
             yield _ended(root.session.capabilities.model, index, variables[index])
@@ -120,7 +120,7 @@ def _ended(model: str, index: int, variable: Variable[Any]) -> Ended:
         model,
         variable.finish_reason,
         variable.usage,
-        variable.text,
+        variable.notation,
         variable.logprobs,
         variable.top_logprobs,
     )

@@ -156,7 +156,7 @@ class OpExecution(Generic[ContextT]):
             if isinstance(part, str):
                 piece = part
             else:
-                piece = await apply_in_turn(next(variables).text, part.transforms, self._searching)
+                piece = await apply_in_turn(next(variables).content, part.transforms, self._searching)
                 holding.add(sys.getsizeof(piece))
             num_chars += len(piece)
             if num_chars > MAX_OP_CHARS:

@@ -20,7 +20,7 @@ from agentflow.expression import (
     Sequence_,
 )
 from agentflow.reference import Reference
-from agentflow.transcript import Entry, TurnBegins, TurnEnds
+from agentflow.transcript import Entry, ToolCalls, TurnBegins, TurnEnds
 from agentflow.transform import apply_transforms
 from agentflow.value_type import TEXT, ValueType
 from agentflow.variable import Variable
@@ -63,7 +63,7 @@ class Recorder:
             case GenExpression():
                 self._generate(item)
             case SelectExpression():
-                var_id = self._new(item.name, item, TEXT)
+                var_id = self._new(item.name, item, TEXT).id
                 self._put(ops.Select(state_id, var_id, item.name, item.choices, item.method))
             case RoleExpression():
                 self.begin(item.role)
@@ -88,7 +88,9 @@ class Recorder:
         if self.open_role is not None or self.entries or not self._state.transcript.is_empty:
             raise BadArgument("a conversation begins a state: append it first, and nothing before it")
         for message in conversation.messages:
-            self.entries += [TurnBegins(message.role), message.content, TurnEnds()]
+            self.entries += [TurnBegins(message.role, message.tool_call_id, message.name), message.content]
+            self.entries += [ToolCalls(message.tool_calls)] if message.tool_calls else []
+            self.entries.append(TurnEnds())
         last = conversation.messages[-1].role if conversation.messages else ""
         self.entries[-1:] = [] if last == "assistant" else [TurnEnds(), TurnBegins("assistant")]
         self.open_role = "assistant"
@@ -137,25 +139,27 @@ class Recorder:
     def _generate(self, item: GenExpression[Any]) -> None:
         constraint = item.value_type.constraint
         self._state.session.capabilities.require(constraint)
-        var_id = self._new(item.name, item, item.value_type)
-        params = item.params
+        variable = self._new(item.name, item, item.value_type)
+        is_reply = item.value_type.is_reply
+        if is_reply:
+            self.entries.append(ToolCalls(variable))
+        var_id, params = variable.id, item.params
         if params.seed is None:
             seed = self._state.run.seed_at(var_id, self._state.seed_place(self._num_gens))
             params = msgspec.structs.replace(params, seed=seed)
         self._num_gens += 1
-        is_reply = item.value_type.is_reply
         self._put(ops.Gen(self._state.id, var_id, item.name, params, constraint, item.timeout_s, is_reply))
 
     def _put(self, op: ops.Op) -> None:
         self.flush()
         self.ops.append(op)
 
-    def _new(self, name: str, expression: object, value_type: ValueType) -> int:
-        """The number of a variable whose value is appended to the state."""
+    def _new(self, name: str, expression: object, value_type: ValueType) -> Variable[Any]:
+        """A variable whose value is appended to the state."""
         self.flush()
         variable = self._declare(name, expression, value_type)
         self.entries.append(variable)
-        return variable.id
+        return variable
 
     def _declare(
         self, name: str, expression: object, value_type: ValueType, *, is_shown: bool = True

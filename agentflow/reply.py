@@ -1,9 +1,12 @@
 """What an assistant says that may call tools: prose and calls, in the order in which they came.
 
-As the value of a variable it is a text, as every value is, so that it streams, is resumed and recorded like
-others: a JSON list of parts, ``{"text": …}`` and ``{"id": …, "name": …, "arguments": …}``. A call's arguments
-are a JSON object as text, which an answer that was cut off may end within. Whatever notation a model has for
-calls, this is the same.
+Between backend and frontend it is a text, as every value is, so that it streams, is resumed and recorded like
+others: a JSON list of parts, ``{"text": …}`` and ``{"id": …, "name": …, "arguments": …}``, its *notation*.
+The arguments of a call are a JSON object as text, which an answer that was cut off may end within. The
+notation is the same for all models, however they write calls.
+
+Where a text is wanted (in a reference, a transform, a message), the text of a reply is its prose:
+``ReplySoFar`` reads it from the notation, for the frontend and for the interpreter.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import msgspec
 
@@ -172,23 +175,49 @@ def _call(head: str) -> CallBegun:
         raise ProtocolError(f"what should be a reply is none: {error}") from None
 
 
-def read_reply(text: str) -> Reply:
-    """The whole one. ``ProtocolError`` where the text is none."""
-    reader = ReplyReader()
-    pieces = reader.push(text)
-    if not reader.is_over:
-        raise ProtocolError(f"what should be a reply is none, or not whole: {text[:100]!r}")
-    prose: list[str] = []
-    calls: list[tuple[CallBegun, list[str]]] = []
-    for piece in pieces:
-        match piece:
-            case TextPiece():
-                prose.append(piece.text)
-            case CallBegun():
-                calls.append((piece, []))
-            case Arguments():
-                calls[-1][1].append(piece.text)
-    return Reply("".join(prose), tuple([CalledTool(c.id, c.name, "".join(parts)) for c, parts in calls]))
+class ReplySoFar:
+    """What there is of a reply while its notation grows.
+
+    >>> ReplySoFar().follow('[{"text":"I look."},{"id":"c1","name":"weather","arguments":"{').now()
+    Reply(text='I look.', tool_calls=(CalledTool(id='c1', name='weather', arguments='{'),))
+    """
+
+    def __init__(self) -> None:
+        self._reader = ReplyReader()
+        self._num_read = 0
+        self._calls: list[tuple[CallBegun, list[str]]] = []
+        self.text = ""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is complete."""
+        return self._reader.is_over
+
+    def follow(self, notation: str) -> Self:
+        """``notation`` is what there is of it now. ``ProtocolError`` where it is no reply."""
+        added, self._num_read = notation[self._num_read :], len(notation)
+        for piece in self._reader.push(added) if added else ():
+            match piece:
+                case TextPiece():
+                    self.text += piece.text
+                case CallBegun():
+                    self._calls.append((piece, []))
+                case Arguments():
+                    self._calls[-1][1].append(piece.text)
+        return self
+
+    def now(self) -> Reply:
+        """The reply as far as it is there."""
+        calls = [CalledTool(call.id, call.name, "".join(parts)) for call, parts in self._calls]
+        return Reply(self.text, tuple(calls))
+
+
+def read_reply(notation: str) -> Reply:
+    """The whole one. ``ProtocolError`` where the notation is none."""
+    found = ReplySoFar().follow(notation)
+    if not found.is_over:
+        raise ProtocolError(f"what should be a reply is none, or not whole: {notation[:100]!r}")
+    return found.now()
 
 
 def _quoted(text: str) -> str:

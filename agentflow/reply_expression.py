@@ -25,15 +25,21 @@ def reply(
     schemas. What ``max_tokens`` cut off is a reply, too: its last call may be incomplete.
 
     ``regex``, ``schema``, ``choices`` and ``grammar`` say what a reply is that calls no tool: it then has
-    either calls and nothing else, or such a text. The other parameters are those of ``gen``. Iterating gives
-    the text of the variable, of which ``agentflow.reply.ReplyReader`` makes prose and calls as they come.
+    either calls and nothing else, or such a text. The other parameters are those of ``gen``.
+
+    The text of the variable is the prose: iterating gives that as it comes, and it is what f-strings,
+    transforms, ``join`` and other states take. ``s["answer"].partials()`` gives a ``Reply`` with the calls,
+    too, each further than the one before. ``s.messages()`` has the calls as its turn's ``tool_calls``.
 
     >>> async with flow.state() as s:
     ...     s += af.conversation(
     ...         [{"role": "user", "content": "What is the weather in Oslo?"}], tools=[weather]
     ...     )
-    ...     s += af.reply("answer")
-    ...     reply = await s["answer"]
+    ...     answer = af.reply("answer")
+    ...     s += answer
+    ...     async for reply in s[answer].partials():
+    ...         print(reply.text, reply.tool_calls)
+    ...     reply = await s[answer]
     """
     check_name(name, "reply")
     asked: dict[str, Any] = {

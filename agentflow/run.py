@@ -130,9 +130,9 @@ class Run:
         for stream in self._streams:
             stream.touch(variable)
 
-    def watch(self, is_over: Callable[[], bool]) -> EventStream:
+    def watch(self, is_over: Callable[[], bool], *, as_sent: bool = False) -> EventStream:
         """The events of all variables of this run until ``is_over``; replays what there is."""
-        stream = EventStream(is_over)
+        stream = EventStream(is_over, as_sent=as_sent)
         for state in self._states:
             for variable in state.variables:
                 stream.touch(variable)

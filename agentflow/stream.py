@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import msgspec
 
+from agentflow.conversation import CalledTool
 from agentflow.generator import Usage
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class TextDelta(msgspec.Struct, frozen=True):
-    """More text of variable ``name`` in the state at ``path`` of the fork tree.
+    """More text of variable ``name`` in the state at ``path`` of the fork tree; of a reply, of its prose.
 
     >>> async for event in flow.stream(judge, essay):
     ...     if isinstance(event, af.TextDelta) and event.path == ():  # of the root, not of its branches
@@ -29,8 +30,8 @@ class TextDelta(msgspec.Struct, frozen=True):
 
 
 class VariableDone(msgspec.Struct, frozen=True):
-    """Variable ``name`` of the state at ``path`` is complete. ``finish_reason`` and ``usage`` (in tokens):
-    as ``Variable`` has them.
+    """Variable ``name`` of the state at ``path`` is complete. ``value``: its text, of a reply the prose.
+    ``finish_reason``, ``usage`` (in tokens) and a reply's ``tool_calls``: as ``Variable`` has them.
 
     >>> async for event in flow.stream(judge, essay):
     ...     if isinstance(event, af.VariableDone):
@@ -45,6 +46,7 @@ class VariableDone(msgspec.Struct, frozen=True):
     value: str
     finish_reason: str
     usage: Usage
+    tool_calls: tuple[CalledTool, ...] = ()
 
 
 class RunDone(msgspec.Struct, frozen=True):
@@ -64,10 +66,12 @@ ProgramEvent = TextDelta | VariableDone | RunDone
 
 class EventStream:
     """An async iterator over the events of some variables. It holds no queue: what a slow reader
-    missed arrives as one larger delta. ``is_over`` says whether nothing more can come."""
+    missed arrives as one larger delta. ``is_over`` says whether nothing more can come. ``as_sent``: texts are
+    the variables' notations (``agentflow.reply``)."""
 
-    def __init__(self, is_over: Callable[[], bool]) -> None:
+    def __init__(self, is_over: Callable[[], bool], *, as_sent: bool = False) -> None:
         self._is_over = is_over
+        self._as_sent = as_sent
         self._fresh: dict[int, Variable[Any]] = {}
         self._heard: dict[int, int] = {}
         self._changed = anyio.Event()
@@ -99,7 +103,7 @@ class EventStream:
         while self._fresh:
             var_id, variable = next(iter(self._fresh.items()))
             heard = self._heard.get(var_id, 0)
-            text = variable.text
+            text = variable.notation if self._as_sent else variable.text
             if len(text) > heard:
                 self._heard[var_id] = len(text)
                 if not variable.is_done:
@@ -108,7 +112,6 @@ class EventStream:
             del self._fresh[var_id]
             if variable.has_value:
                 self._heard.pop(var_id, None)
-                return VariableDone(
-                    variable.state.path, variable.name, text, variable.finish_reason, variable.usage
-                )
+                path, end, usage = variable.state.path, variable.finish_reason, variable.usage
+                return VariableDone(path, variable.name, text, end, usage, variable.tool_calls)
         return None

@@ -1,7 +1,7 @@
 """What was appended to a state, as the client knows it: for ``messages()`` and for joins.
 
-Texts, variables, images, and the beginnings and ends of turns, in order. A fork's transcript goes on from
-where its parent's was, without a copy.
+Texts, variables, images, tool calls, and the beginnings and ends of turns, in order. A fork's transcript goes
+on from where its parent's was, without a copy.
 """
 
 from __future__ import annotations
@@ -10,31 +10,42 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
+from agentflow.conversation import CalledTool
 from agentflow.expression import ImageExpression
 
 if TYPE_CHECKING:
     from agentflow.reference import Reference
+    from agentflow.variable import Variable
 
 
 class TurnBegins(NamedTuple):
-    """A turn of this role begins."""
+    """A turn of this role begins. ``tool_call_id`` and ``name``: as ``af.Message`` has them."""
 
     role: str
+    tool_call_id: str | None = None
+    name: str | None = None
 
 
 class TurnEnds(NamedTuple):
     """The turn ends."""
 
 
+class ToolCalls(NamedTuple):
+    """The turn calls tools: these, or those of a reply that is a part of it."""
+
+    source: tuple[CalledTool, ...] | Variable[Any]
+
+
 Content = Union["str", "Reference[Any]", ImageExpression]
-Entry = Content | TurnBegins | TurnEnds
+Entry = Content | TurnBegins | TurnEnds | ToolCalls
 
 
-class Message(NamedTuple):
+class TurnContent(NamedTuple):
     """A turn, its content not resolved yet."""
 
-    role: str
+    begin: TurnBegins
     content: list[Content]
+    calls: list[ToolCalls]
 
 
 class Transcript:
@@ -58,18 +69,21 @@ class Transcript:
 
     def own_content(self) -> list[Content]:
         """What was appended since the fork, without the marks of turns."""
-        return [entry for entry in self._entries if not isinstance(entry, TurnBegins | TurnEnds)]
+        marks = TurnBegins | TurnEnds | ToolCalls
+        return [entry for entry in self._entries if not isinstance(entry, marks)]
 
-    def messages(self) -> list[Message]:
+    def turns(self) -> list[TurnContent]:
         """The turns so far, the open one included. Text outside turns belongs to none."""
-        found: list[Message] = []
+        found: list[TurnContent] = []
         is_open = False
         for entry in self._all():
             if isinstance(entry, TurnBegins):
-                found.append(Message(entry.role, []))
+                found.append(TurnContent(entry, [], []))
                 is_open = True
             elif isinstance(entry, TurnEnds):
                 is_open = False
+            elif isinstance(entry, ToolCalls):
+                found[-1].calls.append(entry)
             elif is_open:
                 found[-1].content.append(entry)
         return found

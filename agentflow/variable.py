@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any, overload
 
 import anyio
 
+from agentflow.conversation import CalledTool
 from agentflow.errors import BadArgument, InvalidValue
 from agentflow.events import ErrorInfo, Value
 from agentflow.generator import Usage
+from agentflow.partial_value import NothingYet, partial_value, whole_value
 from agentflow.reference import Reference, Transformed, ValueT_co
+from agentflow.reply import Reply, ReplySoFar
 from agentflow.token_logprob import TopLogprobs
 from agentflow.transform import Transform
 from agentflow.value_type import TEXT, ValueType
@@ -31,7 +34,8 @@ class Variable(Reference[ValueT_co]):
 
     Await it for its value, iterate it for its text as it comes, append it (or an f-string with it) to a
     state to pass it on by reference. Where ``schema`` or ``tools`` make its value, iterating gives what
-    there is of the value instead: plain JSON values, each further than the one before, the last complete.
+    there is of the value instead: plain JSON values, each further than the one before, the last complete. Of
+    a reply iterating gives the prose, and ``partials`` the calls too.
 
     >>> s += af.user(f"Shorten this: {s['answer']}") + af.assistant(af.gen("short"))
     >>> async for delta in s["short"]:
@@ -60,7 +64,8 @@ class Variable(Reference[ValueT_co]):
         self._id = var_id
         self._state = state
         self._type = value_type
-        self._text = ""
+        self._notation = ""
+        self._reply = ReplySoFar() if value_type.is_reply else None
         self._value: Value | None = None
         self._error: ErrorInfo | None = None
         self._changed: anyio.Event | None = None
@@ -69,7 +74,9 @@ class Variable(Reference[ValueT_co]):
         self._held: list[object] = []
 
     def __repr__(self) -> str:
-        progress = "failed" if self._error else "done" if self._value else f"{len(self._text)} chars so far"
+        progress = (
+            "failed" if self._error else "done" if self._value else f"{len(self._notation)} chars so far"
+        )
         return f"<Variable {self.name!r} of {self._state.path}: {progress}>"
 
     @property
@@ -106,11 +113,26 @@ class Variable(Reference[ValueT_co]):
 
     @property
     def text(self) -> str:
-        """What there is of the text now.
+        """What there is of the text now; of a reply its prose, without the calls.
 
         >>> print(s["answer"].text)
         """
-        return self._text
+        return self._notation if self._reply is None else self._reply.follow(self._notation).text
+
+    @property
+    def tool_calls(self) -> tuple[CalledTool, ...]:
+        """What there is now of a reply's tool calls; of anything else there are none.
+
+        >>> s["answer"].tool_calls
+        ()
+        """
+        return () if self._reply is None else self._reply.follow(self._notation).now().tool_calls
+
+    @property
+    def notation(self) -> str:
+        """What there is of it now as it came: the text, and of a reply the notation of ``agentflow.reply``.
+        For model calls."""
+        return self._notation
 
     @property
     def is_done(self) -> bool:
@@ -197,13 +219,13 @@ class Variable(Reference[ValueT_co]):
         if was_cut and not self._type.may_be_cut:
             raise self._invalid(end)
         try:
-            value: ValueT_co = self._type.read(self._text)
+            value: ValueT_co = self._type.read(self._notation)
         except (ValueError, RecursionError) as error:
             raise self._invalid(end) from error
         return value
 
     def _invalid(self, end: Value) -> InvalidValue:
-        text, shown = self._text, self._type.shown
+        text, shown = self._notation, self._type.shown
         quoted = repr(text if len(text) <= 200 else f"{text[:199]}…")
         if end.finish_reason == "length":
             num = end.usage.output_tokens
@@ -216,7 +238,7 @@ class Variable(Reference[ValueT_co]):
         return error
 
     async def whole_text(self) -> str:
-        """The whole text, whatever its type; raises what failed.
+        """The whole text, whatever its type (of a reply its prose); raises what failed.
 
         >>> s += af.user("Write a report.") + af.assistant(af.gen("report", schema=Report))
         >>> await s["report"].whole_text()
@@ -224,7 +246,7 @@ class Variable(Reference[ValueT_co]):
         """
         await self.settled()
         self.raise_failure()
-        return self._text
+        return self.text
 
     async def settled(self) -> None:
         """Waits until it is complete or has failed; raises nothing.
@@ -235,11 +257,40 @@ class Variable(Reference[ValueT_co]):
             await self.change()
 
     @overload
-    def __aiter__(self: Variable[str | float | list[str | Tagged]]) -> AsyncIterator[str]: ...
+    def __aiter__(self: Variable[str | float | list[str | Tagged] | Reply]) -> AsyncIterator[str]: ...
     @overload
     def __aiter__(self) -> AsyncIterator[Any]: ...
     def __aiter__(self) -> AsyncIterator[Any]:
         return PartialReader(self) if self._type.comes_in_parts else TextReader(self)
+
+    @overload
+    def partials(self: Variable[Reply]) -> AsyncIterator[Reply]: ...
+    @overload
+    def partials(self: Variable[str | float | list[str | Tagged]]) -> AsyncIterator[str]: ...
+    @overload
+    def partials(self) -> AsyncIterator[Any]: ...
+    def partials(self) -> AsyncIterator[Any]:
+        """What there is of the value, each time further than before, the last complete: a ``Reply`` of a
+        reply, plain JSON values where ``schema`` or ``tools`` make it, the text of all else.
+
+        >>> async with flow.state() as s:
+        ...     s += af.conversation([{"role": "user", "content": "What do plants do?"}]) + af.reply("said")
+        ...     async for reply in s["said"].partials():
+        ...         latest = reply
+        >>> latest.text, latest.tool_calls
+        ('Plants turn light into sugar.', ())
+        """
+        return PartialReader(self)
+
+    def so_far(self, *, is_whole: bool = False) -> Any:
+        """What there is of the value now, ``NothingYet`` where nothing can be shown. For its readers."""
+        if self._type.comes_in_parts:
+            return whole_value(self._notation) if is_whole else partial_value(self._notation)
+        if self._reply is None:
+            return self._notation
+        if (reply := self._reply.follow(self._notation).now()) == Reply("") and not is_whole:
+            raise NothingYet("nothing was said yet")
+        return reply
 
     def hold(self, reference: object) -> None:
         """Keeps ``reference`` for as long as the variable lives. For traces."""
@@ -266,12 +317,13 @@ class Variable(Reference[ValueT_co]):
 
     def extend(self, at: int, delta: str) -> None:
         """More text, from character ``at`` on. For the session."""
-        self._text = self._text[:at] + delta if at != len(self._text) else self._text + delta
+        before = self._notation if at == len(self._notation) else self._notation[:at]
+        self._notation = before + delta
         self._wake()
 
     def complete(self, value: Value) -> None:
         """The end. For the session."""
-        self._text = self._text[: value.at] + value.text
+        self._notation = self._notation[: value.at] + value.text
         self._value = value
         self._wake()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
-from agentflow.partial_value import NothingYet, partial_value, whole_value
+from agentflow.partial_value import NothingYet
 
 if TYPE_CHECKING:
     from agentflow.variable import Variable
@@ -36,7 +36,8 @@ class TextReader(AsyncIterator[str]):
 
 
 class PartialReader(AsyncIterator[Any]):
-    """Gives the value as far as it is there, each time further than before; the whole value is the last."""
+    """Gives the value as far as it is there (``Variable.so_far``), each time further than before; the whole
+    value is the last."""
 
     def __init__(self, variable: Variable[Any]) -> None:
         self._variable = variable
@@ -47,10 +48,10 @@ class PartialReader(AsyncIterator[Any]):
     async def __anext__(self) -> Any:
         variable = self._variable
         while not self._is_over:
-            if len(variable.text) > self._num_heard:
-                self._num_heard = len(variable.text)
+            if len(variable.notation) > self._num_heard:
+                self._num_heard = len(variable.notation)
                 try:
-                    partial = partial_value(variable.text)
+                    partial = variable.so_far()
                 except NothingYet:
                     continue
                 if self._is_further(partial):
@@ -59,8 +60,8 @@ class PartialReader(AsyncIterator[Any]):
                 await variable.change()
             else:
                 self._is_over = True
-                variable.value_now()  # a text that is no value, or a part of one, is told as such
-                if self._is_further(whole_value(variable.text)):
+                variable.value_now()  # raises for a text that is no value, or a part of one
+                if self._is_further(variable.so_far(is_whole=True)):
                     return self._shown
         raise StopAsyncIteration
 

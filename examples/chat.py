@@ -14,6 +14,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import anyio.to_thread
 from example_session import example_parser, run_example
@@ -29,7 +30,7 @@ QUESTIONS = ["Hello! Who are you?", "Tell me about elephants.", "What do they ea
 class Talk:
     """``messages``: the conversation. ``usage``: the tokens of each reply, in order."""
 
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     usage: list[af.Usage]
 
 

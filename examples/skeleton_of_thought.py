@@ -39,7 +39,7 @@ async def answer(s: af.State, question: str, num_points: int = 4) -> str:
                 branch += f"{number}) {s[f'point{number}'].strip()}:"
                 branch += af.gen("paragraph", max_tokens=40, stop=["\n"])
         s.join(branches, separator="\n\n")
-    return (await s.messages())[-1]["content"]
+    return str((await s.messages())[-1]["content"])
 
 
 async def main(flow: af.Session, console: Console) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Annotated, Any
 
 import msgspec
 import pytest
 from fake_engine import FakeEngine
+from observed_backends import Dribbling
 
 import agentflow as af
 from agentflow import ops
 from agentflow.conversation import Conversation, ToolChoice, ToolSpec
-from agentflow.reply import ReplyReader
 
 pytestmark = pytest.mark.anyio
 
@@ -130,16 +131,110 @@ async def test_a_reply_is_its_prose_and_its_calls():
     assert prompts == ["<user>Is it cold in Oslo?</user><assistant>"]
 
 
-async def test_a_reply_comes_in_pieces():
-    async with scripted(af.Reply("It is cold.", (CALL,))) as flow, flow.state() as s:
+async def test_a_reply_comes_as_it_is_said():
+    """Its prose by iteration; with its calls by ``partials``; both from the start, whenever one reads."""
+    said = af.Reply("It is cold, so take a coat.", (CALL,))
+    async with af.session(backend=Dribbling(af.Scripted([said]))) as flow, flow.state() as s:
         s += af.conversation(ASKED, tools=[weather]) + af.reply("answer")
-        reader = ReplyReader()
-        pieces = [piece async for text in s["answer"] for piece in reader.push(text)]
-        assert "".join(getattr(piece, "text", "|") for piece in pieces) == "It is cold.|" + CALL.arguments
-        kinds = [type(piece).__name__ for piece in pieces]
-        assert list(dict.fromkeys(kinds)) == ["TextPiece", "CallBegun", "Arguments"]
-        assert kinds.count("CallBegun") == 1
-        assert reader.is_over
+        replies = [reply async for reply in s["answer"].partials()]
+        assert len(replies) > 2
+        assert replies[-1] == said == await s["answer"]
+        for before, after in itertools.pairwise(replies):
+            assert after != before
+            assert after.text.startswith(before.text)
+            assert len(after.tool_calls) >= len(before.tool_calls)
+        assert [reply async for reply in s["answer"].partials()] == [said]
+        assert "".join([text async for text in s["answer"]]) == s["answer"].text == said.text
+        assert s["answer"].tool_calls == (CALL,)
+
+
+async def test_a_reply_that_says_nothing_is_one_all_the_same():
+    async with scripted(af.Reply("")) as flow, flow.state() as s:
+        s += af.conversation(ASKED) + af.reply("answer")
+        assert [text async for text in s["answer"]] == []
+        assert [reply async for reply in s["answer"].partials()] == [af.Reply("")]
+
+
+@pytest.mark.parametrize("dribbles", [False, True])
+async def test_the_text_of_a_reply_is_its_prose_wherever_a_text_is_wanted(dribbles):
+    """In f-strings, sums, ``set``, transforms, ``join``, events: in the interpreter and in the frontend."""
+    said, prose = af.Reply('I "look"\nit up.', (CALL,)), 'I "look"\nit up.'
+    prompts = []
+
+    def script(prompt: str) -> af.Reply | str:
+        prompts.append(prompt)
+        return said if prompt.endswith("<assistant>") else "fine"
+
+    @af.program
+    async def use(s: af.State) -> None:
+        async with s.fork(1) as branches:
+            branches[0].add(af.conversation(ASKED, tools=[weather])).add(af.reply("answer"))
+        answer = branches[0]["answer"]
+        s += f"1 {answer} 2 " + answer + answer.upper() + " 3 " + s.set("copy", answer) + " 4 "
+        s.join(branches)
+        s += " 5 " + af.gen("x")
+        await s
+        assert await answer.first_line() == 'I "look"'
+        assert (await answer.whole_text(), answer.text) == (prose, prose)
+
+    backend = af.Scripted(script)
+    async with af.session(backend=Dribbling(backend) if dribbles else backend) as flow:
+        events = [event async for event in flow.stream(use)]
+        asked = "Is it cold in Oslo?"
+        assert prompts[-1] == f"1 {prose} 2 {prose}{prose.upper()} 3 {prose} 4 {asked}{prose} 5 "
+        assert (
+            "".join([e.text for e in events if isinstance(e, af.TextDelta) and e.name == "answer"]) == prose
+        )
+        [done] = [e for e in events if isinstance(e, af.VariableDone) and e.name == "answer"]
+        assert (done.value, done.tool_calls) == (prose, (CALL,))
+        async with flow.state() as s:
+            s += af.conversation(ASKED, tools=[weather]) + af.reply("answer")
+            await s["answer"]
+        async with flow.state() as t:  # the state of what it refers to has ended
+            t += f"[{s['answer']}]"
+            assert await t.text() == f"[{prose}]"
+
+
+async def test_tool_calls_stand_in_the_messages_and_these_begin_another_state():
+    messages = [
+        {"role": "user", "content": "Is it cold?"},
+        af.Message("assistant", "", tool_calls=(CALL,)).as_dict(),
+        {"role": "tool", "content": "-3", "tool_call_id": CALL.id, "name": "weather"},
+    ]
+    other = af.CalledTool("call_2", "weather", '{"city": "Bergen"}')
+    async with scripted(af.Reply("And there?", (other,)), "x") as flow, flow.state() as s:
+        s += af.conversation(messages, tools=[weather]) + af.reply("answer")
+        s.end()
+        s += af.user("So: ", s["answer"])  # a text, not its calls
+        told = await s.messages()
+        assert told[:3] == messages
+        assert told[3:] == [
+            {
+                "role": "assistant",
+                "content": "And there?",
+                "tool_calls": [
+                    {
+                        "id": "call_2",
+                        "type": "function",
+                        "function": {"name": "weather", "arguments": '{"city": "Bergen"}'},
+                    }
+                ],
+            },
+            {"role": "user", "content": "So: And there?"},
+        ]
+        async with flow.state() as t:
+            t += af.conversation(told)
+            assert (await t.messages())[:-1] == told
+            assert await t.text() == await s.text() + "<assistant>"
+        branch = s.copy()
+        assert await branch.messages() == told
+
+
+async def test_messages_raise_why_a_reply_failed():
+    async with scripted(af.EngineFailed("no")) as flow, flow.state() as s:
+        s += af.conversation(ASKED) + af.reply("answer")
+        with pytest.raises(af.EngineFailed, match="no"):
+            await s.messages()
 
 
 async def test_a_conversation_goes_on():

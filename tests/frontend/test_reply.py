@@ -16,6 +16,7 @@ from agentflow.reply import (
     Piece,
     Reply,
     ReplyReader,
+    ReplySoFar,
     ReplyWriter,
     TextPiece,
     read_reply,
@@ -87,6 +88,18 @@ def test_what_is_read_is_certain(pieces: list[Piece]) -> None:
             assert last == whole[len(before)]
         elif last is not None:
             assert whole[len(before)].text.startswith(last.text)
+
+
+@given(replies())
+def test_what_there_is_of_a_reply_grows_to_the_whole_one(pieces: list[Piece]) -> None:
+    notation, so_far = written(pieces), ReplySoFar()
+    whole = read_reply(notation)
+    for end in range(len(notation) + 1):
+        reply = so_far.follow(notation[:end]).now()
+        assert so_far.is_over == (end == len(notation))
+        assert whole.text.startswith(reply.text)
+        assert reply.tool_calls[:-1] == whole.tool_calls[: len(reply.tool_calls)][:-1]
+    assert so_far.now() == whole
 
 
 def test_a_whole_reply() -> None:
