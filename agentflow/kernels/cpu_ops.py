@@ -46,8 +46,10 @@ def pack_linear(
     weight: Tensor, bias: Tensor | None, *, exact_output: bool = False, gated: bool = False
 ) -> LinearWeight:
     shape = (weight.shape[0], weight.shape[1])
-    if weight.device.type != "cpu" or not _packs_float32():
+    if weight.device.type != "cpu":
         return LinearWeight(weight.t(), None, bias, shape)
+    if not _packs_float32():  # products there write the type of their operands
+        return LinearWeight((weight.float() if exact_output else weight).t(), None, bias, shape)
     if weight.dtype == torch.bfloat16 and _multiplies_bfloat16():
         return LinearWeight(None, _blocked(weight), bias, shape)
     # One row is bound by reading the weight, and reads half as much of the plain one.
@@ -72,7 +74,7 @@ def linear(x: Tensor, weight: LinearWeight) -> Tensor:
 
 def exact_linear(x: Tensor, weight: LinearWeight) -> Tensor:
     if weight.packed is None:
-        return _plain_linear(x, weight).float()
+        return _exact_plain_linear(x, weight)
     if weight.packed.dtype == torch.bfloat16:
         return _two_term_linear(x, weight)
     bias = None if weight.bias is None else weight.bias.float()
@@ -107,6 +109,16 @@ def _plain_linear(x: Tensor, weight: LinearWeight) -> Tensor:
     if weight.bias is None:
         return torch.mm(x, weight.transposed)
     return torch.addmm(weight.bias, x, weight.transposed)
+
+
+def _exact_plain_linear(x: Tensor, weight: LinearWeight) -> Tensor:
+    """GPUs form sums in float32 in any case, and can write them as they are."""
+    assert weight.transposed is not None
+    if x.is_cuda and x.dtype != torch.float32:
+        product = torch.mm(x, weight.transposed, out_dtype=torch.float32)
+    else:
+        product = torch.mm(x.float(), weight.transposed.float())
+    return product if weight.bias is None else product.add_(weight.bias)
 
 
 @functools.cache

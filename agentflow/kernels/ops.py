@@ -54,8 +54,8 @@ class Kernels(Protocol):
         """[T, in] to [T, out]: x Wᵀ + b."""
 
     def exact_linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
-        """As ``linear``, but the result is float32 and not rounded to x's dtype where the
-        device's products allow it (the logits: in bfloat16 near-equal ones would tie)."""
+        """As ``linear``, but the result is float32, of at least 16 bits, and not rounded to x's dtype (the
+        logits: in bfloat16 near-equal ones would tie)."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x²) + eps) over the last dimension, rounded, times ``weight``

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import QUICK_KERNELS
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentflow.kernels import cpu_ops, native_ops, ops, reference_ops
 from agentflow.kernels.linear_weight import LinearWeight
@@ -190,7 +194,55 @@ def test_an_exact_result_is_not_rounded_to_bfloat16(
     bias = random(24, seed=seed + 2, dtype=torch.bfloat16) if has_bias else None
     packed = kernels.pack_linear(weight, bias, exact_output=True)
     exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    # Only where nothing can be packed does the product itself come in bfloat16, of 8 bits.
-    bits = 7 if kernels is cpu_ops and not cpu_ops._packs_float32() else 14
     scale = x.double().abs() @ weight.double().abs().t() + 1
-    assert ((kernels.exact_linear(x, packed).double() - exact).abs() <= scale * 2.0**-bits).all()
+    assert ((kernels.exact_linear(x, packed).double() - exact).abs() <= scale * 2.0**-14).all()
+
+
+HAS_GPU = torch.cuda.is_available()
+
+
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not HAS_GPU, reason="there is no GPU here"))],
+)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_logits_are_exact_where_nothing_is_packed(
+    device: str, has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, and on a CPU without oneDNN: near-equal logits stay apart, in the order of the exact ones."""
+    monkeypatch.setattr(cpu_ops, "_packs_float32", lambda: False)
+    x = random(3, 40, seed=0, dtype=torch.bfloat16).to(device)
+    weight = random(500, 40, seed=1, dtype=torch.bfloat16).to(device)
+    bias = random(500, seed=2, dtype=torch.bfloat16).to(device) if has_bias else None
+    logits = cpu_ops.exact_linear(x, cpu_ops.pack_linear(weight, bias, exact_output=True))
+    exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-4)
+    assert (logits.bfloat16().float() != logits).float().mean() > 0.9
+
+
+class _Narrowed(TorchDispatchMode):
+    """Collects the operations that give bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        if isinstance(result, torch.Tensor) and result.dtype == torch.bfloat16:
+            self.found.append(str(func))
+        return result
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_on_a_gpu_no_step_towards_logits_is_rounded(has_bias: bool) -> None:
+    """As far as can be seen without one: on tensors that have a device and no numbers."""
+    with FakeTensorMode():
+        x, weight = (torch.empty(n, 40, dtype=torch.bfloat16, device="cuda") for n in (3, 500))
+        bias = torch.empty(500, dtype=torch.bfloat16, device="cuda") if has_bias else None
+        packed = cpu_ops.pack_linear(weight, bias, exact_output=True)
+        with _Narrowed() as narrowed:
+            logits = cpu_ops.exact_linear(x, packed)
+    assert (logits.dtype, logits.shape, logits.device.type) == (torch.float32, (3, 500), "cuda")
+    assert narrowed.found == []
