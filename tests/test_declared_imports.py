@@ -1,0 +1,54 @@
+"""What the project's code, tests, benchmarks and examples import is declared in pyproject.toml."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("agentflow", "tests", "benchmarks", "examples")
+
+
+def canonical(requirement: str) -> str:
+    """The name of a distribution, without versions and extras, as indexes compare it."""
+    found = re.match(r"[\w.-]+", requirement)
+    assert found is not None
+    return re.sub(r"[-_.]+", "-", found[0]).lower()
+
+
+def declared() -> set[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"].values()
+    return {canonical(name) for names in (project["dependencies"], *extras) for name in names} | {
+        canonical(project["name"])
+    }
+
+
+def imported(file: Path) -> Iterator[str]:
+    """The top-level modules, without those of the standard library."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
+            names = [node.module]
+        tops = (name.partition(".")[0] for name in names)
+        yield from (top for top in tops if top not in sys.stdlib_module_names)
+
+
+def test_every_distribution_that_is_imported_is_declared() -> None:
+    """Modules of no installed distribution are the project's own, or an adapter's environment has them."""
+    distributions, known = packages_distributions(), declared()
+    undeclared = {
+        f"{file.relative_to(ROOT)}: {module}"
+        for folder in FOLDERS
+        for file in (ROOT / folder).rglob("*.py")
+        for module in imported(file)
+        if module in distributions and not known & set(map(canonical, distributions[module]))
+    }
+    assert undeclared == set()
