@@ -12,6 +12,7 @@ from agentflow.server.core.regex_tree import (
     CharSet,
     Choice,
     LookAhead,
+    LookBehind,
     Ranges,
     Regex,
     Sequence,
@@ -28,7 +29,7 @@ def pattern_of(regex: Regex) -> str:
     >>> pattern_of(parse_regex("a{2}|[^b]"))
     '(?:(?:a){2}|[\\x{0}-a\\x{63}-\\x{10ffff}])'  # or alike
 
-    ``BadArgument`` for a look-ahead, which only a machine can keep.
+    ``BadArgument`` for look-arounds (also anchors and word boundaries), which only a DFA can keep.
     """
     if isinstance(regex, CharSet):
         return _char_set(regex.ranges)
@@ -38,8 +39,11 @@ def pattern_of(regex: Regex) -> str:
         return (
             f"(?:{'|'.join([pattern_of(option) for option in regex.options])})" if regex.options else _NO_TEXT
         )
-    if isinstance(regex, LookAhead):
-        raise BadArgument("regex: a look-ahead in a pattern this large, or in a tag, cannot be kept")
+    if isinstance(regex, LookAhead | LookBehind):
+        raise BadArgument(
+            "regex: a look-around, a word boundary \\b or an anchor inside cannot be kept in a pattern this "
+            "large, or in a tag"
+        )
     most = "" if regex.most is None else regex.most
     return f"(?:{pattern_of(regex.part)}){{{regex.least},{most}}}"
 

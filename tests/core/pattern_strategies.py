@@ -47,11 +47,18 @@ atoms = st.one_of(
     st.sampled_from(_ESCAPES),
     st.builds(_set, st.lists(_members, min_size=1, max_size=3), st.booleans()),
 )
+places = st.one_of(
+    st.sampled_from(
+        [r"\b", r"\B", "^", "$", r"\A", r"\Z", r"(?a:\b)", r"(?a:\B)", "(?:^|-)", r"(?:\b)*", ""]
+    ),
+    st.builds("{}{})".format, st.sampled_from(["(?<=", "(?<!"]), atoms),
+)
+"""They read nothing: anchors, word boundaries, look-behinds."""
 _counts = st.tuples(st.integers(0, 2), st.integers(0, 2)).map(lambda pair: f"{{{pair[0]},{sum(pair)}}}")
 _repeats = st.one_of(st.sampled_from(["?", "*", "+", "*?", "+?", "??", "{2}", "{1,}"]), _counts)
 
 
-def _grown(inner: st.SearchStrategy[str], flags: list[str], look_aheads: bool) -> st.SearchStrategy[str]:
+def _grown(inner: st.SearchStrategy[str], flags: list[str], look_arounds: bool) -> st.SearchStrategy[str]:
     groups = ["(?:", "(", *flags]
     ways = [
         st.lists(inner, min_size=1, max_size=3).map("".join),
@@ -59,15 +66,18 @@ def _grown(inner: st.SearchStrategy[str], flags: list[str], look_aheads: bool) -
         st.builds("(?:{}){}".format, inner, _repeats),
         st.lists(inner, min_size=2, max_size=3).map(lambda options: f"(?:{'|'.join(options)})"),
     ]
-    if look_aheads:
+    if look_arounds:
         kinds = st.sampled_from(["(?=", "(?!"])
         ways.append(st.builds("{}{}{})".format, kinds, inner, st.sampled_from(["", "", "$", r"\Z", "|a$"])))
+        ways.append(st.builds("{}{}{}".format, places, inner, places))
+        ways.append(st.builds("(?m:{}{}{})".format, st.sampled_from(["^", "$", ""]), inner, places))
     return st.one_of(ways)
 
 
-def patterns(*, flags: tuple[str, ...] = ("(?i:", "(?s:", "(?a:", "(?ai:"), look_aheads: bool = False):
-    """Strategy of patterns. ``flags``: the openings of groups that change what characters mean."""
-    return st.recursive(atoms, lambda inner: _grown(inner, list(flags), look_aheads), max_leaves=6)
+def patterns(*, flags: tuple[str, ...] = ("(?i:", "(?s:", "(?a:", "(?ai:"), look_arounds: bool = False):
+    """Strategy of patterns. ``flags``: the openings of groups that change what characters mean.
+    ``look_arounds``: also of what reads nothing, but looks at what stands before or after."""
+    return st.recursive(atoms, lambda inner: _grown(inner, list(flags), look_arounds), max_leaves=6)
 
 
 def walked(fsm: Fsm, dice: random.Random, max_bytes: int) -> bytes:

@@ -58,7 +58,7 @@ def forced_by_trying(fsm: Fsm, state: int) -> tuple[bytes, int]:
 
 
 @settings(max_examples=100, deadline=None)
-@given(patterns(look_aheads=True))
+@given(patterns(look_arounds=True))
 def test_forced_runs_are_those_that_trying_every_byte_finds(pattern):
     fsm = fsm_of(pattern)
     runs = ForcedRuns(fsm)
@@ -67,7 +67,7 @@ def test_forced_runs_are_those_that_trying_every_byte_finds(pattern):
 
 
 @settings(max_examples=100, deadline=None)
-@given(patterns(look_aheads=True), dice)
+@given(patterns(look_arounds=True), dice)
 def test_the_compressed_graph_has_the_machine_s_language(pattern, rolls):
     fsm = fsm_of(pattern)
     compressed = compress(fsm)
@@ -79,7 +79,7 @@ def test_the_compressed_graph_has_the_machine_s_language(pattern, rolls):
 
 
 @settings(max_examples=100, deadline=None)
-@given(patterns(look_aheads=True))
+@given(patterns(look_arounds=True))
 def test_no_run_is_left_in_two_edges(pattern):
     """A state that only one edge leaves, by a text: the text may end there, or a choice leads there."""
     fsm = fsm_of(pattern)

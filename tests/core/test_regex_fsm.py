@@ -1,5 +1,6 @@
 """Regular expressions as machines over bytes, against ``re.fullmatch`` and against interegular's machines."""
 
+import itertools
 import random
 import re
 
@@ -80,7 +81,7 @@ def test_the_syntax_is_python_s(pattern, texts):
 
 
 @settings(max_examples=300, deadline=None)
-@given(patterns(look_aheads=True), st.lists(texts, max_size=10), dice)
+@given(patterns(look_arounds=True), st.lists(texts, max_size=10), dice)
 @example("(?!.*foo$)[a-z]{3,5}", ["foo", "afoo", "food", "bar"], random.Random(1))
 @example("(?:(?!ab).)*", ["ba", "ab", "aab", "", "a"], random.Random(1))
 @example("(?=a|b$)..?", ["b", "bc", "ac", "b\n", "a"], random.Random(1))
@@ -89,12 +90,52 @@ def test_the_syntax_is_python_s(pattern, texts):
 @example("a(?!b)", ["a", "ab"], random.Random(1))
 @example("(?!(?!a))..", ["ab", "ba"], random.Random(1))
 @example("(?!)|b", ["", "b"], random.Random(1))
-def test_look_aheads_are_kept(pattern, others, rolls):
+@example(r"\B", ["", "a"], random.Random(1))
+@example(r"\b|\B-", ["", "a", "-"], random.Random(1))
+@example(r"(?m)a\s?$\s?^b", ["a\nb", "a\n\nb", "ab", "a \nb"], random.Random(1))
+@example(r"a$\n?", ["a", "a\n", "a\n\n"], random.Random(1))
+@example(r"(?:\b.)*", ["ab", "a-b", "a-", "-a"], random.Random(1))
+@example(r"(?a:\b)é\B.", ["éa", "é-", "é"], random.Random(1))
+@example(r"(?=\b)-?a(?!\b)b", ["ab", "-ab"], random.Random(1))
+@example(r"-(?=(?<!a)b\b)..?", ["-b", "-b-", "-bb"], random.Random(1))
+def test_look_arounds_are_kept(pattern, others, rolls):
     assert_same_language(pattern, others, rolls)
 
 
+SHORT_TEXTS = ["".join(chars) for length in range(5) for chars in itertools.product("a- \n", repeat=length)]
+_quantifiers = st.sampled_from(["", "", "?", "*", "+", "{2}", "{1,3}"])
+_small = st.sampled_from(["a", "-", r"\n", ".", r"\w", r"\s", "[^a]", "a?", "-*", "(?s:.)+"])
+_places = st.sampled_from([r"\b", r"\B", "^", "$", r"\A", r"\Z", "(?<=a)", "(?<![a ])", r"(?<=\s)", "(?=a)"])
+_alternatives = st.lists(
+    st.lists(st.one_of(_small, _places), max_size=5).map("".join), min_size=1, max_size=2
+)
+_grouped = st.builds(
+    "(?{}:{}){}".format, st.sampled_from(["", "m"]), _alternatives.map("|".join), _quantifiers
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.one_of(_small, _places, _grouped), min_size=1, max_size=5).map("".join))
+@example(r"(?:\b-|a\B){2,}$")
+@example(r"(?m:^a?$\n?)*")
+def test_all_short_texts_match_as_in_python(pattern):
+    """With look-arounds of one character anywhere in the pattern."""
+    matcher = re.compile(pattern)
+    expected = [text for text in SHORT_TEXTS if matcher.fullmatch(text)]
+    tree = parse_regex(pattern)
+    try:
+        fsm = build_fsm(tree)
+    except TooMuchForFsm:
+        assume(False)
+    except BadArgument:  # it matches no text at all
+        matched = []
+    else:
+        matched = [text for text in SHORT_TEXTS if fsm.matches(text.encode())]
+    assert matched == expected
+
+
 @settings(max_examples=200, deadline=None)
-@given(patterns(look_aheads=True), dice)
+@given(patterns(look_arounds=True), dice)
 def test_from_every_state_the_text_can_end_and_every_state_is_reached(pattern, rolls):
     fsm = fsm_of(pattern)
     states = np.arange(1, len(fsm.transitions))

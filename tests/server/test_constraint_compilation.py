@@ -303,7 +303,7 @@ def test_a_pattern_too_large_for_a_machine_is_kept_by_a_parser(pattern, good, ba
         ("(", "regex: not a pattern"),
         (r"[^\s\S]", "no text at all matches"),
         (r"\p{Nothing}", "regex parse error: Unicode property not found"),
-        (r"(?=b).*a.{30}", "regex: a look-ahead in a pattern this large"),
+        (r"(?=b).*a.{30}", "regex: a look-around, a word boundary"),
     ],
 )
 def test_a_pattern_that_cannot_be_kept_is_refused(pattern, words):

@@ -145,7 +145,7 @@ def test_the_whitespace_of_schemas_is_the_constraints():
         (CALL | {"source": "false"}, "tags: of '<call>': schema: an object that"),
         (CALL | {"kind": "regex", "source": "(a)\\1"}, "tags: of '<call>': regex: a back-reference"),
         (CALL | {"kind": "grammar", "source": "start: nothing"}, 'unknown name: "nothing"'),
-        (CALL | {"kind": "regex", "source": "(?=a)b"}, "a look-ahead"),
+        (CALL | {"kind": "regex", "source": "(?=a)b"}, "a look-around"),
         (
             CALL | {"kind": "regex", "source": "a b", "end": " "},
             "nothing of its regex can stand before the first ' '",

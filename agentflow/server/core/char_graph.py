@@ -10,6 +10,7 @@ from agentflow.server.core.regex_tree import (
     CharSet,
     Choice,
     LookAhead,
+    LookBehind,
     Ranges,
     Regex,
     Repeat,
@@ -22,6 +23,10 @@ END = 0
 """The node where a text may end."""
 NOWHERE = -1
 """Instead of a node: the end cannot be reached."""
+
+_LOOKS_AHEAD = -2
+_LOOKS_BEHIND = -3
+"""In the keys of nodes, instead of the index of a set."""
 
 MAX_NODES = 50_000
 MAX_DEPTH = 250
@@ -46,7 +51,11 @@ class WorkLimit:
 
 class CharGraph:
     """A node reads one character of a set and goes on, or goes on to several nodes at once. Built from the
-    end of the text to its start, and equal nodes are one, so that equal ends of texts are shared."""
+    end of the text to its start, and equal nodes are one, so that equal ends of texts are shared.
+
+    ``look_aheads``: nodes that go on only where what follows is as said: where that begins, and whether it
+    is wanted. ``look_behinds``: those that go on only after a character of a set (-1: of none), by its
+    index, or, where so said, at the start of the text."""
 
     def __init__(self, limit: WorkLimit) -> None:
         self.sets: list[Ranges] = []
@@ -54,6 +63,7 @@ class CharGraph:
         self.after: list[int] = [NOWHERE]
         self.branches: list[tuple[int, ...]] = [()]
         self.look_aheads: dict[int, tuple[int, bool]] = {}
+        self.look_behinds: dict[int, tuple[int, bool]] = {}
         self._limit = limit
         self._index_of_set: dict[Ranges, int] = {}
         self._index_of_char: dict[int, int] = {}
@@ -75,7 +85,9 @@ class CharGraph:
             return self._split([self.add(option, after) for option in regex.options])
         if isinstance(regex, Repeat):
             return self._repeat(regex, after)
-        return self._look_ahead(regex, after)
+        if isinstance(regex, LookAhead):
+            return self._look_ahead(regex, after)
+        return self._look_behind(regex, after)
 
     def places(self, node: int) -> frozenset[int]:
         """Where a text stands that has come to a node: at nodes that read a character, or at the end."""
@@ -144,9 +156,22 @@ class CharGraph:
         start = self.add(look_ahead.rest, END)
         if start == NOWHERE:
             return NOWHERE if look_ahead.wanted else after
-        node = self._node(-1, (after, -len(self.set_of)))
-        self.branches[node] = (after,)
+        node = self._gate(_LOOKS_AHEAD, (after, start, look_ahead.wanted))
         self.look_aheads[node] = (start, look_ahead.wanted)
+        return node
+
+    def _look_behind(self, look_behind: LookBehind, after: int) -> int:
+        index = self._set_index(look_behind.ranges)
+        if index < 0 and not look_behind.at_start:
+            return NOWHERE
+        node = self._gate(_LOOKS_BEHIND, (after, index, look_behind.at_start))
+        self.look_behinds[node] = (index, look_behind.at_start)
+        return node
+
+    def _gate(self, kind: int, key: tuple[int, ...]) -> int:
+        """A node that reads nothing, and goes on to the key's first one under a condition."""
+        node = self._node(kind, key)
+        self.set_of[node], self.branches[node] = -1, key[:1]
         return node
 
     def _node(self, set_index: int, follows: tuple[int, ...]) -> int:

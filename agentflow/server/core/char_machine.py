@@ -10,14 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from agentflow.server.core.char_graph import END, Arcs, WorkLimit
-from agentflow.server.core.regex_tree import MAX_CODE_POINT, Ranges
+from agentflow.server.core.regex_tree import MAX_CODE_POINT, Ranges, without_surrogates
 
 _STEPS_PER_STATE = 10
 
 
 @dataclass(frozen=True, slots=True)
 class CharClasses:
-    """``sets``: each set's classes, as bits. ``ranges``: each class's characters. ``all``: every class."""
+    """``sets``: each set's classes, as bits. ``ranges``: each class's characters. ``all``: every class that
+    has some: one may hold nothing but surrogates."""
 
     sets: list[int]
     ranges: list[list[tuple[int, int]]]
@@ -60,7 +61,8 @@ def char_classes(sets: list[Ranges], limit: WorkLimit) -> CharClasses:
             low = members & -members
             masks[low.bit_length() - 1] |= 1 << index
             members ^= low
-    return CharClasses(masks, class_ranges, (1 << len(class_of)) - 1)
+    written = [index for index, ranges in enumerate(class_ranges) if without_surrogates(tuple(ranges))]
+    return CharClasses(masks, class_ranges, sum([1 << index for index in written]))
 
 
 def determinised(

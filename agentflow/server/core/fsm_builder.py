@@ -16,7 +16,7 @@ from agentflow.errors import BadArgument
 from agentflow.server.core.char_graph import END, NOWHERE, Arcs, CharGraph, WorkLimit, check_size
 from agentflow.server.core.char_machine import CharClasses, CharMachine, char_classes, determinised
 from agentflow.server.core.fsm import Accepting, Classes, Fsm, Transitions
-from agentflow.server.core.look_ahead import PromisedPlaces
+from agentflow.server.core.look_around import TEXT_START, PromisedPlaces
 from agentflow.server.core.regex_tree import Regex, TooMuchForFsm
 from agentflow.server.core.utf8_rows import Row, utf8_rows
 
@@ -50,8 +50,8 @@ def build_fsm(
     if start == NOWHERE:
         raise BadArgument(_UNSATISFIABLE)
     classes = char_classes(graph.sets, limit)
-    if graph.look_aheads:
-        machine = PromisedPlaces(graph, classes, limit).machine(start)
+    if graph.look_aheads or graph.look_behinds:
+        machine = PromisedPlaces(graph, classes, limit).machine(start, TEXT_START)
         if not any(machine.accepting):
             raise BadArgument(_UNSATISFIABLE)
     else:

@@ -18,12 +18,14 @@ from agentflow.server.core.regex_tree import (
     CharSet,
     Choice,
     LookAhead,
+    LookBehind,
     Ranges,
     Regex,
     Repeat,
     Sequence,
     TooMuchForFsm,
     all_but,
+    merged,
     one_char,
 )
 from agentflow.server.core.unicode_sets import LAST_OF_PLANE, set_ranges, set_without_case
@@ -55,6 +57,12 @@ _CATEGORIES = {
 }
 _STARTS = ("AT_BEGINNING", "AT_BEGINNING_STRING")
 _ENDS = ("AT_END", "AT_END_STRING")
+_AT_START = LookBehind((), at_start=True)
+_AT_LINE_START = LookBehind(_NEWLINE.ranges, at_start=True)
+_AT_END = LookAhead(EMPTY, wanted=True)
+_AT_LAST_LINE_END = LookAhead(Repeat(_NEWLINE, 0, 1), wanted=True)
+_AT_LINE_END = LookAhead(Choice((EMPTY, Sequence((_NEWLINE, _ANY_TEXT)))), wanted=True)
+_NO_BOUNDARY_IN_NOTHING = re.fullmatch(r"\B", "") is not None  # as Python has it from 3.14 on
 _TOO_DEEP = f"regex: groups and repeats nest deeper than {MAX_DEPTH}: write a flatter pattern"
 _REFUSED = {
     "POSSESSIVE_REPEAT": "a possessive repeat (a*+) cannot be kept: write the plain one (a*)",
@@ -65,7 +73,7 @@ _REFUSED = {
 
 
 def parse_regex(pattern: str) -> Regex:
-    """The tree of a pattern. ``BadArgument`` where Python cannot read it, or for what no machine can do;
+    """The tree of a pattern. ``BadArgument`` where Python cannot read it, or for what no DFA can do;
     ``TooMuchForFsm`` for ``\\p{…}``, which is not Python's, and for what is too large."""
     try:
         with warnings.catch_warnings():
@@ -90,6 +98,7 @@ class _Reader:
     def __init__(self) -> None:
         self._ranges_left = MAX_RANGES
         self._without_case: dict[tuple[str, Ranges, tuple[str, ...], bool, bool], Ranges] = {}
+        self._boundaries: dict[tuple[bool, bool], Regex] = {}
 
     def sequence(self, items: list[Any], flags: int, at_start: bool, at_end: bool, depth: int) -> Regex:
         """``at_start``, ``at_end``: whether nothing comes before, or after, in the text."""
@@ -124,31 +133,32 @@ class _Reader:
             options = [self.sequence(list(option), flags, at_start, at_end, depth + 1) for option in value[1]]
             return Choice(tuple(options))
         if name == "AT":
-            return _anchor(str(value), at_start, at_end)
+            return self._place(str(value), flags, at_start, at_end)
         if name in ("ASSERT", "ASSERT_NOT"):
             direction, part = value
+            inner = self.sequence(list(part), flags, False, False, depth + 1)
             if direction < 0:
-                raise BadArgument("regex: a look-behind (?<…) cannot be kept: write what precedes")
-            return LookAhead(self._rest(list(part), flags, depth + 1), name == "ASSERT")
+                return _look_behind(inner, name == "ASSERT")
+            return LookAhead(Sequence((inner, _ANY_TEXT)), name == "ASSERT")
         raise BadArgument(f"regex: {_REFUSED.get(name, f'{name} cannot be kept: write it another way')}")
 
-    def _rest(self, items: list[Any], flags: int, depth: int) -> Regex:
-        """What follows a look-ahead: its own part, and then any text unless an anchor says that it ends."""
-        name = str(items[-1][0]) if items else ""
-        value: Any = items[-1][1] if items else None
-        tail: Regex = _ANY_TEXT
-        if name == "BRANCH":
-            tail = Choice(tuple([self._rest(list(option), flags, depth + 1) for option in value[1]]))
-        elif name == "SUBPATTERN":
-            tail = self._rest(list(value[3]), _inner_flags(flags, value), depth + 1)
-        elif name == "AT" and str(value) == "AT_END":
-            after = _ANY_TEXT if flags & _MULTILINE else EMPTY
-            tail = Choice((EMPTY, Sequence((_NEWLINE, after))))
-        elif name == "AT" and str(value) == "AT_END_STRING":
-            tail = EMPTY
-        else:
-            return Sequence((self.sequence(items, flags, False, False, depth), tail))
-        return Sequence((self.sequence(items[:-1], flags, False, False, depth), tail))
+    def _place(self, name: str, flags: int, at_start: bool, at_end: bool) -> Regex:
+        """An anchor, or a word boundary. A full match begins at the start and ends at the end: an anchor
+        there says nothing."""
+        if (name in _STARTS and at_start) or (name in _ENDS and at_end):
+            return EMPTY
+        if name in _STARTS:
+            return _AT_LINE_START if name == "AT_BEGINNING" and flags & _MULTILINE else _AT_START
+        if name in _ENDS:
+            if name == "AT_END_STRING":
+                return _AT_END
+            return _AT_LINE_END if flags & _MULTILINE else _AT_LAST_LINE_END
+        key = (name == "AT_BOUNDARY", bool(flags & _ASCII))
+        if key not in self._boundaries:
+            word = set_ranges("", (), (r"\w",), False, key[1])
+            self._spend(len(word))
+            self._boundaries[key] = _word_boundary(word) if key[0] else _no_word_boundary(word)
+        return self._boundaries[key]
 
     def _char_set(self, name: str, value: Any, flags: int) -> CharSet:
         if name == "ANY":
@@ -199,12 +209,32 @@ def _is_empty(item: Any) -> bool:
     return str(item[0]) in ("AT", "ASSERT", "ASSERT_NOT")
 
 
-def _anchor(name: str, at_start: bool, at_end: bool) -> Regex:
-    """A full match begins at the start and ends at the end: an anchor there says nothing."""
-    if (name in _STARTS and at_start) or (name in _ENDS and at_end):
-        return EMPTY
-    if name in _STARTS:
-        raise BadArgument("regex: ^ and \\A cannot be kept but at the start: write a newline as \\n")
-    if name in _ENDS:
-        raise BadArgument("regex: $ and \\Z cannot be kept but at the end: write a newline as \\n")
-    raise BadArgument("regex: a word boundary \\b cannot be kept: write the characters that may stand there")
+def _word_boundary(word: Ranges) -> Regex:
+    r"""``\b``: of the characters before and after, one is of a word. The ends of the text count as none."""
+    before_word = LookAhead(Sequence((CharSet(word), _ANY_TEXT)), wanted=True)
+    before_none = LookAhead(Sequence((CharSet(word), _ANY_TEXT)), wanted=False)
+    after_word, after_none = LookBehind(word, at_start=False), LookBehind(all_but(word), at_start=True)
+    return Choice((Sequence((after_word, before_none)), Sequence((after_none, before_word))))
+
+
+def _no_word_boundary(word: Ranges) -> Regex:
+    r"""``\B``: both are, or neither; but before Python 3.14 not in an empty text."""
+    before_word = LookAhead(Sequence((CharSet(word), _ANY_TEXT)), wanted=True)
+    before_none = LookAhead(Sequence((CharSet(word), _ANY_TEXT)), wanted=False)
+    before_other = LookAhead(Sequence((CharSet(all_but(word)), _ANY_TEXT)), wanted=True)
+    return Choice(
+        (
+            Sequence((LookBehind(word, at_start=False), before_word)),
+            Sequence((LookBehind(all_but(word), at_start=False), before_none)),
+            Sequence((_AT_START, before_none if _NO_BOUNDARY_IN_NOTHING else before_other)),
+        )
+    )
+
+
+def _look_behind(part: Regex, wanted: bool) -> Regex:
+    """A look-behind of one character. ``BadArgument`` for another: a DFA would have to read backwards."""
+    options = part.options if isinstance(part, Choice) else (part,)
+    ranges = merged([pair for option in options if isinstance(option, CharSet) for pair in option.ranges])
+    if not all(isinstance(option, CharSet) for option in options):
+        raise BadArgument("regex: a look-behind (?<…) must be of one character: write what precedes")
+    return LookBehind(ranges, at_start=False) if wanted else LookBehind(all_but(ranges), at_start=True)

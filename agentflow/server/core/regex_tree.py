@@ -1,6 +1,7 @@
 """A regular expression as a tree: what a pattern or a JSON schema is turned into before a machine is built.
 
-A tree says what whole texts match, and nothing else: no groups, no anchors, no order of preference.
+A tree says what whole texts match, and nothing else: no groups, no order of preference. Anchors and word
+boundaries are look-arounds in it.
 
 >>> answer = Choice((literal("yes"), literal("no")))
 >>> digits = Repeat(CharSet(((0x30, 0x39),)), 1, 3)
@@ -68,7 +69,16 @@ class LookAhead:
     wanted: bool
 
 
-Regex: TypeAlias = "CharSet | Sequence | Choice | Repeat | LookAhead"
+@dataclass(frozen=True, slots=True)
+class LookBehind:
+    """Nothing by itself, but the character before is one of these ranges, or, where ``at_start``, there is
+    none: the text begins here."""
+
+    ranges: Ranges
+    at_start: bool
+
+
+Regex: TypeAlias = "CharSet | Sequence | Choice | Repeat | LookAhead | LookBehind"
 
 EMPTY = Sequence(())
 """The empty text."""
