@@ -232,7 +232,9 @@ class LogsConfig(Struct, frozen=True, kw_only=True):
     log_prompts: Annotated[bool, _help("prompts and answers too, 20,000 bytes of each")] = False
     record_workload: Annotated[
         Text | None,
-        _help("write what is served there (.jsonl, .jsonl.gz) for `simulate`: also the prompts", **FILE),
+        _help(
+            "write what is served to this new file (.jsonl, .jsonl.gz), prompts too, for `simulate`", **FILE
+        ),
     ] = None
 
     @property

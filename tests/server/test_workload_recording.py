@@ -8,6 +8,7 @@ import io
 import itertools
 import logging
 import os
+import stat
 import threading
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -319,6 +320,25 @@ async def test_an_error_of_the_serving_leaves_as_itself_and_closes_the_file(tmp_
             async with recorded(client, path):
                 raise ZeroDivisionError
     assert gzip.decompress(path.read_bytes()).count(b"\n") == 1
+
+
+@pytest.mark.parametrize("name", ["served.jsonl", "served.jsonl.gz"])
+async def test_a_recording_is_its_owners_alone_and_never_written_over(tmp_path, name):
+    path = tmp_path / name
+    before = os.umask(0)
+    try:
+        async with plain_engine() as client, recorded(client, path):
+            await ask(client, PROMPT)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with pytest.raises(BadArgument) as refused:
+        open_sink(path)
+    assert str(path) in str(refused.value)
+    (tmp_path / f"link-{name}").symlink_to(tmp_path / f"elsewhere-{name}")
+    with pytest.raises(BadArgument):
+        open_sink(tmp_path / f"link-{name}")
+    assert [a.prompt.tolist() for a in read(path)] == [PROMPT]
 
 
 @pytest.mark.parametrize("name", ["served.jsonl", "served.jsonl.gz"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -150,11 +151,17 @@ class WorkloadWriter:
 
 
 def open_sink(path: Path) -> BinaryIO:
-    """A new file, compressed where the name ends in ``.gz``. ``BadArgument`` if it cannot be made."""
+    """A new file that only its owner may read, compressed where the name ends in ``.gz``. ``BadArgument`` if
+    it cannot be made, or is there already."""
     try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         if path.suffix == ".gz":
             return cast(BinaryIO, gzip.open(path, "wb"))
         return path.open("wb")
+    except FileExistsError as error:
+        raise BadArgument(
+            f"cannot write the workload {path}: it is there already; move it or name another"
+        ) from error
     except OSError as error:
         raise BadArgument(f"cannot write the workload {path}: {error.strerror}") from error
 
