@@ -47,6 +47,7 @@ class Appending:
         self._names: dict[str, Variable[Any]] = dict(parent._names) if parent is not None else {}
         self._own: list[Variable[Any]] = []
         self._closed: str | None = None
+        self._is_sealed = False
         self._num_gens = 0
         self._backlog = Backlog()
         self._lines = LineTable()
@@ -156,7 +157,8 @@ class Appending:
         return self._names[name]
 
     def text(self) -> Variable[str]:
-        """All that the state holds here, once that is there: the template's marks included.
+        """All that the state holds here, once that is there: the template's marks included. Of a sealed
+        branch too, until its run ends (``StateClosed`` where very many have been sealed since).
 
         >>> async with flow.state() as s:
         ...     s += af.user("Hello")
@@ -166,7 +168,7 @@ class Appending:
         return self._read("text", TEXT)
 
     def token_ids(self) -> Variable[list[int]]:
-        """The token ids that the state holds here; refused (``NotSupported``) where the backend has none.
+        """The token ids that the state holds here, as ``text``; ``NotSupported`` where the backend has none.
 
         >>> ids = await s.token_ids()
         >>> all(isinstance(token_id, int) for token_id in ids)
@@ -177,7 +179,10 @@ class Appending:
         return self._read("token_ids", ValueType("list of token ids", None, json.loads))
 
     def _read(self, what: ReadWhat, value_type: ValueType) -> Variable[Any]:
-        recorder = self._recorder()
+        if not (self._is_sealed and self.session.state_of(self._id) is not None):
+            self._check_appendable()
+        self.session.check_alive()
+        recorder = Recorder(self)
         variable = recorder.read(what, value_type)
         self._take(recorder)
         return variable

@@ -123,6 +123,7 @@ class StateCell(Generic[ContextT]):
         self.id = state_id
         self.parent = parent
         self.context: ContextT | None = None
+        self.sealed: ContextT | None = None  # its context, to be read only
         self.has_begun = False
         self.pending: deque[PendingOp[ContextT]] = deque()
         self.variables: list[VariableCell] = []

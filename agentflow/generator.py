@@ -210,7 +210,8 @@ class Generator(Protocol[ContextT]):
         """Its token ids. ``NotSupported`` where ``capabilities.token_ids`` is False."""
 
     def free(self, context: ContextT) -> None:
-        """The context is not needed any more."""
+        """Nothing is appended to the context any more, and nothing is generated after it. ``text`` and
+        ``token_ids`` may still read it."""
 
     async def stats(self) -> Stats:
         """What the backend counts."""

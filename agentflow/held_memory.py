@@ -99,6 +99,11 @@ class Holding:
 
     __slots__ = ("_memory", "_num_bytes")
 
+    @property
+    def num_bytes(self) -> int:
+        """How many."""
+        return self._num_bytes
+
     def __init__(self, memory: HeldMemory, num_bytes: int) -> None:
         self._num_bytes = 0
         self._memory = memory

@@ -190,7 +190,7 @@ class Interpreter(Generic[ContextT]):
     async def _execute(self, state: StateCell[ContextT], pending: PendingOp[ContextT]) -> None:
         match pending.op:
             case ops.Seal():
-                self._states.free(state)
+                self._states.seal(state)
             case ops.Await(ticket=ticket):
                 state.reach(ticket)
             case ops.Close():

@@ -50,6 +50,9 @@ class OpExecution(Generic[ContextT]):
         if isinstance(op, ops.Set):  # needs no context: a sealed state may have one
             await self._set(op, pending)
             return
+        if isinstance(op, ops.Read):
+            await self._read(op, state, pending)
+            return
         if context is None:
             raise StateClosed(f"state {state.id} was sealed: nothing can be appended to it")
         match op:
@@ -99,16 +102,23 @@ class OpExecution(Generic[ContextT]):
         for child, child_context, holding in zip(children, contexts, holdings, strict=True):
             self._start_child(child, child_context, holding, num_chars)
 
+    async def _read(self, op: ops.Read, state: StateCell[ContextT], pending: PendingOp[ContextT]) -> None:
+        context = state.sealed if state.context is None else state.context
+        if context is None:  # fails nothing but itself: the state's own work is done
+            dropped = StateClosed(f"what state {state.id} held when it was sealed was dropped for newer ones")
+            dropped.place = None if pending.number is None else (state.id, pending.number)
+            self._variables[op.var].fail(dropped)
+            return
+        if op.what == "token_ids":
+            text = json.dumps(await self._generator.token_ids(context))
+        else:
+            text = self._generator.text(context)
+        _complete(self._variables[op.var], text, "read")
+
     async def _look(self, context: ContextT, pending: PendingOp[ContextT]) -> None:
         """Ops that leave the state's text as it is, and images."""
         op = pending.op
         match op:
-            case ops.Read():
-                if op.what == "token_ids":
-                    text = json.dumps(await self._generator.token_ids(context))
-                else:
-                    text = self._generator.text(context)
-                _complete(self._variables[op.var], text, "read")
             case ops.Hint():
                 check_hint(op.output_tokens, op.forks, op.deadline_s)
                 self._generator.hint(

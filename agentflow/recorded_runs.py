@@ -79,6 +79,7 @@ class RecordedState(Node):
         self.ops: list[RecordedOp] = []
         self.variables: list[RecordedVariable] = []
         self.groups: set[Content] = set()
+        self.num_ops_sealed: int | None = None  # ops before its seal; None: it was not sealed
         self.failure: RecordedEvent | None = None
         self.error: ErrorInfo | None = None  # of its failure, or of what came after its cancellation
         self.cause: tuple[int, int | None] = (0, None)  # of its failure: ops sent, and an event told, before
@@ -229,6 +230,8 @@ class RecordedRuns:
                 state.ask(op.ticket)
             case OpKind.CANCEL:
                 state.cancel()
+            case OpKind.SEAL:
+                state.num_ops_sealed = len(state.ops)
             case _:
                 pass
 

@@ -248,13 +248,15 @@ class State(Appending):
         self._backlog.wake()
 
     def seal(self, why: str = "was sealed when its fork's block was left") -> None:
-        """Nothing more may be appended; variables stay readable.
+        """Nothing more may be appended; variables stay readable, and so does what the state holds (``text``,
+        ``token_ids``).
 
         >>> branches[0].seal()
         >>> judgment = await branches[0]["judgment"]
         """
         if self._closed is None:
             self._closed = why
+            self._is_sealed = True
             self.session.send([ops.Seal(self._id)], quiet=True)
 
     def couple(self, children: list[State]) -> None:

@@ -20,6 +20,8 @@ from agentflow.outbox import Outbox
 MAX_STATES = 100_000
 # Limits, each counted for each state that it concerns: their checks are part of every op there.
 MAX_LIMITS = 100_000
+MAX_SEALED_BYTES = 16 * 1024 * 1024
+"""What sealed states keep for being read, all of a session together: beyond it the oldest are dropped."""
 
 
 class StateTree(Generic[ContextT]):
@@ -41,6 +43,8 @@ class StateTree(Generic[ContextT]):
         self._states: dict[int, StateCell[ContextT]] = {}
         self._budgets: tuple[Budget, ...] = ()
         self._num_limits = 0
+        self._sealed: dict[StateCell[ContextT], int] = {}  # and the bytes of each, the oldest first
+        self._num_sealed_bytes = 0
 
     def __iter__(self) -> Iterator[StateCell[ContextT]]:
         return iter(self._states.values())
@@ -149,10 +153,23 @@ class StateTree(Generic[ContextT]):
         if not state.is_running:
             self.free(state)
 
-    def free(self, state: StateCell[ContextT]) -> None:
-        """Gives the state's context back. May be repeated."""
+    def seal(self, state: StateCell[ContextT]) -> None:
+        """Gives the state's context back, and keeps what it holds for being read. May be repeated."""
         context, state.context = state.context, None
-        state.context_holding = None
+        if context is None or state.context_holding is None:
+            return
+        self._give_back(context)
+        state.sealed = context
+        self._sealed[state] = state.context_holding.num_bytes
+        self._num_sealed_bytes += state.context_holding.num_bytes
+        while self._num_sealed_bytes > MAX_SEALED_BYTES:
+            self.free(next(iter(self._sealed)))
+
+    def free(self, state: StateCell[ContextT]) -> None:
+        """Gives the state's context back, and forgets what it held. May be repeated."""
+        context, state.context = state.context, None
+        state.context_holding = state.sealed = None
+        self._num_sealed_bytes -= self._sealed.pop(state, 0)
         if context is not None:
             self._give_back(context)
 

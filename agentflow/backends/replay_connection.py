@@ -94,7 +94,9 @@ class ReplayConnection:
             case OpKind.CANCEL:
                 state.cancel()
             case OpKind.SEAL:
-                self._check_complete(state)
+                sealed_after = state.recorded.num_ops_sealed if state.recorded is not None else None
+                if sealed_after is not None:  # variables of a sealed state may follow
+                    self._check_complete(state, sealed_after)
             case OpKind.CLOSE:
                 self._identify(state, is_likelier=lambda run, num_sent: run.num_ops == num_sent)
                 self._tree.forget(state.id)
@@ -248,13 +250,15 @@ class ReplayConnection:
         for content in state.groups - recorded.groups:
             raise self._differs(state.place(), "no such task group", describe(content))
 
-    def _check_complete(self, state: LiveState) -> None:
-        """Nothing more will be appended to the state: all that was recorded must have come."""
+    def _check_complete(self, state: LiveState, num_recorded: int | None = None) -> None:
+        """Nothing more will be appended to the state: all that was recorded (or so many ops of it) must have
+        come."""
         recorded = state.recorded
         if recorded is None or state.is_cancelled or recorded.is_cancelled or self._is_over:
             return
         # Of a failed state, what it failed by; the program may not have got any further.
-        num_ops = recorded.cause[0] if recorded.failure is not None else len(recorded.ops)
+        num_recorded = len(recorded.ops) if num_recorded is None else num_recorded
+        num_ops = min(num_recorded, recorded.cause[0]) if recorded.failure is not None else num_recorded
         if state.num_ops < num_ops:
             more = describe(recorded.ops[state.num_ops].content)
             raise self._differs(state.place(state.num_ops), more, "nothing more there")

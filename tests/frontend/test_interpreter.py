@@ -374,6 +374,17 @@ async def test_ops_after_a_seal_fail():
         assert at.generator.num_open == 0
 
 
+async def test_a_sealed_state_is_read_until_it_is_closed():
+    async with bench() as at:
+        at.submit(ops.Open(1), ops.Text(1, ("a",)), ops.Seal(1), ops.Read(1, 2, "text()", "text"))
+        await at.listen_until_all_ended([2])
+        assert at.heard.texts[2] == "a"
+        assert at.generator.num_open == 0
+        at.submit(ops.Close(1))
+        await settle()
+        at.assert_has_nothing()
+
+
 async def test_what_a_state_has_reached_is_told_after_its_variables():
     async with bench(ScriptedGenerator(lambda prompt: "a b")) as at:
         at.submit(ops.Open(1), ops.Await(1, 1), gen(1, 2), ops.Await(1, 2), gen(1, 3), ops.Await(1, 3))

@@ -10,7 +10,7 @@ from observed_backends import Dribbling, Noted, Spoken, assert_left_nothing, set
 from wire_server import ThreadServer, thread_server
 
 import agentflow as af
-from agentflow import ops
+from agentflow import ops, state_tree
 
 pytestmark = pytest.mark.anyio
 
@@ -276,3 +276,81 @@ async def test_set_and_read_over_the_wire(server):
         with pytest.raises(af.NotSupported, match="does not tell its token ids"):
             s.token_ids()
     await server.wait_until_idle()
+
+
+@pytest.mark.parametrize("how", ["embedded", "server", "dribbling"])
+async def test_a_branch_is_read_after_its_block_is_left(how, server):
+    backend = {
+        "embedded": FakeEngine(),
+        "server": af.Remote(server.url),
+        "dribbling": Dribbling(FakeEngine()),
+    }[how]
+    async with af.session(backend=backend) as flow:
+        async with flow.state() as s:
+            s += "the prefix, "
+            async with s.fork(2) as branches:
+                branches[0].add("and more")
+                branches[1].add("and another").add(af.gen("x", max_tokens=2))
+                ids = branches[0].token_ids() if flow.capabilities.token_ids else None
+            texts = [branch.text() for branch in branches]
+            assert await texts[0] == "the prefix, and more"
+            assert await texts[1] == "the prefix, and another" + await branches[1]["x"]
+            if ids is not None:
+                assert await branches[0].token_ids() == await ids
+            s += branches[0].text() + "!"
+            assert await s.text() == "the prefix, the prefix, and more!"
+            with pytest.raises(af.StateClosed, match="was sealed when"):
+                branches[0].add("more")
+        with pytest.raises(af.StateClosed, match="nothing can be appended"):
+            branches[0].text()
+
+
+async def test_a_branch_that_was_cancelled_is_not_read():
+    backend = Spoken({"": "never"})
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        async with s.fork(1) as branches:
+            branches[0].add(af.gen("x"))
+        text = branches[0].text()
+        branches[0].cancel()
+        with pytest.raises(af.Cancelled):
+            await text
+        with pytest.raises(af.Cancelled):
+            await branches[0].text()
+    assert_left_nothing(backend)
+
+
+async def test_what_sealed_branches_hold_is_bounded(monkeypatch):
+    """The newest can be read; the program goes on in any case."""
+    monkeypatch.setattr(state_tree, "MAX_SEALED_BYTES", 250_000)
+    async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
+        s += "x" * 10_000  # a branch of it counts 40,000 bytes
+        rounds = []
+        for _ in range(20):
+            async with s.fork(1) as branches:
+                branches[0].add("y")
+            rounds += branches
+            await branches[0].text()  # it has been sealed by then
+        assert len(await rounds[-1].text()) == 10_001
+        with pytest.raises(af.StateClosed, match="was dropped"):
+            await rounds[0].text()
+        s += "z"
+        assert len(await s.text()) == 10_001
+
+
+async def test_what_is_asked_of_sealed_branches_is_replayed(tmp_path):
+    @af.program
+    async def use(s: af.State) -> tuple[str, ...]:
+        s += "q"
+        async with s.fork(2) as branches:
+            for branch in branches:
+                branch += af.gen("x")
+        s.join(branches)
+        s += branches[0]["x"].map(str.upper)
+        s += af.gen("y")
+        return await s["y"], await branches[1].text()
+
+    path = tmp_path / "run.jsonl"
+    async with af.session(backend=af.Scripted(echo), record=path) as flow:
+        first = await flow.run(use)
+    async with af.session(backend=af.Replay(path)) as flow:
+        assert await flow.run(use) == first
