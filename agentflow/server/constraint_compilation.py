@@ -301,6 +301,8 @@ def _explained(message: str) -> str:
         return f"$ref names '#{pointer[1]}', which the schema does not have"
     if resource := re.match(r"Resource '(.*)' is not present", about):
         return f"{resource[1]!r} is not in the schema, and is fetched from nowhere: write it into $defs"
+    if base := re.search(r"against '(.*)': base URI/IRI with fragment", about):
+        return f"$id {base[1]!r} has a fragment: from draft 2019-09 on, write $anchor"
     if about.startswith("oneOf constraints"):
         return "oneOf cannot be kept unless its options exclude each other by a type or a required constant"
     return about

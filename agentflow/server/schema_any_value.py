@@ -11,50 +11,46 @@ from agentflow.server.core.schema_keywords import ANNOTATIONS, HOLD_A_LIST, HOLD
 
 Schema = dict[str, Any]
 
-NAME: Final = "any-value"
-_REFERENCE: Final = f"#/$defs/{NAME}"
+ANY_VALUE: Final = "agentflow:any-value"
+"""The definition's name, and its absolute URI: no ``$id`` around a reference changes where that leads."""
 
 
 def define_any_value(root: Schema, subschemas: Iterable[Schema]) -> None:
     """Writes the definition into ``root``, and refers to it where a schema says nothing about a value.
 
-    All is left as it is where such a reference would lead elsewhere (an ``$id`` inside of the schema).
-
     >>> define_any_value(schema := {"type": "array"}, [schema])
     >>> schema["items"]
-    {'$ref': '#/$defs/any-value'}
+    {'$ref': 'agentflow:any-value'}
     """
-    inner = list(subschemas)
-    if any("$id" in schema for schema in inner if schema is not root) or NAME in root.get("$defs", {}):
-        return
-    for schema in inner:
+    for schema in list(subschemas):
         _replace_true(schema)
         types = schema.get("type")
         names = types if isinstance(types, list) else [types]
         if not set(schema) - ANNOTATIONS:
-            schema["$ref"] = _REFERENCE
+            schema["anyOf"] = [{"$ref": ANY_VALUE}]  # beside a $ref, older drafts read no $id
         if "object" in names and "additionalProperties" not in schema:
-            schema["additionalProperties"] = {"$ref": _REFERENCE}
+            schema["additionalProperties"] = {"$ref": ANY_VALUE}
         if "array" in names and "items" not in schema and "additionalItems" not in schema:
-            schema["items"] = {"$ref": _REFERENCE}
-    root.setdefault("$defs", {})[NAME] = _any_value()
+            schema["items"] = {"$ref": ANY_VALUE}
+    root.setdefault("definitions", {})[ANY_VALUE] = _any_value()
 
 
 def _replace_true(schema: Schema) -> None:
     for key in HOLD_A_SCHEMA:
         if schema.get(key) is True:
-            schema[key] = {"$ref": _REFERENCE}
+            schema[key] = {"$ref": ANY_VALUE}
     for key in HOLD_A_LIST:
         if isinstance(listed := schema.get(key), list):
-            schema[key] = [{"$ref": _REFERENCE} if one is True else one for one in listed]
+            schema[key] = [{"$ref": ANY_VALUE} if one is True else one for one in listed]
     for key in HOLD_NAMED:
         if isinstance(named := schema.get(key), dict):
-            schema[key] = {name: {"$ref": _REFERENCE} if one is True else one for name, one in named.items()}
+            schema[key] = {name: {"$ref": ANY_VALUE} if one is True else one for name, one in named.items()}
 
 
 def _any_value() -> Schema:
-    again = {"$ref": _REFERENCE}
+    again = {"$ref": ANY_VALUE}
     plain = [{"type": name} for name in ("string", "boolean", "null")]
     number = {"type": "number", "minimum": -MOST_NUMBER, "maximum": MOST_NUMBER}
     nested = [{"type": "array", "items": again}, {"type": "object", "additionalProperties": again}]
-    return {"anyOf": [*plain, number, *nested]}
+    # "id" is the older name of "$id" (draft 4), and means nothing in later drafts.
+    return {"id": ANY_VALUE, "$id": ANY_VALUE, "anyOf": [*plain, number, *nested]}

@@ -185,11 +185,38 @@ def test_where_any_value_may_stand_its_numbers_are_bounded(schema, text):
         assert not takes(constraint, text % value), value
 
 
+@pytest.mark.parametrize("draft", ["draft-04", "draft-06", "draft-07", "draft/2020-12", None])
+@pytest.mark.parametrize("key", ["id", "$id"])
+@pytest.mark.parametrize("identity", ["http://x.net/a", "other.json", "urn:a:b"])
+def test_a_nested_identifier_moves_no_reference_of_our_own(draft, key, identity):
+    """Draft 4 spells ``$id`` as ``id``: both change the base that references below them are read against."""
+    inner = {key: identity, "type": "object"}
+    schema = {key: "http://x.net/root", "type": "object", "properties": {"a": inner, "b": {}}}
+    if draft is not None:
+        host = "https" if draft.startswith("draft/") else "http"
+        schema["$schema"] = f"{host}://json-schema.org/{draft}/schema#".replace("12/schema#", "12/schema")
+    constraint = compiled("schema", json.dumps(schema))
+    assert takes(constraint, '{"a": {"b": [1, {"c": null}]}, "b": 2}')
+    assert not takes(constraint, '{"a": {"b": %s}}' % ("9" * 16))
+    assert not takes(constraint, '{"a": 1}')
+
+
+def test_no_declared_name_is_written_twice():
+    """Free names may be: a grammar cannot remember which there were."""
+    schema = {"type": "object", "properties": {"a": {}, "é": {}}, "additionalProperties": True}
+    constraint = compiled("schema", json.dumps(schema))
+    assert takes(constraint, '{"a": 1, "é": 2, "c": 3, "d": 4}')
+    for name in ("a", "é", r"\u0061", r"\u00e9"):
+        assert not takes(constraint, f'{{"a": 1, "é": 2, "c": 3, "{name}": 4}}'), name
+    assert takes(constraint, '{"c": 3, "c": 4}')
+
+
 @pytest.mark.parametrize(
     ("schema", "words"),
     [
         ('{"type": "array", "uniqueItems": true}', 'schema: "uniqueItems" cannot be kept'),
         ('{"properties": {"a": {"not": {"type": "null"}}}}', 'schema: "not" cannot be kept'),
+        ('{"items": {"$id": "#a", "type": "array"}}', "schema: $id 'json-schema:///#a' has a fragment"),
         ('{"contains": {"const": 1}}', 'schema: "contains" cannot be kept'),
         ('{"if": {"type": "null"}, "then": {}}', '"if", "then" cannot be kept'),
         ('{"type": "string", "format": "iri"}', "Unknown format: iri"),
