@@ -49,6 +49,7 @@ class AnthropicErrors:
     """An ``ErrorDialect``."""
 
     request_id_header = b"request-id"
+    keepalive = b'event: ping\ndata: {"type":"ping"}\n\n'
     body_type: type[msgspec.Struct] = AnthropicErrorBody
 
     def status(self, refusal: Refusal) -> int:

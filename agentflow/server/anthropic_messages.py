@@ -43,17 +43,15 @@ async def create_message(call: ApiCall) -> None:
 
 
 async def _stream(call: ApiCall, completion: Completion, frame: AnswerFrame) -> None:
-    """What fails before the first token is refused with a status of its own."""
-    await completion.until_begun()
-    call.record.is_streamed = True
+    """What the request is refused with is raised before the status is sent."""
+    await completion.until_accepted()
     events = AnswerEvents(frame, completion.num_prompt_tokens)
-    await call.begin_stream()
-    waiting = events.start()  # goes with the first deltas
-    while deltas := await completion.next():
-        is_over = isinstance(deltas[-1], AnswerEnded)
-        _record(call, deltas[-1])
-        await call.send_events(waiting + events.write(deltas), last=is_over)
-        waiting = b""
+    async with call.streaming():
+        await call.send_events(events.start())
+        while deltas := await completion.next():
+            is_over = isinstance(deltas[-1], AnswerEnded)
+            _record(call, deltas[-1])
+            await call.send_events(events.write(deltas), last=is_over)
 
 
 async def count_tokens(call: ApiCall) -> None:

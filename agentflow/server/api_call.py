@@ -11,7 +11,8 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, Protocol, TypeVar
 
 import anyio
@@ -41,9 +42,11 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class ErrorDialect(Protocol):
-    """How an API writes its errors. ``body_type``: what ``body`` is the JSON of."""
+    """How an API writes its errors. ``body_type``: what ``body`` is the JSON of. ``keepalive``: what its
+    clients skip in a stream."""
 
     request_id_header: bytes
+    keepalive: bytes
     body_type: type[msgspec.Struct]
 
     def status(self, refusal: Refusal) -> int:
@@ -72,6 +75,8 @@ class ApiCall:
         self._receive = receive
         self._send = send
         self._dialect = dialect
+        self._is_writing = False
+        self._written_s = time.monotonic()
         self._body = b""
         self._held: HeldMemory | None = None
 
@@ -115,9 +120,25 @@ class ApiCall:
         await self._start(status, JSON, {b"content-length": b"%d" % len(body)})
         await self._write(body, more=False)
 
-    async def begin_stream(self) -> None:
-        """From now on events are sent."""
+    @asynccontextmanager
+    async def streaming(self) -> AsyncIterator[None]:
+        """Within it events are sent. The status and the headers go out at once, and in silence something that
+        clients skip, so that nothing in between takes the connection for a dead one."""
+        self.record.is_streamed = True
         await self._start(200, EVENTS, {b"cache-control": b"no-cache", b"x-accel-buffering": b"no"})
+        async with open_task_group() as group:
+            group.start_soon(self._keep_alive, self.service.http_limits.stream_keepalive_s)
+            yield
+            group.cancel_scope.cancel()
+
+    async def _keep_alive(self, interval_s: float) -> None:
+        while True:
+            # A write that waits until the client has read is no silence.
+            silent_s = 0.0 if self._is_writing else time.monotonic() - self._written_s
+            if silent_s >= interval_s:
+                await self._write(self._dialect.keepalive, more=True)
+            else:
+                await anyio.sleep(interval_s - silent_s)  # noqa: TID251 - the interval is the purpose
 
     async def send_events(self, data: bytes, *, last: bool = False) -> None:
         """Sends whole server-sent events; waits where the client reads more slowly than they come."""
@@ -155,7 +176,9 @@ class ApiCall:
         if self.record.asked is not None:
             self.record.answered = self.record.answered or LoggedBody()
             self.record.answered.add(data)
+        self._is_writing = True
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        self._is_writing, self._written_s = False, time.monotonic()
 
     async def read_body(self) -> None:
         """Reads the body within the limits of size and time."""

@@ -56,24 +56,31 @@ class Completion:
         self._changed = anyio.Event()
         self._failure: Exception | None = None
         self._has_ended = False
+        self._num_sent = 0
         self._context: EngineContext | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Known as soon as there is something to fetch."""
+        """Known as soon as it is accepted."""
         return 0 if self._context is None else len(self._context.tokens.ids())
 
     async def next(self) -> list[CompletionDelta]:
         """What came since the last call; waits for it. Empty at the end. Raises what the request failed
         with; what came before that is given first."""
-        await self.until_begun()
+        while not self._deltas and not self._has_ended:
+            await self._changed.wait()
+        self._raise_failure()
         deltas, self._deltas = self._deltas, []
         return _joined(deltas) if len(deltas) > 1 else deltas
 
-    async def until_begun(self) -> None:
-        """Waits until there is something to fetch. Raises what the request failed with before that."""
-        while not self._deltas and not self._has_ended:
+    async def until_accepted(self) -> None:
+        """Waits until the engine's queue has all that the request asks for, or until it has ended. Raises
+        what it was refused with."""
+        while self._num_sent < self._request.n and not self._has_ended:
             await self._changed.wait()
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
         if not self._deltas and self._failure is not None:
             raise self._failure
 
@@ -169,7 +176,7 @@ class Completion:
         if use is not None and use.callable_names:
             output = use.output(self._request.constraint)
         reader = AnswerReader(index, self._add, told=told, output=output)
-        end = await self._generator.complete(context, params, reader.hear, constraint)
+        end = await self._generator.complete(context, params, reader.hear, constraint, self._note_sent)
         reader.finish(end)
         remember_answer(self._generator, context, end)
 
@@ -177,8 +184,15 @@ class Completion:
         seed = (self._seed + index * _SEED_STEP) % 2**63
         return msgspec.structs.replace(self._request.params, seed=seed)
 
+    def _note_sent(self) -> None:
+        self._num_sent += 1
+        self._tell()
+
     def _add(self, delta: CompletionDelta) -> None:
         self._deltas.append(delta)
+        self._tell()
+
+    def _tell(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
 

@@ -19,15 +19,14 @@ class CompletionSet:
 
     def __init__(self, num_requests: int) -> None:
         self._deltas: list[CompletionDelta] = []
-        self._num_beginning = num_requests
+        self._num_unaccepted = num_requests
         self._num_running = num_requests
         self._failure: Exception | None = None
         self._changed = anyio.Event()
 
-    async def until_begun(self) -> None:
-        """Waits until there is something of each request, so that what is refused is refused before
-        anything is said. Raises what one failed with."""
-        while self._num_beginning and self._failure is None:
+    async def until_accepted(self) -> None:
+        """Waits until all requests are. Raises what one was refused with."""
+        while self._num_unaccepted and self._failure is None:
             await self._changed.wait()
         if self._failure is not None:
             raise self._failure
@@ -45,8 +44,8 @@ class CompletionSet:
         """For ``completing_all``: runs one request and takes over what comes of it."""
         try:
             async with completing(generator, request) as completion:
-                await completion.until_begun()
-                self._num_beginning -= 1
+                await completion.until_accepted()
+                self._num_unaccepted -= 1
                 self._tell()
                 while deltas := await completion.next():
                     self._deltas += [replace(delta, index=first_index + delta.index) for delta in deltas]

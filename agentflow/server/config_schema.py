@@ -178,6 +178,9 @@ class LimitsConfig(Struct, frozen=True, kw_only=True):
     body_timeout_s: Annotated[Seconds, _help("how long a request's body may take to arrive")] = (
         _HTTP.body_timeout_s
     )
+    stream_keepalive_s: Annotated[
+        Seconds, _help("a stream that was silent for so long is sent what clients skip")
+    ] = _HTTP.stream_keepalive_s
     compile_cpu_s: Annotated[Seconds, _help("processor time to compile one constraint")] = _COMPILE.cpu_s
     compile_wall_s: Annotated[Seconds, _help("time on the clock to compile one")] = _COMPILE.wall_s
     compile_memory_bytes: Annotated[Count, _help("memory to compile one")] = _COMPILE.memory_bytes
@@ -200,6 +203,7 @@ class LimitsConfig(Struct, frozen=True, kw_only=True):
             prompt_tokens=self.max_prompt_tokens,
             max_n=self.max_n,
             bodies_bytes=self.bodies_bytes,
+            stream_keepalive_s=self.stream_keepalive_s,
         )
 
     def compile_limits(self) -> CompileLimits:

@@ -134,9 +134,11 @@ class EngineClient:
         origin: Origin = _NOWHERE,
         constraint: CompiledConstraint | None = None,
         jump_forward: bool = True,
+        on_sent: Callable[[], None] | None = None,
     ) -> Finished:
-        """Generates; ``on_text`` is called with each delta, ``on_progress`` with all that is told of each
-        step. Cancelling the call aborts the request."""
+        """Generates; ``on_sent`` is called when the engine's queue has the request, ``on_text`` is called
+        with each delta, ``on_progress`` with all that is told of each step. Cancelling the call aborts the
+        request."""
         message = Submit(
             next(self._ids),
             token_ids,
@@ -146,7 +148,7 @@ class EngineClient:
             constraint=constraint,
             jump_forward=jump_forward,
         )
-        return await self._call(message, on_progress if on_text is None else _texts_to(on_text))
+        return await self._call(message, on_progress if on_text is None else _texts_to(on_text), on_sent)
 
     async def compute(self, token_ids: list[int], *, origin: Origin = _NOWHERE) -> Finished:
         """Only computes the tokens, so that they are cached."""
@@ -209,13 +211,17 @@ class EngineClient:
         assert isinstance(stats, EngineStats)
         return stats
 
-    async def _call(self, message: Submit, on_progress: OnProgress | None) -> Finished:
+    async def _call(
+        self, message: Submit, on_progress: OnProgress | None, on_sent: Callable[[], None] | None = None
+    ) -> Finished:
         # A thread's work, and a task's start, are not cancelled: whoever waited may have gone meanwhile.
         await anyio.lowlevel.checkpoint_if_cancelled()
         self._check_alive()
         self.check_room(message.origin.tenant)
         self._submit(message)
         call = self._calls[message.request_id] = _Call(on_progress)
+        if on_sent is not None:
+            on_sent()
         try:
             await call.ended.wait()
         except BaseException:

@@ -29,6 +29,7 @@ from agentflow.server.engine_context import EngineContext
 from agentflow.server.engine_messages import EngineStats, Finished, Origin, Progress
 from agentflow.server.rate_limit import AdmittedRequest, TenantGate
 from agentflow.server.reply_text import ReplyText
+from agentflow.server.request_intake import check_intake
 from agentflow.server.tenant import NOBODY_ELSE, Tenant
 from agentflow.server.token_state import TokenState
 from agentflow.server.tokenizer import Tokenizer
@@ -191,8 +192,11 @@ class EngineGenerator:
         params: SamplingParams,
         on_progress: OnProgress,
         constraint: Constraint | None = None,
+        on_sent: Callable[[], None] | None = None,
     ) -> Finished:
-        """Generates after the context, which stays as it is. ``on_progress`` hears what each step gave."""
+        """Generates after the context, which stays as it is. ``on_progress`` gets what each step gave,
+        ``on_sent`` is called when the request is in the engine's queue: nothing can be wrong with it then, as
+        far as is known before it runs."""
         self.capabilities.require(constraint)
         with self._admit(_guessed_tokens(context)) as admitted:
             admitted.prompt_tokens = 0  # until the engine has it
@@ -208,6 +212,7 @@ class EngineGenerator:
                 on_progress(progress)
 
             self._client.check_room(self.tenant.name)
+            check_intake(len(token_ids), params, self._client.info)
             admitted.prompt_tokens = len(token_ids)
             end = await self._client.generate(
                 token_ids,
@@ -217,6 +222,7 @@ class EngineGenerator:
                 on_progress=hear,
                 constraint=compiled,
                 jump_forward=constraint is None or constraint.jump_forward,
+                on_sent=on_sent,
             )
             admitted.cached_tokens, admitted.output_tokens = end.cached_tokens, end.output_tokens
         context.num_computed = len(token_ids) + len(end.token_ids)

@@ -57,13 +57,15 @@ class ServerLimits:
 class HttpLimits:
     """Of one HTTP request: its body may have ``body_bytes`` and must come within ``body_timeout_s``; its
     prompt may have ``prompt_tokens`` (None: what the model takes), and it may ask for ``max_n`` answers. The
-    bodies of all requests that are being answered may have ``bodies_bytes`` together."""
+    bodies of all requests that are being answered may have ``bodies_bytes`` together. ``stream_keepalive_s``:
+    a stream in which nothing has been sent for so long is sent what clients skip."""
 
     body_bytes: int = 16_000_000
     body_timeout_s: float = 30.0
     prompt_tokens: int | None = None
     max_n: int = 128
     bodies_bytes: int = 256_000_000
+    stream_keepalive_s: float = 10.0
 
     def __post_init__(self) -> None:
         ranges = (
@@ -72,6 +74,7 @@ class HttpLimits:
             ("prompt_tokens", self.prompt_tokens is None or self.prompt_tokens >= 1, "at least 1"),
             ("max_n", self.max_n >= 1, "at least 1"),
             ("bodies_bytes", self.bodies_bytes >= 1, "at least 1"),
+            ("stream_keepalive_s", self.stream_keepalive_s > 0, "more than 0"),
         )
         _check("HTTP limits", self, ranges)
 

@@ -29,6 +29,7 @@ class OpenAIErrors:
     """An ``ErrorDialect``."""
 
     request_id_header = b"x-request-id"
+    keepalive = b": keep-alive\n\n"
     body_type: type[msgspec.Struct] = OpenAIErrorBody
 
     def status(self, refusal: Refusal) -> int:

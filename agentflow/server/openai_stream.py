@@ -1,4 +1,7 @@
-"""The streams of OpenAI's API: deltas become server-sent events as they come, one write for each batch."""
+"""The streams of OpenAI's API: deltas become server-sent events as they come, one write for each batch.
+
+The headers go out when the request is accepted. What fails later is the stream's last event.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ class AnswerIdentity:
 class DeltaSource(Protocol):
     """A ``Completion``, or several."""
 
-    async def until_begun(self) -> None: ...
+    async def until_accepted(self) -> None: ...
 
     async def next(self) -> list[CompletionDelta]: ...
 
@@ -73,14 +76,13 @@ class ChunkWriter(Protocol):
 async def stream_answers(
     call: ApiCall, source: DeltaSource, writer: ChunkWriter, *, n: int, include_usage: bool
 ) -> None:
-    """Sends all deltas, and then the end. A failure before the first one is raised while the status can
-    still tell it. ``n``: answers for each prompt."""
-    await source.until_begun()
-    call.record.is_streamed = True
-    await call.begin_stream()
+    """Sends all deltas, and then the end. What the request is refused with is raised before the status is
+    sent. ``n``: answers for each prompt."""
+    await source.until_accepted()
     ends: dict[int, AnswerEnded] = {}
-    while deltas := await source.next():
-        ends.update({delta.index: delta for delta in deltas if isinstance(delta, AnswerEnded)})
-        await call.send_events(writer.write(deltas))
+    async with call.streaming():
+        while deltas := await source.next():
+            ends.update({delta.index: delta for delta in deltas if isinstance(delta, AnswerEnded)})
+            await call.send_events(writer.write(deltas))
     usage = usage_body(usage_of_prompts([ends[index].usage for index in sorted(ends)], n), call.record)
     await call.send_events(writer.usage(usage) + DONE if include_usage else DONE, last=True)

@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 
-from agentflow.errors import BadArgument, EngineFailed
+from agentflow.errors import BadArgument, EngineFailed, PromptTooLong
 from agentflow.sampling import SamplingParams
 from agentflow.server.core.request import Request
 from agentflow.server.core.token_tree import token_tree
@@ -51,6 +51,18 @@ def request_of(message: Submit, info: RunnerInfo, max_total_tokens: int) -> Requ
     request.logprobs += message.generated_logprobs
     request.top_logprobs += message.generated_top_logprobs
     return request
+
+
+def check_intake(num_prompt: int, params: SamplingParams, info: RunnerInfo) -> None:
+    """What the engine would refuse a generation for when it reads it: ``BadArgument`` for a bias beyond the
+    vocabulary, ``PromptTooLong``. For callers that must know before they send it."""
+    _end_ids(params, info)
+    most = min(info.max_context, info.num_slots)
+    if num_prompt >= most:
+        raise PromptTooLong(
+            f"the prompt has {num_prompt:,} tokens, and with at least one of output it has to fit into "
+            f"{most:,} (the smaller of the model's context and the KV pool): shorten it"
+        )
 
 
 def text_end_of(message: Submit, tokenizer: Tokenizer) -> TextEnd | None:

@@ -220,9 +220,9 @@ async def test_a_client_that_goes_has_its_work_cancelled():
 
 async def test_a_client_that_goes_while_it_is_streamed_to_has_its_work_cancelled():
     async def work(call: ApiCall) -> None:
-        await call.begin_stream()
-        await call.send_events(b"data: 1\n\n")
-        await anyio.sleep_forever()
+        async with call.streaming():
+            await call.send_events(b"data: 1\n\n")
+            await anyio.sleep_forever()
 
     client = Exchange(b"{}")
     async with open_task_group() as group:
@@ -277,9 +277,9 @@ async def test_a_fault_of_the_server_is_logged_and_not_told(caplog):
 
 async def test_an_error_in_a_stream_is_its_last_event():
     async def fail(call: ApiCall) -> None:
-        await call.begin_stream()
-        await call.send_events(b"data: 1\n\n")
-        raise Overloaded("busy")
+        async with call.streaming():
+            await call.send_events(b"data: 1\n\n")
+            raise Overloaded("busy")
 
     client = await exchange(fail, Exchange(b"{}"))
     assert client.status == 200
@@ -327,10 +327,10 @@ async def test_of_long_bodies_the_beginning_is_logged(caplog):
     num_events = 200_000
 
     async def stream(call: ApiCall) -> None:
-        await call.begin_stream()
-        for _ in range(num_events):
-            await call.send_events(b"x" * 100)
-        await call.send_events(b"end", last=True)
+        async with call.streaming():
+            for _ in range(num_events):
+                await call.send_events(b"x" * 100)
+            await call.send_events(b"end", last=True)
 
     async with service() as running:
         running.logs_prompts = True

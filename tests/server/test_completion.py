@@ -31,6 +31,7 @@ from agentflow.server.completion_request import (
 )
 from agentflow.server.constraint_compiler import constraint_compiler
 from agentflow.server.engine_generator import MAX_INLINE_CHARS, EngineGenerator
+from agentflow.server.fake_runner import FakeRunner
 
 pytestmark = pytest.mark.anyio
 
@@ -121,15 +122,11 @@ class SentPrompts:
 @pytest.mark.parametrize("num_chars", [30, MAX_INLINE_CHARS + 1])
 async def test_in_a_plain_text_special_tokens_count(num_chars):
     text = "<|im_start|>user\n" + "x" * num_chars
-    engine = FakeEngine()
-    async with generator_on(engine) as generator:
+    runner = FakeRunner(vocab_size=TOKENIZER.vocab_size, num_slots=8192, max_context=8192)
+    async with generator_on(FakeEngine(runner=runner)) as generator:
         prompts = []
         generator.observe(SentPrompts(prompts))
-        if num_chars > 1000:
-            with pytest.raises(PromptTooLong):
-                await ask(generator, CompletionRequest(text, SAMPLED))
-        else:
-            await ask(generator, CompletionRequest(text, SAMPLED))
+        await ask(generator, CompletionRequest(text, SAMPLED))
     assert prompts == [TOKENIZER.encode_markup(text)]
 
 
@@ -284,7 +281,7 @@ async def test_errors_are_raised_where_the_deltas_are_fetched():
         too_long = CompletionRequest("x" * 3000, SAMPLED)
         async with completing(generator, too_long) as completion:
             with pytest.raises(PromptTooLong):
-                await completion.until_begun()
+                await completion.until_accepted()
             with pytest.raises(PromptTooLong):
                 await completion.next()
         with pytest.raises(NotSupported, match="regex"):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import msgspec
 import pytest
 
-from agentflow.errors import BadArgument
+from agentflow.errors import BadArgument, PromptTooLong
 from agentflow.sampling import SamplingParams
+from agentflow.server.core.scheduler import Scheduler, SchedulerConfig
 from agentflow.server.engine_messages import Origin, Submit
 from agentflow.server.fake_runner import FakeRunner
-from agentflow.server.request_intake import request_of
+from agentflow.server.request_intake import check_intake, request_of
 
 
 def submitted(origin: Origin) -> Submit:
@@ -30,3 +33,33 @@ def test_a_request_keeps_its_tenant_with_its_share_and_its_priority() -> None:
 def test_what_would_upset_the_scheduler_is_refused(origin: Origin) -> None:
     with pytest.raises(BadArgument, match="must be"):
         request_of(submitted(origin), FakeRunner().info, 100)
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "max_context", "num_prompt", "bias", "error"),
+    [
+        (100, 50, 49, (), None),
+        (100, 50, 50, (), PromptTooLong),
+        (50, 100, 49, (), None),
+        (50, 100, 50, (), PromptTooLong),
+        (100, 50, 1, ((15, 1.0),), None),
+        (100, 50, 1, ((16, 1.0),), BadArgument),
+    ],
+)
+def test_what_the_engine_would_refuse_is_known_before_it_is_sent(
+    num_slots: int,
+    max_context: int,
+    num_prompt: int,
+    bias: tuple[tuple[int, float], ...],
+    error: type[Exception] | None,
+) -> None:
+    info = FakeRunner(vocab_size=16, num_slots=num_slots, max_context=max_context).info
+    params = SamplingParams(max_tokens=4, logit_bias=bias)
+
+    def in_engine() -> None:
+        scheduler = Scheduler(num_slots=num_slots, max_context=max_context, config=SchedulerConfig())
+        scheduler.add(request_of(Submit(1, [1] * num_prompt, params), info, scheduler.max_total_tokens))
+
+    for check in (in_engine, lambda: check_intake(num_prompt, params, info)):
+        with pytest.raises(error) if error is not None else contextlib.nullcontext():
+            check()
