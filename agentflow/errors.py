@@ -61,9 +61,13 @@ class AgentflowError(Exception):
     code: ClassVar[str] = "error"
     place: tuple[int, int] | None = None
     """Of the op that failed: its state's number, and the op's own number there, from 1. For the session."""
+    param: str | None = None
+    """The argument, or the field of a request, that is wrong, where it is one."""
 
-    def __init__(self, *args: object) -> None:
+    def __init__(self, *args: object, param: str | None = None) -> None:
         super().__init__(*(shortened(arg) if isinstance(arg, str) else arg for arg in args))
+        if param is not None:
+            self.param = param
 
 
 class ProgramError(AgentflowError):

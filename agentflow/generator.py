@@ -171,7 +171,7 @@ class Generator(Protocol[ContextT]):
     def image(self, context: ContextT, source: str) -> None:
         """Appends an image, given as a URL."""
 
-    def converse(self, context: ContextT, conversation: Conversation) -> None:
+    async def converse(self, context: ContextT, conversation: Conversation) -> None:
         """Begins the context with a conversation. Where ``capabilities.conversations``."""
 
     async def reply(

@@ -61,7 +61,7 @@ class OpExecution(Generic[ContextT]):
                 state.hold_text(text)
                 self._generator.fill(context, text)
             case ops.Converse():
-                self._converse(state, context, op.conversation)
+                await self._converse(state, context, op.conversation)
             case ops.Begin():
                 state.hold_text("", TURN_CHARS)
                 self._generator.begin_role(context, op.role)
@@ -80,13 +80,15 @@ class OpExecution(Generic[ContextT]):
             case _:
                 await self._look(context, pending)
 
-    def _converse(self, state: StateCell[ContextT], context: ContextT, conversation: Conversation) -> None:
+    async def _converse(
+        self, state: StateCell[ContextT], context: ContextT, conversation: Conversation
+    ) -> None:
         self._generator.capabilities.require_conversations()
         for message in conversation.messages:
             called = sum(len(call.name) + len(call.arguments) for call in message.tool_calls)
             state.hold_text(message.content, TURN_CHARS + called)
         state.hold_text("", sum(len(msgspec.json.encode(tool)) for tool in conversation.tools))
-        self._generator.converse(context, conversation.check())
+        await self._generator.converse(context, conversation.check())
 
     async def _set(self, op: ops.Set, pending: PendingOp[ContextT]) -> None:
         variable = self._variables[op.var]

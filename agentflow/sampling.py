@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import reprlib
+
 import msgspec
 
 from agentflow.amounts import is_number, is_whole
@@ -82,7 +84,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
         """Itself, or ``BadArgument`` naming the field that is wrong."""
         for field, holds, wanted in (*self._checks_of_length(), *self._checks_of_choice()):
             if not holds:
-                raise BadArgument(f"gen: {field} must be {wanted}, not {getattr(self, field)!r}")
+                raise BadArgument(
+                    f"gen: {field} must be {wanted}, not {reprlib.repr(getattr(self, field))}", param=field
+                )
         if self.stop_regex is not None:
             check_stop_regex(self.stop_regex)
         return self

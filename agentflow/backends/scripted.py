@@ -103,7 +103,7 @@ class ScriptedGenerator:
         a grammar, nothing)."""
         return await self._say(context, self._answer(context.text), params, on_text, constraint)
 
-    def converse(self, context: ScriptedContext, conversation: Conversation) -> None:
+    async def converse(self, context: ScriptedContext, conversation: Conversation) -> None:
         """Writes the turns, and ``<assistant>``."""
         messages = conversation.messages
         context.may_call = bool(conversation.tools) and conversation.choice.mode != "none"

@@ -13,6 +13,7 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from agentflow.conversation import Message
 
@@ -50,7 +51,8 @@ class AnswerMemory:
         """The tokens of the answer that the conversation ends with, if it is known."""
         token_ids = self._answers.get(conversation)
         if token_ids is not None:
-            self._answers.move_to_end(conversation)
+            with suppress(KeyError):  # forgotten meanwhile: conversations are also filled in threads
+                self._answers.move_to_end(conversation)
         return token_ids
 
     def _forget(self, conversation: bytes) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 MAX_BLOCKS = 2048
+
+# An object that is read by itself, after its bounds were checked (given_object.py).
+GivenObject: TypeAlias = Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})]
 
 
 class CacheControl(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -50,7 +53,7 @@ class ToolUseBlock(
 
     id: Annotated[str, Meta(min_length=1)]
     name: Annotated[str, Meta(min_length=1)]
-    input: dict[str, Any]
+    input: GivenObject
     cache_control: CacheControl | None = None
     caller: DirectCaller | None = None
     toolset_name: None = None

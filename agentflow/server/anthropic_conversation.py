@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from agentflow.conversation import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.server.anthropic_blocks import InputMessage, Text, TextBlock, ToolResultBlock, ToolUseBlock
 from agentflow.server.anthropic_types import AnyChoice, CountRequest, NoChoice, OneToolChoice, Tool
+from agentflow.server.given_object import OBJECT_BOUNDS, object_of, object_text
 from agentflow.server.http_refusal import Refusal
-from agentflow.server.json_nesting import MOST_NESTING, nests_deeper
+from agentflow.server.json_scan import JsonScan
 
 _BETWEEN_MESSAGES = "\n\n"
 
@@ -50,6 +49,7 @@ class _Turns:
 
     made: list[_Turn] = field(default_factory=list)
     open_calls: dict[str, str] = field(default_factory=dict)
+    arguments: JsonScan = field(default_factory=lambda: JsonScan(OBJECT_BOUNDS))
 
     def add(self, message: InputMessage, place: str) -> None:
         blocks = [TextBlock(text=message.content)] if isinstance(message.content, str) else message.content
@@ -74,11 +74,9 @@ class _Turns:
             if isinstance(block, ToolUseBlock):
                 if block.id in self.open_calls:
                     raise wrong(f"{place}.content[{number}].id", f"two calls have the id {block.id[:100]!r}")
-                if nests_deeper(block.input, MOST_NESTING):
-                    why = f"it nests deeper than {MOST_NESTING} objects and lists"
-                    raise wrong(f"{place}.content[{number}].input", why)
+                arguments = object_text(block.input, f"{place}.content[{number}].input", self.arguments)
                 self.open_calls[block.id] = block.name
-                calls.append(CalledTool(block.id, block.name, msgspec.json.encode(block.input).decode()))
+                calls.append(CalledTool(block.id, block.name, arguments))
             elif not isinstance(block, TextBlock):
                 raise wrong(f"{place}.content[{number}]", "tool results stand in messages of the user")
         self._say("assistant", text, calls)
@@ -146,10 +144,12 @@ def _only_text(block: object, place: str) -> str:
 def tools_of(tools: Sequence[Tool]) -> tuple[ToolSpec, ...]:
     """What the model may ask to have called."""
     specs: dict[str, ToolSpec] = {}
+    scan = JsonScan(OBJECT_BOUNDS)
     for number, tool in enumerate(tools):
         if tool.name in specs:
             raise wrong(f"tools[{number}].name", f"there are two tools named {tool.name!r}")
-        specs[tool.name] = ToolSpec(tool.name, tool.description or "", tool.input_schema)
+        schema = object_of(tool.input_schema, f"tools[{number}].input_schema", scan)
+        specs[tool.name] = ToolSpec(tool.name, tool.description or "", schema)
     return tuple(specs.values())
 
 

@@ -14,9 +14,9 @@ from agentflow.server.http_refusal import Refusal, refusal_of
 
 async def create_message(call: ApiCall) -> None:
     """Goes on with a conversation."""
-    body = read_request(call, MessagesRequest)
+    body = await call.beside(read_request, call, MessagesRequest)
     generator = call.generator(body.model, priority=body.priority)
-    request = completion_of(call, body)
+    request = await call.beside(completion_of, call, body)
     capabilities = generator.capabilities
     frame = AnswerFrame.new(capabilities.model, body.max_tokens, capabilities.max_context)
     deltas: list[CompletionDelta] = []
@@ -56,8 +56,11 @@ async def _stream(call: ApiCall, completion: Completion, frame: AnswerFrame) -> 
 
 async def count_tokens(call: ApiCall) -> None:
     """How many tokens the prompt has. Nothing is run."""
-    body = read_request(call, CountRequest)
-    token_ids = await Completion(call.generator(body.model, to_generate=False), prompt_of(body)).prompt_ids()
+    body = await call.beside(read_request, call, CountRequest)
+    generator = call.generator(body.model, to_generate=False)
+    request = await call.beside(prompt_of, body)
+    with generator.metered():
+        token_ids = await Completion(generator, request).prompt_ids()
     call.record.prompt_tokens = len(token_ids)
     await call.reply(CountAnswer(len(token_ids)))
 

@@ -14,8 +14,8 @@ from agentflow.server.anthropic_conversation import conversation_of, tool_choice
 from agentflow.server.anthropic_types import CountRequest, MessagesRequest
 from agentflow.server.api_call import ApiCall
 from agentflow.server.completion_request import CompletionRequest
+from agentflow.server.given_object import schema_constraint
 from agentflow.server.http_refusal import Refusal
-from agentflow.server.json_nesting import MOST_NESTING, nests_deeper
 
 T = TypeVar("T")
 
@@ -112,13 +112,10 @@ def _form_of(body: MessagesRequest, request: CompletionRequest) -> Constraint | 
     asked = asked or body.output_format
     if asked is None:
         return None
-    if nests_deeper(asked.schema, MOST_NESTING):
-        text = f"the schema nests deeper than {MOST_NESTING} objects and lists"
-        raise wrong("output_config.format.schema", text)
     assert isinstance(request.prompt, tuple)
     if request.prompt[-1].role == "assistant":
         text = (
             "a message of the assistant's at the end excludes output_config.format, which is of all the text"
         )
         raise wrong("messages", text)
-    return Constraint("schema", msgspec.json.encode(asked.schema).decode())
+    return schema_constraint(asked.schema, "output_config.format.schema")

@@ -13,11 +13,11 @@ from msgspec import Meta
 
 from agentflow.ops import MAX_SALT_CHARS
 from agentflow.sampling import MAX_INT, MAX_STOP_CHARS, MAX_STOPS
-from agentflow.server.anthropic_blocks import CacheControl, DirectCaller, InputMessage, Text
+from agentflow.server.anthropic_blocks import CacheControl, DirectCaller, GivenObject, InputMessage, Text
 from agentflow.server.core.request import MAX_PRIORITY
 
 MAX_MESSAGES = 2048
-MAX_TOOLS = 10_000
+MAX_TOOLS = 2048
 
 ToolName: TypeAlias = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,128}$")]
 StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -28,7 +28,7 @@ class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     streamed, in any case. ``input_examples`` are refused: templates have no place for them."""
 
     name: ToolName
-    input_schema: dict[str, Any]
+    input_schema: GivenObject
     type: Literal["custom"] | None = None
     description: str | None = None
     cache_control: CacheControl | None = None
@@ -66,7 +66,7 @@ class JsonFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The text is a JSON value of this schema."""
 
     type: Literal["json_schema"]
-    schema: dict[str, Any]
+    schema: GivenObject
 
 
 class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -12,17 +12,21 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
-from typing import Any, Protocol, TypeVar
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Protocol, TypeVar, TypeVarTuple, Unpack
 
 import anyio
+import anyio.to_thread
 import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
+from agentflow.errors import AgentflowError
 from agentflow.held_memory import HeldMemory
 from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.http_refusal import MAX_PARAM_CHARS, Refusal, cut, refusal_of, unready
+from agentflow.server.json_scan import BODY_BOUNDS, JsonScan, TooMuchJson
+from agentflow.server.rate_limit import BYTES_PER_TOKEN
 from agentflow.server.request_log import LoggedBody, RequestRecord, log_request, logged_path
 from agentflow.server.service import Service
 from agentflow.server.tenant import NOBODY_ELSE, Tenant
@@ -31,9 +35,11 @@ from agentflow.task_group import open_task_group
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+ArgTs = TypeVarTuple("ArgTs")
 JSON = b"application/json"
 EVENTS = b"text/event-stream; charset=utf-8"
-# A body of so many does not count: where large ones fill what there is, small ones are still answered.
+# A body of so many counts nowhere: where large ones fill what there is, small ones are still answered. Nor is
+# it worth a thread.
 SMALL_BODY_BYTES = 32_768
 _UNKNOWN = "Object contains unknown field `"
 _MISSING = "Object missing required field `"
@@ -79,6 +85,8 @@ class ApiCall:
         self._written_s = time.monotonic()
         self._body = b""
         self._held: HeldMemory | None = None
+        self._num_charged_tokens = 0
+        self._is_prompt_charged = False
 
     @property
     def service(self) -> Service:
@@ -100,12 +108,21 @@ class ApiCall:
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise Refusal(400, "invalid_json", f"the body is no valid JSON: {error}") from None
 
+    async def beside(self, function: Callable[[Unpack[ArgTs]], T], *arguments: *ArgTs) -> T:
+        """Calls the function, which does something with all of the body: where that is large, in a thread of
+        the tenant's, so that the event loop goes on."""
+        if len(self._body) <= SMALL_BODY_BYTES:
+            return function(*arguments)
+        limiter = self.service.body_threads(self.tenant)
+        return await anyio.to_thread.run_sync(function, *arguments, limiter=limiter)
+
     def generator(
         self, model: str | None, *, to_generate: bool = True, priority: int | None = None
     ) -> EngineGenerator:
         """The tenant's generator on the model. ``UnknownModel``; ``Overloaded`` where what it generates, with
         this ``priority``, would come too late."""
         found = self.service.models.find(model, self.tenant)
+        self._is_prompt_charged = to_generate
         if to_generate:
             found.check_admission(self.tenant, priority or 0)
         generator = found.generator(self.tenant)
@@ -181,15 +198,19 @@ class ApiCall:
         self._is_writing, self._written_s = False, time.monotonic()
 
     async def read_body(self) -> None:
-        """Reads the body within the limits of size and time."""
+        """Reads the body within the limits of size, content and time. ``RateLimited`` where the tenant may
+        send no large one now."""
         limits = self.service.http_limits
         encoding = self.headers.get("content-encoding", "identity")
         if encoding.lower() != "identity":
             text = f"a body with Content-Encoding {encoding[:100]!r} is not read: send it as it is"
             raise Refusal(415, "unsupported_encoding", text)
         length = self.headers.get("content-length", "")
-        if length.isdigit() and int(length) > limits.body_bytes:
+        announced_bytes = int(length) if length.isdigit() else 0
+        if announced_bytes > limits.body_bytes:
             raise _too_large(limits.body_bytes)
+        self._charge(announced_bytes)
+        scan = JsonScan(BODY_BOUNDS)
         parts: list[bytes] = []
         num_bytes = 0
         self._held = held = HeldMemory(
@@ -205,6 +226,8 @@ class ApiCall:
                 if num_bytes > limits.body_bytes:
                     raise _too_large(limits.body_bytes)
                 held.hold(len(parts[-1]))
+                self._charge(num_bytes)
+                _count(scan, parts[-1])
                 self.is_body_read = not message.get("more_body", False)
         if scope.cancelled_caught:
             seconds = limits.body_timeout_s
@@ -215,10 +238,30 @@ class ApiCall:
         if self.service.logs_prompts:
             self.record.asked = LoggedBody(self._body)
 
+    def _charge(self, num_bytes: int) -> None:
+        """For a body of at least so many bytes, where it is not small."""
+        more = num_bytes // BYTES_PER_TOKEN - self._num_charged_tokens
+        if num_bytes <= SMALL_BODY_BYTES or more <= 0:
+            return
+        gate = self.service.models.gate
+        if not self._num_charged_tokens:
+            gate.check_buckets(self.tenant)
+        gate.charge(self.tenant, more)
+        self._num_charged_tokens += more
+
     def release_body(self) -> None:
-        """What it holds of the request's body is needed no longer."""
+        """What it holds of the request's body is needed no longer. Of what the body was charged, the tenant
+        gets back what the request was charged for its prompt, and all where the server could not serve it."""
         if self._held is not None:
             self._held.close()
+        if not self._num_charged_tokens:
+            return
+        given_back = self.record.prompt_tokens if self._is_prompt_charged else 0
+        if self.record.status >= 429:
+            given_back = self._num_charged_tokens
+        with suppress(AgentflowError, Refusal):  # the key, or the server, is gone
+            gate = self.service.models.gate
+            gate.charge(self.tenant, -min(given_back, self._num_charged_tokens))
 
     async def until_gone(self) -> None:
         """Returns when the client has closed the connection. Only after the body was read."""
@@ -303,6 +346,14 @@ def _too_large(limit: int) -> Refusal:
     return Refusal(
         413, "request_too_large", f"the body has more than {limit:,} bytes, which is the limit: send less"
     )
+
+
+def _count(scan: JsonScan, piece: bytes) -> None:
+    try:
+        scan.push(piece)
+    except TooMuchJson as error:
+        text = f"the body has {error}, which is the limit: send less"
+        raise Refusal(413, "request_too_large", text) from None
 
 
 def _shown_fault(error: msgspec.ValidationError) -> tuple[str, str | None]:

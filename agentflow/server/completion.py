@@ -34,12 +34,14 @@ from agentflow.server.completion_request import (
     ToolArguments,
     ToolCallBegun,
 )
-from agentflow.server.conversation_context import fill_conversation, num_chars, remember_answer
+from agentflow.server.conversation_context import fill_beside, num_chars, remember_answer, texts_of
 from agentflow.server.engine_context import EngineContext
 from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.told_tokens import ToldTokens
 from agentflow.task_group import first_of, open_task_group
 
+COUNTED_CONTEXTS = 4
+"""Prompts may be counted that are so many times too long: then one knows how much to leave out."""
 _SEED_BITS = 62
 # An odd number near 2**63 divided by the golden ratio: seeds of the answers of one request lie far apart.
 _SEED_STEP = 5_700_357_409_661_598_991
@@ -95,6 +97,7 @@ class Completion:
         """What the model would be given. It is asked for nothing: for this no ``completing`` is needed."""
         context = self._generator.open(self._request.cache_salt)
         try:
+            await self._check_length(COUNTED_CONTEXTS * self._generator.most_tokens())
             await self._fill(context)
             return await self._generator.prompt_ids(context)
         finally:
@@ -110,7 +113,7 @@ class Completion:
             )
             contexts, self._context = [context], context
             try:
-                self._check_length()
+                await self._check_length(self._generator.most_tokens(self._request.max_prompt_tokens))
                 self._generator.check_gate(self._request.n)
                 await self._fill(context)
                 await self._check_size(context)
@@ -129,21 +132,25 @@ class Completion:
         self._has_ended = True
         self._changed.set()
 
-    def _check_length(self) -> None:
-        """What is too long however it is encoded is refused before it costs anything."""
-        prompt, most = self._request.prompt, self._request.max_prompt_tokens
+    async def _check_length(self, most: int) -> None:
+        """What is too long however it is encoded is refused before it costs anything, and what is far too
+        long before it costs much."""
+        prompt = self._request.prompt
         if isinstance(prompt, TokenIds):
             self._generator.check_num_tokens(len(prompt.ids), most)
+        elif isinstance(prompt, str):
+            self._generator.check_length(len(prompt), most)
+            await self._generator.check_texts([prompt], most)
         else:
-            self._generator.check_length(
-                len(prompt) if isinstance(prompt, str) else num_chars(self._request.conversation), most
-            )
+            self._generator.check_length(num_chars(self._request.conversation), most)
+            await self._generator.check_texts(texts_of(prompt), most)
 
     async def _check_size(self, context: EngineContext) -> None:
         most = self._request.max_prompt_tokens
         if most is None:
             return
-        self._generator.check_num_tokens(len(await self._generator.prompt_ids(context)), most)
+        num_tokens = len(await self._generator.prompt_ids(context))
+        self._generator.check_num_tokens(num_tokens, self._generator.most_tokens(most))
 
     async def _fill(self, context: EngineContext) -> None:
         prompt = self._request.prompt
@@ -158,7 +165,7 @@ class Completion:
             self._generator.check_ids(prompt.ids)
             context.tokens.only(prompt.ids)
         else:
-            fill_conversation(
+            await fill_beside(
                 self._generator,
                 context,
                 self._request.conversation,

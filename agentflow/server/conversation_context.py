@@ -3,18 +3,42 @@ it as the tokens that it generated."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from agentflow.conversation import Conversation, Message
 from agentflow.server.answer_memory import conversation_keys
-from agentflow.server.engine_context import EngineContext
+from agentflow.server.engine_context import CHARS_PER_TURN, EngineContext
 from agentflow.server.engine_messages import Finished
 from agentflow.server.tool_use import tool_use
 
 if TYPE_CHECKING:
     from agentflow.server.engine_generator import EngineGenerator
+
+# So many characters are filled in while one is encoded.
+FILLED_CHARS = 16
+
+
+async def fill_beside(
+    generator: EngineGenerator,
+    context: EngineContext,
+    conversation: Conversation,
+    *,
+    opens_turn: bool = True,
+) -> None:
+    """``fill_conversation``, in a thread where it is much."""
+    fill = partial(fill_conversation, generator, context, conversation, opens_turn=opens_turn)
+    await generator.encode_beside(_fill_cost(conversation), fill)
+
+
+def _fill_cost(conversation: Conversation) -> int:
+    """In characters that could be encoded in that time."""
+    num_items = len(conversation.tools)
+    num_items += sum(1 + len(message.tool_calls) for message in conversation.messages)
+    return CHARS_PER_TURN * num_items + num_chars(conversation) // FILLED_CHARS
 
 
 def fill_conversation(
@@ -62,6 +86,15 @@ def remember_answer(generator: EngineGenerator, context: EngineContext, end: Fin
 def num_chars(conversation: Conversation) -> int:
     """Of all that is said and told."""
     return sum(map(_num_chars_of, conversation.messages)) + _num_chars_of_tools(conversation)
+
+
+def texts_of(messages: Iterable[Message]) -> list[str]:
+    """All that is said in them."""
+    return [
+        text
+        for message in messages
+        for text in (message.content, *[call.arguments for call in message.tool_calls])
+    ]
 
 
 def _num_chars_of(message: Message) -> int:

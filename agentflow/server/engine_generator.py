@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar, TypeVarTuple, Unpack
 
@@ -22,7 +22,7 @@ from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.choice_encoding import WINDOW_CHARS, EncodedChoices
 from agentflow.server.choice_scoring import scores_of
 from agentflow.server.constraint_compiler import ConstraintCompiler
-from agentflow.server.conversation_context import fill_conversation, num_chars, remember_answer
+from agentflow.server.conversation_context import fill_beside, num_chars, remember_answer
 from agentflow.server.core.request import TopTokens
 from agentflow.server.engine_client import EngineClient, OnProgress, RequestObserver
 from agentflow.server.engine_context import EngineContext
@@ -43,6 +43,8 @@ MAX_INLINE_CHARS = 4000
 ENCODING_THREADS = 4
 # What a text is taken for until it is encoded.
 CHARS_PER_TOKEN = 4
+# Of a text that is probably too long so much is encoded at once: some tenths of a second.
+PIECE_CHARS = 65_536
 # A prefix about to be forked is computed ahead from so many uncomputed tokens on: below that, the
 # forks wait for each other no longer than for this.
 MIN_AHEAD_TOKENS = 32
@@ -136,13 +138,13 @@ class EngineGenerator:
         """Refused: ``capabilities`` says that there is no vision."""
         self.capabilities.require_images()
 
-    def converse(self, context: EngineContext, conversation: Conversation) -> None:
+    async def converse(self, context: EngineContext, conversation: Conversation) -> None:
         """Begins an empty context with the conversation, and the assistant's turn after it. ``BadArgument``,
         ``NotSupported`` and ``PromptTooLong`` at once."""
         if context.tokens.continues:
             raise BadArgument("a conversation begins a state: nothing may stand before it")
         self.check_length(num_chars(conversation))
-        fill_conversation(self, context, conversation)
+        await fill_beside(self, context, conversation)
 
     async def reply(
         self,
@@ -229,6 +231,12 @@ class EngineGenerator:
         return end
 
     @contextmanager
+    def metered(self) -> Iterator[None]:
+        """Around what costs the tenant a request, and generates nothing. ``RateLimited``."""
+        with self._admit(0):
+            yield
+
+    @contextmanager
     def _admit(self, prompt_tokens: int) -> Iterator[AdmittedRequest]:
         if self._gate is None:
             yield AdmittedRequest(prompt_tokens)
@@ -285,9 +293,9 @@ class EngineGenerator:
         return [bos if bos is not None else self._client.info.end_token_ids[0]]
 
     def check_length(self, num_chars: int, most: int | None = None) -> None:
-        """``PromptTooLong`` for a text that is longer than the context, or than ``most`` tokens, however it
-        is encoded: encoding it would take long."""
-        most = min(most or self._client.info.max_context, self._client.info.max_context)
+        """``PromptTooLong`` for a text that is longer than ``most`` tokens (None: what fits), however it is
+        encoded: encoding it would take long."""
+        most = most or self.most_tokens()
         fewest = self.tokenizer.fewest_tokens(num_chars)
         if fewest > most:  # encoded for nothing otherwise
             raise PromptTooLong(
@@ -296,12 +304,37 @@ class EngineGenerator:
             )
 
     def check_num_tokens(self, num_tokens: int, most: int | None = None) -> None:
-        """``PromptTooLong`` for more than the context holds, or than ``most``."""
-        most = min(most or self._client.info.max_context, self._client.info.max_context)
+        """``PromptTooLong`` for more than ``most`` (None: what fits)."""
+        most = most or self.most_tokens()
         if num_tokens > most:
             raise PromptTooLong(
                 f"the prompt has {num_tokens:,} tokens, and this server takes at most {most:,}: shorten it"
             )
+
+    async def check_texts(self, texts: Iterable[str], most: int | None = None) -> None:
+        """``PromptTooLong`` for texts that are far longer than ``most`` tokens (None: what fits). They are
+        encoded piece by piece, so that it ends soon when they are, or when the caller is cancelled. Does
+        nothing for texts that may well fit."""
+        most = most or self.most_tokens()
+        texts = list(texts)
+        if sum(map(len, texts)) <= CHARS_PER_TOKEN * most:
+            return
+        num_tokens = 0
+        for text in texts:
+            for start in range(0, len(text), PIECE_CHARS):
+                piece = text[start : start + PIECE_CHARS]
+                ids = await self.encode_beside(len(piece), self.tokenizer.encode_markup, piece)
+                num_tokens += len(ids)
+                # Where a text is cut, it may have some more tokens than uncut.
+                if num_tokens > most + most // 4:
+                    raise PromptTooLong(
+                        f"the prompt has more than {most:,} tokens, and this server takes no more: shorten it"
+                    )
+
+    def most_tokens(self, limit: int | None = None) -> int:
+        """That a prompt may have: those that fit, and no more than the ``limit``."""
+        info = self._client.info
+        return min(info.max_context, info.num_slots, limit or info.max_context)
 
     def check_gate(self, num_requests: int) -> None:
         """``RateLimited`` where the tenant may not send so many requests now."""
@@ -311,9 +344,10 @@ class EngineGenerator:
     def check_ids(self, token_ids: Sequence[int]) -> None:
         """``BadArgument`` for one that the vocabulary does not have."""
         size = self._client.info.vocab_size
-        wrong = next((i for i in token_ids if not 0 <= i < size), None)
-        if wrong is not None:
-            raise BadArgument(f"{wrong} is no token of this model: its ids are 0 to {size - 1}")
+        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < size):
+            return
+        wrong = next(i for i in token_ids if not 0 <= i < size)
+        raise BadArgument(f"{wrong} is no token of this model: its ids are 0 to {size - 1}", param="prompt")
 
     async def fork(self, context: EngineContext, count: int, *, ahead: bool = True) -> list[EngineContext]:
         """Contexts with the same ids: one task group. What they share and nobody has computed yet is

@@ -85,5 +85,6 @@ def refusal_of(error: Exception) -> Refusal:
             retry_after_s = getattr(error, "retry_after_s", None)
             if status in (429, 503):
                 retry_after_s = retry_after_s or RETRY_AFTER_S
-            return Refusal(status, code, str(error), retry_after_s=retry_after_s)
+            param = error.param if isinstance(error, AgentflowError) else None
+            return Refusal(status, code, str(error), param, retry_after_s)
     return Refusal(500, "internal_error", "the server failed to answer this request; its log says why")

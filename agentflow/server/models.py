@@ -119,9 +119,16 @@ class OneGenerator:
 
 
 class Models:
-    """At least one; the first is the default. ``compiler``: of the constraints of all."""
+    """At least one; the first is the default. ``compiler``: of the constraints of all. ``gate``: what the
+    requests of all tenants pass through."""
 
-    def __init__(self, models: Sequence[Model], compiler: ConstraintCompiler | None = None) -> None:
+    def __init__(
+        self,
+        models: Sequence[Model],
+        compiler: ConstraintCompiler | None = None,
+        gate: TenantGate | None = None,
+    ) -> None:
+        self.gate = gate or TenantGate()
         self._models = {model.name: model for model in models}
         self._compiler = compiler
 

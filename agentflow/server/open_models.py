@@ -61,7 +61,7 @@ async def open_models(
                 name, client, templates[name], compiler=compiler, gate=gate, max_wait_s=max_wait_s
             )
             opened.append(model)
-        yield Models(opened, compiler)
+        yield Models(opened, compiler, gate)
 
 
 def _read_folders(models: Mapping[str, EngineOptions]) -> tuple[dict[str, Path], dict[str, ChatTemplate]]:

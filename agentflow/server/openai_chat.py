@@ -22,9 +22,9 @@ from agentflow.server.openai_usage import usage_body, usage_of_prompts
 
 async def create_chat_completion(call: ApiCall) -> None:
     """Goes on with a conversation."""
-    body = call.read(ChatRequest)
+    body = await call.beside(call.read, ChatRequest)
     generator = call.generator(body.model, priority=body.priority)
-    request = completion_of_chat(call, body, generator)
+    request = await call.beside(completion_of_chat, call, body, generator)
     identity = AnswerIdentity.new("chatcmpl", generator.capabilities.model)
     has_logprobs = request.params.wants_logprobs
     with faults_placed("messages", request.constraint):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from agentflow.constraint import Constraint
 from agentflow.server.api_call import ApiCall
 from agentflow.server.completion_request import CompletionRequest
 from agentflow.server.engine_generator import EngineGenerator
-from agentflow.server.json_nesting import MOST_NESTING, nests_deeper
+from agentflow.server.given_object import schema_constraint
 from agentflow.server.openai_chat_types import ChatRequest, ObjectFormat, SchemaFormat
 from agentflow.server.openai_conversation import conversation_of, tool_choice_of, tools_of
+from agentflow.server.openai_fields import is_given
 from agentflow.server.openai_sampling import check_fields, check_told, constraint_of, sampling_of, wrong
 
 ANY_OBJECT = Constraint("schema", '{"type":"object"}')
@@ -58,11 +57,7 @@ def _response_format(body: ChatRequest) -> Constraint | None:
         case ObjectFormat():
             return ANY_OBJECT
         case SchemaFormat(json_schema=spec):
-            if spec.schema is None:
+            if spec.schema is None or not is_given(spec.schema):
                 return ANY_OBJECT
-            if nests_deeper(spec.schema, MOST_NESTING):
-                raise wrong(
-                    "response_format", f"the schema nests deeper than {MOST_NESTING} objects and lists"
-                )
-            return Constraint("schema", msgspec.json.encode(spec.schema).decode())
+            return schema_constraint(spec.schema, "response_format")
     return None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 from agentflow.sampling import MAX_TOP_LOGPROBS
-from agentflow.server.openai_fields import Count, Refused, SharedFields, Unread
+from agentflow.server.openai_fields import Count, GivenObject, Refused, SharedFields, Unread
 from agentflow.server.openai_message_types import ChatMessage, Tool, ToolChoiceField
 from agentflow.server.openai_usage import UsageBody
 
@@ -29,7 +29,7 @@ class SchemaSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
     description: str | None = None
-    schema: dict[str, Any] | None = None
+    schema: GivenObject = None
     strict: bool | None = None
 
 

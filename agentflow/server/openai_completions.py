@@ -29,9 +29,9 @@ DEFAULT_MAX_TOKENS = 16
 
 async def create_completion(call: ApiCall) -> None:
     """Goes on with one text or with several."""
-    body = call.read(TextRequest)
+    body = await call.beside(call.read, TextRequest)
     generator = call.generator(body.model, priority=body.priority)
-    requests = _requests_of(call, body, generator)
+    requests = await call.beside(_requests_of, call, body, generator)
     n = requests[0].n
     num_answers = n * len(requests)
     identity = AnswerIdentity.new("cmpl", generator.capabilities.model)

@@ -8,6 +8,8 @@ import msgspec
 
 from agentflow.conversation import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.server.chat_values import read_arguments
+from agentflow.server.given_object import OBJECT_BOUNDS, object_of
+from agentflow.server.json_scan import JsonScan, TooMuchJson, pieces_of
 from agentflow.server.openai_fields import is_given
 from agentflow.server.openai_message_types import (
     AssistantMessage,
@@ -42,6 +44,7 @@ def conversation_of(messages: Sequence[ChatMessage], model: str) -> tuple[Messag
     """The turns. ``Refusal`` naming the message that is wrong."""
     turns: list[Message] = []
     called: dict[str, str] = {}  # of each call the tool
+    scan = JsonScan(OBJECT_BOUNDS)  # of the arguments of all calls
     for number, message in enumerate(messages):
         place = f"messages[{number}]"
         match message:
@@ -50,7 +53,7 @@ def conversation_of(messages: Sequence[ChatMessage], model: str) -> tuple[Messag
             case UserMessage():
                 turns.append(Message("user", _text_of(message.content, place, model)))
             case AssistantMessage():
-                turns.append(_assistant_turn(message, place, model))
+                turns.append(_assistant_turn(message, place, model, scan))
                 called.update({call.id: call.name for call in turns[-1].tool_calls})
             case ToolMessage():
                 name = called.get(message.tool_call_id)
@@ -66,12 +69,13 @@ def conversation_of(messages: Sequence[ChatMessage], model: str) -> tuple[Messag
     return tuple(turns)
 
 
-def _assistant_turn(message: AssistantMessage, place: str, model: str) -> Message:
+def _assistant_turn(message: AssistantMessage, place: str, model: str, scan: JsonScan) -> Message:
     for member, why in _REFUSED_MEMBERS.items():
         if is_given(getattr(message, member)):
             raise refused(f"{place}.{member}", why)
     calls = tuple(
-        _called(call, f"{place}.tool_calls[{number}]") for number, call in enumerate(message.tool_calls or ())
+        _called(call, f"{place}.tool_calls[{number}]", scan)
+        for number, call in enumerate(message.tool_calls or ())
     )
     content = message.content if message.content is not None else message.refusal
     if content is None and not calls:
@@ -80,12 +84,16 @@ def _assistant_turn(message: AssistantMessage, place: str, model: str) -> Messag
     return Message("assistant", text, tool_calls=calls)
 
 
-def _called(call: MessageToolCall, place: str) -> CalledTool:
+def _called(call: MessageToolCall, place: str, scan: JsonScan) -> CalledTool:
     arguments = call.function.arguments.strip() or "{}"
     param = f"{place}.function.arguments"
     called = CalledTool(call.id, call.function.name, arguments)
     try:
+        for piece in pieces_of(arguments.encode()):
+            scan.push(piece)
         msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])
+    except TooMuchJson as error:
+        raise wrong(param, f"{param}: with this, the calls' arguments have {error}") from None
     except (msgspec.DecodeError, RecursionError):
         raise wrong(param, f"{param} is not the text of a JSON object") from None
     with faults_named(param):
@@ -115,18 +123,20 @@ def _part_text(part: Part, place: str, model: str) -> str:
 def tools_of(tools: Sequence[Tool]) -> tuple[ToolSpec, ...]:
     """What the model may ask to have called."""
     specs: dict[str, ToolSpec] = {}
+    scan = JsonScan(OBJECT_BOUNDS)
     for number, tool in enumerate(tools):
         if isinstance(tool, CustomTool):
             raise refused(f"tools[{number}].type", "tools of the type 'custom' are not there: use 'function'")
-        spec = _tool_spec(tool.function)
+        spec = _tool_spec(tool.function, f"tools[{number}].function.parameters", scan)
         if spec.name in specs:
             raise wrong(f"tools[{number}].function.name", f"there are two tools named {spec.name!r}")
         specs[spec.name] = spec
     return tuple(specs.values())
 
 
-def _tool_spec(function: FunctionSpec) -> ToolSpec:
-    parameters = _NO_PARAMETERS if function.parameters is None else function.parameters
+def _tool_spec(function: FunctionSpec, param: str, scan: JsonScan) -> ToolSpec:
+    given = function.parameters
+    parameters = _NO_PARAMETERS if given is None or not is_given(given) else object_of(given, param, scan)
     return ToolSpec(function.name, function.description or "", parameters)
 
 

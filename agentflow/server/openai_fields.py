@@ -39,6 +39,8 @@ else:
     Unread = msgspec.Raw  # which is null, too; of a union with it msgspec would know only null
 # Of a value that nobody reads no objects are built: a body is large enough for millions of them.
 Refused: TypeAlias = Annotated[Unread, Meta(extra_json_schema={"type": "null"}, description="Not supported.")]
+# An object that is read by itself, after its bounds were checked (given_object.py).
+GivenObject: TypeAlias = Annotated[Unread, Meta(extra_json_schema={"type": ["object", "null"]})]
 OnlyFalse: TypeAlias = Annotated[bool, Meta(extra_json_schema={"const": False})]
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
-from agentflow.server.openai_fields import Unread
+from agentflow.server.openai_fields import GivenObject, Unread
 
 MAX_NAME_CHARS = 64
 
@@ -129,7 +129,7 @@ class FunctionSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     name: ToolName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: GivenObject = None
     strict: bool | None = None
 
 

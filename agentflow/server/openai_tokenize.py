@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from agentflow.sampling import SamplingParams
 from agentflow.server.api_call import ApiCall
-from agentflow.server.completion import Completion
+from agentflow.server.completion import COUNTED_CONTEXTS, Completion
 from agentflow.server.completion_request import CompletionRequest
 from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.openai_chat_types import MAX_MESSAGES, MAX_TOOLS
@@ -58,12 +58,13 @@ class DetokenizeAnswer(msgspec.Struct):
 
 async def tokenize(call: ApiCall) -> None:
     """The token ids of a prompt."""
-    body = call.read(TokenizeRequest)
+    body = await call.beside(call.read, TokenizeRequest)
     generator = call.generator(body.model, to_generate=False)
-    token_ids = await _ids_of(body, generator)
     texts: list[str] | None = None
-    if body.return_token_strs:
-        texts = await generator.encode_beside(len(token_ids), partial(_texts, generator), token_ids)
+    with generator.metered():
+        token_ids = await _ids_of(call, body, generator)
+        if body.return_token_strs:
+            texts = await generator.encode_beside(len(token_ids), partial(_texts, generator), token_ids)
     call.record.prompt_tokens = len(token_ids)
     await call.reply(
         TokenizeAnswer(
@@ -77,12 +78,14 @@ async def tokenize(call: ApiCall) -> None:
 
 async def detokenize(call: ApiCall) -> None:
     """The text of token ids."""
-    body = call.read(DetokenizeRequest)
+    body = await call.beside(call.read, DetokenizeRequest)
     generator = call.generator(body.model, to_generate=False)
     with faults_named("tokens"):
         generator.check_ids(body.tokens)
     decode = partial(generator.tokenizer.decode, skip_special=False)
-    await call.reply(DetokenizeAnswer(await generator.encode_beside(len(body.tokens), decode, body.tokens)))
+    with generator.metered():
+        text = await generator.encode_beside(len(body.tokens), decode, body.tokens)
+    await call.reply(DetokenizeAnswer(text))
 
 
 def _texts(generator: EngineGenerator, token_ids: list[int]) -> list[str]:
@@ -90,16 +93,17 @@ def _texts(generator: EngineGenerator, token_ids: list[int]) -> list[str]:
     return [decode([token_id], skip_special=False, continues=True) for token_id in token_ids]
 
 
-async def _ids_of(body: TokenizeRequest, generator: EngineGenerator) -> list[int]:
+async def _ids_of(call: ApiCall, body: TokenizeRequest, generator: EngineGenerator) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise wrong("prompt", "give either 'prompt' or 'messages'")
     if body.messages is not None:
         if body.add_special_tokens is not None:
             raise wrong("add_special_tokens", "'add_special_tokens' is for 'prompt', not for 'messages'")
+        model = generator.capabilities.model
         request = CompletionRequest(
-            conversation_of(body.messages, generator.capabilities.model),
+            await call.beside(conversation_of, body.messages, model),
             SamplingParams(),
-            tools=tools_of(body.tools or ()),
+            tools=await call.beside(tools_of, body.tools or ()),
             opens_turn=body.add_generation_prompt is not False,
         )
         return await Completion(generator, request).prompt_ids()
@@ -112,4 +116,7 @@ async def _ids_of(body: TokenizeRequest, generator: EngineGenerator) -> list[int
     tokenizer = generator.tokenizer
     if not prompt:
         return [] if body.add_special_tokens is False else list(tokenizer.prefix_ids)
+    most = COUNTED_CONTEXTS * generator.most_tokens()
+    generator.check_length(len(prompt), most)
+    await generator.check_texts([prompt], most)
     return await generator.encode_beside(len(prompt), tokenizer.encode_markup, prompt)

@@ -9,6 +9,9 @@ In any span of t minutes a tenant begins at most (1 + t) times its requests.
 
 Cached prompt tokens count when a request comes, for nobody knows yet which they are, and not in the end.
 
+A large body is charged before it is read: a token for every ``BYTES_PER_TOKEN`` of it. Its request gets back
+what it is charged for its prompt.
+
 Time is counted in nanoseconds and what is in a bucket in whole parts of a token, so that nothing is rounded.
 """
 
@@ -23,6 +26,8 @@ from agentflow.errors import NotAuthorized, RateLimited
 from agentflow.server.tenant import Tenant
 
 MINUTE_NS = 60_000_000_000
+BYTES_PER_TOKEN = 64
+"""Of a body: reading and encoding so much costs about as much as computing a token."""
 MIN_SWEPT = 64
 """Among so many tenants nobody is looked for who could be forgotten."""
 
@@ -143,6 +148,19 @@ class TenantGate:
             return False
         return now.tokens_per_minute is None and now.requests_per_minute is None
 
+    def check_buckets(self, tenant: Tenant) -> None:
+        """``RateLimited`` where a bucket is empty."""
+        now_ns = self._clock_ns()
+        _, requests, tokens = self._buckets(tenant, now_ns)
+        _check_buckets(((requests, "requests", 1), (tokens, "tokens", 1)), now_ns)
+
+    def charge(self, tenant: Tenant, num_tokens: int) -> None:
+        """Takes tokens for what is no request, or (less than 0) gives them back."""
+        now_ns = self._clock_ns()
+        _, _, tokens = self._buckets(tenant, now_ns)
+        if tokens is not None:
+            tokens.take(num_tokens, now_ns)
+
     @contextmanager
     def request(self, tenant: Tenant, prompt_tokens: int) -> Iterator[AdmittedRequest]:
         """Around one request. ``RateLimited`` where it is not let in, which costs nothing; ``retry_after_s``
@@ -167,14 +185,21 @@ class TenantGate:
     def _let_in(
         self, tenant: Tenant, now_ns: int, num_requests: int = 1
     ) -> tuple[_Account, Bucket | None, Bucket | None]:
+        """What ``_buckets`` gives, where so many requests may begin."""
+        if self._current is not None:
+            tenant = self._current(tenant)
+        account, requests, tokens = self._buckets(tenant, now_ns)
+        _check_unfinished(tenant, account.num_unfinished, num_requests)
+        _check_buckets(((requests, "requests", num_requests), (tokens, "tokens", 1)), now_ns)
+        return account, requests, tokens
+
+    def _buckets(self, tenant: Tenant, now_ns: int) -> tuple[_Account, Bucket | None, Bucket | None]:
         """The tenant's account, and the buckets that it has now."""
         if self._current is not None:
             tenant = self._current(tenant)
         account = self._account(tenant, now_ns)
         requests = None if tenant.requests_per_minute is None else account.requests
         tokens = None if tenant.tokens_per_minute is None else account.tokens
-        _check_unfinished(tenant, account.num_unfinished, num_requests)
-        _check_buckets(((requests, "requests", num_requests), (tokens, "tokens", 1)), now_ns)
         return account, requests, tokens
 
     def _account(self, tenant: Tenant, now_ns: int) -> _Account:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import anyio
 from starlette.datastructures import Headers
@@ -54,6 +55,9 @@ class Service:
     bodies: TenantMemory = field(init=False)
     is_draining: bool = False
     logs_prompts: bool = False
+    _body_threads: WeakValueDictionary[str, anyio.CapacityLimiter] = field(
+        init=False, default_factory=WeakValueDictionary
+    )
 
     def __post_init__(self) -> None:
         self.bodies = TenantMemory(
@@ -65,6 +69,14 @@ class Service:
     def tenant_of(self, headers: Headers) -> Tenant:
         """Whose request it is that came with these headers. ``NotAuthorized``."""
         return self.tenants.of_headers(headers)
+
+    def body_threads(self, tenant: Tenant) -> anyio.CapacityLimiter:
+        """Large bodies of one tenant are read in one thread, one after the other: two would only compete for
+        the interpreter's lock, with the event loop too. Keep it while it is used."""
+        limiter = self._body_threads.get(tenant.name)
+        if limiter is None:
+            limiter = self._body_threads[tenant.name] = anyio.CapacityLimiter(1)
+        return limiter
 
     def check_open(self) -> None:
         """``Refusal`` while it ends."""

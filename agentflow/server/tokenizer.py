@@ -24,6 +24,8 @@ from agentflow.server.tool_format import tool_format
 
 # For less than this, 0.2 ms, nobody minds to wait.
 _LONG_CHARS = 1000
+# Unicode composes a letter and its marks to one character: at most so many (U+1F82 is four, decomposed).
+COMPOSED_CHARS = 4
 
 
 class Tokenizer:
@@ -63,7 +65,7 @@ class Tokenizer:
         self._markup = _load({**spec, "truncation": None, "padding": None}, where)
         self._content = _variant({**spec, **bare}, self._markup, self._added, self._closed_to_content)
         self.space_prefix: SpacePrefix = find_space_prefix(spec.get("normalizer"), spec.get("pre_tokenizer"))
-        self._may_shorten = without_space_prefix(spec.get("normalizer")) is not None
+        self._most_shrinkage = _most_shrinkage(without_space_prefix(spec.get("normalizer")))
         self._inner_markup, self._inner_content = self._markup, self._content
         if self.space_prefix != "none":
             for name in ("normalizer", "pre_tokenizer"):
@@ -223,8 +225,9 @@ class Tokenizer:
 
     def fewest_tokens(self, num_chars: int) -> int:
         """A text of so many characters has at least so many tokens (those aside that the vocabulary cannot
-        write at all): known without encoding it. 0 where a normalizer might make it shorter first."""
-        return 0 if self._may_shorten else -(-num_chars // self._longest)
+        write at all): known without encoding it. 0 where a normalizer might make it any shorter first."""
+        shrinkage = self._most_shrinkage
+        return 0 if shrinkage is None else -(-num_chars // (shrinkage * self._longest))
 
     @cached_property
     def _longest(self) -> int:
@@ -297,6 +300,13 @@ class Tokenizer:
     @cached_property
     def _id_of_byte(self) -> dict[int, int]:
         return {data[0]: i for i, data in enumerate(self._bytes) if len(data) == 1}
+
+
+def _most_shrinkage(normalizer: Mapping[str, Any] | None) -> int | None:
+    """At most so many characters become one in the normalizer; None: nobody knows."""
+    if normalizer is None:
+        return 1
+    return COMPOSED_CHARS if normalizer.get("type") in ("NFC", "NFKC") else None
 
 
 def _encoded(tokenizer: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:

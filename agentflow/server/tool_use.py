@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from agentflow.constraint import Constraint
 from agentflow.conversation import Conversation, Message, ToolChoice, ToolSpec
 from agentflow.errors import BadArgument, NotSupported
 from agentflow.server.chat_template import ChatTemplate
-from agentflow.server.json_nesting import MOST_NESTING, nests_deeper
+from agentflow.server.given_object import OBJECT_BOUNDS
+from agentflow.server.json_scan import JsonScan, TooMuchJson, pieces_of
 from agentflow.server.tool_format import ToolFormat, tool_format
 from agentflow.server.tool_messages import as_plain_messages
 from agentflow.server.tool_output import ToolOutput
@@ -126,11 +128,7 @@ def _with_names(messages: Sequence[Message]) -> tuple[Message, ...]:
 
 def _check(conversation: Conversation) -> None:
     choice, names = conversation.choice, [tool.name for tool in conversation.tools]
-    for tool in conversation.tools:
-        if nests_deeper(tool.parameters, MOST_NESTING):
-            raise BadArgument(
-                f"tool {tool.name!r}: its parameters nest deeper than {MOST_NESTING} objects and lists"
-            )
+    _check_bounds(conversation)
     if len(set(names)) != len(names):
         raise BadArgument(f"two tools have one name: {', '.join(names)}")
     if choice.mode == "required" and not names:
@@ -139,6 +137,27 @@ def _check(conversation: Conversation) -> None:
         raise BadArgument(
             f"tool {choice.name!r} is to be called, but the tools are: {', '.join(names) or 'none'}"
         )
+
+
+def _check_bounds(conversation: Conversation) -> None:
+    """Templates and compilers walk through all tools, and all arguments of calls."""
+    tools, arguments = JsonScan(OBJECT_BOUNDS), JsonScan(OBJECT_BOUNDS)
+    for tool in conversation.tools:
+        try:
+            _count(tools, msgspec.json.encode(tool.parameters))
+        except (TooMuchJson, RecursionError) as error:
+            raise BadArgument(f"tool {tool.name!r}: its parameters: with these, {error}") from None
+    for message in conversation.messages:
+        for call in message.tool_calls:
+            try:
+                _count(arguments, call.arguments.encode("utf-8", "surrogatepass"))
+            except TooMuchJson as error:
+                raise BadArgument(f"the arguments of a call of {call.name!r}: with these, {error}") from None
+
+
+def _count(scan: JsonScan, text: bytes) -> None:
+    for piece in pieces_of(text):
+        scan.push(piece)
 
 
 def _calls(form: ToolFormat, tools: Sequence[ToolSpec], choice: ToolChoice) -> Constraint:

@@ -93,7 +93,7 @@ def api_server(
                     constraint_compiler(compile_limits, loader=compile_loader)
                 )
             model = EngineModel(MODEL, client, template, compiler=compiler, gate=gate, max_wait_s=max_wait_s)
-            yield Models([model], compiler)
+            yield Models([model], compiler, gate)
 
     async def run() -> AbstractAsyncContextManager[RunningServer]:
         access = Access(tenants or Tenants(), allowed_hosts=hosts)

@@ -52,6 +52,8 @@ from server.refusing_servers import (
 from agentflow.server import chat_layout
 from agentflow.server.api_call import SMALL_BODY_BYTES
 from agentflow.server.chat_template import ChatTemplate
+from agentflow.server.given_object import OBJECT_BOUNDS
+from agentflow.server.json_scan import BODY_BOUNDS
 from agentflow.server.limits import CompileLimits, HttpLimits
 
 Refused = Callable[[ApiServer, Api], Came | None]
@@ -167,10 +169,13 @@ def a_deep_tool(server: ApiServer, api: Api) -> Came:
     deep: dict[str, Any] = {}
     for _ in range(300):
         deep = {"properties": {"a": deep}}
+    return come(server, api, with_tool(api, deep))
+
+
+def with_tool(api: Api, schema: dict[str, Any]) -> dict[str, Any]:
     if api is OPENAI:
-        function = {"name": "find", "parameters": deep}
-        return come(server, api, asked(tools=[{"type": "function", "function": function}]))
-    return come(server, api, asked(tools=[{"name": "find", "input_schema": {"type": "object"} | deep}]))
+        return asked(tools=[{"type": "function", "function": {"name": "find", "parameters": schema}}])
+    return asked(tools=[{"name": "find", "input_schema": {"type": "object"} | schema}])
 
 
 def many_constraints(_: ApiServer, api: Api) -> Came:
@@ -184,6 +189,14 @@ def many_constraints(_: ApiServer, api: Api) -> Came:
                 stack.enter_context(talking(server, request_bytes(api, body)))
                 until(server, lambda n=number: len(compiler._jobs) > n or len(compiler._queue) == 1)
             return come(server, api, constrained(api, {"const": 2}))
+
+
+def many_values(server: ApiServer, api: Api) -> Came:
+    return come(server, api, asked(metadata=[0] * (BODY_BOUNDS.values + 1)))
+
+
+def a_large_tool(server: ApiServer, api: Api) -> Came:
+    return come(server, api, with_tool(api, {"enum": [""] * OBJECT_BOUNDS.parts}))
 
 
 def a_large_body(_: ApiServer, api: Api) -> Came:
@@ -331,6 +344,8 @@ REFUSED: dict[str, Refused] = {
     "a tool's parameters nest too deep": a_deep_tool,
     "the model cannot keep constraints": no_compiler,
     "too many constraints wait": many_constraints,
+    "a tool's parameters are too large": a_large_tool,
+    "the body holds too many values": many_values,
     "the body is too large": a_large_body,
     "the bodies of all requests, or of one tenant's part, are too large together": large_bodies,
     "the body comes too slowly": a_slow_body,

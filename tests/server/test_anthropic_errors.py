@@ -79,13 +79,13 @@ def test_errors_have_the_classes_of_the_client(peer, key, error, kind, code, cli
     assert caught.value.response.headers.get("retry-after") == {"limited": "3", "full": "1"}.get(key)
 
 
-def test_counting_tokens_uses_nothing_up():
-    known = tenants("requests_per_minute = 1")
+def test_counting_tokens_costs_a_request():
+    known = tenants("requests_per_minute = 2")
     with anthropic_peer(ANN, tenants=known, gate=TenantGate(), constraints=False) as peer:
+        assert peer.client.messages.count_tokens(model="fake", messages=HELLO).input_tokens
         assert peer.ask().content
         with pytest.raises(anthropic.RateLimitError):
-            peer.ask()
-        assert peer.client.messages.count_tokens(model="fake", messages=HELLO).input_tokens
+            peer.client.messages.count_tokens(model="fake", messages=HELLO)
 
 
 def test_overloaded_is_said_with_anthropics_status(peer):
