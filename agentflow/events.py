@@ -95,7 +95,7 @@ class Delta(_Event, frozen=True):
 
 class Value(_Event, frozen=True):
     """Variable ``var`` is complete: ``text`` from character ``at`` on is its rest. ``choices``: of a
-    select, each choice with its log-probability. ``top_logprobs``: for each token the likeliest there."""
+    select, each choice with its score. ``top_logprobs``: for each token the likeliest there."""
 
     var: int
     at: int

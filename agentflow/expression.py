@@ -108,9 +108,14 @@ def select(
     """The likeliest of ``choices``, as variable ``name``.
 
     ``method`` says what is compared: ``token_length_normalized`` the mean log-probability of a choice's
-    tokens; ``greedy_token_selection`` token by token the likeliest next one; with
-    ``unconditional_likelihood_normalized`` the mean, less what it is with no text before (so that what is
-    likely anyway does not win by that). ``s["verdict"].choices`` has each choice's log-probability.
+    tokens; ``greedy_token_selection`` for how many tokens a choice follows the walk that takes, token by
+    token, the likeliest next one; ``unconditional_likelihood_normalized`` the mean, less what it is with no
+    text before (so that what is likely anyway does not win by that). ``s["verdict"].choices`` has each
+    choice's score under the method, the largest for the one that is taken.
+
+    A choice's tokens are those from the first one on in which choices differ, each encoded together with
+    the text before. So it does not matter whether a space, or words that all choices begin with, stand at
+    the end of the prompt or in the choices.
 
     >>> s += af.user("Is it about science?")
     >>> s += af.assistant(af.select("verdict", ["yes", "no"]))

@@ -95,11 +95,10 @@ class Generated(msgspec.Struct, frozen=True):
 
 
 class Scored(msgspec.Struct, frozen=True):
-    """The outcome of a select: the chosen index, and each choice's log-probability (the sum over
-    its tokens) and score (what the method compares)."""
+    """The outcome of a select: the chosen index, and each choice's score (what the method compares): the
+    first of the largest is chosen."""
 
     index: int
-    logprobs: tuple[float, ...]
     scores: tuple[float, ...]
     usage: Usage
 

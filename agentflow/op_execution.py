@@ -182,5 +182,5 @@ def _complete(variable: VariableCell, text: str, reason: str) -> None:
 
 
 def _selected(op: ops.Select, scored: Scored) -> Value:
-    choices = dict(zip(op.choices, scored.logprobs, strict=True))
+    choices = dict(zip(op.choices, scored.scores, strict=True))
     return Value(op.var, 0, "", "choice", scored.usage or Usage(), None, choices)

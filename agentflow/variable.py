@@ -187,8 +187,9 @@ class Variable(Reference[ValueT_co]):
 
     @property
     def choices(self) -> dict[str, float]:
-        """Of a select: each choice's log-probability. Await the variable first; ``BadArgument`` for what
-        comes from no select.
+        """Of a select: each choice's score, which is what its method compares (see ``select``): the largest
+        is that of the choice that was taken, of equals the first. Await the variable first; ``BadArgument``
+        for what comes from no select.
 
         >>> s += af.user("Is it about science?") + af.assistant(af.select("related", ["yes", "no"]))
         >>> await s["related"]

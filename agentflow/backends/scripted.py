@@ -184,7 +184,7 @@ class ScriptedGenerator:
         self._count(usage)
         context.text += answer
         scores = tuple(0.0 if choice == answer else -10.0 for choice in choices)
-        return Scored(choices.index(answer), scores, scores, usage)
+        return Scored(choices.index(answer), scores, usage)
 
     async def fork(self, context: ScriptedContext, count: int) -> list[ScriptedContext]:
         """Copies of the text."""

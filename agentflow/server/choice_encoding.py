@@ -3,6 +3,11 @@
 The last tokens of a text depend on what comes after it, so a choice is never encoded alone behind text
 that may still be encoded otherwise, and no choice is treated differently from another. Of a long text
 only the end is encoded again for each.
+
+What is scored of a choice begins with the first id in which two choices differ (or with the last id of the
+shortest, where that begins all others). So a choice's score depends on the whole text and on the other
+choices, and not on how text and choices divide what all have in common: ``"Answer: "`` with ``"yes"`` and
+``"no"`` is ``"Answer:"`` with ``" yes"`` and ``" no"``.
 """
 
 from __future__ import annotations
@@ -42,7 +47,8 @@ def encode_choices(
     tokenizer: Tokenizer, before: list[int], text: str, choices: Sequence[str], *, continues: bool
 ) -> EncodedChoices:
     """The choices after the ids ``before`` and then ``text``; ``continues`` as the tokenizer has it, of
-    ``text``. BadArgument for a choice that the vocabulary cannot write at all."""
+    ``text``. BadArgument for a choice that the vocabulary cannot write at all. Only at the very beginning of
+    a sequence, where nothing would come before the ids that differ, is ``text`` encoded apart."""
     head, tails = encode_after(tokenizer, text, choices, continues=continues)
     for choice, tail in zip(choices, tails, strict=True):
         if not tail:

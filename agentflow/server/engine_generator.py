@@ -276,7 +276,7 @@ class EngineGenerator:
         context.tokens.choose(encoded, best)
         context.was_encoded()
         context.num_computed = len(encoded.prefix)
-        return Scored(best, tuple(map(sum, end.choice_logprobs)), tuple(scores), _usage(end))
+        return Scored(best, tuple(scores), _usage(end))
 
     async def _encode_choices(self, context: EngineContext, choices: Sequence[str]) -> EncodedChoices:
         """In a thread where it is much."""

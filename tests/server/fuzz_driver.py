@@ -55,7 +55,7 @@ class BoundedGenerator(WireGenerator):
         """The first."""
         await anyio.lowlevel.checkpoint()
         context.text += choices[0]
-        return Scored(0, (0.0,) * len(choices), (0.0,) * len(choices), Usage())
+        return Scored(0, (0.0,) * len(choices), Usage())
 
 
 def _few_words(prompt: str) -> str:

@@ -78,6 +78,25 @@ def test_all_share_the_longest_common_beginning(
         assert encoded.run(index) == (text + choice, whole[index][len(before) :])
 
 
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(text=texts, shared=texts, offered=choices)
+def test_what_all_choices_begin_with_may_stand_in_the_text_or_in_the_choices(
+    name: str, text: str, shared: str, offered: list[str]
+) -> None:
+    """Such as a space at the end of the prompt, or at the front of each choice."""
+    tokenizer = TOKENIZERS[name]
+    one = encode_choices(tokenizer, [5], text + shared, offered, continues=True)
+    other = encode_choices(tokenizer, [5], text, [shared + choice for choice in offered], continues=True)
+    assert (one.prefix, one.ends) == (other.prefix, other.ends)
+
+
+def test_a_space_at_the_end_of_the_text_is_scored_with_the_choices() -> None:
+    """It is no token of its own there: the choices' ids part with it."""
+    encoded = encode_choices(SMALL, [5], "the ", ["answer", "question"], continues=True)
+    assert encoded.prefix == [5, *SMALL.encode("the", continues=True)]
+    assert [SMALL.decode(end, continues=True) for end in encoded.ends] == [" answer", " question"]
+
+
 class CountingTokenizer(Tokenizer):
     """Counts the characters that it encodes."""
 

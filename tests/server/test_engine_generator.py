@@ -109,7 +109,6 @@ class Conversations:
         prefix = encoded[0][:start]
         num_cached = self.cached(context, prefix)
         end = await self.generator.score(context, CHOICES, "token_length_normalized")
-        assert end.logprobs == pytest.approx(logprobs)
         assert end.scores == pytest.approx(scores)
         assert end.index == max(range(len(CHOICES)), key=scores.__getitem__)
         self.generator.fill(context, "swer")  # is not encoded together with what was chosen

@@ -5,10 +5,10 @@ from __future__ import annotations
 import anyio
 import anyio.lowlevel
 import pytest
-from fake_engine import TEMPLATE, TOKENIZER, StepGate
+from fake_engine import TEMPLATE, TOKENIZER, FakeEngine, StepGate
 from hypothesis import given
 from hypothesis import strategies as st
-from plain_engine import fake_logprob, plain_engine
+from plain_engine import fake_logprob, plain_engine, runner
 from process_engine import Hold, kill, process_engine
 
 import agentflow as af
@@ -145,10 +145,21 @@ async def test_every_method_scores_what_is_appended(method, text, choices, with_
         if method == "unconditional_likelihood_normalized":
             unconditional = await one_by_one(client, [client.info.end_token_ids[0]], encoded.ends)
         assert list(end.scores) == scores_of(method, encoded.ends, given, unconditional)
-        assert list(end.logprobs) == [sum(values) for values in given]
         assert end.scores[end.index] == max(end.scores)
         assert context.tokens.ids() == encoded.prefix + encoded.ends[end.index]
         assert end.usage.prompt_tokens == len(encoded.prefix)  # once, whatever the method and the choices
+
+
+@pytest.mark.parametrize("method", METHODS)
+@given(text=words, choices=st.lists(words, min_size=1, max_size=8, unique=True))
+async def test_the_selected_choice_is_the_one_with_the_best_score(method, text, choices):
+    """As a program sees it, whatever the method compares: choices of different lengths in tokens, too."""
+    async with af.session(backend=FakeEngine(runner=runner())) as flow, flow.state() as s:
+        s += text + af.select("x", choices, method=method)
+        chosen = await s["x"]
+        scores = s["x"].choices
+    assert list(scores) == choices
+    assert max(scores, key=scores.__getitem__) == chosen
 
 
 async def test_the_pass_after_nothing_is_not_what_the_state_needs_next():
@@ -175,4 +186,4 @@ async def test_a_select_over_a_thousand_choices_after_a_long_text():
         assert stats.computed_tokens == prefix + len(nodes)
         assert stats.steps <= 1 + stats.computed_tokens // 2048
         values = [fake_logprob(whole[7][:n], whole[7][n]) for n in range(prefix, len(whole[7]))]
-        assert end.logprobs[7] == pytest.approx(sum(values))
+        assert end.scores[7] == pytest.approx(sum(values) / len(values))
