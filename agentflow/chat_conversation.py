@@ -65,8 +65,8 @@ class Conversation:
         """Begins anew."""
         if self._run is not None:
             self._run.close()
-        self._run = self._flow.state()
-        self._state = self._run.root
+        self._state: State = self._flow.state()
+        self._run = self._state.run
         self._system_text = system_text
         if system_text is not None:
             self._state.add(system(system_text))

@@ -7,7 +7,7 @@ An expression is inert: the state turns it into ops when it is appended.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, get_args
+from typing import Generic, TypeAlias, TypeVar, get_args
 
 from agentflow.conversation import Conversation
 from agentflow.errors import BadArgument
@@ -15,15 +15,12 @@ from agentflow.ops import Role, SelectMethod, check_choices
 from agentflow.sampling import SamplingParams
 from agentflow.value_type import ValueType
 
-if TYPE_CHECKING:
-    from agentflow.reference import Reference
-
 ItemT = TypeVar("ItemT")
 ValueT = TypeVar("ValueT")
 
 
 class Expression:
-    """Base of what ``gen``, ``select`` and the roles return. ``+`` puts expressions in a row."""
+    """Base of variables and of what ``gen``, ``select`` and the roles return. ``+`` puts them in a row."""
 
     __slots__ = ()
 
@@ -42,6 +39,8 @@ class Sequence_(Expression):
     def __init__(self, parts: tuple[Appendable, ...]) -> None:
         flat: list[Appendable] = []
         for part in parts:
+            if not isinstance(part, str | Expression):
+                raise not_appendable(part)
             flat += part.parts if isinstance(part, Sequence_) else (part,)
         self.parts: tuple[Appendable, ...] = tuple(flat)
 
@@ -99,7 +98,7 @@ class ConversationExpression(Expression):
         self.conversation = conversation
 
 
-Appendable: TypeAlias = "str | Expression | Reference[Any]"
+Appendable: TypeAlias = str | Expression
 
 
 def select(
@@ -164,6 +163,14 @@ def tool(*parts: Appendable) -> RoleExpression:
     >>> s += af.tool(json.dumps({"temperature": 12}))
     """
     return RoleExpression("tool", parts)
+
+
+def not_appendable(item: object) -> BadArgument:
+    """The error for what is no ``Appendable``."""
+    return BadArgument(
+        f"cannot append {type(item).__name__} {item!r}: "
+        "append a string, a variable, gen, select, image, a role or a conversation"
+    )
 
 
 def check_name(name: str, what: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from agentflow.errors import BadArgument
 
@@ -33,6 +33,12 @@ class Branches(list["State"]):
     def __init__(self, parent: State, states: list[State]) -> None:
         super().__init__(states)
         self.parent = parent
+
+    def __iadd__(self, item: object) -> NoReturn:  # type: ignore[misc]
+        raise BadArgument(
+            "the branches of a fork are a list of states: append to each of them, as in "
+            "`for branch in branches: branch += …`"
+        )
 
     async def __aenter__(self) -> Branches:
         self.parent.couple(list(self))

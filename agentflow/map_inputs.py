@@ -5,11 +5,22 @@ from __future__ import annotations
 import inspect
 import reprlib
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sized
-from typing import Any, Final
+from typing import Any, Final, TypeAlias, TypedDict, TypeVar
 
 from agentflow.errors import BadArgument
 
-Inputs = Iterable[Any] | AsyncIterable[Any]
+ItemT = TypeVar("ItemT")
+
+ManyOf: TypeAlias = Iterable[ItemT] | AsyncIterable[ItemT]
+Inputs: TypeAlias = ManyOf[Any]
+
+
+class MapOptions(TypedDict, total=False):
+    """What ``map`` takes besides; see there."""
+
+    concurrency: int
+    progress: bool
+
 
 END: Final = object()
 MAX_REPR = 120

@@ -69,8 +69,7 @@ class CalledProgram:
 
     async def ask(self, call: ModelCall) -> AsyncGenerator[Said | Ended, None]:
         """What the model says, as it comes. Closing this cancels the call. Raises why it failed."""
-        run = self.session.state(cache_salt=call.cache_salt, objective=self._objective, program=self._name)
-        root = run.root
+        root = self.session.state(cache_salt=call.cache_salt, objective=self._objective, program=self._name)
         is_whole = False
         try:
             async for event in _events(root, call):

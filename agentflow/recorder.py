@@ -18,6 +18,7 @@ from agentflow.expression import (
     RoleExpression,
     SelectExpression,
     Sequence_,
+    not_appendable,
 )
 from agentflow.reference import Reference
 from agentflow.transcript import Entry, ToolCalls, TurnBegins, TurnEnds
@@ -77,10 +78,7 @@ class Recorder:
                 self.entries.append(item)
                 self._put(ops.Image(state_id, item.source))
             case _:
-                raise BadArgument(
-                    f"cannot append {type(item).__name__} {item!r}: "
-                    "append a string, a variable, gen, select, image, a role or a conversation"
-                )
+                raise not_appendable(item)
 
     def _converse(self, conversation: Conversation) -> None:
         """Turns as they stand, and the assistant's, which stays open."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from agentflow.errors import BadArgument
-from agentflow.expression import Appendable, Sequence_
+from agentflow.expression import Expression
 from agentflow.transform import Transform, TransformName, apply_in_turn, check_transforms
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ ValueT = TypeVar("ValueT")
 ValueT_co = TypeVar("ValueT_co", covariant=True)
 
 
-class Reference(Generic[ValueT_co]):
+class Reference(Expression, Generic[ValueT_co]):
     """``source`` is the variable behind it; ``transforms`` are applied to its text on the way."""
 
     source: Variable[Any]
@@ -114,12 +114,6 @@ class Reference(Generic[ValueT_co]):
                 "use a plain {…}, or await it and format its value"
             )
         return self.source.state.session.markers.mark(self)
-
-    def __add__(self, other: Appendable) -> Sequence_:
-        return Sequence_((self, other))
-
-    def __radd__(self, other: Appendable) -> Sequence_:
-        return Sequence_((other, self))
 
     def __str__(self) -> str:
         raise BadArgument(

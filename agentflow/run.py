@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from agentflow import ops
 from agentflow.errors import AgentflowError, Cancelled
@@ -36,6 +36,7 @@ class Run:
         root_id: int | None = None,
         objective: ops.Objective | None = None,
         program: str = "",
+        root_type: type[State] = State,
     ) -> None:
         self.session = session
         self.index = session.next_run_index() if index is None else index
@@ -50,7 +51,7 @@ class Run:
         if root_id is None:  # otherwise it is opened by a graph
             root_id = session.next_id()
             session.send([ops.Open(root_id, cache_salt, objective, program)])
-        self.root = self.adopt(State(self, root_id, ()))
+        self.root = self.adopt(root_type(self, root_id, ()))
 
     async def execute(
         self, program: Callable[..., Awaitable[ResultT]], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -158,15 +159,24 @@ class Run:
             state.close()
         self.wake_streams()
 
-    async def __aenter__(self) -> State:
-        return self.root
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether some of its variables are not done."""
+        return bool(self._variables)
+
+
+class RootState(State):
+    """What ``flow.state()`` gives: a state without a program, which leaving its ``async with`` ends."""
+
+    async def __aenter__(self) -> Self:
+        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None or self._variables:
-            self.root.cancel()
-        self.close()
+        if error is not None or self._run.is_unfinished:
+            self.cancel()
+        self._run.close()
 
 
 class _StateStream(EventStream):

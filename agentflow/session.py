@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, TypeVarTuple, Unpack, overload
 
 import anyio
 from anyio.abc import TaskGroup
@@ -20,17 +20,18 @@ from agentflow.events import Delta, ErrorInfo, Event, Reached, StateFailed, Stat
 from agentflow.generator import Capabilities, Stats
 from agentflow.graph import Graph
 from agentflow.graph_submission import submit
-from agentflow.map_inputs import Inputs
+from agentflow.map_inputs import Inputs, ItemT, ManyOf, MapOptions
 from agentflow.map_work import OnError
 from agentflow.marker import Markers
 from agentflow.program import ProgramStream
 from agentflow.program_map import DEFAULT_CONCURRENCY, ProgramMap
-from agentflow.run import Run
+from agentflow.run import RootState, Run
 from agentflow.state import State
 from agentflow.task_group import open_task_group
 from agentflow.variable import Variable
 
 P = ParamSpec("P")
+ArgTs = TypeVarTuple("ArgTs")
 ResultT = TypeVar("ResultT")
 
 
@@ -120,25 +121,57 @@ class Session:
     @overload
     def map(
         self,
-        program: Callable[Concatenate[State, ...], Awaitable[ResultT]],
-        inputs: Inputs,
+        program: Callable[[State, ItemT], Awaitable[ResultT]],
+        inputs: ManyOf[ItemT],
         *,
-        concurrency: int = ...,
-        progress: bool = ...,
         on_error: Literal["raise"] = ...,
+        **options: Unpack[MapOptions],
     ) -> ProgramMap[ResultT]: ...
-
+    @overload
+    def map(
+        self,
+        program: Callable[[State, ItemT], Awaitable[ResultT]],
+        inputs: ManyOf[ItemT],
+        *,
+        on_error: Literal["return"],
+        **options: Unpack[MapOptions],
+    ) -> ProgramMap[ResultT | Exception]: ...
+    @overload
+    def map(
+        self,
+        program: Callable[[State, *ArgTs], Awaitable[ResultT]],
+        inputs: ManyOf[tuple[*ArgTs]],
+        *,
+        on_error: Literal["raise"] = ...,
+        **options: Unpack[MapOptions],
+    ) -> ProgramMap[ResultT]: ...
+    @overload
+    def map(
+        self,
+        program: Callable[[State, *ArgTs], Awaitable[ResultT]],
+        inputs: ManyOf[tuple[*ArgTs]],
+        *,
+        on_error: Literal["return"],
+        **options: Unpack[MapOptions],
+    ) -> ProgramMap[ResultT | Exception]: ...
     @overload
     def map(
         self,
         program: Callable[Concatenate[State, ...], Awaitable[ResultT]],
-        inputs: Inputs,
+        inputs: ManyOf[dict[str, Any]],
         *,
-        concurrency: int = ...,
-        progress: bool = ...,
+        on_error: Literal["raise"] = ...,
+        **options: Unpack[MapOptions],
+    ) -> ProgramMap[ResultT]: ...
+    @overload
+    def map(
+        self,
+        program: Callable[Concatenate[State, ...], Awaitable[ResultT]],
+        inputs: ManyOf[dict[str, Any]],
+        *,
         on_error: Literal["return"],
+        **options: Unpack[MapOptions],
     ) -> ProgramMap[ResultT | Exception]: ...
-
     def map(
         self,
         program: Callable[Concatenate[State, ...], Awaitable[Any]],
@@ -153,9 +186,9 @@ class Session:
         ``ProgramMap``: enter it where you may stop early).
 
         ``inputs``: any iterable or async iterable, also one without end. Each input is the program's
-        one argument after the state; a tuple is its positional arguments, a dict its keyword
-        arguments. To pass a tuple or a dict itself, wrap it: ``((item,) for item in items)``. A
-        generator is closed when the map ends.
+        one argument after the state; a tuple is its positional arguments, a dict its keyword arguments
+        (which type checkers do not compare with the program's). To pass a tuple or a dict itself, wrap
+        it: ``((item,) for item in items)``. A generator is closed when the map ends.
         ``on_error``: with ``"raise"``, the first failure that happens cancels the rest and is raised,
         with a note that names the input; with ``"return"``, failures stand among the results, and
         only what ends the session or comes from ``inputs`` itself is raised. ``progress``: a bar on
@@ -186,18 +219,25 @@ class Session:
 
     def state(
         self, *, cache_salt: str = "", objective: ops.Objective | None = None, program: str = ""
-    ) -> Run:
-        """A state without a program: ``async with flow.state() as s``. What still runs at the end
-        of the block is cancelled. States share cached KV only under an equal ``cache_salt``. ``objective``:
-        as in ``s.hint``. States that name the same ``program`` are siblings to the scheduler, which finishes
-        one program's before it begins another's: for what is one program, and has a state for each call.
+    ) -> RootState:
+        """A state without a program. ``async with flow.state() as s`` ends it with the block, and what still
+        runs then is cancelled; without ``async with`` it ends with the session. States share cached KV only
+        under an equal ``cache_salt``. ``objective``: as in ``s.hint``. States that name the same ``program``
+        are siblings to the scheduler, which finishes one program's before it begins another's: for what is
+        one program, and has a state for each call.
 
         >>> async with flow.state() as s:
         ...     s += af.user("What do plants do?") + af.assistant(af.gen("answer"))
         ...     print(await s["answer"])
         Plants turn light into sugar.
+        >>> s = flow.state()
+        >>> s += af.user("What do plants do?") + af.assistant(af.gen("answer"))
+        >>> print(await s["answer"])
+        Plants turn light into sugar.
         """
-        return Run(self, cache_salt=cache_salt, objective=objective, program=program)
+        run = Run(self, cache_salt=cache_salt, objective=objective, program=program, root_type=RootState)
+        assert isinstance(run.root, RootState)
+        return run.root
 
     def limit(self, *, deadline_s: float | None = None, output_tokens: int | None = None) -> None:
         """From now on all states of this session may take so many seconds, and generate so many tokens
@@ -248,7 +288,8 @@ class Session:
         if self._failure is not None:
             raise ErrorInfo.of(self._failure).to_exception()
         if self._connection is None:
-            raise StateClosed("the session has ended: do this inside its `async with` block")
+            what = "is not open yet" if self._tasks is None else "has ended"
+            raise StateClosed(f"the session {what}: do this inside its `async with` block")
 
     # What follows is for states, runs and streams.
 
@@ -292,6 +333,9 @@ class Session:
     def is_tracing(self) -> bool:
         """Whether nothing runs here: awaits end at once. For traces."""
         return False
+
+    def needs_values(self, what: str) -> None:
+        """``what`` can be done where there are values: in a trace it raises ``DataDependent``. For states."""
 
     def awaited(self, variable: Variable[Any]) -> Any:
         """What stands for the value of ``variable`` where no value will come. For traces."""

@@ -114,6 +114,7 @@ class State(Appending):
             raise BadArgument(f"map: give a function (not an async one) of the value, not {function!r}")
         if not self.session.is_open(self):
             raise StateClosed(f"the state of {reference.shown_name} has ended: map it before its run ends")
+        self.session.needs_values(f"{reference.shown_name} is mapped by a Python function")
         variable = self.argument(f"{reference.source.name}.map")
         self._run.touch(variable)
         self.session.start_soon(self._provide, variable, reference, function)
@@ -206,6 +207,7 @@ class State(Appending):
             await self._backlog.change()
 
     def __aiter__(self) -> EventStream:
+        self.session.needs_values("the events of a state are read")
         return self._run.watch_state(self)
 
     def new_variable(self, name: str, value_type: ValueType, *, is_shown: bool) -> Variable[Any]:

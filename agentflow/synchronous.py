@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, Concatenate, Literal, TypeVar, overload
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, TypeVarTuple, Unpack, overload
 
 import anyio
 
 from agentflow.errors import ProgramError
-from agentflow.map_inputs import Inputs
+from agentflow.map_inputs import Inputs, ItemT, ManyOf, MapOptions
 from agentflow.map_work import OnError
 from agentflow.open_session import session as open_session
 from agentflow.program_map import DEFAULT_CONCURRENCY
 from agentflow.session import Session
 from agentflow.state import State
 
+P = ParamSpec("P")
+ArgTs = TypeVarTuple("ArgTs")
 ResultT = TypeVar("ResultT")
 
 
+@overload
 def run(
+    program: Callable[Concatenate[State, ...], Awaitable[ResultT]],
+    *args: Any,
+    session: Session | None,
+    **kwargs: Any,
+) -> ResultT: ...
+@overload
+def run(
+    program: Callable[Concatenate[State, P], Awaitable[ResultT]], *args: P.args, **kwargs: P.kwargs
+) -> ResultT: ...
+def run(  # type: ignore[misc]  # a program's argument that is called session cannot be given
     program: Callable[Concatenate[State, ...], Awaitable[ResultT]],
     *args: Any,
     session: Session | None = None,
@@ -27,7 +40,8 @@ def run(
     """Runs a program and gives what it returns, as ``await flow.run(...)`` does in a session. For
     scripts: it opens ``session`` (default: ``af.session()``), runs, and closes it again.
 
-    All keyword arguments but ``session`` are the program's. ``ProgramError`` inside a running event
+    All keyword arguments but ``session`` are the program's. Type checkers compare the arguments with the
+    program's, unless ``session`` stands among them. ``ProgramError`` inside a running event
     loop (a notebook has one): await ``flow.run`` there. Ctrl-C cancels the program and raises
     ``KeyboardInterrupt``.
 
@@ -42,30 +56,60 @@ def run(
     return _wait_for(main, "run")
 
 
+class SessionMapOptions(MapOptions, total=False):
+    """And what ``af.map`` takes."""
+
+    session: Session | None
+
+
 @overload
 def map(
-    program: Callable[Concatenate[State, ...], Awaitable[ResultT]],
-    inputs: Inputs,
+    program: Callable[[State, ItemT], Awaitable[ResultT]],
+    inputs: ManyOf[ItemT],
     *,
-    concurrency: int = ...,
-    progress: bool = ...,
     on_error: Literal["raise"] = ...,
-    session: Session | None = ...,
+    **options: Unpack[SessionMapOptions],
 ) -> list[ResultT]: ...
-
-
+@overload
+def map(
+    program: Callable[[State, ItemT], Awaitable[ResultT]],
+    inputs: ManyOf[ItemT],
+    *,
+    on_error: Literal["return"],
+    **options: Unpack[SessionMapOptions],
+) -> list[ResultT | Exception]: ...
+@overload
+def map(
+    program: Callable[[State, *ArgTs], Awaitable[ResultT]],
+    inputs: ManyOf[tuple[*ArgTs]],
+    *,
+    on_error: Literal["raise"] = ...,
+    **options: Unpack[SessionMapOptions],
+) -> list[ResultT]: ...
+@overload
+def map(
+    program: Callable[[State, *ArgTs], Awaitable[ResultT]],
+    inputs: ManyOf[tuple[*ArgTs]],
+    *,
+    on_error: Literal["return"],
+    **options: Unpack[SessionMapOptions],
+) -> list[ResultT | Exception]: ...
 @overload
 def map(
     program: Callable[Concatenate[State, ...], Awaitable[ResultT]],
-    inputs: Inputs,
+    inputs: ManyOf[dict[str, Any]],
     *,
-    concurrency: int = ...,
-    progress: bool = ...,
+    on_error: Literal["raise"] = ...,
+    **options: Unpack[SessionMapOptions],
+) -> list[ResultT]: ...
+@overload
+def map(
+    program: Callable[Concatenate[State, ...], Awaitable[ResultT]],
+    inputs: ManyOf[dict[str, Any]],
+    *,
     on_error: Literal["return"],
-    session: Session | None = ...,
+    **options: Unpack[SessionMapOptions],
 ) -> list[ResultT | Exception]: ...
-
-
 def map(
     program: Callable[Concatenate[State, ...], Awaitable[Any]],
     inputs: Inputs,

@@ -19,7 +19,7 @@ from agentflow.constraint import CONSTRAINT_KINDS
 from agentflow.errors import BadArgument, DataDependent
 from agentflow.generator import Capabilities
 from agentflow.graph import Graph, Output
-from agentflow.program_line import calling_line
+from agentflow.program_line import ProgramLine, calling_line
 from agentflow.reference import Reference
 from agentflow.run import Run
 from agentflow.session import Session
@@ -52,10 +52,8 @@ class StandIn(Reference[str]):
         raise BadArgument(f"{self.shown_name} is a value already: it cannot be awaited")
 
     def _refuse(self, what: str) -> NoReturn:
-        line = calling_line()
-        raise DataDependent(
-            f"{line or 'the program'}: {self.shown_name} is {what}, and what the program does next would "
-            "follow from it: a trace has no values. Use flow.run, or give the value to trace(...)"
+        raise _data_dependent(
+            f"{self.shown_name} is {what}, and what the program does next would follow from it"
         )
 
     def __str__(self) -> str:
@@ -81,6 +79,11 @@ class StandIn(Reference[str]):
         self._refuse(f"asked for its {name!r}")
 
 
+def _data_dependent(what: str) -> DataDependent:
+    advice = "a trace has no values. Use flow.run, or give the value to trace(...)"
+    return DataDependent(f"{calling_line() or 'the program'}: {what}: {advice}")
+
+
 class _Collector:
     """A connection that keeps what is sent, and answers nothing."""
 
@@ -88,9 +91,12 @@ class _Collector:
 
     def __init__(self) -> None:
         self.ops: list[ops.Op] = []
+        self.cancelled_at: ProgramLine | None = None
 
     def send(self, sent: Sequence[ops.Op]) -> None:
         self.ops += sent
+        if self.cancelled_at is None and any(isinstance(op, ops.Cancel) for op in sent):
+            self.cancelled_at = calling_line()
 
     def end(self, error: BaseException | None) -> None:
         pass
@@ -118,6 +124,9 @@ class TraceSession(Session):
     def is_tracing(self) -> bool:
         return True
 
+    def needs_values(self, what: str) -> NoReturn:
+        raise _data_dependent(what)
+
     def awaited(self, variable: Variable[Any]) -> StandIn:
         """What an await of ``variable`` gives."""
         return StandIn(variable)
@@ -130,9 +139,10 @@ def trace(function: Callable[..., Awaitable[Any]], args: tuple[Any, ...], kwargs
     arguments, bound = _abstract(function, run.root, args, kwargs)
     result = _driven(function(*bound.args, **bound.kwargs), function.__name__)
     recorded = [op for op in session.collected.ops if not isinstance(op, _LEFT_OUT)]
-    unfit = next((op for op in recorded if isinstance(op, ops.Provide | ops.Cancel)), None)
-    if unfit is not None:
-        raise DataDependent(f"{function.__name__}: a graph cannot {type(unfit).__name__.lower()}")
+    if session.collected.cancelled_at is not None:
+        raise DataDependent(
+            f"{session.collected.cancelled_at}: a state is cancelled, which a graph cannot do"
+        )
     variables = {variable.id: variable for state in run.states for variable in state.variables}
     return Graph(
         name=function.__name__,

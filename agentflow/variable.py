@@ -307,6 +307,7 @@ class Variable(Reference[ValueT_co]):
     async def change(self) -> None:
         """Waits until there is news. For its readers."""
         self._state.session.check_alive()
+        self._state.session.needs_values(f"the text of {self.name!r} is read")
         if self._changed is None:
             self._changed = anyio.Event()
         await self._changed.wait()
@@ -342,5 +343,6 @@ class Variable(Reference[ValueT_co]):
     def _end(self) -> Value:
         self.raise_failure()
         if self._value is None:
+            self._state.session.needs_values(f"how {self.name!r} ended is asked")
             raise BadArgument(f"{self.name!r} is not complete yet: await it first")
         return self._value

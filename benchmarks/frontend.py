@@ -85,13 +85,15 @@ async def conversation(s: af.State, turns: int) -> None:
 async def chain(s: af.State, subject: str) -> str:
     """Ten gens, each of which needs the one before; nothing is awaited in between."""
     s += af.user(f"Tell me of {subject}.")
-    s += af.assistant(af.gen("step0", max_tokens=4))
+    step = af.gen("step0", max_tokens=4)
+    s += af.assistant(step)
     for number in range(1, CHAIN):
         branch = s.copy()
-        branch += af.user(f"And what of {s[f'step{number - 1}'].strip()}?")
-        branch += af.assistant(af.gen(f"step{number}", max_tokens=4))
+        branch += af.user(f"And what of {s[step].strip()}?")
+        step = af.gen(f"step{number}", max_tokens=4)
+        branch += af.assistant(step)
         s = branch
-    return await s[f"step{CHAIN - 1}"]
+    return await s[step]
 
 
 async def cpu_us(work: Callable[[], Awaitable[Any]]) -> float:

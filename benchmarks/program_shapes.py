@@ -38,8 +38,9 @@ async def few_shot(s: af.State, number: int, is_parallel: bool) -> str:
     """One of six tasks, its examples, and a question of one's own."""
     task = number * 7 % 6
     s += f"{words(400, f'examples {task}')}\nQuestion: {words(24, f'question {number}')}\nAnswer:"
-    s += af.gen("answer", max_tokens=8, ignore_eos=True)
-    return await s["answer"]
+    answer = af.gen("answer", max_tokens=8, ignore_eos=True)
+    s += answer
+    return await s[answer]
 
 
 @af.program
@@ -78,8 +79,9 @@ async def chat(s: af.State, number: int, is_parallel: bool) -> None:
 async def unshared(s: af.State, number: int, is_parallel: bool) -> str:
     """Nothing that anybody else has."""
     s += f"{number} {words(300, f'unshared {number}')}"
-    s += af.gen("answer", max_tokens=16, ignore_eos=True)
-    return await s["answer"]
+    answer = af.gen("answer", max_tokens=16, ignore_eos=True)
+    s += answer
+    return await s[answer]
 
 
 SHAPES = [

@@ -49,8 +49,9 @@ async def map_reduce(s: af.State, parts: list[str]) -> str:
             branch += af.assistant(af.gen("summary", max_tokens=40, stop="\n"))
     notes = [f"{note}\n\n" for note in branches.variables("summary")]
     s += af.user("These are the parts of one story:\n\n", *notes, "Sum up the whole story.")
-    s += af.assistant(af.gen("summary", max_tokens=40, stop="\n"))
-    return await s["summary"]
+    summary = af.gen("summary", max_tokens=40, stop="\n")
+    s += af.assistant(summary)
+    return await s[summary]
 
 
 @af.program
@@ -58,15 +59,16 @@ async def chain(s: af.State, parts: list[str]) -> str:
     """Reads part by part, each in a fork of its own: no prompt holds more than one part."""
     s += af.system(TASK)
     so_far = "(nothing yet)"
+    summary = af.gen("summary", max_tokens=40, stop="\n")
     step = s
     for part in parts:
         step = s.copy()
         step += af.user(
             f"What happened so far: {so_far}\n\n{part}\n\nSum up what happened so far and this text."
         )
-        step += af.assistant(af.gen("summary", max_tokens=40, stop="\n"))
-        so_far = f"{step['summary']}"
-    return await step["summary"]
+        step += af.assistant(summary)
+        so_far = f"{step[summary]}"
+    return await step[summary]
 
 
 async def main(flow: af.Session, console: Console, text: str) -> None:

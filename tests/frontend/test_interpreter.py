@@ -219,7 +219,7 @@ async def test_the_frontend_says_the_same(program):
                     for _ in range(num_turns):
                         await anyio.lowlevel.checkpoint()
                 case ops.Open(state):
-                    states[state] = flow.state().root
+                    states[state] = flow.state()
                 case ops.Text(state, (str() as text,)):
                     states[state] += text
                 case ops.Text(state, (before, ops.Ref() as ref, after)):

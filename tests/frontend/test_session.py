@@ -76,7 +76,7 @@ async def test_nothing_outlives_the_session():
     async with af.session(backend=backend) as flow:
         flow.start_soon(background)
         flow.stream(ask, "a")
-        s = flow.state().root
+        s = flow.state()
         for branch in (s, *s.fork(3)):
             branch += af.gen("x")
         await settle()
@@ -95,7 +95,7 @@ async def test_whoever_still_waits_outside_hears_of_the_end():
         heard.append(wait.__name__)
 
     async with anyio.create_task_group() as group, af.session(backend=backend) as flow:
-        s, t = flow.state().root, flow.state().root
+        s, t = flow.state(), flow.state()
         s += af.gen("x")
         t += s["x"]
         backend.generator.stats = anyio.sleep_forever
@@ -144,7 +144,7 @@ async def test_an_error_of_the_block_leaves_as_itself(error):
     async def block() -> None:
         async with af.session(backend=backend) as flow:
             flow.start_soon(anyio.sleep_forever)
-            s = flow.state().root
+            s = flow.state()
             s += af.gen("x")
             await settle()
             raise error

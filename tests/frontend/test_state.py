@@ -5,7 +5,7 @@ import pytest
 from fake_engine import FakeEngine
 from hypothesis import given
 from hypothesis import strategies as st
-from observed_backends import Dribbling, Noted, Spoken, settle
+from observed_backends import Dribbling, Noted, Spoken, assert_left_nothing, settle
 
 import agentflow as af
 from agentflow import ops
@@ -68,9 +68,9 @@ async def test_a_turn_cannot_stand_inside_a_turn(noted, inner):
 )
 async def test_what_cannot_be_appended_is_refused(noted, item):
     async with af.session(backend=noted) as flow, flow.state() as s:
-        for wrong in (item, af.user("a", item), "a" + (af.gen("x") + item)):
+        for wrong in (lambda: item, lambda: af.user("a", item), lambda: "a" + (af.gen("x") + item)):
             with pytest.raises(af.BadArgument, match=f"cannot append {type(item).__name__}"):
-                s.add(wrong)
+                s.add(wrong())
         with pytest.raises(af.BadArgument, match="append a string, a variable"):
             s.add(s)
         assert noted.ops == [ops.Open(s.id)]
@@ -374,3 +374,84 @@ async def test_the_seed_of_a_gen_follows_from_the_session_and_its_place():
     assert await seeds_of(1, names=("other", "names")) == first
     assert set(first).isdisjoint(await seeds_of(2))
     assert set(await seeds_of(None)).isdisjoint(await seeds_of(None))
+
+
+# States without a program
+
+
+async def test_a_state_is_used_without_a_block(noted):
+    async with af.session(backend=noted) as flow:
+        s = flow.state(cache_salt="salt")
+        s += "q" + af.gen("x")
+        assert await s["x"] == "1 chars"
+        branch = s.copy()
+        branch += af.gen("y")
+        assert await branch["y"] == "8 chars"
+        assert (s.path, branch.path) == ((), (0,))
+        with pytest.raises(TypeError):
+            async with branch:  # only what was opened can be closed
+                pass
+        async with s:
+            s += "more" + af.gen("z")
+        with pytest.raises(af.Cancelled):
+            await s["z"]
+        for closed in (s, branch):
+            with pytest.raises(af.StateClosed, match="was cancelled"):
+                closed.add("x")
+    assert noted.of(ops.Open) == [ops.Open(s.id, "salt")]
+    assert {op.state for op in noted.of(ops.Close)} == {s.id, branch.id}
+
+
+async def test_a_state_without_a_block_ends_with_the_session():
+    backend = Spoken({"": "never"})
+    async with af.session(backend=backend) as flow:
+        s = flow.state()
+        s += af.gen("x")
+        await settle()
+        assert backend.generator.num_running == 1
+    with pytest.raises(af.Cancelled, match="the session has ended"):
+        await s["x"]
+    with pytest.raises(af.StateClosed, match="the session has ended"):
+        s += "more"
+    assert_left_nothing(backend)
+
+
+async def test_a_program_runs_on_such_a_state(noted):
+    @af.program
+    async def ask(s: af.State, question: str) -> str:
+        s += question + af.gen("x")
+        return await s["x"]
+
+    async with af.session(backend=noted) as flow:
+        assert await ask(flow.state(), "four") == "4 chars"
+
+
+async def test_a_session_that_is_not_open_says_so():
+    flow = af.session(backend=af.Scripted(answer))
+    with pytest.raises(af.StateClosed, match="the session is not open yet"):
+        flow.state()
+    async with flow:
+        pass
+    with pytest.raises(af.StateClosed, match="the session has ended"):
+        flow.state()
+
+
+@pytest.mark.parametrize("wrong", [3, None, ["a"], b"a", af.gen, object()], ids=repr)
+async def test_what_cannot_be_in_a_sum_is_refused_at_once(wrong):
+    async with af.session(backend=af.Scripted(answer)) as flow, flow.state() as s:
+        s += af.gen("x")
+        for left, right in ((af.gen("y"), wrong), (wrong, af.gen("y")), (s["x"], wrong), (wrong, s["x"])):
+            with pytest.raises(af.BadArgument, match=r"cannot append \w+ .*: append a string"):
+                left + right
+        for other in (flow, s):
+            with pytest.raises(af.BadArgument, match=r"cannot append \w+ .*: append a string"):
+                other + af.gen("y")
+
+
+async def test_nothing_is_appended_to_a_list_of_branches(noted):
+    async with af.session(backend=noted) as flow, flow.state() as s:
+        branches = s.fork(2)
+        for item in ("text", af.gen("x"), s.fork(1)):
+            with pytest.raises(af.BadArgument, match="append to each of them"):
+                branches += item
+        assert len(branches) == 2

@@ -231,6 +231,67 @@ async def test_looking_at_a_value_is_refused_with_the_line(look, of):
         looks.trace()
 
 
+async def _map(s: af.State) -> object:
+    return await s["x"].map(str.upper)
+
+
+async def _mapped_and_wired(s: af.State) -> object:
+    return s.add(s["x"].strip()).add(s.set("y", s["x"]).map(str.upper))
+
+
+async def _iterate(s: af.State) -> object:
+    return await anext(aiter(s["x"]))
+
+
+async def _partials(s: af.State) -> object:
+    return await anext(s["x"].partials())
+
+
+async def _events(s: af.State) -> object:
+    return await anext(aiter(s))
+
+
+async def _messages(s: af.State) -> object:
+    return await s.add(af.user(s["x"])).messages()
+
+
+async def _usage(s: af.State) -> object:
+    return s["x"].usage
+
+
+async def _cancel(s: af.State) -> object:
+    return s.cancel()
+
+
+USES = [_map, _mapped_and_wired, _iterate, _partials, _events, _messages, _usage, _cancel]
+
+
+@pytest.mark.parametrize("use", USES)
+async def test_what_needs_a_value_is_refused_with_the_line(use):
+    @af.program
+    async def uses(s: af.State) -> object:
+        s += "q" + af.gen("x")
+        return await use(s)
+
+    line = use.__code__.co_firstlineno + 1
+    with pytest.raises(af.DataDependent, match=rf"test_trace\.py:{line}, in {use.__name__}"):
+        uses.trace()
+
+
+async def test_the_line_is_named_from_within_a_fork_too():
+    @af.program
+    async def uses(s: af.State) -> None:
+        s += "q"
+        async with s.fork(2) as branches:
+            for branch in branches:
+                branch += af.gen("x")
+                branch += branch["x"].map(str.upper)
+
+    line = uses.function.__code__.co_firstlineno + 6
+    with pytest.raises(af.DataDependent, match=rf"test_trace\.py:{line}, in uses: variable 'x' is mapped"):
+        uses.trace()
+
+
 async def test_waiting_for_something_else_is_refused():
     @af.program
     async def waits(s: af.State) -> None:

@@ -198,14 +198,13 @@ async def test_a_chain_of_wired_gens():
     async with af.session(backend=noted) as flow:
         states = [flow.state() for _ in range(10)]
         previous: af.Variable | str = "go"
-        for run in states:
-            state = run.root
+        for state in states:
             state += previous + af.gen("x")
             previous = state["x"]
         assert await previous == "go.........."
         assert noted.of(ops.Await) == []
-        for run in states:
-            run.close()
+        for state in states:
+            state.run.close()
 
 
 async def test_a_value_that_was_wired_outlives_its_run():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any, TypedDict, assert_type
+from typing import Any, NamedTuple, TypedDict, assert_type
 
 from pydantic import BaseModel
 
@@ -54,7 +54,7 @@ async def right(s: af.State) -> Report:
     assert_type(aiter(s[number]), AsyncIterator[str])
     assert_type(aiter(s[is_so]), AsyncIterator[str])
     assert_type(aiter(s[tagged]), AsyncIterator[str])
-    assert_type(aiter(s["plain"]), AsyncIterator[str])
+    assert_type(aiter(s[plain]), AsyncIterator[str])
     async for partial in s[report]:
         print(partial["grade"])
     assert_type(await s[report], Report)
@@ -64,7 +64,8 @@ async def right(s: af.State) -> Report:
     assert_type(await s[is_so], bool)
     assert_type(await s[calls], list[af.ToolCall])
     assert_type(await s[plain], str)
-    assert_type(await s["plain"], str)
+    assert_type(s["plain"], af.Variable[Any])  # only the expression knows the type
+    assert_type(s[plain], af.Variable[str])
     assert_type(await s.text(), str)
     assert_type(await s.token_ids(), list[int])
     assert_type(await s[number].map(lambda n: str(n + 1)), str)
@@ -74,6 +75,77 @@ async def right(s: af.State) -> Report:
     async with s.user():
         s += "in a turn"
     return await s[report]
+
+
+async def replies(s: af.State) -> None:
+    answer = af.reply("answer")
+    s += af.conversation([af.Message("user", "?")], tools=[look_up]) + answer
+    assert_type(s[answer], af.Variable[af.Reply])
+    assert_type(aiter(s[answer]), AsyncIterator[str])
+    async for so_far in s[answer].partials():
+        assert_type(so_far, af.Reply)
+        assert_type(so_far.tool_calls, tuple[af.CalledTool, ...])
+    async for text in s[af.gen("text")].partials():
+        assert_type(text, str)
+    s += af.conversation(await s.messages())
+
+
+@af.program
+async def count(s: af.State, text: str, times: int = 1) -> float:
+    return len(text) * times
+
+
+async def plain_count(s: af.State, text: str, times: int) -> float:
+    return len(text) * times
+
+
+class Place(NamedTuple):
+    x: int
+    y: int
+
+
+async def at(s: af.State, place: Place) -> float:
+    return place.x
+
+
+async def arguments(flow: af.Session) -> None:
+    s = flow.state()
+    s += af.user("a state of its own")
+    assert_type(await count(s, "a", times=2), float)
+    async with flow.state() as t:
+        t += s["x"]
+    assert_type(await flow.run(count, "a", 2), float)
+    assert_type(af.run(count, "a", 2), float)
+    assert_type(af.run(plain_count, "a", times=2), float)
+    assert_type(af.run(count, "a", session=af.session()), float)
+    one_each = ["a", "b"]
+    two_each = [("a", 1), ("b", 2)]
+    assert_type(af.map(count, one_each), list[float])
+    assert_type(af.map(count, (text for text in one_each), concurrency=2, progress=True), list[float])
+    assert_type(af.map(plain_count, two_each, session=af.session()), list[float])
+    assert_type(af.map(plain_count, zip(one_each, [1, 2], strict=True)), list[float])
+    assert_type(af.map(at, [Place(1, 2)]), list[float])
+    assert_type(af.map(plain_count, [{"text": "a", "times": 1}]), list[float])
+    assert_type(af.map(count, one_each, on_error="return"), list[float | Exception])
+    assert_type(await flow.map(count, one_each), list[float])
+    assert_type(await flow.map(plain_count, two_each, on_error="return"), list[float | Exception])
+    unknown: list[Any] = []
+    assert_type(await flow.map(plain_count, unknown), list[float])
+
+
+async def wrong_arguments(flow: af.Session) -> None:
+    af.run(count)  # type: ignore[call-overload]
+    af.run(count, 3)  # type: ignore[call-overload]
+    af.run(plain_count, "a", time=2)  # type: ignore[call-arg]
+    af.run(plain_count, "a", 2, 3)  # type: ignore[call-overload]
+    await flow.run(count, 3)  # type: ignore[arg-type]
+    af.map(count, [3])  # type: ignore[arg-type]
+    af.map(plain_count, ["a"])  # type: ignore[arg-type]
+    af.map(plain_count, [("a", "b")])  # type: ignore[arg-type]
+    af.map(plain_count, [("a",)])  # type: ignore[arg-type]
+    af.map(count, ["a"], concurency=3)  # type: ignore[call-overload]
+    await flow.map(count, [3])  # type: ignore[arg-type]
+    flow.state().fork("3")  # type: ignore[arg-type]
 
 
 async def wrong(s: af.State) -> None:
