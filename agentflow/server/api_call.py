@@ -70,6 +70,7 @@ class ApiCall:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, dialect: ErrorDialect) -> None:
         self.headers = Headers(scope=scope)
+        self.address = address_of(scope)
         self.id = request_id_of(self.headers)
         self.tenant: Tenant = NOBODY_ELSE
         self.record = RequestRecord(self.id, scope["method"], logged_path(scope["path"]))
@@ -269,6 +270,12 @@ class ApiCall:
             pass
 
 
+def address_of(scope: Scope) -> str | None:
+    """Where a request comes from: an IP address, where it is known."""
+    client = scope.get("client")
+    return client[0] if client else None
+
+
 def request_id_of(headers: Headers) -> str:
     """What the client calls its request, or else a new id."""
     asked_id = headers.get("x-request-id", "")
@@ -314,7 +321,7 @@ class ApiEndpoint:
 
     async def _answer(self, call: ApiCall) -> None:
         service = call.service
-        call.tenant = service.tenant_of(call.headers)
+        call.tenant = service.tenants.of_request(call.headers, call.address)
         call.record.tenant = call.tenant.name
         service.check_open()
         with service.calls:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from agentflow.errors import BadArgument, NotAuthorized
+from agentflow.server.failed_keys import FailedKeys
 from agentflow.server.keys_file import read_keys_file
 from agentflow.server.tenant import NOBODY_ELSE, Tenant
 
@@ -55,6 +56,11 @@ def key_of_header(authorization: str | None, x_api_key: str | None) -> str | Non
     return x_api_key.strip()
 
 
+def key_of_headers(headers: Mapping[str, str]) -> str | None:
+    """The same, of all headers (names in any case)."""
+    return key_of_header(headers.get("authorization"), headers.get("x-api-key"))
+
+
 class Tenants:
     """Who may use the server, found by the key that a request comes with.
 
@@ -73,6 +79,7 @@ class Tenants:
         self._keys = tuple(keys)
         self._file = file
         self._tenant_of = self._read()
+        self.failed_keys = FailedKeys()
 
     @property
     def need_keys(self) -> bool:
@@ -85,9 +92,28 @@ class Tenants:
             yield NOBODY_ELSE
         yield from {tenant.name: tenant for tenant in self._tenant_of.values()}.values()
 
-    def of_headers(self, headers: Mapping[str, str]) -> Tenant:
-        """Whose request it is that came with these headers (names in any case). ``NotAuthorized``."""
-        return self.of(key_of_header(headers.get("authorization"), headers.get("x-api-key")))
+    def of_request(self, headers: Mapping[str, str], address: str | None) -> Tenant:
+        """Whose request it is that came with these headers (names in any case) from this IP address.
+        ``NotAuthorized``, and ``RateLimited`` where too many wrong keys came from there."""
+        key = key_of_headers(headers)
+        if not self.need_keys or key is None:
+            return self.of(key)
+        hashed = hashed_key(key)
+        self.failed_keys.check(address, hashed)
+        try:
+            tenant = self.of(key)
+        except NotAuthorized:
+            self.failed_keys.failed(address)
+            raise
+        self.failed_keys.passed(address, hashed)
+        return tenant
+
+    def still_names(self, key: str | None, tenant: Tenant) -> bool:
+        """Whether the key, which named this tenant once, names it now."""
+        try:
+            return self.of(key).name == tenant.name
+        except NotAuthorized:
+            return False
 
     def of(self, key: str | None) -> Tenant:
         """Whom the key names. ``NotAuthorized`` where it names nobody, or is missing and wanted. How long

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -27,14 +28,15 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from agentflow.errors import NotAuthorized
+from agentflow.errors import NotAuthorized, RateLimited
 from agentflow.generator import Generator
 from agentflow.protocol import SESSION_PATH
-from agentflow.server.api_keys import Tenants
+from agentflow.server.api_call import address_of
+from agentflow.server.api_keys import Tenants, key_of_headers
 from agentflow.server.api_routes import api_routes, refusal_response
 from agentflow.server.browser_guard import BrowserGuard, any_host, one_of, private_host
 from agentflow.server.health import live, ready, unready
-from agentflow.server.http_refusal import ENDING, Refusal
+from agentflow.server.http_refusal import ENDING, Refusal, refusal_of
 from agentflow.server.limits import HttpLimits, ServerLimits
 from agentflow.server.metrics import CONTENT_TYPE, ServerMetrics
 from agentflow.server.models import OpenModels
@@ -121,16 +123,20 @@ async def _session(socket: WebSocket) -> None:
     if service is None or service.is_draining:
         await socket.send_denial_response(unready(ENDING))
         return
+    tenants, key = service.tenants, key_of_headers(socket.headers)
     try:
-        tenant = service.tenant_of(socket.headers)
-    except NotAuthorized as error:
-        await socket.send_denial_response(_no_key(error))
+        tenant = tenants.of_request(socket.headers, address_of(socket.scope))
+    except (NotAuthorized, RateLimited) as error:
+        await socket.send_denial_response(_not_let_in(error))
         return
 
     def find(model: str | None) -> Generator[Any]:
         return service.models.find(model, tenant).generator(tenant)
 
-    await WsSession(socket, service.sessions, find, tenant=tenant.name).run()
+    def is_valid() -> bool:
+        return tenants.still_names(key, tenant)
+
+    await WsSession(socket, service.sessions, find, tenant=tenant.name, is_valid=is_valid).run()
 
 
 async def _metrics(request: Request) -> Response:
@@ -139,9 +145,9 @@ async def _metrics(request: Request) -> Response:
     tenants: Tenants = request.app.state.tenants
     try:
         # Of the keys and not of the service: nobody else reads them while the server starts, either.
-        may_see = tenants.of_headers(request.headers).sees_metrics
-    except NotAuthorized as error:
-        return _no_key(error)
+        may_see = tenants.of_request(request.headers, address_of(request.scope)).sees_metrics
+    except (NotAuthorized, RateLimited) as error:
+        return _not_let_in(error)
     if not may_see:
         reason = "this API key may not read metrics: use that of a tenant with sees_metrics"
         return JSONResponse({"reason": reason}, status_code=403)
@@ -149,8 +155,13 @@ async def _metrics(request: Request) -> Response:
     return Response(text, media_type=CONTENT_TYPE)
 
 
-def _no_key(error: NotAuthorized) -> Response:
-    return JSONResponse({"reason": str(error)}, status_code=401, headers={"www-authenticate": "Bearer"})
+def _not_let_in(error: NotAuthorized | RateLimited) -> Response:
+    refusal = refusal_of(error)
+    if refusal.retry_after_s is not None:
+        headers = {"retry-after": f"{math.ceil(refusal.retry_after_s)}"}
+    else:
+        headers = {"www-authenticate": "Bearer"}
+    return JSONResponse({"reason": refusal.message}, status_code=refusal.status, headers=headers)
 
 
 async def _not_here(request: Request, error: Exception) -> Response:

@@ -82,6 +82,7 @@ class EngineGenerator:
         self._gate = gate
         self._compiler = compiler
         self._num_rerendered = 0
+        self._own = Usage()
         info = client.info
         self.capabilities = Capabilities(
             model=name or info.model,
@@ -227,6 +228,7 @@ class EngineGenerator:
                 on_sent=on_sent,
             )
             admitted.cached_tokens, admitted.output_tokens = end.cached_tokens, end.output_tokens
+        self._own += _usage(end)
         context.num_computed = len(token_ids) + len(end.token_ids)
         return end
 
@@ -265,6 +267,7 @@ class EngineGenerator:
             context.has_run = True
             end = await self._client.score_choices(encoded.prefix, encoded.ends, origin=context.origin_now())
             admitted.cached_tokens = end.cached_tokens
+            self._own += _usage(end)
             unconditional: list[list[float]] = []
             if method == "unconditional_likelihood_normalized":
                 # Not as a request of the state: what that needs next is its prompt, and not this.
@@ -424,7 +427,16 @@ class EngineGenerator:
         )
 
     async def stats(self) -> Stats:
-        """Of the engine, all sessions together."""
+        """Of the engine, all sessions together. For a tenant that may not see them, of its own requests here
+        that have ended: the tokens, and zeros otherwise."""
+        if not self.tenant.sees_metrics:
+            return Stats(
+                self.capabilities.model,
+                prompt_tokens=self._own.prompt_tokens,
+                cached_tokens=self._own.cached_tokens,
+                generated_tokens=self._own.output_tokens,
+                rerendered_tokens=self._num_rerendered,
+            )
         stats = await self.engine_stats()
         told = {name: getattr(stats, name) for name in Stats.__struct_fields__ if hasattr(stats, name)}
         return Stats(**told, rerendered_tokens=self._num_rerendered)

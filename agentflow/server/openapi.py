@@ -47,7 +47,7 @@ _READY = {
         "models": {"type": "array", "items": _NAME},
         "sessions": {"type": "integer", "minimum": 0},
     },
-    "required": ["status", "models", "sessions"],
+    "required": ["status"],  # the rest is for keys that may see the metrics
 }
 _REASON = {"type": "object", "properties": {"reason": _NAME}, "required": ["reason"]}
 
@@ -163,7 +163,11 @@ def _operations_paths(schemas: dict[type[msgspec.Struct], Schema]) -> dict[str, 
             "Whether requests are taken and all engines answer.",
             [(200, {JSON: {"schema": _READY}}), (503, refused | _TEXT)],
         ),
-        "/metrics": get("metrics", "For Prometheus.", [(200, _TEXT), (401, refused), (403, either)]),
+        "/metrics": get(
+            "metrics",
+            "For Prometheus.",
+            [(200, _TEXT), (401, refused), (403, either), (429, refused | _TEXT)],
+        ),
         "/openapi.json": get("openapi", "This document.", [(200, {JSON: {"schema": {"type": "object"}}})]),
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,8 @@ from agentflow.server.cpu_priority import give_way
 
 if TYPE_CHECKING:
     from agentflow.server.serve import Tls
+
+logger = logging.getLogger(__name__)
 
 
 def run_serve(config: ServeConfig) -> None:
@@ -28,6 +31,7 @@ def run_serve(config: ServeConfig) -> None:
 
     set_up_logs(config.logs.log_level, config.logs.log_format)
     tenants = Tenants(config.access.api_keys, config.access.keys_path)
+    _warn_of_open_keys(config.network, tenants.need_keys)
     gate = TenantGate(current=tenants.current)
     network = config.network
     serve(
@@ -52,6 +56,15 @@ def run_serve(config: ServeConfig) -> None:
         tls=_tls(network),
         drain_s=config.overload.drain_s,
     )
+
+
+def _warn_of_open_keys(network: NetworkConfig, need_keys: bool) -> None:
+    if need_keys and network.tls_cert is None and not is_loopback(network.host):
+        logger.warning(
+            "API keys reach %s unencrypted: give --tls-cert and --tls-key, or let only a proxy that ends TLS "
+            "reach this server",
+            network.host,
+        )
 
 
 def _known_names(network: NetworkConfig) -> tuple[str, ...] | None:

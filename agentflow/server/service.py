@@ -7,7 +7,6 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import anyio
-from starlette.datastructures import Headers
 
 from agentflow.server.api_keys import Tenants
 from agentflow.server.http_refusal import unready
@@ -66,10 +65,6 @@ class Service:
             "try again later",
         )
 
-    def tenant_of(self, headers: Headers) -> Tenant:
-        """Whose request it is that came with these headers. ``NotAuthorized``."""
-        return self.tenants.of_headers(headers)
-
     def body_threads(self, tenant: Tenant) -> anyio.CapacityLimiter:
         """Large bodies of one tenant are read in one thread, one after the other: two would only compete for
         the interpreter's lock, with the event loop too. Keep it while it is used."""
@@ -84,9 +79,11 @@ class Service:
             raise unready()
 
     async def reload_tenants(self) -> None:
-        """Reads the keys file again. ``BadArgument`` where it cannot be used now: then nothing changes."""
+        """Reads the keys file again, and ends the sessions whose keys it has no more. ``BadArgument`` where
+        it cannot be used now: then nothing changes."""
         await anyio.to_thread.run_sync(self.tenants.reload)
         self.models.keep_tenants(self.tenants)
+        self.sessions.end_revoked()
 
     async def drain(self, drain_s: float) -> bool:
         """Takes nothing new, and returns when all is answered, or after ``drain_s`` (False)."""

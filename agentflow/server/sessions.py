@@ -10,7 +10,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Generic
 
@@ -18,7 +18,14 @@ import anyio
 import anyio.lowlevel
 from anyio.abc import TaskGroup, TaskStatus
 
-from agentflow.errors import AgentflowError, EngineFailed, Overloaded, ProtocolError, ServerLost
+from agentflow.errors import (
+    AgentflowError,
+    EngineFailed,
+    NotAuthorized,
+    Overloaded,
+    ProtocolError,
+    ServerLost,
+)
 from agentflow.generator import ContextT, Generator
 from agentflow.held_memory import HeldMemory
 from agentflow.interpreter import Interpreter
@@ -36,8 +43,18 @@ OPS_PER_TURN = 256
 TURN_S = 0.005
 
 
+IsValid = Callable[[], bool]
+"""Whether the API key that a websocket was opened with still names its tenant."""
+
+
+def always_valid() -> bool:
+    """Without keys."""
+    return True
+
+
 class ServedSession(Generic[ContextT]):
-    """One client's session. ``num_taken``: the number of the last op taken."""
+    """One client's session. ``num_taken``: the number of the last op taken. ``is_valid``: of the websocket
+    that has it, or had it last."""
 
     def __init__(
         self,
@@ -46,8 +63,10 @@ class ServedSession(Generic[ContextT]):
         holder: anyio.CancelScope,
         tenant: str,
         memory: HeldMemory,
+        is_valid: IsValid = always_valid,
     ) -> None:
         self.tenant = tenant
+        self.is_valid = is_valid
         self.capabilities = generator.capabilities
         self.id = secrets.token_urlsafe(12)
         self.secret = secrets.token_urlsafe(32)
@@ -170,7 +189,12 @@ class Sessions(Generic[ContextT]):
                 del self._num_connections_of[tenant]
 
     async def open(
-        self, generator: Generator[ContextT], holder: anyio.CancelScope, *, tenant: str = ""
+        self,
+        generator: Generator[ContextT],
+        holder: anyio.CancelScope,
+        *,
+        tenant: str = "",
+        is_valid: IsValid = always_valid,
     ) -> ServedSession[ContextT]:
         """A new session of the tenant. ``Overloaded`` when there are too many, or the tenant has too many."""
         if len(self._sessions) >= self.limits.max_sessions:
@@ -183,11 +207,18 @@ class Sessions(Generic[ContextT]):
             raise Overloaded(
                 f"this tenant has {most} sessions open, which is what one may have: try again later"
             )
-        session: ServedSession[ContextT] = await self._tasks.start(self._run, generator, holder, tenant)
+        session: ServedSession[ContextT] = await self._tasks.start(
+            self._run, generator, holder, tenant, is_valid
+        )
         return session
 
     async def resume(
-        self, resume: Resume, holder: anyio.CancelScope, *, tenant: str = ""
+        self,
+        resume: Resume,
+        holder: anyio.CancelScope,
+        *,
+        tenant: str = "",
+        is_valid: IsValid = always_valid,
     ) -> ServedSession[ContextT]:
         """The session that a client comes back to, set to say again what the client has not heard.
         ``ServerLost`` when it is gone, or another tenant's."""
@@ -197,8 +228,15 @@ class Sessions(Generic[ContextT]):
         if not secrets.compare_digest(session.secret.encode(), resume.secret.encode()):
             raise _unknown_session()
         await session.hand_over(holder)
+        session.is_valid = is_valid
         session.interpreter.rewind(resume.variables, resume.states)
         return session
+
+    def end_revoked(self) -> None:
+        """Ends the sessions whose API keys are not valid any more."""
+        for session in self._sessions.values():
+            if not session.is_valid():
+                session.end(revoked())
 
     async def wait_until_empty(self) -> None:
         """Returns when no session is open."""
@@ -210,6 +248,7 @@ class Sessions(Generic[ContextT]):
         generator: Generator[ContextT],
         holder: anyio.CancelScope,
         tenant: str,
+        is_valid: IsValid,
         *,
         task_status: TaskStatus[object],
     ) -> None:
@@ -221,7 +260,7 @@ class Sessions(Generic[ContextT]):
                     within=self._memory.of(tenant),
                     free_bytes=self.limits.sessions_bytes // (2 * self.limits.max_sessions),
                 )
-                session = ServedSession(generator, group, holder, tenant, memory)
+                session = ServedSession(generator, group, holder, tenant, memory, is_valid)
                 self._sessions[session.id] = session
                 task_status.started(session)
                 await session.until_over(self.limits.resume_grace_s)
@@ -252,6 +291,13 @@ async def open_sessions(limits: ServerLimits) -> AsyncIterator[Sessions[Any]]:
     async with open_task_group() as group:
         yield Sessions(limits, group)
         group.cancel_scope.cancel()
+
+
+def revoked() -> NotAuthorized:
+    """Of a session whose API key was taken away."""
+    return NotAuthorized(
+        "the API key of this session is not valid any more: ask for one where the server is run"
+    )
 
 
 def _unknown_session() -> ServerLost:

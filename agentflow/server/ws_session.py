@@ -45,7 +45,7 @@ from agentflow.protocol import (
     frame_name,
 )
 from agentflow.server.event_frames import event_frames
-from agentflow.server.sessions import ServedSession, Sessions
+from agentflow.server.sessions import IsValid, ServedSession, Sessions, always_valid, revoked
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,8 @@ FindGenerator: TypeAlias = Callable[[str | None], Generator[ContextT]]
 
 
 class WsSession(Generic[ContextT]):
-    """Serves one accepted or not yet accepted websocket of a tenant until it closes."""
+    """Serves one accepted or not yet accepted websocket of a tenant until it closes. ``is_valid``: whether
+    its API key still names the tenant."""
 
     def __init__(
         self,
@@ -91,11 +92,13 @@ class WsSession(Generic[ContextT]):
         find_generator: FindGenerator[ContextT],
         *,
         tenant: str = "",
+        is_valid: IsValid = always_valid,
     ) -> None:
         self._socket = socket
         self._sessions = sessions
         self._find_generator = find_generator
         self._tenant = tenant
+        self._is_valid = is_valid
         self._limits = sessions.limits
         self._decoder = client_frames()
         self._binary = True
@@ -117,6 +120,8 @@ class WsSession(Generic[ContextT]):
                 if refusal is not None:
                     await self._turn_away(refusal)
                 session = await self._greet()
+                if not self._is_valid():  # since the websocket was accepted
+                    raise revoked()
                 await self._converse(session)
         except WebSocketDisconnect as disconnect:
             has_hung_up = True
@@ -157,8 +162,12 @@ class WsSession(Generic[ContextT]):
             )
         if hello.resume is None:
             generator = self._find_generator(hello.model)
-            return await self._sessions.open(generator, self._scope, tenant=self._tenant)
-        return await self._sessions.resume(hello.resume, self._scope, tenant=self._tenant)
+            return await self._sessions.open(
+                generator, self._scope, tenant=self._tenant, is_valid=self._is_valid
+            )
+        return await self._sessions.resume(
+            hello.resume, self._scope, tenant=self._tenant, is_valid=self._is_valid
+        )
 
     async def _converse(self, session: ServedSession[ContextT]) -> None:
         limits = Limits(self._limits.frame_bytes, self._limits.resume_grace_s)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from server.api_server import ApiServer, api_server
 from server.refused_calls import OPENAI, TIMEOUT_S, asked, come, port_of
 from server.refused_sessions import session
-from server.refusing_servers import BEARER, changed, failing_engine, tenants
+from server.refusing_servers import BEARER, changed, failing_engine, of_any_address, tenants
 
 from agentflow.server.limits import ServerLimits
 
@@ -55,10 +55,17 @@ def metrics(*settings: str, headers: dict[str, str] | None = None) -> tuple[str,
         return status_of(server, "/metrics", headers)
 
 
+def many_wrong_keys(_: ApiServer) -> tuple[str, str]:
+    with of_any_address(), api_server(tenants=tenants(), constraints=False) as server:
+        status_of(server, "/metrics", {"x-api-key": "af-other"})
+        return status_of(server, "/metrics", BEARER)
+
+
 REFUSED: dict[str, Callable[[ApiServer], tuple[str, str]]] = {
     "`/health/ready`: the server is starting or shutting down": an_ending_server,
     "`/health/ready`: an engine does not answer": a_dead_engine,
     "`/health/ready`: as many sessions are open as may be": many_sessions,
     "`/metrics`: no API key, or one that nobody has": lambda _: metrics(),
+    "`/metrics`: too many wrong API keys from one address": many_wrong_keys,
     "`/metrics`: a key that may not read them": lambda _: metrics(headers=BEARER),
 }

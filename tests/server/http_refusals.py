@@ -45,6 +45,7 @@ from server.refusing_servers import (
     changed,
     failing_engine,
     limited,
+    of_any_address,
     small_bodies,
     tenants,
 )
@@ -105,6 +106,13 @@ def with_key(key: str | None) -> Refused:
             return come(server, api, asked(), headers={"Authorization": f"Bearer {key}"} if key else {})
 
     return refused
+
+
+def many_wrong_keys(_: ApiServer, api: Api) -> Came:
+    wrong = {"Authorization": "Bearer af-other"}
+    with of_any_address(), api_server(tenants=tenants(), constraints=False) as server:
+        come(server, api, asked(), headers=wrong)
+        return come(server, api, asked(), headers=BEARER)
 
 
 def on_template(source: str | None, *roles: str) -> Refused:
@@ -313,6 +321,7 @@ def another_host(_: ApiServer, api: Api) -> Came:
 REFUSED: dict[str, Refused] = {
     "no API key": with_key(None),
     "an API key that nobody has": with_key("af-other"),
+    "too many wrong API keys from one address": many_wrong_keys,
     "no such model, or none for this key": a_model_that_is_not_mine,
     "no such path": lambda server, api: come(server, api, method="GET", path=api.path + "/nowhere"),
     "another method": lambda server, api: come(server, api, method="PUT"),

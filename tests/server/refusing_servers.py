@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from fake_engine import TOKENIZER, FakeEngine
 from server.api_server import ApiServer, api_server
 
+from agentflow.server import failed_keys
 from agentflow.server.api_keys import Tenants, hashed_key
 from agentflow.server.core.batch import Batch
 from agentflow.server.fake_runner import FakeRunner
@@ -32,6 +34,16 @@ def tenants(*settings: str) -> Tenants:
 class BrokenTenants(Tenants):
     def of(self, key: str | None) -> Any:
         raise ZeroDivisionError
+
+
+@contextmanager
+def of_any_address() -> Iterator[None]:
+    """A second wrong key from one address is too many, also from this machine."""
+    with (
+        patch.object(failed_keys, "client_of", lambda host: host),
+        patch.object(failed_keys, "FAILURES_PER_MINUTE", 1),
+    ):
+        yield
 
 
 @contextmanager

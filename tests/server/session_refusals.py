@@ -14,7 +14,7 @@ from server.api_server import ApiServer, api_server
 from server.refused_calls import talking
 from server.refused_sessions import ASK, HELLO, NO_CODE, OPEN, address, gen, refused_handshake, text
 from server.refused_sessions import session as session_on
-from server.refusing_servers import KEY, changed, tenants
+from server.refusing_servers import KEY, changed, of_any_address, tenants
 
 from agentflow import interpreter, state_tree, stats_answers
 from agentflow.server.api_keys import hashed_key
@@ -32,6 +32,12 @@ def no_key(_: ApiServer) -> tuple[str, str]:
         wrong = {"Authorization": "Bearer af-other"}
         assert refused_handshake(address(server), wrong) == refused_handshake(address(server))
         return refused_handshake(address(server))
+
+
+def many_wrong_keys(_: ApiServer) -> tuple[str, str]:
+    with of_any_address(), api_server(tenants=tenants(), constraints=False) as server:
+        refused_handshake(address(server), {"Authorization": "Bearer af-other"})
+        return refused_handshake(address(server), {"Authorization": f"Bearer {KEY}"})
 
 
 def another_host(_: ApiServer) -> tuple[str, str]:
@@ -55,6 +61,7 @@ def large_headers(server: ApiServer) -> tuple[str, str]:
 
 HANDSHAKES: dict[str, Ends] = {
     "no API key, or one that nobody has": no_key,
+    "too many wrong API keys from one address": many_wrong_keys,
     "a page of another site": lambda server: refused_handshake(
         address(server), {"Origin": "http://elsewhere.example"}
     ),
@@ -178,6 +185,14 @@ def an_unknown_model(server: ApiServer) -> tuple[str, str]:
     return unknown
 
 
+def a_revoked_key(_: ApiServer) -> tuple[str, str]:
+    known = tenants()
+    with api_server(tenants=known, constraints=False) as server, session_on(server, key=KEY) as session:
+        known._tenant_of.clear()
+        server.call(server.service.sessions.end_revoked)
+        return session.end()
+
+
 def taken_over(server: ApiServer) -> tuple[str, str]:
     with session_on(server) as first, session_on(server, greets=False) as second:
         second.hello(resume=first.to_resume)
@@ -260,6 +275,7 @@ SESSION_ENDS: dict[str, Ends] = {
     "ops, states and values that are too large together": of(ops(*ASK, text("x" * 9000)), session_bytes=9000),
     "the session to resume is gone, or is somebody else's": an_unknown_session,
     "no such model, or none for this key": an_unknown_model,
+    "the session's API key is not valid any more": a_revoked_key,
     "the session was resumed over another connection": taken_over,
     "the server shuts down": the_servers_end,
     "a ping was not answered": no_answer_to_a_ping,

@@ -13,6 +13,7 @@ from typing import Any
 import anyio
 import pytest
 from server.api_server import api_server
+from server.refusing_servers import BEARER, tenants
 from starlette.types import Message
 from websockets.exceptions import ConnectionClosedError, InvalidStatus
 from websockets.sync.client import connect
@@ -308,3 +309,33 @@ def test_a_public_name_needs_keys_or_a_setting(
         with contextlib.closing(connection):
             connection.request("GET", "/health/live", headers={"Host": "pages.example"})
             assert connection.getresponse().status == status
+
+
+@pytest.mark.parametrize(
+    ("settings", "headers", "shows"),
+    [
+        ([], {}, False),
+        ([], BEARER, False),
+        ([], {"x-api-key": "af-wrong"}, False),
+        (["sees_metrics = true"], {}, False),
+        (["sees_metrics = true"], BEARER, True),
+        (None, {}, True),
+    ],
+)
+def test_names_of_models_are_for_keys_that_see_the_metrics(
+    settings: list[str] | None, headers: dict[str, str], shows: bool
+) -> None:
+    known = None if settings is None else tenants(*settings)
+    with api_server(tenants=known, constraints=False) as server:
+        connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
+
+        def ready() -> dict[str, Any]:
+            connection.request("GET", "/health/ready", headers=headers)
+            answer: dict[str, Any] = json.loads(connection.getresponse().read())
+            return answer
+
+        with contextlib.closing(connection):
+            everything = {"status": "ready", "models": ["fake"], "sessions": 0}
+            assert ready() == (everything if shows else {"status": "ready"})
+            server.call(server.engine.client.end_all, "its model fake broke")  # type: ignore[union-attr]
+            assert ("fake" in ready()["reason"]) == shows

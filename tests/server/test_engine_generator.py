@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from plain_engine import alone, fake_logprob, plain_engine, plain_token
 
 import agentflow as af
-from agentflow.generator import StateHint
+from agentflow.generator import StateHint, Stats
 from agentflow.sampling import SamplingParams
 from agentflow.server import token_spans, token_state
 from agentflow.server.chat_template import ChatTemplate
@@ -34,7 +34,7 @@ CHOICES = ("yes, an", "no, an", "the question an")
 
 
 def generator_on(client: EngineClient, tenant: str = "") -> EngineGenerator:
-    return EngineGenerator(client, TEMPLATE, tenant=Tenant(tenant))
+    return EngineGenerator(client, TEMPLATE, tenant=Tenant(tenant, sees_metrics=True))
 
 
 def prompt_of(context: EngineContext) -> list[int]:
@@ -553,3 +553,21 @@ async def test_hints_go_with_the_requests_that_follow():
     assert before == 3  # the prefix was computed when the forks were announced, and not again
     assert ahead.params is None
     assert last.token_ids[: len(ahead.token_ids)] == ahead.token_ids
+
+
+async def test_a_tenant_that_sees_no_metrics_has_only_its_own_counters():
+    async with FakeEngine().open_client() as client:
+        ann = EngineGenerator(client, TEMPLATE, tenant=Tenant("ann"))
+        eve = EngineGenerator(client, TEMPLATE, tenant=Tenant("eve", sees_metrics=True))
+        for generator in (ann, ann, eve):
+            context = generator.open("")
+            generator.fill(context, "some words")
+            await generator.generate(context, SamplingParams(max_tokens=3), lambda text: None)
+            generator.free(context)
+        everything, own = await eve.stats(), await ann.stats()
+    assert everything.steps > 0
+    assert everything.generated_tokens == 9
+    prompt_tokens = everything.prompt_tokens * 2 // 3
+    assert own == Stats(
+        "fake", prompt_tokens=prompt_tokens, cached_tokens=everything.cached_tokens, generated_tokens=6
+    )

@@ -1,0 +1,106 @@
+"""A key that is taken away loses its open websockets, and no other does. Over real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from server.api_server import ApiServer, api_server
+from server.refused_sessions import HELLO, Session, session
+
+from agentflow.server.api_keys import Tenants, hashed_key
+from agentflow.server.limits import ServerLimits
+
+REVOKED = ("1008", "`not_authorized`")
+
+
+@dataclass
+class KeyedServer:
+    """A server with a keys file."""
+
+    server: ApiServer
+    file: Path
+
+    def allow(self, **keys: Sequence[str]) -> None:
+        """From now on these tenants have these keys."""
+        self.file.write_text(keys_text(**keys))
+        self.server.call(self.server.service.reload_tenants)
+
+
+def keys_text(**keys: Sequence[str]) -> str:
+    return "\n".join(
+        f"[tenants.{name}]\nkeys = [{', '.join(repr(hashed_key(key)) for key in some)}]"
+        for name, some in keys.items()
+    )
+
+
+@pytest.fixture
+def keyed(tmp_path: Path) -> Iterator[KeyedServer]:
+    file = tmp_path / "keys.toml"
+    file.write_text(keys_text(ann=["ann-1", "ann-2"], bob=["bob-1"]))
+    limits = ServerLimits(resume_grace_s=1e6)
+    with api_server(tenants=Tenants(file=file), server_limits=limits, constraints=False) as server:
+        yield KeyedServer(server, file)
+
+
+def goes_on(opened: Session) -> None:
+    opened.check_goes_on(1 if opened.number == 1 else opened.number)
+
+
+def test_a_revoked_key_loses_its_open_websockets(keyed: KeyedServer) -> None:
+    with (
+        session(keyed.server, key="ann-1") as first,
+        session(keyed.server, key="ann-1") as second,
+        session(keyed.server, key="ann-2") as other,
+        session(keyed.server, key="bob-1") as bob,
+    ):
+        keyed.allow(ann=["ann-1", "ann-2"], bob=["bob-1"], carl=["carl-1"])
+        for one in (first, second, other, bob):
+            goes_on(one)
+        keyed.allow(ann=["ann-2"], bob=["bob-1"])
+        assert first.end() == REVOKED
+        assert second.end() == REVOKED
+        goes_on(other)
+        goes_on(bob)
+        keyed.allow(ann=[], bob=["bob-1"])
+        assert other.end() == REVOKED
+        keyed.allow(ann=["bob-1"], bob=["bob-2"])  # the key is another tenant's
+        assert bob.end() == REVOKED
+
+
+def test_a_file_that_cannot_be_read_revokes_nothing(keyed: KeyedServer) -> None:
+    with session(keyed.server, key="ann-1") as ann:
+        with contextlib.suppress(Exception):
+            keyed.file.write_text("[tenants")
+            keyed.server.call(keyed.server.service.reload_tenants)
+        goes_on(ann)
+
+
+def test_a_key_that_is_revoked_before_the_hello_opens_nothing(keyed: KeyedServer) -> None:
+    with session(keyed.server, key="ann-1", greets=False) as ann:
+        keyed.allow(ann=["ann-2"])
+        ann.send(HELLO)
+        assert ann.end() == REVOKED
+    assert len(keyed.server.service.sessions) == 0
+
+
+def test_a_session_belongs_to_the_key_that_resumed_it_last(keyed: KeyedServer) -> None:
+    with (
+        session(keyed.server, key="ann-1") as first,
+        session(keyed.server, key="ann-2", greets=False) as second,
+    ):
+        second.hello(resume=first.to_resume)
+        keyed.allow(ann=["ann-2"])
+        goes_on(second)
+        keyed.allow(ann=["ann-1"])
+        assert second.end() == REVOKED
+
+
+def test_a_session_without_a_websocket_ends_too(keyed: KeyedServer) -> None:
+    with session(keyed.server, key="ann-1") as ann:
+        ann.socket.socket.close()
+    keyed.allow(bob=["bob-1"])
+    keyed.server.call(keyed.server.service.sessions.wait_until_empty)
