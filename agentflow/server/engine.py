@@ -105,7 +105,7 @@ class Engine:
             raise self._failed_meanwhile
         has_run = time.perf_counter()
         self.times.count(RUN, has_run - began)
-        for result in self.scheduler.complete(output):
+        for result in self.scheduler.complete(output, has_run - began):
             try:
                 self._advance(result)
             except AgentflowError as error:

@@ -14,13 +14,19 @@ from agentflow.errors import BadArgument
 from agentflow.sampling import SamplingParams
 from agentflow.server.core import fair_policy
 from agentflow.server.core.fair_policy import FairLongestPrefix
-from agentflow.server.core.request import MAX_SHARE, MIN_SHARE, Request
+from agentflow.server.core.request import MAX_SHARE, MIN_SHARE, Request, Status
 from agentflow.server.core.scheduler import Scheduler, SchedulerConfig
 from agentflow.server.fake_runner import FakeRunner
 
 
 def free(request, match) -> bool:
     return False
+
+
+def next_of(policy, is_blocked) -> Request | None:
+    """The request that begins where no prompt runs."""
+    policy.start_step([])
+    return policy.next([], is_blocked)
 
 
 @dataclass
@@ -86,12 +92,12 @@ def test_nobody_is_overtaken_further_than_the_bound(plan, least, share):
                 policy.add(made)
                 waiting[number] = made
             for _ in range(args[0] if kind == "admit" else 0):
-                chosen = policy.next(free)
+                chosen = next_of(policy, free)
                 assert (chosen is None) == (not waiting)
                 if chosen is None:
                     break
                 del waiting[chosen.id]
-                policy.admit(chosen, work(chosen))
+                policy.admit(chosen)
                 for other in waiting.values():
                     if other.tenant == chosen.tenant and other.arrival < chosen.arrival:
                         overtaken[other.id] += work(chosen)
@@ -111,40 +117,62 @@ shares = st.sampled_from([1.0, 1.0, 3.0, 0.25, 0.01, 100.0]) | st.floats(MIN_SHA
     sizes=st.lists(
         st.tuples(st.integers(1, 300), st.sampled_from("aab"), st.integers(0, 20)), min_size=1, max_size=60
     ),
-    quantum=st.integers(1, 200),
+    chunk=st.integers(1, 200),
+    num_chunks=st.integers(1, 8),
     share=st.fixed_dictionaries({"a": shares, "b": shares}),
-    num_running=st.integers(1, 4),
 )
-def test_tenants_that_wait_get_what_their_shares_say(sizes, quantum, share, num_running):
-    """While two tenants both wait, what they are charged for each part of their shares differs by less than
-    the bound of the docstring."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fair_policy, "TURN_BATCHES", quantum)
-        policy = FairLongestPrefix(Cache().peek, 1)
-        left: Counter[str] = Counter()
-        for number, (size, tenant, _) in enumerate(sizes):
-            policy.add(request(number, size + 1, 0, tenant, share=share[tenant]))
-            left[tenant] += 1
-        charged: Counter[str] = Counter()
-        running: list[Request] = []
-        largest = max(size for size, _, _ in sizes) + 1
-        generated = num_running * max(generates for _, _, generates in sizes)
-        bound = quantum + (largest + generated) / min(share.values())
-        while left["a"] and left["b"]:
-            chosen = policy.next(free)
-            assert chosen is not None
-            policy.admit(chosen, chosen.num_tokens)
-            left[chosen.tenant] -= 1
-            charged[chosen.tenant] += chosen.num_tokens
-            running.append(chosen)
-            if len(running) == num_running:
-                ended = running.pop(0)
-                ended.num_tokens += sizes[ended.id][2]
-                charged[ended.tenant] += ended.num_generated
-                policy.finish(ended)
-            if left["a"] and left["b"]:
-                difference = charged["a"] / share["a"] - charged["b"] / share["b"]
-                assert abs(difference) < bound * (1 + 1e-9)
+def test_tenants_that_wait_get_what_their_shares_say(sizes, chunk, num_chunks, share):
+    """While two tenants can both use every chunk, what they are charged for each part of their shares differs
+    by no more than the bound of the docstring."""
+    policy = FairLongestPrefix(Cache().peek, 1)
+    left: dict[int, int] = {}
+    generates: dict[int, int] = {}
+    waiting: Counter[str] = Counter()
+    for number, (size, tenant, output) in enumerate(sizes):
+        made = request(number, size + 1, 0, tenant, share=share[tenant])
+        policy.add(made)
+        waiting[tenant] += 1
+        left[number], generates[number] = made.num_tokens, output
+    charged: Counter[str] = Counter()
+    prompts: list[Request] = []
+    decoding: list[Request] = []
+    most_to_generate = 0
+
+    def both_can_use_a_chunk() -> bool:
+        return all(waiting[name] or any(p.tenant == name for p in prompts) for name in "ab")
+
+    while both_can_use_a_chunk():
+        for made in decoding[:]:
+            policy.charge(made, 1)
+            charged[made.tenant] += 1
+            generates[made.id] -= 1
+            if not generates[made.id]:
+                decoding.remove(made)
+        policy.start_step(prompts)
+        for _ in range(num_chunks):
+            if not both_can_use_a_chunk():
+                break
+            chosen = policy.next(prompts, free)
+            if chosen not in prompts:
+                policy.admit(chosen)
+                chosen.status = Status.RUNNING
+                waiting[chosen.tenant] -= 1
+                prompts.append(chosen)
+            num_rows = min(chunk, left[chosen.id])
+            policy.charge(chosen, num_rows)
+            charged[chosen.tenant] += num_rows
+            left[chosen.id] -= num_rows
+            if not left[chosen.id]:
+                prompts.remove(chosen)
+                if generates[chosen.id]:
+                    decoding.append(chosen)
+            running: Counter[str] = Counter()
+            for made in (*prompts, *decoding):
+                running[made.tenant] += generates[made.id]
+            most_to_generate = max(most_to_generate, *running.values(), 0)
+            difference = abs(charged["a"] / share["a"] - charged["b"] / share["b"])
+            bound = (chunk + most_to_generate) / min(share.values())
+            assert difference <= bound * (1 + 1e-9)
 
 
 def test_tenants_that_flood_get_tokens_in_proportion_to_their_shares():
@@ -170,9 +198,8 @@ def test_tenants_that_flood_get_tokens_in_proportion_to_their_shares():
                 scheduler.release(result.request)
                 finished[result.request.tenant] += 1
                 charged[result.request.tenant] += size + output
-    turn = fair_policy.TURN_BATCHES * token_budget
-    in_flight = config.max_running * (size + output)  # admitted, and not in these sums
-    assert abs(charged["one"] - charged["three"] / 3) < turn + size + 8 * output + in_flight
+    in_flight = config.max_running * (size + output)  # charged, and not in these sums
+    assert abs(charged["one"] - charged["three"] / 3) <= token_budget + 8 * output + in_flight
     assert 2.5 < charged["three"] / charged["one"] < 3.5
 
 
@@ -219,10 +246,10 @@ def test_the_highest_priority_that_is_not_blocked_goes_first(plan, blocked):
         return made.tokens[0] in blocked and Cache().peek(None, made.reusable_run()) < made.num_reusable
 
     waiting = {made.id: made for made in policy}
-    while (chosen := policy.next(is_blocked)) is not None:
+    while (chosen := next_of(policy, is_blocked)) is not None:
         assert not is_blocked(chosen)
         assert chosen.priority == max(made.priority for made in waiting.values() if not is_blocked(made))
-        policy.admit(chosen, work(chosen))
+        policy.admit(chosen)
         del waiting[chosen.id]
     assert all(is_blocked(made) for made in waiting.values())
 
@@ -253,9 +280,9 @@ def test_a_lower_priority_does_not_starve():
     num_before = 0
     for number in range(1, 1000):
         policy.add(request(number, 100, priority=10))
-        chosen = policy.next(free)
+        chosen = next_of(policy, free)
         assert chosen is not None
-        policy.admit(chosen, work(chosen))
+        policy.admit(chosen)
         if chosen.id == 0:
             break
         num_before += 1
@@ -270,9 +297,9 @@ def test_before_many_of_a_lower_priority_higher_ones_get_what_the_docstring_says
     done: Counter[int] = Counter()
     for number in range(2000, 3500):
         policy.add(request(number, 100, priority=1))
-        chosen = policy.next(free)
+        chosen = next_of(policy, free)
         assert chosen is not None
-        policy.admit(chosen, 100)
+        policy.admit(chosen)
         done[chosen.priority] += 100
         at_once = fair_policy.OVERTAKEN_BATCHES * 32
         assert done[1] <= at_once + fair_policy.OVERTAKEN_SHARE * done[0] + 100
@@ -286,9 +313,9 @@ def test_a_request_that_shares_nothing_is_not_passed_over_for_ever():
     num_before = 0
     for number in range(1, 1000):
         policy.add(request(number, 120, 20))
-        chosen = policy.next(free)
+        chosen = next_of(policy, free)
         assert chosen is not None
-        policy.admit(chosen, work(chosen))
+        policy.admit(chosen)
         if chosen.id == 0:
             break
         num_before += 1
@@ -297,8 +324,8 @@ def test_a_request_that_shares_nothing_is_not_passed_over_for_ever():
 
 def order_of(policy: FairLongestPrefix) -> list[int]:
     order = []
-    while (chosen := policy.next(free)) is not None:
-        policy.admit(chosen, work(chosen))
+    while (chosen := next_of(policy, free)) is not None:
+        policy.admit(chosen)
         order.append(chosen.id)
     return order
 
@@ -355,7 +382,7 @@ def test_whose_patience_has_ended_goes_first_among_equal_priorities(plan):
         waiting[number] = made
     for *_, passes_s in plan:
         now += passes_s / 4
-        chosen = policy.next(free)
+        chosen = next_of(policy, free)
         assert chosen is not None
         equals = [r for r in waiting.values() if r.priority == max(o.priority for o in waiting.values())]
         impatient = [r for r in equals if r.patience_end <= now]
@@ -364,7 +391,7 @@ def test_whose_patience_has_ended_goes_first_among_equal_priorities(plan):
         else:
             assert chosen in equals
             assert chosen.tokens[0] == max(r.tokens[0] for r in equals)
-        policy.admit(chosen, work(chosen))
+        policy.admit(chosen)
         del waiting[chosen.id]
 
 
@@ -376,10 +403,10 @@ def test_who_left_without_a_turn_is_not_remembered():
         policy.add(made)
         if number > 20:
             policy.remove(made)
-        assert policy.next(free).id == 0
+        assert next_of(policy, free).id == 0
     tier = policy._tenants[""].tiers[0]
     assert len(tier._patience_ends._heap) < 200
-    policy.admit(policy.next(free), 1)
+    policy.admit(next_of(policy, free))
     assert order_of(policy) == [*range(1, 21)]
 
 
@@ -395,7 +422,7 @@ def test_who_lost_its_slots_goes_first_in_order_of_arrival():
     requests = [request(number, 30, cached) for number, cached in enumerate([0, 5, 20])]
     for made in requests[:2]:
         policy.add(made)
-        policy.admit(made, 30)
+        policy.admit(made)
     policy.add(requests[2])
     policy.restore(requests[1])
     policy.restore(requests[0])
@@ -406,10 +433,10 @@ def test_a_blocked_tenant_does_not_hold_up_another():
     policy = FairLongestPrefix(Cache().peek, token_budget=256)
     policy.add(request(0, 30, 0, "a"))
     policy.add(request(1, 30, 0, "b"))
-    chosen = policy.next(lambda made, match: made.tenant == "a")
+    chosen = next_of(policy, lambda made, match: made.tenant == "a")
     assert chosen is not None
     assert chosen.id == 1
-    assert policy.next(lambda made, match: True) is None
+    assert next_of(policy, lambda made, match: True) is None
 
 
 def test_idle_tenants_are_forgotten():
@@ -417,7 +444,6 @@ def test_idle_tenants_are_forgotten():
     for number in range(50):
         made = request(number, 10, 0, str(number))
         policy.add(made)
-        policy.admit(made, 10)
+        policy.admit(made)
         policy.finish(made)
     assert not policy._tenants
-    assert not policy._turns

@@ -1,18 +1,20 @@
 """In which order waiting requests are admitted, by name.
 
-``fair-lpm`` (the default): longest cached prefix first, with a share for each tenant and a bound on
-how far anybody is overtaken (``fair_policy``). For comparison: ``lpm``, longest cached prefix first;
-``dfs-weight``, the waiting requests' tree depth first, heaviest branch first (``prefix_policy``);
-``fcfs``, in order of arrival; ``random``. These know no tenants, shares or priorities.
+``fair-lpm`` (the default): longest cached prefix first, with a share for each tenant, room for short prompts
+beside long ones, and a bound on how far any request is overtaken (``fair_policy``). For comparison: ``lpm``,
+longest cached prefix first; ``dfs-weight``, the waiting requests' tree depth first, heaviest branch first
+(``prefix_policy``); ``fcfs``, in order of arrival; ``random``. These know no tenants, shares or priorities,
+and compute one prompt after the other.
 
-A policy holds the waiting requests and says which is next. What steps compute and evict is told to
-it, so that it need not match everybody against the cache again and again.
+A policy holds the waiting requests and says whose rows are next. It follows what steps compute and evict,
+so that it need not match all requests against the cache again and again.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from agentflow.server.core.request import CacheIdentity, Request
@@ -46,14 +48,22 @@ class Policy(Protocol):
     def restore(self, request: Request) -> None:
         """One that had been admitted and lost its slots: it goes before those that were not."""
 
-    def next(self, is_blocked: IsBlocked) -> Request | None:
-        """The one to admit next, of those that are not blocked. It stays until ``remove``."""
+    def start_step(self, prompts: Sequence[Request]) -> None:
+        """A step is planned; ``prompts``: running requests that can take rows of it."""
+
+    def next(self, prompts: Sequence[Request], is_blocked: IsBlocked | None) -> Request | None:
+        """Whose prompt gets the next rows of the step: one of ``prompts``, which run, in the order of their
+        admission, or a waiting one that is not blocked, to be admitted now (``is_blocked`` None: none may
+        be). None where there is neither."""
+
+    def charge(self, request: Request, num_rows: int) -> None:
+        """So many rows of the request, which no step computed for it before, are part of the step."""
 
     def remove(self, request: Request) -> None:
         """It was cancelled."""
 
-    def admit(self, request: Request, num_uncached: int) -> None:
-        """It runs now: no longer waiting; so many of its tokens (and nodes) have to be computed."""
+    def admit(self, request: Request) -> None:
+        """It runs now, and waits no longer."""
 
     def finish(self, request: Request) -> None:
         """It was admitted once, and now it is over."""
@@ -97,8 +107,9 @@ class Returned:
         return None
 
 
-class WaitingRequests:
-    """What policies without tenants have in common: who waits, and who lost its slots."""
+class WaitingRequests(ABC):
+    """What policies without tenants have in common: prompts that run have all rows before others begin, and
+    requests that lost their slots run first again."""
 
     def __init__(self) -> None:
         self._returned = Returned()
@@ -124,14 +135,34 @@ class WaitingRequests:
         if not self._returned.discard(request):
             del self._waiting[request.id]
 
-    def admit(self, request: Request, num_uncached: int) -> None:
+    def next(self, prompts: Sequence[Request], is_blocked: IsBlocked | None) -> Request | None:
+        if prompts:
+            return prompts[0]
+        if is_blocked is None:
+            return None
+        return self._returned.first(is_blocked) or self._next_waiting(is_blocked)
+
+    @abstractmethod
+    def _next_waiting(self, is_blocked: IsBlocked) -> Request | None:
+        """Of those that have not run yet, the first that is not blocked."""
+
+    def admit(self, request: Request) -> None:
         self.remove(request)
 
-    def finish(self, request: Request) -> None: ...
+    def start_step(self, prompts: Sequence[Request]) -> None:  # noqa: B027  most of them keep nothing
+        pass
 
-    def tokens_cached(self, identity: CacheIdentity, run: TokenRun) -> None: ...
+    def charge(self, request: Request, num_rows: int) -> None:  # noqa: B027
+        pass
 
-    def tokens_evicted(self, identity: CacheIdentity, run: TokenRun, kept: int) -> None: ...
+    def finish(self, request: Request) -> None:  # noqa: B027
+        pass
+
+    def tokens_cached(self, identity: CacheIdentity, run: TokenRun) -> None:  # noqa: B027
+        pass
+
+    def tokens_evicted(self, identity: CacheIdentity, run: TokenRun, kept: int) -> None:  # noqa: B027
+        pass
 
 
 class FirstCome(WaitingRequests):
@@ -140,10 +171,7 @@ class FirstCome(WaitingRequests):
     def __init__(self, peek: Peek, token_budget: int) -> None:
         super().__init__()
 
-    def next(self, is_blocked: IsBlocked) -> Request | None:
-        returned = self._returned.first(is_blocked)
-        if returned is not None:
-            return returned
+    def _next_waiting(self, is_blocked: IsBlocked) -> Request | None:
         for _, request in zip(range(MAX_PASSED_OVER), self._in_order(), strict=False):
             if not is_blocked(request, None):
                 return request

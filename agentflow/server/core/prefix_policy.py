@@ -26,10 +26,7 @@ class LongestPrefix(WaitingRequests):
         run = request.reusable_run()
         self._tree.add(request, run, self._peek(request.extra_key, run))
 
-    def next(self, is_blocked: IsBlocked) -> Request | None:
-        returned = self._returned.first(is_blocked)
-        if returned is not None:
-            return returned
+    def _next_waiting(self, is_blocked: IsBlocked) -> Request | None:
         found = self._tree.longest_match(is_blocked)
         return found[0] if found is not None else None
 
@@ -53,10 +50,7 @@ class DfsWeight(LongestPrefix):
         super().__init__(peek, token_budget)
         self._path: list[WaitingNode] = []  # from the root to where the last one ended
 
-    def next(self, is_blocked: IsBlocked) -> Request | None:
-        returned = self._returned.first(is_blocked)
-        if returned is not None:
-            return returned
+    def _next_waiting(self, is_blocked: IsBlocked) -> Request | None:
         while self._path and not self._path[-1].num_waiting:
             self._path.pop()
         for node in reversed(self._path):
@@ -69,23 +63,25 @@ class DfsWeight(LongestPrefix):
                 return request
         return None
 
-    def admit(self, request: Request, num_uncached: int) -> None:
+    def admit(self, request: Request) -> None:
         if request.id in self._waiting:
             node: WaitingNode | None = self._tree.node_of(request)
             self._path = []
             while node is not None:
-                self._path.insert(0, node)
+                self._path.append(node)
                 node = node.parent
-        super().admit(request, num_uncached)
+            self._path.reverse()
+        super().admit(request)
 
 
-def _heaviest_first(node: WaitingNode, is_blocked: IsBlocked) -> Request | None:
-    for request in node.requests.values():
-        if not is_blocked(request, None):
-            return request
-    for child in sorted(node.children.values(), key=lambda child: -child.num_waiting):
+def _heaviest_first(root: WaitingNode, is_blocked: IsBlocked) -> Request | None:
+    """Depth first, without recursion: the tree is as deep as clients nest their prompts."""
+    pending = [root]
+    while pending:
+        node = pending.pop()
+        for request in node.requests.values():
+            if not is_blocked(request, None):
+                return request
         # All below a child need the same token next where they leave this node.
-        found = _heaviest_first(child, is_blocked)
-        if found is not None:
-            return found
+        pending += sorted(node.children.values(), key=lambda child: child.num_waiting)
     return None

@@ -1,8 +1,9 @@
 """The waiting requests of one tenant that have the same priority, and which of them goes first.
 
 That is the one with the first deadline, if any has one; then the one whose patience ended first, if that of
-any has; then the siblings of the task group that was
-admitted last; then the longest match among those with the objective ``latency``, then among the others.
+any has; then the siblings of the task group that was admitted last; then those with the objective
+``latency``, then the others. Of these the short ones go first, which need few steps, and of equals the
+longest match.
 """
 
 from __future__ import annotations
@@ -53,18 +54,29 @@ class TimeHeap:
 
 
 class PriorityTier:
-    """Requests in the order that the module's docstring gives. ``clock``: seconds."""
+    """Requests in the order that the module's docstring gives. ``clock``: seconds. ``short_tokens``: a
+    request with at most so many tokens to compute is short."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.trees = {"latency": WaitingTree(), "throughput": WaitingTree()}
+    def __init__(self, clock: Callable[[], float] = time.monotonic, short_tokens: int = 0) -> None:
+        self._trees = {objective: (WaitingTree(), WaitingTree()) for objective in ("latency", "throughput")}
         self.groups: dict[Hashable, dict[int, Request]] = {}
+        self._tree_of: dict[int, WaitingTree] = {}
         self._deadlines = TimeHeap(self._waits)
         self._patience_ends = TimeHeap(self._waits)
         self._clock = clock
+        self._short_tokens = short_tokens
+
+    @property
+    def trees(self) -> list[WaitingTree]:
+        """All of them: of short and long requests with each objective."""
+        return [tree for pair in self._trees.values() for tree in pair]
 
     def add(self, request: Request, run: TokenRun, match: int) -> None:
         """A request, the tokens of it that may come from the cache, and how many of these are there."""
-        self.trees[request.objective].add(request, run, match)
+        short, long = self._trees[request.objective]
+        tree = short if self._is_short(request, match) else long
+        tree.add(request, run, match)
+        self._tree_of[request.id] = tree
         if request.task_group is not None:
             self.groups.setdefault(request.task_group, {})[request.id] = request
         self._deadlines.add(request.deadline, request)
@@ -72,7 +84,7 @@ class PriorityTier:
 
     def remove(self, request: Request) -> None:
         """It waits no longer."""
-        self.trees[request.objective].remove(request)
+        self._tree_of.pop(request.id).remove(request)
         self._deadlines.gone()
         self._patience_ends.gone()
         group = request.task_group
@@ -90,18 +102,29 @@ class PriorityTier:
             for sibling in self.groups[current_group].values():
                 if not is_blocked(sibling, self.match_of(sibling)):
                     return sibling
-        for tree in self.trees.values():
-            found = tree.longest_match(is_blocked)
+        for short, long in self._trees.values():
+            found = self._better(short.longest_match(is_blocked), long.longest_match(is_blocked))
             if found is not None:
-                return found[0]
+                return found
         return None
 
     def match_of(self, request: Request) -> int:
         """How much of a waiting request is cached."""
-        return self.trees[request.objective].match_of(request)
+        return self._tree_of[request.id].match_of(request)
+
+    def _better(self, short: tuple[Request, int] | None, long: tuple[Request, int] | None) -> Request | None:
+        """Of the longest matches of both kinds the short one, unless the cache has made the long one
+        short."""
+        if short is None or long is None:
+            found = short or long
+            return None if found is None else found[0]
+        return long[0] if self._is_short(*long) and long[1] > short[1] else short[0]
+
+    def _is_short(self, request: Request, match: int) -> bool:
+        return request.num_tokens + request.num_nodes - match <= self._short_tokens
 
     def _most_impatient(self) -> Request | None:
         return self._patience_ends.first(by=self._clock()) if self._patience_ends else None
 
     def _waits(self, request: Request) -> bool:
-        return request in self.trees[request.objective]
+        return request.id in self._tree_of

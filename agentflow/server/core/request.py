@@ -68,6 +68,7 @@ class Request:
     ``expected_output``: tokens that the program expects it to generate (0: nothing is known).
     ``priority``: higher goes first, within its tenant. ``share``: its tenant's part, against that of others.
     ``arrival``: its place among all requests, given by the scheduler and kept for good.
+    ``num_charged``: rows up to this place in its tokens and nodes were charged to its tenant.
     """
 
     id: int
@@ -97,6 +98,7 @@ class Request:
     num_computed: int = 0
     num_cached: int = 0
     num_shared: int = 0
+    num_charged: int = 0
     was_admitted: bool = False
     page_row: int = -1
     committed: PrefixMatch | None = None

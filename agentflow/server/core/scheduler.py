@@ -1,20 +1,24 @@
 """The scheduler: which rows the next forward pass computes.
 
 Continuous batching (Yu et al., "Orca", 2022) with chunked prefill: every step runs one row for each
-request that decodes, and fills the rest of a token budget with prompt tokens, first of requests
-already admitted, then of waiting ones in the order of a policy. The KV pool is shared between
-running requests and the radix cache: what nobody holds is evicted when slots are needed; where that
-is not enough, the running request that costs least to redo gives way.
+request that decodes, and gives the rest of its budget to prompts, a chunk at a time. The policy says
+whose chunk is next: that of a running prompt, or of a waiting one, which is admitted then. The budget
+is in rows and, once the cost of steps is known, in seconds: beside prompts a step takes at most
+``MAX_STRETCH`` times what its decoding takes alone, and prompts at most ``PROMPT_STEP_S`` of it.
+
+The KV pool is shared between running requests and the radix cache: what is not in use is evicted when
+slots are needed; where that is not enough, the running request that costs least to redo is preempted.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
 from agentflow.server.core.batch import Batch, BatchOutput
-from agentflow.server.core.batch_builder import Work, build_batch
+from agentflow.server.core.batch_builder import build_batch
 from agentflow.server.core.branch_builder import tree_rows
 from agentflow.server.core.counters import Counters
 from agentflow.server.core.draft import Draft
@@ -26,11 +30,22 @@ from agentflow.server.core.prefills import Prefills
 from agentflow.server.core.request import CacheIdentity, Request, Status
 from agentflow.server.core.request_size import check_size
 from agentflow.server.core.sampling_table import SamplingTable
+from agentflow.server.core.step_cost import Features, StepCost, batch_features
 from agentflow.server.core.token_run import TokenRun
 
 # Forced tokens are computed in the step after they are known where they are no more than this; more of them
 # take their turn like a prompt's.
 MAX_FORCED_ROWS = 32
+
+MAX_STRETCH = 2.75
+"""A step that decodes for latency takes at most so many times what it takes without any prompt's rows."""
+MIN_STEP_S = 0.005
+"""A step may always take so long: the short steps of fast devices need no limit."""
+PROMPT_STEP_S = 0.12
+"""The prompts of a step take at most so long: a new request waits for the step that runs."""
+CHUNKS_PER_STEP = 8
+MIN_CHUNK = 16
+"""Rows given at a time: an eighth of what prompts have of a step, and no fewer than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +56,6 @@ class SchedulerConfig:
     token_budget: int = 256
     policy: str = DEFAULT_POLICY
     use_cache: bool = True
-
-
-def _is_chunk(item: Work) -> bool:
-    return item[1] > 1
 
 
 class Scheduler:
@@ -69,6 +80,8 @@ class Scheduler:
         self._reserve = OutputReserve()
         self._arrivals = itertools.count()
         self._in_flight = InFlight(self.memory, self._prefills, self._counters)
+        self.cost = StepCost()
+        self._features: Features | None = None  # of the batch that runs
 
     @property
     def counters(self) -> Counters:
@@ -89,24 +102,27 @@ class Scheduler:
         """The next batch, with slots for all its rows, or None where there is nothing to run."""
         while True:
             draft = self._decode()
-            for request in self._prefills:
-                self._prefill(request, draft)
-            self._admit_waiting(draft)
+            self._fill(draft)
             if draft.num_rows or not self.running:
                 break
             self._retract_one(1)  # half-done prefills hold all slots between them
-        work = sorted(draft.work, key=_is_chunk)  # stable: requests with one row come first
-        self._in_flight.work, self._in_flight.branches = work, draft.branches
         if not draft.num_rows:
             return None
+        work, branches = draft.parts()
+        self._in_flight.work, self._in_flight.branches = work, branches
         if self._sampling.num_scoring:
-            self._in_flight.scored = tree_rows(work, draft.branches)
+            self._in_flight.scored = tree_rows(work, branches)
         slots = self.memory.allocate(draft.num_rows)
-        return build_batch(work, slots, self.memory.page_table, self._sampling, draft.branches)
+        batch = build_batch(work, slots, self.memory.page_table, self._sampling, branches)
+        self._features = batch_features(batch)
+        return batch
 
-    def complete(self, output: BatchOutput) -> list[StepResult]:
+    def complete(self, output: BatchOutput, took_s: float = 0.0) -> list[StepResult]:
         """The batch of the last ``schedule`` has run: its rows are computed now. New tokens are
-        appended to their requests; what the rows of each request gave is returned."""
+        appended to their requests; what the rows of each request gave is returned. ``took_s``: how long it
+        ran, from which later steps are planned (0: unknown)."""
+        if took_s > 0 and self._features is not None:
+            self.cost.observe(self._features, took_s)
         self._counters.steps += 1
         self._reserve.stepped()
         return self._in_flight.complete(output)
@@ -172,39 +188,89 @@ class Scheduler:
 
     def _decode(self) -> Draft:
         """One row for each request that decodes, and with it those of the tokens that a grammar has forced
-        on it since, as far as the budget allows. Where slots are short, requests give way first."""
+        on it since, as far as the budget allows. Where slots are short, requests are preempted first."""
         while True:
             decoding = [r for r in self.running.values() if r not in self._prefills]
             # Whatever decodes, there is a row for a prompt.
             limit = max(self.config.token_budget, len(decoding) + 1)
-            num_rows = len(decoding)
-            work: list[Work] = []
+            draft = Draft(limit, dict.fromkeys(decoding, 1), len(decoding))
             for request in decoding:
-                num_more = min(request.num_to_compute - 1, limit - 1 - num_rows)
-                num_rows += num_more
-                work.append((request, 1 + num_more))
-            missing = num_rows - self.memory.num_available
+                if request.num_to_compute > 1:
+                    draft.add(request, min(request.num_to_compute - 1, draft.num_free - 1))
+            missing = draft.num_rows - self.memory.num_available
             if missing <= 0:
-                return Draft(work, [], num_rows, limit)
+                break
             self._retract_one(missing)
+        draft.num_decode = draft.num_rows
+        for request, num_rows in draft.rows.items():
+            self._charge(request, request.num_computed + num_rows, num_rows)
+        return draft
 
-    def _prefill(self, request: Request, draft: Draft) -> None:
-        """Adds as many of the request's rows as budget and pool allow."""
-        available = self.memory.num_available - draft.num_rows
-        num_rows = min(draft.limit - draft.num_rows, request.num_to_compute, available)
-        if num_rows > 0:
-            draft.add(request, num_rows)
-
-    def _admit_waiting(self, draft: Draft) -> None:
-        if draft.num_rows >= draft.limit or not len(self.waiting) or not self.memory.has_free_row:
+    def _fill(self, draft: Draft) -> None:
+        """Gives what the budget leaves to prompts, chunk by chunk, in the order of the policy. Waiting
+        requests are admitted as their turn comes, until one finds no room."""
+        prompts = list(self._prefills)
+        may_admit = self.memory.has_free_row and len(self.waiting) > 0
+        if not prompts and not may_admit:
             return
-        promised = sum(map(self._reserve.need, self.running.values()))
-        while draft.num_rows < draft.limit and self.memory.has_free_row:
-            candidate = self.waiting.next(self._is_blocked)
-            if candidate is None or not self._admit(candidate, promised):
+        draft.spare_s = self._prompt_seconds(draft)
+        chunk = max(MIN_CHUNK, draft.num_free // CHUNKS_PER_STEP)
+        promised: int | None = None
+        self.waiting.start_step(prompts)
+        while draft.num_free > 0:
+            request = self.waiting.next(prompts, self._is_blocked if may_admit else None)
+            if request is None:
                 return
-            promised += self._reserve.need(candidate)
-            self._prefill(candidate, draft)
+            if request.status is Status.WAITING:
+                if promised is None:
+                    promised = sum(map(self._reserve.need, self.running.values()))
+                if not self._admit(request, promised):
+                    may_admit = False
+                    continue
+                promised += self._reserve.need(request)
+                may_admit = self.memory.has_free_row
+                prompts.append(request)
+            num_rows = self._rows_of_chunk(request, draft, chunk)
+            if not num_rows and draft.num_rows > draft.num_decode:
+                return  # the time is used up, or the pool
+            if num_rows:
+                start = request.num_computed + request.num_nodes_computed + draft.rows.get(request, 0)
+                draft.add(request, num_rows)
+                self._charge(request, start + num_rows, num_rows)
+            if not num_rows or not draft.left_of(request):
+                prompts.remove(request)
+
+    def _prompt_seconds(self, draft: Draft) -> float:
+        """How much time prompts may add to a step that computes what the draft has so far."""
+        if not self.cost.is_known:
+            return math.inf
+        if not any(request.objective == "latency" for request in draft.rows):
+            return PROMPT_STEP_S
+        num_read = sum(request.num_computed for request in draft.rows)
+        decode_s = self.cost.decode_s(draft.num_rows, len(draft.rows), num_read)
+        return min(PROMPT_STEP_S, max(MIN_STEP_S, MAX_STRETCH * decode_s) - decode_s)
+
+    def _rows_of_chunk(self, request: Request, draft: Draft, chunk: int) -> int:
+        """How many rows of the request fit into the draft now, at most ``chunk``, and takes their time off
+        it. However short the time is, the step has some rows of a prompt."""
+        available = self.memory.num_available - draft.num_rows
+        num_rows = min(chunk, draft.num_free, draft.left_of(request), available)
+        given = draft.rows.get(request, 0)
+        context, is_first = request.num_computed + given, not given
+        affordable = self.cost.rows_within(draft.spare_s, context, is_first=is_first)
+        if affordable < num_rows:
+            least = 0 if draft.num_rows > draft.num_decode else min(num_rows, MIN_CHUNK)
+            num_rows = affordable if affordable >= MIN_CHUNK else least
+        draft.spare_s -= self.cost.chunk_s(num_rows, context, is_first=is_first)
+        return num_rows
+
+    def _charge(self, request: Request, end: int, num_rows: int) -> None:
+        """So many rows of the request, up to this place in it, are charged to its tenant, but for those that
+        were charged before: what a preemption makes the engine compute again is free."""
+        start = max(end - num_rows, request.num_charged)
+        if end > start:
+            request.num_charged = end
+            self.waiting.charge(request, end - start)
 
     def _admit(self, request: Request, promised: int) -> bool:
         """Whether there is room for the request beside those that run; if so, it runs. ``promised``: what
@@ -222,7 +288,7 @@ class Scheduler:
             request.num_computed = 0
             self.memory.cache.unlock(match)
             return False
-        self.waiting.admit(request, request.num_tokens - match.num_tokens + request.num_nodes)
+        self.waiting.admit(request)
         self.running[request.id] = request
         request.status = Status.RUNNING
         self.memory.attach(request, match)

@@ -104,10 +104,11 @@ class _Run:
                 return None
             self.now_s = self.due[0][0]
             return took_s
-        self.now_s += self.cost.step_s(batch)
+        step_s = self.cost.step_s(batch)
+        self.now_s += step_s
         tokens = np.zeros(len(batch.sampled.rows), dtype=np.int64)
         start = time.perf_counter()
-        results = self.scheduler.complete(BatchOutput(tokens, None))
+        results = self.scheduler.complete(BatchOutput(tokens, None), step_s)
         for result in results:
             self._advance(result.request, result.token_id is not None)
         return took_s + time.perf_counter() - start

@@ -1,0 +1,265 @@
+"""Who gets the rows of a step: short prompts beside long ones, running streams beside prompts, and what each
+tenant is charged."""
+
+from collections import Counter
+from math import ceil
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentflow.sampling import SamplingParams
+from agentflow.server.core import scheduler as scheduler_module
+from agentflow.server.core.batch import Batch, BatchOutput
+from agentflow.server.core.request import Request
+from agentflow.server.core.scheduler import MAX_STRETCH, MIN_CHUNK, Scheduler, SchedulerConfig
+from agentflow.server.core.step_cost import StepCost, batch_features
+from agentflow.server.fake_runner import FakeRunner
+from agentflow.server.simulator.cost_model import CostModel
+
+BUDGET = 64
+
+
+class Steps:
+    """A scheduler on the fake runner, stepped by hand; prompts share nothing. ``cost``: seconds of a batch,
+    which the scheduler learns from."""
+
+    def __init__(self, *, num_slots: int = 100_000, cost: CostModel | None = None, **config) -> None:
+        config = {"token_budget": BUDGET, **config}
+        self.scheduler = Scheduler(num_slots=num_slots, max_context=50_000, config=SchedulerConfig(**config))
+        self.runner = FakeRunner(num_slots=num_slots, max_context=50_000)
+        self.cost = cost
+        self.requests: list[Request] = []
+        self.batches: list[Batch] = []
+
+    def add(self, num_tokens: int, num_output: int = 1, **kwargs) -> Request:
+        number = len(self.requests)
+        tokens = np.full(num_tokens, number + 1, dtype=np.int32)
+        request = Request.create(number, tokens, num_output, SamplingParams(), **kwargs)
+        self.scheduler.add(request)
+        self.requests.append(request)
+        return request
+
+    def step(self) -> bool:
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return False
+        self.batches.append(batch)
+        took_s = self.cost.step_s(batch) if self.cost is not None else 0.0
+        for result in self.scheduler.complete(self.runner.run(batch), took_s):
+            is_over = result.request.num_generated == result.request.max_new_tokens
+            if is_over and (result.token_id is not None or not result.request.num_to_compute):
+                self.scheduler.release(result.request)
+        return True
+
+    def steps_to_first_token(self, request: Request) -> int:
+        for number in range(1, 10_000):
+            assert self.step()
+            if request.num_generated:
+                return number
+        raise AssertionError("it has no token after 10,000 steps")
+
+
+@pytest.mark.parametrize(("kwargs", "most"), [({}, 2), ({"priority": 10}, 1), ({"tenant": "b"}, 2)])
+def test_a_short_prompt_does_not_wait_for_a_prompt_of_a_hundred_budgets(kwargs, most):
+    steps = Steps()
+    long = steps.add(100 * BUDGET, tenant="a")
+    for _ in range(3):
+        steps.step()
+    short = steps.add(10, **{"tenant": "a", **kwargs})
+    assert steps.steps_to_first_token(short) <= most
+    assert long.num_computed >= 3 * BUDGET
+
+
+@settings(max_examples=60)
+@given(
+    longs=st.lists(st.integers(2 * BUDGET, 40 * BUDGET), max_size=6),
+    shorts=st.lists(st.integers(1, BUDGET), min_size=1, max_size=6),
+    streams=st.integers(0, 8),
+    steps_before=st.integers(0, 30),
+)
+def test_short_prompts_beside_long_ones_wait_as_the_docstring_says(longs, shorts, streams, steps_before):
+    steps = Steps()
+    for _ in range(streams):
+        steps.add(1, 10_000)
+    for size in longs:
+        steps.add(size)
+    for _ in range(steps_before):
+        steps.step()
+    added = [steps.add(size) for size in shorts]
+    prompt_rows, chunk = BUDGET - streams - len(shorts), MIN_CHUNK  # those that are done decode
+    bound = ceil(4 * (sum(shorts) + chunk) / (3 * (prompt_rows - chunk)))
+    for _ in range(bound):
+        steps.step()
+    assert all(request.num_generated for request in added)
+
+
+@given(sizes=st.lists(st.integers(1, 20 * BUDGET), min_size=1, max_size=5))
+def test_long_prompts_alone_fill_every_step(sizes):
+    """Until the last one, whose rows are what is left."""
+    steps = Steps()
+    for size in sizes:
+        steps.add(size, num_output=0)
+    while steps.step():
+        pass
+    rows = [len(batch.token_ids) for batch in steps.batches]
+    assert rows[:-1] == [BUDGET] * (len(rows) - 1)
+    assert sum(rows) == sum(sizes)
+
+
+def test_the_first_admitted_prompt_always_advances():
+    """Under a stream of short ones, and of ones with a higher priority."""
+    steps = Steps(max_running=16)
+    long = steps.add(30 * BUDGET)
+    steps.step()
+    for number in range(200):
+        steps.add(BUDGET, priority=number % 2)
+        before = long.num_computed
+        steps.step()
+        if long.num_generated:
+            break
+        assert long.num_computed - before >= MIN_CHUNK
+    assert long.num_generated
+
+
+@settings(max_examples=40)
+@given(
+    plan=st.lists(
+        st.tuples(st.integers(1, 60), st.integers(1, 20), st.sampled_from("ab"), st.integers(0, 10)),
+        min_size=1,
+        max_size=12,
+    ),
+    num_slots=st.sampled_from([128, 200, 1000]),
+)
+def test_each_row_is_charged_once_however_often_it_is_computed(plan, num_slots):
+    steps = Steps(num_slots=num_slots, max_running=8)
+    charged: Counter[int] = Counter()
+    charge = steps.scheduler.waiting.charge
+
+    def noted(request: Request, num_rows: int) -> None:
+        charged[request.id] += num_rows
+        charge(request, num_rows)
+
+    steps.scheduler.waiting.charge = noted
+    plan = sorted(plan, key=lambda one: one[3])
+    now = 0
+    while plan or steps.scheduler.running or len(steps.scheduler.waiting):
+        while plan and plan[0][3] <= now:
+            size, output, tenant, _ = plan.pop(0)
+            steps.add(size, output, tenant=tenant)
+        steps.step()
+        now += 1
+    # The last token of an output is never computed.
+    assert charged == {r.id: r.num_prompt + r.num_generated - 1 for r in steps.requests}
+
+
+def test_what_the_cache_has_is_not_charged():
+    steps = Steps()
+    first = steps.add(50)
+    while steps.step():
+        pass
+    again = Request.create(9, first.tokens[: first.num_prompt], 1, SamplingParams())
+    charged: list[int] = []
+    steps.scheduler.waiting.charge = lambda request, num_rows: charged.append(num_rows)
+    steps.scheduler.add(again)
+    steps.step()
+    assert sum(charged) == 1
+
+
+COST = CostModel(base_s=0.010, row_s=0.0005, logits_s=0.0002, read_s=2e-7, pair_s=1e-7)
+
+
+def test_streams_keep_their_time_per_token_beside_prompts():
+    """After a few steps of each kind a step takes no longer than the stated multiple of its decoding."""
+    steps = Steps(cost=COST, token_budget=256)
+    steps.add(10, 100_000 - 20_000)
+    for _ in range(20):
+        steps.step()
+    steps.add(600)
+    while steps.requests[-1].num_generated == 0:
+        steps.step()
+    num_before = len(steps.batches)
+    steps.add(8_000)
+    while steps.requests[-1].num_generated == 0:
+        steps.step()
+    for batch in steps.batches[num_before:]:
+        stream = batch.kv_lens[0]
+        alone_s = COST.base_s + COST.row_s + COST.logits_s + COST.read_s * stream
+        assert COST.step_s(batch) <= MAX_STRETCH * alone_s * 1.1
+        assert len(batch.token_ids) >= 1 + MIN_CHUNK or batch is steps.batches[-1]
+
+
+def test_a_step_of_prompts_alone_takes_no_longer_than_stated():
+    steps = Steps(cost=COST, token_budget=4096, num_slots=60_000)
+    steps.add(3_000)
+    steps.add(30_000)
+    while steps.step():
+        pass
+    for batch in steps.batches[3:]:  # the cost is learned from the first ones
+        assert COST.step_s(batch) <= COST.base_s + scheduler_module.PROMPT_STEP_S * 1.1
+
+
+def test_for_throughput_alone_streams_do_not_hold_prompts_back():
+    steps = Steps(cost=COST, token_budget=256)
+    steps.add(10, 5_000, objective="throughput")
+    for _ in range(20):
+        steps.step()
+    steps.add(1_200)
+    for _ in range(3):
+        steps.step()
+    alone_s = COST.base_s + COST.row_s + COST.logits_s
+    assert all(COST.step_s(batch) > 1.5 * MAX_STRETCH * alone_s for batch in steps.batches[-2:])
+
+
+coefficients = st.floats(1e-9, 1e-2)
+
+
+@given(
+    row_s=coefficients, pair_s=st.floats(0, 1e-5), read_s=st.floats(0, 1e-6), context=st.integers(0, 10_000)
+)
+def test_the_rows_that_fit_take_the_time_there_is(row_s, pair_s, read_s, context):
+    cost = StepCost()
+    cost._row_s, cost._pair_s, cost._read_s = row_s, pair_s, read_s
+    for seconds in (0.001, 0.05, 1.0):
+        num_rows = cost.rows_within(seconds, context, is_first=True)
+        if num_rows:
+            assert cost.chunk_s(num_rows, context, is_first=True) <= seconds * (1 + 1e-6)
+        if num_rows < 2**31:
+            assert cost.chunk_s(num_rows + 1, context, is_first=True) > seconds * (1 - 1e-6)
+
+
+def random_batch(rng: np.random.Generator) -> Batch:
+    steps = Steps(token_budget=int(rng.integers(20, 300)))
+    for _ in range(int(rng.integers(1, 6))):
+        steps.add(int(rng.integers(1, 400)), 10)
+    for _ in range(int(rng.integers(1, 6))):
+        batch = steps.scheduler.schedule()
+        steps.scheduler.complete(BatchOutput(np.zeros(len(batch.sampled.rows), dtype=np.int64), None))
+    return batch
+
+
+def test_the_cost_of_steps_is_learned():
+    rng = np.random.default_rng(0)
+    true = np.array([0.01, 0.0005, 0.0002, 3e-7, 1e-7])
+    cost = StepCost()
+    for _ in range(150):
+        features = batch_features(random_batch(rng))
+        cost.observe(features, float(features @ true))
+    assert cost.decode_s(8, 8, 4000) == pytest.approx(0.01 + 8 * 0.0007 + 4000 * 3e-7, rel=0.05)
+    expected = 100 * 0.0005 + 100 * 1050 * 1e-7 + 1000 * 3e-7
+    assert cost.chunk_s(100, 1000, is_first=True) == pytest.approx(expected, rel=0.1)
+
+
+def test_a_long_stretch_of_decoding_does_not_erase_what_prompts_cost():
+    cost = StepCost()
+    true = np.array([0.01, 0.0005, 0.0002, 3e-7, 1e-7])
+    rng = np.random.default_rng(1)
+    for _ in range(60):
+        features = batch_features(random_batch(rng))
+        cost.observe(features, float(features @ true))
+    before = cost.chunk_s(200, 500, is_first=True)
+    for length in range(5000):
+        features = np.array([1.0, 4.0, 4.0, 400.0 + length, 0.0])
+        cost.observe(features, float(features @ true))
+    assert cost.chunk_s(200, 500, is_first=True) == pytest.approx(before, rel=0.1)
