@@ -38,6 +38,7 @@ class ChatTemplate:
     ) -> None:
         """Raises ``BadModelFolder`` for a source that is no valid Jinja; the message calls it ``where``."""
         self.special_tokens = dict(special_tokens or {})
+        self.source = source or ""
         try:
             self._template = None if source is None else _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:

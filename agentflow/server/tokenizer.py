@@ -2,7 +2,8 @@
 
 *Markup* is what the chat template writes and is trusted: its special tokens are recognised. *Content* is
 everybody else's text: a special token written out in it is encoded like any other text, so that a user
-who types ``<|im_start|>`` opens no turn.
+who types ``<|im_start|>`` opens no turn. The same holds for every added token that the chat template names or
+that marks tool calls, special or not: a user's ``<tool_call>`` is text.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Tokenizer:
     ``vocab_size``: ids run from 0 to below it. ``special_ids``: tokens that are no text. ``named_tokens``:
     such as ``{"bos_token": "<s>"}``. ``prefix_ids``: what the model expects before a text that no template
     opens (usually nothing or its bos). ``space_prefix``: whether, and where, encoding puts a space in front.
-    ``mark_ids``: tokens with which the model marks tool calls; text, even where they are special.
+    ``mark_ids``: tokens that contents may not form and a model may write, as those that mark tool calls or
+    thoughts; text, even where they are special.
     """
 
     def __init__(
@@ -45,12 +47,14 @@ class Tokenizer:
         named_tokens: Mapping[str, str] | None = None,
         turn_markup: str = "",
         tool_markup: str = "",
+        template_source: str = "",
         where: str = "the tokenizer",
     ) -> None:
         """``spec``: the object of a ``tokenizer.json``. ``turn_markup``: what the chat template writes around
         turns; an added token in it is text in contents even where the tokenizer does not call it special.
-        ``tool_markup``: what a model writes around tool calls; a special token in it is text in what a model
-        writes, so that calls can be read, and stays closed to contents.
+        ``tool_markup``: what a model writes around tool calls; an added token in it is closed to contents,
+        and text in what a model writes, so that calls can be read. ``template_source``: the chat template;
+        an added token in it that is not special is closed to contents, and open to models.
         Raises ``BadModelFolder``, in whose message the tokenizer is called ``where``."""
         self.named_tokens = dict(named_tokens or {})
         self._decoder: TokenDecoder = read_decoder(spec.get("decoder"), where)
@@ -58,8 +62,10 @@ class Tokenizer:
         named = set(self.named_tokens.values())
         is_special = {t["content"]: bool(t["special"]) or t["content"] in named for t in self._added}
         turns = {text for text in is_special if text.strip() and text in turn_markup}
-        self._closed_to_content = turns | {text for text, special in is_special.items() if special}
-        marks = {text for text in self._closed_to_content - turns - named if text in tool_markup}
+        marks = {text for text in is_special if text.strip() and text in tool_markup} - turns - named
+        named_in_template = {text for text in is_special if text.strip() and text in template_source} - turns
+        marks |= {text for text in named_in_template if not is_special[text]}
+        self._closed_to_content = turns | marks | {text for text, special in is_special.items() if special}
 
         bare: dict[str, Any] = {"truncation": None, "padding": None, "post_processor": None}
         self._markup = _load({**spec, "truncation": None, "padding": None}, where)
@@ -116,6 +122,7 @@ class Tokenizer:
             named_tokens=named_special_tokens(folder),
             turn_markup="" if all_special else template.turn_markup(),
             tool_markup=calls.begin + calls.end,
+            template_source=template.source,
             where=f"the tokenizer in {folder}",
         )
 
@@ -139,7 +146,8 @@ class Tokenizer:
 
     @property
     def closed_ids(self) -> frozenset[int]:
-        """The tokens that no content has: the special ones, and those that mark turns."""
+        """The tokens that no content has: the special ones, and those to which the chat template or the
+        format of tool calls gives a meaning."""
         return self._closed_ids
 
     def id_of(self, token: str) -> int | None:

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import small_tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tool_template_shapes import HERMES, MARKS, MISTRAL, SPEC, SPECIAL, TEMPLATES, TOKENIZER, TOKENS
+from tool_template_shapes import (
+    HERMES,
+    MARKS,
+    MISTRAL,
+    SPEC,
+    SPECIAL,
+    TEMPLATES,
+    THINKING_HERMES,
+    TOKENIZER,
+    TOKENS,
+)
 
 from agentflow.conversation import CalledTool, Message, ToolSpec
+from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.detokenizer import Detokenizer
+from agentflow.server.grammar_cache import GrammarCache
 from agentflow.server.token_state import TokenState
 from agentflow.server.tokenizer import Tokenizer
 
@@ -71,9 +84,85 @@ def test_nothing_from_outside_is_special_where_spaces_are_put_in_front(name: str
     assert special(said) == special(["a", "b", "c", "d", "e"])
 
 
+PLAIN_MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
+"""Added tokens that the tokenizer does not call special, as in Qwen's."""
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, ChatTemplate]:
+    spec = small_tokenizers.byte_level(
+        ["<|im_start|>", "<|im_end|>"], plain_added=[*PLAIN_MARKS, "<other>", "  "]
+    )
+    folder = small_tokenizers.write_folder(tmp_path_factory.mktemp("qwen"), spec, {}, THINKING_HERMES)
+    return Tokenizer.from_folder(folder), ChatTemplate.from_folder(folder)
+
+
+cut_texts = st.lists(
+    st.sampled_from(
+        [*PLAIN_MARKS, "<tool_", "call>", "<", "/think>", "<th", "ink>", "<other>", "a", " ", "é"]
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(said=st.lists(cut_texts, min_size=5, max_size=5), cuts=st.sets(st.integers(0, 5)))
+def test_no_content_forms_a_mark_that_the_tokenizer_calls_plain_text(qwen, said, cuts):
+    """Written in one go or in pieces, in any turn, in tools and in calls of tools."""
+    tokenizer, template = qwen
+    marks = {tokenizer.id_of(mark) for mark in PLAIN_MARKS}
+
+    def state_with(words: list[list[str]]) -> TokenState:
+        user, assistant, description, argument, result = words
+        state = TokenState(tokenizer, template)
+        state.tools([ToolSpec("weather", "".join(description), {})])
+        for role, pieces in (("user", user), ("assistant", assistant), ("user", result)):
+            state.begin_role(role)
+            for number, piece in enumerate(pieces):
+                state.text(piece)
+                if number in cuts:
+                    state.cut()
+            state.end_role()
+        call = CalledTool("call_1", "weather", json.dumps({"x": "".join(argument)}, ensure_ascii=False))
+        state.turn(Message("assistant", "".join(assistant), tool_calls=(call,)))
+        state.turn(Message("tool", "".join(result), tool_call_id="call_1", name="weather"))
+        state.begin_role("assistant")
+        return state
+
+    state, harmless = state_with(said), state_with([["x"]] * 5)
+    found, expected = [[i for i in one.ids() if i in marks] for one in (state, harmless)]
+    assert found == expected
+    assert tokenizer.id_of("<tool_call>") in expected  # those that the template writes are there
+    assert tokenizer.decode(state.ids(), skip_special=False) == state.text_view()
+    content = "".join(said[0])
+    assert marks.isdisjoint(tokenizer.encode(content))
+    assert tokenizer.decode(tokenizer.encode(content)) == content
+
+
+def test_a_model_may_write_the_marks_under_a_grammar(qwen):
+    """What is closed to contents is how it marks its calls and thoughts."""
+    tokenizer, _ = qwen
+    marks = {tokenizer.id_of(mark) for mark in PLAIN_MARKS}
+    assert tokenizer.mark_ids == marks
+    vocabulary = GrammarCache(tokenizer, tokenizer.vocab_size).vocabulary
+    assert [vocabulary.token_bytes[tokenizer.id_of(mark)].decode() for mark in PLAIN_MARKS] == PLAIN_MARKS
+    written = tokenizer.encode_written("a<think>b</think><tool_call>")
+    assert [i for i in written if i in marks] == [
+        tokenizer.id_of(mark) for mark in ("<think>", "</think>", "<tool_call>")
+    ]
+
+
+def test_an_added_token_without_a_meaning_is_one_token_of_contents(qwen):
+    """Such as the runs of spaces that some tokenizers add."""
+    tokenizer, _ = qwen
+    for text in ("<other>", "  "):
+        assert tokenizer.encode(f"a{text}b", continues=True).count(tokenizer.id_of(text)) == 1
+
+
 def test_marks_are_those_of_the_folders_template(tmp_path: Path) -> None:
-    """A token that begins turns is none, nor is one that the format does not write."""
-    for template, marks in ((MISTRAL, {"[TOOL_CALLS]"}), (HERMES, set()), (None, set())):
+    """A token that begins turns is none, nor is a special one that the format does not write."""
+    calls = {"<tool_call>", "</tool_call>"}
+    for template, marks in ((MISTRAL, {"[TOOL_CALLS]"}), (HERMES, calls), (None, calls)):
         folder = tmp_path / str(len(template or ""))
         folder.mkdir()
         config = {"bos_token": "<s>", "eos_token": "</s>"}
