@@ -1,4 +1,5 @@
-"""The radix cache against a brute-force twin: a plain list of sequences with their times of use."""
+"""The radix cache against a brute-force reference model: a plain list of sequences with their times of
+use."""
 
 import collections
 import itertools
@@ -11,7 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from agentflow.server.core.kv_slots import KVSlots
 from agentflow.server.core.radix_cache import RadixCache
-from agentflow.server.core.radix_node import PrefixMatch
+from agentflow.server.core.radix_node import PrefixMatch, shared_out
 from agentflow.server.core.token_run import common_prefix_len, token_run
 
 # Few token ids and short sequences, so that prefixes collide often.
@@ -33,8 +34,8 @@ def insert(cache: RadixCache, extra, sequence: list[int], slots: list[int], **kw
 
 
 class PrefixList:
-    """The twin. Knows every cached prefix of every inserted sequence (one entry for each token that
-    is cached, named by the whole sequence up to it), its slot, its locks and its last use."""
+    """The reference model. It knows every cached prefix of every inserted sequence (one entry for each token
+    that is cached, named by the whole sequence up to it), its slot, its locks and its last use."""
 
     def __init__(self) -> None:
         self.slots: dict[tuple, int] = {}
@@ -96,7 +97,7 @@ class RadixCacheMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.cache = RadixCache()
-        self.twin = PrefixList()
+        self.reference = PrefixList()
         self.free = KVSlots(400)
 
     def slots_of(self, match):
@@ -107,47 +108,47 @@ class RadixCacheMachine(RuleBasedStateMachine):
 
     @rule(extra=extra_keys, sequence=sequences)
     def match(self, extra, sequence):
-        assert self.cache.peek(extra, as_run(sequence)) == len(self.twin.match(extra, sequence))
+        assert self.cache.peek(extra, as_run(sequence)) == len(self.reference.match(extra, sequence))
         match = self.cache.match(extra, as_run(sequence))
-        assert self.slots_of(match) == self.twin.match(extra, sequence)
+        assert self.slots_of(match) == self.reference.match(extra, sequence)
 
     @rule(extra=extra_keys, sequence=sequences, known=st.integers(0, 10), num_prompt=st.integers(0, 10))
     def extend(self, extra, sequence, known, num_prompt):
         if self.free.num_free < len(sequence):
             return
         slots = self.free.allocate(len(sequence))
-        self.twin.match(extra, sequence[:known])
+        self.reference.match(extra, sequence[:known])
         start = self.cache.match(extra, as_run(sequence[:known]))
         self.cache.lock(start)
         match, existing = self.cache.extend(start, extra, as_run(sequence), slots, num_prompt=num_prompt)
         self.cache.unlock(start)
-        assert existing == self.twin.insert(extra, sequence, slots.tolist())
+        assert existing == self.reference.insert(extra, sequence, slots.tolist())
         self.free.release(slots[:existing])
         assert match.num_tokens == len(sequence)
-        assert self.slots_of(match) == self.twin.match(extra, sequence)
-        self.cache.match(extra, as_run(sequence))  # the twin's clock has ticked once more
+        assert self.slots_of(match) == self.reference.match(extra, sequence)
+        self.cache.match(extra, as_run(sequence))  # the clock of the reference has ticked once more
 
     @rule(target=locked, extra=extra_keys, sequence=sequences)
     def lock(self, extra, sequence):
         match = self.cache.match(extra, as_run(sequence))
-        self.twin.match(extra, sequence)
+        self.reference.match(extra, sequence)
         self.cache.lock(match)
-        self.twin.lock(extra, sequence[: match.num_tokens], +1)
+        self.reference.lock(extra, sequence[: match.num_tokens], +1)
         return extra, sequence[: match.num_tokens], match
 
     @rule(held=consumes(locked))
     def unlock(self, held):
         extra, sequence, match = held
         self.cache.unlock(match)
-        self.twin.lock(extra, sequence, -1)
-        self.twin.use(extra, sequence)
+        self.reference.lock(extra, sequence, -1)
+        self.reference.use(extra, sequence)
 
     @rule(target=kept, extra=extra_keys, sequence=sequences)
     def keep(self, extra, sequence):
         match = self.cache.match(extra, as_run(sequence))
-        self.twin.match(extra, sequence)
+        self.reference.match(extra, sequence)
         self.cache.keep(match)
-        self.twin.keeps[(extra, *sequence[: match.num_tokens])] += 1
+        self.reference.keeps[(extra, *sequence[: match.num_tokens])] += 1
         return extra, sequence[: match.num_tokens], match
 
     @rule(kept=consumes(kept))
@@ -155,17 +156,17 @@ class RadixCacheMachine(RuleBasedStateMachine):
         extra, sequence, match = kept
         self.cache.unkeep(match)
         prefix = (extra, *sequence)
-        while len(prefix) > 1 and prefix not in self.twin.slots:
+        while len(prefix) > 1 and prefix not in self.reference.slots:
             prefix = prefix[:-1]
-        self.twin.keeps[prefix] -= 1
+        self.reference.keeps[prefix] -= 1
 
     @rule(count=st.integers(1, 12))
     def evict(self, count):
-        before = dict(self.twin.slots)
+        before = dict(self.reference.slots)
         told: list[tuple] = []
 
         def on_evict(extra, run, num_left):
-            tokens = np.frombuffer(run, np.int32).tolist()
+            tokens = np.frombuffer(run(), np.int32).tolist()
             told.extend((extra, *tokens[:length]) for length in range(num_left + 1, len(tokens) + 1))
 
         freed = self.cache.evict(count, on_evict).tolist()
@@ -175,22 +176,23 @@ class RadixCacheMachine(RuleBasedStateMachine):
         # Leaf by leaf, what no state needs first, and of that the least recently used. A prefix is
         # used whenever what follows it is, so token by token comes to the same.
         while gone:
-            evictable = self.twin.evictable_leaf_ends()
+            evictable = self.reference.evictable_leaf_ends()
             candidates = [end for end in evictable if end in gone]
             assert candidates, "something was evicted that was locked, or not at the end of its sequence"
-            end = min(candidates, key=self.twin.rank)
-            assert self.twin.rank(end) == min(self.twin.rank(other) for other in evictable)
+            end = min(candidates, key=self.reference.rank)
+            assert self.reference.rank(end) == min(self.reference.rank(other) for other in evictable)
             gone.remove(end)
-            self.twin.evict(end)
+            self.reference.evict(end)
         self.free.release(np.array(freed, dtype=np.int32))
         if len(freed) < count:
-            assert not self.twin.evictable_leaf_ends(), "evict gave up though there was more to evict"
+            assert not self.reference.evictable_leaf_ends(), "evict gave up though there was more to evict"
+        assert len(freed) <= count, "more was evicted than was missing"
 
     @invariant()
     def counts_agree(self):
         self.cache.check()
-        assert self.cache.num_cached == len(self.twin.slots)
-        assert self.cache.num_locked == sum(count > 0 for count in self.twin.locks.values())
+        assert self.cache.num_cached == len(self.reference.slots)
+        assert self.cache.num_locked == sum(count > 0 for count in self.reference.locks.values())
         assert self.free.num_free + self.cache.num_cached == self.free.total
 
 
@@ -230,6 +232,63 @@ def test_trees_of_unused_extra_keys_do_not_stay():
         cache.match(f"only asked {tenant}", as_run([1]))
     cache.evict(100)
     assert not cache._roots
+    assert not cache._accounts
+
+
+def test_a_long_leaf_loses_its_tail_and_no_more():
+    cache = RadixCache()
+    insert(cache, None, list(range(1000)), list(range(1000)))
+    assert cache.evict(100).tolist() == list(range(900, 1000))
+    assert cache.match(None, as_run(range(1000))).num_tokens == 900
+    cache.check()
+
+
+claims = st.lists(
+    st.tuples(st.integers(0, 60), st.integers(0, 60), st.sampled_from([1.0, 1.0, 0.25, 3.0])), max_size=5
+).map(lambda rows: [(cached, min(cached, evictable), weight) for cached, evictable, weight in rows])
+
+
+@given(claims=claims, count=st.integers(0, 150))
+def test_owners_give_tokens_down_to_one_level(claims, count):
+    """Against the definition: token by token from the one with the most for its weight."""
+    amounts = shared_out(count, claims)
+    assert sum(amounts) == min(count, sum(evictable for _, evictable, _ in claims))
+    left = [cached - given for (cached, _, _), given in zip(claims, amounts, strict=True)]
+    for index, (_, evictable, weight) in enumerate(claims):
+        assert 0 <= amounts[index] <= evictable
+        for other, (_, other_evictable, other_weight) in enumerate(claims):
+            if amounts[index] and amounts[other] < other_evictable:
+                # What a token of it would leave the other one at, and what this one was at before its last.
+                assert left[other] / other_weight <= (left[index] + 2) / weight + 1e-9
+
+
+def test_a_tenant_that_needs_room_takes_it_from_who_has_more():
+    cache = RadixCache(owner_of=lambda key: key[0], idle_after=1000)
+    insert(cache, ("small", 1), list(range(20)), list(range(20)))
+    insert(cache, ("small", 2), list(range(20)), list(range(20, 40)))
+    insert(cache, ("large", 1), list(range(100)), list(range(100, 200)))
+    cache.match(("large", 1), as_run(range(100)))  # used last
+    assert all(slot >= 100 for slot in cache.evict(50))
+    assert len(cache.evict(20)) == 20
+    cached = [cache.peek(("small", 1), as_run(range(20))), cache.peek(("small", 2), as_run(range(20)))]
+    assert sum(cached) == cache.peek(("large", 1), as_run(range(100))) == 35
+    assert cached == [15, 20]  # of one owner the least recently used
+
+
+def test_an_owner_with_a_larger_weight_keeps_more():
+    cache = RadixCache(owner_of=lambda key: key)
+    insert(cache, "a", list(range(60)), list(range(60)))
+    insert(cache, "b", list(range(60)), list(range(60, 120)))
+    cache.weigh("b", 3.0)
+    cache.evict(40)
+    assert [cache.peek(key, as_run(range(60))) for key in "ab"] == [20, 60]
+
+
+def test_an_owner_that_is_idle_for_long_loses_its_claim():
+    cache = RadixCache(owner_of=lambda key: key, idle_after=100)
+    insert(cache, "idle", list(range(30)), list(range(30)))
+    insert(cache, "active", list(range(200)), list(range(100, 300)))
+    assert cache.evict(30).tolist() == list(range(30))
 
 
 def test_the_heap_of_leaves_stays_small_under_many_matches():
@@ -237,7 +296,7 @@ def test_the_heap_of_leaves_stays_small_under_many_matches():
     insert(cache, None, [1, 2, 3], [0, 1, 2])
     for _ in range(10_000):
         cache.match(None, as_run([1, 2, 3]))
-    assert len(cache._leaves) < 200
+    assert len(cache._accounts[None].leaves) < 200
     assert isinstance(cache.match(None, as_run([1])), PrefixMatch)
 
 

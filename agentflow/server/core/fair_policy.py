@@ -319,7 +319,7 @@ class FairLongestPrefix:
         for tree in self._trees(identity):
             tree.tokens_cached(identity, run)
 
-    def tokens_evicted(self, identity: CacheIdentity, run: TokenRun, kept: int) -> None:
+    def tokens_evicted(self, identity: CacheIdentity, run: Callable[[], TokenRun], kept: int) -> None:
         for tree in self._trees(identity):
             tree.tokens_evicted(identity, run, kept)
 

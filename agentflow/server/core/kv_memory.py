@@ -7,7 +7,7 @@ Everything that a request holds comes back through ``detach``, and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import numpy as np
 
@@ -19,12 +19,20 @@ from agentflow.server.core.request import CacheIdentity, Request
 from agentflow.server.core.token_run import TokenRun
 
 OnCached = Callable[[CacheIdentity, TokenRun], None]
-OnEvict = Callable[[CacheIdentity, TokenRun, int], None]
+OnEvict = Callable[[CacheIdentity, Callable[[], TokenRun], int], None]
+
+IDLE_AFTER_POOLS = 4
+"""A tenant that does not look into the cache while so many times the pool is cached has
+no claim to its part."""
+
+
+def _tenant_of(identity: CacheIdentity) -> Hashable:
+    return identity.tenant
 
 
 class KVMemory:
-    """Slots, page table, radix cache and liveness of one model. ``on_cached`` and ``on_evict`` hear of
-    every token run that enters the cache or leaves it."""
+    """Slots, page table, radix cache and liveness of one model. ``on_cached`` and ``on_evict``: called
+    for every token run that enters the cache or leaves it."""
 
     def __init__(
         self,
@@ -37,7 +45,7 @@ class KVMemory:
         on_evict: OnEvict,
     ) -> None:
         self.slots = KVSlots(num_slots)
-        self.cache = RadixCache()
+        self.cache = RadixCache(_tenant_of, IDLE_AFTER_POOLS * num_slots)
         self.liveness = Liveness(self.cache, num_slots)
         self.page_table: SlotArray = np.zeros((max_running, max_context), dtype=np.int32)
         self.num_computed = 0  # tokens, since the start
@@ -116,6 +124,7 @@ class KVMemory:
             self.slots.release(row[known.num_tokens : existing])
             self.cache.write_slots(match, row)
         self.cache.move_lock(known, match)
+        self.cache.weigh(request.tenant, request.share)
         request.committed = match
         self._on_cached(request.extra_key, run)
 

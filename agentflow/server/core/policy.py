@@ -71,8 +71,8 @@ class Policy(Protocol):
     def tokens_cached(self, identity: CacheIdentity, run: TokenRun) -> None:
         """The run is cached now."""
 
-    def tokens_evicted(self, identity: CacheIdentity, run: TokenRun, kept: int) -> None:
-        """Of the run and what continues it only the first ``kept`` tokens are cached still."""
+    def tokens_evicted(self, identity: CacheIdentity, run: Callable[[], TokenRun], kept: int) -> None:
+        """Of what ``run`` gives and what continues it only the first ``kept`` tokens are cached still."""
 
 
 class Returned:
@@ -161,7 +161,7 @@ class WaitingRequests(ABC):
     def tokens_cached(self, identity: CacheIdentity, run: TokenRun) -> None:  # noqa: B027
         pass
 
-    def tokens_evicted(self, identity: CacheIdentity, run: TokenRun, kept: int) -> None:  # noqa: B027
+    def tokens_evicted(self, identity: CacheIdentity, run: Callable[[], TokenRun], kept: int) -> None:  # noqa: B027
         pass
 
 

@@ -7,6 +7,8 @@ is then computed once. Neither is fair: a request that shares nothing waits for 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from agentflow.server.core.policy import IsBlocked, Peek, WaitingRequests
 from agentflow.server.core.request import CacheIdentity, Request
 from agentflow.server.core.token_run import TokenRun
@@ -38,7 +40,7 @@ class LongestPrefix(WaitingRequests):
     def tokens_cached(self, identity: CacheIdentity, run: TokenRun) -> None:
         self._tree.tokens_cached(identity, run)
 
-    def tokens_evicted(self, identity: CacheIdentity, run: TokenRun, kept: int) -> None:
+    def tokens_evicted(self, identity: CacheIdentity, run: Callable[[], TokenRun], kept: int) -> None:
         self._tree.tokens_evicted(identity, run, kept)
 
 

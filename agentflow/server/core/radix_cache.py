@@ -3,43 +3,50 @@
 A token-level radix tree (RadixAttention; Zheng et al., "SGLang", 2024, section 3). Each edge is a
 run of token ids with the slot of each. Under one *extra key* (model, adapter, tenant and salt)
 hangs one tree; two requests share KV only under the same extra key. A *lock* on a node keeps it
-and all its ancestors. What is not locked can be evicted leaf by leaf: first what no live state
-still needs (``keep``), and of these the least recently used.
+and all its ancestors. What is not locked can be evicted from the ends of leaves, as many tokens as are
+needed and no more: first of owners that hold most for their weight, of one owner first what no live state
+still needs (``keep``), and of this the least recently used.
 
-Costs: ``match``, ``peek`` and ``extend`` touch only the path; ``evict`` touches only the leaves it
-removes (a heap with lazy deletion finds them). Token runs are held as ``bytes`` (four per token),
-which compare and hash in well under a microsecond where arrays take several.
+Costs: ``match``, ``peek`` and ``extend`` touch only the path; ``evict`` touches only the leaves it shortens
+or removes (heaps with lazy deletion find them), and looks at each owner once. Token runs are held as
+``bytes`` (four per token), which compare and hash in well under a microsecond where arrays take several.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import numpy as np
 
-from agentflow.server.core.eviction_queue import EvictionQueue
-from agentflow.server.core.radix_node import Node, PrefixMatch, SlotArray
+from agentflow.server.core.radix_node import IDLE_WEIGHT, Account, Node, PrefixMatch, SlotArray, shared_out
 from agentflow.server.core.token_run import TOKEN_BYTES, TokenRun, common_prefix_len
 
 _EMPTY: SlotArray = np.empty(0, dtype=np.int32)
 
 
-_NOTHING = PrefixMatch(Node(b"", _EMPTY, None, 0), 0)
+_NOTHING = PrefixMatch(Node(b"", _EMPTY, None, 0, Account(None)), 0)
 
-OnEvict = Callable[[Any, TokenRun, int], None]
-"""Called for each evicted node: its extra key, all tokens from the root to its end, and how many of
-them are still cached."""
+OnEvict = Callable[[Any, Callable[[], TokenRun], int], None]
+"""Called for each leaf that loses tokens: its extra key, what gives all tokens from the root to its old end,
+and how many of these are still cached."""
 
 
 class RadixCache:
     """The trees of one model. Slots enter by ``extend`` and leave by ``evict``; the caller owns the
-    free list. ``num_cached``: tokens in the trees. ``num_locked``: those under a lock."""
+    free list. ``num_cached``: tokens in the trees. ``num_locked``: those under a lock.
 
-    def __init__(self) -> None:
+    ``owner_of``: whose an extra key is. ``idle_after``: an owner that does not look into the cache while so
+    many tokens enter it has no claim to its part (0: it keeps it)."""
+
+    def __init__(self, owner_of: Callable[[Any], Hashable] = lambda _: None, idle_after: int = 0) -> None:
         self._roots: dict[Hashable, Node] = {}
+        self._accounts: dict[Hashable, Account] = {}
+        self._owner_of = owner_of
+        self._idle_after = idle_after
         self._clock = 0
-        self._leaves = EvictionQueue()
+        self._num_entered = 0
         self.num_cached = 0
         self.num_locked = 0
 
@@ -92,6 +99,7 @@ class RadixCache:
             return found, existing
         if found.node.parent is None:
             self._roots[extra_key] = found.node
+            self._accounts[found.node.account.owner] = found.node.account
         new_prompt = end - existing if num_prompt is None else max(0, min(num_prompt, end) - existing)
         num_output = found.num_output + end - existing - new_prompt
         node = found.node
@@ -121,7 +129,8 @@ class RadixCache:
         while node.parent is not None and node is not old.node:
             if node.locks == 0:
                 self.num_locked += len(node.slots)
-                self._leaves.num_leaves -= 0 if node.children else 1
+                node.account.num_locked += len(node.slots)
+                node.account.leaves.num_leaves -= 0 if node.children else 1
             node.locks += 1
             node = node.parent
 
@@ -136,9 +145,10 @@ class RadixCache:
             node.last_access = clock
             if node.locks == 0:
                 self.num_locked -= len(node.slots)
+                node.account.num_locked -= len(node.slots)
                 if not node.children:
-                    self._leaves.num_leaves += 1
-                    self._leaves.push(node)
+                    node.account.leaves.num_leaves += 1
+                    node.account.leaves.push(node)
             node = node.parent
 
     def keep(self, match: PrefixMatch) -> None:
@@ -154,19 +164,41 @@ class RadixCache:
         node.keeps -= 1
         self._requeue(node)
 
+    def weigh(self, owner: Hashable, weight: float) -> None:
+        """The weight of an owner's claim, against those of others. Ignored for one that has nothing
+        cached."""
+        account = self._accounts.get(owner)
+        if account is not None:
+            account.weight = weight
+
     def evict(self, count: int, on_evict: OnEvict | None = None) -> SlotArray:
-        """Removes leaves, least rank first, until at least ``count`` tokens went, or nothing
-        evictable is left. Returns the slots that became free."""
+        """Removes ``count`` tokens, or all that are evictable if these are fewer. Returns the slots that
+        became free."""
         freed: list[SlotArray] = []
-        num_freed = 0
-        while num_freed < count and (node := self._leaves.pop()) is not None:
-            freed.append(node.slots)
-            num_freed += len(node.slots)
-            if on_evict is not None:
-                extra_key, run = self._path(node)
-                on_evict(extra_key, run, (len(run) - len(node.run)) // TOKEN_BYTES)
-            self._remove(node)
+        accounts = [account for account in self._accounts.values() if account.num_evictable]
+        if len(accounts) == 1:
+            amounts = [min(count, accounts[0].num_evictable)]
+        else:
+            claims = [(a.num_cached, a.num_evictable, self._weight_of(a)) for a in accounts]
+            amounts = shared_out(count, claims)
+        for account, amount in zip(accounts, amounts, strict=True):
+            while amount > 0:
+                node = account.leaves.pop()
+                assert node is not None
+                num_kept = max(0, len(node.slots) - amount)
+                amount -= len(node.slots) - num_kept
+                freed.append(node.slots[num_kept:])
+                if on_evict is not None:
+                    self._report(node, num_kept, on_evict)
+                if num_kept:
+                    self._shorten(node, num_kept)
+                else:
+                    self._remove(node)
         return freed[0] if len(freed) == 1 else np.concatenate(freed) if freed else _EMPTY
+
+    def _weight_of(self, account: Account) -> float:
+        is_idle = 0 < self._idle_after < self._num_entered - account.last_used
+        return account.weight * (IDLE_WEIGHT if is_idle else 1.0)
 
     def _walk(self, match: PrefixMatch, run: TokenRun) -> PrefixMatch:
         """Goes on from ``match`` as far as ``run`` is cached, cutting the last node to fit."""
@@ -181,7 +213,7 @@ class RadixCache:
                 child = self._split(child, common_prefix_len(piece, child.run))
             child.last_access = clock
             if not child.children and not child.locks:
-                self._leaves.push(child)
+                child.account.leaves.push(child)
             num_output += len(child.slots) - child.num_prompt
             done += len(child.run)
             node = child
@@ -189,9 +221,11 @@ class RadixCache:
 
     def _root(self, extra_key: Hashable) -> Node:
         root = self._roots.get(extra_key)
-        if root is None:  # registered when it gets a child: keys come from clients
-            root = Node(b"", _EMPTY, None, 0)
+        if root is None:  # registered when it gets a child, as its account is: keys come from clients
+            owner = self._owner_of(extra_key)
+            root = Node(b"", _EMPTY, None, 0, self._accounts.get(owner) or Account(owner))
             root.extra_key = extra_key
+        root.account.last_used = self._num_entered
         return root
 
     def _grow(self, node: Node, run: TokenRun, slots: SlotArray, start: int, new_prompt: int) -> None:
@@ -199,31 +233,52 @@ class RadixCache:
         node.slots = np.concatenate((node.slots, slots[start:]))
         node.num_prompt += new_prompt
         node.last_access = self._clock
-        self.num_cached += len(slots) - start
+        node.account.num_locked += len(slots) - start
         self.num_locked += len(slots) - start
+        self._entered(node.account, len(slots) - start)
 
     def _add_leaf(self, parent: Node, run: TokenRun, slots: SlotArray, start: int, new_prompt: int) -> Node:
         # A copy: the caller's slots are a buffer that goes on changing.
-        leaf = Node(run[start * TOKEN_BYTES :], slots[start:].copy(), parent, self._clock)
+        leaf = Node(run[start * TOKEN_BYTES :], slots[start:].copy(), parent, self._clock, parent.account)
         leaf.num_prompt = new_prompt
         was_leaf = parent.is_evictable
         parent.children[leaf.run[:TOKEN_BYTES]] = leaf
-        self._leaves.num_leaves += 0 if was_leaf else 1
-        self._leaves.push(leaf)
-        self.num_cached += len(leaf.slots)
+        leaf.account.leaves.num_leaves += 0 if was_leaf else 1
+        leaf.account.leaves.push(leaf)
+        self._entered(leaf.account, len(leaf.slots))
         return leaf
+
+    def _entered(self, account: Account, num_tokens: int) -> None:
+        account.num_cached += num_tokens
+        self.num_cached += num_tokens
+        self._num_entered += num_tokens
+        account.last_used = self._num_entered
+
+    def _left(self, account: Account, num_tokens: int) -> None:
+        account.num_cached -= num_tokens
+        self.num_cached -= num_tokens
+        if not account.num_cached:
+            del self._accounts[account.owner]
+
+    def _shorten(self, node: Node, length: int) -> None:
+        """The leaf has only its first tokens from now on. What a live state needs of the rest is kept."""
+        self._left(node.account, len(node.slots) - length)
+        node.run, node.slots = node.run[: length * TOKEN_BYTES], node.slots[:length]
+        node.num_prompt = min(node.num_prompt, length)
+        node.account.leaves.push(node)
 
     def _remove(self, node: Node) -> None:
         parent = node.parent
         assert parent is not None
         del parent.children[node.run[:TOKEN_BYTES]]
-        self.num_cached -= len(node.slots)
-        self._leaves.num_leaves -= 1
+        account = node.account
+        self._left(account, len(node.slots))
+        account.leaves.num_leaves -= 1
         parent.keeps += node.keeps  # what a live state needs of the rest is still needed
         node.parent, node.moved_to = None, parent
         if parent.is_evictable:
-            self._leaves.num_leaves += 1
-            self._leaves.push(parent)
+            account.leaves.num_leaves += 1
+            account.leaves.push(parent)
         elif parent.parent is None and not parent.children:
             # Extra keys come from clients: the empty tree of a key nobody uses must not stay.
             self._roots.pop(parent.extra_key, None)
@@ -234,7 +289,7 @@ class RadixCache:
         parent = node.parent
         assert parent is not None
         cut = length * TOKEN_BYTES
-        upper = Node(node.run[:cut], node.slots[:length], parent, node.last_access)
+        upper = Node(node.run[:cut], node.slots[:length], parent, node.last_access, node.account)
         upper.locks, upper.num_prompt = node.locks, min(node.num_prompt, length)
         parent.children[upper.run[:TOKEN_BYTES]] = upper
         node.run, node.slots = node.run[cut:], node.slots[length:]
@@ -243,16 +298,20 @@ class RadixCache:
         upper.children[node.run[:TOKEN_BYTES]] = node
         return upper
 
-    def _path(self, node: Node) -> tuple[Hashable, TokenRun]:
-        runs = []
-        while node.parent is not None:
-            runs.append(node.run)
-            node = node.parent
-        return node.extra_key, b"".join(reversed(runs))
+    def _report(self, node: Node, num_kept: int, on_evict: OnEvict) -> None:
+        """All tokens up to the leaf are put together only where ``on_evict`` asks for them."""
+        runs = [node.run]
+        start, above = 0, node.parent
+        while above is not None and above.parent is not None:
+            runs.append(above.run)
+            start += len(above.slots)
+            above = above.parent
+        assert above is not None
+        on_evict(above.extra_key, lambda: b"".join(reversed(runs)), start + num_kept)
 
     def _requeue(self, node: Node) -> None:
         if node.is_evictable:
-            self._leaves.push(node)
+            node.account.leaves.push(node)
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the roots, parents first. For checks and drawings; walks everything."""
@@ -265,21 +324,31 @@ class RadixCache:
 
     def check(self) -> None:
         """Raises ``AssertionError`` where an invariant of the tree is broken. Walks everything."""
-        num_cached = num_locked = num_leaves = 0
-        queued = self._leaves.nodes()
+        num_cached: Counter[Hashable] = Counter()
+        num_locked: Counter[Hashable] = Counter()
+        num_leaves: Counter[Hashable] = Counter()
+        queued = {node for account in self._accounts.values() for node in account.leaves.nodes()}
         seen: set[int] = set()
         for node in self.nodes():
+            owner = node.account.owner
+            assert node.account is self._accounts[owner]
             assert node.parent is not None
             assert len(node.run) == len(node.slots) * TOKEN_BYTES > 0
             assert node.parent.children[node.run[:TOKEN_BYTES]] is node
             assert node.locks >= sum(child.locks for child in node.children.values())
             assert node.keeps >= 0
-            num_cached += len(node.slots)
-            num_locked += len(node.slots) if node.locks else 0
+            num_cached[owner] += len(node.slots)
+            num_locked[owner] += len(node.slots) if node.locks else 0
             if node.is_evictable:
-                num_leaves += 1
+                num_leaves[owner] += 1
                 assert node in queued, "an evictable leaf is not in the queue"
             seen.update(node.slots.tolist())
-        assert len(seen) == num_cached == self.num_cached, "a slot is cached twice, or the count is off"
-        assert num_locked == self.num_locked
-        assert num_leaves == self._leaves.num_leaves
+        assert len(seen) == num_cached.total() == self.num_cached, (
+            "a slot is cached twice, or the count is off"
+        )
+        assert num_locked.total() == self.num_locked
+        assert num_cached.keys() == self._accounts.keys()
+        for owner, account in self._accounts.items():
+            assert account.num_cached == num_cached[owner]
+            assert account.num_locked == num_locked[owner]
+            assert account.leaves.num_leaves == num_leaves[owner]

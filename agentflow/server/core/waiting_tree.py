@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 from agentflow.server.core.policy import IsBlocked
 from agentflow.server.core.request import Request
@@ -144,10 +144,11 @@ class WaitingTree:
             if common > child.cached:
                 self._set_cached(child, common)
 
-    def tokens_evicted(self, extra_key: Hashable, run: TokenRun, kept: int) -> None:
-        """What was cached of ``run`` and all its continuations is gone but for ``kept`` tokens."""
+    def tokens_evicted(self, extra_key: Hashable, run: Callable[[], TokenRun], kept: int) -> None:
+        """What was cached of the tokens that ``run`` gives and of all their continuations is gone but for
+        ``kept`` tokens."""
         root = self.roots.get(extra_key)
-        for child, common in _along(root, run) if root is not None else ():
+        for child, common in _along(root, run()) if root is not None else ():
             if child.cached and child.start + common > kept:
                 self._set_cached(child, min(child.cached, max(0, kept - child.start)))
 
