@@ -97,4 +97,10 @@ class Conversation(msgspec.Struct, frozen=True, omit_defaults=True):
                 raise BadArgument(
                     f"conversation: a {message.role} message calls no tools: an assistant's does"
                 )
+        names = [tool.name for tool in self.tools]
+        if self.choice.mode == "required" and not names:
+            raise BadArgument("conversation: a tool has to be called, and there are no tools")
+        if self.choice.name is not None and self.choice.name not in names:
+            known = ", ".join(map(repr, names))
+            raise BadArgument(f"conversation: there is no tool {self.choice.name!r} (there are: {known})")
         return self

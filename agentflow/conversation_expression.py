@@ -38,7 +38,8 @@ def conversation(
     Plants turn light into sugar.
     """
     told = tuple([_message(message) for message in tuple_of(messages, "conversation", "messages")])
-    specs = tuple([tool if isinstance(tool, ToolSpec) else spec_of(tool) for tool in tools])
+    given = tuple_of(tools, "conversation: tools", "functions or schemas")
+    specs = tuple([tool if isinstance(tool, ToolSpec) else spec_of(tool) for tool in given])
     if not isinstance(choice, ToolChoice):
         choice = ToolChoice(choice) if choice in MODES else ToolChoice("required", choice)  # type: ignore[arg-type]
         choice = msgspec.structs.replace(choice, parallel=parallel)
@@ -69,8 +70,8 @@ def _message(message: object) -> Message:
     if not isinstance(message, Message):
         try:
             asked = msgspec.convert(message, _Asked)
-        except msgspec.ValidationError as error:
-            raise BadArgument(f"conversation: {message!r} is no message: {error}") from None
+        except ValueError as error:  # also of half a character in a name
+            raise BadArgument(f"conversation: {message!r:.200} is no message: {error}") from None
         calls = [CalledTool(c.id, c.function.name, c.function.arguments) for c in asked.tool_calls or ()]
         message = Message(
             asked.role,

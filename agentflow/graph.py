@@ -144,6 +144,10 @@ class Graph:
 
     def inputs(self, values: Mapping[str, str]) -> dict[int, str]:
         """The arguments' values by variable. ``BadArgument`` for a missing or unknown one. For ``submit``."""
+        if not isinstance(values, Mapping):
+            raise BadArgument(
+                f"graph {self.name!r}: the inputs are a dict of texts by name, not {values!r:.200}"
+            )
         for name, value in values.items():
             if name not in self.arguments:
                 known = ", ".join(self.arguments) or "none"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import secrets
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from agentflow.errors import BadArgument, StateClosed
@@ -58,6 +59,13 @@ class Markers:
             elif piece:
                 parts.append(piece)
         return parts
+
+    def refuse(self, texts: Iterable[str | None], where: str) -> None:
+        """``BadArgument`` where one of these texts, which are sent as they are, holds a marker."""
+        if any(text is not None and self._has_remains(text) for text in texts):
+            raise BadArgument(
+                f"{where} cannot hold a variable that is passed on by reference: await it and use its value"
+            )
 
     def _has_remains(self, text: str) -> bool:
         lowered = text.lower()

@@ -40,10 +40,18 @@ def session(
     >>> async with af.session("ws://127.0.0.1:8410", deadline_s=60, output_tokens=5000) as flow:
     ...     grade = await flow.run(judge, essay)
     """
+    for name, given in {"url": url, "model": model, "api_key": api_key}.items():
+        kinds = (str, os.PathLike) if name == "model" else str
+        if given is not None and not isinstance(given, kinds):
+            raise BadArgument(f"session: {name} must be a string, not {given!r:.200}")
     if backend is None:
         backend = _chosen_backend(url, model, api_key)
     elif url is not None or model is not None:
         raise BadArgument("session: give a backend, or a url, or a model, not several of them")
+    elif not callable(getattr(backend, "connect", None)):
+        raise BadArgument(
+            f"session: {backend!r:.200} is no backend: give af.Scripted(…), af.Replay(…) or the like"
+        )
     seed = replayed_seed(backend, seed)
     if record is not None:
         seed = secrets.randbits(63) if seed is None else seed

@@ -11,7 +11,8 @@ import anyio
 
 from agentflow.errors import BadArgument, Cancelled
 from agentflow.graph import Graph
-from agentflow.run import Run
+from agentflow.map_inputs import short
+from agentflow.run import Run, called
 from agentflow.state import State
 from agentflow.stream import EventStream, ProgramEvent, RunDone
 
@@ -45,7 +46,7 @@ class Program(Generic[P, ResultT]):
                 f"a program's first argument is a state, not {type(state).__name__}: "
                 "run it with flow.run(program, ...), or hand it the state of the program that calls it"
             )
-        return await self._function(state, *args, **kwargs)
+        return await called(self._function, state, *args, **kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Graph:
         """The program as a graph, made by running it without a model: with these arguments after its
@@ -79,6 +80,8 @@ def program(function: ProgramFunction[P, ResultT]) -> Program[P, ResultT]:
     ...     s += af.assistant(af.gen("greeting", max_tokens=16))
     ...     return await s["greeting"]
     """
+    if not callable(function):
+        raise BadArgument(f"program: {short(function)} is no function: decorate an async function of a state")
     return Program(function)
 
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from agentflow.amounts import is_whole
 from agentflow.errors import BadArgument
-from agentflow.map_inputs import Inputs, MapInputs, short
+from agentflow.map_inputs import Inputs, MapInputs
 from agentflow.map_work import MapWork, OnError
+from agentflow.run import check_program
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,10 +55,7 @@ class ProgramMap(Generic[ResultT]):
         on_error: OnError = "raise",
         console: Console | None = None,
     ) -> None:
-        if not callable(program):
-            raise BadArgument(
-                f"map: {short(program)} cannot be called: give the program itself, and its inputs beside it"
-            )
+        check_program(program, "map")
         if not is_whole(concurrency, 1, math.inf):
             raise BadArgument(f"map: concurrency={concurrency!r}: say how many may run at once, 1 or more")
         if on_error not in ("raise", "return"):

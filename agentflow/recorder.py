@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -64,6 +64,7 @@ class Recorder:
             case GenExpression():
                 self._generate(item)
             case SelectExpression():
+                self._refuse_markers(item.choices, f"select({item.name!r}): a choice")
                 var_id = self._new(item.name, item, TEXT).id
                 self._put(ops.Select(state_id, var_id, item.name, item.choices, item.method))
             case RoleExpression():
@@ -86,6 +87,8 @@ class Recorder:
         if self.open_role is not None or self.entries or not self._state.transcript.is_empty:
             raise BadArgument("a conversation begins a state: append it first, and nothing before it")
         for message in conversation.messages:
+            arguments = [call.arguments for call in message.tool_calls]
+            self._refuse_markers([message.content, *arguments], "conversation: a message")
             self.entries += [TurnBegins(message.role, message.tool_call_id, message.name), message.content]
             self.entries += [ToolCalls(message.tool_calls)] if message.tool_calls else []
             self.entries.append(TurnEnds())
@@ -93,6 +96,9 @@ class Recorder:
         self.entries[-1:] = [] if last == "assistant" else [TurnEnds(), TurnBegins("assistant")]
         self.open_role = "assistant"
         self._put(ops.Converse(self._state.id, conversation))
+
+    def _refuse_markers(self, texts: Iterable[str | None], where: str) -> None:
+        self._state.session.markers.refuse(texts, where)
 
     def begin(self, role: ops.Role) -> None:
         """A turn begins."""
@@ -136,6 +142,8 @@ class Recorder:
 
     def _generate(self, item: GenExpression[Any]) -> None:
         constraint = item.value_type.constraint
+        fixed = [*item.params.stop, item.params.stop_regex, *(constraint.texts() if constraint else ())]
+        self._refuse_markers(fixed, f"gen({item.name!r}): what says where it ends, and what it may be,")
         self._state.session.capabilities.require(constraint)
         variable = self._new(item.name, item, item.value_type)
         is_reply = item.value_type.is_reply

@@ -96,7 +96,7 @@ class Recorded:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backend = backend
-        self._path = Path(path)
+        self._path = path_of(path, "record")
         self._seed = seed
         self._clock = clock
 
@@ -161,8 +161,10 @@ class _Writer:
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
         try:
             self._file: BinaryIO = path.open("wb", buffering=BUFFER_BYTES)
-        except OSError as error:
-            raise BadArgument(f"cannot record to {path}: {error.strerror or error}") from error
+        except (OSError, ValueError) as error:  # ValueError: a path that no file can have
+            raise BadArgument(
+                f"cannot record to {str(path)!r}: {getattr(error, 'strerror', None) or error}"
+            ) from error
         self._path = path
         self._clock = clock
         self._started_s = clock()
@@ -207,6 +209,13 @@ class _Writer:
         self._has_failed = True
 
 
+def path_of(path: str | PathLike[str], where: str) -> Path:
+    """The path, or ``BadArgument`` where it is none."""
+    if not isinstance(path, str | PathLike):
+        raise BadArgument(f"{where}: the path of a file is a string or a Path, not {path!r:.200}")
+    return Path(path)
+
+
 _encoder = msgspec.json.Encoder()
 
 
@@ -219,11 +228,13 @@ def read_recording(path: str | PathLike[str]) -> Recording:
 
     ``BadRecording`` for a file that is missing, no recording, damaged, or of another version.
     """
-    path = Path(path)
+    path = path_of(path, "Replay")
     try:
         lines = path.read_bytes().splitlines(keepends=True)
-    except OSError as error:
-        raise BadRecording(f"cannot read {path}: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:  # ValueError: a path that no file can have
+        raise BadRecording(
+            f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}"
+        ) from error
     if lines and not lines[-1].endswith(b"\n"):
         lines.pop()  # the process was killed while it wrote
     if not lines:

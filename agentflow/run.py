@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from agentflow import ops
-from agentflow.errors import AgentflowError, Cancelled
+from agentflow.errors import AgentflowError, BadArgument, Cancelled
 from agentflow.events import ErrorInfo
 from agentflow.generator import Usage
+from agentflow.map_inputs import short
 from agentflow.seeds import derived_seed, run_of
 from agentflow.state import State
 from agentflow.stream import EventStream, TextDelta, VariableDone
@@ -20,6 +22,26 @@ if TYPE_CHECKING:
     from agentflow.session import Session
 
 ResultT = TypeVar("ResultT")
+
+
+def check_program(program: object, where: str) -> None:
+    """``BadArgument`` where it cannot be called."""
+    if not callable(program):
+        raise BadArgument(
+            f"{where}: {short(program)} cannot be called: give the program itself, and what it is called "
+            "with beside it"
+        )
+
+
+def called(program: Callable[..., Awaitable[ResultT]], *args: Any, **kwargs: Any) -> Awaitable[ResultT]:
+    """The program's call, to be awaited. ``BadArgument`` where it cannot be: the function is not async."""
+    running = program(*args, **kwargs)
+    if not inspect.isawaitable(running):
+        raise BadArgument(
+            f"{short(program)} returned {short(running)}, which cannot be awaited: a program is an async "
+            "function"
+        )
+    return running
 
 
 class Run:
@@ -58,7 +80,7 @@ class Run:
     ) -> ResultT:
         """Calls the program on the root state, waits for everything it left running, and ends."""
         try:
-            result = await program(self.root, *args, **kwargs)
+            result = await called(program, self.root, *args, **kwargs)
             await self._settle()
         except BaseException:
             self.root.cancel()

@@ -25,7 +25,7 @@ from agentflow.map_work import OnError
 from agentflow.marker import Markers
 from agentflow.program import ProgramStream
 from agentflow.program_map import DEFAULT_CONCURRENCY, ProgramMap
-from agentflow.run import RootState, Run
+from agentflow.run import RootState, Run, check_program
 from agentflow.state import State
 from agentflow.task_group import open_task_group
 from agentflow.variable import Variable
@@ -104,6 +104,7 @@ class Session:
         >>> await flow.run(judge, essay)
         'A'
         """
+        check_program(program, "run")
         return await Run(self).execute(program, args, kwargs)
 
     def stream(
@@ -116,6 +117,7 @@ class Session:
         ...     if isinstance(event, af.TextDelta):
         ...         print(event.text, end="")
         """
+        check_program(program, "stream")
         return ProgramStream(self, lambda state: program(state, *args, **kwargs))
 
     @overload

@@ -12,6 +12,7 @@ from agentflow.map_inputs import Inputs, ItemT, ManyOf, MapOptions
 from agentflow.map_work import OnError
 from agentflow.open_session import session as open_session
 from agentflow.program_map import DEFAULT_CONCURRENCY
+from agentflow.run import check_program
 from agentflow.session import Session
 from agentflow.state import State
 
@@ -48,6 +49,8 @@ def run(  # type: ignore[misc]  # a program's argument that is called session ca
     >>> af.run(judge, essay)
     >>> af.run(judge, essay, session=af.session("ws://127.0.0.1:8410", seed=7))
     """
+
+    check_program(program, "run")
 
     async def main() -> ResultT:
         async with open_session() if session is None else session as flow:
@@ -125,6 +128,8 @@ def map(
 
     >>> af.map(judge, essays, progress=True)
     """
+
+    check_program(program, "map")
 
     async def main() -> list[Any]:
         async with open_session() if session is None else session as flow:

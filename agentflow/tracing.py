@@ -21,7 +21,7 @@ from agentflow.generator import Capabilities
 from agentflow.graph import Graph, Output
 from agentflow.program_line import ProgramLine, calling_line
 from agentflow.reference import Reference
-from agentflow.run import Run
+from agentflow.run import Run, called
 from agentflow.session import Session
 from agentflow.state import State
 from agentflow.transform import Transform
@@ -137,7 +137,7 @@ def trace(function: Callable[..., Awaitable[Any]], args: tuple[Any, ...], kwargs
     session = TraceSession()
     run = Run(session)
     arguments, bound = _abstract(function, run.root, args, kwargs)
-    result = _driven(function(*bound.args, **bound.kwargs), function.__name__)
+    result = _driven(called(function, *bound.args, **bound.kwargs), function.__name__)
     recorded = [op for op in session.collected.ops if not isinstance(op, _LEFT_OUT)]
     if session.collected.cancelled_at is not None:
         raise DataDependent(

@@ -62,7 +62,7 @@ class Remote:
     ) -> None:
         if encoding not in ("msgpack", "json"):
             raise BadArgument(f"Remote: encoding must be 'msgpack' or 'json', not {encoding!r}")
-        if api_key is not None and not _API_KEY.fullmatch(api_key):
+        if api_key is not None and not (isinstance(api_key, str) and _API_KEY.fullmatch(api_key)):
             raise BadArgument("Remote: api_key must be printable ASCII, and not empty")
         self.uri = _parsed(url)
         self.url = shown_url(self.uri)
@@ -135,6 +135,8 @@ class Remote:
 
 
 def _parsed(url: str) -> WebSocketURI:
+    if not isinstance(url, str):
+        raise BadArgument(f"Remote: the url must be a string, not {url!r:.200}")
     try:
         parts = urlsplit(url)
         scheme = {"http": "ws", "https": "wss"}.get(parts.scheme, parts.scheme)

@@ -245,3 +245,140 @@ def test_a_variable_without_a_name(name):
     for make in (af.gen, lambda name: af.select(name, ["a"])):
         with pytest.raises(af.BadArgument, match="needs a name for its variable"):
             make(name)
+
+
+# Arguments of the public functions that make no sense: one error, before anything is opened or sent.
+
+NO_PROGRAM = [None, 3, "judge", ["a"], {}]
+
+
+@pytest.mark.parametrize("wrong", NO_PROGRAM)
+def test_what_is_no_program_is_refused_before_a_session_opens(wrong):
+    with pytest.raises(af.BadArgument, match="is no function"):
+        af.program(wrong)
+    for use in (lambda: af.run(wrong, "essay"), lambda: af.map(wrong, ["essay"])):
+        with pytest.raises(af.BadArgument, match="cannot be called: give the program itself"):
+            use()
+
+
+@pytest.mark.parametrize("wrong", NO_PROGRAM)
+async def test_what_is_no_program_is_refused_at_once(wrong):
+    noted = Noted(af.Scripted([]))
+    async with af.session(backend=noted) as flow:
+        with pytest.raises(af.BadArgument, match=r"run: .* cannot be called"):
+            await flow.run(wrong, "essay")
+        with pytest.raises(af.BadArgument, match=r"stream: .* cannot be called"):
+            flow.stream(wrong, "essay")
+    assert noted.ops == []
+
+
+async def test_a_function_that_is_not_async_is_no_program():
+    def plain(s: af.State) -> str:
+        return "done"
+
+    async with af.session(backend=af.Scripted([])) as flow:
+        with pytest.raises(af.BadArgument, match="returned 'done', which cannot be awaited"):
+            await flow.run(plain)
+        with pytest.raises(af.BadArgument, match="an async function"):
+            await flow.run(af.program(plain))
+        with pytest.raises(af.BadArgument, match="an async function"):
+            af.program(plain).trace()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"url": 3}, "url must be a string"),
+        ({"url": b"ws://127.0.0.1"}, "url must be a string"),
+        ({"model": 3}, "model must be a string"),
+        ({"api_key": 3, "url": "ws://127.0.0.1:1"}, "api_key must be a string"),
+        ({"backend": "scripted"}, "'scripted' is no backend"),
+        ({"backend": 3}, "3 is no backend"),
+        ({"backend": af.Scripted([]), "record": 3}, "the path of a file is a string or a Path"),
+    ],
+)
+def test_a_session_is_not_made_of_nonsense(arguments, why):
+    with pytest.raises(af.BadArgument, match=why):
+        af.session(**arguments)
+
+
+def test_paths_and_addresses_are_checked():
+    for wrong in (None, 3, b"a", ["a"]):
+        with pytest.raises(af.BadArgument, match="a string or a Path"):
+            af.Replay(wrong)
+        with pytest.raises(af.BadArgument, match="the url must be a string"):
+            af.Remote(wrong)
+    with pytest.raises(af.BadArgument, match="api_key"):
+        af.Remote("ws://127.0.0.1:1", api_key=3)
+    for path in ("no\0file", "\ud83d"):
+        with pytest.raises(af.BadRecording, match="cannot read"):
+            af.Replay(path)
+
+
+async def test_a_path_that_no_file_can_have_is_not_recorded_to():
+    with pytest.raises(af.BadArgument, match="cannot record to"):
+        async with af.session(backend=af.Scripted([]), record="no\0file"):
+            pass
+
+
+def look_up(city: str) -> str:
+    return city
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"tools": 3}, "tools must be a list"),
+        ({"tools": look_up}, "tools must be a list"),
+        ({"tools": [look_up], "choice": "look_down"}, "there is no tool 'look_down'.*'look_up'"),
+        ({"choice": "look_up"}, "there are no tools"),
+        ({"choice": "required"}, "there are no tools"),
+    ],
+)
+def test_a_conversation_is_not_made_of_nonsense(options, why):
+    with pytest.raises(af.BadArgument, match=why):
+        af.conversation([{"role": "user", "content": "?"}], **options)
+
+
+@pytest.mark.parametrize("messages", ["\ud83d", ["\ud83d"], [{"\ud83d": 1}], [3], [None]])
+def test_what_is_no_message_is_refused(messages):
+    with pytest.raises(af.BadArgument, match="is no message"):
+        af.conversation(messages)
+
+
+@pytest.mark.parametrize("inputs", [3, "text", ["essay"], object()])
+async def test_inputs_of_a_graph_are_a_dict(inputs):
+    @af.program
+    async def ask(s: af.State, essay: str) -> str:
+        s += essay + af.gen("x")
+        return await s["x"]
+
+    async with af.session(backend=af.Scripted([])) as flow:
+        with pytest.raises(af.BadArgument, match="the inputs are a dict"):
+            await flow.submit(ask.trace(), inputs)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: af.select("y", ["no", f"not {x}"]),
+        lambda x: af.gen("y", stop=f"{x}"),
+        lambda x: af.gen("y", choices=["no", f"{x.strip()}"]),
+        lambda x: af.gen("y", regex=f"{x}"),
+        lambda x: af.gen("y", tags=[af.Tag(f"<{x}>", end=">", regex="a")]),
+        lambda x: af.conversation([{"role": "user", "content": f"And {x}?"}]),
+        lambda x: af.conversation(
+            [af.Message("assistant", "", tool_calls=(af.CalledTool("1", "f", f"{x}"),))]
+        ),
+    ],
+)
+async def test_a_variable_in_a_text_that_is_sent_as_it_is_is_refused(use):
+    """Its marker would reach the model as text."""
+    noted = Noted(af.Scripted({"": "a"}))
+    async with af.session(backend=noted) as flow, flow.state() as s, flow.state() as t:
+        s += af.gen("x")
+        num_ops = len(noted.ops)
+        with pytest.raises(af.BadArgument, match="await it and use its value"):
+            t += use(s["x"])
+        assert len(noted.ops) == num_ops
+        assert await s["x"] == "a"
