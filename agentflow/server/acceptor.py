@@ -14,6 +14,7 @@ import socket
 import ssl
 from collections import Counter
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import anyio
@@ -29,6 +30,8 @@ MakeProtocol = Callable[[Callable[[], None]], asyncio.Protocol]
 
 # How long to wait for a descriptor when no connection of this server ends.
 RETRY_S = 1.0
+# Connections that wait already are accepted so many at a time.
+ACCEPTS_PER_TURN = 16
 # A cause of pauses and refusals is logged once in so long.
 LOG_S = 60.0
 _REASON = b"This address has too many connections open."
@@ -74,13 +77,14 @@ class Acceptor:
         try:
             with self._scope:
                 async with open_task_group() as handshakes:
-                    while True:
+                    for number in count():
                         connection, client = await self._next()
                         if client is not None and self._num_of[client] >= self._most_per_address:
                             self._turn_away(connection, client)
                         else:
                             handshakes.start_soon(self._open, connection, self._counted(client))
-                        await anyio.lowlevel.checkpoint()  # others run, however fast clients connect
+                        if number % ACCEPTS_PER_TURN == 0:
+                            await anyio.lowlevel.checkpoint()  # others run, however fast clients connect
         finally:
             self._listener.close()
             self._has_ended.set()

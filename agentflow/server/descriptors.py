@@ -53,4 +53,7 @@ def with_descriptors(limits: ServerLimits) -> ServerLimits:
         most,
         limits.max_connections,
     )
-    return replace(limits, max_connections=most)
+    per_address = limits.max_connections_per_address
+    if per_address < 2 * limits.max_connections:  # else one address may have all
+        per_address = min(per_address, most)
+    return replace(limits, max_connections=most, max_connections_per_address=per_address)

@@ -97,12 +97,11 @@ class TimedHttpProtocol(HttpToolsProtocol):
         self._watch: _WriteWatch | None = None
         self._is_refused = False
         self._is_in_headers = False
+        self._is_awaiting_headers = False  # the timer is of a request that has begun
         self._has_moved = False  # a callback came of the piece that is parsed
         self._num_headers = 0
         self._num_header_bytes = 0
         self._num_pending_bytes = 0  # parsed since the last callback
-        # Both count from the answer on, and this one also where bytes come that begin no request.
-        self.timeout_keep_alive = math.ceil(self.idle_timeout_s)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -118,14 +117,17 @@ class TimedHttpProtocol(HttpToolsProtocol):
         self.on_lost()
 
     def data_received(self, data: bytes) -> None:
-        self._unset_keepalive_if_required()
+        if len(data) <= PIECE_BYTES:
+            if not self._is_refused:
+                self._parse(data)
+            return
         pieces = memoryview(data)
         for start in range(0, len(data), PIECE_BYTES):
             if self._is_refused or self.transport.get_protocol() is not self:
                 return
             self._parse(pieces[start : start + PIECE_BYTES])
 
-    def _parse(self, piece: memoryview) -> None:
+    def _parse(self, piece: bytes | memoryview) -> None:
         self._has_moved = False
         try:
             self.parser.feed_data(piece)
@@ -142,11 +144,13 @@ class TimedHttpProtocol(HttpToolsProtocol):
             self._num_pending_bytes = 0 if self._has_moved else self._num_pending_bytes + len(piece)
             if self._num_header_bytes + self._num_pending_bytes > MAX_HEADER_BYTES:
                 self._refuse(431, f"The headers have more than {MAX_HEADER_BYTES} bytes.")
+            elif self._is_in_headers and not self._is_awaiting_headers:
+                self._wait(self.header_timeout_s)
+                self._is_awaiting_headers = True
 
     def on_message_begin(self) -> None:
         self._has_moved = self._is_in_headers = True
         self._num_headers = self._num_header_bytes = 0
-        self._wait(self.header_timeout_s)
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -185,9 +189,14 @@ class TimedHttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()
-        # Unless another request has begun. What is left of this one's body begins none.
-        if self.cycle.response_complete and not self.transport.is_closing() and self._timer is None:
+        """In place of uvicorn's, whose timer stops at any byte, also where that begins no request."""
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        elif self._timer is None:  # else another request has begun
             self._wait(self.idle_timeout_s)
 
     def resume_writing(self) -> None:
@@ -225,6 +234,7 @@ class TimedHttpProtocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(seconds, self._hang_up)
 
     def _stop_waiting(self) -> None:
+        self._is_awaiting_headers = False
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -203,21 +203,23 @@ from agentflow.server.descriptors import with_descriptors
 from agentflow.server.limits import ServerLimits
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))
 limits = with_descriptors(ServerLimits(max_connections=int(sys.argv[3])))
-print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], limits.max_connections)
+soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+print(soft, limits.max_connections, limits.max_connections_per_address)
 """
 
 
 @pytest.mark.parametrize(
     ("soft", "hard", "asked", "has"),
     [
-        (256, 1024, 100, (520, 100)),  # as far as needed
-        (1024, 1024, 100, (1024, 100)),
-        (256, 512, 100, (512, 96)),  # fewer connections than asked for
-        (128, 128, 100, (128, 1)),
+        (256, 1024, 100, (520, 100, 512)),  # as far as needed
+        (1024, 1024, 100, (1024, 100, 512)),
+        (256, 1024, 1000, (1024, 352, 352)),  # fewer connections than asked for, and of one address
+        (256, 512, 100, (512, 96, 512)),  # one address was allowed all
+        (128, 128, 1000, (128, 1, 1)),
     ],
 )
 def test_the_limit_of_open_files_is_raised_or_else_there_are_fewer_connections(
-    soft: int, hard: int, asked: int, has: tuple[int, int]
+    soft: int, hard: int, asked: int, has: tuple[int, int, int]
 ) -> None:
     numbers = [str(number) for number in (soft, hard, asked)]
     done = subprocess.run(
