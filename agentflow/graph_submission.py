@@ -19,6 +19,7 @@ async def submit(session: Session, graph: Graph, inputs: Mapping[str, str]) -> A
     if not isinstance(graph, Graph):
         raise BadArgument(f"submit: give a graph, which program.trace(...) makes, not {graph!r}")
     values = graph.inputs(inputs)
+    session.markers.refuse(values.values(), f"an argument of graph {graph.name!r}")
     _check_supported(session, graph)
     base = session.reserve_ids(graph.num_ids)
     run = Run(session, root_id=base + ROOT)

@@ -60,9 +60,9 @@ class Markers:
                 parts.append(piece)
         return parts
 
-    def refuse(self, texts: Iterable[str | None], where: str) -> None:
-        """``BadArgument`` where one of these texts, which are sent as they are, holds a marker."""
-        if any(text is not None and self._has_remains(text) for text in texts):
+    def refuse(self, texts: Iterable[object], where: str) -> None:
+        """``BadArgument`` where one of these holds a marker, and is sent as it is."""
+        if any(isinstance(text, str) and self._has_remains(text) for text in texts):
             raise BadArgument(
                 f"{where} cannot hold a variable that is passed on by reference: await it and use its value"
             )

@@ -35,11 +35,13 @@ class RecordedLoss:
 @dataclass(slots=True)
 class RecordedVariable:
     """A variable and what was heard of it. ``events``: those that a replay tells, which leaves out what
-    came after the program had cancelled the state. ``end`` is the last thing heard, cancelled or not."""
+    came after the program had cancelled the state. ``end`` is the last thing heard, cancelled or not.
+    ``is_reply``: ``text`` is the notation of a reply."""
 
     name: str
     state: RecordedState
     at_s: float
+    is_reply: bool = False
     events: list[RecordedEvent] = field(default_factory=list)
     text: str = ""
     first_s: float | None = None
@@ -247,7 +249,7 @@ class RecordedRuns:
             recorded.children = self._tree.enter(op, state)
             run.states |= {child.path: child for child in recorded.children}
             for _, name in declared(op):
-                variable = RecordedVariable(name, state, at_s)
+                variable = RecordedVariable(name, state, at_s, isinstance(op, ops.Gen) and op.reply)
                 self._variables[state, len(state.variables)] = variable
                 state.variables.append(variable)
                 recorded.variables.append(variable)

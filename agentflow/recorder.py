@@ -76,6 +76,7 @@ class Recorder:
                 self._converse(item.conversation)
             case ImageExpression():
                 self._state.session.capabilities.require_images()
+                self._refuse_markers([item.source], "image: its source")
                 self.entries.append(item)
                 self._put(ops.Image(state_id, item.source))
             case _:
@@ -97,7 +98,7 @@ class Recorder:
         self.open_role = "assistant"
         self._put(ops.Converse(self._state.id, conversation))
 
-    def _refuse_markers(self, texts: Iterable[str | None], where: str) -> None:
+    def _refuse_markers(self, texts: Iterable[object], where: str) -> None:
         self._state.session.markers.refuse(texts, where)
 
     def begin(self, role: ops.Role) -> None:

@@ -105,6 +105,7 @@ class Reference(Expression, Generic[ValueT_co]):
     def _then(self, name: TransformName, argument: str = "") -> Transformed:
         transforms = (*self.transforms, Transform(name, argument))
         check_transforms(transforms)
+        self.source.state.session.markers.refuse([argument], f"{name}: its argument")
         return self.source.transformed(transforms)
 
     def __format__(self, spec: str) -> str:

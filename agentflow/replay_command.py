@@ -17,11 +17,12 @@ from rich.table import Table
 from rich.text import Text
 
 from agentflow.command import Command
-from agentflow.errors import Cancelled
+from agentflow.errors import Cancelled, ProtocolError
 from agentflow.events import Value, VarFailed
 from agentflow.generator import Usage
 from agentflow.recorded_runs import RecordedOp, RecordedRun, RecordedRuns, RecordedState, RecordedVariable
 from agentflow.recording import Recording, read_recording
+from agentflow.reply import ReplySoFar
 
 # Cells longer than that are cut before rich looks at them: no terminal shows more of a line.
 MAX_CELL = 400
@@ -120,7 +121,7 @@ def _state_row(row: _Row, time: _TimeFormat) -> list[Text]:
 def _variable_row(row: _Row, time: _TimeFormat) -> list[Text]:
     variable = row.variable
     assert variable is not None
-    text, finish, style, usage = Text(_line(variable.text)), "", "", None
+    text, finish, style, usage = Text(_line(_shown_text(variable))), "", "", None
     match variable.end:
         case Value():
             finish, usage = variable.end.finish_reason, variable.end.usage
@@ -140,6 +141,17 @@ def _variable_row(row: _Row, time: _TimeFormat) -> list[Text]:
         Text(finish, style=style),
         *map(Text, [*tokens, *times]),
     ]
+
+
+def _shown_text(variable: RecordedVariable) -> str:
+    """Its text; of a reply the prose, and the calls after it."""
+    if not variable.is_reply:
+        return variable.text
+    try:
+        reply = ReplySoFar().follow(variable.text).now()
+    except ProtocolError:  # the file is not as it was recorded
+        return variable.text
+    return " ".join([reply.text, *(f"{call.name}({call.arguments})" for call in reply.tool_calls)])
 
 
 def _first_text(state: RecordedState) -> str:

@@ -151,6 +151,7 @@ class State(Appending):
             value = function(await reference)
             if not isinstance(value, str):
                 raise BadArgument(f"map: the function must return a string, not {value!r}")
+            self.session.markers.refuse([value], "map: what the function returns")
         except Exception as error:
             failure = error if isinstance(error, AgentflowError) else RunFailed(f"map failed: {error!r}")
             failure.__cause__ = None if failure is error else error

@@ -366,6 +366,9 @@ async def test_inputs_of_a_graph_are_a_dict(inputs):
         lambda x: af.gen("y", choices=["no", f"{x.strip()}"]),
         lambda x: af.gen("y", regex=f"{x}"),
         lambda x: af.gen("y", tags=[af.Tag(f"<{x}>", end=">", regex="a")]),
+        lambda x: af.image(f"https://example.com/{x}.png"),
+        lambda x: x.regex(f"{x}: (.*)"),
+        lambda x: x.json(f"{x}"),
         lambda x: af.conversation([{"role": "user", "content": f"And {x}?"}]),
         lambda x: af.conversation(
             [af.Message("assistant", "", tool_calls=(af.CalledTool("1", "f", f"{x}"),))]
@@ -382,3 +385,18 @@ async def test_a_variable_in_a_text_that_is_sent_as_it_is_is_refused(use):
             t += use(s["x"])
         assert len(noted.ops) == num_ops
         assert await s["x"] == "a"
+
+
+async def test_a_variable_in_what_the_client_provides_is_refused():
+    @af.program
+    async def ask(s: af.State, essay: str) -> str:
+        s += essay + af.gen("x")
+        return await s["x"]
+
+    async with af.session(backend=af.Scripted({"": "a"})) as flow, flow.state() as s:
+        s += af.gen("x")
+        with pytest.raises(af.BadArgument, match=r"map: .* await it and use its value"):
+            await s["x"].map(lambda text: f"{text} and {s['x']}")
+        with pytest.raises(af.BadArgument, match="an argument of graph 'ask'"):
+            await flow.submit(ask.trace(), {"essay": f"{s['x']}"})
+        assert await flow.run(ask, f"{s['x']}") == "a"  # appended, and so resolved

@@ -272,6 +272,15 @@ async def test_the_command_shows_the_fork_tree(tmp_path):
     assert any(line.startswith("1 run, 3 states, 4 variables, ") for line in lines)
 
 
+async def test_the_command_shows_what_a_reply_says(tmp_path):
+    path = tmp_path / "run.jsonl"
+    said = af.Reply("It is cold.", (af.CalledTool("c1", "weather", '{"city": "Oslo"}'),))
+    async with af.session(backend=af.Scripted([said]), record=path) as flow, flow.state() as s:
+        s += af.conversation([{"role": "user", "content": "?"}]) + af.reply("answer")
+        await s
+    assert 'It is cold. weather({"city": "Oslo"})' in "\n".join(shown(path, width=160))
+
+
 async def test_the_command_shows_failures_cancellations_and_strange_text(tmp_path):
     path = tmp_path / "run.jsonl"
     backend = Spoken({"": "[bold]one\x1b[31m\ntwo three"})
