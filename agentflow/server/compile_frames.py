@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from agentflow.constraint import Constraint
-from agentflow.errors import AgentflowError, RequestRefused, from_code
+from agentflow.errors import AgentflowError, Overloaded, RequestRefused, from_code
 from agentflow.server.compiled_constraint import CompiledConstraint
 
 
@@ -38,15 +38,20 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """An error of the tree in ``errors.py``. ``is_final``: it would come again if one tried again."""
+    """An error of the tree in ``errors.py``. ``is_final``: it would come again if one tried again.
+    ``retry_after_s``: of an ``Overloaded``, when that makes sense."""
 
     code: str
     message: str
     is_final: bool = True
+    retry_after_s: float | None = None
 
     def to_error(self) -> AgentflowError:
-        """A new error each time: whoever raises one adds to it where it was raised."""
-        return from_code(self.code, self.message)
+        """A new error each time: each gets a traceback of its own."""
+        error = from_code(self.code, self.message)
+        if isinstance(error, Overloaded):
+            error.retry_after_s = self.retry_after_s
+        return error
 
 
 class CompileEnd(msgspec.Struct, frozen=True):
@@ -63,10 +68,15 @@ constraint_decoder = msgspec.msgpack.Decoder(Constraint)
 end_decoder = msgspec.msgpack.Decoder(CompileEnd)
 
 
-def over_limit(constraint: Constraint, what: str, *, is_final: bool = True) -> Refusal:
-    """What the sender of a constraint reads when a limit is reached: ``what`` says which."""
+def over_limit(constraint: Constraint, what: str) -> Refusal:
+    """Of a constraint that reaches a limit: ``what`` says which."""
     message = f"{constraint.kind}: it {what}, which is the limit for compiling a constraint"
-    return Refusal(RequestRefused.code, message, is_final)
+    return Refusal(RequestRefused.code, message)
+
+
+def over_cpu_time(constraint: Constraint, cpu_s: float) -> Refusal:
+    """Of a constraint that has had so much of a processor, and was not done."""
+    return over_limit(constraint, f"takes more than {cpu_s:g} s of processor time")
 
 
 def megabytes(num_bytes: int) -> str:

@@ -12,8 +12,7 @@ ItemT = TypeVar("ItemT", bound=Hashable)
 
 class CompileQueue(Generic[ItemT]):
     """The tenant that has used the least is served next, and of tenants that have used the same the one
-    whose turn was longest ago: with equal costs that is round robin. An item may wait for several tenants,
-    and is served once.
+    whose turn was longest ago: with equal costs that is round robin. Each item is one tenant's.
 
     >>> queue = CompileQueue[str](max_waiting=10, max_waiting_per_tenant=5)
     >>> for tenant, item in (("ann", "a1"), ("ann", "a2"), ("bob", "b1")):
@@ -26,28 +25,28 @@ class CompileQueue(Generic[ItemT]):
         self._max_waiting = max_waiting
         self._max_per_tenant = max_waiting_per_tenant
         self._items: dict[str, dict[ItemT, None]] = {}  # no empty ones; in the order of their turns
-        self._tenants: dict[ItemT, set[str]] = {}
+        self._tenants: dict[ItemT, str] = {}
         # Seconds, of tenants that wait or are ahead of ``_served``. Who comes anew begins there: having
         # asked for nothing so far is no credit.
         self._used: dict[str, float] = {}
         self._served = 0.0
 
     def __len__(self) -> int:
-        """Items, each counted once."""
+        """Items that wait."""
         return len(self._tenants)
 
     def push(self, tenant: str, item: ItemT) -> None:
-        """Queues the item, unless it waits for this tenant already. ``Overloaded`` where a queue is full."""
+        """Queues the item, unless it waits already. ``Overloaded`` where a queue is full."""
         waiting = self._items.get(tenant, {})
         if item in waiting:
             return
         if len(waiting) >= self._max_per_tenant:
             most, whose = self._max_per_tenant, "of this tenant"
-        elif item not in self._tenants and len(self) >= self._max_waiting:
+        elif len(self) >= self._max_waiting:
             most, whose = self._max_waiting, "of all tenants"
         else:
             self._items.setdefault(tenant, waiting)[item] = None
-            self._tenants.setdefault(item, set()).add(tenant)
+            self._tenants[item] = tenant
             self._used[tenant] = max(self._used.get(tenant, 0.0), self._served)
             return
         raise Overloaded(f"{most} constraints {whose} wait to be compiled, which is the limit: try later")
@@ -76,8 +75,8 @@ class CompileQueue(Generic[ItemT]):
             self._used = {name: self._used[name] for name in self._items}
 
     def discard(self, item: ItemT) -> None:
-        """The item waits for nobody any more."""
-        for tenant in self._tenants.pop(item, ()):
-            del self._items[tenant][item]
-            if not self._items[tenant]:
-                del self._items[tenant]
+        """The item waits no more."""
+        tenant = self._tenants.pop(item)
+        del self._items[tenant][item]
+        if not self._items[tenant]:
+            del self._items[tenant]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import signal
+
+import psutil
 
 from agentflow.constraint import Constraint
 from agentflow.errors import EngineFailed, RequestRefused
@@ -13,7 +16,7 @@ from agentflow.server.compile_frames import (
     StartCompiling,
     end_decoder,
     megabytes,
-    over_limit,
+    over_cpu_time,
     ready_decoder,
 )
 from agentflow.server.limits import CompileLimits
@@ -59,6 +62,14 @@ class CompileWorker(ChildProcess):
         if answer.problem:
             raise CannotCompile(answer.problem)
 
+    def cpu_s(self) -> float:
+        """Processor time that the process has had; while it has none, nothing is its constraint's fault."""
+        try:
+            times = psutil.Process(self.pid).cpu_times()
+        except psutil.Error:
+            return math.inf  # it has ended
+        return float(times.user + times.system)
+
     def pause(self) -> None:
         """It gets no processor until ``go_on``."""
         self.signal(signal.SIGSTOP)
@@ -93,7 +104,7 @@ class CompileWorker(ChildProcess):
 
     def _obituary(self, constraint: Constraint, how: str) -> Refusal:
         if self.exit_code == -signal.SIGXCPU:
-            return over_limit(constraint, f"takes more than {self._limits.cpu_s:g} s of processor time")
+            return over_cpu_time(constraint, self._limits.cpu_s)
         if self.exit_code in OWN_FAULTS:
             most = megabytes(self._limits.memory_bytes)
             message = (

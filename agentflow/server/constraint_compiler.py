@@ -7,7 +7,9 @@ processor would be idle, with limits to what one constraint takes there, and a q
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,9 +19,9 @@ import anyio
 import msgspec
 
 from agentflow.constraint import MAX_SOURCE_CHARS, Constraint
-from agentflow.errors import AgentflowError, BadArgument, EngineFailed, RequestRefused
+from agentflow.errors import AgentflowError, BadArgument, EngineFailed, Overloaded, RequestRefused
 from agentflow.server.compile_cache import CompileCache, Outcome
-from agentflow.server.compile_frames import CompileEnd, Refusal, over_limit
+from agentflow.server.compile_frames import CompileEnd, Refusal, over_cpu_time
 from agentflow.server.compile_queue import CompileQueue
 from agentflow.server.compile_worker import LAST_WORDS_S, CannotCompile, CompileWorker
 from agentflow.server.compiled_constraint import CompiledConstraint
@@ -38,6 +40,10 @@ ABANDONED_S = 0.2
 BURST_S = 0.1
 # After that it gets its share of a processor in such pieces.
 SLICE_S = 0.01
+# A constraint is compiled for so many times ``wall_s``: when it is asked for again, it may be done.
+MAX_LATENESS = 10
+# A process that goes on for so long after its limit of processor time does not end by itself.
+KILL_GRACE_S = 2.5
 # So many processes in a row that died and compiled nothing; another one is started when there is work.
 MAX_FAILURES = 3
 
@@ -82,15 +88,16 @@ async def constraint_compiler(
 
 
 class _Job:
-    """One constraint on its way, and how many wait for it."""
+    """One tenant's constraint on its way, and how many wait for it."""
 
-    def __init__(self, constraint: Constraint) -> None:
+    def __init__(self, tenant: str, constraint: Constraint) -> None:
+        self.tenant = tenant
         self.constraint = constraint
         self.num_waiting = 0
         self.ended = anyio.Event()
         self.outcome: Outcome | None = None
         self.began_at: float | None = None
-        self.gave_way = False  # to another tenant's
+        self.used_too_much = False  # processor time
         self.scope = anyio.CancelScope()  # of its time in the process
 
 
@@ -104,7 +111,7 @@ class ConstraintCompiler:
         self._queue = CompileQueue[_Job](
             max_waiting=limits.max_waiting, max_waiting_per_tenant=limits.max_waiting_per_tenant
         )
-        self._jobs: dict[Constraint, _Job] = {}  # those that wait and the one that runs
+        self._jobs: dict[tuple[str, Constraint], _Job] = {}  # those that wait and the one that runs
         self._has_work = anyio.Event()
         self._has_ended = False
         self._worker: CompileWorker | None = None
@@ -125,15 +132,16 @@ class ConstraintCompiler:
         return None if self._worker is None else self._worker.pid
 
     async def compile(self, constraint: Constraint, *, tenant: str) -> CompiledConstraint:
-        """What the engine takes. Equal constraints are compiled once, whoever sends them.
+        """What the engine takes. Equal constraints of a tenant are compiled once.
 
         ``BadArgument`` or ``RequestRefused`` where the constraint cannot be compiled, or not within the
-        limits, of which the message names the one; ``Overloaded`` where too many wait; ``EngineFailed``.
+        limits, of which the message names the one; ``Overloaded`` where too many wait, or the machine is too
+        busy; ``EngineFailed``.
         """
         if not constraint.jump_forward:  # that is for the engine: what is compiled is the same
             constraint = msgspec.structs.replace(constraint, jump_forward=True)
         try:
-            outcome = self._cache.get(constraint)
+            outcome = self._cache.get(tenant, constraint)
             if outcome is None:
                 outcome = await self._wait_for(constraint, tenant)
             else:
@@ -146,33 +154,49 @@ class ConstraintCompiler:
         return outcome
 
     async def _wait_for(self, constraint: Constraint, tenant: str) -> Outcome:
-        job = self._jobs.get(constraint)
+        job = self._jobs.get((tenant, constraint))
         if job is None or job.scope.cancel_called:  # cancelled: its process is about to be ended
             _check_sendable(constraint)
-            job = _Job(constraint)
+            job = _Job(tenant, constraint)
         self._check_alive()
         if job.began_at is None:
             self._queue.push(tenant, job)
-            self._jobs[constraint] = job
+            self._jobs[tenant, constraint] = job
             self._has_work.set()
         else:
-            job.scope.deadline = job.began_at + self._limits.wall_s  # as it was, if it had been abandoned
+            job.scope.deadline = self._last_deadline(job)  # as it was, if it had been abandoned
         job.num_waiting += 1
+        is_late = False
         try:
-            await job.ended.wait()
+            with anyio.move_on_after(self._limits.wall_s) as patience:
+                await job.ended.wait()
+            is_late = patience.cancelled_caught
         finally:
             job.num_waiting -= 1
-            if not job.num_waiting and not job.ended.is_set():
+            goes_on = is_late and job.began_at is not None
+            if not job.num_waiting and not job.ended.is_set() and not goes_on:
                 self._abandon(job)
         if job.outcome is None:
             self._check_alive()
-        assert job.outcome is not None
+            return self._too_busy(job)
         return job.outcome
+
+    def _is_late(self, job: _Job) -> bool:
+        return job.began_at is not None and anyio.current_time() >= job.began_at + self._limits.wall_s
+
+    def _last_deadline(self, job: _Job) -> float:
+        assert job.began_at is not None
+        return job.began_at + MAX_LATENESS * self._limits.wall_s
+
+    def _too_busy(self, job: _Job) -> Refusal:
+        """Whatever it asks for, it has not had it yet."""
+        message = f"{job.constraint.kind}: it is not compiled yet, for others need the processors: try again"
+        return Refusal(Overloaded.code, message, is_final=False, retry_after_s=self._limits.wall_s)
 
     def _abandon(self, job: _Job) -> None:
         if job.began_at is None:
             self._queue.discard(job)
-            del self._jobs[job.constraint]
+            del self._jobs[job.tenant, job.constraint]
         else:
             job.scope.deadline = min(job.scope.deadline, job.began_at + ABANDONED_S)
 
@@ -219,7 +243,8 @@ class ConstraintCompiler:
                 await anyio.sleep(self._allowance.wait_s(SLICE_S))  # noqa: TID251  it took its share
                 if not self._queue:
                     continue
-                await self._run(worker, *self._queue.pop())
+                _, job = self._queue.pop()
+                await self._run(worker, job)
         except EOFError:
             grace_s = LAST_WORDS_S
         finally:
@@ -241,43 +266,48 @@ class ConstraintCompiler:
             self._has_work = anyio.Event()
             await self._has_work.wait()
 
-    async def _run(self, worker: CompileWorker, tenant: str, job: _Job) -> None:
+    async def _run(self, worker: CompileWorker, job: _Job) -> None:
         end: CompileEnd | None = None
         job.began_at = anyio.current_time()
-        with anyio.CancelScope(deadline=job.began_at + self._limits.wall_s) as job.scope:
+        with anyio.CancelScope(deadline=self._last_deadline(job)) as job.scope:
             async with open_task_group() as group:
-                group.start_soon(self._slow_down, worker, tenant, job)
+                group.start_soon(self._slow_down, worker, job)
                 end = await worker.compile(job.constraint)
                 group.cancel_scope.cancel()
         if end is None or worker.has_died:
             self._num_killed += 1
             await worker.end()  # before anything else is run, and on this tenant's account
-        self._queue.charge(tenant, anyio.current_time() - job.began_at)
+        self._queue.charge(job.tenant, anyio.current_time() - job.began_at)
+        if end is None and job.used_too_much:
+            end = CompileEnd(refusal=over_cpu_time(job.constraint, self._limits.cpu_s))
         if end is None:
-            what = f"is not compiled within {self._limits.wall_s:g} s on this busy server"
-            if job.gave_way:
-                what = f"takes more than {self._limits.contended_s:g} s of processor time while others wait"
-            end = CompileEnd(refusal=over_limit(job.constraint, what, is_final=False))
+            end = CompileEnd(refusal=self._too_busy(job))
         if end.compiled is not None:
             self._num_compiled += 1
+            end = CompileEnd(_of_tenant(end.compiled, job.tenant))
         outcome = end.compiled or end.refusal
         assert outcome is not None
         self._end(job, outcome)
 
-    async def _slow_down(self, worker: CompileWorker, tenant: str, job: _Job) -> None:
+    async def _slow_down(self, worker: CompileWorker, job: _Job) -> None:
         """Until cancelled: lets the process run while there is an allowance for it, and pauses it when it is
         spent. Even what runs only on an idle processor costs those who want it in a moment: on two cores a
-        forward pass takes a third longer beside it. What takes long gives way where another tenant waits."""
-        allowance, ran_s = self._allowance, 0.0
+        forward pass takes a third longer beside it. What takes long is ended where another tenant waits."""
+        allowance, began_s = self._allowance, worker.cpu_s()
+        before_s = began_s
         while True:
-            began = anyio.current_time()
             try:
                 await anyio.sleep(max(allowance.left_s, SLICE_S))  # noqa: TID251  its turn
             finally:
-                allowance.spend(anyio.current_time() - began)
-            ran_s += anyio.current_time() - began
-            if ran_s >= self._limits.contended_s and self._queue.waits_besides(tenant):
-                job.gave_way = True
+                used_s = worker.cpu_s()
+                if used_s < math.inf:
+                    allowance.spend(used_s - before_s)
+                    before_s = used_s
+            if before_s - began_s > self._limits.cpu_s + KILL_GRACE_S:
+                job.used_too_much = True
+                job.scope.cancel()
+            is_long = before_s - began_s >= self._limits.contended_s or self._is_late(job)
+            if is_long and self._queue.waits_besides(job.tenant):
                 job.scope.cancel()
             worker.pause()
             try:
@@ -287,9 +317,10 @@ class ConstraintCompiler:
 
     def _end(self, job: _Job, outcome: Outcome) -> None:
         if isinstance(outcome, CompiledConstraint) or outcome.is_final:
-            self._cache.put(job.constraint, outcome)
-        if self._jobs.get(job.constraint) is job:  # not if it was abandoned and then asked for again
-            del self._jobs[job.constraint]
+            self._cache.put(job.tenant, job.constraint, outcome)
+        key = job.tenant, job.constraint
+        if self._jobs.get(key) is job:  # not if it was abandoned and then asked for again
+            del self._jobs[key]
         job.outcome = outcome
         job.ended.set()
 
@@ -297,6 +328,15 @@ class ConstraintCompiler:
         message = f"constraints cannot be compiled: {problem}"
         while self._queue:
             self._end(self._queue.pop()[1], Refusal(EngineFailed.code, message, is_final=False))
+
+
+def _of_tenant(compiled: CompiledConstraint, tenant: str) -> CompiledConstraint:
+    """With a key of the tenant's own: engines keep what they make of it by that, and what is there already
+    shows in the time that it takes."""
+    if not tenant:
+        return compiled
+    key = hashlib.sha256(f"{tenant}\0{compiled.key}".encode()).hexdigest()
+    return msgspec.structs.replace(compiled, key=key)
 
 
 def _check_sendable(constraint: Constraint) -> None:

@@ -81,15 +81,16 @@ class HttpLimits:
 
 @dataclass(frozen=True, slots=True)
 class CompileLimits:
-    """Of one constraint: ``cpu_s`` of processor time for compiling it (``contended_s`` while another tenant
-    waits), ``wall_s`` on the clock, which also runs while the engine has the processors, ``memory_bytes``
-    for it, and ``compiled_bytes`` of what comes out. Of all: ``cpu_share`` of one processor in the long run,
-    ``max_waiting`` constraints wait at most, ``max_waiting_per_tenant`` of them one tenant's, and
-    ``cache_bytes`` of compiled ones are kept."""
+    """Of one constraint: ``cpu_s`` of processor time for compiling it, ``memory_bytes`` for it, and
+    ``compiled_bytes`` of what comes out: only these refuse it for good. After ``wall_s`` on the clock, which
+    also runs while the engine has the processors, a request is answered that it should try again, and so it
+    is when the constraint has had ``contended_s`` of processor time and another tenant waits. Of all:
+    ``cpu_share`` of one processor in the long run, ``max_waiting`` constraints wait at most,
+    ``max_waiting_per_tenant`` of them one tenant's, and ``cache_bytes`` of compiled ones are kept."""
 
-    cpu_s: float = 2.0
+    cpu_s: float = 6.0
     contended_s: float = 0.25
-    wall_s: float = 20.0
+    wall_s: float = 30.0
     memory_bytes: int = 512_000_000
     compiled_bytes: int = 16_000_000
     cpu_share: float = 0.2

@@ -199,6 +199,14 @@ def many_constraints(_: ApiServer, api: Api) -> Came:
             return come(server, api, constrained(api, {"const": 2}))
 
 
+def a_starved_constraint(_: ApiServer, api: Api) -> Came:
+    with api_server(compile_limits=CompileLimits(wall_s=0.3)) as server:
+        compiler: Any = server.service.models._compiler
+        until(server, lambda: compiler.pid is not None)
+        os.kill(compiler.pid, signal.SIGSTOP)  # it gets no processor
+        return come(server, api, constrained(api, {"const": 1}))
+
+
 def many_values(server: ApiServer, api: Api) -> Came:
     return come(server, api, asked(metadata=[0] * (BODY_BOUNDS.values + 1)))
 
@@ -353,6 +361,7 @@ REFUSED: dict[str, Refused] = {
     "a tool's parameters nest too deep": a_deep_tool,
     "the model cannot keep constraints": no_compiler,
     "too many constraints wait": many_constraints,
+    "a constraint is not compiled in time, as others need the processors": a_starved_constraint,
     "a tool's parameters are too large": a_large_tool,
     "the body holds too many values": many_values,
     "the body is too large": a_large_body,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+import pytest
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from agentflow.constraint import Constraint
@@ -11,6 +12,7 @@ from agentflow.server.compile_cache import ENTRY_BYTES, CompileCache
 from agentflow.server.compile_frames import Refusal
 from agentflow.server.compile_queue import CompileQueue
 from agentflow.server.compiled_constraint import CompiledConstraint
+from agentflow.server.tenant import part_of
 
 TENANTS = st.sampled_from("abc")
 ITEMS = st.integers(0, 9)
@@ -18,7 +20,7 @@ STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("push"), TENANTS, ITEMS),
         st.tuples(st.just("pop"), st.sampled_from([0.5, 1.0, 5.0]), st.none()),
-        st.tuples(st.just("discard"), st.none(), ITEMS),
+        st.tuples(st.just("discard"), TENANTS, ITEMS),
     ),
     max_size=60,
 )
@@ -26,30 +28,30 @@ STEPS = st.lists(
 
 @given(STEPS)
 def test_what_waits_is_bounded_and_each_is_served_once_in_its_tenants_order(steps):
-    queue = CompileQueue[int](max_waiting=5, max_waiting_per_tenant=3)
-    waiting: list[tuple[str, int]] = []  # in the order in which they came
+    queue = CompileQueue[tuple[str, int]](max_waiting=5, max_waiting_per_tenant=3)
+    waiting: list[tuple[str, tuple[str, int]]] = []  # in the order in which they came
     for step, first, item in steps:
         of_tenant = [entry for entry in waiting if entry[0] == first]
         if step == "push":
-            is_new = item not in {other for _, other in waiting}
-            is_full = len(of_tenant) == 3 or (is_new and len({other for _, other in waiting}) == 5)
+            is_full = len(of_tenant) == 3 or len(waiting) == 5
+            entry = first, (first, item)
             try:
-                queue.push(first, item)
-                assert not is_full or (first, item) in waiting
+                queue.push(*entry)
+                assert not is_full or entry in waiting
             except Overloaded:
                 assert is_full
-                assert (first, item) not in waiting
+                assert entry not in waiting
             else:
-                waiting += [] if (first, item) in waiting else [(first, item)]
+                waiting += [] if entry in waiting else [entry]
         elif step == "pop" and waiting:
             tenant, popped = queue.pop()
             assert popped == next(other for name, other in waiting if name == tenant)
-            waiting = [entry for entry in waiting if entry[1] != popped]
+            waiting.remove((tenant, popped))
             queue.charge(tenant, first)
-        elif step == "discard":
-            queue.discard(item)
-            waiting = [entry for entry in waiting if entry[1] != item]
-        assert len(queue) == len({other for _, other in waiting})
+        elif step == "discard" and (first, (first, item)) in waiting:
+            queue.discard((first, item))
+            waiting.remove((first, (first, item)))
+        assert len(queue) == len(waiting)
         assert len(queue._used) <= 3
 
 
@@ -95,19 +97,6 @@ def test_having_asked_for_nothing_is_no_credit():
     assert served == ["a0", "a1", "a2", "b1", "a3", "b2"]
 
 
-def test_an_item_that_waits_for_two_comes_when_the_first_has_its_turn():
-    queue = CompileQueue[str](max_waiting=100, max_waiting_per_tenant=50)
-    for item in ("a1", "a2", "shared", "a3"):
-        queue.push("a", item)
-    queue.push("b", "shared")
-    served = []
-    while queue:
-        tenant, item = queue.pop()
-        queue.charge(tenant, 1.0)
-        served.append((tenant, item))
-    assert served == [("a", "a1"), ("b", "shared"), ("a", "a2"), ("a", "a3")]
-
-
 def test_tenants_that_come_and_go_are_forgotten():
     queue = CompileQueue[int](max_waiting=10, max_waiting_per_tenant=5)
     queue.push("stays", -1)
@@ -126,34 +115,62 @@ def outcome_of(number: int, size: int) -> CompiledConstraint | Refusal:
     return CompiledConstraint(str(number), "fsm", bytes(size))
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 12), st.integers(0, 3_000)), max_size=60))
-def test_the_cache_keeps_what_was_used_last(steps):
+@given(
+    st.lists(
+        st.tuples(
+            st.booleans(), st.sampled_from(["", "a", "b", "c"]), st.integers(0, 9), st.integers(0, 3_000)
+        ),
+        max_size=60,
+    )
+)
+def test_the_cache_keeps_what_was_used_last_and_a_tenants_own_part(steps):
     cache = CompileCache(10_000)
-    kept: list[tuple[int, CompiledConstraint | Refusal, int]] = []  # the least recently used first
-    for is_put, number, size in steps:
+    # The least recently used first.
+    kept: list[tuple[str, int, CompiledConstraint | Refusal, int]] = []
+
+    def held_by(name: str) -> int:
+        return sum(entry[3] for entry in kept if entry[0] == name)
+
+    for is_put, tenant, number, size in steps:
         constraint = Constraint("regex", f"pattern {number}")
-        found = [entry for entry in kept if entry[0] == number]
+        found = [entry for entry in kept if entry[:2] == (tenant, number)]
         if is_put:
             outcome = outcome_of(number, size)
             single = CompileCache(1_000_000)
-            single.put(constraint, outcome)
+            single.put(tenant, constraint, outcome)
             assert single.num_bytes > ENTRY_BYTES + size
-            cache.put(constraint, outcome)
-            kept = [entry for entry in kept if entry not in found] + [(number, outcome, single.num_bytes)]
-            while sum(entry[2] for entry in kept) > 10_000:
-                del kept[0]
+            cache.put(tenant, constraint, outcome)
+            kept = [entry for entry in kept if entry not in found]
+            kept.append((tenant, number, outcome, single.num_bytes))
+            while held_by(tenant) > part_of(10_000, tenant):
+                kept.remove(next(entry for entry in kept if entry[0] == tenant))
+            while sum(entry[3] for entry in kept) > 10_000:
+                most = max(held_by(name) for name in {entry[0] for entry in kept})
+                greedy = {name for name, *_ in kept if held_by(name) == most}
+                assume(len(greedy) == 1)
+                kept.remove(next(entry for entry in kept if entry[0] in greedy))
         else:
-            got = cache.get(constraint)
-            assert got is (found[0][1] if found else None)
+            got = cache.get(tenant, constraint)
+            assert got is (found[0][2] if found else None)
             kept = [entry for entry in kept if entry not in found] + found
-        assert (len(cache), cache.num_bytes) == (len(kept), sum(entry[2] for entry in kept))
+        assert (len(cache), cache.num_bytes) == (len(kept), sum(entry[3] for entry in kept))
 
 
-def test_one_too_large_for_the_cache_drops_nothing():
+@pytest.mark.parametrize(("tenant", "size"), [("", 10_000), ("ann", 5_000)])
+def test_one_too_large_for_the_cache_drops_nothing(tenant, size):
     cache = CompileCache(10_000)
     small, large = Constraint("regex", "small"), Constraint("regex", "large")
-    cache.put(small, outcome_of(1, 10))
-    cache.put(large, outcome_of(2, 10_000))
-    assert cache.get(large) is None
-    assert cache.get(small) == outcome_of(1, 10)
+    cache.put(tenant, small, outcome_of(1, 10))
+    cache.put(tenant, large, outcome_of(2, size))
+    assert cache.get(tenant, large) is None
+    assert cache.get(tenant, small) == outcome_of(1, 10)
     assert len(cache) == 1
+
+
+def test_a_tenant_that_fills_the_cache_leaves_another_what_it_has():
+    cache = CompileCache(10_000)
+    mine = Constraint("regex", "mine")
+    cache.put("ann", mine, outcome_of(1, 10))
+    for number in range(100):
+        cache.put("mallory", Constraint("regex", f"{number}"), outcome_of(2, 100))
+    assert cache.get("ann", mine) == outcome_of(1, 10)
