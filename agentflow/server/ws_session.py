@@ -45,6 +45,7 @@ from agentflow.protocol import (
     frame_name,
 )
 from agentflow.server.event_frames import event_frames
+from agentflow.server.frame_scan import check_frame
 from agentflow.server.sessions import IsValid, ServedSession, Sessions, always_valid, revoked
 
 logger = logging.getLogger(__name__)
@@ -245,6 +246,7 @@ class WsSession(Generic[ContextT]):
                 f"expected {_kind(self._binary)} as in the hello frame, and {_kind(is_binary)} came"
             )
         self._num_unacked_bytes += num_bytes
+        await check_frame(data)
         return self._decoder.decode(data)
 
     async def _send(self, frame: ServerFrame) -> None:
