@@ -34,16 +34,19 @@ class Transform(msgspec.Struct, frozen=True, array_like=True):
     argument: str = ""
 
 
-def check_number(transforms: tuple[Transform, ...]) -> None:
-    """``BadArgument`` where there are too many of them."""
+def check_written(transforms: tuple[Transform, ...]) -> None:
+    """``BadArgument`` where there are too many of them, or an argument is no text."""
     if len(transforms) > MAX_TRANSFORMS:
         raise BadArgument(f"at most {MAX_TRANSFORMS} transforms may follow each other, not {len(transforms)}")
+    for transform in transforms:
+        if transform.name != "regex" and not isinstance(transform.argument, str):
+            raise BadArgument(f"{transform.name}: give a string, not {transform.argument!r:.60}")
 
 
 def check_transforms(transforms: tuple[Transform, ...]) -> None:
     """``BadArgument`` where one of them could never be applied. Compiles the patterns: a server must not do
     that for thousands of them while all its clients wait, and leaves it to ``apply_in_turn``."""
-    check_number(transforms)
+    check_written(transforms)
     for transform in transforms:
         if transform.name == "regex":
             compiled(transform.argument)
