@@ -10,7 +10,6 @@ import msgspec
 from agentflow.conversation import CalledTool, Conversation, Message, ToolChoice, ToolSpec
 from agentflow.errors import BadArgument
 from agentflow.expression import ConversationExpression, tuple_of
-from agentflow.op_checks import check_types
 from agentflow.tool_call import Tool, spec_of
 
 MODES = ("auto", "required", "none")
@@ -44,9 +43,7 @@ def conversation(
     if not isinstance(choice, ToolChoice):
         choice = ToolChoice(choice) if choice in MODES else ToolChoice("required", choice)  # type: ignore[arg-type]
         choice = msgspec.structs.replace(choice, parallel=parallel)
-    whole = Conversation(told, specs, choice)
-    check_types(whole)
-    return ConversationExpression(whole.check())
+    return ConversationExpression(Conversation(told, specs, choice).check())
 
 
 class _Function(msgspec.Struct):

@@ -21,6 +21,9 @@ import anyio.to_thread
 from agentflow.server.cpu_priority import start_process
 from agentflow.server.message_frames import READ_BYTES, FrameBuffer, to_frame
 
+# How long a process may take to end by SIGKILL. One that waits for a device in the kernel may never end.
+KILL_S = 1.0
+
 
 class ChildProcess:
     """One process, from ``run`` to ``end``; a new one is needed after that."""
@@ -102,14 +105,17 @@ class ChildProcess:
         with anyio.CancelScope(shield=True):
             limiter = anyio.CapacityLimiter(1)  # its own: the server's worker threads may all be busy
             code = await anyio.to_thread.run_sync(self._reap, grace_s, limiter=limiter)
+        if code is None:
+            return "cannot even be killed (it is left alone)"
         return f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
 
-    def _reap(self, grace_s: float) -> int:
-        try:
+    def _reap(self, grace_s: float) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(KILL_S)
+        return None
 
 
 def import_path() -> str:

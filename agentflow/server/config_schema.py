@@ -16,6 +16,7 @@ from msgspec import Meta, Struct
 
 from agentflow.protocol import DEFAULT_PORT
 from agentflow.server.limits import MIN_FRAME_BYTES, CompileLimits, HttpLimits, ServerLimits
+from agentflow.server.shutdown_budget import DRAIN_S
 
 if TYPE_CHECKING:
     from agentflow.server.local_engine import EngineOptions
@@ -61,6 +62,15 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     policy: Annotated[Policy, _help("the order in which requests are admitted")] = "fair-lpm"
     cache: Annotated[bool, _help("the prefix cache")] = True
     max_unfinished: Annotated[Count, _help("requests waiting and running at once; more are refused")] = 4096
+    load_timeout_s: Annotated[
+        Seconds | None, _help("loading may take so long (not set: 180 s, and 1 s for 20 MB of weights)")
+    ] = None
+    step_timeout_s: Annotated[
+        Seconds | None, _help("one forward pass may take so long (not set: by what others took, 30 to 300 s)")
+    ] = None
+    exit_on_engine_failure: Annotated[
+        bool, _help("end the server with status 1 when an engine died three times in a row")
+    ] = False
 
 
 class EngineConfig(EngineSettings, frozen=True, kw_only=True):
@@ -93,6 +103,9 @@ class ModelConfig(EngineSettings, frozen=True, kw_only=True):
             use_cache=self.cache,
             own_process=True,
             max_unfinished=self.max_unfinished,
+            load_timeout_s=self.load_timeout_s,
+            step_timeout_s=self.step_timeout_s,
+            exit_on_engine_failure=self.exit_on_engine_failure,
         )
 
 
@@ -225,7 +238,7 @@ class OverloadConfig(Struct, frozen=True, kw_only=True):
     ] = 60.0
     drain_s: Annotated[
         SecondsOrNone, _help("how long answers may go on after SIGTERM before they are cut")
-    ] = 30.0
+    ] = DRAIN_S
 
 
 class LogsConfig(Struct, frozen=True, kw_only=True):

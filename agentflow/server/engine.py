@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import logging
 import queue
+import secrets
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 from agentflow.errors import AgentflowError, Cancelled, EngineFailed
 from agentflow.server.constrained_request import ConstrainedRequest, constrained_request
+from agentflow.server.core.batch import Batch
 from agentflow.server.core.in_flight import StepResult
 from agentflow.server.core.jump_forward import Jump
 from agentflow.server.core.request import Request, Status, TopTokens
@@ -26,6 +29,7 @@ from agentflow.server.engine_messages import (
     Progress,
     Report,
     Started,
+    StepBegins,
     Stop,
     Submit,
     ToEngine,
@@ -34,7 +38,7 @@ from agentflow.server.engine_messages import (
 from agentflow.server.engine_stats import engine_stats
 from agentflow.server.grammar_cache import GrammarCache
 from agentflow.server.request_intake import request_of, text_end_of
-from agentflow.server.runner import ModelRunner
+from agentflow.server.runner import AcceleratorFault, ModelRunner, OutOfMemory
 from agentflow.server.step_times import COMPLETE, DELIVER, RUN, SCHEDULE, StepTimes
 from agentflow.server.text_end import TextEnd
 from agentflow.server.tokenizer import Tokenizer
@@ -42,6 +46,13 @@ from agentflow.server.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 Deliver = Callable[[list[FromEngine]], None]
+# Forward passes in a row that fail, after which the engine counts as broken.
+MAX_FAILURES_IN_A_ROW = 3
+
+
+class EngineBroken(Exception):
+    """This engine cannot go on, and its requests are not to blame: another one may run them. The message is
+    for clients."""
 
 
 class Engine:
@@ -65,6 +76,7 @@ class Engine:
         self._started: set[int] = set()
         self._outbox: list[FromEngine] = []
         self._failed_meanwhile: Exception | None = None
+        self._num_failures = 0  # of forward passes, in a row
         self._is_stopping = False
         self.times = StepTimes()
 
@@ -73,7 +85,8 @@ class Engine:
         self._inbox.put(message)
 
     def run(self) -> None:
-        """The loop, until ``Stop``."""
+        """The loop, until ``Stop``. ``EngineBroken`` after a fault of the accelerator, or
+        ``MAX_FAILURES_IN_A_ROW`` forward passes that failed."""
         try:
             self._grammars.prepare()
             while True:
@@ -83,7 +96,10 @@ class Engine:
                 if self._is_stopping:
                     return
         finally:
-            self._runner.close()
+            try:
+                self._runner.close()
+            except Exception:  # a broken device cannot even give its memory back
+                logger.exception("the model runner cannot be closed")
 
     def step(self) -> bool:
         """One forward pass, if there is anything to run."""
@@ -92,15 +108,14 @@ class Engine:
         if batch is None:
             return False
         self.times.count(SCHEDULE, time.perf_counter() - began)
-        self._tell_started()
+        self._announce(batch)
         began = time.perf_counter()
         try:
             output = self._runner.run(batch, self._meanwhile)
         except Exception as error:
-            logger.exception("a forward pass failed; its requests are dropped")
-            for request in self.scheduler.discard():
-                self._fail(request.id, EngineFailed(f"the forward pass failed: {error!r}"))
+            self._forward_failed(error)
             return True
+        self._num_failures = 0
         if self._failed_meanwhile is not None:
             raise self._failed_meanwhile
         has_run = time.perf_counter()
@@ -110,18 +125,41 @@ class Engine:
                 self._advance(result)
             except AgentflowError as error:
                 self._fail(result.request.id, error)
-            except Exception as error:
-                logger.exception("a request's output cannot be used")
-                request_id = result.request.id
-                self._fail(request_id, EngineFailed(f"the request's output cannot be used: {error!r}"))
+            except Exception:
+                self._fail(result.request.id, _logged("the request's output cannot be used"))
         self.times.count(COMPLETE, time.perf_counter() - has_run)
         return True
 
-    def _tell_started(self) -> None:
+    def _forward_failed(self, error: Exception) -> None:
+        """Called while ``error`` is handled. A batch that did not fit into memory runs again in halves. Of
+        another one each request runs again alone: the one whose pass fails then is to blame and fails."""
+        if isinstance(error, AcceleratorFault):
+            self._break(_logged("the accelerator failed"))
+        if isinstance(error, OutOfMemory):
+            failed = self.scheduler.retry_smaller(one_by_one=False)
+            if not failed:
+                logger.warning("no memory for a forward pass: its batch runs again in halves (%s)", error)
+                return
+        self._num_failures += 1
+        failure = _logged("the forward pass failed")
+        if self._num_failures == MAX_FAILURES_IN_A_ROW:
+            self._break(failure)
+        if not isinstance(error, OutOfMemory):
+            failed = self.scheduler.retry_smaller(one_by_one=True)
+        for request in failed:
+            self._fail(request.id, failure)
+
+    def _break(self, failure: EngineFailed) -> NoReturn:
+        self._deliver_outbox()  # also which requests were running
+        raise EngineBroken(f"the engine is broken: {failure}")
+
+    def _announce(self, batch: Batch) -> None:
+        """What is sent when a step begins."""
         new = self.scheduler.running.keys() - self._started
         if new:
             self._started |= new
             self._outbox.append(Started(sorted(new)))
+        self._outbox.append(StepBegins(len(batch.token_ids)))
 
     def _deliver_outbox(self) -> None:
         if self._outbox:
@@ -177,9 +215,8 @@ class Engine:
         except AgentflowError as error:
             self._fail(message.request_id, error)
             return
-        except Exception as error:
-            logger.exception("a request cannot be taken")
-            self._fail(message.request_id, EngineFailed(f"the request cannot be taken: {error!r}"))
+        except Exception:
+            self._fail(message.request_id, _logged("the request cannot be taken"))
             return
         self._requests[request.id] = request
         if text is not None:
@@ -287,3 +324,10 @@ class Engine:
         self._started.discard(request_id)
         if request is not None:
             self.scheduler.release(request)
+
+
+def _logged(what: str) -> EngineFailed:
+    """For clients, which get no more than an id of the exception that is handled; the log has all of it."""
+    error_id = secrets.token_hex(4)
+    logger.exception("error %s: %s", error_id, what)
+    return EngineFailed(f"{what} (error {error_id}: the engine's log says more)")

@@ -18,7 +18,7 @@ from agentflow.loop_caller import loop_caller
 from agentflow.sampling import SamplingParams
 from agentflow.server.compiled_constraint import CompiledConstraint
 from agentflow.server.core.scheduler import SchedulerConfig
-from agentflow.server.engine import Engine
+from agentflow.server.engine import Engine, EngineBroken
 from agentflow.server.engine_messages import (
     Abort,
     CloseState,
@@ -49,7 +49,8 @@ END_S = 1.0
 
 class EngineLink(Protocol):
     """The way to an engine: the ``Engine`` itself where it is a thread, an ``EngineSupervisor`` where it
-    is a process. Answers come to ``EngineClient.receive``."""
+    is a process. Answers come to ``EngineClient.receive``. ``send`` raises EngineFailed while the engine is
+    down."""
 
     def send(self, message: ToEngine) -> None: ...
 
@@ -67,13 +68,23 @@ class RequestObserver(Protocol):
 class _Call:
     """One question in flight, a request or a report: who hears how it goes on, and its answer."""
 
-    __slots__ = ("answer", "ended", "error", "on_progress")
+    __slots__ = ("answer", "broken_by", "ended", "error", "on_progress")
 
     def __init__(self, on_progress: OnProgress | None = None) -> None:
         self.on_progress = on_progress
         self.ended = anyio.Event()
         self.answer: Finished | EngineStats | None = None
         self.error: AgentflowError | None = None
+        self.broken_by: Exception | None = None  # raised by ``on_progress``
+
+    def progress(self, message: Progress) -> None:
+        if self.on_progress is None or self.broken_by is not None:
+            return
+        try:
+            self.on_progress(message)
+        except Exception as error:  # the fault of this request's consumer: nothing else may fail of it
+            self.broken_by = error
+            self.ended.set()
 
     def end(self, answer: Finished | EngineStats | Failed) -> None:
         if isinstance(answer, Failed):
@@ -138,7 +149,7 @@ class EngineClient:
     ) -> Finished:
         """Generates; ``on_sent`` is called when the engine's queue has the request, ``on_text`` is called
         with each delta, ``on_progress`` with all that is told of each step. Cancelling the call aborts the
-        request."""
+        request, and so does what the latter two raise, which is raised here."""
         message = Submit(
             next(self._ids),
             token_ids,
@@ -172,7 +183,8 @@ class EngineClient:
         ``forget`` takes."""
         request_id = next(self._ids)
         if self._ended_because is None and self._has_room(origin.tenant):
-            self._submit(Submit(request_id, token_ids, None, origin=origin))
+            with suppress(EngineFailed):  # it is down
+                self._submit(Submit(request_id, token_ids, None, origin=origin))
         return request_id
 
     def _has_room(self, tenant: str) -> bool:
@@ -224,6 +236,8 @@ class EngineClient:
             on_sent()
         try:
             await call.ended.wait()
+            if call.broken_by is not None:
+                raise call.broken_by
         except BaseException:
             self.engine.send(Abort(message.request_id))
             raise
@@ -278,8 +292,8 @@ class EngineClient:
             match message:
                 case Progress():
                     call = self._calls.get(message.request_id)  # None: aborted meanwhile
-                    if call is not None and call.on_progress is not None:
-                        call.on_progress(message)
+                    if call is not None:
+                        call.progress(message)
                 case Finished() | Failed():
                     self._has_ended(message.request_id)
                     self._end(message.request_id, message)
@@ -360,6 +374,8 @@ class _EngineThread(threading.Thread):
         why = "the engine has stopped"
         try:
             engine.run()
+        except EngineBroken as error:
+            why = str(error)
         except BaseException:
             why = "the engine broke: its log says how"
             logger.exception("the engine broke")

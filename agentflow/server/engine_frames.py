@@ -31,9 +31,10 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """The engine is ready for messages."""
+    """The engine is ready for messages. ``tokenizer``: the fingerprint of its tokenizer."""
 
     info: RunnerInfo
+    tokenizer: str
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag=True):

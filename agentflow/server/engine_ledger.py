@@ -67,6 +67,11 @@ class EngineLedger:
     def __len__(self) -> int:
         return len(self._held) + len(self._sent)
 
+    @property
+    def is_owed(self) -> bool:
+        """Whether the process has a request that it has not ended."""
+        return bool(self._sent)
+
     def add(self, submit: Submit) -> None:
         """A new request."""
         self._held[submit.request_id] = _Entry(submit)
@@ -147,6 +152,12 @@ class EngineLedger:
             del self._held[failed.request_id]
         self._num_suspects = sum(entry.is_suspect for entry in self._held.values())
         return ended, bool(convicted)
+
+    def fail_all(self, why: str) -> list[Failed]:
+        """Nothing more is run: all requests end, and are forgotten."""
+        ended = [Failed(request_id, EngineFailed.code, why) for request_id in sorted(self._held | self._sent)]
+        self._held, self._sent, self._num_suspects = {}, {}, 0
+        return ended
 
     def _remove(self, entries: dict[int, _Entry], request_id: int) -> None:
         entry = entries.pop(request_id, None)

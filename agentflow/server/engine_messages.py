@@ -94,6 +94,13 @@ class Started(msgspec.Struct, frozen=True, tag=True, array_like=True):
     request_ids: list[int]
 
 
+class StepBegins(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A forward pass over ``num_rows`` rows begins. The next list is sent when it has run, so that an engine
+    that hangs can be told from one that computes."""
+
+    num_rows: int
+
+
 class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A request went on by ``token_ids``, with a log-probability and the likeliest tokens each where asked
     for (of tokens that a grammar forced, these come later). ``text`` is what became certain with them, often
@@ -171,4 +178,4 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     step_times: Sequence[BucketCounts] = ()
 
 
-FromEngine = Started | Progress | Wanted | Finished | Failed | EngineStats
+FromEngine = Started | StepBegins | Progress | Wanted | Finished | Failed | EngineStats

@@ -21,7 +21,7 @@ import threading
 from collections.abc import Iterator
 
 from agentflow.errors import AgentflowError, EngineFailed
-from agentflow.server.engine import Engine
+from agentflow.server.engine import Engine, EngineBroken
 from agentflow.server.engine_frames import (
     Loaded,
     LoadEngine,
@@ -68,6 +68,9 @@ class EngineProcess:
             self._engine.run()
         except _ServerGone:
             return 0
+        except EngineBroken as error:  # logged, with its cause
+            logger.critical("%s: this process ends, and another one takes its requests", error)
+            return 1
         return 0
 
     def _load(self, start: Start) -> tuple[Engine | None, Loaded | LoadFailed]:
@@ -75,7 +78,8 @@ class EngineProcess:
             module, _, name = start.loader.partition(":")
             load: LoadEngine = getattr(importlib.import_module(module), name)
             runner, tokenizer, config = load(**start.options)
-            return Engine(runner, tokenizer, config, self._deliver), Loaded(runner.info)
+            answer = Loaded(runner.info, tokenizer.fingerprint)
+            return Engine(runner, tokenizer, config, self._deliver), answer
         except AgentflowError as error:
             return None, LoadFailed(error.code, str(error))
         except ModuleNotFoundError as error:

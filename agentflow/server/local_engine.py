@@ -19,15 +19,20 @@ from agentflow.server.engine_client import EngineClient, running_engine
 from agentflow.server.engine_frames import Start
 from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.engine_supervisor import supervised_engine
+from agentflow.server.engine_watch import Deadlines
 from agentflow.server.free_memory import free_host_bytes
 from agentflow.server.memory_shares import MIN_KV_TOKENS, WANTED_KV_TOKENS, kv_bytes_per_token
 from agentflow.server.model_store import resolve_model
 from agentflow.server.runner import ModelRunner
+from agentflow.server.shutdown_budget import ShutdownBudget
 from agentflow.server.tokenizer import Tokenizer
 
 DEFAULT_MODEL = "smollm2-135m"
 # Of the memory that is free when the engine starts, the KV pool takes at most this share.
 MAX_MEMORY_SHARE = 0.5
+# A load may take so long beside reading the weights: importing torch, compiling kernels, a cold disk.
+LOAD_S = 180.0
+SLOW_DISK_BYTES_PER_S = 20e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,11 @@ class EngineOptions:
     within the CPU quota.
     ``own_process``: the engine runs in a process of its own, which is started again when it dies, and
     not in a thread. ``max_unfinished``: requests that it takes at once, waiting ones included; None: any
-    number; more are refused with Overloaded."""
+    number; more are refused with Overloaded.
+
+    Of a process: ``load_timeout_s``: how long it may take to load (None: by the size of its weights);
+    ``step_timeout_s``: how long one forward pass may take (None: by what others took); past them it is
+    killed and started again. ``exit_on_engine_failure``: raise EngineFailed where it dies again and again."""
 
     model: str = DEFAULT_MODEL
     dtype: str = "bfloat16"
@@ -52,11 +61,17 @@ class EngineOptions:
     use_cache: bool = True
     own_process: bool = False
     max_unfinished: int | None = None
+    load_timeout_s: float | None = None
+    step_timeout_s: float | None = None
+    exit_on_engine_failure: bool = False
 
 
 @asynccontextmanager
-async def open_engine(options: EngineOptions) -> AsyncIterator[EngineClient]:
-    """Loads the model and runs its engine while the scope lasts."""
+async def open_engine(
+    options: EngineOptions, shutdown: ShutdownBudget | None = None
+) -> AsyncIterator[EngineClient]:
+    """Loads the model and runs its engine while the scope lasts. ``shutdown``: what the end of its process is
+    timed by."""
     folder = resolve_model(options.model)
     if options.own_process:
         # Sized once, and here: after a restart the pool must hold what it held before.
@@ -64,7 +79,12 @@ async def open_engine(options: EngineOptions) -> AsyncIterator[EngineClient]:
         chosen = replace(options, model=str(folder), kv_tokens=kv_tokens)
         start = Start(loader=f"{__name__}:{load_engine.__name__}", options=asdict(chosen))
         opening = supervised_engine(
-            start, lambda: Tokenizer.from_folder(folder), max_unfinished=options.max_unfinished
+            start,
+            lambda: Tokenizer.from_folder(folder),
+            max_unfinished=options.max_unfinished,
+            deadlines=deadlines_of(options, folder),
+            exits_when_down=options.exit_on_engine_failure,
+            shutdown=shutdown,
         )
     else:
         chosen = replace(options, model=str(folder))
@@ -78,6 +98,15 @@ def load_engine(**options: Any) -> tuple[ModelRunner, Tokenizer, SchedulerConfig
     chosen = EngineOptions(**options)
     device = chosen.device or _default_device()
     return *_load(chosen, resolve_model(chosen.model), device), _config(chosen, device)
+
+
+def deadlines_of(options: EngineOptions, folder: Path) -> Deadlines:
+    """What a load and the steps of an engine process may take."""
+    weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    load_s = options.load_timeout_s or LOAD_S + weight_bytes / SLOW_DISK_BYTES_PER_S
+    if options.step_timeout_s is None:
+        return Deadlines(load_s=load_s)
+    return Deadlines(load_s=load_s, step_s=options.step_timeout_s, first_step_s=options.step_timeout_s)
 
 
 def _config(options: EngineOptions, device: str) -> SchedulerConfig:

@@ -21,6 +21,7 @@ from agentflow.server.memory_shares import MemoryNeed, memory_need, share_memory
 from agentflow.server.model_store import resolve_model
 from agentflow.server.models import EngineModel, Models
 from agentflow.server.rate_limit import TenantGate
+from agentflow.server.shutdown_budget import ShutdownBudget
 from agentflow.server.simulator.workload import open_sink, workload_name
 from agentflow.server.workload_recording import recording
 
@@ -37,10 +38,12 @@ async def open_models(
     gate: TenantGate | None = None,
     max_wait_s: float | None = None,
     record_to: Path | None = None,
+    shutdown: ShutdownBudget | None = None,
 ) -> AsyncIterator[Models]:
     """The models by the names that clients know them by, warmed up. ``gate``: what tenants' requests pass
     through. ``max_wait_s``: what a request over HTTP may expect to wait. ``record_to``: a file for the
-    workload of the only model. ``BadArgument`` and ``ModelError`` before anything is loaded."""
+    workload of the only model. ``shutdown``: what the end of the engines is timed by. ``BadArgument`` and
+    ``ModelError`` before anything is loaded."""
     if record_to is not None and len(models) > 1:
         raise BadArgument("a workload is recorded of one model: serve only that one, or record nothing")
     # In a thread: the server answers meanwhile.
@@ -53,7 +56,7 @@ async def open_models(
         compiler = await stack.enter_async_context(constraint_compiler(limits=compile_limits))
         opened: list[EngineModel] = []
         for name, options in sized.items():
-            client = await stack.enter_async_context(open_engine(options))
+            client = await stack.enter_async_context(open_engine(options, shutdown))
             await _warm_up(client)
             if record_to is not None and sink is not None:
                 await stack.enter_async_context(recording(client, sink, name=workload_name(record_to)))

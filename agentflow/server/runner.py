@@ -23,6 +23,14 @@ class RunnerInfo:
     weight_bytes: int
 
 
+class AcceleratorFault(Exception):
+    """The device failed and this process cannot use it any more: every later forward pass fails too."""
+
+
+class OutOfMemory(Exception):
+    """There is no memory for this batch. A smaller one may fit."""
+
+
 def nothing() -> None:
     """What is to be done meanwhile, where it is nothing."""
 
@@ -30,7 +38,8 @@ def nothing() -> None:
 class ModelRunner(Protocol):
     """Runs batches. Used from one thread only. ``run`` writes the KV of every row into its slot, and returns
     when the output is on the host. It calls ``meanwhile`` once: while the batch runs, if it runs elsewhere
-    than in this thread, or else before."""
+    than in this thread, or else before. ``AcceleratorFault`` and ``OutOfMemory`` say what the engine can do
+    about a failure; any other exception is the batch's fault, as far as the runner knows."""
 
     info: RunnerInfo
 

@@ -31,6 +31,7 @@ from agentflow.server.limits import HttpLimits, ServerLimits
 from agentflow.server.models import OpenModels
 from agentflow.server.service import Service
 from agentflow.server.sessions import Sessions
+from agentflow.server.shutdown_budget import DRAIN_S, ShutdownBudget
 from agentflow.task_group import open_task_group
 
 logger = logging.getLogger(__name__)
@@ -80,16 +81,17 @@ def serve(
     http_limits: HttpLimits | None = None,
     access: Access | None = None,
     tls: Tls | None = None,
-    drain_s: float = 30.0,
+    shutdown: ShutdownBudget | None = None,
 ) -> None:
-    """Serves until SIGINT or SIGTERM: then nothing new is taken, what runs may go on for ``drain_s``, and it
-    returns. A second signal ends it at once. Prints one line when it is ready.
+    """Serves until SIGINT or SIGTERM: then nothing new is taken, what runs may go on for
+    ``shutdown.drain_s``, and it returns. A second signal ends it at once. Prints one line when it is ready.
 
     ``PortInUse`` when somebody else listens there, ``ServerError`` when the address cannot be had
     for another reason, and whatever ``open_models`` raises.
     """
 
     limits = with_descriptors(limits or ServerLimits())
+    budget = shutdown or ShutdownBudget(DRAIN_S)
 
     async def main() -> None:
         with anyio.CancelScope() as scope, _Signals(scope) as signals:
@@ -111,8 +113,8 @@ def serve(
                 base = server.url.replace("ws", "http", 1)
                 print(f"OpenAI's API is at {base}/v1, Anthropic's at {base}", flush=True)
                 await signals.until_asked_to_end()
-                if not await server.service.drain(drain_s):
-                    logger.warning("after %g s requests still ran: they are cancelled", drain_s)
+                if not await server.service.drain(budget.take(budget.drain_s)):
+                    logger.warning("after %g s requests still ran: they are cancelled", budget.drain_s)
                 group.cancel_scope.cancel()
 
     anyio.run(main, backend="asyncio")  # uvicorn's event loop

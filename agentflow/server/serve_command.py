@@ -28,12 +28,14 @@ def run_serve(config: ServeConfig) -> None:
     from agentflow.server.open_models import open_models
     from agentflow.server.rate_limit import TenantGate
     from agentflow.server.serve import serve
+    from agentflow.server.shutdown_budget import ShutdownBudget
 
     set_up_logs(config.logs.log_level, config.logs.log_format)
     tenants = Tenants(config.access.api_keys, config.access.keys_path)
     _warn_of_open_keys(config.network, tenants.need_keys)
     gate = TenantGate(current=tenants.current)
     network = config.network
+    shutdown = ShutdownBudget(config.overload.drain_s)
     serve(
         lambda: open_models(
             {model.name: model.engine_options() for model in config.models},
@@ -42,6 +44,7 @@ def run_serve(config: ServeConfig) -> None:
             gate=gate,
             max_wait_s=config.overload.max_wait_s,
             record_to=config.logs.workload_path,
+            shutdown=shutdown,
         ),
         host=network.host,
         port=network.port,
@@ -54,7 +57,7 @@ def run_serve(config: ServeConfig) -> None:
             logs_prompts=config.logs.log_prompts,
         ),
         tls=_tls(network),
-        drain_s=config.overload.drain_s,
+        shutdown=shutdown,
     )
 
 

@@ -8,12 +8,14 @@ that marks tool calls, special or not: a user's ``<tool_call>`` is text.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tokenizers
 
 from agentflow.errors import BadArgument, BadModelFolder
@@ -37,7 +39,8 @@ class Tokenizer:
     such as ``{"bos_token": "<s>"}``. ``prefix_ids``: what the model expects before a text that no template
     opens (usually nothing or its bos). ``space_prefix``: whether, and where, encoding puts a space in front.
     ``mark_ids``: tokens that contents may not form and a model may write, as those that mark tool calls or
-    thoughts; text, even where they are special.
+    thoughts; text, even where they are special. ``fingerprint``: equal for tokenizers that were made of the
+    same files.
     """
 
     def __init__(
@@ -57,6 +60,8 @@ class Tokenizer:
         an added token in it that is not special is closed to contents, and open to models.
         Raises ``BadModelFolder``, in whose message the tokenizer is called ``where``."""
         self.named_tokens = dict(named_tokens or {})
+        parts = (spec, self.named_tokens, turn_markup, tool_markup, template_source)
+        self.fingerprint = hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
         self._decoder: TokenDecoder = read_decoder(spec.get("decoder"), where)
         self._added: list[dict[str, Any]] = spec.get("added_tokens") or []
         named = set(self.named_tokens.values())

@@ -16,12 +16,15 @@ from fake_engine import TOKENIZER
 from numpy.typing import NDArray
 from plain_engine import END_ID, plain_token
 from server.holds import stand
+from server.small_tokenizers import byte_level
 
 from agentflow.errors import BadModelFolder
 from agentflow.server.core.batch import Batch
 from agentflow.server.core.scheduler import SchedulerConfig
 from agentflow.server.engine_frames import Start
 from agentflow.server.fake_runner import FakeRunner
+from agentflow.server.runner import AcceleratorFault
+from agentflow.server.tokenizer import Tokenizer
 
 # The first token of prompts that kill the process which computes them.
 POISON = 8
@@ -44,9 +47,17 @@ def load(
     missing: str = "",
     error: str = "",
     is_random: bool = False,
+    other: str = "",
+    fault_at: dict[str, str] | None = None,
+    failing: str = "",
+    poison: str = "kills",
 ) -> tuple:
     """``hold_at``: step number to a hold before it. ``hold_load``: a hold while loading. ``kill_load``:
-    it dies there. ``missing``: a file without which it is a bad folder. ``error``: what loading raises."""
+    it dies there. ``missing``: a file without which it is a bad folder. ``error``: what loading raises.
+    ``other``: a file that, if it is there, names what is another one: ``model`` or ``tokenizer``.
+    ``fault_at``: step number to a file; if it is there, it goes, and the accelerator fails in that step.
+    ``failing``: a file, while which is there all forward passes fail. ``poison``: what ``POISON`` does: it
+    ``kills`` the process, or the pass ``fails``, or the accelerator (``faults``)."""
     if hold_load:
         stand(hold_load)
     if kill_load:
@@ -60,20 +71,32 @@ def load(
     holds = {int(step): hold for step, hold in (hold_at or {}).items()}
     steps = itertools.count(1)
 
+    faults = {int(step): Path(path) for step, path in (fault_at or {}).items()}
+
     def on_step(batch: Batch) -> None:
-        stand(holds.get(next(steps), ""))
+        step = next(steps)
+        stand(holds.get(step, ""))
+        if step in faults and faults[step].exists():
+            faults[step].unlink()
+            raise AcceleratorFault("an illegal memory access")
+        if failing and Path(failing).exists():
+            raise ArithmeticError("it fails")
 
     def next_token(tokens: NDArray[np.int64]) -> int | None:
+        if tokens[0] == POISON and poison != "kills":
+            raise AcceleratorFault if poison == "faults" else ArithmeticError
         if tokens[0] == POISON or (tokens[0] == SLOW_POISON and len(tokens) == SLOW_LENGTH):
             os.kill(os.getpid(), signal.SIGKILL)
         return None if is_random else plain_token(tokens)
 
+    changed = Path(other).read_text() if other and Path(other).exists() else ""
     runner = FakeRunner(
         num_slots=4096,
-        max_context=1200,
+        max_context=1201 if changed == "model" else 1200,
         vocab_size=TOKENIZER.vocab_size,
         next_token=next_token,
         end_token_ids=(END_ID,),
         on_step=on_step,
     )
-    return runner, TOKENIZER, SchedulerConfig(**(config or {}))
+    tokenizer = Tokenizer(byte_level()) if changed == "tokenizer" else TOKENIZER
+    return runner, tokenizer, SchedulerConfig(**(config or {}))

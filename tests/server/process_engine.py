@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import anyio
+from anyio.lowlevel import checkpoint
 from fake_engine import TOKENIZER
 from plain_engine import alone
 from server.engine_loaders import start
@@ -16,20 +18,71 @@ from agentflow.sampling import SamplingParams
 from agentflow.server.engine_client import EngineClient
 from agentflow.server.engine_messages import Finished
 from agentflow.server.engine_supervisor import supervised_engine
+from agentflow.server.engine_watch import Deadlines
+from agentflow.server.shutdown_budget import ShutdownBudget
 
 PROMPT = [5, 6, 7]
 LENGTH = 20
 PLAIN = alone(PROMPT, SamplingParams(max_tokens=LENGTH, ignore_eos=True))
 
 
+class Ticks:
+    """Time for an engine's deadlines that passes only when a test says so. Delays before restarts take no
+    time, or one tick (``holds_delays``)."""
+
+    def __init__(self, *, holds_delays: bool = False) -> None:
+        self.delays: list[float] = []  # before restarts
+        self.deadlines = Deadlines(sleep=self._sleep)
+        self._holds_delays = holds_delays
+        self._next = anyio.Event()
+
+    async def _sleep(self, delay_s: float) -> None:
+        if delay_s != self.deadlines.slice_s:
+            self.delays.append(delay_s)
+            if not self._holds_delays:
+                return
+        await self._next.wait()
+
+    async def tick(self) -> None:
+        """Whatever sleeps has slept enough."""
+        before, self._next = self._next, anyio.Event()
+        before.set()
+        await checkpoint()
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        """Lets time pass until something is so."""
+        while not is_so():
+            await self.tick()
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Waits until something is so."""
+    while not is_so():
+        await checkpoint()
+
+
 @asynccontextmanager
-async def process_engine(max_unfinished: int | None = None, **options) -> AsyncIterator[EngineClient]:
+async def process_engine(
+    max_unfinished: int | None = None,
+    *,
+    ticks: Ticks | None = None,
+    exits_when_down: bool = False,
+    shutdown: ShutdownBudget | None = None,
+    **options,
+) -> AsyncIterator[EngineClient]:
     """An engine process on the fake model. ``options`` as of ``engine_loaders.load``. When it ends,
     nothing may be held."""
-    opening = supervised_engine(start(**options), lambda: TOKENIZER, max_unfinished=max_unfinished)
+    opening = supervised_engine(
+        start(**options),
+        lambda: TOKENIZER,
+        max_unfinished=max_unfinished,
+        deadlines=None if ticks is None else ticks.deadlines,
+        exits_when_down=exits_when_down,
+        shutdown=shutdown,
+    )
     async with opening as client:
         yield client
-        if client.num_calls == 0:
+        if client.num_calls == 0 and client.engine._outgoing is not None and shutdown is None:
             stats = await client.stats()
             assert (stats.running, stats.waiting, stats.held_slots) == (0, 0, 0)
             assert len(client.engine._ledger) == len(client._unfinished) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from dataclasses import dataclass
 from itertools import chain
@@ -17,6 +18,7 @@ from small_tokenizers import byte_level
 
 from agentflow.errors import BadModelFolder, EngineFailed, Overloaded, PromptTooLong
 from agentflow.sampling import SamplingParams
+from agentflow.server.core.batch import Batch
 from agentflow.server.core.scheduler import SchedulerConfig
 from agentflow.server.engine import Engine
 from agentflow.server.engine_client import EngineClient, running_engine
@@ -30,11 +32,13 @@ from agentflow.server.engine_messages import (
     Progress,
     Report,
     Started,
+    StepBegins,
     Stop,
     Submit,
     ToEngine,
 )
 from agentflow.server.fake_runner import FakeRunner
+from agentflow.server.runner import AcceleratorFault, OutOfMemory
 from agentflow.server.tokenizer import Tokenizer
 from agentflow.task_group import open_task_group
 
@@ -246,36 +250,120 @@ async def test_a_request_that_makes_no_sense_harms_nobody_else(bad):
         assert end.text == alone(PROMPT, SamplingParams(max_tokens=5)).text
 
 
-async def test_a_forward_pass_that_fails_fails_its_requests_only(caplog):
-    has_failed = False
+async def test_a_request_whose_forward_pass_fails_fails_alone(caplog):
+    bad = 12
 
-    def on_step(batch) -> None:
-        nonlocal has_failed
-        if len(batch.page_rows) == 2 and not has_failed:
-            has_failed = True
+    def choose(tokens) -> int:
+        if tokens[0] == bad and len(tokens) > 20:
             raise ZeroDivisionError("in the model")
+        return plain_token(tokens)
 
     params = SamplingParams(max_tokens=200, ignore_eos=True)
-    async with plain_engine(SchedulerConfig(max_running=2), on_step=on_step) as client:
-        failed: list[EngineFailed] = []
-        texts: list[str] = []
+    async with plain_engine(SchedulerConfig(max_running=3), next_token=choose) as client:
+        failed: list[str] = []
+        texts: dict[int, str] = {}
 
-        async def run(prompt: list[int]) -> None:
+        async def run(number: int) -> None:
             try:
-                end = await client.generate(prompt, params, seed=0, on_text=lambda text: None)
-                texts.append(end.text)
+                texts[number] = (await client.generate([number], params, seed=0)).text
             except EngineFailed as error:
-                failed.append(error)
+                failed.append(str(error))
 
         async with anyio.create_task_group() as group:
-            for number in range(4):  # two in the batch, two wait
-                group.start_soon(run, [10 + number])
-        assert [str(error) for error in failed] == [
-            "the forward pass failed: ZeroDivisionError('in the model')"
-        ] * 2
-        assert len(texts) == 2
-        assert set(texts) <= {alone([10 + number], params).text for number in range(4)}
-    assert "a forward pass failed" in caplog.text
+            for number in range(10, 15):  # three in the batch, two wait
+                group.start_soon(run, number)
+        assert texts == {number: alone([number], params).text for number in (10, 11, 13, 14)}
+        [message] = failed
+    [error_id] = re.findall("error ([0-9a-f]{8}):", message)
+    assert "ZeroDivisionError" not in message
+    assert any(error_id in record.getMessage() and record.exc_info for record in caplog.records)
+
+
+@given(
+    jobs=st.lists(jobs, min_size=1, max_size=6),
+    max_running=st.integers(1, 6),
+    token_budget=st.integers(1, 40),
+    most_rows=st.integers(1, 20),
+)
+async def test_a_batch_that_does_not_fit_into_memory_runs_in_halves(
+    jobs, max_running, token_budget, most_rows
+):
+    def on_step(batch: Batch) -> None:
+        if len(batch.token_ids) > most_rows:
+            raise OutOfMemory
+
+    config = SchedulerConfig(max_running=max_running, token_budget=token_budget)
+    options = {"num_slots": 600, "on_step": on_step}
+    async with plain_engine(config, **options) as client, anyio.create_task_group() as group:
+        for job in jobs:
+            group.start_soon(run_and_check, client, job)
+
+
+async def test_without_memory_for_one_row_its_request_fails():
+    is_short = True
+
+    def on_step(batch: Batch) -> None:
+        if is_short:
+            raise OutOfMemory
+
+    async with plain_engine(on_step=on_step) as client:
+        with pytest.raises(EngineFailed):
+            await generate(client)
+        is_short = False
+        end, _ = await generate(client, max_tokens=5)
+        assert end.text == alone(PROMPT, SamplingParams(max_tokens=5)).text
+
+
+@pytest.mark.parametrize("error", [AcceleratorFault("an illegal memory access"), ArithmeticError()], ids=repr)
+async def test_a_broken_accelerator_ends_an_embedded_engine_with_a_clear_error(error):
+    is_broken = False
+    num_failed = 0
+
+    def on_step(batch: Batch) -> None:
+        nonlocal num_failed
+        if is_broken:
+            num_failed += 1
+            raise error
+
+    failures: list[str] = []
+
+    async def run(number: int) -> None:
+        with pytest.raises(EngineFailed) as failure:
+            await generate(client, [number])
+        failures.append(str(failure.value))
+
+    fake = runner(on_step=on_step)
+    async with running_engine(lambda: (fake, TOKENIZER, SchedulerConfig())) as client:
+        await generate(client, max_tokens=5)
+        is_broken = True
+        async with anyio.create_task_group() as group:
+            for number in range(10, 15):
+                group.start_soon(run, number)
+        await run(20)
+    assert num_failed == (1 if isinstance(error, AcceleratorFault) else 3)
+    assert failures[-1].startswith("the engine is broken: the ")
+    assert "illegal memory" not in failures[-1]
+
+
+async def test_what_one_consumer_of_progress_raises_fails_its_request_only():
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    texts: list[str] = []
+
+    def break_off(text: str) -> None:
+        raise LookupError(text)
+
+    async def run_broken() -> None:
+        with pytest.raises(LookupError):
+            await client.generate([9], params, seed=0, on_text=break_off)
+
+    async def run() -> None:
+        texts.append((await client.generate(PROMPT, params, seed=0)).text)
+
+    async with plain_engine() as client:
+        async with anyio.create_task_group() as group:
+            group.start_soon(run)
+            group.start_soon(run_broken)
+        assert texts == [alone(PROMPT, params).text]
 
 
 class BrokenTokenizer(Tokenizer):
@@ -449,10 +537,11 @@ def test_messages_of_a_step_are_delivered_together():
     prompts = [[n] for n in range(2, 99) if alone([n], params).reason == "length"][:4]
     submits = [Submit(number, prompt, params) for number, prompt in enumerate(prompts, 1)]
     before, first, second, third = ByHand(4).run(*submits, Report(9))
-    assert [type(message) for message in before] == [EngineStats, Started]
+    assert [type(message) for message in before] == [EngineStats, Started, StepBegins]
     assert before[1] == Started([1, 2, 3, 4])
-    assert [type(message) for message in first] == [Progress] * 4
-    assert [message.request_id for message in second] == [1, 2, 3, 4]
+    assert before[2] == StepBegins(4)
+    assert [type(message) for message in first] == [Progress] * 4 + [StepBegins]
+    assert [message.request_id for message in second[:-1]] == [1, 2, 3, 4]
     assert [message.request_id for message in third if isinstance(message, Finished)] == [1, 2, 3, 4]
 
 
@@ -527,7 +616,7 @@ def test_nothing_of_a_request_is_kept_after_its_end():
         Submit(4, [4, 4], None, score_from=1),
     )
     messages = first + second + third
-    ends = [message for message in messages if not isinstance(message, Progress | Started)]
+    ends = [message for message in messages if not isinstance(message, Progress | Started | StepBegins)]
     assert sorted((type(end).__name__, end.request_id) for end in ends) == [
         ("Failed", 2),
         ("Finished", 1),

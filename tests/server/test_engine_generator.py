@@ -383,7 +383,7 @@ async def test_a_select_whose_forward_pass_fails_says_why_once(caplog):
         generator = generator_on(client)
         context = generator.open("")
         generator.fill(context, "the question")
-        with pytest.raises(af.EngineFailed, match="the forward pass failed: ZeroDivisionError"):
+        with pytest.raises(af.EngineFailed, match="the forward pass failed"):
             await generator.score(context, CHOICES, "token_length_normalized")
         assert prompt_of(context) == TOKENIZER.encode("the question")
 
@@ -492,7 +492,7 @@ async def test_a_forward_pass_that_fails_is_survived(caplog):
             s += "the question" + af.gen("x", max_tokens=5, ignore_eos=True)
             return await s["x"]
 
-        with pytest.raises(af.EngineFailed, match="the forward pass failed: MemoryError"):
+        with pytest.raises(af.EngineFailed, match="the forward pass failed"):
             await flow.run(ask)
         assert len(await flow.run(ask)) >= 5
         await engine.assert_idle()

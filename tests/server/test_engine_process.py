@@ -252,16 +252,6 @@ async def test_cancelled_between_two_processes_a_request_is_forgotten(tmp_path):
     assert texts == [text_after([22])]
 
 
-async def test_an_idle_engine_may_be_killed_as_often_as_one_likes():
-    async with process_engine() as client:
-        for number in range(1, 6):
-            os.kill(client.engine.pid, signal.SIGKILL)
-            while client.engine.restarts < number or client.engine._outgoing is None:
-                await checkpoint()
-        end, _ = await generate(client)
-        assert end.text == PLAIN.text
-
-
 async def test_signals_to_end_are_the_servers_business():
     async with process_engine() as client:
         pid = client.engine.pid

@@ -18,6 +18,7 @@ from agentflow.server.core.scheduler import SchedulerConfig
 from agentflow.server.engine_client import EngineClient
 from agentflow.server.engine_generator import EngineContext, EngineGenerator
 from agentflow.server.engine_messages import Finished
+from agentflow.server.runner import OutOfMemory
 
 pytestmark = pytest.mark.anyio
 
@@ -95,10 +96,23 @@ async def test_a_select_whose_forward_pass_fails_gives_all_slots_back(caplog):
             raise ZeroDivisionError
 
     async with plain_engine(SchedulerConfig(token_budget=8), on_step=fail_late) as client:
-        with pytest.raises(af.EngineFailed, match="ZeroDivisionError"):
+        with pytest.raises(af.EngineFailed, match="the forward pass failed"):
             await client.score_choices(PROMPT[:7], [[a, 0] for a in range(12)])
         stats = await client.stats()
         assert (stats.held_slots, stats.cached_slots) == (0, 7)
+
+
+@pytest.mark.parametrize("most_rows", [1, 3, 5, 7])
+async def test_a_select_that_does_not_fit_into_memory_runs_in_halves(most_rows):
+    choices = [[a, b, 0] for a in range(5) for b in range(5)]
+
+    def on_step(batch) -> None:
+        if len(batch.token_ids) > most_rows:
+            raise OutOfMemory
+
+    async with plain_engine(SchedulerConfig(token_budget=8), on_step=on_step) as client:
+        end = await client.score_choices(PROMPT, choices)
+        assert end.choice_logprobs == expected_logprobs(PROMPT, choices)
 
 
 async def test_a_select_is_run_again_when_its_process_dies(tmp_path):

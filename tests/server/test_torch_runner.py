@@ -20,7 +20,8 @@ from agentflow.server.core.batch import LogitEdits
 from agentflow.server.model.config import read_config
 from agentflow.server.model.kv_pool import KvPool
 from agentflow.server.model.loader import load_llama
-from agentflow.server.model.torch_runner import TorchRunner
+from agentflow.server.model.torch_runner import TorchRunner, device_failure
+from agentflow.server.runner import AcceleratorFault, OutOfMemory
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
@@ -295,3 +296,26 @@ def test_kernels_that_do_not_exist(model_folder: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("AGENTFLOW_KERNELS", "fastest")
     with pytest.raises(BadArgument, match="AGENTFLOW_KERNELS is 'fastest'"):
         TorchRunner(model_folder, num_slots=10, device="cpu")
+
+
+def test_errors_of_the_device_are_told_from_those_of_the_batch():
+    def error_of(fail) -> RuntimeError | MemoryError:
+        with pytest.raises((RuntimeError, MemoryError)) as caught:
+            fail()
+        return caught.value
+
+    def run_out() -> None:
+        torch.empty(2**56)
+
+    def multiply_wrongly() -> None:
+        torch.ones(2, 3) @ torch.ones(2, 3)
+
+    assert isinstance(device_failure(error_of(run_out)), OutOfMemory)
+    assert isinstance(device_failure(MemoryError("bad_alloc")), OutOfMemory)
+    assert isinstance(device_failure(torch.OutOfMemoryError("CUDA out of memory")), OutOfMemory)
+    assert isinstance(device_failure(torch.AcceleratorError("device-side assert")), AcceleratorFault)
+    launch = RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling cublasGemmEx")
+    assert isinstance(device_failure(launch), AcceleratorFault)
+    allocate = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
+    assert isinstance(device_failure(allocate), OutOfMemory)
+    assert device_failure(error_of(multiply_wrongly)) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 from agentflow.server.core.batch import BatchOutput
@@ -82,12 +83,34 @@ class InFlight:
             if request.id not in told:
                 results.append(StepResult(request, None, [], []))
 
+    def by_request(self) -> list[list[Work]]:
+        """The batch in parts, one for each request: all rows of its tokens and nodes."""
+        rows: Counter[Request] = Counter()
+        for request, num_rows in (*self.work, *self.branches):
+            rows[request] += num_rows
+        return [[item] for item in rows.items()]
+
+    def halves(self) -> list[list[Work]]:
+        """The batch in two parts of as many rows each; in one where it has one row."""
+        items = [item for part in self.by_request() for item in part]
+        left = sum(num_rows for _, num_rows in items) // 2
+        first: list[Work] = []
+        second: list[Work] = []
+        for request, num_rows in items:
+            num_here = min(num_rows, left)
+            left -= num_here
+            if num_here:
+                first.append((request, num_here))
+            if num_here < num_rows:
+                second.append((request, num_rows - num_here))
+        return [part for part in (first, second) if part]
+
     def discard(self) -> list[Request]:
         """The batch failed: its rows are not computed, its slots go back. Returns its requests."""
         for request, num_rows in self.work:
             self._memory.give_back(request, num_rows)
-        for request, _ in self.branches:
-            self._memory.release_nodes(request)
+        for request, num_nodes in self.branches:
+            self._memory.give_back_nodes(request, num_nodes)
         failed = list(dict.fromkeys([request for request, _ in (*self.work, *self.branches)]))
         self._clear()
         return failed

@@ -103,6 +103,11 @@ class KVMemory:
         start = request.num_computed
         self.slots.release(self.page_table[request.page_row, start : start + count])
 
+    def give_back_nodes(self, request: Request, count: int) -> None:
+        """The same for so many nodes of its tree."""
+        self.slots.release(request.node_slots[-count:])
+        request.node_slots = request.node_slots[:-count]
+
     def release_nodes(self, request: Request) -> None:
         """The nodes of the request's tree need their slots no longer. May be repeated."""
         self.slots.release(request.node_slots)

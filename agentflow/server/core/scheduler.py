@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 
 from agentflow.server.core.batch import Batch, BatchOutput
-from agentflow.server.core.batch_builder import build_batch
+from agentflow.server.core.batch_builder import Work, build_batch
 from agentflow.server.core.branch_builder import tree_rows
 from agentflow.server.core.counters import Counters
 from agentflow.server.core.draft import Draft
@@ -82,6 +83,7 @@ class Scheduler:
         self._in_flight = InFlight(self.memory, self._prefills, self._counters)
         self.cost = StepCost()
         self._features: Features | None = None  # of the batch that runs
+        self._parts: deque[list[Work]] = deque()  # of a batch that failed, to be run before anything else
 
     @property
     def counters(self) -> Counters:
@@ -100,14 +102,15 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """The next batch, with slots for all its rows, or None where there is nothing to run."""
-        while True:
+        draft = self._next_part()
+        while draft is None:
             draft = self._decode()
             self._fill(draft)
-            if draft.num_rows or not self.running:
-                break
-            self._retract_one(1)  # half-done prefills hold all slots between them
-        if not draft.num_rows:
-            return None
+            if not draft.num_rows:
+                if not self.running:
+                    return None
+                self._retract_one(1)  # half-done prefills hold all slots between them
+                draft = None
         work, branches = draft.parts()
         self._in_flight.work, self._in_flight.branches = work, branches
         if self._sampling.num_scoring:
@@ -131,6 +134,29 @@ class Scheduler:
         """The batch of the last ``schedule`` failed: its rows are not computed, its slots go back.
         Returns its requests; the caller releases them."""
         return self._in_flight.discard()
+
+    def retry_smaller(self, *, one_by_one: bool) -> list[Request]:
+        """The batch of the last ``schedule`` failed: its rows run again before anything else does, in two
+        halves, or each request's on their own (``one_by_one``). Where the batch cannot be divided so, it is
+        discarded and its requests are returned, for the caller to release."""
+        parts = self._in_flight.by_request() if one_by_one else self._in_flight.halves()
+        requests = self.discard()
+        if len(parts) == 1:
+            return requests
+        self._parts.extendleft(reversed(parts))
+        return []
+
+    def _next_part(self) -> Draft | None:
+        """The next part of a failed batch. What it needs was there for the whole batch, and nothing else has
+        run since. Requests that were released meanwhile drop out."""
+        while self._parts:
+            draft = Draft(limit=0)
+            for request, num_rows in self._parts.popleft():
+                if request.status is Status.RUNNING:
+                    draft.add(request, num_rows)
+            if draft.num_rows:
+                return draft
+        return None
 
     def release(self, request: Request) -> None:
         """The one way out of the scheduler, whatever the state of the request; may be repeated.

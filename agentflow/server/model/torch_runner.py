@@ -17,12 +17,14 @@ from agentflow.server.model.config import read_config
 from agentflow.server.model.kv_pool import KvPool
 from agentflow.server.model.loader import load_llama
 from agentflow.server.model.sampler import choice_rows, choose_tokens, wants_only_tokens
-from agentflow.server.runner import RunnerInfo, nothing
+from agentflow.server.runner import AcceleratorFault, OutOfMemory, RunnerInfo, nothing
 from agentflow.server.usable_cpus import usable_cpus
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _MAX_LOGIT_ROWS = 256
 """Rows of logits held at once: 200 kB each for a vocabulary of 50,000."""
+_MEMORY_WORDS = ("DefaultCPUAllocator", "_STATUS_ALLOC_FAILED", "out of memory")
+_FAULT_WORDS = ("CUDA error", "CUBLAS_STATUS_", "CUDNN_STATUS_", "Triton Error [CUDA]")
 
 
 class TorchRunner:
@@ -74,8 +76,19 @@ class TorchRunner:
             weight_bytes=self._model.nbytes,
         )
 
-    @torch.inference_mode()
     def run(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> BatchOutput:
+        try:
+            return self._run(batch, meanwhile)
+        except (RuntimeError, MemoryError) as error:
+            failure = device_failure(error)
+            if failure is None:
+                raise
+            if isinstance(failure, OutOfMemory):
+                torch.cuda.empty_cache()  # what is left may lie in pieces
+            raise failure from error
+
+    @torch.inference_mode()
+    def _run(self, batch: Batch, meanwhile: Callable[[], None]) -> BatchOutput:
         given, sampled = forward_input_of(batch, self._kernels, self._kv_pool.layers), batch.sampled
         if len(sampled.rows) <= _MAX_LOGIT_ROWS and wants_only_tokens(sampled):
             return BatchOutput(self._model.choose(given, choice_rows(sampled), meanwhile), None)
@@ -101,6 +114,22 @@ class TorchRunner:
         if not len(hidden):
             return BatchOutput(sampled.target_ids.copy(), None)
         return choose_tokens(self._model.logits(hidden), sampled, self._kernels)
+
+
+def device_failure(error: RuntimeError | MemoryError) -> OutOfMemory | AcceleratorFault | None:
+    """What an error of a forward pass says about the device; None: nothing, the batch is at fault.
+
+    torch has types for a GPU's memory and faults; errors of its libraries and of a CPU's allocator are known
+    by their words alone.
+    """
+    text = str(error)
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return OutOfMemory(text)
+    if any(words in text for words in _MEMORY_WORDS):
+        return OutOfMemory(text)
+    if isinstance(error, torch.AcceleratorError) or any(words in text for words in _FAULT_WORDS):
+        return AcceleratorFault(text)
+    return None
 
 
 def _device(name: str | None) -> torch.device:
