@@ -33,6 +33,7 @@ PATTERNS = [
     r'"[^"\\]{0,12}" is the answer to the question',
     r"[0-9]+",
     r"(yes|no|I do not know)",
+    r"\bThe (quick|slow)\b(?: brown\b)?(?: fox\b|\W?)",
     r"The capital of France is Paris, and that of Italy is Rome\.",
 ]
 MACHINES: dict[str, Fsm] = {pattern: build_fsm(parse_regex(pattern)) for pattern in PATTERNS}

@@ -54,6 +54,12 @@ PATTERNS = [
     r"The quick brown (fox|dog)( jumps)?",
     r"日本語の(テキスト|日)",
 ]
+LOOKING_AROUND = [
+    r"(?:abc|ab)\b( ?\bquick\b)?(?:\B|-)",
+    r"(?m)(?:^The$\n?){1,2}",
+    r"(?<![b-])a+\b(?!b)[é ].?",
+]
+"""What stands after a boundary, or that the text ends there, is forced by what was written before."""
 
 
 def constrained(name: str, fsm: Fsm, *, jumps: bool = True) -> ConstrainedText:
@@ -112,7 +118,7 @@ def test_a_text_of_a_few_goes_as_its_twin(
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@given(st.sampled_from(PATTERNS), st.booleans(), st.integers(1, 60), st.data())
+@given(st.sampled_from([*PATTERNS, *LOOKING_AROUND]), st.booleans(), st.integers(1, 60), st.data())
 def test_a_text_of_a_pattern_goes_as_its_twin(
     name: str, pattern: str, jumps: bool, max_tokens: int, data: st.DataObject
 ) -> None:
