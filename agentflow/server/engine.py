@@ -77,6 +77,7 @@ class Engine:
         self._outbox: list[FromEngine] = []
         self._failed_meanwhile: Exception | None = None
         self._num_failures = 0  # of forward passes, in a row
+        self._num_halved = 0  # batches, since the start
         self._is_stopping = False
         self.times = StepTimes()
 
@@ -138,7 +139,10 @@ class Engine:
         if isinstance(error, OutOfMemory):
             failed = self.scheduler.retry_smaller(one_by_one=False)
             if not failed:
-                logger.warning("no memory for a forward pass: its batch runs again in halves (%s)", error)
+                self._num_halved += 1
+                if self._num_halved.bit_count() == 1:  # at 1, 2, 4, …: it may happen in every step
+                    text = "no memory for a forward pass (%d so far): its batch runs again in halves: %s"
+                    logger.warning(text, self._num_halved, error)
                 return
         self._num_failures += 1
         failure = _logged("the forward pass failed")

@@ -106,3 +106,24 @@ def test_killed_in_mid_stream_the_engine_goes_on_where_it_was(model_folder, max_
         engine = psutil.Process(engine_pid(server))
     assert server.returncode == 0
     assert not engine.is_running()
+
+
+@pytest.mark.full
+def test_told_to_a_server_exits_with_status_1_when_its_engine_dies_again_and_again(model_folder):
+    options = ("--dtype", "float32", "--kv-tokens", "3000", "--exit-on-engine-failure")
+    with served(*options) as (_, server):
+        killed: set[int] = set()
+        while server.poll() is None:
+            pid = engine_pid_if_served(server)
+            if pid is not None and pid not in killed:
+                killed.add(pid)
+                os.kill(pid, signal.SIGKILL)
+        assert server.returncode == 1
+        assert len(killed) == 3
+
+
+def engine_pid_if_served(server) -> int | None:
+    try:
+        return engine_pid(server)
+    except psutil.Error:  # the server has just ended
+        return None
