@@ -174,8 +174,6 @@ class Appending:
         >>> all(isinstance(token_id, int) for token_id in ids)
         True
         """
-        if not self.session.capabilities.token_ids:
-            raise NotSupported(f"{self.session.capabilities.model} does not tell its token ids")
         return self._read("token_ids", ValueType("list of token ids", None, json.loads))
 
     def _read(self, what: ReadWhat, value_type: ValueType) -> Variable[Any]:

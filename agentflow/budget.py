@@ -9,7 +9,6 @@ import anyio
 import msgspec
 
 from agentflow import ops
-from agentflow.amounts import is_number, is_whole
 from agentflow.errors import BadArgument, BudgetExceeded, DeadlineExceeded
 from agentflow.sampling import SamplingParams
 
@@ -69,14 +68,5 @@ def limit_op(state_id: int, deadline_s: float | None, output_tokens: int | None)
     """A limit, checked."""
     if deadline_s is None and output_tokens is None:
         raise BadArgument("limit: say deadline_s or output_tokens, or both")
-    op = ops.Limit(state_id, deadline_s, output_tokens)
-    check_limit(op)
-    return op
-
-
-def check_limit(op: ops.Limit) -> None:
-    """``BadArgument`` where what it allows is no amount."""
-    if op.deadline_s is not None and not is_number(op.deadline_s, 0, math.inf):
-        raise BadArgument(f"limit: deadline_s must be a number of seconds, not {op.deadline_s!r}")
-    if op.output_tokens is not None and not is_whole(op.output_tokens, 0, math.inf):
-        raise BadArgument(f"limit: output_tokens must be a whole number, not {op.output_tokens!r}")
+    ops.check_limit(deadline_s, output_tokens)
+    return ops.Limit(state_id, deadline_s, output_tokens)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 
 _NOT_COUNTED = ops.Await | ops.Seal | ops.Close | ops.Expect
+# Of those that are in line; others act at once.
+_COUNTED_KINDS = {"text", "image", "converse", "begin", "end", "gen", "select", "set", "read", "hint", "fork"}
 
 
 class VariableCell:
@@ -106,7 +108,7 @@ class PendingOp(Generic[ContextT]):
     ``sources``: the variables that its text refers to, in order: the op keeps them, whatever becomes of
     their states. ``children``: the states that it forks. ``holding``: its own memory."""
 
-    op: ops.Op
+    op: ops.Op | ops.Rejected
     holding: Holding
     number: int | None = None
     sources: tuple[VariableCell, ...] = ()
@@ -148,8 +150,10 @@ class StateCell(Generic[ContextT]):
         self._heard_error = False
         self._num_ops = 0
 
-    def number_of(self, op: ops.Op) -> int | None:
-        """The number of an op that is taken now, by which the client finds its line in the program."""
+    def number_of(self, op: ops.Op | ops.Rejected) -> int | None:
+        """The number of an op that came now, by which the client finds its line in the program."""
+        if isinstance(op, ops.Rejected) and op.kind not in _COUNTED_KINDS:
+            return None
         if isinstance(op, _NOT_COUNTED) or (isinstance(op, ops.Set) and not op.parts):
             return None
         self._num_ops += 1

@@ -3,6 +3,7 @@ the next answer may call."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, Final, Literal, Self
 
 import msgspec
@@ -98,6 +99,9 @@ class Conversation(msgspec.Struct, frozen=True, omit_defaults=True):
                     f"conversation: a {message.role} message calls no tools: an assistant's does"
                 )
         names = [tool.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            twice = next(name for name, count in Counter(names).items() if count > 1)
+            raise BadArgument(f"conversation: two tools have the name {twice!r}")
         if self.choice.mode == "required" and not names:
             raise BadArgument("conversation: a tool has to be called, and there are no tools")
         if self.choice.name is not None and self.choice.name not in names:

@@ -10,6 +10,7 @@ import msgspec
 from agentflow.conversation import CalledTool, Conversation, Message, ToolChoice, ToolSpec
 from agentflow.errors import BadArgument
 from agentflow.expression import ConversationExpression, tuple_of
+from agentflow.op_checks import check_types
 from agentflow.tool_call import Tool, spec_of
 
 MODES = ("auto", "required", "none")
@@ -43,7 +44,9 @@ def conversation(
     if not isinstance(choice, ToolChoice):
         choice = ToolChoice(choice) if choice in MODES else ToolChoice("required", choice)  # type: ignore[arg-type]
         choice = msgspec.structs.replace(choice, parallel=parallel)
-    return ConversationExpression(Conversation(told, specs, choice).check())
+    whole = Conversation(told, specs, choice)
+    check_types(whole)
+    return ConversationExpression(whole.check())
 
 
 class _Function(msgspec.Struct):

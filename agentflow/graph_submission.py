@@ -9,6 +9,7 @@ from agentflow import ops
 from agentflow.errors import BadArgument
 from agentflow.graph import ROOT, Graph, filled
 from agentflow.run import Run
+from agentflow.seeds import run_of
 
 if TYPE_CHECKING:
     from agentflow.session import Session
@@ -20,24 +21,20 @@ async def submit(session: Session, graph: Graph, inputs: Mapping[str, str]) -> A
         raise BadArgument(f"submit: give a graph, which program.trace(...) makes, not {graph!r}")
     values = graph.inputs(inputs)
     session.markers.refuse(values.values(), f"an argument of graph {graph.name!r}")
-    _check_supported(session, graph)
-    base = session.reserve_ids(graph.num_ids)
-    run = Run(session, root_id=base + ROOT)
+    base, index = session.reserve_ids(graph.num_ids), session.next_run_index()
+    op = ops.Submit(
+        base + ROOT,
+        graph.ops,
+        inputs=values,
+        outputs=tuple(graph.outputs),
+        seeds=run_of(session.seed, index),
+        places=dict(graph.places),
+    )
+    session.send([op])  # what raises here has begun nothing
+    run = Run(session, index=index, root_id=op.state)
     root = run.root
     variables = {number: root.output(base + number, graph, number) for number in graph.outputs}
     try:
-        session.send(
-            [
-                ops.Submit(
-                    root.id,
-                    graph.ops,
-                    inputs=values,
-                    outputs=tuple(variables),
-                    seeds=run.seed_prefix,
-                    places=dict(graph.places),
-                )
-            ]
-        )
         await root.settled()
         if root.error is not None:
             raise run.told(root.error)
@@ -47,12 +44,3 @@ async def submit(session: Session, graph: Graph, inputs: Mapping[str, str]) -> A
         raise
     finally:
         run.close()
-
-
-def _check_supported(session: Session, graph: Graph) -> None:
-    """``NotSupported`` before anything is sent."""
-    for op in graph.ops:
-        if isinstance(op, ops.Gen):
-            session.capabilities.require(op.constraint)
-        elif isinstance(op, ops.Image):
-            session.capabilities.require_images()

@@ -63,7 +63,9 @@ class HeldMemory:
         self._is_closed = False
 
     def hold(self, num_bytes: int) -> None:
-        """So many bytes more, or ``Overloaded``, and then none of them."""
+        """So many bytes more, or ``Overloaded``, and then none of them. Nothing at all always has room."""
+        if not num_bytes:
+            return
         total = self.num_bytes + num_bytes
         if total > self._most_bytes:
             raise Overloaded(

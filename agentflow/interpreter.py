@@ -3,6 +3,9 @@
 Each state's ops run in order, in a task that exists only while ops wait there; states run side by
 side. An op that waits for a variable holds nothing but its place in its own stream. How failure and
 cancellation travel between states is in ``state_tree``.
+
+An op that makes no sense, or for which there is no room, fails its state as one does that goes wrong while it
+runs; the other states go on. Only what belongs to no state ends the session.
 """
 
 from __future__ import annotations
@@ -15,11 +18,10 @@ import anyio.lowlevel
 from anyio.abc import TaskGroup as AnyioTaskGroup
 
 from agentflow import ops
-from agentflow.budget import Budget, check_limit, check_time, deadline_of, time_is_over
+from agentflow.budget import Budget, check_time, deadline_of, time_is_over
 from agentflow.cells import PendingOp, StateCell, VariableCell
 from agentflow.errors import (
     AgentflowError,
-    BadArgument,
     Cancelled,
     EngineFailed,
     Overloaded,
@@ -28,17 +30,20 @@ from agentflow.errors import (
 from agentflow.events import MAX_CAUSES, ErrorInfo, Value
 from agentflow.generator import ContextT, Generator, StateHint, Usage
 from agentflow.graph_execution import GraphExecution, expanded
-from agentflow.held_memory import HeldMemory, Holding, op_bytes, variable_bytes
+from agentflow.held_memory import OP_BYTES, HeldMemory, Holding, op_bytes, variable_bytes
+from agentflow.op_checks import check_supported, check_values
 from agentflow.op_execution import OpExecution
 from agentflow.outbox import Outbox
 from agentflow.state_tree import StateTree, because
 from agentflow.stats_answers import StatsAnswers
-from agentflow.transform import check_number
 
 logger = logging.getLogger(__name__)
 
 # Twice what the frontend lets a program submit without awaiting.
 MAX_PENDING_OPS = 20_000
+# What may be held of ops that were rejected, beside all else: their states and variables have to fail even
+# where there is no room for more.
+REJECTED_BYTES = 4_000_000
 # A stream of pure text ops never waits by itself: let others run after so many.
 OPS_PER_TURN = 64
 _MADE = {ops.Gen: "generated", ops.Select: "generated", ops.Read: "read", ops.Expect: "provided"}
@@ -56,6 +61,9 @@ class Interpreter(Generic[ContextT]):
     ) -> None:
         self.outbox = Outbox()
         self._memory = HeldMemory() if memory is None else memory
+        self._memory_of_rejected = HeldMemory(
+            REJECTED_BYTES, "of ops that were rejected, this session may hold"
+        )
         self._generator = generator
         self._tasks = task_group
         self._states: StateTree[ContextT] = StateTree(
@@ -65,14 +73,22 @@ class Interpreter(Generic[ContextT]):
         self._ops = OpExecution(generator, self._variables, self._memory, self._start_child)
         self._stats = StatsAnswers(generator, task_group, self.outbox)
 
-    def submit(self, op: ops.Op) -> None:
-        """Takes an op; never waits. ``ProtocolError`` for what makes no sense: the op is not taken."""
+    def submit(self, op: ops.Op | ops.Rejected) -> None:
+        """Takes an op; never waits. One that cannot be taken fails its state. The session must end where that
+        is not there (``ProtocolError``) or too much was rejected (``Overloaded``)."""
+        if isinstance(op, ops.Rejected):
+            self._reject(op)
+            return
+        try:
+            self._take(op)
+        except AgentflowError as error:
+            self._reject(ops.rejected(op, error))
+
+    def _take(self, op: ops.Op) -> None:
+        """What raises has changed nothing, but for a graph that was begun."""
         match op:
             case ops.Open():
-                if max(len(op.cache_salt), len(op.program)) > ops.MAX_SALT_CHARS:
-                    raise ProtocolError(
-                        f"a cache_salt, and a program, have {ops.MAX_SALT_CHARS} characters at most"
-                    )
+                check_values(op)
                 root = self._states.add_root(op.state)
                 context = self._generator.open(op.cache_salt, program=op.program)
                 root.begin(context, Holding(self._memory, 0))
@@ -88,7 +104,9 @@ class Interpreter(Generic[ContextT]):
             case ops.Provide():
                 self._provide(op)
             case ops.Limit():
-                self._limit(op)
+                check_values(op)
+                budget = Budget(deadline_s=op.deadline_s, output_tokens=op.output_tokens)
+                self._states.restrict(self._states.open_state(op.state) if op.state else None, budget)
             case ops.TaskGroup():
                 self._states.couple(self._states.open_state(op.state), op.children)
             case _:
@@ -111,14 +129,20 @@ class Interpreter(Generic[ContextT]):
         finally:
             self._variables.clear()
             self._memory.close()
+            self._memory_of_rejected.close()
 
     def _enqueue(self, state: StateCell[ContextT], op: ops.Op, outbox: Outbox | None = None) -> None:
-        if len(state.pending) >= MAX_PENDING_OPS:
+        held = Holding(self._memory, 0)
+        if isinstance(op, ops.Close):  # makes room: there must be some for it
+            held.count(op_bytes(op))
+        elif len(state.pending) >= MAX_PENDING_OPS:
             raise Overloaded(f"{MAX_PENDING_OPS} ops wait on state {state.id}: await some of them first")
+        else:
+            held.add(op_bytes(op))
         sources: tuple[VariableCell, ...] = ()
         children: tuple[StateCell[ContextT], ...] = ()
         if isinstance(op, ops.Text | ops.Set):
-            sources = tuple(self._source(part) for part in op.parts if isinstance(part, ops.Ref))
+            sources = tuple(self._variable(part.var) for part in op.parts if isinstance(part, ops.Ref))
         match op:
             case _ if isinstance(op, ops.Declaring):
                 ops.check_number(op.var)
@@ -144,9 +168,47 @@ class Interpreter(Generic[ContextT]):
                 ops.check_number(op.ticket)
             case _:
                 pass
-        held = Holding(self._memory, op_bytes(op))
         state.pending.append(PendingOp(op, held, state.number_of(op), sources, children))
         self._kick(state)
+
+    def _reject(self, op: ops.Rejected) -> None:
+        """Fails the state of an op that is not taken, after what was taken before, and what the op would have
+        declared."""
+        if op.kind == "provide":
+            self._fail_expected(op)
+            return
+        state = self._states.get(op.state)
+        if state is None and op.kind in ("open", "submit") and ops.may_be_number(op.state):
+            state = self._states.add_failed(op.state, None, op.error, self._memory_of_rejected)
+        if state is None or state.is_closing:
+            raise _of_session(op.error)
+        for child in op.children:
+            if self._states.get(child) is None and ops.may_be_number(child):
+                error = because("the fork did not happen", op.error)
+                self._states.add_failed(child, state, error, self._memory_of_rejected)
+        for number, name in op.names.items():
+            if number not in self._variables and ops.may_be_number(number):
+                holding = Holding(self._memory_of_rejected, variable_bytes(name))
+                variable = self._variables[number] = VariableCell(number, name, self.outbox, holding)
+                state.variables.append(variable)
+                variable.fail(op.error)
+        if state.error is not None:
+            return
+        number_here = state.number_of(op)
+        can_begin = state.has_begun or state.parent is not None
+        if isinstance(op.error, Overloaded) or not can_begin:
+            self._states.end(state, _placed(op.error, state, number_here))  # at once: what waits takes room
+        else:
+            state.pending.append(PendingOp(op, Holding(self._memory_of_rejected, OP_BYTES), number_here))
+            self._kick(state)
+
+    def _fail_expected(self, op: ops.Rejected) -> None:
+        for number in op.names:
+            variable = self._variables.get(number)
+            if variable is not None and not variable.is_expected:
+                raise _of_session(op.error)
+            if variable is not None:
+                variable.fail(op.error)
 
     def _kick(self, state: StateCell[ContextT]) -> None:
         if state.pending and not state.is_running and (state.has_begun or state.error is not None):
@@ -197,7 +259,11 @@ class Interpreter(Generic[ContextT]):
                 self._forget(state)
             case ops.Expect():
                 pass  # the client provides it when it likes
-            case _:
+            case ops.Rejected(error=error):
+                raise error
+            case op:
+                check_values(op)
+                check_supported(op, self._generator.capabilities)
                 await self._ops.execute(state, pending)
 
     def _start_child(
@@ -231,10 +297,7 @@ class Interpreter(Generic[ContextT]):
     def _fail(self, state: StateCell[ContextT], pending: PendingOp[ContextT], error: AgentflowError) -> None:
         """An op failed: so does its variable (with the error itself), its state, its task group."""
         _forget_frames(error)
-        if pending.number is not None:
-            if error.place is not None:  # one exception may fail many ops, each in a place of its own
-                error = ErrorInfo.of(error).to_exception()
-            error.place = state.id, pending.number
+        error = _placed(error, state, pending.number)
         variable = self._variables.get(pending.op.var) if isinstance(pending.op, ops.Declaring) else None
         if variable is not None:
             variable.fail(error)
@@ -246,14 +309,6 @@ class Interpreter(Generic[ContextT]):
             raise ProtocolError(f"there is no variable {var_id}")
         return variable
 
-    def _source(self, ref: ops.Ref) -> VariableCell:
-        variable = self._variable(ref.var)
-        try:
-            check_number(ref.transforms)
-        except BadArgument as error:
-            raise ProtocolError(str(error)) from error
-        return variable
-
     def _provide(self, op: ops.Provide) -> None:
         variable = self._variables.get(op.var)
         if variable is not None and not variable.is_expected:
@@ -262,16 +317,11 @@ class Interpreter(Generic[ContextT]):
             return  # its state has failed or ended meanwhile
         if op.error is not None:
             variable.fail(op.error.to_exception())
-        else:
-            variable.complete(op.text, Value(op.var, 0, "", "provided", Usage()))
-
-    def _limit(self, op: ops.Limit) -> None:
+            return
         try:
-            check_limit(op)
-        except BadArgument as error:
-            raise ProtocolError(str(error)) from error
-        budget = Budget(deadline_s=op.deadline_s, output_tokens=op.output_tokens)
-        self._states.restrict(self._states.open_state(op.state) if op.state else None, budget)
+            variable.complete(op.text, Value(op.var, 0, "", "provided", Usage()))
+        except Overloaded as error:
+            variable.fail(error)
 
     def _forget(self, state: StateCell[ContextT]) -> None:
         graph, state.graph = state.graph, None
@@ -286,28 +336,48 @@ class Interpreter(Generic[ContextT]):
                     del self._variables[variable.id]
 
     def _start_graph(self, op: ops.Submit) -> None:
-        """All its ops are in line before the first of them runs."""
+        """All its ops are in line before the first of them runs; where they cannot be, none of them runs."""
         outputs = {op.session_number(number) for number in op.outputs}
         inputs = {op.session_number(number): text for number, text in op.inputs.items()}
         unheard = Outbox()
         graph: GraphExecution[ContextT] | None = None
-        for part in expanded(op):
-            if isinstance(part, ops.Declaring):
-                self._enqueue(
-                    self._states.open_state(part.state), part, None if part.var in outputs else unheard
-                )
-                self._variables[part.var].is_output = True
-                if part.var in inputs:
-                    self._provide(ops.Provide(part.var, inputs[part.var]))
-            else:
-                self.submit(part)
-            if isinstance(part, ops.Open):
-                root = self._states.open_state(part.state)
-                graph = GraphExecution(root)
-                graph.add(root)
-            elif isinstance(part, ops.Fork) and graph is not None:
-                for child in part.children:
-                    graph.add(self._states.open_state(child))
+        try:
+            for part in expanded(op):
+                if isinstance(part, ops.Declaring):
+                    self._enqueue(
+                        self._states.open_state(part.state), part, None if part.var in outputs else unheard
+                    )
+                    self._variables[part.var].is_output = True
+                    if part.var in inputs:
+                        self._provide(ops.Provide(part.var, inputs[part.var]))
+                else:
+                    self._take(part)
+                if isinstance(part, ops.Open):
+                    root = self._states.open_state(part.state)
+                    graph = GraphExecution(root)
+                    graph.add(root)
+                elif isinstance(part, ops.Fork) and graph is not None:
+                    for child in part.children:
+                        graph.add(self._states.open_state(child))
+        except AgentflowError as error:
+            if graph is not None:
+                for state in graph.states:
+                    self._states.stop(state, error)
+            raise
+
+
+def _of_session(error: AgentflowError) -> AgentflowError:
+    """What ends a session because of an op that has no state to fail."""
+    return error if isinstance(error, Overloaded | ProtocolError) else ProtocolError(str(error))
+
+
+def _placed(error: AgentflowError, state: StateCell[ContextT], number: int | None) -> AgentflowError:
+    """The error with its place; one exception may fail many ops, each in a place of its own."""
+    if number is not None:
+        if error.place is not None:
+            error = ErrorInfo.of(error).to_exception()
+        error.place = state.id, number
+    return error
 
 
 def _forget_frames(error: BaseException) -> None:

@@ -18,7 +18,6 @@ from agentflow.errors import DeadlineExceeded, ProtocolError, RunFailed, StateCl
 from agentflow.events import Value
 from agentflow.generator import ContextT, Generator, Scored, StateHint, Usage
 from agentflow.held_memory import FORKED_CHAR_BYTES, TURN_CHARS, HeldMemory, Holding
-from agentflow.ops import check_choices, check_hint, check_timeout
 from agentflow.state_tree import origin_of
 from agentflow.transform import apply_in_turn
 
@@ -70,7 +69,6 @@ class OpExecution(Generic[ContextT]):
             case ops.Gen():
                 await self._generate(state, context, op)
             case ops.Select():
-                check_choices(op.name, op.choices)
                 variable = self._variables[op.var]  # now: by the end its state may have been closed
                 scored = await self._generator.score(context, op.choices, op.method)
                 state.hold_text(op.choices[scored.index])
@@ -83,12 +81,11 @@ class OpExecution(Generic[ContextT]):
     async def _converse(
         self, state: StateCell[ContextT], context: ContextT, conversation: Conversation
     ) -> None:
-        self._generator.capabilities.require_conversations()
         for message in conversation.messages:
             called = sum(len(call.name) + len(call.arguments) for call in message.tool_calls)
             state.hold_text(message.content, TURN_CHARS + called)
         state.hold_text("", sum(len(msgspec.json.encode(tool)) for tool in conversation.tools))
-        await self._generator.converse(context, conversation.check())
+        await self._generator.converse(context, conversation)
 
     async def _set(self, op: ops.Set, pending: PendingOp[ContextT]) -> None:
         variable = self._variables[op.var]
@@ -122,27 +119,20 @@ class OpExecution(Generic[ContextT]):
         op = pending.op
         match op:
             case ops.Hint():
-                check_hint(op.output_tokens, op.forks, op.deadline_s)
                 self._generator.hint(
                     context, StateHint(op.objective, op.output_tokens, op.forks, op.deadline_s)
                 )
             case ops.Image():
-                self._generator.capabilities.require_images()
                 self._generator.image(context, op.source)
             case _:
                 raise ProtocolError(f"an op that cannot stand in a stream: {op!r}")
 
     async def _generate(self, state: StateCell[ContextT], context: ContextT, op: ops.Gen) -> None:
-        self._generator.capabilities.require(op.constraint)
-        if op.reply:
-            self._generator.capabilities.require_conversations()
-        params = clipped(op.params.check(), state.budgets)
+        params = clipped(op.params, state.budgets)
         variable = self._variables[op.var]
-        constraint = None if op.constraint is None else op.constraint.check()
-        check_timeout(op.timeout_s)
         with anyio.move_on_after(op.timeout_s) as scope:
             generate = self._generator.reply if op.reply else self._generator.generate
-            end = await generate(context, params, variable.extend, constraint)
+            end = await generate(context, params, variable.extend, op.constraint)
         if scope.cancelled_caught:
             raise DeadlineExceeded(f"{op.name!r} took longer than its {op.timeout_s} s")
         was_cut = end.finish_reason == "length" and params.max_tokens < op.params.max_tokens

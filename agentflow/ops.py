@@ -8,7 +8,8 @@ run in the order in which they were submitted; ops of different states run side 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -16,7 +17,7 @@ import msgspec
 from agentflow.amounts import is_number, is_whole
 from agentflow.constraint import Constraint
 from agentflow.conversation import Conversation
-from agentflow.errors import BadArgument, ProtocolError
+from agentflow.errors import AgentflowError, BadArgument, ProtocolError
 from agentflow.events import ErrorInfo
 from agentflow.sampling import MAX_INT, SamplingParams
 from agentflow.transform import Transform
@@ -263,15 +264,47 @@ Op = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """Not on the wire: stands for an op that was not taken because of ``error``. Its ``state`` (0: it has
+    none) fails with that, and so does what the op would have declared: variables (``names`` by their numbers)
+    and ``children``. Of a ``provide``, the variable is the one that it is for. ``kind``: the op's tag."""
+
+    state: int
+    error: AgentflowError
+    kind: str
+    names: Mapping[int, str] = field(default_factory=dict)
+    children: tuple[int, ...] = ()
+
+
+def rejected(op: Op, error: AgentflowError) -> Rejected:
+    """What stands for ``op``."""
+    names: dict[int, str] = {}
+    if isinstance(op, Declaring):
+        names[op.var] = op.name
+    elif isinstance(op, Provide):
+        names[op.var] = ""
+    elif isinstance(op, Submit):
+        declared = {one.var: one.name for one in op.ops if isinstance(one, Declaring)}
+        names = {op.session_number(number): declared.get(number, "") for number in op.outputs}
+    children = op.children if isinstance(op, Fork) else ()
+    return Rejected(getattr(op, "state", 0), error, type(op).__name__.lower(), names, children)
+
+
 def check_timeout(timeout_s: float | None) -> None:
     """Raises ``BadArgument`` where a gen could not have so many seconds."""
     if timeout_s is not None and not (is_number(timeout_s, 0, math.inf) and timeout_s > 0):
         raise BadArgument(f"gen: timeout_s must be a number of seconds above 0, not {timeout_s!r}")
 
 
+def may_be_number(number: int) -> bool:
+    """Whether a state, variable or ticket may have it."""
+    return -MAX_NUMBER <= number <= MAX_NUMBER
+
+
 def check_number(number: int) -> None:
     """Raises ``ProtocolError`` where no state, variable or ticket may have this number."""
-    if not -MAX_NUMBER <= number <= MAX_NUMBER:
+    if not may_be_number(number):
         raise ProtocolError(f"states, variables and tickets have numbers up to {MAX_NUMBER}, not {number}")
 
 
@@ -282,6 +315,14 @@ def check_hint(output_tokens: int | None, forks: int | None, deadline_s: float |
             raise BadArgument(f"hint: {name} must be a whole number above 0, not {value!r}")
     if deadline_s is not None and not (is_number(deadline_s, 0, math.inf) and deadline_s < math.inf):
         raise BadArgument(f"hint: deadline_s must be a number of seconds, not {deadline_s!r}")
+
+
+def check_limit(deadline_s: float | None, output_tokens: int | None) -> None:
+    """Raises ``BadArgument`` where what a limit allows is no amount."""
+    if deadline_s is not None and not is_number(deadline_s, 0, math.inf):
+        raise BadArgument(f"limit: deadline_s must be a number of seconds, not {deadline_s!r}")
+    if output_tokens is not None and not is_whole(output_tokens, 0, math.inf):
+        raise BadArgument(f"limit: output_tokens must be a whole number, not {output_tokens!r}")
 
 
 def check_choices(name: str, choices: Sequence[str]) -> None:

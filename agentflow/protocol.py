@@ -6,18 +6,23 @@ JSON in text frames, or msgpack in binary ones. ``docs/protocol.md`` documents e
 The client's ops are numbered from 1 in the order they were submitted; an ``Ops`` frame carries a
 run of them. The server says how far it has taken them (``ack``), so that after a broken connection
 the client sends the rest again and nothing runs twice. Events carry their own position.
+
+A frame is read first, and then each op in it by itself: an op that cannot be read costs its state, a frame
+that cannot be read the session.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 import msgspec
 
-from agentflow.errors import ProtocolError
+from agentflow.errors import BadArgument, ProtocolError
 from agentflow.events import ErrorInfo, Event
 from agentflow.generator import Capabilities
-from agentflow.ops import Op
+from agentflow.ops import Op, Rejected
 
 VERSION = 1
 MAX_FRAME_BYTES = 8 * 1024 * 1024
@@ -57,6 +62,13 @@ class Ops(_Frame, frozen=True):
     ops: tuple[Op, ...]
 
 
+class UnreadOps(_Frame, frozen=True, tag="ops"):
+    """The same as the server gets it: ``op_reader`` reads one op after the other."""
+
+    first: int
+    ops: tuple[msgspec.Raw, ...]
+
+
 class Bye(_Frame, frozen=True):
     """Client, last frame: the session ends now, with no grace period."""
 
@@ -93,6 +105,7 @@ class Refused(_Frame, frozen=True):
 
 
 ClientFrame = Hello | Ops | Bye
+ReceivedFrame = Hello | UnreadOps | Bye
 ServerFrame = Welcome | Events | Refused
 ReceivedT = TypeVar("ReceivedT")
 
@@ -100,14 +113,57 @@ _json_encoder = msgspec.json.Encoder()
 _msgpack_encoder = msgspec.msgpack.Encoder()
 
 
-def frame_name(frame: ClientFrame | ServerFrame) -> str:
+def frame_name(frame: ClientFrame | ReceivedFrame | ServerFrame) -> str:
     """What the frame's ``frame`` field says."""
-    return type(frame).__name__.lower()
+    return str(type(frame).__struct_config__.tag)
 
 
 def encode(frame: ClientFrame | ServerFrame, *, binary: bool) -> bytes:
     """The frame as msgpack (``binary``) or JSON in UTF-8."""
     return _msgpack_encoder.encode(frame) if binary else _json_encoder.encode(frame)
+
+
+class _Head(msgspec.Struct):
+    """Whose an op is, as far as that can be read of any."""
+
+    op: str
+    state: int = 0
+    var: int | None = None
+
+
+class _Declared(msgspec.Struct):
+    name: str = ""
+    children: tuple[int, ...] = ()
+
+
+UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)
+
+
+def op_reader(*, binary: bool) -> Callable[[msgspec.Raw], Op | Rejected]:
+    """Reads the ops of a frame; ``Rejected`` with ``BadArgument`` stands for one that cannot be read.
+    ``ProtocolError`` where it does not even say which state it is for."""
+    new_decoder = msgspec.msgpack.Decoder if binary else msgspec.json.Decoder
+    read_op: Callable[[msgspec.Raw], Op] = new_decoder(Op).decode
+    read_head: Callable[[msgspec.Raw], _Head] = new_decoder(_Head).decode
+    read_declared: Callable[[msgspec.Raw], _Declared] = new_decoder(_Declared).decode
+
+    def read(data: msgspec.Raw) -> Op | Rejected:
+        try:
+            return read_op(data)
+        except UNREADABLE as error:
+            wrong = str(error)
+        try:
+            head = read_head(data)
+        except UNREADABLE:
+            raise ProtocolError(f"an op cannot be read: {wrong}") from None
+        declared = _Declared()
+        with suppress(*UNREADABLE):
+            declared = read_declared(data)
+        names = {} if head.var is None else {head.var: declared.name}
+        children = declared.children if head.op == "fork" else ()
+        return Rejected(head.state, BadArgument(f"{head.op}: {wrong}"), head.op, names, children)
+
+    return read
 
 
 class FrameDecoder(Generic[ReceivedT]):
@@ -121,13 +177,13 @@ class FrameDecoder(Generic[ReceivedT]):
         """A frame from a binary (bytes: msgpack) or text (str: JSON) message."""
         try:
             return self._json.decode(data) if isinstance(data, str) else self._msgpack.decode(data)
-        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise ProtocolError(f"a frame cannot be read: {error}") from None
 
 
-def client_frames() -> FrameDecoder[ClientFrame]:
+def client_frames() -> FrameDecoder[ReceivedFrame]:
     """Reads what a client sends."""
-    return FrameDecoder(ClientFrame)  # type: ignore[arg-type]
+    return FrameDecoder(ReceivedFrame)  # type: ignore[arg-type]
 
 
 def server_frames() -> FrameDecoder[ServerFrame]:

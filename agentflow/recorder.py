@@ -75,7 +75,6 @@ class Recorder:
             case ConversationExpression():
                 self._converse(item.conversation)
             case ImageExpression():
-                self._state.session.capabilities.require_images()
                 self._refuse_markers([item.source], "image: its source")
                 self.entries.append(item)
                 self._put(ops.Image(state_id, item.source))
@@ -84,7 +83,6 @@ class Recorder:
 
     def _converse(self, conversation: Conversation) -> None:
         """Turns as they stand, and the assistant's, which stays open."""
-        self._state.session.capabilities.require_conversations()
         if self.open_role is not None or self.entries or not self._state.transcript.is_empty:
             raise BadArgument("a conversation begins a state: append it first, and nothing before it")
         for message in conversation.messages:
@@ -145,7 +143,6 @@ class Recorder:
         constraint = item.value_type.constraint
         fixed = [*item.params.stop, item.params.stop_regex, *(constraint.texts() if constraint else ())]
         self._refuse_markers(fixed, f"gen({item.name!r}): what says where it ends, and what it may be,")
-        self._state.session.capabilities.require(constraint)
         variable = self._new(item.name, item, item.value_type)
         is_reply = item.value_type.is_reply
         if is_reply:

@@ -97,7 +97,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
             ("max_tokens", is_whole(self.max_tokens, 1, MAX_INT), "a whole number, at least 1"),
             ("min_tokens", is_whole(self.min_tokens, 0, most), "a whole number from 0 to max_tokens"),
             ("stop", _are_stops(self.stop), f"at most {MAX_STOPS} strings, of 1 to {MAX_STOP_CHARS} chars"),
-            ("stop_token_ids", _are_ids(self.stop_token_ids), "token ids, 0 or more"),
+            ("stop_token_ids", _are_ids(self.stop_token_ids), f"at most {MAX_BIASES} token ids, 0 or more"),
             ("ignore_eos", isinstance(self.ignore_eos, bool), "True or False"),
         )
 
@@ -129,7 +129,11 @@ def _are_stops(values: object) -> bool:
 
 
 def _are_ids(values: object) -> bool:
-    return isinstance(values, tuple) and all(is_whole(token_id, 0, MAX_INT) for token_id in values)
+    return (
+        isinstance(values, tuple)
+        and len(values) <= MAX_BIASES
+        and all(is_whole(token_id, 0, MAX_INT) for token_id in values)
+    )
 
 
 def _are_biases(values: object) -> bool:

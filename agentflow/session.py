@@ -23,6 +23,7 @@ from agentflow.graph_submission import submit
 from agentflow.map_inputs import Inputs, ItemT, ManyOf, MapOptions
 from agentflow.map_work import OnError
 from agentflow.marker import Markers
+from agentflow.op_checks import check_sendable
 from agentflow.program import ProgramStream
 from agentflow.program_map import DEFAULT_CONCURRENCY, ProgramMap
 from agentflow.run import RootState, Run, check_program
@@ -310,11 +311,14 @@ class Session:
         return next(self._run_indices)
 
     def send(self, recorded: list[ops.Op], *, quiet: bool = False) -> None:
-        """Sends ops; ``quiet``: nothing happens when the session has ended. For states."""
+        """Sends ops, all or none: ``BadArgument`` for one that makes no sense, ``NotSupported`` for one that
+        the backend cannot do. ``quiet``: nothing happens when the session has ended. For states."""
         if quiet and not self.is_alive:
             return
         self.check_alive()
         assert self._connection is not None
+        for op in recorded:
+            check_sendable(op, self._connection.capabilities)
         self._connection.send(recorded)
 
     def start_soon(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:

@@ -152,12 +152,11 @@ class State(Appending):
             if not isinstance(value, str):
                 raise BadArgument(f"map: the function must return a string, not {value!r}")
             self.session.markers.refuse([value], "map: what the function returns")
+            self.session.send([ops.Provide(variable.id, value)], quiet=True)
         except Exception as error:
             failure = error if isinstance(error, AgentflowError) else RunFailed(f"map failed: {error!r}")
             failure.__cause__ = None if failure is error else error
             self.session.send([ops.Provide(variable.id, error=ErrorInfo.of(failure))], quiet=True)
-        else:
-            self.session.send([ops.Provide(variable.id, value)], quiet=True)
 
     def cancel(self) -> None:
         """Aborts what this state and its forks still run; their unfinished variables raise

@@ -65,7 +65,7 @@ class StateTree(Generic[ContextT]):
     def add_root(self, state_id: int) -> StateCell[ContextT]:
         """A new root state."""
         self._check_new((state_id,))
-        return self._add(state_id, None)
+        return self._add(state_id, None, Holding(self._memory, STATE_BYTES))
 
     def add_children(
         self, parent: StateCell[ContextT], children: tuple[int, ...]
@@ -74,9 +74,17 @@ class StateTree(Generic[ContextT]):
         if not children or len(set(children)) != len(children):
             raise ProtocolError("a fork needs one or more new states")
         self._check_new(children)
-        cells = tuple([self._add(child, parent) for child in children])
-        parent.children.update(zip(children, cells, strict=True))
-        return cells
+        holdings = [Holding(self._memory, STATE_BYTES) for _ in children]  # all of them, or none
+        return tuple([self._add(child, parent, held) for child, held in zip(children, holdings, strict=True)])
+
+    def add_failed(
+        self, state_id: int, parent: StateCell[ContextT] | None, error: AgentflowError, memory: HeldMemory
+    ) -> StateCell[ContextT]:
+        """A state whose op was rejected: it has failed before it began, so that what is sent to it finds it.
+        ``Overloaded`` where ``memory``, which counts these, has no room."""
+        state = self._add(state_id, parent, Holding(memory, STATE_BYTES))
+        self.stop(state, error)
+        return state
 
     def waits_for_fork(self, state: StateCell[ContextT]) -> bool:
         """Whether the state is still there, and its fork may begin it."""
@@ -86,18 +94,18 @@ class StateTree(Generic[ContextT]):
         """``root`` and all that comes of it (None: every state, and those to come) share the budget."""
         if root is None:
             restricted = [*self._states.values()]
-            self._num_limits += 1
         else:
             restricted = [root]
             for state in restricted:
                 restricted += state.children.values()
-        if self._num_limits + len(restricted) > MAX_LIMITS:
+        num_limits = self._num_limits + len(restricted) + (root is None)
+        if num_limits > MAX_LIMITS:
             raise Overloaded(
                 f"the states of a session may have {MAX_LIMITS} limits together: close some first"
             )
         if root is None:
             self._budgets += (budget,)
-        self._num_limits += len(restricted)
+        self._num_limits = num_limits
         for state in restricted:
             state.restrict(budget)
 
@@ -190,11 +198,14 @@ class StateTree(Generic[ContextT]):
             self.free(state)
         self._states.clear()
 
-    def _add(self, state_id: int, parent: StateCell[ContextT] | None) -> StateCell[ContextT]:
-        holding = Holding(self._memory, STATE_BYTES)
+    def _add(
+        self, state_id: int, parent: StateCell[ContextT] | None, holding: Holding
+    ) -> StateCell[ContextT]:
         state = self._states[state_id] = StateCell[ContextT](state_id, parent, self._outbox, holding)
         if parent is None:
             state.budgets = self._budgets
+        else:
+            parent.children[state_id] = state
         return state
 
     def _check_new(self, state_ids: tuple[int, ...]) -> None:

@@ -7,7 +7,7 @@ of the functions' signatures, and each call comes back with arguments of the typ
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -65,7 +65,7 @@ class Toolbox:
     """The tools of one gen, by name."""
 
     def __init__(self, tools: Sequence[Tool]) -> None:
-        if isinstance(tools, str | Mapping) or callable(tools):
+        if isinstance(tools, str | Mapping) or not isinstance(tools, Iterable) or callable(tools):
             raise BadArgument("tools must be a list of functions or schemas")
         self._tools: dict[str, _Described] = {}
         for tool in tools:

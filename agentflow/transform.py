@@ -20,6 +20,9 @@ TransformName = Literal["strip", "lower", "upper", "first_line", "json", "regex"
 
 MAX_TRANSFORMS = 16
 MAX_PATTERN_CHARS = 1000
+MAX_JSON_VALUES = 250_000
+"""That ``json`` reads; commas in texts count, too. All is decoded in one go, and nothing runs beside that."""
+MAX_INLINE_CHARS = 65_536
 REGEX_TIMEOUT_S = 0.2
 """A pattern that takes longer fails its own state; this is what it can cost others."""
 
@@ -31,16 +34,19 @@ class Transform(msgspec.Struct, frozen=True, array_like=True):
     argument: str = ""
 
 
-def check_number(transforms: tuple[Transform, ...]) -> None:
-    """``BadArgument`` where there are too many of them."""
+def check_written(transforms: tuple[Transform, ...]) -> None:
+    """``BadArgument`` where there are too many of them, or an argument is no text."""
     if len(transforms) > MAX_TRANSFORMS:
         raise BadArgument(f"at most {MAX_TRANSFORMS} transforms may follow each other, not {len(transforms)}")
+    for transform in transforms:
+        if transform.name != "regex" and not isinstance(transform.argument, str):
+            raise BadArgument(f"{transform.name}: give a string, not {transform.argument!r:.60}")
 
 
 def check_transforms(transforms: tuple[Transform, ...]) -> None:
     """``BadArgument`` where one of them could never be applied. Compiles the patterns: a server must not do
     that for thousands of them while all its clients wait, and leaves it to ``apply_in_turn``."""
-    check_number(transforms)
+    check_written(transforms)
     for transform in transforms:
         if transform.name == "regex":
             compiled(transform.argument)
@@ -72,12 +78,15 @@ async def apply_in_turn(
     text: str, transforms: tuple[Transform, ...], limiter: anyio.CapacityLimiter | None = None
 ) -> str:
     """``apply_transforms`` for an event loop: a search that may take its time holds nobody up."""
-    if any(transform.name == "regex" for transform in transforms):
+    is_long = len(text) > MAX_INLINE_CHARS and any(transform.name == "json" for transform in transforms)
+    if is_long or any(transform.name == "regex" for transform in transforms):
         return await anyio.to_thread.run_sync(apply_transforms, text, transforms, limiter=limiter)
     return apply_transforms(text, transforms)
 
 
 def _json(text: str, path: str) -> str:
+    if len(text) > MAX_INLINE_CHARS and sum(map(text.count, ",[{")) > MAX_JSON_VALUES:
+        raise RunFailed(f"json({path!r}): the text has more than {MAX_JSON_VALUES:,} values: {_shown(text)}")
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

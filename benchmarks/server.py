@@ -24,6 +24,7 @@ from benchmarks.http_load import WORDS
 from benchmarks.load_process import LoadProcess, load_process
 from benchmarks.report import Report, median_of
 from benchmarks.server_overload import measure_overload
+from benchmarks.server_prompts import measure_long_prompt, measure_prompts
 from benchmarks.server_sessions import measure_sessions
 
 MODEL = "smollm2-135m"
@@ -161,6 +162,8 @@ async def _measure(report: Report, console: Console, only: str) -> None:
             ("server.http_ttft_ms", measure_ttft),
             ("server.idle_session_kb", measure_sessions),
             ("server.overload_goodput", measure_overload),
+            ("server.short_ttft_beside_long tpot_beside_prefill", measure_prompts),
+            ("server.long_prompt_throughput", measure_long_prompt),
         ):
             if only in name:
                 console.print(f"[dim]{name} …[/]")

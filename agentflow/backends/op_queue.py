@@ -13,6 +13,8 @@ from agentflow.protocol import Ops, encode
 
 # What an Ops frame needs besides its ops, in either encoding: field names and two numbers.
 FRAME_OVERHEAD_BYTES = 64
+# A server reads a frame in one go, and refuses one of very many values: many small ops go in several frames.
+USUAL_FRAME_BYTES = 256 * 1024
 
 
 class OpQueue:
@@ -52,11 +54,11 @@ class OpQueue:
         return self._num_acked + len(self)
 
     def next_frame(self) -> bytes | None:
-        """An ``Ops`` frame with as many waiting ops as fit; they count as sent."""
+        """An ``Ops`` frame with waiting ops, as many as fit; they count as sent."""
         if not self._waiting:
             return None
         first = self._num_acked + len(self._sent) + 1
-        room = self.frame_bytes - FRAME_OVERHEAD_BYTES
+        room = min(self.frame_bytes - FRAME_OVERHEAD_BYTES, USUAL_FRAME_BYTES)
         taken: list[msgspec.Raw] = []
         while self._waiting and (room >= len(self._waiting[0]) or not taken):
             data = self._waiting.popleft()

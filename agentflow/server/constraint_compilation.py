@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import re
 import threading
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any, Final
 
+import numpy as np
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
@@ -61,6 +63,9 @@ VERSION: Final = 1
 
 _ANY_TEXT: Final = Repeat(ANY_CHAR, 0, None)
 SMALL_STACK_BYTES: Final = 1 << 20
+
+_TRIED_BYTES: Final = 200
+"""Of a text that is tried under a pattern: more takes long where characters are of a large set."""
 
 _RULE_OF_EBNF: Final = re.compile(r"^[ \t]*(<?[\w-]+>?)[ \t]*::=", re.MULTILINE)
 # The first is not kept here; the second would count tokens that jumping forward writes anew.
@@ -281,13 +286,28 @@ def _refuse_what_the_library_does(grammar: str, kind: str) -> None:
     if is_error or messages:
         raise BadArgument(f"{kind}: {_explained(messages[0])}")
     try:
-        text = LlguidanceGrammar(grammar, vocabulary).matcher()
+        compiled = LlguidanceGrammar(grammar, vocabulary)
+        text = compiled.matcher()
         can_begin = text.mask().any()
         text.forced()
+        if kind == "regex":
+            _write_texts(compiled)
     except RequestRefused as error:
         raise BadArgument(f"{kind}: {error}") from None
     if not can_begin:
         raise BadArgument(f"{kind}: no text but the empty one satisfies it")
+
+
+def _write_texts(grammar: LlguidanceGrammar) -> None:
+    """Writes the beginnings of two texts. ``RequestRefused`` where a step asks for too much: a pattern that
+    can be read in too many ways shows that within some tens of characters."""
+    for choose in (min, random.Random(0).choice):
+        text = grammar.matcher()
+        for _ in range(_TRIED_BYTES):
+            allowed = np.flatnonzero(np.unpackbits(text.mask().view(np.uint8), bitorder="little")).tolist()
+            if not allowed:
+                break
+            text.take(choose(allowed))
 
 
 def _explained(message: str) -> str:

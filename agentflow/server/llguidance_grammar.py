@@ -7,8 +7,9 @@ grammar gets its own request refused, and costs the others some ten milliseconds
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -30,9 +31,19 @@ ALL_TOKENS_ALLOWED: Final = '%llguidance {"no_forcing": true}'
 """A line of a grammar, its last so that it holds. Without it, of all the tokens that begin a forced text a
 mask has only one."""
 
+_LEXER_ERROR: Final = "lexer error: too many "
+_TOKENS_FOR_A_LEXER: Final = 32
+_TOKENS_PER_TAKEN: Final = 1 / 8
+_TOKENS_PER_CHAR: Final = 1 / 100
+"""A text gets another lexer only after it has gone on by so many tokens, for each token that is read again
+and each character of the grammar: so that costs a step some milliseconds at most, on average."""
+
 _LEAST_GRAMMAR_BYTES: Final = 200_000
 _BYTES_PER_CHAR: Final = 200
 NOWHERE_TO_GO: Final = "the grammar leads to a place where no token can follow"
+
+
+AnswerT = TypeVar("AnswerT")
 
 
 def parser_limits() -> LLParserLimits:
@@ -105,27 +116,52 @@ class LlguidanceGrammar:
 
     def __init__(self, payload: str, vocabulary: LlguidanceVocabulary) -> None:
         self._vocabulary = vocabulary
-        self._fresh = LLMatcher(vocabulary.ll_tokenizer, payload, log_level=0, limits=parser_limits())
-        if self._fresh.is_error():
-            raise RequestRefused(f"the grammar cannot be used: {_first_line(self._fresh.get_error())}")
-
-        self._nbytes = _LEAST_GRAMMAR_BYTES + _BYTES_PER_CHAR * len(payload)
+        self._payload = payload
+        self.fresh = self.made()
+        """The parser of the empty text. Its copies share the lexer, and with it the lexer's limits."""
 
     @property
     def nbytes(self) -> int:
         """The library does not tell: a guess, on the large side."""
-        return self._nbytes
+        return _LEAST_GRAMMAR_BYTES + _BYTES_PER_CHAR * self.num_chars
+
+    @property
+    def num_chars(self) -> int:
+        """How long it is written out."""
+        return len(self._payload)
 
     def matcher(self) -> LlguidanceMatcher:
         """A new text's."""
-        return LlguidanceMatcher(self._fresh.deep_copy(), self._vocabulary.text_tokens)
+        return LlguidanceMatcher(self, self._vocabulary.text_tokens)
+
+    def renew(self, spent: LLMatcher) -> None:
+        """Makes ``fresh`` anew if it still is the one whose lexer is ``spent``."""
+        if self.fresh is spent:
+            self.fresh = self.made()
+
+    def made(self) -> LLMatcher:
+        """A parser of the empty text that has a lexer of its own."""
+        tokenizer = self._vocabulary.ll_tokenizer
+        made = LLMatcher(tokenizer, self._payload, log_level=0, limits=parser_limits())
+        if made.is_error():
+            raise RequestRefused(f"the grammar cannot be used: {_first_line(made.get_error())}")
+        return made
 
 
 class LlguidanceMatcher:
-    """Where one text stands in its grammar (see ``core.grammar.Matcher``)."""
+    """Where one text stands in its grammar (see ``core.grammar.Matcher``).
 
-    def __init__(self, matcher: LLMatcher, text_tokens: TokenWords) -> None:
-        self._matcher = matcher
+    The lexer that all texts under a grammar share keeps the states that they have met, up to a limit. Where
+    that is reached, a text is read again with a lexer of its own, and refused only if it alone needs too
+    many: a long text harms no other one.
+    """
+
+    def __init__(self, grammar: LlguidanceGrammar, text_tokens: TokenWords) -> None:
+        self._grammar = grammar
+        self._origin = grammar.fresh
+        self._matcher = self._origin.deep_copy()
+        self._taken: list[int] = []
+        self._may_renew_at = 0
         self._text_tokens = text_tokens
         self._mask: TokenWords | None = None
         """Of this place in the text, once it was asked for."""
@@ -134,8 +170,7 @@ class LlguidanceMatcher:
         """See ``Matcher.mask``."""
         self._refuse_errors()
         if self._mask is None:
-            data = self._matcher.compute_bitmask()
-            self._refuse_errors()
+            data = self._asked(LLMatcher.compute_bitmask)
             words = np.frombuffer(data, dtype=np.uint32, count=len(self._text_tokens))
             self._mask = words & self._text_tokens
             if not self._mask.any() and not self._matcher.is_accepting():
@@ -144,9 +179,7 @@ class LlguidanceMatcher:
 
     def may_end(self) -> bool:
         """See ``Matcher.may_end``."""
-        may = self._matcher.is_accepting()
-        self._refuse_errors()
-        return may
+        return self._asked(LLMatcher.is_accepting)
 
     def must_end(self) -> bool:
         """See ``Matcher.must_end``."""
@@ -156,10 +189,11 @@ class LlguidanceMatcher:
         """See ``Matcher.take``."""
         is_text = 0 <= token_id < 32 * len(self._text_tokens) and is_allowed(self._text_tokens, token_id)
         # A text that can only end takes no token: the library is not asked, it would call that an error.
-        taken = is_text and not self._matcher.is_stopped() and self._matcher.try_consume_tokens([token_id])
-        if not taken:
+        may_take = is_text and not self._matcher.is_stopped()
+        if not may_take or not self._asked(lambda matcher: matcher.try_consume_tokens([token_id])):
             self._refuse_errors()
             raise ValueError(f"the grammar does not allow token {token_id} here")
+        self._taken.append(token_id)
         self._mask = None
 
     def take_back(self, num_tokens: int) -> None:
@@ -168,13 +202,35 @@ class LlguidanceMatcher:
             raise ValueError(
                 f"{num_tokens} tokens cannot be taken back: {_first_line(self._matcher.get_error())}"
             )
+        del self._taken[len(self._taken) - num_tokens :]
         self._mask = None
 
     def forced(self) -> bytes:
         """See ``Matcher.forced``."""
-        forced: bytes = b"" if self._matcher.is_stopped() else self._matcher.compute_ff_bytes()
+        return self._asked(lambda matcher: b"" if matcher.is_stopped() else matcher.compute_ff_bytes())
+
+    def _asked(self, ask: Callable[[LLMatcher], AnswerT]) -> AnswerT:
+        """What the library answers; asked again with a new lexer where that has reached its limits."""
+        answer = ask(self._matcher)
+        if self._matcher.is_error() and self._renewed():
+            answer = ask(self._matcher)
         self._refuse_errors()
-        return forced
+        return answer
+
+    def _renewed(self) -> bool:
+        """Whether the text stands at the same place under a new lexer. Not for a text that has hardly gone on
+        since the last time."""
+        num_taken = len(self._taken)
+        if num_taken < self._may_renew_at or not self._matcher.get_error().startswith(_LEXER_ERROR):
+            return False
+        pause = num_taken * _TOKENS_PER_TAKEN + self._grammar.num_chars * _TOKENS_PER_CHAR
+        self._may_renew_at = num_taken + max(_TOKENS_FOR_A_LEXER, int(pause))
+        self._grammar.renew(self._origin)
+        again = self._grammar.made()
+        if again.try_consume_tokens(self._taken) != num_taken or again.is_error():
+            return False
+        self._matcher = again
+        return True
 
     def _refuse_errors(self) -> None:
         if self._matcher.is_error():

@@ -31,7 +31,8 @@ _ALWAYS = (401, 408, 413, 415, 429, 500, 503)
 # These are answered before the API is asked: a page of another site, another method.
 _OUTSIDE = (403, 405)  # in OpenAI's words, and in those of the path
 _NAME = {"type": "string"}
-# And this by the web server, which has not read the request: there are too many connections.
+# And these before the request is read: it comes too slowly, it is too large, there are too many connections.
+_BEFORE = (408, 414, 429, 431, 503)
 _TEXT = {"text/plain": {"schema": _NAME}}
 _EVENT = {
     "type": "object",
@@ -128,12 +129,13 @@ def _answers(route: ApiRoute, schemas: dict[type[msgspec.Struct], Schema]) -> Sc
         answers[told] = _answer(told, body, _headers(dialect, status))
     for status, one in zip(_OUTSIDE, (OPENAI, dialect), strict=True):
         answers[status] = _answer(status, {JSON: {"schema": schemas[one.body_type]}})
-    answers.setdefault(503, _answer(503, {}))["content"] |= _TEXT
+    for status in _BEFORE:
+        answers.setdefault(status, _answer(status, {}))["content"] |= _TEXT
     return _in_order(answers)
 
 
 def _headers(dialect: ErrorDialect, status: int = 200) -> Schema:
-    has_id = dialect.status(Refusal(status, "", "")) != 503  # that may be the web server's
+    has_id = dialect.status(Refusal(status, "", "")) not in _BEFORE
     headers: Schema = {dialect.request_id_header.decode(): {"required": has_id, "schema": _NAME}}
     if status in (429, 503):
         headers["retry-after"] = {"description": "Seconds.", "schema": {"type": "integer", "minimum": 0}}
@@ -150,7 +152,7 @@ def _operations_paths(schemas: dict[type[msgspec.Struct], Schema]) -> dict[str, 
 
     def get(name: str, summary: str, answers: Iterable[tuple[int, Schema]]) -> dict[str, Schema]:
         told = {405: _answer(405, outside), 403: _answer(403, outside)}
-        told[503] = _answer(503, _TEXT)
+        told |= {status: _answer(status, _TEXT) for status in _BEFORE}
         told |= {status: _answer(status, content) for status, content in answers}
         operation = {"operationId": name, "summary": summary, "responses": _in_order(told)}
         # What never answers 401 wants no key, on a server with keys either.

@@ -16,6 +16,7 @@ from typing import Any, Generic
 
 import anyio
 import anyio.lowlevel
+import msgspec
 from anyio.abc import TaskGroup, TaskStatus
 
 from agentflow.errors import (
@@ -29,7 +30,8 @@ from agentflow.errors import (
 from agentflow.generator import ContextT, Generator
 from agentflow.held_memory import HeldMemory
 from agentflow.interpreter import Interpreter
-from agentflow.protocol import Ops, Resume
+from agentflow.ops import Op, Rejected
+from agentflow.protocol import Resume, UnreadOps
 from agentflow.server.limits import ServerLimits
 from agentflow.server.tenant import part_of
 from agentflow.server.tenant_memory import TenantMemory
@@ -77,18 +79,18 @@ class ServedSession(Generic[ContextT]):
         self._holder: anyio.CancelScope | None = holder
         self._changed = anyio.Event()
 
-    async def take(self, frame: Ops) -> None:
-        """Submits those ops of the frame that were not taken before. ``ProtocolError`` when ops are
-        missing in between, and what the interpreter refuses an op with."""
+    async def take(self, frame: UnreadOps, read: Callable[[msgspec.Raw], Op | Rejected]) -> None:
+        """Submits those ops of the frame that were not taken before; ``read`` reads them. ``ProtocolError``
+        where ops are missing in between or one has no state, ``Overloaded`` where too much was rejected."""
         if not 1 <= frame.first <= self.num_taken + 1:
             raise ProtocolError(
                 f"expected ops from number {self.num_taken + 1} on, and a frame came whose first op "
                 f"has number {frame.first}"
             )
         turn_began_s = time.perf_counter()
-        for number, op in enumerate(frame.ops, frame.first):
+        for number, data in enumerate(frame.ops, frame.first):
             if number > self.num_taken:
-                self.interpreter.submit(op)
+                self.interpreter.submit(read(data))
                 self.num_taken = number
                 if number % OPS_PER_TURN == 0 or time.perf_counter() - turn_began_s > TURN_S:
                     await anyio.lowlevel.checkpoint()

@@ -6,6 +6,8 @@
           │                  │
           └── anything else: Refused with what was expected and what came, and closed
 
+An op that makes no sense fails its state; a frame that cannot be read, or is out of turn, ends the session.
+
 Reading never waits for what the ops do. Writing waits for news and for the client to read: whoever
 reads slowly gets more at once.
 """
@@ -33,18 +35,20 @@ from agentflow.protocol import (
     TAKEN_OVER,
     VERSION,
     Bye,
-    ClientFrame,
     Hello,
     Limits,
-    Ops,
+    ReceivedFrame,
     Refused,
     ServerFrame,
+    UnreadOps,
     Welcome,
     client_frames,
     encode,
     frame_name,
+    op_reader,
 )
 from agentflow.server.event_frames import event_frames
+from agentflow.server.frame_scan import check_frame
 from agentflow.server.sessions import IsValid, ServedSession, Sessions, always_valid, revoked
 
 logger = logging.getLogger(__name__)
@@ -149,7 +153,7 @@ class WsSession(Generic[ContextT]):
 
     async def _greet(self) -> ServedSession[ContextT]:
         """Hello, and a Welcome to a new session or back to an old one."""
-        hello: ClientFrame | None = None
+        hello: ReceivedFrame | None = None
         with anyio.move_on_after(self._limits.hello_timeout_s):
             hello = await self._receive(first=True)
         if not isinstance(hello, Hello):
@@ -187,10 +191,11 @@ class WsSession(Generic[ContextT]):
 
     async def _read(self, session: ServedSession[ContextT]) -> None:
         """Takes ops until a Bye."""
+        read_op = op_reader(binary=self._binary)
         while True:
             match await self._receive():
-                case Ops() as frame:
-                    await session.take(frame)
+                case UnreadOps() as frame:
+                    await session.take(frame, read_op)
                     self._ask_for_ack(session)
                 case Bye():
                     self._has_said_bye = True
@@ -226,7 +231,7 @@ class WsSession(Generic[ContextT]):
         if session.num_taken - self._num_acked >= ACK_OPS or self._num_unacked_bytes >= ACK_BYTES:
             session.interpreter.outbox.mark(self._ack_due)
 
-    async def _receive(self, *, first: bool = False) -> ClientFrame:
+    async def _receive(self, *, first: bool = False) -> ReceivedFrame:
         message = await self._socket.receive()
         if message["type"] == "websocket.disconnect":
             raise WebSocketDisconnect(message.get("code") or 1006, message.get("reason"))
@@ -245,6 +250,7 @@ class WsSession(Generic[ContextT]):
                 f"expected {_kind(self._binary)} as in the hello frame, and {_kind(is_binary)} came"
             )
         self._num_unacked_bytes += num_bytes
+        await check_frame(data)
         return self._decoder.decode(data)
 
     async def _send(self, frame: ServerFrame) -> None:

@@ -75,3 +75,18 @@ def test_depth_first_enters_the_heaviest_branch_and_stays_there():
             order.append(result.request.id)
             scheduler.release(result.request)
     assert order == [1, 2, 3, 0, 4]
+
+
+def test_prompts_nested_thousands_deep_do_not_exhaust_the_stack():
+    """Each prompt goes on where the one before ends: the waiting tree is as deep as there are prompts."""
+    scheduler = Scheduler(
+        num_slots=10_000, max_context=10_000, config=SchedulerConfig(policy="dfs-weight", max_running=2)
+    )
+    tokens = np.arange(1, 5_001, dtype=np.int32)
+    for number in range(1, 2_501):
+        scheduler.add(Request.create(number, tokens[: 2 * number], 1, SamplingParams()))
+    batch = scheduler.schedule()
+    assert batch is not None
+    assert batch.token_ids[0] == 1
+    policy = scheduler.waiting
+    assert policy.next([], lambda request, match: True) is None  # every one of them is looked at

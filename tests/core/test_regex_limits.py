@@ -1,11 +1,14 @@
 """What a regular expression may not say, and what is too large: told by name, and after bounded work."""
 
 import gc
+import itertools
 import re
 import sys
 import tracemalloc
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from agentflow.errors import BadArgument
 from agentflow.server.core.fsm_builder import MAX_STEPS, build_fsm
@@ -76,8 +79,8 @@ TOO_MUCH = {
     "repeats of nothing": "(?:(?:){1000000}){1000000}",
     "exponential states": ".*a.{20}",
     "exponential states, forbidden": "(?!.*a.{20}).*",
-    "many ways to be empty": "(?:a?){1400}",
-    "nested optional repeats": "(?:.{0,20}){0,50}",
+    "many ways to be empty": "(?:a?b?){1400}",
+    "nested optional repeats": "(?:.{0,20}a?){0,50}",
     "many stars": "(x|y)*" * 10_000,
     "many promises": "".join(f"(?=.*{char})" for char in "abcdefghijklmnop") + ".*",
     "many sets": "".join(rf"[\w{chr(0x2000 + at)}]" for at in range(20_000)),
@@ -180,6 +183,37 @@ def test_each_limit_is_one_that_can_be_set(limit, most):
     build_fsm(regex, **{limit: most + 1})
     with pytest.raises(TooMuchForFsm):
         build_fsm(regex, **{limit: most // 2})
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), st.booleans()), min_size=2, max_size=3))
+@example([(1, 9, False)] * 3)
+def test_repeats_of_repeats_match_as_often_as_python_says(counts):
+    """Where they come to one repeat, and where they leave out some numbers of times."""
+    pattern, lengths = "a", {1}
+    for least, more, is_endless in counts:
+        pattern = f"(?:{pattern}){{{least},{'' if is_endless else least + more}}}"
+        most = _LONGEST if is_endless else min(least + more, _LONGEST)
+        lengths = _repeated(lengths, least, most)
+    fsm = build_fsm(parse_regex(pattern))
+    assert {length for length in range(_LONGEST) if fsm.matches(b"a" * length)} == lengths
+
+
+_LONGEST = 60
+
+
+def _repeated(lengths: set[int], least: int, most: int) -> set[int]:
+    """The lengths of so many texts of these lengths one after the other, as far as they are short."""
+    reached, found = {0}, {0} if least == 0 else set()
+    for times in range(1, most + 1):
+        reached = {sum(pair) for pair in itertools.product(reached, lengths) if sum(pair) < _LONGEST}
+        found |= reached if times >= least else set()
+    return found
+
+
+def test_a_repeat_of_repeats_is_small():
+    assert build_fsm(parse_regex("(?:.{0,20}){0,50}")).num_states < 8100
+    with pytest.raises(TooMuchForFsm):
+        build_fsm(parse_regex("(?:a{2,20}){0,50}b?" * 60))
 
 
 def test_a_tree_whose_parts_are_shared_is_counted_without_walking_all_of_it():

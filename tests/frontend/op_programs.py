@@ -45,6 +45,7 @@ class PlannedState:
     stream: list[ops.Op] = field(default_factory=list)
     children: list[PlannedState] = field(default_factory=list)
     is_open: bool = True
+    is_sealed: bool = False
     is_cancelled: bool = False  # or held to a deadline: it may end at any point
     open_role: ops.Role | None = None
 
@@ -94,7 +95,8 @@ class OpProgram:
             self.script.append(ops.TaskGroup(state.id, tuple(child.id for child in state.children)))
         elif kind == "cancel":
             for one in state.family():
-                one.is_open, one.is_cancelled = False, True
+                one.is_open = one.is_sealed = False
+                one.is_cancelled = True
             self.script.append(ops.Cancel(state.id))
         elif kind == "deadline":
             for one in state.family():
@@ -104,7 +106,7 @@ class OpProgram:
             self.script.append(ops.Limit(state.id, deadline_s=1e6, output_tokens=1_000_000))
         elif kind == "provide" and self._to_provide:
             self.provide(self._to_provide.pop(b % len(self._to_provide)))
-        elif state.is_open:
+        elif state.is_open or (state.is_sealed and kind in ("set", "read")):
             self._append(kind, state, b)
 
     def provide(self, var: int) -> None:
@@ -157,7 +159,7 @@ class OpProgram:
             op = ops.Await(state.id, self._next_ticket)
             self._next_ticket += 1
         elif kind == "seal":
-            state.is_open = False
+            state.is_open, state.is_sealed = False, True
             op = ops.Seal(state.id)
         state.stream.append(op)
         self.script.append(op)

@@ -92,7 +92,8 @@ class Branch:
 
 @dataclass
 class Fork:
-    """``kind``: a task group, plain branches beside the parent, or such that it cancels again."""
+    """``kind``: a task group, one whose branches are joined and read when they are sealed, plain branches
+    beside the parent, or such that it cancels again."""
 
     kind: str
     branches: list[Branch]
@@ -105,7 +106,7 @@ def branches(depth: int = 2) -> st.SearchStrategy[Branch]:
     """Branches with forks of forks."""
     step = st.tuples(st.sampled_from(KINDS), st.integers(0, 5))
     if depth > 0:
-        kinds = st.sampled_from(["group", "group", "plain", "plain", "cancelled"])
+        kinds = st.sampled_from(["group", "group", "joined", "plain", "plain", "cancelled"])
         inner = st.lists(branches(depth - 1), min_size=1, max_size=3)
         step = st.one_of(step, step, step, st.builds(Fork, kinds, inner))
     return st.builds(Branch, st.lists(step, max_size=7))
@@ -164,14 +165,18 @@ class _Player:
             s += ASIDE
         states = s.fork(len(fork.branches))
         pairs = list(zip(states, fork.branches, strict=True))
-        if fork.kind == "group":
+        if fork.kind in ("group", "joined"):
             self.coupled.add(s.path)
         if s.path in self.coupled:
             self.coupled |= {state.path for state in states}
-        if fork.kind == "group":
+        if fork.kind in ("group", "joined"):
             async with states, anyio.create_task_group() as group:
                 for state, branch in pairs:
                     group.start_soon(self.play, state, branch)
+            if fork.kind == "joined":
+                s.join(states, separator=" and ")
+                s += states[-1].text()
+                return
             for state in states:
                 if "x" in state:
                     s += state["x"]

@@ -17,13 +17,14 @@ from op_programs import ANSWERS, CERTAIN, Failure, OpProgram, Pause, answer, op_
 
 import agentflow as af
 from agentflow import interpreter as interpreter_module
-from agentflow import ops
+from agentflow import ops, state_tree
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
 from agentflow.errors import MAX_MESSAGE_CHARS
 from agentflow.events import Delta, ErrorInfo, Event, Reached, StateFailed, StatsReply, Value, VarFailed
+from agentflow.held_memory import STATE_BYTES, HeldMemory
 from agentflow.interpreter import MAX_PENDING_OPS, Interpreter
 from agentflow.sampling import SamplingParams
-from agentflow.state_tree import MAX_STATES
+from agentflow.transform import Transform
 
 pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
 
@@ -261,39 +262,25 @@ async def test_the_frontend_says_the_same(program):
 
 # What is refused, and harms nothing.
 
-NONSENSE = [
+NO_STATE = [
     (ops.Text(9, ("a",)), "there is no state 9"),
     (ops.Cancel(9), "there is no state 9"),
     (ops.Close(9), "there is no state 9"),
     (ops.TaskGroup(9, (2,)), "there is no state 9"),
-    (ops.TaskGroup(1, (2, 9)), "there is no state 9"),
-    (ops.TaskGroup(2, (1,)), "state 1 is not a fork of state 2"),
-    (ops.TaskGroup(1, (1,)), "state 1 is not a fork of state 1"),
-    (ops.TaskGroup(1, (2, 2)), "a task group has each of its states once"),
-    (ops.TaskGroup(1, (2,) * 1_000_000), "a task group has each of its states once"),
-    (ops.Open(1, cache_salt="x" * 257), "a cache_salt, and a program, have 256 characters at most"),
-    (ops.Open(1, program="x" * 257), "a cache_salt, and a program, have 256 characters at most"),
-    (ops.Open(1), "state 1 exists already"),
-    (ops.Fork(1, ()), "a fork needs one or more new states"),
-    (ops.Fork(1, (7, 7)), "a fork needs one or more new states"),
-    (ops.Fork(1, (7, 2)), "state 2 exists already"),
-    (ops.Fork(1, (1,)), "state 1 exists already"),
-    (gen(1, 3), "variable 3 exists already"),
-    (ops.Select(2, 3, "x", ("a",)), "variable 3 exists already"),
-    (ops.Text(1, ("a", ops.Ref(9))), "there is no variable 9"),
+    (ops.Limit(0, -1.0), "limit: deadline_s must be a number of seconds, not -1.0"),
+    (ops.Open(2**53), "states, variables and tickets have numbers up to .*"),
     (ops.Text(4, ("a",)), "state 4 has been closed"),
     (gen(4, 9), "state 4 has been closed"),
     (ops.Close(4), "state 4 has been closed"),
     (ops.Cancel(4), "state 4 has been closed"),
-    (ops.TaskGroup(1, (4,)), "state 4 has been closed"),
 ]
 
 
 @pytest.mark.parametrize("when", ["at once", "later"])
 @pytest.mark.parametrize(
-    ("op", "why"), NONSENSE, ids=lambda value: getattr(value, "__class__", value).__name__
+    ("op", "why"), NO_STATE, ids=lambda value: getattr(value, "__class__", value).__name__
 )
-async def test_an_op_that_makes_no_sense_is_not_taken(op, why, when):
+async def test_an_op_that_has_no_state_to_fail_is_not_taken(op, why, when):
     async with bench(ScriptedGenerator(lambda prompt: f"<{prompt}>")) as at:
         at.submit(ops.Open(1), ops.Text(1, ("a",)), ops.Fork(1, (2, 4)), gen(1, 3), ops.Close(4))
         if when == "later":
@@ -305,6 +292,57 @@ async def test_an_op_that_makes_no_sense_is_not_taken(op, why, when):
         await at.listen_until_all_ended([3, 5, 6])
         assert at.heard.texts == {3: "<a>", 5: "<a<a>>", 6: "<a<a><a<a>>>"}
         at.submit(*map(ops.Close, (1, 2, 7)))
+        await settle()
+        at.assert_has_nothing()
+
+
+# An op, the state that it fails, and the code of that.
+NONSENSE = [
+    (ops.TaskGroup(1, (2, 9)), 1, "protocol_error"),
+    (ops.TaskGroup(2, (1,)), 2, "protocol_error"),
+    (ops.TaskGroup(1, (2, 2)), 1, "protocol_error"),
+    (ops.TaskGroup(1, (2,) * 1_000_000), 1, "protocol_error"),
+    (ops.TaskGroup(1, (4,)), 1, "protocol_error"),
+    (ops.Open(20, cache_salt="x" * 257), 20, "bad_argument"),
+    (ops.Open(20, program="x" * 257), 20, "bad_argument"),
+    (ops.Open(1), 1, "protocol_error"),
+    (ops.Fork(1, ()), 1, "protocol_error"),
+    (ops.Fork(1, (17, 17)), 1, "protocol_error"),
+    (ops.Fork(1, (17, 2)), 1, "protocol_error"),
+    (ops.Fork(2, (17, 2**53)), 2, "protocol_error"),
+    (gen(1, 3), 1, "protocol_error"),
+    (ops.Select(2, 3, "x", ("a",)), 2, "protocol_error"),
+    (ops.Select(2, 2**53, "x", ("a",)), 2, "protocol_error"),
+    (ops.Set(2, 11, "x", (ops.Ref(9),)), 2, "protocol_error"),
+    (ops.Text(1, ("a", ops.Ref(9))), 1, "protocol_error"),
+    (ops.Text(1, (ops.Ref(3, (Transform("strip"),) * 17),)), 1, "bad_argument"),
+    (ops.Limit(1, output_tokens=-1), 1, "bad_argument"),
+    (ops.Await(1, 2**53), 1, "protocol_error"),
+    (ops.Submit(20, ()), 20, "protocol_error"),
+    (ops.Submit(20, (ops.Open(1), gen(1, 2), ops.Open(1)), outputs=(2,)), 20, "protocol_error"),
+    (ops.Submit(20, (ops.Open(1), ops.Fork(1, (3, 3)), gen(1, 2)), outputs=(2,)), 20, "protocol_error"),
+    (ops.Rejected(2, af.BadArgument("no"), "gen", {11: "x"}), 2, "bad_argument"),
+    (ops.Rejected(2, af.BadArgument("no"), "fork", {}, (17,)), 2, "bad_argument"),
+]
+
+
+@pytest.mark.parametrize(
+    ("op", "state", "code"), NONSENSE, ids=lambda value: getattr(value, "__class__", value).__name__
+)
+async def test_an_op_that_makes_no_sense_fails_its_state_in_its_turn(op, state, code):
+    async with bench(ScriptedGenerator(lambda prompt: f"<{prompt}>")) as at:
+        at.submit(ops.Open(1), ops.Text(1, ("a",)), ops.Fork(1, (2, 4)), gen(1, 3), ops.Text(2, ("b",)))
+        at.submit(gen(2, 10), ops.Close(4), ops.Open(5), ops.Text(5, ("c",)))
+        at.submit(op, ops.Text(state, ("more",)), ops.Text(5, (ops.Ref(3), ops.Ref(10))), gen(5, 6))
+        await at.listen_until_all_ended([3, 6, 10])
+        assert at.heard.texts == {3: "<a>", 10: "<ab>", 6: "<c<a><ab>>"}  # what came before has run
+        await settle()
+        at.listen()
+        assert at.heard.failures[state].code == code
+        assert at.heard.failures.keys() <= {state, 17}
+        later = [var for var in (11, 21) if var in at.interpreter._variables]
+        assert all(isinstance(at.heard.ends[var], ErrorInfo) for var in later)
+        at.submit(*[ops.Close(cell.id) for cell in at.interpreter._states])
         await settle()
         at.assert_has_nothing()
 
@@ -336,26 +374,60 @@ async def test_arguments_that_no_frontend_checked_fail_their_own_state_only(bad)
         assert at.generator.num_open == 1  # what has failed holds nothing
 
 
-async def test_too_many_pending_ops_are_refused_and_leave_no_trace():
+async def test_too_many_pending_ops_fail_their_state_with_all_that_it_declares():
     async with bench(ScriptedGenerator(lambda prompt: f"<{prompt}>")) as at:
-        at.submit(ops.Open(1), gen(1, 2), *[ops.Text(1, ("a",))] * (MAX_PENDING_OPS - 1))
-        for op in (gen(1, 3), ops.Fork(1, (4,)), ops.Text(1, ("b",))):
-            with pytest.raises(af.Overloaded, match="20000 ops wait on state 1"):
-                at.submit(op)
-        await at.listen_until_all_ended([2])
-        at.submit(ops.Open(5))
-        for op in (ops.Text(5, (ops.Ref(3),)), ops.Text(4, ("a",))):
-            with pytest.raises(af.ProtocolError, match="there is no"):
-                at.submit(op)
-        at.submit(ops.Cancel(1))
+        at.submit(ops.Open(5), ops.Open(1), gen(1, 2), *[ops.Text(1, ("a",))] * (MAX_PENDING_OPS - 1))
+        at.submit(gen(1, 3), ops.Fork(1, (4,)), ops.Text(1, ("b",)), gen(4, 6))
+        at.submit(ops.Text(5, ("c",)), gen(5, 7))
+        await at.listen_until_all_ended([2, 3, 6, 7])
+        assert at.heard.failures[1].code == "overloaded"
+        assert at.heard.failures[4].cause.code == "overloaded"
+        assert at.heard.texts == {7: "<c>"}
+        at.submit(*map(ops.Close, (1, 4, 5)))
+        await at.until_idle()
+        at.assert_has_nothing()
 
 
-async def test_too_many_states_are_refused():
+async def test_too_many_states_fail_their_fork(monkeypatch):
+    monkeypatch.setattr(state_tree, "MAX_STATES", 3)
+    async with bench(ScriptedGenerator(lambda prompt: f"<{prompt}>")) as at:
+        at.submit(ops.Open(1), ops.Open(2), ops.Text(2, ("a",)), ops.Fork(1, (3, 4)), gen(4, 5), ops.Open(6))
+        at.submit(gen(2, 7))
+        await at.listen_until_all_ended([5, 7])
+        assert {state: info.origin.code for state, info in at.heard.failures.items()} == dict.fromkeys(
+            (1, 3, 4, 6), "overloaded"
+        )
+        assert at.heard.texts == {7: "<a>"}
+        at.submit(*map(ops.Close, (1, 2, 3, 4, 6)))
+        await settle()
+        at.assert_has_nothing()
+
+
+async def test_a_session_without_room_closes_what_it_has_and_goes_on():
+    generator = ScriptedGenerator(lambda prompt: f"<{prompt}>")
+    async with bench(generator) as at:
+        memory = HeldMemory(20_000)
+        interpreter = at.interpreter = Interpreter(generator, at.interpreter._tasks, memory)
+        at.submit(ops.Open(1), ops.Text(1, ("x" * 12_000,)), gen(1, 2), gen(1, 3), ops.Open(4), gen(4, 5))
+        await at.listen_until_all_ended([2, 3, 5])
+        assert at.heard.failures[1].code == "overloaded"
+        at.submit(*[ops.Close(cell.id) for cell in interpreter._states])
+        await settle()
+        at.listen()
+        at.submit(ops.Open(10), ops.Text(10, ("a",)), gen(10, 11))
+        await at.listen_until_all_ended([11])
+        assert at.heard.texts == {11: "<a>"}
+
+
+async def test_rejected_ops_take_no_more_memory_than_they_may(monkeypatch):
+    monkeypatch.setattr(state_tree, "MAX_STATES", 1)
+    monkeypatch.setattr(interpreter_module, "REJECTED_BYTES", 10 * STATE_BYTES)
     async with bench() as at:
         at.submit(ops.Open(1))
-        with pytest.raises(af.Overloaded, match="100000 states"):
-            at.submit(ops.Fork(1, tuple(range(2, MAX_STATES + 2))))
-        at.submit(ops.Fork(1, (2,)), ops.Close(1), ops.Close(2))
+        with pytest.raises(af.Overloaded, match="rejected"):
+            at.submit(*map(ops.Open, range(2, 20)))
+        assert len(list(at.interpreter._states)) < 12
+        at.submit(*[ops.Close(cell.id) for cell in at.interpreter._states])
         await settle()
         at.assert_has_nothing()
 

@@ -213,11 +213,14 @@ async def test_what_is_no_limit_is_refused(limit, message):
 
 
 @pytest.mark.parametrize("limit", [{"deadline_s": -1.0}, {"deadline_s": float("nan")}, {"output_tokens": -1}])
-async def test_a_wire_client_that_sends_no_limit_is_refused(server, limit):
-    async with af.session(server.url) as flow, flow.state() as s:
-        flow.send([ops.Limit(s.id, **limit)])
-        with pytest.raises(af.ProtocolError, match="limit: "):
-            await flow.stats()
+async def test_a_wire_client_that_sends_no_limit_fails_its_state(server, limit):
+    async with af.session(server.url) as flow, flow.state() as s, flow.state() as other:
+        flow._connection.send([ops.Limit(s.id, **limit)])
+        s += "more"
+        with pytest.raises(af.BadArgument, match="limit: "):
+            await s
+        other += "a" + af.gen("good")
+        await other
     await server.wait_until_idle()
 
 
@@ -227,7 +230,7 @@ async def test_a_wire_client_that_sends_no_time_fails_its_state(server, timeout_
         s += "a" + af.gen("good")
         await s
         gen = ops.Gen(s.id, flow.next_id(), "bad", af.gen("bad").params)
-        flow.send([msgspec.structs.replace(gen, timeout_s=timeout_s)])
+        flow._connection.send([msgspec.structs.replace(gen, timeout_s=timeout_s)])
         s += "b"
         with pytest.raises(af.BadArgument, match="timeout_s must be a number of seconds above 0"):
             await s

@@ -201,8 +201,8 @@ async def test_a_closed_state_fails_what_others_expect_of_it_over_the_bare_ops()
     backend = af.Scripted([])
     async with af.session(backend=backend) as flow, flow.state() as other:
         state, var = flow.next_id(), flow.next_id()
-        flow.send([ops.Open(state), ops.Expect(state, var, "mine")])
-        flow.send([ops.Text(other.id, (ops.Ref(var),)), ops.Close(state)])
+        flow._connection.send([ops.Open(state), ops.Expect(state, var, "mine")])
+        flow._connection.send([ops.Text(other.id, (ops.Ref(var),)), ops.Close(state)])
         await settle()
         assert other.error.message == "the text needs 'mine', which has no value"
         assert other.error.cause.code == "cancelled"
@@ -212,7 +212,7 @@ async def test_a_closed_state_fails_what_others_expect_of_it_over_the_bare_ops()
 async def test_only_what_is_expected_can_be_provided(server):
     async with af.session(server.url) as flow, flow.state() as s:
         s += f"a {HANG}" + af.gen("x")
-        flow.send([ops.Provide(s["x"].id, "forged")])
+        flow._connection.send([ops.Provide(s["x"].id, "forged")])
         with pytest.raises(af.ProtocolError, match="is none that the client provides"):
             await s["x"]
     await server.wait_until_idle()

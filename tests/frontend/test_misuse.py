@@ -330,6 +330,7 @@ def look_up(city: str) -> str:
     [
         ({"tools": 3}, "tools must be a list"),
         ({"tools": look_up}, "tools must be a list"),
+        ({"tools": [look_up, look_up]}, "two tools have the name 'look_up'"),
         ({"tools": [look_up], "choice": "look_down"}, "there is no tool 'look_down'.*'look_up'"),
         ({"choice": "look_up"}, "there are no tools"),
         ({"choice": "required"}, "there are no tools"),

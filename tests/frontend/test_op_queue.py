@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from agentflow import ops
 from agentflow.backends.op_queue import FRAME_OVERHEAD_BYTES, OpQueue
 from agentflow.errors import BadArgument, FrameTooLarge, ProtocolError
-from agentflow.protocol import Ops, client_frames
+from agentflow.protocol import UnreadOps, client_frames, op_reader
 
 FRAME_BYTES = 256
 actions = st.lists(
@@ -27,6 +27,7 @@ actions = st.lists(
 @given(actions, st.booleans())
 def test_every_op_arrives_once_and_in_order(recorded: list[tuple[str, int]], binary: bool) -> None:
     queue = OpQueue(binary=binary, frame_bytes=FRAME_BYTES)
+    read = op_reader(binary=binary)
     added: list[ops.Op] = []
     taken: list[ops.Op] = []  # by the server
     on_the_way: list[bytes] = []
@@ -34,9 +35,9 @@ def test_every_op_arrives_once_and_in_order(recorded: list[tuple[str, int]], bin
     def deliver(data: bytes) -> None:
         assert len(data) <= FRAME_BYTES
         frame = client_frames().decode(data if binary else data.decode())
-        assert isinstance(frame, Ops)
+        assert isinstance(frame, UnreadOps)
         assert 1 <= frame.first <= len(taken) + 1
-        taken.extend(frame.ops[len(taken) + 1 - frame.first :])
+        taken.extend(map(read, frame.ops[len(taken) + 1 - frame.first :]))
 
     for action, number in [*recorded, ("break", 0), ("send all", 0)]:
         if action == "add":

@@ -436,7 +436,7 @@ async def test_a_session_that_is_not_open_says_so():
         flow.state()
 
 
-@pytest.mark.parametrize("wrong", [3, None, ["a"], b"a", af.gen, object()], ids=repr)
+@pytest.mark.parametrize("wrong", [3, None, ["a"], b"a", af.gen, object()], ids=lambda x: type(x).__name__)
 async def test_what_cannot_be_in_a_sum_is_refused_at_once(wrong):
     async with af.session(backend=af.Scripted(answer)) as flow, flow.state() as s:
         s += af.gen("x")

@@ -195,6 +195,8 @@ REFUSED = [
     (weather, "tools must be a list of functions or schemas"),
     (PING, "tools must be a list"),
     ("ping", "tools must be a list"),
+    (3, "tools must be a list"),
+    (object(), "tools must be a list"),
     ([PING, PING], "two tools have the name 'ping'"),
     ([3], "a tool is a function or a schema, not 3"),
     ([{}], "a tool's schema needs a name, and parameters"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import anyio
+import anyio.lowlevel
 import pytest
 from random_programs import Step, answer, whole
 from wire_server import Budget, proxied, thread_server
@@ -10,7 +12,7 @@ import agentflow as af
 from agentflow import ops
 from agentflow.backends.interpreted import interpreted
 from agentflow.backends.scripted import ScriptedGenerator
-from agentflow.errors import ProtocolError
+from agentflow.events import Event, Reached, StateFailed, VarFailed
 from agentflow.sampling import SamplingParams
 
 pytestmark = pytest.mark.anyio
@@ -64,9 +66,19 @@ OPEN = ops.Open(1)
         (OPEN, ops.Gen(1, 2, "x", SamplingParams()), ops.Gen(1, 2, "x", SamplingParams())),
     ],
 )
-async def test_what_is_no_graph_is_refused(bad):
+async def test_what_is_no_graph_fails_its_root(bad):
     generator = ScriptedGenerator(answer)
-    async with interpreted(generator, lambda events: None) as connection:
-        with pytest.raises(ProtocolError):
-            connection.send([ops.Submit(5, bad)])
+    events: list[Event] = []
+    async with interpreted(generator, events.extend) as connection:
+        connection.send([ops.Submit(5, bad, outputs=(2,)), ops.Open(50), ops.Await(50, 1)])
+        while Reached(50, 1) not in events:
+            await anyio.lowlevel.checkpoint()
+        failed = [(event.state, event.error.code) for event in events if isinstance(event, StateFailed)]
+        assert failed == [(5, "protocol_error")]
+        assert [event.var for event in events if isinstance(event, VarFailed)] == [6]
+        connection.send([ops.Close(5)])
+        await anyio.wait_all_tasks_blocked()
+        connection.send([ops.Open(5), ops.Await(5, 1)])  # its number is free again
+        while Reached(5, 1) not in events:
+            await anyio.lowlevel.checkpoint()
     assert generator.num_open == 0

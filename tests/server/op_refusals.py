@@ -17,6 +17,7 @@ from server.refused_sessions import ASK, OPEN, Session, gen, text
 from server.refused_sessions import session as session_on
 from server.refusing_servers import KEY, changed, failing_engine, tenants
 
+from agentflow import interpreter, state_tree
 from agentflow.server import chat_layout
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.limits import CompileLimits, ServerLimits
@@ -56,13 +57,22 @@ def while_busy(*sent: dict[str, Any], **config: Any) -> Fails:
     return fail
 
 
+def patched(module: Any, name: str, value: int, fail: Fails) -> Fails:
+    def patched_fail(server: ApiServer) -> str:
+        with patch.object(module, name, value):
+            return fail(server)
+
+    return patched_fail
+
+
 def large_values(_: ApiServer) -> str:
-    """Small ops: the second takes the value of the first sixty times."""
+    """A large op; and small ones, of which the second takes the value of the first sixty times."""
     longer = {**SET, "parts": [{"op": "ref", "var": 2}] * 60}
     failures = {
         fail_with(limits, OPEN, {**SET, "var": 2, "parts": ["x" * 4000]}, longer)
         for limits in (ServerLimits(session_bytes=200_000), ServerLimits(sessions_bytes=200_000))
     }
+    failures.add(fail_with(ServerLimits(session_bytes=20_000), OPEN, text("x" * 30_000)))
     [code] = failures
     return code
 
@@ -170,13 +180,28 @@ SEAL = {"op": "seal", "state": 1}
 TWO_TOKENS = {"op": "limit", "state": 1, "output_tokens": 2}
 
 
+TWICE = (OPEN, {"op": "open", "state": 3}, {"op": "open", "state": 3})
+TRANSFORMED = {"op": "ref", "var": 2, "transforms": [["strip", ""]] * 100}
+
+
 FAILURES: dict[str, Fails] = {
+    "an op that cannot be read": ops(*ASK, {"op": "begin", "state": 1, "role": "judge"}, state=1),
+    "a parameter that there is not": ops(*ASK, gen(params={"heat": 1})),
     "a parameter out of range": ops(*ASK, gen(params={"max_tokens": 0})),
     "a token beyond the vocabulary": ops(*ASK, gen(params={"logit_bias": [[10**6, 1.0]]})),
     "nothing to go on from": ops(OPEN, gen()),
     "a `select` without choices": ops(*ASK, SELECT),
     "a turn in a turn, or an end without one": ops(OPEN, USER, USER, state=1),
     "a `hint` that makes no sense": ops(OPEN, {"op": "hint", "state": 1, "forks": -5}, state=1),
+    "a variable that is not there": ops(OPEN, text({"op": "ref", "var": 7}), state=1),
+    "a number that is taken": ops(*TWICE, state=3),
+    "more transforms than may follow each other": ops(OPEN, {**SET, "var": 2}, text(TRANSFORMED), state=1),
+    "a `limit` that makes no sense": ops(OPEN, {"op": "limit", "state": 1, "output_tokens": -1}, state=1),
+    "a `taskgroup` of states that are no forks of its state, or with one of them twice": ops(
+        *TWICE[:2], {"op": "taskgroup", "state": 1, "children": [3]}, state=1
+    ),
+    "a `cache_salt` or `program` that is too long": ops({**OPEN, "cache_salt": "x" * 257}, state=1),
+    "a `submit` that is no graph": ops({"op": "submit", "state": 1, "ops": []}, state=1),
     "a turn, and a model without a chat template": on_template(None, OPEN, *turn("user"), state=1),
     "turns that the model's chat template refuses": on_template(INST, OPEN, *turn("assistant"), gen()),
     "too many turns that the chat template rewrites": many_renderings,
@@ -208,7 +233,10 @@ FAILURES: dict[str, Fails] = {
     "too many unfinished requests of one tenant": too_many_of_one_tenant,
     "the API key is not known any more": a_key_that_is_gone,
     "the engine has too many unfinished requests": while_busy(*ASK, gen(), max_unfinished=1),
-    "states and values that are too large together": large_values,
+    "too many states in a session": patched(state_tree, "MAX_STATES", 1, ops(*TWICE[:2], state=3)),
+    "too many limits of states": patched(state_tree, "MAX_LIMITS", 0, ops(OPEN, TWO_TOKENS, state=1)),
+    "too many ops wait on a state": patched(interpreter, "MAX_PENDING_OPS", 1, ops(*ASK, gen())),
+    "ops, states and values that are too large together": large_values,
     "the engine fails on this request": on(lambda: failing_engine(ArithmeticError("no memory")), *ASK, gen()),
     "the engine is gone": on(lambda: failing_engine(SystemExit(3)), *ASK, gen()),
     "`getstats` of an engine that restarts or is gone": no_counters,

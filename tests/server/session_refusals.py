@@ -16,7 +16,7 @@ from server.refused_sessions import ASK, HELLO, NO_CODE, OPEN, address, gen, ref
 from server.refused_sessions import session as session_on
 from server.refusing_servers import KEY, changed, of_any_address, tenants
 
-from agentflow import interpreter, state_tree, stats_answers
+from agentflow import interpreter, stats_answers
 from agentflow.server.api_keys import hashed_key
 from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.limits import ServerLimits
@@ -230,13 +230,7 @@ def no_answer_to_a_ping(_: ApiServer) -> tuple[str, str]:
 
 LONG = {"frame": "ops", "first": 1, "ops": [], "filler": "x" * 5000}
 VERY_LONG = {**LONG, "filler": "x" * 9000}
-TWICE = (OPEN, {"op": "open", "state": 3}, {"op": "open", "state": 3})
-COUPLED = {"op": "taskgroup", "state": 1, "children": [3]}
-GRAPH = {"op": "submit", "state": 1, "ops": []}
-LIMITED = {"op": "limit", "state": 1, "output_tokens": 9}
-NO_LIMIT = {"op": "limit", "state": 1, "output_tokens": -1}
-SET = {"op": "set", "state": 1, "var": 2, "name": "text", "parts": ["x"]}
-TRANSFORMED = {"op": "ref", "var": 2, "transforms": [["strip", ""]] * 100}
+NO_LIMIT = {"op": "limit", "output_tokens": -1}
 PROVIDED = {"op": "provide", "var": 2, "text": "x"}
 
 SESSION_ENDS: dict[str, Ends] = {
@@ -251,28 +245,20 @@ SESSION_ENDS: dict[str, Ends] = {
     "a frame of more than twice the limit": of(sending(VERY_LONG), frame_bytes=4096),
     "a gap in the numbers of the ops": ops(OPEN, first=2),
     "a state that is not there, or closed": ops(text("x", state=7)),
-    "a variable that is not there": ops(OPEN, text({"op": "ref", "var": 7})),
-    "a number that is taken": ops(*TWICE),
-    "a number that is too large": ops({"op": "open", "state": 2**63}),
-    "more transforms than may follow each other": ops(OPEN, SET, text(TRANSFORMED)),
+    "an op that does not say its state": ops({"op": "text", "state": "1", "parts": ["x"]}),
+    "a state with a number that is too large": ops({"op": "open", "state": 2**63}),
+    "a `limit` of the session that makes no sense": ops({**NO_LIMIT, "state": 0}),
     "`provide` for what the client does not provide": ops(*ASK, gen(), PROVIDED),
-    "a `limit` that makes no sense": ops(OPEN, NO_LIMIT),
-    "a `taskgroup` of states that are no forks of its state, or with one of them twice": ops(
-        *TWICE[:2], COUPLED
-    ),
-    "a `cache_salt` or `program` that is too long": ops({**OPEN, "cache_salt": "x" * 257}),
-    "a `submit` that is no graph": ops(GRAPH),
     "too many sessions": of_two(max_sessions=1),
     "too many sessions of one tenant": too_many_of_one_tenant,
     "too many connections": of_two(max_connections=1),
     "too many connections of one tenant": too_many_connections_of_one_tenant,
-    "too many states in a session": patched(state_tree, "MAX_STATES", 1, ops(*TWICE[:2])),
-    "too many limits of states": patched(state_tree, "MAX_LIMITS", 0, ops(OPEN, LIMITED)),
-    "too many ops wait on a state": patched(interpreter, "MAX_PENDING_OPS", 1, ops(*ASK, gen())),
+    "too many ops that were rejected": patched(
+        interpreter, "REJECTED_BYTES", 1, ops({**OPEN, "cache_salt": "x" * 257})
+    ),
     "too many `getstats` wait for their answers": patched(
         stats_answers, "MAX_TICKETS", 1, ops(*[{"op": "getstats", "ticket": 1}] * 2)
     ),
-    "ops, states and values that are too large together": of(ops(*ASK, text("x" * 9000)), session_bytes=9000),
     "the session to resume is gone, or is somebody else's": an_unknown_session,
     "no such model, or none for this key": an_unknown_model,
     "the session's API key is not valid any more": a_revoked_key,

@@ -185,6 +185,19 @@ def test_where_any_value_may_stand_its_numbers_are_bounded(schema, text):
         assert not takes(constraint, text % value), value
 
 
+@pytest.mark.parametrize(
+    "pattern", ["((a{1,50}){1,50}){1,50}", "((a{0,50}){0,50}){0,50}", "(?s)(.{1,300}){1,300}"]
+)
+def test_nested_repeats_that_compile_can_be_written(pattern):
+    assert takes(compiled("regex", pattern), "a" * 3000)
+
+
+@pytest.mark.parametrize("pattern", ["((a{1,50}b?){1,50}){1,50}", r"((\w{1,50} ?){1,50}){1,50}"])
+def test_a_pattern_that_is_read_in_too_many_ways_is_refused_before_anything_is_written(pattern):
+    with pytest.raises(BadArgument, match="regex: the grammar asks for more than a step may compute"):
+        compiled("regex", pattern)
+
+
 @pytest.mark.parametrize("draft", ["draft-04", "draft-06", "draft-07", "draft/2020-12", None])
 @pytest.mark.parametrize("key", ["id", "$id"])
 @pytest.mark.parametrize("identity", ["http://x.net/a", "other.json", "urn:a:b"])

@@ -103,14 +103,17 @@ async def test_a_handshake_with_a_long_url_has_an_answer() -> None:
 
 @pytest.mark.anyio
 async def test_a_handshake_that_the_application_does_not_answer_is_closed() -> None:
+    is_closed = anyio.Event()
+
     async def never(_: Any, __: Any, ___: Any) -> None:
-        await anyio.sleep_forever()
+        await is_closed.wait()
 
     async with running_server(one_model(opened), limits=ServerLimits(header_timeout_s=0.05)) as server:
         server.app.router.app = server.app.middleware_stack = never  # type: ignore[assignment, attr-defined]
         async with await anyio.connect_tcp("127.0.0.1", _port(server)) as stream:
             await stream.send(HANDSHAKE + b"\r\n")
             assert (await _until_end(stream)).startswith(b"HTTP/1.1 500 ")
+        is_closed.set()
 
 
 FLOOD_BYTES, PIECE = 100_000_000, 65_536
@@ -215,7 +218,7 @@ async def test_what_comes_after_an_answer_and_asks_for_nothing_keeps_no_connecti
     request_begun: bytes, sent: bytes
 ) -> None:
     async with (
-        running_server(one_model(opened), limits=ServerLimits(header_timeout_s=0.5)) as server,
+        running_server(one_model(opened), limits=ServerLimits(idle_timeout_s=0.5)) as server,
         await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
     ):
         await _ask(stream, request_begun)

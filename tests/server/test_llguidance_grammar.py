@@ -8,6 +8,7 @@ from small_tokenizers import byte_level, byte_level_of, sentencepiece
 
 from agentflow.constraint import Constraint
 from agentflow.errors import RequestRefused
+from agentflow.server import llguidance_grammar
 from agentflow.server.constraint_compilation import compile_constraint
 from agentflow.server.core.fsm import DEAD, START
 from agentflow.server.core.fsm_builder import build_fsm
@@ -251,6 +252,45 @@ def test_a_grammar_that_costs_too_much_hurts_its_own_text_only():
         with pytest.raises(RequestRefused, match="more than a step may compute"):
             ask()
     assert harmless.mask().any()
+
+
+LONG = f"start: /(\\w{{1,9}} ){{1,5000}}/\n{ALL_TOKENS_ALLOWED}"
+
+
+def write_words(matcher, num_bytes: int) -> None:
+    for number in range(num_bytes):
+        byte = ord(" " if number % 5 == 4 else "a")
+        assert is_allowed(matcher.mask(), byte)
+        matcher.take(byte)
+
+
+def test_what_one_text_makes_the_lexer_keep_ends_no_other_text(monkeypatch):
+    """All texts under a grammar share the lexer's states, of which there may be so many."""
+    monkeypatch.setattr(llguidance_grammar, "LEXER_STATES", 5000)
+    grammar = LlguidanceGrammar(LONG, BYTE_VOCABULARY)
+    beside = grammar.matcher()
+    write_words(beside, 10)
+    long = grammar.matcher()
+    with pytest.raises(RequestRefused, match="too many states"):
+        write_words(long, 100_000)
+    write_words(beside, 50)
+    beside.take_back(7)
+    beside.take(ord("b"))
+    fresh = grammar.matcher()
+    write_words(fresh, 53)
+    fresh.take(ord("b"))
+    assert ids_of(beside.mask()) == ids_of(fresh.mask())
+    assert beside.may_end() == fresh.may_end()
+    with pytest.raises(ValueError, match="does not allow"):
+        beside.take(ord("-"))
+
+
+def test_a_text_goes_on_with_a_new_lexer_where_its_own_states_are_few(monkeypatch):
+    """Masks look at states around the text, which it does not need any more."""
+    monkeypatch.setattr(llguidance_grammar, "LEXER_STATES", 5000)
+    matcher = LlguidanceGrammar(LONG, BYTE_VOCABULARY).matcher()
+    write_words(matcher, 500)
+    assert matcher.may_end()
 
 
 def test_a_text_that_can_neither_go_on_nor_end_is_refused():

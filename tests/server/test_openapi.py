@@ -110,8 +110,12 @@ def test_a_route_has_its_own_errors() -> None:
     answers = operation["responses"]
     assert list(answers) == sorted(answers)
     assert {"200", "400", "401", "404", "408", "413", "415", "429", "500", "529"} <= set(answers)
-    # The web server's own, which is the same in all APIs.
-    assert set(answers.pop("503")["content"]) == {"text/plain"}
+    # What comes before the request is read is the same in all APIs.
+    for status in ("414", "431", "503"):
+        assert set(answers.pop(status)["content"]) == {"text/plain"}
+    for status in ("408", "429"):
+        assert answers[status]["content"].pop("text/plain")
+        assert not answers[status]["headers"]["request-id"]["required"]
     assert set(answers["200"]["content"]) == {"application/json", "text/event-stream"}
     own = {"$ref": "#/components/schemas/Fault"}
     # What stands before the API answers in the words of OpenAI's.

@@ -186,6 +186,7 @@ def test_events_module_has_no_struct_that_the_page_leaves_out() -> None:
             and value.__module__ == module.__name__
             and not value.__name__.startswith("_")
         }
+        structs -= {protocol.UnreadOps}  # the server's view of an ops frame
         assert structs <= {*FRAMES, *OPS, *EVENTS, *PARTS}
 
 

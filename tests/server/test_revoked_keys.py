@@ -1,4 +1,4 @@
-"""A key that is taken away loses its open websockets, and no other does. Over real sockets."""
+"""What a key may see over a real websocket, its own counters, and keep, its session until it is revoked."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import anyio
+import anyio.to_thread
 import pytest
 from server.api_server import ApiServer, api_server
-from server.refused_sessions import HELLO, Session, session
+from server.refused_sessions import HELLO, Session, gen, session, text
+from wire_peer import Listener
 
+from agentflow import ops
+from agentflow.backends.remote import Remote
+from agentflow.errors import NotAuthorized
 from agentflow.server.api_keys import Tenants, hashed_key
 from agentflow.server.limits import ServerLimits
 
@@ -69,6 +75,35 @@ def test_a_revoked_key_loses_its_open_websockets(keyed: KeyedServer) -> None:
         assert other.end() == REVOKED
         keyed.allow(ann=["bob-1"], bob=["bob-2"])  # the key is another tenant's
         assert bob.end() == REVOKED
+
+
+@pytest.mark.anyio
+async def test_the_client_of_this_package_raises_it(keyed: KeyedServer) -> None:
+    listener = Listener()
+    url = keyed.server.url.replace("http", "ws")
+    async with Remote(url, api_key="ann-1").connect(listener.deliver, listener.lost) as connection:
+        connection.send([ops.Open(1), ops.Await(1, 1)])
+        await anyio.to_thread.run_sync(lambda: keyed.allow(bob=["bob-1"]))
+        assert isinstance(await listener.wait_until_lost(), NotAuthorized)
+
+
+@pytest.mark.parametrize("key", ["ann-1", "bob-1"])
+def test_counters_of_the_engine_are_for_keys_that_see_the_metrics(keyed: KeyedServer, key: str) -> None:
+    keyed.file.write_text(
+        keys_text(ann=["ann-1"]) + "\n" + keys_text(bob=["bob-1"]) + "\nsees_metrics = true"
+    )
+    keyed.server.call(keyed.server.service.reload_tenants)
+    with session(keyed.server, key="ann-1") as ann:
+        for number in (1, 2):
+            ann.ops({"op": "open", "state": number}, text("Why?", state=number), gen(number, number + 10))
+            assert next(event for event in ann.events() if event["event"] == "value")
+        with session(keyed.server, key=key) as asking:
+            asking.ops({"op": "getstats", "ticket": 1})
+            stats = next(event for event in asking.events() if event["event"] == "statsreply")["stats"]
+    assert stats["generated_tokens"] == 8
+    assert stats["prompt_tokens"] > 0
+    of_all = key == "bob-1"
+    assert (bool(stats["steps"]), bool(stats["total_slots"])) == (of_all, of_all)
 
 
 def test_a_file_that_cannot_be_read_revokes_nothing(keyed: KeyedServer) -> None:

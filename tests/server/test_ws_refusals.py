@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from itertools import count
 
+import msgspec
 import pytest
 from asgi_peer import bench, check_still_served, connected
 from hypothesis import given
 from hypothesis import strategies as st
-from wire_peer import gen
+from wire_peer import Listener, count_words, gen
 
 from agentflow import ops
 from agentflow.errors import ProtocolError
+from agentflow.events import StateFailed, VarFailed
 from agentflow.protocol import (
     VERSION,
     Bye,
+    Events,
     Hello,
     Ops,
     Resume,
@@ -110,16 +113,12 @@ BAD_FRAMES: dict[str, tuple[bytes, str]] = {
     "no frame": (b"[]", "Expected `object`"),
     "no kind": (b"{}", "missing required field `frame`"),
     "unknown kind": (b'{"frame":"events"}', "'events' - at `$.frame`"),
-    "unknown op": (b'{"frame":"ops","first":1,"ops":[{"op":"sing"}]}', "'sing' - at `$.ops[0].op`"),
     "half a frame": (b'{"frame":"ops","first":1', "truncated"),
-    "missing field": (b'{"frame":"ops","first":1,"ops":[{"op":"text","state":1}]}', "`parts`"),
-    "wrong type": (b'{"frame":"ops","first":1,"ops":[{"op":"open","state":"1"}]}', "`$.ops[0].state`"),
+    "an op without a state": (b'{"frame":"ops","first":1,"ops":[{"op":"text","parts":["a"]}]}', "`state`"),
+    "an op that is none": (b'{"frame":"ops","first":1,"ops":[7]}', "an op cannot be read"),
+    "wrong type": (b'{"frame":"ops","first":1,"ops":[{"op":"open","state":"1"}]}', "`$.state`"),
     "huge number": (b'{"frame":"ops","first":1e400,"ops":[]}', "cannot be read"),
     "very deep": (b"[" * 100_000, "cannot be read"),
-    "unknown sampling": (
-        b'{"frame":"ops","first":1,"ops":[{"op":"gen","state":1,"var":1,"name":"a","params":{"heat":1}}]}',
-        "`heat`",
-    ),
     "half a character": (
         b'{"frame":"ops","first":1,"ops":[{"op":"text","state":1,"parts":["\\ud800"]}]}',
         "cannot be read",
@@ -128,15 +127,6 @@ BAD_FRAMES: dict[str, tuple[bytes, str]] = {
     "gap": (encode(Ops(3, (ops.Open(1),)), binary=False), "expected ops from number 1 on"),
     "number zero": (encode(Ops(0, (ops.Open(1),)), binary=False), "expected ops from number 1 on"),
     "unknown state": (encode(Ops(1, (ops.Text(7, ("a",)),)), binary=False), "there is no state 7"),
-    "unknown variable": (
-        encode(Ops(1, (ops.Open(1), ops.Text(1, (ops.Ref(9),)))), binary=False),
-        "there is no variable 9",
-    ),
-    "state twice": (encode(Ops(1, (ops.Open(1), ops.Open(1))), binary=False), "state 1 exists already"),
-    "variable twice": (
-        encode(Ops(1, (ops.Open(1), gen(1, 2), gen(1, 2))), binary=False),
-        "variable 2 exists already",
-    ),
 }
 
 
@@ -155,6 +145,66 @@ async def test_a_bad_frame_is_refused_with_what_is_wrong_and_harms_nobody_else(c
         await check_still_served(good, ids, first_op=4)
         good.bye()
         await server.is_idle()  # the bad one has ended at once, with no grace
+
+
+# Ops that make no sense, in a frame that is one. State 1 is open, variable 2 is its own.
+
+BAD_OPS = {
+    "unknown op": ({"op": "sing", "state": 1}, "bad_argument"),
+    "unknown op with a variable": ({"op": "sing", "state": 1, "var": 9}, "bad_argument"),
+    "missing field": ({"op": "text", "state": 1}, "bad_argument"),
+    "wrong type": ({"op": "text", "state": 1, "parts": "a"}, "bad_argument"),
+    "unknown sampling": (
+        {"op": "gen", "state": 1, "var": 9, "name": "a", "params": {"heat": 1}},
+        "bad_argument",
+    ),
+    "bad role": ({"op": "begin", "state": 1, "role": "judge"}, "bad_argument"),
+    "bad objective": ({"op": "hint", "state": 1, "objective": "speed"}, "bad_argument"),
+    "bad message": (
+        {"op": "converse", "state": 1, "conversation": {"messages": [{"role": "user", "content": 5}]}},
+        "bad_argument",
+    ),
+    "unknown variable": ({"op": "text", "state": 1, "parts": [{"op": "ref", "var": 9}]}, "protocol_error"),
+    "state twice": ({"op": "open", "state": 1}, "protocol_error"),
+    "variable twice": ({"op": "set", "state": 1, "var": 2, "name": "a", "parts": []}, "protocol_error"),
+    "long salt": ({"op": "open", "state": 1, "cache_salt": "x" * 257}, "bad_argument"),
+}
+
+
+@pytest.mark.parametrize("binary", [True, False])
+@pytest.mark.parametrize("case", BAD_OPS)
+async def test_a_bad_op_fails_its_state_and_the_session_goes_on(case: str, binary: bool) -> None:
+    bad, code = BAD_OPS[case]
+    write = msgspec.msgpack.encode if binary else msgspec.json.encode
+    async with bench() as server, connected(server, binary=[binary]) as [peer]:
+        await peer.greet()
+        first = [ops.Open(1), ops.Text(1, ("say #2",)), gen(1, 2)]
+        if case == "long salt":
+            first = [ops.Open(5), ops.Text(5, ("say #2",)), gen(5, 2)]
+        peer.put_ops(1, *first)
+        peer.put_data(write({"frame": "ops", "first": 4, "ops": [bad]}))
+        peer.put_ops(5, gen(1, 3))
+        listener = Listener()
+        while not listener.failed or 2 not in listener.ends or 3 not in listener.ends:
+            frame = await peer.frame()
+            assert isinstance(frame, Events)
+            listener.deliver(frame.events)
+        assert {state: failed.error.code for state, failed in listener.failed.items()} == {1: code}
+        assert listener.texts[2] == count_words("say #2")  # what came before has run
+        if "var" in bad and bad["var"] != 2:
+            end = listener.ends[9]
+            assert isinstance(end, VarFailed)
+            assert end.error.code == code
+        await check_still_served(peer, count(100), first_op=6)
+
+
+async def test_text_that_is_no_unicode_fails_its_state() -> None:
+    async with bench() as server, connected(server) as [peer]:
+        await peer.greet()
+        data = encode(Ops(1, (ops.Open(1), ops.Text(1, ("@@",)))), binary=True)
+        peer.put_data(data.replace(b"@@", b"\xff\xfe"))
+        await peer.events(lambda events: any(isinstance(event, StateFailed) for event in events))
+        await check_still_served(peer, count(100), first_op=3)
 
 
 def _is_frame(data: bytes) -> bool:

@@ -23,6 +23,9 @@ from agentflow.protocol import (
     Events,
     Ops,
     Welcome,
+    client_frames,
+    encode,
+    op_reader,
 )
 from agentflow.server.limits import ServerLimits
 from agentflow.server.sessions import ServedSession, Sessions, open_sessions
@@ -265,6 +268,7 @@ async def test_a_frame_of_very_many_ops_lets_others_run_in_between() -> None:
                 await anyio.lowlevel.checkpoint()
 
         group.start_soon(watch)
-        await session.take(Ops(1, (ops.Open(1), *(ops.Text(1, ("a",)) for _ in range(9_999)))))
+        frame = encode(Ops(1, (ops.Open(1), *(ops.Text(1, ("a",)) for _ in range(9_999)))), binary=True)
+        await session.take(client_frames().decode(frame), op_reader(binary=True))
         session.interpreter.close()
     assert len(seen) > 10

@@ -126,7 +126,7 @@ class _Reader:
         if name in ("MAX_REPEAT", "MIN_REPEAT"):
             least, most, part = value
             inner = self.sequence(list(part), flags, False, False, depth + 1)
-            return Repeat(inner, int(least), None if most is _parser.MAXREPEAT else int(most))
+            return _repeat(inner, int(least), None if most is _parser.MAXREPEAT else int(most))
         if name == "SUBPATTERN":
             return self.sequence(list(value[3]), _inner_flags(flags, value), at_start, at_end, depth + 1)
         if name == "BRANCH":
@@ -202,6 +202,21 @@ def _inner_flags(flags: int, group: Any) -> int:
     """Those inside a group."""
     _, added, removed, _ = group
     return ((flags & ~_ALPHABETS if added & _ALPHABETS else flags) | int(added)) & ~int(removed)
+
+
+def _repeat(part: Regex, least: int, most: int | None) -> Regex:
+    """Repeats of repeats are one repeat where every number of times between is possible, too: a text under
+    ``(a{1,50}){1,50}`` can be read in very many ways, and under ``a{1,2500}`` in one."""
+    if isinstance(part, Repeat):
+        inner_most = part.most
+        # From ``least`` times on, the next number of times begins no later than where this one ends.
+        is_joined = inner_most is None and least > 0
+        is_joined |= (least + 1) * part.least <= (0 if inner_most is None else least * inner_most) + 1
+        if least == most or is_joined:
+            is_endless = (most is None and inner_most != 0) or (inner_most is None and most != 0)
+            total = None if is_endless else (most or 0) * (inner_most or 0)
+            return Repeat(part.part, least * part.least, total)
+    return Repeat(part, least, most)
 
 
 def _is_empty(item: Any) -> bool:
