@@ -117,14 +117,27 @@ class _Loop:
         self._lock = threading.Lock()
         self._is_over = False
         self._has_begun = threading.Event()
-        self._thread = threading.Thread(target=anyio.run, args=(self._serve,), name=name, daemon=True)
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._live, name=name, daemon=True)
         self._thread.start()
         self._has_begun.wait()
+        if self._failure is not None:
+            raise self._failure
 
     @property
     def is_here(self) -> bool:
         """Whether it runs: a fork of the process has no threads."""
         return not self._is_over and self._process == os.getpid()
+
+    def _live(self) -> None:
+        try:
+            anyio.run(self._serve)
+        except BaseException as error:
+            if self._has_begun.is_set():
+                raise
+            self._failure = error  # no loop can be made: too many files are open, say
+        finally:
+            self._has_begun.set()
 
     def start(self, call: _Call[Any]) -> None:
         """Runs it, or ends it where the loop has ended."""

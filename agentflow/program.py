@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import logging
+import weakref
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
@@ -11,6 +14,7 @@ import anyio
 
 from agentflow.errors import BadArgument, Cancelled
 from agentflow.graph import Graph
+from agentflow.loop_caller import loop_caller
 from agentflow.map_inputs import short
 from agentflow.run import Run, called
 from agentflow.state import State
@@ -18,6 +22,8 @@ from agentflow.stream import EventStream, ProgramEvent, RunDone
 
 if TYPE_CHECKING:
     from agentflow.session import Session
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
@@ -88,7 +94,10 @@ def program(function: ProgramFunction[P, ResultT]) -> Program[P, ResultT]:
 class ProgramStream:
     """A running program as an async iterator over its events; the last is ``RunDone``. A failure of
     the program is raised by the iteration. ``async with`` (or ``aclose``) cancels what is left when
-    the reader stops early.
+    the reader stops early, and waits for its end.
+
+    Without the block, the program is cancelled when the stream is dropped (at once, after ``break`` in
+    ``async for event in flow.stream(judge, essay)``); a failure that nobody has read is logged then.
 
     >>> async with flow.stream(judge, essay) as events:
     ...     async for event in events:
@@ -97,41 +106,28 @@ class ProgramStream:
     """
 
     def __init__(self, session: Session, function: Callable[[State], Awaitable[Any]]) -> None:
-        self._run = Run(session)
-        self._scope = anyio.CancelScope()
-        self._ended = anyio.Event()
-        self._failure: Exception | None = None
-        self._result: RunDone | None = None
-        self._events: EventStream = self._run.watch(self._ended.is_set)
-        session.start_soon(self._live, function)
-
-    async def _live(self, function: Callable[[State], Awaitable[Any]]) -> None:
-        try:
-            with self._scope:
-                self._result = RunDone(await self._run.execute(function, (), {}))
-        except Exception as error:
-            self._failure = error  # raised where somebody iterates, not in the session's task group
-        except anyio.get_cancelled_exc_class():
-            self._failure = Cancelled("the session ended while the program ran")
-            raise
-        finally:
-            self._ended.set()
-            self._run.wake_streams()
+        self._work = _StreamWork(session, function)
+        self._events: EventStream = self._work.run.watch(self._work.ended.is_set)
+        weakref.finalize(self, self._work.abandon).atexit = False
 
     def __aiter__(self) -> ProgramStream:
         return self
 
     async def __anext__(self) -> ProgramEvent:
+        work = self._work
         try:
             return await self._events.__anext__()
         except StopAsyncIteration:
-            failure, self._failure = self._failure, None
+            failure, work.failure = work.failure, None
             if failure is not None:
                 raise failure from failure.__cause__
-            result, self._result = self._result, None
+            result, work.result = work.result, None
             if result is None:
                 raise
             return result
+        finally:
+            # A traceback that is kept keeps this frame, and would keep a stream that was left.
+            del self
 
     async def aclose(self) -> None:
         """Cancels the program if it still runs, and waits for its end. May be repeated.
@@ -140,8 +136,7 @@ class ProgramStream:
         >>> first = await anext(events)
         >>> await events.aclose()
         """
-        self._scope.cancel()
-        await self._ended.wait()
+        await self._work.stop()
 
     async def __aenter__(self) -> ProgramStream:
         return self
@@ -150,3 +145,53 @@ class ProgramStream:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.aclose()
+
+
+class _StreamWork:
+    """The run behind a ``ProgramStream``, in a task of the session. It does not know the stream, so that a
+    stream that was dropped can be noticed."""
+
+    def __init__(self, session: Session, function: Callable[[State], Awaitable[Any]]) -> None:
+        self.run = Run(session)
+        self.ended = anyio.Event()
+        self.failure: Exception | None = None
+        self.result: RunDone | None = None
+        self._scope = anyio.CancelScope()
+        self._is_abandoned = False
+        self._call_in_loop = loop_caller()
+        session.start_soon(self._live, function)
+
+    async def stop(self) -> None:
+        """Cancels what runs and waits for its end. May be repeated."""
+        self._scope.cancel()
+        await self.ended.wait()
+
+    def abandon(self) -> None:
+        """The stream was dropped. Called by the garbage collector: at any point, in any thread."""
+        with suppress(RuntimeError):  # the loop has ended, and the work with it
+            self._call_in_loop(self._leave)
+
+    def _leave(self) -> None:
+        self._is_abandoned = True
+        self._scope.cancel()
+        self._log_failure()
+
+    def _log_failure(self) -> None:
+        failure, self.failure = self.failure, None
+        if failure is not None and not isinstance(failure, Cancelled):
+            logger.warning("a program failed whose stream was left", exc_info=failure)
+
+    async def _live(self, function: Callable[[State], Awaitable[Any]]) -> None:
+        try:
+            with self._scope:
+                self.result = RunDone(await self.run.execute(function, (), {}))
+        except Exception as error:
+            self.failure = error  # raised where the stream is read, not in the session's task group
+            if self._is_abandoned:
+                self._log_failure()
+        except anyio.get_cancelled_exc_class():
+            self.failure = Cancelled("the session ended while the program ran")
+            raise
+        finally:
+            self.ended.set()
+            self.run.wake_streams()

@@ -12,7 +12,7 @@ from agentflow.amounts import is_whole
 from agentflow.appending import Appending, Path
 from agentflow.errors import AgentflowError, BadArgument, Cancelled, ForeignState, RunFailed, StateClosed
 from agentflow.events import ErrorInfo
-from agentflow.expression import Appendable, Sequence_
+from agentflow.expression import Appendable, ImageExpression, Sequence_
 from agentflow.fork import Branches
 from agentflow.graph import Graph
 from agentflow.reference import Reference
@@ -92,9 +92,13 @@ class State(Appending):
         if not isinstance(separator, str):
             raise BadArgument(f"join: the separator must be a string, not {separator!r}")
         self._check_appendable()
+        contents = [branch.transcript.own_content() for branch in branches]
+        # Before the ends of the branches are asked for. Each image ends a run of text.
+        num_images = sum(isinstance(part, ImageExpression) for content in contents for part in content)
+        self._backlog.check_room(1 + 2 * num_images)
         parts: list[Appendable] = []
-        for branch in branches:
-            parts += [separator, *branch.transcript.own_content(), branch.ending()]
+        for branch, content in zip(branches, contents, strict=True):
+            parts += [separator, *content, branch.ending()]
         return self.add(Sequence_(tuple(parts[1:])))
 
     def ending(self) -> Variable[str]:

@@ -27,8 +27,8 @@ from agentflow.stop_regex import MATCHES_NOTHING, refused
 from agentflow.tagged_text import matches_whole, split_at_tags
 
 Answer: TypeAlias = Any
-Script = Callable[[str], Answer] | Mapping[str, Answer] | Sequence[Answer]
-"""What answers a gen: a function of the prompt's text; a mapping from the end of the prompt to the
+Script = str | Callable[[str], Answer] | Mapping[str, Answer] | Sequence[Answer]
+"""What answers a gen: one text; a function of the prompt's text; a mapping from the end of the prompt to the
 answer; or answers in the order in which gens are reached. An answer is a text, or a value of which JSON
 can be made, or (of a conversation) a ``Reply``; an exception as an answer is raised."""
 
@@ -63,7 +63,7 @@ class ScriptedGenerator:
         )
         self.num_open = 0
         self.num_running = 0
-        self._script = script
+        self._script: Script = (script,) if isinstance(script, str) else script
         self._next_answer = 0
         self._stats = {"steps": 0, "prompt_tokens": 0, "generated_tokens": 0}
 

@@ -403,6 +403,21 @@ async def test_too_many_states_fail_their_fork(monkeypatch):
         at.assert_has_nothing()
 
 
+async def test_a_limit_that_is_refused_is_not_counted(monkeypatch):
+    monkeypatch.setattr(state_tree, "MAX_LIMITS", 1)
+    async with bench(ScriptedGenerator(lambda prompt: f"<{prompt}>")) as at:
+        at.submit(ops.Open(1), ops.Text(1, ("a",)))
+        for _ in range(3):
+            with pytest.raises(af.Overloaded):
+                at.submit(ops.Limit(0, output_tokens=100))  # one for the session, one for its state
+        at.submit(ops.Limit(1, output_tokens=100), gen(1, 2))
+        await at.listen_until_all_ended([2])
+        assert at.heard.texts == {2: "<a>"}
+        at.submit(ops.Close(1))
+        await settle()
+        at.assert_has_nothing()
+
+
 async def test_a_session_without_room_closes_what_it_has_and_goes_on():
     generator = ScriptedGenerator(lambda prompt: f"<{prompt}>")
     async with bench(generator) as at:

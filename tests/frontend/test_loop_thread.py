@@ -179,3 +179,15 @@ def test_a_mailbox_gives_all_once_and_wakes_once_until_it_is_looked_into(steps, 
             mailbox.take()
     else:
         assert mailbox.take() is None
+
+
+def test_a_loop_that_cannot_be_made_is_an_error_and_the_next_call_tries_again(thread, monkeypatch):
+    def no_loop(*args: object) -> None:
+        raise OSError("too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(anyio, "run", no_loop)
+        for _ in range(2):  # the lock is free again
+            with pytest.raises(OSError, match="too many open files"):
+                thread.run(name_of_thread)
+    assert thread.run(name_of_thread) == "a loop for a test"

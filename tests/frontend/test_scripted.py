@@ -125,3 +125,12 @@ async def test_an_answer_must_keep_what_was_asked_for(wanted, answer, told):
         else:
             with pytest.raises(told, match=r"which is not what|is no regular expression"):
                 await s["r"]
+
+
+async def test_a_text_is_one_answer():
+    async with af.session(backend=af.Scripted("yes")) as flow, flow.state() as s:
+        s += "a" + af.gen("x")
+        assert await s["x"] == "yes"
+        s += af.gen("y")
+        with pytest.raises(af.RunFailed, match="only 1 answers"):
+            await s["y"]

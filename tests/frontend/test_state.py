@@ -292,10 +292,14 @@ async def test_a_full_backlog_is_refused_until_something_is_done():
         s += "begin "
         await s
         engine.gate.allow(0)
+        branches = s.fork(1)
         s += af.gen("x", max_tokens=2)
-        for _ in range(MAX_BACKLOG - 1):
+        for _ in range(MAX_BACKLOG - 2):
             s += "y"
         await engine.gate.held()
+        with pytest.raises(af.BacklogFull):
+            s.join(branches)
+        assert branches[0]._own == []  # nothing was asked of the branch
         with pytest.raises(af.BacklogFull, match="10000 ops wait on this state: await something"):
             s += "one too many"
         with pytest.raises(af.BacklogFull):

@@ -1,5 +1,6 @@
 """Events of a running program: every branch's text in order, larger deltas for a slow reader, the end."""
 
+import gc
 from collections.abc import AsyncIterable
 
 import anyio
@@ -344,3 +345,72 @@ async def test_a_program_within_a_program_has_the_paths_of_the_state_it_runs_on(
         events = await events_of(flow.stream(outer))
     done = [event.path for event in events if isinstance(event, af.VariableDone)]
     assert sorted(done) == [(0, 0), (0, 1), (1, 0), (1, 1), (2,), (3,)]
+
+
+async def leave_by_break(flow: af.Session) -> None:
+    async for _ in flow.stream(going_on):
+        break
+
+
+async def leave_by_dropping(flow: af.Session) -> None:
+    stream = flow.stream(going_on)
+    await anext(stream)
+
+
+@af.program
+async def going_on(s: af.State) -> None:
+    s += "a" + af.gen("x")
+    await s["x"]
+    try:
+        await anyio.sleep_forever()
+    finally:
+        ended.append(1)
+
+
+ended: list[int] = []
+
+
+@pytest.mark.parametrize("leave", [leave_by_break, leave_by_dropping])
+async def test_a_stream_that_is_left_without_a_block_ends_its_program(leave):
+    ended.clear()
+    backend = af.Scripted({"": "word"})
+    async with af.session(backend=backend) as flow:
+        await leave(flow)
+        gc.collect()
+        await settle()
+        assert ended == [1]
+        assert backend.generator.num_open == 0  # before the session ends
+
+
+async def test_a_failure_that_nobody_reads_is_logged(caplog):
+    @af.program
+    async def failing(s: af.State) -> None:
+        s += "a" + af.gen("x")
+        await s["x"]
+        raise ValueError("lost without this")
+
+    async with af.session(backend=af.Scripted({"": "word"})) as flow:
+        stream = flow.stream(failing)
+        await anext(stream)
+        await settle()
+        del stream
+        gc.collect()
+        await settle()
+    assert "lost without this" in caplog.text
+
+
+async def test_a_failure_of_cleaning_up_after_a_break_is_logged(caplog):
+    @af.program
+    async def failing(s: af.State) -> None:
+        s += "a" + af.gen("x")
+        try:
+            await anyio.sleep_forever()
+        finally:
+            raise ValueError("lost without this")
+
+    async with af.session(backend=af.Scripted({"": "word"})) as flow:
+        async for _ in flow.stream(failing):
+            break
+        gc.collect()
+        await settle()
+    assert "lost without this" in caplog.text
