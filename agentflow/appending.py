@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 ValueT = TypeVar("ValueT")
 
+FIRST_MAPPED = 2**52
+"""A variable's number beyond this stands for its ``map`` where a failure names its op."""
+
 Path = tuple[int, ...]
 """Where a state stands in its fork tree: () is the root, (2,) its third branch, (2, 0) a branch of that."""
 
@@ -51,6 +54,7 @@ class Appending:
         self._num_gens = 0
         self._backlog = Backlog()
         self._lines = LineTable()
+        self._mapped_lines: dict[int, ProgramLine | None] = {}  # variable of a map → where
         self._appenders = Appenders()
 
     @property
@@ -260,7 +264,9 @@ class Appending:
         return place_of(self.path, self._num_gens + ordinal)
 
     def line_of(self, number: int) -> ProgramLine | None:
-        """The program's line that appended op ``number``. For its run."""
+        """The program's line that appended op ``number``, or mapped a variable. For its run."""
+        if number > FIRST_MAPPED:
+            return self._mapped_lines.get(number - FIRST_MAPPED)
         return self._lines.line_of(number)
 
     def _recorder(self) -> Recorder:

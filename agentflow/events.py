@@ -62,6 +62,12 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
             info = info.cause
         return found
 
+    def at(self, state: int, op: int) -> ErrorInfo:
+        """The same; where the failure that it follows from names no op, it was this one."""
+        if self.cause is not None:
+            return msgspec.structs.replace(self, cause=self.cause.at(state, op))
+        return self if self.op is not None else msgspec.structs.replace(self, state=state, op=op)
+
     def to_exception(self) -> AgentflowError:
         """The exception again, causes included, ``MAX_CAUSES`` of them at most: whoever sends more, nested as
         deep as Python's stack, is not followed."""

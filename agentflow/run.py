@@ -67,6 +67,7 @@ class Run:
         """Of a trace: where its gens stand."""
         self._states: list[State] = []
         self._variables: dict[int, Variable[Any]] = {}
+        self._failed: list[Variable[Any]] = []
         self._told: set[ErrorInfo] = set()
         # Weak: a reader that is gone needs no news.
         self._streams: weakref.WeakSet[EventStream] = weakref.WeakSet()
@@ -96,7 +97,8 @@ class Run:
             state.ask()
         for state in self._states:
             await state.settled()
-        provided = list(self._variables.values())  # by functions of the program: no state waits for them
+        # Those that functions of the program provide: no state waits for them.
+        provided = [*self._failed, *self._variables.values()]
         for variable in provided:
             await variable.settled()
         errors = [state.error for state in self._states] + [variable.error for variable in provided]
@@ -145,7 +147,8 @@ class Run:
     def touch(self, variable: Variable[Any]) -> None:
         """A variable is new, or has news: whoever watches hears of it."""
         if variable.is_done:
-            self._variables.pop(variable.id, None)
+            if self._variables.pop(variable.id, None) is not None and variable.error is not None:
+                self._failed.append(variable)
         else:
             self._variables.setdefault(variable.id, variable)
         if not variable.is_shown:

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from agentflow import ops
 from agentflow.amounts import is_whole
-from agentflow.appending import Appending, Path
+from agentflow.appending import FIRST_MAPPED, Appending, Path
 from agentflow.errors import AgentflowError, BadArgument, Cancelled, ForeignState, RunFailed, StateClosed
 from agentflow.events import ErrorInfo
 from agentflow.expression import Appendable, ImageExpression, Sequence_
 from agentflow.fork import Branches
 from agentflow.graph import Graph
+from agentflow.program_line import calling_line
 from agentflow.reference import Reference
 from agentflow.stream import EventStream
 from agentflow.value_type import ValueType
@@ -120,6 +121,7 @@ class State(Appending):
             raise StateClosed(f"the state of {reference.shown_name} has ended: map it before its run ends")
         self.session.needs_values(f"{reference.shown_name} is mapped by a Python function")
         variable = self.argument(f"{reference.source.name}.map")
+        self._mapped_lines[variable.id] = calling_line()
         self._run.touch(variable)
         self.session.start_soon(self._provide, variable, reference, function)
         return variable
@@ -160,7 +162,9 @@ class State(Appending):
         except Exception as error:
             failure = error if isinstance(error, AgentflowError) else RunFailed(f"map failed: {error!r}")
             failure.__cause__ = None if failure is error else error
-            self.session.send([ops.Provide(variable.id, error=ErrorInfo.of(failure))], quiet=True)
+            # With a place of its own, so that two failures of equal words stay two.
+            info = ErrorInfo.of(failure).at(self._id, FIRST_MAPPED + variable.id)
+            self.session.send([ops.Provide(variable.id, error=info)], quiet=True)
 
     def cancel(self) -> None:
         """Aborts what this state and its forks still run; their unfinished variables raise

@@ -230,3 +230,23 @@ async def test_maps_over_the_wire(server):
         with pytest.raises(af.RunFailed, match=r"the text needs 'x.map'"):
             await other
     await server.wait_until_idle()
+
+
+@pytest.mark.parametrize("is_told_of_both", [False, True])
+async def test_of_two_failures_with_equal_words_none_vanishes(is_told_of_both):
+    @af.program
+    async def two(s: af.State) -> str:
+        s += "a" + af.gen("x")
+        mapped = [s["x"].map(fails), s["x"].map(fails)]
+        for variable in mapped[: 1 + is_told_of_both]:
+            with pytest.raises(af.RunFailed):
+                await variable
+        await settle()
+        return "went on"
+
+    async with af.session(backend=af.Scripted("one")) as flow:
+        if is_told_of_both:
+            assert await flow.run(two) == "went on"
+        else:
+            with pytest.raises(af.RunFailed, match="nothing to divide"):
+                await flow.run(two)
