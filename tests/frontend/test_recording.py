@@ -171,7 +171,7 @@ async def test_a_lost_backend_is_recorded(tmp_path):
 async def test_what_cannot_be_recorded_is_not_run(tmp_path):
     backend = Noted(af.Scripted(answer))
     async with af.session(backend=backend, record=tmp_path / "run.jsonl") as flow, flow.state() as s:
-        with pytest.raises(af.BadArgument, match="cannot be recorded, for it holds half a character"):
+        with pytest.raises(af.BadArgument, match="half a character"):
             s += "\ud800"
     assert not backend.of(ops.Text)
 

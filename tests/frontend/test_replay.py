@@ -43,6 +43,10 @@ class Detailed:
 
 
 class DetailedGenerator(ScriptedGenerator):
+    def __init__(self, script) -> None:
+        super().__init__(script)
+        self.capabilities = msgspec.structs.replace(self.capabilities, logprobs=True)
+
     async def generate(self, context, params, on_text, constraint=None) -> Generated:
         params = msgspec.structs.replace(params, logprobs=False)
         end = await super().generate(context, params, on_text, constraint)

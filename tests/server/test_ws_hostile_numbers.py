@@ -16,7 +16,7 @@ from wire_peer import gen
 from agentflow import ops
 from agentflow.backends.interpreted import interpreted
 from agentflow.errors import RunFailed
-from agentflow.events import MAX_CAUSES, ErrorInfo, VarFailed
+from agentflow.events import MAX_CAUSES, ErrorInfo, StateFailed, VarFailed
 from agentflow.ops import MAX_NUMBER, Op
 from agentflow.server.engine_generator import EngineGenerator
 
@@ -31,11 +31,7 @@ GRAPH = (ops.Open(1), ops.Set(1, 2, "v", ("a",)))
     [
         ops.Open(TOO_LARGE),
         ops.Open(-TOO_LARGE),
-        ops.Set(1, TOO_LARGE, "v", ("a",)),
-        ops.Await(1, TOO_LARGE),
         ops.GetStats(TOO_LARGE),
-        ops.Fork(1, (2, TOO_LARGE)),
-        ops.Submit(MAX_NUMBER, GRAPH, outputs=(2,)),
     ],
 )
 async def test_a_number_that_not_all_can_read_is_refused(wrong: Op, caplog: pytest.LogCaptureFixture) -> None:
@@ -50,6 +46,27 @@ async def test_a_number_that_not_all_can_read_is_refused(wrong: Op, caplog: pyte
         good.bye()
         await server.is_idle()
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "state"),
+    [
+        (ops.Set(1, TOO_LARGE, "v", ("a",)), 1),
+        (ops.Await(1, TOO_LARGE), 1),
+        (ops.Fork(1, (2, TOO_LARGE)), 1),
+        (ops.Submit(MAX_NUMBER, GRAPH, outputs=(2,)), MAX_NUMBER),
+    ],
+)
+async def test_a_number_that_not_all_can_read_fails_the_state_that_names_it(wrong: Op, state: int) -> None:
+    async with bench() as server, connected(server, binary=[False]) as [peer]:
+        await peer.greet()
+        peer.put_ops(1, ops.Open(1), ops.Text(1, ("a",)), wrong)
+        events = await peer.events(lambda events: any(isinstance(event, StateFailed) for event in events))
+        [failed] = [event for event in events if isinstance(event, StateFailed) and event.state == state]
+        assert failed.error.code == "protocol_error"
+        await check_still_served(peer, count(100), first_op=4)
+        peer.bye()
+        await server.is_idle()
 
 
 @pytest.mark.parametrize("depth", [MAX_CAUSES, 200, 850])
