@@ -44,6 +44,8 @@ Each class has a ``code``: the name that goes over the wire. ``from_code`` finds
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 MAX_MESSAGE_CHARS = 4_000
@@ -405,6 +407,16 @@ class EngineFailed(AgentflowError):
     """
 
     code = "engine_failed"
+
+
+@contextmanager
+def faults_of(param: str) -> Iterator[None]:
+    """Around what deals with one argument or field: errors that name none are of this one."""
+    try:
+        yield
+    except AgentflowError as error:
+        error.param = error.param or param
+        raise
 
 
 def _tree(root: type[AgentflowError]) -> dict[str, type[AgentflowError]]:

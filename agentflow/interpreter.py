@@ -31,6 +31,7 @@ from agentflow.events import MAX_CAUSES, ErrorInfo, Value
 from agentflow.generator import ContextT, Generator, StateHint, Usage
 from agentflow.graph_execution import GraphExecution, expanded
 from agentflow.held_memory import OP_BYTES, HeldMemory, Holding, op_bytes, variable_bytes
+from agentflow.incident import incident
 from agentflow.op_checks import check_supported, check_values
 from agentflow.op_execution import OpExecution
 from agentflow.outbox import Outbox
@@ -51,14 +52,18 @@ _MADE = {ops.Gen: "generated", ops.Select: "generated", ops.Read: "read", ops.Ex
 
 class Interpreter(Generic[ContextT]):
     """Runs ops on ``generator``; what comes of them is in ``outbox``. ``task_group`` owns all tasks:
-    cancel it to end the session, then call ``close``. ``memory``: where all that it holds is counted."""
+    cancel it to end the session, then call ``close``. ``memory``: where all that it holds is counted.
+    ``hides_faults``: what fails for reasons of the backend's own is explained in the log only."""
 
     def __init__(
         self,
         generator: Generator[ContextT],
         task_group: AnyioTaskGroup,
         memory: HeldMemory | None = None,
+        *,
+        hides_faults: bool = False,
     ) -> None:
+        self._hides_faults = hides_faults
         self.outbox = Outbox()
         self._memory = HeldMemory() if memory is None else memory
         self._memory_of_rejected = HeldMemory(
@@ -244,10 +249,16 @@ class Interpreter(Generic[ContextT]):
         except AgentflowError as error:
             self._fail(state, pending, error)
         except Exception as error:
-            logger.exception("an op failed for a reason that is not the program's")
-            failure = EngineFailed(f"{type(pending.op).__name__.lower()} failed: {error!r}")
-            failure.__cause__ = error
-            self._fail(state, pending, failure)
+            self._fail(state, pending, self._fault(type(pending.op).__name__.lower(), error))
+
+    def _fault(self, name: str, error: Exception) -> EngineFailed:
+        """Of an op that failed for a reason that is not the program's."""
+        if self._hides_faults:
+            return incident(logger, name, error)
+        logger.exception("an op failed for a reason that is not the program's")
+        failure = EngineFailed(f"{name} failed: {error!r}")
+        failure.__cause__ = error
+        return failure
 
     async def _execute(self, state: StateCell[ContextT], pending: PendingOp[ContextT]) -> None:
         match pending.op:

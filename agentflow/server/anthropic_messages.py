@@ -9,7 +9,7 @@ from agentflow.server.anthropic_types import CountAnswer, CountRequest, Messages
 from agentflow.server.api_call import ApiCall
 from agentflow.server.completion import Completion, completing
 from agentflow.server.completion_request import AnswerEnded, CompletionDelta
-from agentflow.server.http_refusal import Refusal, refusal_of
+from agentflow.server.http_refusal import Refusal
 
 
 async def create_message(call: ApiCall) -> None:
@@ -32,11 +32,9 @@ async def create_message(call: ApiCall) -> None:
         text = f"prompt is too long: {error}"
         raise Refusal(400, "context_length_exceeded", text, param="messages") from error
     except (BadArgument, RequestRefused) as error:
-        if not str(error).startswith("schema: "):
-            raise
-        refusal = refusal_of(error)
-        refusal.param = "output_config.format.schema"
-        raise refusal from error
+        if error.param == "constraint":
+            error.param = "output_config.format.schema"
+        raise
     answer = frame.whole(deltas)
     _record(call, deltas[-1])
     await call.reply(answer)

@@ -39,18 +39,21 @@ class Ready(msgspec.Struct, frozen=True):
 
 class Refusal(msgspec.Struct, frozen=True):
     """An error of the tree in ``errors.py``. ``is_final``: it would come again if one tried again.
-    ``retry_after_s``: of an ``Overloaded``, when that makes sense."""
+    ``retry_after_s``: of an ``Overloaded``, when that makes sense. ``param``: ``instead`` where that part of
+    the constraint is wrong."""
 
     code: str
     message: str
     is_final: bool = True
     retry_after_s: float | None = None
+    param: str | None = None
 
     def to_error(self) -> AgentflowError:
         """A new error each time: each gets a traceback of its own."""
         error = from_code(self.code, self.message)
         if isinstance(error, Overloaded):
             error.retry_after_s = self.retry_after_s
+        error.param = self.param
         return error
 
 

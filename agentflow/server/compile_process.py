@@ -31,7 +31,8 @@ from typing import BinaryIO
 import psutil
 
 from agentflow.constraint import Constraint
-from agentflow.errors import AgentflowError, EngineFailed
+from agentflow.errors import AgentflowError
+from agentflow.incident import incident
 from agentflow.server.compile_frames import (
     CompileConstraint,
     CompileEnd,
@@ -111,11 +112,10 @@ class CompileProcess:
             except RecursionError:
                 reached = f"nests deeper than {sys.getrecursionlimit()} calls"
             except AgentflowError as error:
-                refusal = Refusal(error.code, str(error))
+                refusal = Refusal(error.code, str(error), param=error.param)
             except Exception as error:
-                logger.exception("a constraint could not be compiled")
-                message = f"{constraint.kind}: compiling it failed, which is a fault of the server: {error!r}"
-                refusal = Refusal(EngineFailed.code, message)
+                failure = incident(logger, f"{constraint.kind}: compiling it", error)
+                refusal = Refusal(failure.code, str(failure))
         if is_out_of_memory:
             reached = f"needs more than {megabytes(self._limits.memory_bytes)} of memory"
         elif compiled is not None and len(compiled.payload) > self._limits.compiled_bytes:

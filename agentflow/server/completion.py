@@ -20,7 +20,7 @@ import anyio
 import msgspec
 
 from agentflow.conversation import CalledTool
-from agentflow.errors import BadArgument
+from agentflow.errors import AgentflowError, BadArgument, faults_of
 from agentflow.sampling import SamplingParams
 from agentflow.server.answer_reading import AnswerReader
 from agentflow.server.completion_request import (
@@ -159,7 +159,7 @@ class Completion:
             encode = self._generator.tokenizer.encode_markup
             token_ids = await self._generator.encode_beside(len(prompt), encode, prompt)
             if not token_ids:
-                raise BadArgument("the prompt is empty: give a text with at least one token")
+                raise BadArgument("the prompt is empty: give a text with at least one token", param="prompt")
             context.tokens.generated(token_ids, prompt)
         elif isinstance(prompt, TokenIds):
             self._generator.check_ids(prompt.ids)
@@ -183,7 +183,14 @@ class Completion:
         if use is not None and use.callable_names:
             output = use.output(self._request.constraint)
         reader = AnswerReader(index, self._add, told=told, output=output)
-        end = await self._generator.complete(context, params, reader.hear, constraint, self._note_sent)
+        try:
+            end = await self._generator.complete(context, params, reader.hear, constraint, self._note_sent)
+        except AgentflowError as error:
+            if error.param == "instead":
+                error.param = "constraint"
+            elif error.param == "constraint" and constraint is not self._request.constraint:
+                error.param = "tools"
+            raise
         reader.finish(end)
         remember_answer(self._generator, context, end)
 
@@ -206,10 +213,12 @@ class Completion:
 
 @asynccontextmanager
 async def completing(generator: EngineGenerator, request: CompletionRequest) -> AsyncIterator[Completion]:
-    """Runs the request while the scope lasts. ``BadArgument`` for parameters that are wrong."""
+    """Runs the request while the scope lasts. ``BadArgument`` for parameters that are wrong. The ``param`` of
+    an error is ``prompt``, ``constraint`` or ``tools``, or a sampling parameter."""
     request.params.check()
     if request.constraint is not None:
-        request.constraint.check()
+        with faults_of("constraint"):
+            request.constraint.check()
     completion = Completion(generator, request)
     async with open_task_group() as group:
         group.start_soon(completion.run)

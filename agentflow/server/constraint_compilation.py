@@ -22,7 +22,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from agentflow.constraint import Constraint, TagRule, Whitespace
-from agentflow.errors import BadArgument, RequestRefused
+from agentflow.errors import BadArgument, RequestRefused, faults_of
 from agentflow.server.compiled_constraint import CompiledConstraint
 from agentflow.server.core.fsm_builder import build_fsm
 from agentflow.server.core.grammar import is_allowed
@@ -111,10 +111,11 @@ def _regex_or_grammar(constraint: Constraint) -> Regex | str:
     first = _of_kind(constraint)
     if constraint.instead is None:
         return first
-    second = _of_kind(constraint.instead)
-    if isinstance(first, str) or isinstance(second, str):
-        return _either_grammar(constraint, first, constraint.instead, second)
-    _check_alone(second)
+    with faults_of("instead"):
+        second = _of_kind(constraint.instead)
+        if isinstance(first, str) or isinstance(second, str):
+            return _either_grammar(constraint, first, constraint.instead, second)
+        _check_alone(second)
     begins = RegexSequence((Choice(tuple([literal(text) for text in constraint.apart])), _ANY_TEXT))
     return Choice((first, RegexSequence((LookAhead(begins, wanted=False), second))))
 

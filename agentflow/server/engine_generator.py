@@ -14,7 +14,7 @@ import msgspec
 
 from agentflow.constraint import CONSTRAINT_KINDS, Constraint
 from agentflow.conversation import Conversation
-from agentflow.errors import BadArgument, PromptTooLong
+from agentflow.errors import BadArgument, PromptTooLong, faults_of
 from agentflow.generator import Capabilities, Generated, OnText, Scored, StateHint, Stats, Usage
 from agentflow.sampling import SamplingParams
 from agentflow.server.answer_memory import AnswerMemory
@@ -207,7 +207,8 @@ class EngineGenerator:
             token_ids = await self.prompt_ids(context)
             compiled = None
             if constraint is not None and self._compiler is not None:
-                compiled = await self._compiler.compile(constraint, tenant=self.tenant.name)
+                with faults_of("constraint"):
+                    compiled = await self._compiler.compile(constraint, tenant=self.tenant.name)
             context.has_run = True
 
             def hear(progress: Progress) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,7 +9,7 @@ from agentflow.constraint import Constraint
 from agentflow.errors import BadArgument, PromptTooLong, RequestRefused
 from agentflow.sampling import SamplingParams
 from agentflow.server.engine_generator import EngineGenerator
-from agentflow.server.http_refusal import Refusal, refusal_of
+from agentflow.server.http_refusal import Refusal
 from agentflow.server.openai_fields import SharedFields, StreamOptions, is_given
 
 # Answers are drawn, where nothing else is said, as they are in OpenAI's API.
@@ -31,8 +30,6 @@ _WHY_NOT = {
 _FIELD_OF_CONSTRAINT = {"regex": "regex", "grammar": "grammar", "schema": "response_format"}
 # False asks for nothing.
 _FLAGS = ("store", "echo")
-_FAULT_OF_PROMPT = re.compile(r"the prompt is empty: |-?\d+ is no token of this model: ")
-_FAULT_OF_GEN = re.compile(r"gen: (\w+) must be (.*)", re.DOTALL)
 
 
 def refused(param: str, why: str) -> Refusal:
@@ -128,34 +125,28 @@ def constraint_of(request: SharedFields) -> Constraint | None:
 
 @contextmanager
 def faults_named(param: str | None = None) -> Iterator[None]:
-    """Errors of arguments become refusals that name the field: ``param``, or the one that they tell of."""
+    """Errors of arguments become refusals that name the field: ``param``, or the one that they name."""
     try:
         yield
     except BadArgument as error:
-        told = _FAULT_OF_GEN.fullmatch(str(error))
-        if told is not None:
-            raise wrong(told[1], f"{told[1]!r} must be {told[2]}") from error
-        if param is None:
+        field = param or error.param
+        if field is None:
             raise
-        raise wrong(param, str(error)) from error
+        raise wrong(field, str(error).removeprefix("gen: ")) from error
 
 
 @contextmanager
 def faults_placed(prompt: str, constraint: Constraint | None) -> Iterator[None]:
-    """What the engine refuses names a field, too: a prompt that is too long, empty, or of unknown ids
-    ``prompt``, and a constraint that cannot be kept the field that asks for it."""
+    """What the engine refuses names a field of the request: a prompt that is too long, empty, or of unknown
+    ids ``prompt``, and a constraint that cannot be kept the field that asks for it."""
     try:
         yield
-    except PromptTooLong as error:
-        raise Refusal(400, "context_length_exceeded", str(error), param=prompt) from error
     except (BadArgument, RequestRefused) as error:
-        if _FAULT_OF_PROMPT.match(str(error)):
-            raise wrong(prompt, str(error)) from error
-        if constraint is None or not str(error).startswith(f"{constraint.kind}: "):
-            raise
-        refusal = refusal_of(error)
-        refusal.param = _FIELD_OF_CONSTRAINT[constraint.kind]
-        raise refusal from error
+        if isinstance(error, PromptTooLong) or error.param == "prompt":
+            error.param = prompt
+        elif error.param == "constraint" and constraint is not None:
+            error.param = _FIELD_OF_CONSTRAINT[constraint.kind]
+        raise
 
 
 def _or(value: float | None, default: float) -> float:

@@ -21,7 +21,6 @@ from anyio.abc import TaskGroup, TaskStatus
 
 from agentflow.errors import (
     AgentflowError,
-    EngineFailed,
     NotAuthorized,
     Overloaded,
     ProtocolError,
@@ -29,6 +28,7 @@ from agentflow.errors import (
 )
 from agentflow.generator import ContextT, Generator
 from agentflow.held_memory import HeldMemory
+from agentflow.incident import incident
 from agentflow.interpreter import Interpreter
 from agentflow.ops import Op, Rejected
 from agentflow.protocol import Resume, UnreadOps
@@ -72,7 +72,7 @@ class ServedSession(Generic[ContextT]):
         self.capabilities = generator.capabilities
         self.id = secrets.token_urlsafe(12)
         self.secret = secrets.token_urlsafe(32)
-        self.interpreter = Interpreter(generator, tasks, memory)
+        self.interpreter = Interpreter(generator, tasks, memory, hides_faults=True)
         self.num_taken = 0
         self.has_ended = False
         self.failure: AgentflowError | None = None
@@ -269,9 +269,9 @@ class Sessions(Generic[ContextT]):
                 group.cancel_scope.cancel()
         except* Exception as errors:
             # A fault of the server's own: it costs this session, and no other.
-            logger.exception("a session failed")
+            failure = incident(logger, "the session", errors)
             if session is not None:
-                session.end(EngineFailed(f"the session failed in the server: {errors.exceptions[0]!r}"))
+                session.end(failure)
         finally:
             if session is not None:
                 self._remove(session)

@@ -31,6 +31,7 @@ from agentflow.errors import (
 )
 from agentflow.events import ErrorInfo, Event
 from agentflow.generator import ContextT, Generator
+from agentflow.incident import incident
 from agentflow.protocol import (
     TAKEN_OVER,
     VERSION,
@@ -134,8 +135,7 @@ class WsSession(Generic[ContextT]):
         except AgentflowError as refusal:
             error = refusal
         except Exception as fault:
-            logger.exception("a websocket failed")
-            error = EngineFailed(f"the server failed: {fault!r}")
+            error = incident(logger, "the websocket", fault)
         finally:
             if session is not None:
                 if error is not None:

@@ -198,3 +198,34 @@ def test_more_log_probabilities_than_are_kept() -> None:
         assert caught.value.param == "logprobs"
         assert len(client.chat.completions.create(**{**asked, "max_tokens": 2}).choices) == 120
         server.assert_idle()
+
+
+def test_of_what_cannot_be_compiled_the_field_is_named() -> None:
+    bad, good = {"type": "string", "pattern": "a("}, {"type": "object", "properties": {}}
+
+    def tool(parameters: dict[str, object]) -> dict[str, object]:
+        function = {"name": "f", "parameters": {"type": "object", "properties": {"a": parameters}}}
+        return {"type": "function", "function": function}
+
+    def form(schema: dict[str, object]) -> dict[str, object]:
+        return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+
+    cases: list[tuple[dict[str, object], str]] = [
+        ({"tools": [tool(bad)], "tool_choice": "required"}, "tools"),
+        ({"tools": [tool(bad)]}, "tools"),
+        ({"response_format": form(bad)}, "response_format"),
+        ({"tools": [tool(good)], "response_format": form(bad)}, "response_format"),
+        ({"tools": [tool(bad)], "response_format": form(good)}, "tools"),
+        ({"regex": "a("}, "regex"),
+        ({"grammar": "nothing"}, "grammar"),
+    ]
+    with api_server() as server:
+        for asked, param in cases:
+            body = {
+                "model": "fake",
+                "messages": [{"role": "user", "content": "Hi"}],
+                "max_tokens": 8,
+                **asked,
+            }
+            answer = httpx2.post(f"{server.url}/v1/chat/completions", json=body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), (asked, answer.text)

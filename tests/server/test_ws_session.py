@@ -158,7 +158,9 @@ async def test_shutting_down_says_so_and_frees_everything() -> None:
     assert (generator.num_open, generator.num_running) == (0, 0)
 
 
-async def test_a_fault_of_the_server_costs_one_session_only() -> None:
+async def test_a_fault_of_the_server_costs_one_session_only_and_is_explained_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with bench() as server, connected(server, binary=[True, True]) as [peer, good]:
         await peer.greet()
         await good.greet()
@@ -166,7 +168,10 @@ async def test_a_fault_of_the_server_costs_one_session_only() -> None:
         peer.put_ops(1, ops.Open(1), ops.GetStats(1))
         refused, code = await peer.refusal()
         assert (refused.error.code, code) == ("engine_failed", 1011)
-        assert "a fault" in refused.error.message
+        assert "a fault" not in str(refused)
+        number = refused.error.message.split()[-1]
+        [line] = [record for record in caplog.records if number in record.getMessage()]
+        assert "a fault" in line.exc_text
         await check_still_served(good, count(1))
         good.bye()
         await server.is_idle()
