@@ -26,6 +26,7 @@ from benchmarks.report import Report, median_of
 from benchmarks.server_overload import measure_overload
 from benchmarks.server_prompts import measure_long_prompt, measure_prompts
 from benchmarks.server_sessions import measure_sessions
+from benchmarks.server_stalls import measure_stalls
 
 MODEL = "smollm2-135m"
 NUM_STREAMS = 32
@@ -144,6 +145,12 @@ async def measure_ttft(report: Report, clients: LoadProcess) -> None:
     report.results.append(median_of("server.http_ttft_ms", added, "ms", goal="<= 5", note=note))
 
 
+async def measure_max_stall(report: Report, clients: LoadProcess) -> None:
+    """``max_stall_ms``: with a client of its own."""
+    async with served() as (server, _):
+        await measure_stalls(report, port_of(server))
+
+
 def port_of(server: RunningServer) -> int:
     """Where it listens."""
     return int(server.url.rpartition(":")[2])
@@ -162,6 +169,7 @@ async def _measure(report: Report, console: Console, only: str) -> None:
             ("server.http_ttft_ms", measure_ttft),
             ("server.idle_session_kb", measure_sessions),
             ("server.overload_goodput", measure_overload),
+            ("server.max_stall_ms", measure_max_stall),
             ("server.short_ttft_beside_long tpot_beside_prefill", measure_prompts),
             ("server.long_prompt_throughput", measure_long_prompt),
         ):

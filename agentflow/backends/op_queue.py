@@ -14,7 +14,7 @@ from agentflow.protocol import Ops, encode
 # What an Ops frame needs besides its ops, in either encoding: field names and two numbers.
 FRAME_OVERHEAD_BYTES = 64
 # A server reads a frame in one go, and refuses one of very many values: many small ops go in several frames.
-USUAL_FRAME_BYTES = 256 * 1024
+USUAL_FRAME_BYTES = 128 * 1024
 
 
 class OpQueue:

@@ -11,8 +11,8 @@ import anyio.lowlevel
 from agentflow.errors import FrameTooLarge
 from agentflow.server.json_scan import PIECE_BYTES, JsonBounds, JsonScan, TooMuchJson, pieces_of
 
-FRAME_BOUNDS: Final = JsonBounds(values=1_000_000, parts=150_000)
-"""Of a frame: decoding takes 50 ms at most. The clients here send frames of at most 256 KB, unless an op is
+FRAME_BOUNDS: Final = JsonBounds(values=1_000_000, parts=70_000)
+"""Of a frame: decoding takes 50 ms at most. The clients here send frames of at most 128 KB, unless an op is
 larger, which cannot hold so much."""
 SMALL_FRAME_BYTES: Final = PIECE_BYTES
 VALUES_PER_PIECE: Final = 5_000

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import logging
 import os
 import signal
@@ -108,6 +109,8 @@ def serve(
                 open_task_group() as group,
             ):
                 group.start_soon(_reload_keys, server.service, signals.until_hang_up)
+                gc.collect()
+                gc.freeze()  # what is loaded stays, and no collection needs to look through it
                 names = ", ".join(model.name for model in server.service.models)
                 print(f"agentflow serves {names} at {server.url}")
                 base = server.url.replace("ws", "http", 1)
