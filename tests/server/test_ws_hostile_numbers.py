@@ -16,7 +16,7 @@ from wire_peer import gen
 from agentflow import ops
 from agentflow.backends.interpreted import interpreted
 from agentflow.errors import RunFailed
-from agentflow.events import MAX_CAUSES, ErrorInfo, StateFailed, VarFailed
+from agentflow.events import MAX_CAUSES, ErrorInfo, Event, StateFailed, VarFailed
 from agentflow.ops import MAX_NUMBER, Op
 from agentflow.server.engine_generator import EngineGenerator
 
@@ -61,8 +61,11 @@ async def test_a_number_that_not_all_can_read_fails_the_state_that_names_it(wron
     async with bench() as server, connected(server, binary=[False]) as [peer]:
         await peer.greet()
         peer.put_ops(1, ops.Open(1), ops.Text(1, ("a",)), wrong)
-        events = await peer.events(lambda events: any(isinstance(event, StateFailed) for event in events))
-        [failed] = [event for event in events if isinstance(event, StateFailed) and event.state == state]
+
+        def failures(events: list[Event]) -> list[StateFailed]:
+            return [event for event in events if isinstance(event, StateFailed) and event.state == state]
+
+        [failed] = failures(await peer.events(lambda events: bool(failures(events))))
         assert failed.error.code == "protocol_error"
         await check_still_served(peer, count(100), first_op=4)
         peer.bye()
