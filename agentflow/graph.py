@@ -7,7 +7,7 @@ it moves them to numbers of its own. ``graph_passes`` looks for what can be done
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -85,6 +85,17 @@ class Graph:
         """
         return list(dict.fromkeys(_outputs_in(self.result)))
 
+    @property
+    def generated(self) -> list[int]:
+        """The variables of its gens and selects, and those that the result needs besides.
+
+        >>> graph = judge.trace()
+        >>> [graph.names[variable] for variable in graph.generated]
+        ['judgment', 'judgment', 'grade']
+        """
+        written = [op.var for op in self.ops if isinstance(op, ops.Gen | ops.Select)]
+        return list(dict.fromkeys([*written, *self.outputs]))
+
     def type_of(self, variable: int) -> ValueType:
         """What the variable's value is. For ``submit``."""
         return self.value_types.get(variable, TEXT)
@@ -141,6 +152,13 @@ class Graph:
         from agentflow.graph_passes import fold_constants
 
         return fold_constants(self)
+
+    def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments by name; ``args`` are the first ones. ``BadArgument`` for too many. For ``map``."""
+        if len(args) > len(self.arguments) or set(list(self.arguments)[: len(args)]) & set(kwargs):
+            known = ", ".join(self.arguments) or "none"
+            raise BadArgument(f"graph {self.name!r} has the arguments {known}: each is given once")
+        return {**dict(zip(self.arguments, args, strict=False)), **kwargs}
 
     def inputs(self, values: Mapping[str, str]) -> dict[int, str]:
         """The arguments' values by variable. ``BadArgument`` for a missing or unknown one. For ``submit``."""

@@ -17,6 +17,8 @@ from anyio.abc import TaskGroup
 
 from agentflow.errors import Cancelled
 from agentflow.generator import Usage
+from agentflow.graph import Graph
+from agentflow.graph_submission import GraphRun
 from agentflow.loop_caller import CallInLoop, loop_caller
 from agentflow.map_inputs import END, MapInputs, arguments_of, short
 from agentflow.run import Run
@@ -51,7 +53,7 @@ class MapWork(Generic[ResultT]):
     def __init__(
         self,
         session: Session,
-        program: Callable[..., Awaitable[ResultT]],
+        program: Callable[..., Awaitable[ResultT]] | Graph,
         inputs: MapInputs,
         *,
         concurrency: int,
@@ -165,8 +167,14 @@ class MapWork(Generic[ResultT]):
         run: Run | None = None
         try:
             args, kwargs = arguments_of(item)
-            run = Run(self._session, index=run_index, objective="throughput")
-            self._end_item(index, await run.execute(self._program, args, kwargs))
+            if isinstance(self._program, Graph):
+                texts = self._program.named(args, kwargs)
+                work = GraphRun(self._session, self._program, texts, index=run_index, objective="throughput")
+                run = work.run
+                self._end_item(index, await work.result())
+            else:
+                run = Run(self._session, index=run_index, objective="throughput")
+                self._end_item(index, await run.execute(self._program, args, kwargs))
         except Exception as error:
             self._end_in_failure(index, item, error)
         finally:

@@ -105,8 +105,8 @@ class ProgramStream:
     ...             break  # one judgment is enough: what still runs is cancelled
     """
 
-    def __init__(self, session: Session, function: Callable[[State], Awaitable[Any]]) -> None:
-        self._work = _StreamWork(session, function)
+    def __init__(self, session: Session, run: Run, result: Callable[[], Awaitable[Any]]) -> None:
+        self._work = _StreamWork(session, run, result)
         self._events: EventStream = self._work.run.watch(self._work.ended.is_set)
         weakref.finalize(self, self._work.abandon).atexit = False
 
@@ -151,15 +151,15 @@ class _StreamWork:
     """The run behind a ``ProgramStream``, in a task of the session. It does not know the stream, so that a
     stream that was dropped can be noticed."""
 
-    def __init__(self, session: Session, function: Callable[[State], Awaitable[Any]]) -> None:
-        self.run = Run(session)
+    def __init__(self, session: Session, run: Run, result: Callable[[], Awaitable[Any]]) -> None:
+        self.run = run
         self.ended = anyio.Event()
         self.failure: Exception | None = None
         self.result: RunDone | None = None
         self._scope = anyio.CancelScope()
         self._is_abandoned = False
         self._call_in_loop = loop_caller()
-        session.start_soon(self._live, function)
+        session.start_soon(self._live, result)
 
     async def stop(self) -> None:
         """Cancels what runs and waits for its end. May be repeated."""
@@ -181,10 +181,10 @@ class _StreamWork:
         if failure is not None and not isinstance(failure, Cancelled):
             logger.warning("a program failed whose stream was left", exc_info=failure)
 
-    async def _live(self, function: Callable[[State], Awaitable[Any]]) -> None:
+    async def _live(self, result: Callable[[], Awaitable[Any]]) -> None:
         try:
             with self._scope:
-                self.result = RunDone(await self.run.execute(function, (), {}))
+                self.result = RunDone(await result())
         except Exception as error:
             self.failure = error  # raised where the stream is read, not in the session's task group
             if self._is_abandoned:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from agentflow.amounts import is_whole
 from agentflow.errors import BadArgument
+from agentflow.graph import Graph
 from agentflow.map_inputs import Inputs, MapInputs
 from agentflow.map_work import MapWork, OnError
 from agentflow.run import check_program
@@ -48,14 +49,15 @@ class ProgramMap(Generic[ResultT]):
     def __init__(
         self,
         session: Session,
-        program: Callable[..., Awaitable[Any]],
+        program: Callable[..., Awaitable[Any]] | Graph,
         inputs: Inputs,
         *,
         concurrency: int = DEFAULT_CONCURRENCY,
         on_error: OnError = "raise",
         console: Console | None = None,
     ) -> None:
-        check_program(program, "map")
+        if not isinstance(program, Graph):
+            check_program(program, "map")
         if not is_whole(concurrency, 1, math.inf):
             raise BadArgument(f"map: concurrency={concurrency!r}: say how many may run at once, 1 or more")
         if on_error not in ("raise", "return"):

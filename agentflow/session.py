@@ -19,7 +19,7 @@ from agentflow.errors import AgentflowError, BadArgument, Cancelled, EngineFaile
 from agentflow.events import Delta, ErrorInfo, Event, Reached, StateFailed, StatsReply, Value, VarFailed
 from agentflow.generator import Capabilities, Stats
 from agentflow.graph import Graph
-from agentflow.graph_submission import submit
+from agentflow.graph_submission import GraphRun, submit
 from agentflow.map_inputs import Inputs, ItemT, ManyOf, MapOptions
 from agentflow.map_work import OnError
 from agentflow.marker import Markers
@@ -108,21 +108,34 @@ class Session:
         check_program(program, "run")
         return await Run(self).execute(program, args, kwargs)
 
+    @overload
     def stream(
         self, program: Callable[Concatenate[State, P], Awaitable[Any]], *args: P.args, **kwargs: P.kwargs
-    ) -> ProgramStream:
+    ) -> ProgramStream: ...
+    @overload
+    def stream(self, program: Graph, *args: str, **kwargs: str) -> ProgramStream: ...
+    def stream(self, program: Any, *args: Any, **kwargs: Any) -> ProgramStream:
         """Runs a program and gives its events as they come: ``TextDelta`` of every branch,
-        ``VariableDone``, and ``RunDone`` with the result at the end.
+        ``VariableDone``, and ``RunDone`` with the result at the end. Of a graph (``program.trace(...)``, with
+        the texts of its arguments) each text comes when it is complete.
 
         >>> async for event in flow.stream(judge, essay):
         ...     if isinstance(event, af.TextDelta):
         ...         print(event.text, end="")
         """
+        if isinstance(program, Graph):
+            work = GraphRun(self, program, program.named(args, kwargs), is_streamed=True)
+            return ProgramStream(self, work.run, work.result)
         check_program(program, "stream")
-        return ProgramStream(self, lambda state: program(state, *args, **kwargs))
+        run = Run(self)
+        return ProgramStream(self, run, lambda: run.execute(program, args, kwargs))
 
     @overload
     def map(
+        self, program: Graph, inputs: Inputs, *, on_error: OnError = ..., **options: Unpack[MapOptions]
+    ) -> ProgramMap[Any]: ...
+    @overload
+    def map(
         self,
         program: Callable[[State, ItemT], Awaitable[ResultT]],
         inputs: ManyOf[ItemT],
@@ -177,7 +190,7 @@ class Session:
     ) -> ProgramMap[ResultT | Exception]: ...
     def map(
         self,
-        program: Callable[Concatenate[State, ...], Awaitable[Any]],
+        program: Callable[Concatenate[State, ...], Awaitable[Any]] | Graph,
         inputs: Inputs,
         *,
         concurrency: int = DEFAULT_CONCURRENCY,
@@ -191,7 +204,8 @@ class Session:
         ``inputs``: any iterable or async iterable, also one without end. Each input is the program's
         one argument after the state; a tuple is its positional arguments, a dict its keyword arguments
         (which type checkers do not compare with the program's). To pass a tuple or a dict itself, wrap
-        it: ``((item,) for item in items)``. A generator is closed when the map ends.
+        it: ``((item,) for item in items)``. A generator is closed when the map ends. ``program`` may be a
+        graph (``program.trace(...)``); its arguments are texts.
         ``on_error``: with ``"raise"``, the first failure that happens cancels the rest and is raised,
         with a note that names the input; with ``"return"``, failures stand among the results, and
         only what ends the session or comes from ``inputs`` itself is raised. ``progress``: a bar on

@@ -134,12 +134,20 @@ class State(Appending):
         self.session.expect(variable)
         return variable
 
+    def await_graph(self) -> None:
+        """This is the root of a graph that was sent: it is done when all of that is. For ``GraphRun``."""
+        self._backlog.num_submitted += 1
+        self._backlog.next_ticket()
+
+    def branch_of_graph(self, state_id: int, number: int) -> State:
+        """A branch of this state of a graph, which only its backend runs. For ``GraphRun``."""
+        branch = State(self._run, state_id, (*self.path, number), self)
+        self._children.append(branch)
+        return branch
+
     def output(self, var_id: int, graph: Graph, number: int) -> Variable[Any]:
-        """The variable that hears of output ``number`` of a graph whose root this is. For ``submit``."""
+        """The variable that hears of output ``number`` of a graph, in this state of it. For ``GraphRun``."""
         variable = Variable[Any](var_id, graph.names[number], self, graph.type_of(number))
-        if not self._own:
-            self._backlog.num_submitted += 1
-            self._backlog.next_ticket()
         self._own.append(variable)
         self.session.expect(variable)
         return variable
