@@ -1,4 +1,8 @@
-"""What can be known of a graph before it runs: constants, the prefix that all runs share, task groups."""
+"""What can be done for a graph before it runs: constants are folded.
+
+There is no pass for the prefix that all runs of a graph share, nor for its task groups: the engine computes
+what waiting requests share once, and knows the branches of every fork as a group.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from dataclasses import replace
 import msgspec
 
 from agentflow import ops
-from agentflow.graph import ROOT, Graph, needs_of
+from agentflow.graph import Graph, needs_of
 from agentflow.transform import apply_transforms
 
 
@@ -26,31 +30,6 @@ def fold_constants(graph: Graph) -> Graph:
     outputs = set(graph.outputs)
     needed = [op for op in folded if not (isinstance(op, ops.Set) and op.var in constants.keys() - outputs)]
     return replace(graph, ops=tuple(_merged(needed)))
-
-
-def constant_prefix(graph: Graph) -> list[ops.Op]:
-    """The first ops of the root that are the same in every run of the graph: text without references, and
-    marks of turns. What they say is computed once and found in the cache ever after."""
-    prefix: list[ops.Op] = []
-    for op in graph.ops:
-        if getattr(op, "state", None) != ROOT or isinstance(op, ops.Open | ops.Expect | ops.Hint):
-            continue
-        if isinstance(op, ops.Text):
-            constant: list[str | ops.Ref] = []
-            for part in op.parts:
-                if not isinstance(part, str):
-                    return [*prefix, ops.Text(ROOT, tuple(constant))] if constant else prefix
-                constant.append(part)
-        elif not isinstance(op, ops.Begin | ops.End | ops.Converse):
-            return prefix
-        prefix.append(op)
-    return prefix
-
-
-def task_groups(graph: Graph) -> list[tuple[int, ...]]:
-    """The forks whose branches are task groups, each as the numbers of its states: known before anything
-    runs, so that their members can be admitted together."""
-    return [op.children for op in graph.ops if isinstance(op, ops.TaskGroup)]
 
 
 def _folded(parts: ops.Parts, constants: dict[int, str]) -> ops.Parts:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
+from fake_engine import FakeEngine
 from observed_backends import Noted, assert_left_nothing
 
 import agentflow as af
 from agentflow import ops
+from agentflow.server.engine_messages import Submit
 
 pytestmark = pytest.mark.anyio
 
@@ -82,3 +86,54 @@ async def test_a_graph_without_a_result_runs_to_its_end() -> None:
     async with af.session(backend=af.Scripted(answer)) as flow:
         assert await flow.submit(quiet.trace(), {"topic": "tea"}) is None
         assert (await flow.stats()).generated_tokens > 0
+
+
+class Origins:
+    """Where the requests of an engine come from."""
+
+    def __init__(self) -> None:
+        self.task_groups: list[object] = []
+
+    def sent(self, submit: Submit) -> None:
+        if submit.params is not None:
+            self.task_groups.append(submit.origin.task_group)
+
+    def heard(self, messages: object) -> None:
+        pass
+
+
+PREFIX = "It is the same in every run of the graph. " * 12
+
+
+@af.program
+async def judged(s: af.State, subject: str) -> list[str]:
+    s += PREFIX + subject
+    async with s.fork(3) as branches:
+        for branch in branches:
+            branch += "?" + af.gen("x", max_tokens=2, ignore_eos=True)
+    return [await branch["x"] for branch in branches]
+
+
+async def test_a_constant_prefix_is_computed_once_for_graphs_that_run_side_by_side() -> None:
+    subjects = ["plants", "stones", "clouds", "rivers"]
+    engine = FakeEngine(token_budget=64)
+    async with af.session(backend=engine) as flow:
+        await flow.map(judged.trace(), subjects)
+        computed = (await flow.stats()).computed_tokens
+        async with flow.state() as s:
+            s += PREFIX
+            alone = len(await s.token_ids())
+    assert alone > 100
+    # Each subject once, each branch its end and the first of its two tokens.
+    assert alone < computed <= alone + sum(map(len, subjects)) + len(subjects) * 3 * 2
+
+
+async def test_the_branches_of_a_graphs_fork_are_one_task_group_to_the_scheduler() -> None:
+    engine, origins = FakeEngine(), Origins()
+    async with af.session(backend=engine) as flow:
+        assert engine.client is not None
+        engine.client.observe(origins)
+        await flow.map(judged.trace(), ["plants", "stones"])
+    assert len(origins.task_groups) == 6
+    assert sorted(Counter(origins.task_groups).values()) == [3, 3]
+    assert 0 not in origins.task_groups
