@@ -285,7 +285,7 @@ async def sent(handler: Any, gate: TenantGate, tenant: Tenant, *, announces: boo
     client = Exchange(BODY[:500_000], BODY[500_000:], headers=headers)
     async with service() as running:
         running.models.gate = gate
-        running.tenants.of_headers = lambda _: tenant
+        running.tenants.of_request = lambda *_: tenant
         await exchange(handler, client, running)
     return client
 
