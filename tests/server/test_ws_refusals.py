@@ -118,7 +118,7 @@ BAD_FRAMES: dict[str, tuple[bytes, str]] = {
     "an op that is none": (b'{"frame":"ops","first":1,"ops":[7]}', "an op cannot be read"),
     "wrong type": (b'{"frame":"ops","first":1,"ops":[{"op":"open","state":"1"}]}', "`$.state`"),
     "huge number": (b'{"frame":"ops","first":1e400,"ops":[]}', "cannot be read"),
-    "very deep": (b"[" * 100_000, "cannot be read"),
+    "very deep": (b"[" * 20_000, "cannot be read"),
     "half a character": (
         b'{"frame":"ops","first":1,"ops":[{"op":"text","state":1,"parts":["\\ud800"]}]}',
         "cannot be read",
