@@ -109,16 +109,10 @@ async def test_a_conversation_with_tools_over_the_wire(model_folder):
 
 async def refuse(flow: af.Session) -> None:
     """What makes no sense is told with its reason, and the session goes on."""
-    for told, why in (
-        (
-            af.conversation(ASKED, tools=TOOLS, choice="sing"),
-            "tool 'sing' is to be called, but the tools are",
-        ),
-        (af.conversation(ASKED, choice="required"), "a tool call is required, and there are no tools"),
-        (af.conversation(ASKED * 9000), "the prompt has"),
-    ):
-        async with flow.state() as s:
-            s += told + af.reply("answer")
-            with pytest.raises(af.RunFailed) as caught:
-                await s["answer"]
-            assert why in str(caught.value)
+    for odd in ({"tools": TOOLS, "choice": "sing"}, {"choice": "required"}):
+        with pytest.raises(af.BadArgument):
+            af.conversation(ASKED, **odd)
+    async with flow.state() as s:
+        s += af.conversation(ASKED * 9000) + af.reply("answer")
+        with pytest.raises(af.RunFailed):
+            await s["answer"]

@@ -59,9 +59,7 @@ def test_a_schema_that_nests_too_deep_is_refused(field: Callable[[str], str]) ->
                 f"{server.url}/v1/chat/completions", content=body % (MODEL, field(schema_of(levels)))
             )
             assert answer.status_code == 400
-            message = answer.json()["error"]["message"]
-            # The decoder, too, has a limit.
-            assert ("deep" in message) or ("recursion" in message) or ("prompt has" in message), message
+            assert answer.json()["error"]["type"] == "invalid_request_error"
         server.assert_idle()
 
 
@@ -95,12 +93,7 @@ def test_calls_and_formats_that_nest_too_deep_are_refused(asking: Callable[[str]
             body = f'{{"model":"{MODEL}","max_tokens":2,{fields}}}'
             answer = httpx2.post(server.url + path, content=body)
             assert answer.status_code == 400, answer.text
-            assert (
-                "deep" in answer.text
-                or "recursion" in answer.text
-                or "no valid" in answer.text
-                or ("is not the text of a JSON object" in answer.text)
-            )
+            assert answer.json()["error"]["type"] == "invalid_request_error"
         server.assert_idle()
 
 
