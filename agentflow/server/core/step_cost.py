@@ -10,13 +10,14 @@ prompts cost.
 from __future__ import annotations
 
 import math
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agentflow.server.core.batch import Batch
 
-Features = NDArray[np.float64]
+Features: TypeAlias = NDArray[np.float64]
 
 MEMORY_STEPS = 100
 """A step's weight in the fit halves about every 70 later steps of its kind."""
