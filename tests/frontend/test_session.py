@@ -75,12 +75,13 @@ async def test_nothing_outlives_the_session():
 
     async with af.session(backend=backend) as flow:
         flow.start_soon(background)
-        flow.stream(ask, "a")
+        stream = flow.stream(ask, "a")  # dropped, it would end its program
         s = flow.state()
         for branch in (s, *s.fork(3)):
             branch += af.gen("x")
         await settle()
         assert backend.generator.num_running == 5
+    del stream
     assert ended == ["background"]
     assert_left_nothing(backend)
 
