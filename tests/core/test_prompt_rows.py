@@ -123,6 +123,27 @@ def test_the_first_admitted_prompt_always_advances():
     assert long.num_generated
 
 
+class NotingCharges:
+    """A policy, and how many rows of each request it was charged."""
+
+    def __init__(self, policy) -> None:
+        self._policy = policy
+        self.charged: Counter[int] = Counter()
+
+    def charge(self, request: Request, num_rows: int) -> None:
+        self.charged[request.id] += num_rows
+        self._policy.charge(request, num_rows)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._policy, name)
+
+    def __len__(self) -> int:
+        return len(self._policy)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._policy
+
+
 @settings(max_examples=40)
 @given(
     plan=st.lists(
@@ -134,14 +155,7 @@ def test_the_first_admitted_prompt_always_advances():
 )
 def test_each_row_is_charged_once_however_often_it_is_computed(plan, num_slots):
     steps = Steps(num_slots=num_slots, max_running=8)
-    charged: Counter[int] = Counter()
-    charge = steps.scheduler.waiting.charge
-
-    def noted(request: Request, num_rows: int) -> None:
-        charged[request.id] += num_rows
-        charge(request, num_rows)
-
-    steps.scheduler.waiting.charge = noted
+    steps.scheduler.waiting = noting = NotingCharges(steps.scheduler.waiting)
     plan = sorted(plan, key=lambda one: one[3])
     now = 0
     while plan or steps.scheduler.running or len(steps.scheduler.waiting):
@@ -151,7 +165,7 @@ def test_each_row_is_charged_once_however_often_it_is_computed(plan, num_slots):
         steps.step()
         now += 1
     # The last token of an output is never computed.
-    assert charged == {r.id: r.num_prompt + r.num_generated - 1 for r in steps.requests}
+    assert noting.charged == {r.id: r.num_prompt + r.num_generated - 1 for r in steps.requests}
 
 
 def test_what_the_cache_has_is_not_charged():
@@ -160,11 +174,10 @@ def test_what_the_cache_has_is_not_charged():
     while steps.step():
         pass
     again = Request.create(9, first.tokens[: first.num_prompt], 1, SamplingParams())
-    charged: list[int] = []
-    steps.scheduler.waiting.charge = lambda request, num_rows: charged.append(num_rows)
+    steps.scheduler.waiting = noting = NotingCharges(steps.scheduler.waiting)
     steps.scheduler.add(again)
     steps.step()
-    assert sum(charged) == 1
+    assert noting.charged == {9: 1}
 
 
 COST = CostModel(base_s=0.010, row_s=0.0005, logits_s=0.0002, read_s=2e-7, pair_s=1e-7)
