@@ -142,7 +142,7 @@ async def measure_long_prompt(report: Report, clients: LoadProcess) -> None:
     ratios: list[float] = []
     for _ in range(5 if report.scale == "full" else 2):
         limited_s = prompt_s()
-        with patch.object(scheduler_module, "PROMPT_STEP_S", math.inf):
+        with patch.object(scheduler_module, "LONE_PROMPT_STEP_S", math.inf):
             unlimited_s = prompt_s()
         ratios.append(unlimited_s / limited_s)
     runner.close()

@@ -203,14 +203,16 @@ def test_streams_keep_their_time_per_token_beside_prompts():
         assert len(batch.token_ids) >= 1 + MIN_CHUNK or batch is steps.batches[-1]
 
 
-def test_a_step_of_prompts_alone_takes_no_longer_than_stated():
+@pytest.mark.parametrize(("num_prompts", "limit"), [(2, "PROMPT_STEP_S"), (1, "LONE_PROMPT_STEP_S")])
+def test_a_step_of_prompts_takes_no_longer_than_stated(num_prompts, limit):
+    limit_s = getattr(scheduler_module, limit)
     steps = Steps(cost=COST, token_budget=4096, num_slots=60_000)
-    steps.add(3_000)
-    steps.add(30_000)
-    while steps.step():
-        pass
-    for batch in steps.batches[3:]:  # the cost is learned from the first ones
-        assert COST.step_s(batch) <= COST.base_s + scheduler_module.PROMPT_STEP_S * 1.1
+    for _ in range(num_prompts):
+        steps.add(25_000)
+    while not steps.requests[0].num_generated:
+        steps.step()
+    for batch in steps.batches[5:]:  # the cost is learned from the first ones
+        assert COST.step_s(batch) <= COST.base_s + limit_s * 1.1
 
 
 def test_for_throughput_alone_streams_do_not_hold_prompts_back():
@@ -222,7 +224,7 @@ def test_for_throughput_alone_streams_do_not_hold_prompts_back():
     for _ in range(3):
         steps.step()
     alone_s = COST.base_s + COST.row_s + COST.logits_s
-    assert all(COST.step_s(batch) > 1.5 * MAX_STRETCH * alone_s for batch in steps.batches[-2:])
+    assert all(COST.step_s(batch) > 1.2 * MAX_STRETCH * alone_s for batch in steps.batches[-2:])
 
 
 coefficients = st.floats(1e-9, 1e-2)

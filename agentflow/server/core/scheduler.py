@@ -4,7 +4,8 @@ Continuous batching (Yu et al., "Orca", 2022) with chunked prefill: every step r
 request that decodes, and gives the rest of its budget to prompts, a chunk at a time. The policy says
 whose chunk is next: that of a running prompt, or of a waiting one, which is admitted then. The budget
 is in rows and, once the cost of steps is known, in seconds: beside prompts a step takes at most
-``MAX_STRETCH`` times what its decoding takes alone, and prompts at most ``PROMPT_STEP_S`` of it.
+``MAX_STRETCH`` times what its decoding takes alone, and prompts at most ``PROMPT_STEP_S`` of it
+(``LONE_PROMPT_STEP_S`` where one request is alone).
 
 The KV pool is shared between running requests and the radix cache: what is not in use is evicted when
 slots are needed; where that is not enough, the running request that costs least to redo is preempted.
@@ -42,8 +43,10 @@ MAX_STRETCH = 2.75
 """A step that decodes for latency takes at most so many times what it takes without any prompt's rows."""
 MIN_STEP_S = 0.005
 """A step may always take so long: the short steps of fast devices need no limit."""
-PROMPT_STEP_S = 0.12
+PROMPT_STEP_S = 0.09
 """The prompts of a step take at most so long: a new request waits for the step that runs."""
+LONE_PROMPT_STEP_S = 0.2
+"""The same for a request that is alone, which larger chunks serve faster."""
 CHUNKS_PER_STEP = 8
 MIN_CHUNK = 16
 """Rows given at a time: an eighth of what prompts have of a step, and no fewer than this."""
@@ -270,6 +273,8 @@ class Scheduler:
         """How much time prompts may add to a step that computes what the draft has so far."""
         if not self.cost.is_known:
             return math.inf
+        if len(self.running) + len(self.waiting) == 1:
+            return LONE_PROMPT_STEP_S
         if not any(request.objective == "latency" for request in draft.rows):
             return PROMPT_STEP_S
         num_read = sum(request.num_computed for request in draft.rows)
