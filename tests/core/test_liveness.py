@@ -1,12 +1,20 @@
-"""What open states need is evicted last, and is ordinary cache again when they are over or forgotten."""
+"""What open states need is evicted last, is not given to new requests while it is about to be used and the
+batch is well filled, and is ordinary cache again when they are over or forgotten."""
 
 import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from agentflow.sampling import SamplingParams
 from agentflow.server.core import liveness
 from agentflow.server.core.liveness import Liveness
 from agentflow.server.core.radix_cache import RadixCache
 from agentflow.server.core.radix_node import PrefixMatch
+from agentflow.server.core.request import Request, Status
+from agentflow.server.core.scheduler import Scheduler, SchedulerConfig
 from agentflow.server.core.token_run import token_run
+from agentflow.server.fake_runner import FakeRunner
 
 
 def insert(cache: RadixCache, tokens: list[int], slots: list[int]) -> PrefixMatch:
@@ -18,7 +26,7 @@ def insert(cache: RadixCache, tokens: list[int], slots: list[int]) -> PrefixMatc
 def test_what_an_open_state_needs_goes_last_and_its_close_ends_that():
     cache = RadixCache()
     live = Liveness(cache, num_slots=100)
-    live.refresh("state", insert(cache, [1, 1], [0, 1]), num_computed=2)
+    live.refresh("state", insert(cache, [1, 1], [0, 1]), num_computed=2, step=1)
     insert(cache, [2, 2], [2, 3])
     assert cache.evict(2).tolist() == [2, 3]  # though it was used later
     insert(cache, [3, 3], [4, 5])
@@ -30,8 +38,8 @@ def test_what_an_open_state_needs_goes_last_and_its_close_ends_that():
 def test_a_state_that_did_nothing_for_long_is_forgotten():
     cache = RadixCache()
     live = Liveness(cache, num_slots=100)
-    live.refresh("old", insert(cache, [1], [0]), num_computed=0)
-    live.refresh("new", insert(cache, [2], [1]), num_computed=300)
+    live.refresh("old", insert(cache, [1], [0]), num_computed=0, step=1)
+    live.refresh("new", insert(cache, [2], [1]), num_computed=300, step=2)
     live.expire(100 * liveness.EXPIRES_AFTER_POOLS)
     assert len(live) == 2
     live.expire(100 * liveness.EXPIRES_AFTER_POOLS + 1)
@@ -43,6 +51,73 @@ def test_states_are_bounded_by_the_pool():
     cache = RadixCache()
     live = Liveness(cache, num_slots=3)
     for number in range(10):
-        live.refresh(number, insert(cache, [number], [number]), num_computed=0)
+        live.refresh(number, insert(cache, [number], [number]), num_computed=0, step=1)
     assert len(live) == 3
     assert sum(node.keeps for node in cache.nodes()) == 3
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("abc"),
+            st.lists(st.integers(0, 1), min_size=1, max_size=6),
+            st.integers(0, 3),
+            st.booleans(),
+        ),
+        max_size=20,
+    )
+)
+def test_tokens_that_will_be_needed_are_counted_once_each(plan):
+    cache = RadixCache()
+    live = Liveness(cache, num_slots=1000)
+    slot = 0
+    recent: dict[str, tuple[int, tuple[int, ...]]] = {}
+    for step, (state, tokens, evicted, is_closed) in enumerate(plan, 1):
+        match = insert(cache, tokens, list(range(slot, slot + len(tokens))))
+        slot += len(tokens)
+        live.refresh(state, match, num_computed=0, step=step)
+        recent[state] = step, tuple(tokens)
+        if is_closed:
+            live.close(state)
+            del recent[state]
+        cache.evict(evicted)
+        needed = set()
+        for at, run in recent.values():
+            if step - at < liveness.EXPECTED_STEPS:
+                still = cache.peek(None, token_run(np.array(run, dtype=np.int32)))
+                needed |= {run[:length] for length in range(1, still + 1)}
+        # A state whose end was evicted needs what is left of it, as far as that is known: no more.
+        assert live.num_expected(step) <= len(needed)
+        if not evicted and all(not other[2] for other in plan):
+            assert live.num_expected(step) == len(needed)
+
+
+@pytest.mark.parametrize("num_running", [1, 2])
+def test_a_new_request_waits_for_the_next_turn_of_an_open_state_where_the_batch_is_filled(num_running):
+    runner = FakeRunner(num_slots=64, max_context=64)
+    scheduler = Scheduler(num_slots=64, max_context=64, config=SchedulerConfig(max_running=3))
+
+    def request(number: int, size: int, count: int, **kwargs) -> Request:
+        tokens = np.full(size, number, dtype=np.int32)
+        made = Request.create(number, tokens, count, SamplingParams(), **kwargs)
+        scheduler.add(made)
+        return made
+
+    def step() -> None:
+        batch = scheduler.schedule()
+        assert batch is not None
+        for result in scheduler.complete(runner.run(batch)):
+            if result.request.num_generated == result.request.max_new_tokens:
+                scheduler.release(result.request)
+
+    of_state = request(1, 30, 1, state="talk")
+    running = [request(number + 2, 4, 8) for number in range(num_running)]
+    step()
+    assert of_state.status is Status.FINISHED
+    new = request(9, 28, 1)
+    for _ in range(liveness.EXPECTED_STEPS):
+        assert new.status is Status.WAITING or num_running == 1
+        step()
+    step()
+    assert new.status is not Status.WAITING  # the state's tokens had to go
+    assert all(one.status is Status.RUNNING for one in running)

@@ -50,6 +50,7 @@ class KVMemory:
         self.page_table: SlotArray = np.zeros((max_running, max_context), dtype=np.int32)
         self.num_computed = 0  # tokens, since the start
         self.num_evicted = 0
+        self.num_steps = 0
         self._use_cache = use_cache
         self._on_cached = on_cached
         self._on_evict = on_evict
@@ -64,6 +65,11 @@ class KVMemory:
     def num_available(self) -> int:
         """Slots that could be had now, by eviction if need be."""
         return self.slots.num_free + self.cache.num_evictable
+
+    @property
+    def num_expected(self) -> int:
+        """Cached tokens that a program's next request will need in a moment."""
+        return self.liveness.num_expected(self.num_steps)
 
     @property
     def has_free_row(self) -> bool:
@@ -156,7 +162,9 @@ class KVMemory:
         self.release_nodes(request)
         assert request.committed is not None
         if request.state is not None and self._use_cache:
-            self.liveness.refresh(request.state, request.committed, num_computed=self.num_computed)
+            self.liveness.refresh(
+                request.state, request.committed, num_computed=self.num_computed, step=self.num_steps
+            )
         self.cache.unlock(request.committed)
         held_from = request.committed.num_tokens
         if held_from < request.num_computed:

@@ -130,6 +130,7 @@ class Scheduler:
         if took_s > 0 and self._features is not None:
             self.cost.observe(self._features, took_s)
         self._counters.steps += 1
+        self.memory.num_steps += 1
         self._reserve.stepped()
         return self._in_flight.complete(output)
 
@@ -315,6 +316,9 @@ class Scheduler:
             fits = True
         else:
             fits = self._reserve.need_at_peak([*self.running.values(), request]) <= available
+        if fits and 2 * len(self.running) > self.config.max_running:
+            # The batch is well filled: what the next requests of open states need is worth a short wait.
+            fits = request.num_to_compute + self.memory.num_expected <= available
         if not fits:
             request.num_computed = 0
             self.memory.cache.unlock(match)
