@@ -24,6 +24,7 @@ from websockets.sync.client import connect
 from agentflow import ops
 from agentflow.conversation import CalledTool, Conversation, Message, ToolSpec
 from agentflow.protocol import SESSION_PATH, VERSION, Hello, Ops, encode
+from agentflow.server.given_object import OBJECT_BOUNDS
 from benchmarks.report import Report, median_of
 
 MODEL = b"smollm2-135m"
@@ -52,7 +53,7 @@ def bodies() -> Iterator[tuple[str, str, bytes]]:
     of_call = b',{"role":"assistant","tool_calls":[{"id":"a","function":{"name":"a","arguments":'
     of_call += b'"{\\"a\\":[%b]}"}}]}]}'
     said = HEAD + b'"messages":[{"role":"user","content":"%b"}]}'
-    few = b",".join([DEEP] * (PARTS // 2 // len(DEEP) * 2 - 2))
+    few = b",".join([DEEP] * (OBJECT_BOUNDS.parts // len(DEEP) * 2 - 2))
     yield "schema, deep lists", CHAT, HEAD + USER + b"]" + schema % repeated(DEEP)
     yield "schema, deep lists, few", CHAT, HEAD + USER + b"]" + schema % few
     yield "tools, deep lists", CHAT, HEAD + USER + b"]" + tool % repeated(DEEP)

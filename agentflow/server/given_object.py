@@ -14,7 +14,7 @@ from agentflow.errors import BadArgument
 from agentflow.server.json_nesting import MOST_NESTING
 from agentflow.server.json_scan import JsonBounds, JsonScan, TooMuchJson, pieces_of
 
-OBJECT_BOUNDS: Final = JsonBounds(values=100_000, parts=50_000, depth=MOST_NESTING)
+OBJECT_BOUNDS: Final = JsonBounds(values=40_000, parts=20_000, depth=MOST_NESTING)
 """Of all tools of a request together, of all arguments of its tool calls, and of its schema: templates and
 compilers walk through them."""
 _MOST_BYTES: Final = 4  # of a character in UTF-8

@@ -18,6 +18,7 @@ from agentflow.errors import Overloaded
 from agentflow.server.api_call import SMALL_BODY_BYTES, ApiCall
 from agentflow.server.completion import COUNTED_CONTEXTS
 from agentflow.server.engine_generator import PIECE_CHARS
+from agentflow.server.given_object import OBJECT_BOUNDS
 from agentflow.server.json_scan import BODY_BOUNDS, PIECE_BYTES
 from agentflow.server.openai_chat_types import ChatRequest
 from agentflow.server.rate_limit import BYTES_PER_TOKEN, MINUTE_NS, TenantGate
@@ -93,6 +94,9 @@ async def _never(call: ApiCall) -> None:
     raise AssertionError("the body was read")
 
 
+ENUM: list[Any] = [[]] * (OBJECT_BOUNDS.parts * 2 // 5)  # three of them are too many
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -103,7 +107,7 @@ async def _never(call: ApiCall) -> None:
         ),
         (
             "/v1/chat/completions",
-            {"messages": called('{"a": [' + "[]," * 20_000 + "1]}", 4)},
+            {"messages": called('{"a": [' + "[]," * (OBJECT_BOUNDS.parts * 2 // 5) + "1]}", 4)},
             "messages[1].tool_calls[2].function.arguments",
         ),
         (
@@ -111,7 +115,7 @@ async def _never(call: ApiCall) -> None:
             {
                 "messages": [USER],
                 "tools": [
-                    {"type": "function", "function": {"name": f"f{n}", "parameters": {"enum": [[]] * 20_000}}}
+                    {"type": "function", "function": {"name": f"f{n}", "parameters": {"enum": ENUM}}}
                     for n in range(4)
                 ],
             },
