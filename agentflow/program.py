@@ -97,7 +97,7 @@ class ProgramStream:
     the reader stops early, and waits for its end.
 
     Without the block, the program is cancelled when the stream is dropped (at once, after ``break`` in
-    ``async for event in flow.stream(judge, essay)``); a failure that nobody has read is logged then.
+    ``async for event in flow.stream(judge, essay)``); an unread failure is logged then.
 
     >>> async with flow.stream(judge, essay) as events:
     ...     async for event in events:

@@ -146,7 +146,7 @@ class State(Appending):
         return branch
 
     def output(self, var_id: int, graph: Graph, number: int) -> Variable[Any]:
-        """The variable that hears of output ``number`` of a graph, in this state of it. For ``GraphRun``."""
+        """The variable that receives output ``number`` of a graph, in this state of it. For ``GraphRun``."""
         variable = Variable[Any](var_id, graph.names[number], self, graph.type_of(number))
         self._own.append(variable)
         self.session.expect(variable)

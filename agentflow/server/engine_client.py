@@ -148,7 +148,7 @@ class EngineClient:
         on_sent: Callable[[], None] | None = None,
     ) -> Finished:
         """Generates; ``on_sent`` is called when the engine's queue has the request, ``on_text`` is called
-        with each delta, ``on_progress`` with all that is told of each step. Cancelling the call aborts the
+        with each delta, ``on_progress`` with all progress of each step. Cancelling the call aborts the
         request, and so does what the latter two raise, which is raised here."""
         message = Submit(
             next(self._ids),

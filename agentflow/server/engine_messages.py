@@ -96,7 +96,7 @@ class Started(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 class StepBegins(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A forward pass over ``num_rows`` rows begins. The next list is sent when it has run, so that an engine
-    that hangs can be told from one that computes."""
+    that hangs differs from one that computes."""
 
     num_rows: int
 

@@ -316,7 +316,7 @@ class Tokenizer:
 
 
 def _most_shrinkage(normalizer: Mapping[str, Any] | None) -> int | None:
-    """At most so many characters become one in the normalizer; None: nobody knows."""
+    """At most so many characters become one in the normalizer; None: unknown."""
     if normalizer is None:
         return 1
     return COMPOSED_CHARS if normalizer.get("type") in ("NFC", "NFKC") else None

@@ -1,5 +1,5 @@
 """Bodies of megabytes: refused for what they hold before an object is made of it, worked on beside the event
-loop, and charged to whoever sends them."""
+loop, and charged to their sender."""
 
 from __future__ import annotations
 
