@@ -15,8 +15,6 @@
 #                GPU it says so. Runs on .venv where there is one, or on PYTHON as it is (WHEELS=DIR: installs those
 #                for it, in a folder of its own)
 #   make lint    ruff, mypy and the directions of import
-#   make compiled       a copy of the package in build/compiled, its scheduling core compiled to C
-#   make test-compiled  the tests of the core on that copy
 #   make clean   remove what building and testing left behind; `make distclean` removes .venv too
 #
 # Variables, given as `make NAME=value demo`:
@@ -52,7 +50,7 @@ ADAPTERS := langchain-agentflow dspy-agentflow
 EXAMPLE_OF_langchain-agentflow := langchain_agent
 EXAMPLE_OF_dspy-agentflow := dspy_rag
 
-.PHONY: demo examples test test-full gpu-check test-adapters lint-adapters $(ADAPTERS) fuzz soak lint compiled test-compiled clean distclean
+.PHONY: demo examples test test-full gpu-check test-adapters lint-adapters $(ADAPTERS) fuzz soak lint clean distclean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -123,14 +121,6 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_import_directions.py
-
-# Built anew each time, beside the sources: a compiled module there would hide what is changed in them.
-compiled: $(VENV)/.installed-dev
-	@rm -rf build/compiled
-	@AGENTFLOW_COMPILE=1 $(BIN)/python setup.py -q build --build-lib build/compiled --build-temp build/objects
-
-test-compiled: compiled
-	@AGENTFLOW_COMPILED=1 PYTHONPATH=build/compiled $(BIN)/pytest tests/core
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis

@@ -1,7 +1,7 @@
-"""One scheduling step with ten thousand requests waiting, the core compiled and as it is.
+"""One scheduling step with ten thousand requests waiting.
 
-``python -m benchmarks.deep_queue POLICY STEPS`` measures in its own process what it imports, and prints
-JSON; ``python -m benchmarks scheduler`` runs that again and again, in turns, and reports it.
+``python -m benchmarks.deep_queue POLICY STEPS`` measures in its own process and prints JSON; ``python -m
+benchmarks scheduler`` runs that again and again, in turns, and reports it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 
 from agentflow.sampling import SamplingParams
 from agentflow.server.core.batch import Batch, BatchOutput
@@ -27,7 +26,6 @@ from agentflow.server.engine_process import collect_garbage_rarely
 from benchmarks.report import Report, median_of
 
 ROOT = Path(__file__).parent.parent
-COMPILED = ROOT / "build" / "compiled"
 NUM_WAITING = 10_000
 PER_STEP = 100
 WARM_UP = 20
@@ -78,46 +76,38 @@ class DeepQueue:
         return parts
 
 
-def measure_deep_queue(report: Report, console: Console) -> None:
+def measure_deep_queue(report: Report) -> None:
     """A scheduling step with very many waiting: the median of several processes, which take turns."""
-    with console.status("compiling the scheduling core (make compiled)"):
-        subprocess.run(["make", "-C", str(ROOT), "compiled"], check=True, capture_output=True)
-    kinds = {
-        "": ("fair-lpm", COMPILED),
-        ".interpreted": ("fair-lpm", ROOT),
-        ".lpm": ("lpm", COMPILED),
-        ".fcfs": ("fcfs", COMPILED),
-    }
+    kinds = {"": "fair-lpm", ".lpm": "lpm", ".fcfs": "fcfs"}
     rounds, steps = (7, 80) if report.scale == "full" else (3, 30)
     runs: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
     for _ in range(rounds):
-        for kind, (policy, path) in kinds.items():
-            runs[kind].append(_measured(policy, steps, path))
+        for kind, policy in kinds.items():
+            runs[kind].append(_measured(policy, steps))
     for kind, measured in runs.items():
         means = {name: float(np.median([parts[name] for parts in measured])) for name in measured[0]}
         note = ", ".join(f"{name} {ms:.2f}" for name, ms in means.items())
-        core = "compiled" if kinds[kind][1] == COMPILED else "interpreted"
         report.results.append(
             median_of(
                 "scheduler.step_ms_at_10000_waiting" + kind,
                 [sum(parts.values()) for parts in measured],
                 "ms",
                 goal="" if kind else "<= 3",
-                note=f"{note}; {PER_STEP} of each a step; {core}",
+                note=f"{note}; {PER_STEP} of each a step",
             ),
         )
 
 
-def _measured(policy: str, steps: int, path: Path) -> dict[str, float]:
+def _measured(policy: str, steps: int) -> dict[str, float]:
     command = [sys.executable, "-P", "-m", "benchmarks.deep_queue", policy, str(steps)]
-    environment = {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{ROOT}"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     measured: dict[str, float] = json.loads(printed)
     return measured
 
 
 def main() -> None:
-    """Measures what is imported here, and prints the milliseconds of each part of a step."""
+    """Measures and prints the milliseconds of each part of a step."""
     queue = DeepQueue(sys.argv[1])
     collect_garbage_rarely()  # as the process of the engine does
     steps = [queue.step() for _ in range(WARM_UP + int(sys.argv[2]))][WARM_UP:]

@@ -38,7 +38,7 @@ REMARKS = {
         "`cold-tail.json` is the known failure of plain longest-prefix-first: a burst at 1.3 times what the "
         "machine can do, a tenth of it requests that share nothing. A step at 10,000 waiting is everything "
         "that the scheduler does between two forward passes, with 100 requests through each of its stages: "
-        "about 30 µs of a request's whole life, compiled (`make compiled`), and 50 as plain Python. Most of "
+        "about 50 µs of a request's whole life. Most of "
         "it is the same under `fcfs`, which keeps no order but that of arrival."
     ),
     "frontend": (

@@ -135,5 +135,5 @@ def run(report: Report, console: Console, only: str) -> None:
     measure_fairness(report, cost)
     measure_overcommit(report, cost)
     if not only or "step_ms" in only:
-        measure_deep_queue(report, console)
+        measure_deep_queue(report)
     report.results = [result for result in report.results if only in result.id]
