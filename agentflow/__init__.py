@@ -4,7 +4,6 @@ from agentflow.backends.embedded import Embedded
 from agentflow.backends.remote import Remote
 from agentflow.backends.replay import Replay
 from agentflow.backends.scripted import Scripted
-from agentflow.conversation import CalledTool, Message
 from agentflow.conversation_expression import conversation
 from agentflow.errors import (
     AgentflowError,
@@ -53,15 +52,16 @@ from agentflow.image import image
 from agentflow.open_session import session
 from agentflow.program import Program, ProgramStream, program
 from agentflow.program_map import ProgramMap
+from agentflow.protocol.chat import CalledTool, Message
+from agentflow.protocol.reply import Reply
+from agentflow.protocol.token_logprob import TokenLogprob
 from agentflow.reference import Transformed
-from agentflow.reply import Reply
 from agentflow.reply_expression import reply
 from agentflow.session import Session
 from agentflow.state import State
 from agentflow.stream import ProgramEvent, RunDone, TextDelta, VariableDone
 from agentflow.synchronous import map, run
 from agentflow.tag import Tag, Tagged
-from agentflow.token_logprob import TokenLogprob
 from agentflow.tool_call import ToolCall
 from agentflow.variable import Variable
 

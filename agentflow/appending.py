@@ -6,20 +6,20 @@ import json
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, Self, TypeVar, get_args, overload
 
-from agentflow import ops
 from agentflow.appenders import Appenders
 from agentflow.backlog import Backlog
 from agentflow.budget import limit_op
-from agentflow.conversation import CalledTool, Message
 from agentflow.errors import BadArgument, NotSupported, StateClosed, UnknownVariable
 from agentflow.expression import Appendable, GenExpression, ImageExpression, Sequence_
-from agentflow.ops import Objective, ReadWhat, Role
 from agentflow.program_line import LineTable, ProgramLine, calling_line
+from agentflow.protocol import ops
+from agentflow.protocol.chat import CalledTool, Message
+from agentflow.protocol.ops import Objective, ReadWhat, Role
+from agentflow.protocol.seeds import place_of
+from agentflow.protocol.transform import apply_in_turn
 from agentflow.recorder import Recorder
 from agentflow.reference import Reference
-from agentflow.seeds import place_of
 from agentflow.transcript import Content, Transcript, TurnContent
-from agentflow.transform import apply_in_turn
 from agentflow.turn import Turn
 from agentflow.value_type import TEXT, ValueType
 from agentflow.variable import Variable

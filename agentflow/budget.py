@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import anyio
 import msgspec
 
-from agentflow import ops
 from agentflow.errors import BadArgument, BudgetExceeded, DeadlineExceeded
-from agentflow.sampling import SamplingParams
+from agentflow.protocol import ops
+from agentflow.protocol.sampling import SamplingParams
 
 
 class Budget:

@@ -9,14 +9,23 @@ from typing import TYPE_CHECKING, Generic
 import anyio
 import msgspec
 
-from agentflow import ops
 from agentflow.budget import Budget
 from agentflow.errors import AgentflowError
-from agentflow.events import Delta, ErrorInfo, Event, Reached, StateFailed, StatsReply, Value, VarFailed
 from agentflow.generator import ContextT
 from agentflow.held_memory import Holding, error_bytes, text_bytes, value_bytes
 from agentflow.outbox import Outbox
-from agentflow.reply import read_reply
+from agentflow.protocol import ops
+from agentflow.protocol.events import (
+    Delta,
+    ErrorInfo,
+    Event,
+    Reached,
+    StateFailed,
+    StatsReply,
+    Value,
+    VarFailed,
+)
+from agentflow.protocol.reply import read_reply
 
 if TYPE_CHECKING:
     from agentflow.graph_execution import GraphExecution

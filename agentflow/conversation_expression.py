@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from agentflow.conversation import CalledTool, Conversation, Message, ToolChoice, ToolSpec
 from agentflow.errors import BadArgument
 from agentflow.expression import ConversationExpression, tuple_of
-from agentflow.op_checks import check_types
+from agentflow.protocol.chat import CalledTool, Conversation, Message, ToolChoice, ToolSpec
+from agentflow.protocol.op_checks import check_types
 from agentflow.tool_call import Tool, spec_of
 
 MODES = ("auto", "required", "none")

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Generic, TypeAlias, TypeVar, get_args
 
-from agentflow.conversation import Conversation
 from agentflow.errors import BadArgument
-from agentflow.ops import Role, SelectMethod, check_choices
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.chat import Conversation
+from agentflow.protocol.ops import Role, SelectMethod, check_choices
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.value_type import ValueType
 
 ItemT = TypeVar("ItemT")

@@ -14,12 +14,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from agentflow import ops
 from agentflow.errors import ProtocolError
-from agentflow.op_shapes import declared, shape_of
-from agentflow.sampling import SamplingParams
-from agentflow.seeds import derived_seed, place_of, run_of
-from agentflow.transform import Transform
+from agentflow.protocol import ops
+from agentflow.protocol.op_table import declared, shape_of
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.seeds import derived_seed, place_of, run_of
+from agentflow.protocol.transform import Transform
 
 Path = tuple[int, ...]
 

@@ -12,11 +12,11 @@ from typing import Literal, Protocol, TypeVar
 
 import msgspec
 
-from agentflow.constraint import Constraint, ConstraintKind
-from agentflow.conversation import Conversation
 from agentflow.errors import NotSupported
-from agentflow.sampling import SamplingParams
-from agentflow.token_logprob import TopLogprobs
+from agentflow.protocol.chat import Conversation
+from agentflow.protocol.constraint import Constraint, ConstraintKind
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.token_logprob import TopLogprobs
 
 OnText = Callable[[str], None]
 ContextT = TypeVar("ContextT")

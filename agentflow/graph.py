@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from agentflow import ops
 from agentflow.errors import BadArgument
+from agentflow.protocol import ops
 from agentflow.value_type import TEXT, ValueType
 
 ROOT = 1

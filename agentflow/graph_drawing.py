@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from agentflow import ops
 from agentflow.graph import ROOT, Graph
 from agentflow.mermaid_text import escaped
+from agentflow.protocol import ops
 
 _ARROWS = {"stream": "-->", "fork": "==>", "data": "-.->"}
 _MAX_LABEL = 40

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import msgspec
 
-from agentflow import ops
 from agentflow.graph import Graph, needs_of
-from agentflow.transform import apply_transforms
+from agentflow.protocol import ops
+from agentflow.protocol.transform import apply_transforms
 
 
 def fold_constants(graph: Graph) -> Graph:

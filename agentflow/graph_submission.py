@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from agentflow import ops
 from agentflow.errors import BadArgument
 from agentflow.graph import ROOT, Graph, filled
+from agentflow.protocol import ops
+from agentflow.protocol.seeds import run_of
 from agentflow.run import Run
-from agentflow.seeds import run_of
 from agentflow.state import State
 from agentflow.variable import Variable
 

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from agentflow import ops
 from agentflow.errors import Overloaded
-from agentflow.events import Value
+from agentflow.protocol import ops
+from agentflow.protocol.events import Value
 
 OP_BYTES = 600
 """Of an op in line, and of a reference in its text."""

@@ -11,12 +11,12 @@ from typing import Any
 from agentflow.errors import AgentflowError, RunFailed
 from agentflow.expression import ConversationExpression, GenExpression
 from agentflow.generator import Usage
-from agentflow.ops import Objective
-from agentflow.reply import Piece, ReplyReader, TextPiece
+from agentflow.protocol.ops import Objective
+from agentflow.protocol.reply import Piece, ReplyReader, TextPiece
+from agentflow.protocol.token_logprob import TopLogprobs
 from agentflow.session import Session
 from agentflow.state import State
 from agentflow.stream import TextDelta
-from agentflow.token_logprob import TopLogprobs
 from agentflow.variable import Variable
 
 # So many calls of a program keep what they have computed from being dropped first.

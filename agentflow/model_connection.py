@@ -11,10 +11,10 @@ from contextlib import aclosing
 from typing import Final
 from weakref import WeakValueDictionary
 
-from agentflow.backend import Backend
 from agentflow.backends.embedded import DEFAULT_MODEL
 from agentflow.model_call import CalledProgram, Ended, ModelCall, Said
-from agentflow.ops import Objective
+from agentflow.protocol.backend import Backend
+from agentflow.protocol.ops import Objective
 from agentflow.session import Session
 from agentflow.shared_session import SharedSession
 

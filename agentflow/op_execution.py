@@ -10,16 +10,16 @@ from typing import Generic
 import anyio
 import msgspec
 
-from agentflow import ops
 from agentflow.budget import clipped, spend
 from agentflow.cells import PendingOp, StateCell, VariableCell
-from agentflow.conversation import Conversation
 from agentflow.errors import DeadlineExceeded, ProtocolError, RunFailed, StateClosed
-from agentflow.events import Value
 from agentflow.generator import ContextT, Generator, Scored, StateHint, Usage
 from agentflow.held_memory import FORKED_CHAR_BYTES, TURN_CHARS, HeldMemory, Holding
+from agentflow.protocol import ops
+from agentflow.protocol.chat import Conversation
+from agentflow.protocol.events import Value
+from agentflow.protocol.transform import apply_in_turn
 from agentflow.state_tree import origin_of
-from agentflow.transform import apply_in_turn
 
 # Texts that take each other twice double with every op: thirty small ops must not fill the memory.
 MAX_OP_CHARS = 8 * 1024 * 1024

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import secrets
 
-from agentflow.backend import Backend
 from agentflow.backends.replay import replayed_seed
 from agentflow.errors import BadArgument
+from agentflow.protocol.backend import Backend
 from agentflow.recording import Recorded
 from agentflow.session import Session
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import anyio
 
-from agentflow.events import Event
+from agentflow.protocol.events import Event
 
 
 class Cell(Protocol):

@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable, Generator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from agentflow.amounts import is_whole
 from agentflow.errors import BadArgument
 from agentflow.graph import Graph
 from agentflow.map_inputs import Inputs, MapInputs
 from agentflow.map_work import MapWork, OnError
+from agentflow.protocol.amounts import is_whole
 from agentflow.run import check_program
 
 if TYPE_CHECKING:

@@ -5,12 +5,21 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from agentflow import ops
 from agentflow.errors import BadRecording, ProtocolError
-from agentflow.events import Delta, ErrorInfo, Event, Reached, StateFailed, StatsReply, Value, VarFailed
 from agentflow.fork_tree import Content, ForkTree, Node, Path
 from agentflow.graph_execution import TICKET
-from agentflow.op_shapes import OpKind, declared, shape_of
+from agentflow.protocol import ops
+from agentflow.protocol.events import (
+    Delta,
+    ErrorInfo,
+    Event,
+    Reached,
+    StateFailed,
+    StatsReply,
+    Value,
+    VarFailed,
+)
+from agentflow.protocol.op_table import OpKind, declared, shape_of
 from agentflow.recording import Entry, Recording
 
 

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from agentflow import ops
-from agentflow.conversation import Conversation
 from agentflow.errors import BadArgument, ForeignState, StateClosed
 from agentflow.expression import (
     Appendable,
@@ -20,9 +18,11 @@ from agentflow.expression import (
     Sequence_,
     not_appendable,
 )
+from agentflow.protocol import ops
+from agentflow.protocol.chat import Conversation
+from agentflow.protocol.transform import apply_transforms
 from agentflow.reference import Reference
 from agentflow.transcript import Entry, ToolCalls, TurnBegins, TurnEnds
-from agentflow.transform import apply_transforms
 from agentflow.value_type import TEXT, ValueType
 from agentflow.variable import Variable
 

@@ -20,11 +20,11 @@ from typing import BinaryIO, Literal
 
 import msgspec
 
-from agentflow.backend import Backend, Connection, Deliver, Lost
 from agentflow.errors import BadArgument, BadRecording
-from agentflow.events import ErrorInfo, Event
 from agentflow.generator import Capabilities
-from agentflow.ops import Op
+from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
+from agentflow.protocol.events import ErrorInfo, Event
+from agentflow.protocol.ops import Op
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from agentflow.errors import BadArgument
 from agentflow.expression import Expression
-from agentflow.transform import Transform, TransformName, apply_in_turn, check_transforms
+from agentflow.protocol.transform import Transform, TransformName, apply_in_turn, check_transforms
 
 if TYPE_CHECKING:
     from agentflow.variable import Variable

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 from agentflow.expression import GenExpression, check_name
 from agentflow.generation import JsonOptions, gen
-from agentflow.reply import Reply, read_reply
+from agentflow.protocol.reply import Reply, read_reply
 
 
 def reply(

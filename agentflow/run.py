@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from agentflow import ops
 from agentflow.errors import AgentflowError, BadArgument, Cancelled
-from agentflow.events import ErrorInfo
 from agentflow.generator import Usage
 from agentflow.map_inputs import short
-from agentflow.seeds import derived_seed, run_of
+from agentflow.protocol import ops
+from agentflow.protocol.events import ErrorInfo
+from agentflow.protocol.seeds import derived_seed, run_of
 from agentflow.state import State
 from agentflow.stream import EventStream, TextDelta, VariableDone
 from agentflow.variable import Variable

@@ -12,20 +12,29 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, TypeVarTuple, 
 import anyio
 from anyio.abc import TaskGroup
 
-from agentflow import ops
-from agentflow.backend import Backend, Connection
 from agentflow.budget import limit_op
 from agentflow.errors import AgentflowError, BadArgument, Cancelled, EngineFailed, ServerLost, StateClosed
-from agentflow.events import Delta, ErrorInfo, Event, Reached, StateFailed, StatsReply, Value, VarFailed
 from agentflow.generator import Capabilities, Stats
 from agentflow.graph import Graph
 from agentflow.graph_submission import GraphRun, submit
 from agentflow.map_inputs import Inputs, ItemT, ManyOf, MapOptions
 from agentflow.map_work import OnError
 from agentflow.marker import Markers
-from agentflow.op_checks import check_sendable
 from agentflow.program import ProgramStream
 from agentflow.program_map import DEFAULT_CONCURRENCY, ProgramMap
+from agentflow.protocol import ops
+from agentflow.protocol.backend import Backend, Connection
+from agentflow.protocol.events import (
+    Delta,
+    ErrorInfo,
+    Event,
+    Reached,
+    StateFailed,
+    StatsReply,
+    Value,
+    VarFailed,
+)
+from agentflow.protocol.op_checks import check_sendable
 from agentflow.run import RootState, Run, check_program
 from agentflow.state import State
 from agentflow.task_group import open_task_group

@@ -7,15 +7,15 @@ import math
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
-from agentflow import ops
-from agentflow.amounts import is_whole
 from agentflow.appending import FIRST_MAPPED, Appending, Path
 from agentflow.errors import AgentflowError, BadArgument, Cancelled, ForeignState, RunFailed, StateClosed
-from agentflow.events import ErrorInfo
 from agentflow.expression import Appendable, ImageExpression, Sequence_
 from agentflow.fork import Branches
 from agentflow.graph import Graph
 from agentflow.program_line import calling_line
+from agentflow.protocol import ops
+from agentflow.protocol.amounts import is_whole
+from agentflow.protocol.events import ErrorInfo
 from agentflow.reference import Reference
 from agentflow.stream import EventStream
 from agentflow.value_type import ValueType

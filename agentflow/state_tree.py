@@ -14,8 +14,8 @@ from agentflow.cells import StateCell
 from agentflow.errors import AgentflowError, Cancelled, Overloaded, ProtocolError, RunFailed
 from agentflow.generator import ContextT
 from agentflow.held_memory import STATE_BYTES, HeldMemory, Holding, error_bytes
-from agentflow.ops import check_number
 from agentflow.outbox import Outbox
+from agentflow.protocol.ops import check_number
 
 MAX_STATES = 100_000
 # Limits, each counted for each state that it concerns: their checks are part of every op there.

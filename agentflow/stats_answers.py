@@ -9,10 +9,10 @@ from anyio.abc import TaskGroup
 
 from agentflow.cells import StatsCell
 from agentflow.errors import AgentflowError, Overloaded
-from agentflow.events import ErrorInfo, StatsReply
 from agentflow.generator import ContextT, Generator
-from agentflow.ops import check_number
 from agentflow.outbox import Outbox
+from agentflow.protocol.events import ErrorInfo, StatsReply
+from agentflow.protocol.ops import check_number
 
 MAX_TICKETS = 1_000
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from agentflow.constraint import Constraint, TagRule
 from agentflow.errors import BadArgument
+from agentflow.protocol.constraint import Constraint, TagRule
 from agentflow.tagged_text import split_at_tags
 from agentflow.tool_call import Tool, Toolbox
 from agentflow.value_type import ValueType, of_json_schema, refuse_several, value_type

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import regex
 
-from agentflow.constraint import TagRule
 from agentflow.errors import BadArgument
-from agentflow.transform import REGEX_TIMEOUT_S
+from agentflow.protocol.constraint import TagRule
+from agentflow.protocol.transform import REGEX_TIMEOUT_S
 
 _SPACE = " \t\n\r"
 _JSON = json.JSONDecoder()

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from agentflow.conversation import ToolSpec
 from agentflow.errors import BadArgument
+from agentflow.protocol.chat import ToolSpec
 
 Tool = Callable[..., Any] | Mapping[str, Any]
 """A function with annotated parameters, or a mapping with ``name``, ``parameters`` (a JSON schema) and

@@ -13,18 +13,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Seque
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, NoReturn
 
-from agentflow import ops
-from agentflow.backend import Connection, Deliver, Lost
-from agentflow.constraint import CONSTRAINT_KINDS
 from agentflow.errors import BadArgument, DataDependent
 from agentflow.generator import Capabilities
 from agentflow.graph import Graph, Output
 from agentflow.program_line import ProgramLine, calling_line
+from agentflow.protocol import ops
+from agentflow.protocol.backend import Connection, Deliver, Lost
+from agentflow.protocol.constraint import CONSTRAINT_KINDS
+from agentflow.protocol.transform import Transform
 from agentflow.reference import Reference
 from agentflow.run import Run, called
 from agentflow.session import Session
 from agentflow.state import State
-from agentflow.transform import Transform
 from agentflow.variable import Variable
 
 _LEFT_OUT = ops.Await | ops.Close | ops.GetStats

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
-from agentflow.conversation import CalledTool
 from agentflow.expression import ImageExpression
+from agentflow.protocol.chat import CalledTool
 
 if TYPE_CHECKING:
     from agentflow.reference import Reference

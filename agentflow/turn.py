@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from agentflow.ops import Role
+from agentflow.protocol.ops import Role
 
 if TYPE_CHECKING:
     from agentflow.appending import Appending

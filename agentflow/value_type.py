@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from agentflow.constraint import Constraint, Whitespace
 from agentflow.errors import BadArgument
+from agentflow.protocol.constraint import Constraint, Whitespace
 from agentflow.tool_call import Tool, Toolbox
 
 _SCALARS: dict[type, Constraint] = {

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, overload
 
 import anyio
 
-from agentflow.conversation import CalledTool
 from agentflow.errors import BadArgument, InvalidValue
-from agentflow.events import ErrorInfo, Value
 from agentflow.generator import Usage
 from agentflow.partial_value import NothingYet, partial_value, whole_value
+from agentflow.protocol.chat import CalledTool
+from agentflow.protocol.events import ErrorInfo, Value
+from agentflow.protocol.reply import Reply, ReplySoFar
+from agentflow.protocol.token_logprob import TopLogprobs
+from agentflow.protocol.transform import Transform
 from agentflow.reference import Reference, Transformed, ValueT_co
-from agentflow.reply import Reply, ReplySoFar
-from agentflow.token_logprob import TopLogprobs
-from agentflow.transform import Transform
 from agentflow.value_type import TEXT, ValueType
 from agentflow.variable_readers import PartialReader, TextReader
 

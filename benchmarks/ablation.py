@@ -16,8 +16,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 import agentflow as af
-from agentflow.backend import Connection, Deliver, Lost
 from agentflow.backends.interpreted import interpreted
+from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.core.batch import Batch, BatchOutput
 from agentflow.server.core.liveness import Liveness

@@ -10,8 +10,8 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from agentflow.constraint import Constraint
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.compiled_constraint import CompiledConstraint
 from agentflow.server.constraint_compilation import compile_constraint
 from agentflow.server.engine_client import EngineClient

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-from agentflow.constraint import Constraint
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.constraint_compilation import compile_constraint
 from agentflow.server.engine_client import EngineClient
 from agentflow.server.engine_messages import Finished

@@ -10,9 +10,9 @@ import json
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 
-from agentflow.constraint import Constraint
 from agentflow.errors import AgentflowError
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.constraint_compiler import ConstraintCompiler, constraint_compiler
 from agentflow.server.engine_client import EngineClient
 from benchmarks.foundation import Prompts, engine

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from agentflow.constraint import Constraint
+from agentflow.protocol.constraint import Constraint
 from agentflow.server.compiled_constraint import CompiledConstraint
 from agentflow.server.constraint_compilation import compile_constraint
 from agentflow.server.core.fsm_grammar import FsmMatcher

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from benchmarks.foundation import Prompts, engine
 from benchmarks.report import Report, median_of
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.engine_client import EngineClient
 from agentflow.server.local_engine import EngineOptions, open_engine
 from agentflow.server.model_store import resolve_model

@@ -18,10 +18,10 @@ import anyio.lowlevel
 from rich.console import Console
 
 import agentflow as af
-from agentflow import ops
-from agentflow.backend import Backend, Connection, Deliver, Lost
-from agentflow.events import Event
 from agentflow.graph import Graph
+from agentflow.protocol import ops
+from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
+from agentflow.protocol.events import Event
 from benchmarks.report import Report, Result, median_of
 
 CHAIN = 10

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.core.batch import Batch, BatchOutput
 from agentflow.server.core.request import Request
 from agentflow.server.core.scheduler import Scheduler, SchedulerConfig

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 
 from rich.console import Console
 
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.cpu_priority import give_way
 from agentflow.server.engine_messages import FromEngine, Progress, Submit
 from agentflow.server.local_engine import EngineOptions

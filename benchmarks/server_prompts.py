@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.core import scheduler as scheduler_module
 from agentflow.server.core.request import Request
 from agentflow.server.core.scheduler import Scheduler, SchedulerConfig

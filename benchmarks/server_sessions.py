@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 import psutil
 from websockets.asyncio.client import connect
 
-from agentflow.protocol import SESSION_PATH, VERSION, Bye, Hello, Welcome, encode, server_frames
+from agentflow.protocol.wire import SESSION_PATH, VERSION, Bye, Hello, Welcome, encode, server_frames
 from benchmarks.load_process import LoadProcess
 from benchmarks.report import Report, median_of
 

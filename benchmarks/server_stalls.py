@@ -21,10 +21,10 @@ import msgspec
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
-from agentflow import ops
-from agentflow.conversation import CalledTool, Conversation, Message, ToolSpec
-from agentflow.protocol import SESSION_PATH, VERSION, Hello, Ops, encode
-from agentflow.server.given_object import OBJECT_BOUNDS
+from agentflow.protocol import ops
+from agentflow.protocol.chat import CalledTool, Conversation, Message, ToolSpec
+from agentflow.protocol.given_object import OBJECT_BOUNDS
+from agentflow.protocol.wire import SESSION_PATH, VERSION, Hello, Ops, encode
 from benchmarks.report import Report, median_of
 
 MODEL = b"smollm2-135m"

@@ -13,10 +13,11 @@ import openai
 from websockets.asyncio.client import connect as connect_websocket
 
 import agentflow as af
-from agentflow import ops
 from agentflow.errors import EngineFailed, Overloaded
-from agentflow.events import Event, Value, VarFailed
-from agentflow.protocol import (
+from agentflow.protocol import ops
+from agentflow.protocol.events import Event, Value, VarFailed
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.wire import (
     SESSION_PATH,
     VERSION,
     Bye,
@@ -29,7 +30,6 @@ from agentflow.protocol import (
     encode,
     server_frames,
 )
-from agentflow.sampling import SamplingParams
 from benchmarks.raw_http import Answer, Request, exchange
 from benchmarks.soak_server import MODEL, SoakServer
 

@@ -13,10 +13,10 @@ from websockets.asyncio.client import connect as connect_websocket
 from websockets.exceptions import WebSocketException
 
 import agentflow as af
-from agentflow import ops
 from agentflow.errors import AgentflowError
-from agentflow.protocol import SESSION_PATH, VERSION, Hello, Ops, encode
-from agentflow.sampling import SamplingParams
+from agentflow.protocol import ops
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.wire import SESSION_PATH, VERSION, Hello, Ops, encode
 from benchmarks.raw_http import Request, connect, read_all, reset
 from benchmarks.soak_clients import Scenario, Target
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from agentflow.kernels import native_ops
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.core.scheduler import SchedulerConfig
 from agentflow.server.engine import Engine
 from agentflow.server.engine_messages import Abort, FromEngine, Submit

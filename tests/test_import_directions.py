@@ -36,7 +36,7 @@ CORE_MAY_IMPORT = (
     "numpy",
     "agentflow.errors",
     "agentflow.mermaid_text",
-    "agentflow.sampling",
+    "agentflow.protocol.sampling",
     "agentflow.server.core",
 )
 
@@ -131,7 +131,7 @@ def test_agentflow_imports_in_the_right_directions() -> None:
         ("agentflow/cli.py", "if True:\n    import agentflow.server", "agentflow.server"),
         ("agentflow/server/core/policy.py", "import torch", "torch"),
         ("agentflow/server/core/policy.py", "import msgspec", "msgspec"),
-        ("agentflow/server/core/policy.py", "from agentflow import ops", "agentflow.ops"),
+        ("agentflow/server/core/policy.py", "from agentflow import ops", "agentflow.protocol.ops"),
         ("agentflow/server/core/policy.py", "from .. import engine", "agentflow.server.engine"),
         ("agentflow/kernels/ops.py", "from agentflow.errors import NotSupported", "agentflow.errors"),
         ("agentflow/kernels/ops.py", "async def f():\n    from .. import server", "agentflow.server"),

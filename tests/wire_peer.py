@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable
 
 import anyio
 
-from agentflow import ops
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
-from agentflow.constraint import Constraint
 from agentflow.errors import AgentflowError
-from agentflow.events import Delta, Event, Reached, StateFailed, StatsReply, Value, VarFailed
 from agentflow.generator import Generated, OnText, Stats
-from agentflow.sampling import SamplingParams
+from agentflow.protocol import ops
+from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.events import Delta, Event, Reached, StateFailed, StatsReply, Value, VarFailed
+from agentflow.protocol.sampling import SamplingParams
 
 # A prompt with this end is never answered; the end of a user's turn is one too.
 HANG = "…hang"

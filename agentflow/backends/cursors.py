@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from agentflow import ops
 from agentflow.errors import ProtocolError
-from agentflow.events import Delta, Event, Reached, StateFailed, StatsReply, Value, VarFailed
-from agentflow.protocol import Resume
+from agentflow.protocol import ops
+from agentflow.protocol.events import Delta, Event, Reached, StateFailed, StatsReply, Value, VarFailed
+from agentflow.protocol.wire import Resume
 
 
 @dataclass(slots=True)

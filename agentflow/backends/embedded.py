@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Final
 
-from agentflow.backend import Connection, Deliver, Lost
 from agentflow.backends.interpreted import interpreted
 from agentflow.errors import ModelError
+from agentflow.protocol.backend import Connection, Deliver, Lost
 
 DEFAULT_MODEL: Final = "smollm2-135m"
 

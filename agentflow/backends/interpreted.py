@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from typing import Generic
 
-from agentflow.backend import Connection, Deliver
 from agentflow.generator import Capabilities, ContextT, Generator
 from agentflow.interpreter import Interpreter
-from agentflow.ops import Op
+from agentflow.protocol.backend import Connection, Deliver
+from agentflow.protocol.ops import Op
 from agentflow.task_group import open_task_group
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from agentflow import ops
 from agentflow.fork_tree import Content, Node, Path
+from agentflow.protocol import ops
 from agentflow.recorded_runs import RecordedRun, RecordedState
 
 

@@ -8,8 +8,8 @@ from typing import cast
 import msgspec
 
 from agentflow.errors import BadArgument, FrameTooLarge, ProtocolError
-from agentflow.ops import Op
-from agentflow.protocol import Ops, encode
+from agentflow.protocol.ops import Op
+from agentflow.protocol.wire import Ops, encode
 
 # What an Ops frame needs besides its ops, in either encoding: field names and two numbers.
 FRAME_OVERHEAD_BYTES = 64

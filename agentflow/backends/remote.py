@@ -13,11 +13,11 @@ import anyio
 from websockets.exceptions import InvalidURI
 from websockets.uri import WebSocketURI, parse_uri
 
-from agentflow.backend import Connection, Deliver, Lost
 from agentflow.backends.remote_connection import RemoteConnection
 from agentflow.backends.websocket_transport import WebSocket, WebSocketEnded, open_websocket, shown_url
 from agentflow.errors import BadArgument, ProtocolError, ServerUnreachable
-from agentflow.protocol import (
+from agentflow.protocol.backend import Connection, Deliver, Lost
+from agentflow.protocol.wire import (
     SESSION_PATH,
     VERSION,
     Hello,

@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 import anyio
 import anyio.lowlevel
 
-from agentflow.backend import Deliver, Lost
 from agentflow.backends.cursors import Cursors
 from agentflow.backends.op_queue import OpQueue
 from agentflow.backends.websocket_transport import WebSocket, WebSocketEnded
@@ -26,10 +25,11 @@ from agentflow.errors import (
     ServerLost,
     ServerUnreachable,
 )
-from agentflow.events import ErrorInfo
 from agentflow.generator import Capabilities
-from agentflow.ops import GetStats, Op
-from agentflow.protocol import (
+from agentflow.protocol.backend import Deliver, Lost
+from agentflow.protocol.events import ErrorInfo
+from agentflow.protocol.ops import GetStats, Op
+from agentflow.protocol.wire import (
     TAKEN_OVER,
     Bye,
     Events,

@@ -29,10 +29,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from os import PathLike
 
-from agentflow.backend import Backend, Connection, Deliver, Lost
 from agentflow.backends.agenda import Agenda
 from agentflow.backends.replay_connection import ReplayConnection
 from agentflow.errors import BadArgument
+from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
 from agentflow.recorded_runs import RecordedRuns
 from agentflow.recording import read_recording
 from agentflow.task_group import open_task_group

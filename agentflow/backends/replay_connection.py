@@ -6,17 +6,26 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from agentflow import ops
-from agentflow.backend import Deliver, Lost
 from agentflow.backends.agenda import LATE, Agenda
 from agentflow.backends.live_runs import KeptOp, LiveRun, LiveRuns, LiveState
 from agentflow.content_text import describe, difference
 from agentflow.errors import ReplayDiffers
-from agentflow.events import Delta, ErrorInfo, Event, Reached, StateFailed, StatsReply, Value, VarFailed
 from agentflow.fork_tree import Content, ForkTree, Path
 from agentflow.generator import Stats
 from agentflow.graph_execution import TICKET
-from agentflow.op_shapes import OpKind, declared, shape_of
+from agentflow.protocol import ops
+from agentflow.protocol.backend import Deliver, Lost
+from agentflow.protocol.events import (
+    Delta,
+    ErrorInfo,
+    Event,
+    Reached,
+    StateFailed,
+    StatsReply,
+    Value,
+    VarFailed,
+)
+from agentflow.protocol.op_table import OpKind, declared, shape_of
 from agentflow.recorded_runs import RecordedOp, RecordedRun, RecordedRuns, RecordedVariable
 from agentflow.recording import Recording
 

@@ -15,15 +15,15 @@ from typing import Any, TypeAlias
 import anyio.lowlevel
 import msgspec
 
-from agentflow.backend import Connection, Deliver, Lost
 from agentflow.backends.interpreted import interpreted
-from agentflow.constraint import CONSTRAINT_KINDS, Constraint
-from agentflow.conversation import Conversation
 from agentflow.errors import BadArgument, NotSupported, ScriptMismatch
 from agentflow.generator import Capabilities, Generated, OnText, Scored, StateHint, Stats, Usage
-from agentflow.reply import Arguments, CallBegun, Piece, Reply, ReplyWriter, TextPiece
-from agentflow.sampling import SamplingParams
-from agentflow.stop_regex import MATCHES_NOTHING, refused
+from agentflow.protocol.backend import Connection, Deliver, Lost
+from agentflow.protocol.chat import Conversation
+from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
+from agentflow.protocol.reply import Arguments, CallBegun, Piece, Reply, ReplyWriter, TextPiece
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.stop_regex import MATCHES_NOTHING, refused
 from agentflow.tagged_text import matches_whole, split_at_tags
 
 Answer: TypeAlias = Any

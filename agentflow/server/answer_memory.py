@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from agentflow.conversation import Message
+from agentflow.protocol.chat import Message
 
 # Four bytes each.
 MAX_TOKENS = 500_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from agentflow.generator import Usage
-from agentflow.reply import Arguments, CallBegun, Piece, TextPiece
+from agentflow.protocol.reply import Arguments, CallBegun, Piece, TextPiece
 from agentflow.server.completion_request import (
     AnswerEnded,
     CompletionDelta,

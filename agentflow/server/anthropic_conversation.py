@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from agentflow.conversation import CalledTool, Message, ToolChoice, ToolSpec
+from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
+from agentflow.protocol.given_object import OBJECT_BOUNDS, object_of, object_text
+from agentflow.protocol.json_bounds import JsonScan
 from agentflow.server.anthropic_blocks import InputMessage, Text, TextBlock, ToolResultBlock, ToolUseBlock
 from agentflow.server.anthropic_types import AnyChoice, CountRequest, NoChoice, OneToolChoice, Tool
-from agentflow.server.given_object import OBJECT_BOUNDS, object_of, object_text
 from agentflow.server.http_refusal import Refusal
-from agentflow.server.json_scan import JsonScan
 
 _BETWEEN_MESSAGES = "\n\n"
 

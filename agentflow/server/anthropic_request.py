@@ -8,13 +8,13 @@ from typing import TypeVar
 
 import msgspec
 
-from agentflow.constraint import Constraint
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.given_object import schema_constraint
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.anthropic_conversation import conversation_of, tool_choice_of, tools_of, wrong
 from agentflow.server.anthropic_types import CountRequest, MessagesRequest
 from agentflow.server.api_call import ApiCall
 from agentflow.server.completion_request import CompletionRequest
-from agentflow.server.given_object import schema_constraint
 from agentflow.server.http_refusal import Refusal
 
 T = TypeVar("T")

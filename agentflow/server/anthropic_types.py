@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from agentflow.ops import MAX_SALT_CHARS
-from agentflow.sampling import MAX_INT, MAX_STOP_CHARS, MAX_STOPS
+from agentflow.protocol.ops import MAX_SALT_CHARS
+from agentflow.protocol.sampling import MAX_INT, MAX_STOP_CHARS, MAX_STOPS
 from agentflow.server.anthropic_blocks import CacheControl, DirectCaller, GivenObject, InputMessage, Text
 from agentflow.server.core.request import MAX_PRIORITY
 

@@ -23,9 +23,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from agentflow.errors import AgentflowError
 from agentflow.held_memory import HeldMemory
+from agentflow.protocol.json_bounds import BODY_BOUNDS, JsonScan, TooMuchJson
 from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.http_refusal import MAX_PARAM_CHARS, Refusal, cut, refusal_of, unready
-from agentflow.server.json_scan import BODY_BOUNDS, JsonScan, TooMuchJson
 from agentflow.server.rate_limit import BYTES_PER_TOKEN
 from agentflow.server.request_log import LoggedBody, RequestRecord, log_request, logged_path
 from agentflow.server.service import Service

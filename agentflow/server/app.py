@@ -30,7 +30,7 @@ from starlette.websockets import WebSocket
 
 from agentflow.errors import NotAuthorized, RateLimited
 from agentflow.generator import Generator
-from agentflow.protocol import SESSION_PATH
+from agentflow.protocol.wire import SESSION_PATH
 from agentflow.server.api_call import address_of
 from agentflow.server.api_keys import Tenants, key_of_headers
 from agentflow.server.api_routes import api_routes, refusal_response

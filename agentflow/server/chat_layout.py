@@ -25,8 +25,8 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from agentflow.conversation import Message, ToolSpec
 from agentflow.errors import NotSupported
+from agentflow.protocol.chat import Message, ToolSpec
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.chat_values import Mark, unmarked
 from agentflow.server.marked_rendering import (

@@ -18,8 +18,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from agentflow.conversation import Message, ToolSpec
 from agentflow.errors import BadModelFolder, NotSupported
+from agentflow.protocol.chat import Message, ToolSpec
 from agentflow.server.chat_values import Mark, ToolDialect, message_values, to_json, tool_values, unmarked
 from agentflow.server.tokenizer_files import chat_template_source, named_special_tokens
 from agentflow.server.tool_dialect import find_dialect

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from agentflow.conversation import CalledTool, Message, ToolSpec
 from agentflow.errors import BadArgument
+from agentflow.protocol.chat import CalledTool, Message, ToolSpec
+from agentflow.protocol.json_nesting import MOST_NESTING, nests_deeper
 from agentflow.server.core.schema_keywords import ALL_TYPED, ANNOTATIONS
-from agentflow.server.json_nesting import MOST_NESTING, nests_deeper
 
 Mark: TypeAlias = Callable[[str], str]
 """Makes a string of outside recognisable in a rendering."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections import Counter, defaultdict
 
-from agentflow.constraint import Constraint
+from agentflow.protocol.constraint import Constraint
 from agentflow.server.compile_frames import Refusal
 from agentflow.server.compiled_constraint import CompiledConstraint
 from agentflow.server.tenant import part_of

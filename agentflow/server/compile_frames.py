@@ -10,8 +10,8 @@ from typing import Protocol
 
 import msgspec
 
-from agentflow.constraint import Constraint
 from agentflow.errors import AgentflowError, Overloaded, RequestRefused, from_code
+from agentflow.protocol.constraint import Constraint
 from agentflow.server.compiled_constraint import CompiledConstraint
 
 

@@ -30,9 +30,9 @@ from typing import BinaryIO
 
 import psutil
 
-from agentflow.constraint import Constraint
 from agentflow.errors import AgentflowError
 from agentflow.incident import incident
+from agentflow.protocol.constraint import Constraint
 from agentflow.server.compile_frames import (
     CompileConstraint,
     CompileEnd,

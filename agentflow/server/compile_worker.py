@@ -7,8 +7,8 @@ import signal
 
 import psutil
 
-from agentflow.constraint import Constraint
 from agentflow.errors import EngineFailed, RequestRefused
+from agentflow.protocol.constraint import Constraint
 from agentflow.server.child_process import ChildProcess
 from agentflow.server.compile_frames import (
     CompileEnd,

@@ -19,9 +19,9 @@ from contextlib import asynccontextmanager
 import anyio
 import msgspec
 
-from agentflow.conversation import CalledTool
 from agentflow.errors import AgentflowError, BadArgument, faults_of
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.chat import CalledTool
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.answer_reading import AnswerReader
 from agentflow.server.completion_request import (
     Answer,

@@ -9,18 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from agentflow.constraint import Constraint
-from agentflow.conversation import (
-    FREE_CHOICE,
-    CalledTool,
-    Conversation,
-    Message,
-    ToolChoice,
-    ToolSpec,
-)
 from agentflow.errors import NotSupported
 from agentflow.generator import Usage
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.chat import FREE_CHOICE, CalledTool, Conversation, Message, ToolChoice, ToolSpec
+from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

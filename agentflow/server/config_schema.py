@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from agentflow.protocol import DEFAULT_PORT
+from agentflow.protocol.wire import DEFAULT_PORT
 from agentflow.server.limits import MIN_FRAME_BYTES, CompileLimits, HttpLimits, ServerLimits
 from agentflow.server.shutdown_budget import DRAIN_S
 

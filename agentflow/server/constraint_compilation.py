@@ -21,8 +21,8 @@ import numpy as np
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from agentflow.constraint import Constraint, TagRule, Whitespace
 from agentflow.errors import BadArgument, RequestRefused, faults_of
+from agentflow.protocol.constraint import Constraint, TagRule, Whitespace
 from agentflow.server.compiled_constraint import CompiledConstraint
 from agentflow.server.core.fsm_builder import build_fsm
 from agentflow.server.core.grammar import is_allowed

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import anyio
 import msgspec
 
-from agentflow.constraint import MAX_SOURCE_CHARS, Constraint
 from agentflow.errors import AgentflowError, BadArgument, EngineFailed, Overloaded, RequestRefused
+from agentflow.protocol.constraint import MAX_SOURCE_CHARS, Constraint
 from agentflow.server.compile_cache import CompileCache, Outcome
 from agentflow.server.compile_frames import CompileEnd, Refusal, over_cpu_time
 from agentflow.server.compile_queue import CompileQueue

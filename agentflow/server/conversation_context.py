@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from agentflow.conversation import Conversation, Message
+from agentflow.protocol.chat import Conversation, Message
 from agentflow.server.answer_memory import conversation_keys
 from agentflow.server.engine_context import CHARS_PER_TURN, EngineContext
 from agentflow.server.engine_messages import Finished

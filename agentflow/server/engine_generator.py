@@ -12,11 +12,12 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from agentflow.constraint import CONSTRAINT_KINDS, Constraint
-from agentflow.conversation import Conversation
 from agentflow.errors import BadArgument, PromptTooLong, faults_of
 from agentflow.generator import Capabilities, Generated, OnText, Scored, StateHint, Stats, Usage
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.chat import Conversation
+from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.token_logprob import TokenLogprob, TopLogprobs
 from agentflow.server.answer_memory import AnswerMemory
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.choice_encoding import WINDOW_CHARS, EncodedChoices
@@ -33,7 +34,6 @@ from agentflow.server.request_intake import check_intake
 from agentflow.server.tenant import NOBODY_ELSE, Tenant
 from agentflow.server.token_state import TokenState
 from agentflow.server.tokenizer import Tokenizer
-from agentflow.token_logprob import TokenLogprob, TopLogprobs
 
 ResultT = TypeVar("ResultT")
 ArgTs = TypeVarTuple("ArgTs")

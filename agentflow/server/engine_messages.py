@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.compiled_constraint import CompiledConstraint
 from agentflow.server.core.request import Objective, TopTokens
 from agentflow.server.step_times import BucketCounts

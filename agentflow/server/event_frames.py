@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from agentflow.errors import FrameTooLarge
-from agentflow.events import Delta, ErrorInfo, Event, StateFailed, Value, VarFailed
-from agentflow.protocol import Events, encode
+from agentflow.protocol.events import Delta, ErrorInfo, Event, StateFailed, Value, VarFailed
+from agentflow.protocol.wire import Events, encode
 
 MAX_SHOWN_CHARS = 400
 

@@ -9,7 +9,7 @@ from typing import Final
 import anyio.lowlevel
 
 from agentflow.errors import FrameTooLarge
-from agentflow.server.json_scan import PIECE_BYTES, JsonBounds, JsonScan, TooMuchJson, pieces_of
+from agentflow.protocol.json_bounds import PIECE_BYTES, JsonBounds, JsonScan, TooMuchJson, pieces_of
 
 FRAME_BOUNDS: Final = JsonBounds(values=1_000_000, parts=70_000)
 """Of a frame: decoding takes 50 ms at most. The clients here send frames of at most 128 KB, unless an op is

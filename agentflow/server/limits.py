@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from agentflow.errors import BadArgument
-from agentflow.protocol import MAX_FRAME_BYTES
+from agentflow.protocol.wire import MAX_FRAME_BYTES
 
 # A Welcome and the longest error must fit into a frame.
 MIN_FRAME_BYTES = 4096

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentflow.conversation import Message
+from agentflow.protocol.chat import Message
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import anyio.to_thread
 
 from agentflow.errors import BadArgument
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.constraint_compiler import constraint_compiler
 from agentflow.server.engine_client import EngineClient

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from agentflow.sampling import MAX_TOP_LOGPROBS
+from agentflow.protocol.sampling import MAX_TOP_LOGPROBS
 from agentflow.server.openai_fields import Count, GivenObject, Refused, SharedFields, Unread
 from agentflow.server.openai_message_types import ChatMessage, Tool, ToolChoiceField
 from agentflow.server.openai_usage import UsageBody

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.api_call import ApiCall
 from agentflow.server.completion import COUNTED_CONTEXTS, Completion
 from agentflow.server.completion_request import CompletionRequest

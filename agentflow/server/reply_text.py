@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from agentflow.constraint import Constraint
-from agentflow.reply import Piece, ReplyWriter, TextPiece
+from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.reply import Piece, ReplyWriter, TextPiece
 from agentflow.server.tool_use import ToolUse
 
 

@@ -8,7 +8,7 @@ import time
 import numpy as np
 
 from agentflow.errors import BadArgument, EngineFailed, PromptTooLong
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.core.request import Request
 from agentflow.server.core.token_tree import token_tree
 from agentflow.server.engine_messages import Submit

@@ -23,7 +23,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from agentflow.errors import AgentflowError, PortInUse, ServerError
-from agentflow.protocol import DEFAULT_PORT
+from agentflow.protocol.wire import DEFAULT_PORT
 from agentflow.server.acceptor import Acceptor
 from agentflow.server.app import Access, create_app
 from agentflow.server.descriptors import most_connections, with_descriptors

@@ -9,7 +9,7 @@ from http.client import HTTPException
 from urllib.parse import urlsplit, urlunsplit
 
 from agentflow.errors import BadArgument, NotAuthorized, ProtocolError, ServerError, ServerUnreachable
-from agentflow.protocol import DEFAULT_PORT
+from agentflow.protocol.wire import DEFAULT_PORT
 
 DEFAULT_URL = f"http://127.0.0.1:{DEFAULT_PORT}"
 URL_VARIABLE, API_KEY_VARIABLE = "AGENTFLOW_URL", "AGENTFLOW_API_KEY"

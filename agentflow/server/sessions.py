@@ -30,8 +30,8 @@ from agentflow.generator import ContextT, Generator
 from agentflow.held_memory import HeldMemory
 from agentflow.incident import incident
 from agentflow.interpreter import Interpreter
-from agentflow.ops import Op, Rejected
-from agentflow.protocol import Resume, UnreadOps
+from agentflow.protocol.ops import Op, Rejected
+from agentflow.protocol.wire import Resume, UnreadOps
 from agentflow.server.limits import ServerLimits
 from agentflow.server.tenant import part_of
 from agentflow.server.tenant_memory import TenantMemory

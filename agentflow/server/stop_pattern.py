@@ -12,7 +12,7 @@ import time
 import regex
 
 from agentflow.errors import RequestRefused
-from agentflow.stop_regex import MATCHES_NOTHING, refused
+from agentflow.protocol.stop_regex import MATCHES_NOTHING, refused
 
 # Processor time that one request may take the engine for its searches: so much at once, and so much more
 # with each token. A search is a microsecond where the pattern is sound.

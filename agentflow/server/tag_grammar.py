@@ -14,7 +14,7 @@ import json
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from agentflow.constraint import TagRule
+from agentflow.protocol.constraint import TagRule
 from agentflow.server.core.regex_tree import Choice, Regex, Repeat, literal
 from agentflow.server.core.regex_tree import Sequence as RegexSequence
 from agentflow.server.llguidance_grammar import ALL_TOKENS_ALLOWED

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 
-from agentflow.conversation import Message
 from agentflow.errors import NotSupported
+from agentflow.protocol.chat import Message
 from agentflow.server.chat_layout import Layout, lay_out
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.detokenizer import Detokenizer

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 
-from agentflow.conversation import Message, ToolSpec
 from agentflow.errors import BadArgument, NotSupported
+from agentflow.protocol.chat import Message, ToolSpec
 from agentflow.server.chat_layout import Layout, lay_out
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.choice_encoding import EncodedChoices, encode_choices

@@ -11,7 +11,7 @@ import codecs
 from collections import deque
 from collections.abc import Sequence
 
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.completion_request import ToldToken
 from agentflow.server.core.request import TopTokens
 from agentflow.server.engine_messages import Finished, Progress

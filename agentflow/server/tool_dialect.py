@@ -6,8 +6,8 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from agentflow.conversation import CalledTool, Message
 from agentflow.errors import NotSupported
+from agentflow.protocol.chat import CalledTool, Message
 from agentflow.server.chat_values import ToolDialect
 
 RenderIn: TypeAlias = Callable[[Sequence[Message], ToolDialect], str]

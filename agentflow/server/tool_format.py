@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from agentflow.constraint import Whitespace
-from agentflow.conversation import CalledTool, Message, ToolSpec
 from agentflow.errors import NotSupported
+from agentflow.protocol.chat import CalledTool, Message, ToolSpec
+from agentflow.protocol.constraint import Whitespace
 from agentflow.server.chat_template import ChatTemplate
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from agentflow.conversation import Message, ToolSpec
 from agentflow.errors import NotSupported
+from agentflow.protocol.chat import Message, ToolSpec
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.chat_values import read_arguments
 from agentflow.server.tool_format import FALLBACK

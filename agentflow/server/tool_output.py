@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 
 import regex
 
-from agentflow.reply import Arguments, CallBegun, Piece, TextPiece
+from agentflow.protocol.reply import Arguments, CallBegun, Piece, TextPiece
 from agentflow.server.json_extent import JsonExtent
 from agentflow.server.tool_call_text import CallHeads, could_be_json, name_of, read_calls
 from agentflow.server.tool_format import ToolFormat

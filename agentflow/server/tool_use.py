@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from agentflow.constraint import Constraint
-from agentflow.conversation import Conversation, Message, ToolChoice, ToolSpec
 from agentflow.errors import BadArgument, NotSupported
+from agentflow.protocol.chat import Conversation, Message, ToolChoice, ToolSpec
+from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.given_object import OBJECT_BOUNDS
+from agentflow.protocol.json_bounds import JsonScan, TooMuchJson, pieces_of
 from agentflow.server.chat_template import ChatTemplate
-from agentflow.server.given_object import OBJECT_BOUNDS
-from agentflow.server.json_scan import JsonScan, TooMuchJson, pieces_of
 from agentflow.server.tool_format import ToolFormat, tool_format
 from agentflow.server.tool_messages import as_plain_messages
 from agentflow.server.tool_output import ToolOutput

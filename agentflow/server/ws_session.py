@@ -29,10 +29,10 @@ from agentflow.errors import (
     ProtocolError,
     RateLimited,
 )
-from agentflow.events import ErrorInfo, Event
 from agentflow.generator import ContextT, Generator
 from agentflow.incident import incident
-from agentflow.protocol import (
+from agentflow.protocol.events import ErrorInfo, Event
+from agentflow.protocol.wire import (
     TAKEN_OVER,
     VERSION,
     Bye,

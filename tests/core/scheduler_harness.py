@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.core.batch import Batch
 from agentflow.server.core.fair_policy import FairLongestPrefix
 from agentflow.server.core.prefix_policy import LongestPrefix

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentflow.errors import BadArgument
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.core import fair_policy
 from agentflow.server.core.fair_policy import FairLongestPrefix
 from agentflow.server.core.request import MAX_SHARE, MIN_SHARE, Request, Status

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.core import liveness
 from agentflow.server.core.liveness import Liveness
 from agentflow.server.core.radix_cache import RadixCache

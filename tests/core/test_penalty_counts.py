@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scheduler_harness import Harness
 
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.core.batch import Batch, BatchOutput, SampledRows
 from agentflow.server.core.request import Request, Status
 from agentflow.server.core.token_counts import TokenCounts

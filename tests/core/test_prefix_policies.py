@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.core.request import Request
 from agentflow.server.core.scheduler import Scheduler, SchedulerConfig
 from agentflow.server.fake_runner import FakeRunner

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.core import scheduler as scheduler_module
 from agentflow.server.core.batch import Batch, BatchOutput
 from agentflow.server.core.request import Request

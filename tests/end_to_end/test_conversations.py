@@ -9,7 +9,7 @@ import pytest
 from end_to_end.serving import served
 
 import agentflow as af
-from agentflow.conversation import ToolSpec
+from agentflow.protocol.chat import ToolSpec
 
 pytestmark = pytest.mark.anyio
 

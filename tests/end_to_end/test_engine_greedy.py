@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import agentflow as af
 from agentflow.backends.interpreted import interpreted
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.core.batch import Batch, BatchOutput
 from agentflow.server.core.scheduler import SchedulerConfig

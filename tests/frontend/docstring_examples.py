@@ -17,7 +17,7 @@ from typing import Any
 import anyio
 
 import agentflow as af
-from agentflow.backend import Backend
+from agentflow.protocol.backend import Backend
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 

@@ -17,9 +17,9 @@ import anyio
 from fake_engine import TEMPLATE, TOKENIZER
 
 import agentflow as af
-from agentflow.backend import Backend, Connection, Deliver, Lost
 from agentflow.backends.interpreted import interpreted
 from agentflow.loop_caller import loop_caller
+from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
 from agentflow.server.core.batch import Batch
 from agentflow.server.core.scheduler import SchedulerConfig
 from agentflow.server.engine_client import running_engine

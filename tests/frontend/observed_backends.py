@@ -9,14 +9,14 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import anyio
 import anyio.lowlevel
 
-from agentflow import ops
-from agentflow.backend import Backend, Connection, Deliver, Lost
 from agentflow.backends.interpreted import interpreted
 from agentflow.backends.scripted import Script, Scripted, ScriptedContext, ScriptedGenerator
-from agentflow.constraint import Constraint
-from agentflow.events import Event
 from agentflow.generator import Generated, OnText, Usage
-from agentflow.sampling import SamplingParams
+from agentflow.protocol import ops
+from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
+from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.events import Event
+from agentflow.protocol.sampling import SamplingParams
 
 
 class Noted:

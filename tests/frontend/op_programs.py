@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from agentflow import ops
 from agentflow.errors import EngineFailed, RunFailed
-from agentflow.events import ErrorInfo
-from agentflow.sampling import SamplingParams
-from agentflow.transform import Transform, apply_transforms
+from agentflow.protocol import ops
+from agentflow.protocol.events import ErrorInfo
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.transform import Transform, apply_transforms
 
 TRANSFORMS = (
     (),

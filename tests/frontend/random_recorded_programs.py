@@ -16,12 +16,12 @@ import anyio.lowlevel
 from hypothesis import strategies as st
 
 import agentflow as af
-from agentflow.backend import Connection, Deliver, Lost
 from agentflow.backends.interpreted import interpreted
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
-from agentflow.constraint import Constraint
 from agentflow.generator import Generated, OnText
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.backend import Connection, Deliver, Lost
+from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.sampling import SamplingParams
 
 CHOICES = ["yes", "no"]
 ASIDE = "an aside "

@@ -15,7 +15,7 @@ import pytest
 from observed_backends import Noted, assert_left_nothing, settle
 
 import agentflow as af
-from agentflow import ops
+from agentflow.protocol import ops
 
 pytestmark = pytest.mark.anyio
 

@@ -12,8 +12,8 @@ from fake_engine import FakeEngine
 from observed_backends import Dribbling
 
 import agentflow as af
-from agentflow import ops
-from agentflow.conversation import Conversation, ToolChoice, ToolSpec
+from agentflow.protocol import ops
+from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec
 
 pytestmark = pytest.mark.anyio
 

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from wire_peer import Listener, gen
 
-from agentflow import ops
 from agentflow.backends.cursors import Cursors
 from agentflow.cells import StateCell, VariableCell
 from agentflow.errors import Cancelled, ProtocolError
-from agentflow.events import Delta, ErrorInfo, Reached, StateFailed, StatsReply, Value, VarFailed
 from agentflow.generator import Stats, Usage
 from agentflow.held_memory import HeldMemory, Holding
 from agentflow.outbox import Outbox
+from agentflow.protocol import ops
+from agentflow.protocol.events import Delta, ErrorInfo, Reached, StateFailed, StatsReply, Value, VarFailed
 
 VALUE = Value(0, 0, "", "eos", Usage())
 FAILURE = ErrorInfo("run_failed", "why")

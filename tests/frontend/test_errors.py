@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import agentflow as af
 from agentflow import errors
-from agentflow.events import ErrorInfo, StateFailed, VarFailed
+from agentflow.protocol.events import ErrorInfo, StateFailed, VarFailed
 
 
 def all_classes(root: type[errors.AgentflowError] = errors.AgentflowError) -> list[type]:

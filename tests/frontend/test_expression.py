@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 import agentflow as af
 from agentflow.expression import GenExpression, RoleExpression, SelectExpression
-from agentflow.ops import MAX_CHOICES
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.ops import MAX_CHOICES
+from agentflow.protocol.sampling import SamplingParams
 
 
 def test_a_gen_without_options_is_greedy():

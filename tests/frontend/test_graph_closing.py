@@ -7,10 +7,10 @@ import pytest
 from observed_backends import settle
 from wire_peer import HANG, Listener, WireGenerator, gen
 
-from agentflow import ops
 from agentflow.backends.interpreted import interpreted
-from agentflow.events import VarFailed
-from agentflow.ops import Op
+from agentflow.protocol import ops
+from agentflow.protocol.events import VarFailed
+from agentflow.protocol.ops import Op
 
 pytestmark = pytest.mark.anyio
 

@@ -17,14 +17,24 @@ from op_programs import ANSWERS, CERTAIN, Failure, OpProgram, Pause, answer, op_
 
 import agentflow as af
 from agentflow import interpreter as interpreter_module
-from agentflow import ops, state_tree
+from agentflow import state_tree
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
 from agentflow.errors import MAX_MESSAGE_CHARS
-from agentflow.events import Delta, ErrorInfo, Event, Reached, StateFailed, StatsReply, Value, VarFailed
 from agentflow.held_memory import STATE_BYTES, HeldMemory
 from agentflow.interpreter import MAX_PENDING_OPS, Interpreter
-from agentflow.sampling import SamplingParams
-from agentflow.transform import Transform
+from agentflow.protocol import ops
+from agentflow.protocol.events import (
+    Delta,
+    ErrorInfo,
+    Event,
+    Reached,
+    StateFailed,
+    StatsReply,
+    Value,
+    VarFailed,
+)
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.transform import Transform
 
 pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
 

@@ -18,8 +18,8 @@ from fake_engine import TEMPLATE, TOKENIZER, FakeEngine
 from interrupted_session import PHASES
 
 import agentflow as af
-from agentflow.backend import Connection, Deliver, Lost
 from agentflow.backends.interpreted import interpreted
+from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.server import engine_client
 from agentflow.server.core.scheduler import SchedulerConfig
 from agentflow.server.engine_client import running_engine

@@ -11,7 +11,7 @@ from observed_backends import Dribbling, Noted, Spoken, assert_left_nothing, set
 from wire_server import ThreadServer, thread_server
 
 import agentflow as af
-from agentflow import ops
+from agentflow.protocol import ops
 
 pytestmark = pytest.mark.anyio
 

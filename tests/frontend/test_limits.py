@@ -12,7 +12,7 @@ from wire_peer import HANG
 from wire_server import ThreadServer, thread_server
 
 import agentflow as af
-from agentflow import ops
+from agentflow.protocol import ops
 
 pytestmark = pytest.mark.anyio
 

@@ -14,8 +14,8 @@ from map_programs import agen, ask, echo
 from observed_backends import Noted, Spoken, assert_left_nothing, settle
 
 import agentflow as af
-from agentflow import ops
 from agentflow.map_work import READ_AHEAD
+from agentflow.protocol import ops
 
 pytestmark = pytest.mark.anyio
 

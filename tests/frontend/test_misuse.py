@@ -11,8 +11,8 @@ from observed_backends import Noted
 from wire_server import ThreadServer, thread_server
 
 import agentflow as af
-from agentflow import ops
 from agentflow.generator import Capabilities
+from agentflow.protocol import ops
 
 pytestmark = pytest.mark.anyio
 

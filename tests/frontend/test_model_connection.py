@@ -15,7 +15,7 @@ import agentflow as af
 from agentflow.errors import ServerLost
 from agentflow.model_call import MOST_KEPT, Ended, ModelCall, Said
 from agentflow.model_connection import ModelConnection, connection_to
-from agentflow.reply import Arguments, CallBegun, TextPiece
+from agentflow.protocol.reply import Arguments, CallBegun, TextPiece
 
 ASKED = af.conversation([{"role": "user", "content": "Is it cold?"}])
 CALL = af.CalledTool("c1", "weather", '{"city": "Oslo"}')

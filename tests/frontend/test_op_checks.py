@@ -11,10 +11,10 @@ import pytest
 from wire_server import ThreadServer, thread_server
 
 import agentflow as af
-from agentflow import ops
 from agentflow.backends.scripted import ScriptedGenerator
 from agentflow.generator import Capabilities
-from agentflow.op_checks import check_supported
+from agentflow.protocol import ops
+from agentflow.protocol.op_checks import check_supported
 
 pytestmark = pytest.mark.anyio
 HALF = "\ud800"

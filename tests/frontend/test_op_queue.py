@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow import ops
 from agentflow.backends.op_queue import FRAME_OVERHEAD_BYTES, OpQueue
 from agentflow.errors import BadArgument, FrameTooLarge, ProtocolError
-from agentflow.protocol import UnreadOps, client_frames, op_reader
+from agentflow.protocol import ops
+from agentflow.protocol.wire import UnreadOps, client_frames, op_reader
 
 FRAME_BYTES = 256
 actions = st.lists(

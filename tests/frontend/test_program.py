@@ -5,8 +5,8 @@ import pytest
 from observed_backends import Dribbling, Noted, Spoken, assert_left_nothing, settle
 
 import agentflow as af
-from agentflow import ops
-from agentflow.backend import Backend
+from agentflow.protocol import ops
+from agentflow.protocol.backend import Backend
 
 pytestmark = pytest.mark.anyio
 

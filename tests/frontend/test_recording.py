@@ -16,11 +16,11 @@ from observed_backends import Noted, Spoken, settle
 from rich.console import Console
 
 import agentflow as af
-from agentflow import ops
-from agentflow.backend import Backend, Connection, Deliver, Lost
 from agentflow.cli import main
-from agentflow.events import Event, Value
-from agentflow.op_shapes import SHAPES
+from agentflow.protocol import ops
+from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
+from agentflow.protocol.events import Event, Value
+from agentflow.protocol.op_table import SHAPES
 from agentflow.recording import VERSION, read_recording
 from agentflow.replay_command import run_replay
 

@@ -17,8 +17,6 @@ from wire_peer import Listener, count_words, gen
 from wire_server import Proxy, ThreadServer, proxied, thread_server
 
 import agentflow as af
-from agentflow import ops
-from agentflow.backend import Connection
 from agentflow.backends.refused_handshake import MAX_REASON_CHARS, refusal_of
 from agentflow.backends.remote import Remote
 from agentflow.errors import (
@@ -30,6 +28,8 @@ from agentflow.errors import (
     ServerLost,
     ServerUnreachable,
 )
+from agentflow.protocol import ops
+from agentflow.protocol.backend import Connection
 from agentflow.server.limits import ServerLimits
 
 pytestmark = pytest.mark.anyio

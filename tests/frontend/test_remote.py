@@ -17,8 +17,6 @@ from wire_program import check_program
 from wire_server import Budget, ThreadServer, proxied, thread_server
 
 import agentflow as af
-from agentflow import ops
-from agentflow.backend import Connection
 from agentflow.backends.remote import Remote
 from agentflow.errors import (
     BadArgument,
@@ -28,6 +26,8 @@ from agentflow.errors import (
     ServerLost,
     ServerUnreachable,
 )
+from agentflow.protocol import ops
+from agentflow.protocol.backend import Connection
 from agentflow.server.limits import ServerLimits
 
 pytestmark = pytest.mark.anyio

@@ -21,8 +21,6 @@ from websockets.sync.server import ServerConnection, serve
 from websockets.uri import parse_uri
 from wire_peer import Listener, gen
 
-from agentflow import ops
-from agentflow.backend import Connection
 from agentflow.backends.remote import Remote
 from agentflow.backends.remote_connection import RemoteConnection
 from agentflow.backends.websocket_transport import WebSocket
@@ -34,9 +32,11 @@ from agentflow.errors import (
     ServerLost,
     ServerUnreachable,
 )
-from agentflow.events import Delta, ErrorInfo, StatsReply, Value
 from agentflow.generator import Capabilities, Stats, Usage
-from agentflow.protocol import (
+from agentflow.protocol import ops
+from agentflow.protocol.backend import Connection
+from agentflow.protocol.events import Delta, ErrorInfo, StatsReply, Value
+from agentflow.protocol.wire import (
     VERSION,
     Bye,
     Events,

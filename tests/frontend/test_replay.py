@@ -19,11 +19,11 @@ from wire_peer import HANG
 from wire_server import thread_server
 
 import agentflow as af
-from agentflow import ops
 from agentflow.backends.interpreted import interpreted
 from agentflow.backends.scripted import ScriptedGenerator
-from agentflow.events import Delta
 from agentflow.generator import Generated, Usage
+from agentflow.protocol import ops
+from agentflow.protocol.events import Delta
 from agentflow.recording import read_recording
 
 pytestmark = pytest.mark.anyio

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.conversation import CalledTool
 from agentflow.errors import ProtocolError
-from agentflow.reply import (
+from agentflow.protocol.chat import CalledTool
+from agentflow.protocol.reply import (
     Arguments,
     CallBegun,
     Piece,

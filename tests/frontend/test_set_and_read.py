@@ -10,7 +10,8 @@ from observed_backends import Dribbling, Noted, Spoken, assert_left_nothing, set
 from wire_server import ThreadServer, thread_server
 
 import agentflow as af
-from agentflow import ops, state_tree
+from agentflow import state_tree
+from agentflow.protocol import ops
 
 pytestmark = pytest.mark.anyio
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from observed_backends import Dribbling, Noted, Spoken, assert_left_nothing, settle
 
 import agentflow as af
-from agentflow import ops
 from agentflow.backlog import MAX_BACKLOG
+from agentflow.protocol import ops
 
 pytestmark = pytest.mark.anyio
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from observed_backends import Noted, Spoken, assert_left_nothing, settle
 
 import agentflow as af
-from agentflow import ops
+from agentflow.protocol import ops
 
 pytestmark = pytest.mark.anyio
 

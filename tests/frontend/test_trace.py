@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from random_programs import Step, answer, steps, whole
 
 import agentflow as af
-from agentflow import ops
 from agentflow.backends.scripted import ScriptedGenerator
-from agentflow.events import Event
+from agentflow.protocol import ops
+from agentflow.protocol.events import Event
 
 pytestmark = pytest.mark.anyio
 

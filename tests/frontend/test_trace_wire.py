@@ -9,11 +9,11 @@ from random_programs import Step, answer, whole
 from wire_server import Budget, proxied, thread_server
 
 import agentflow as af
-from agentflow import ops
 from agentflow.backends.interpreted import interpreted
 from agentflow.backends.scripted import ScriptedGenerator
-from agentflow.events import Event, Reached, StateFailed, VarFailed
-from agentflow.sampling import SamplingParams
+from agentflow.protocol import ops
+from agentflow.protocol.events import Event, Reached, StateFailed, VarFailed
+from agentflow.protocol.sampling import SamplingParams
 
 pytestmark = pytest.mark.anyio
 

@@ -16,8 +16,8 @@ from observed_backends import Noted, assert_left_nothing
 from wire_server import ThreadServer, thread_server
 
 import agentflow as af
-from agentflow import ops
-from agentflow.transform import MAX_PATTERN_CHARS, Transform, apply_transforms
+from agentflow.protocol import ops
+from agentflow.protocol.transform import MAX_PATTERN_CHARS, Transform, apply_transforms
 
 pytestmark = pytest.mark.anyio
 

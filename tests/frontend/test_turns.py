@@ -16,7 +16,7 @@ from observed_backends import Dribbling, Noted, Spoken
 from wire_server import ThreadServer, thread_server
 
 import agentflow as af
-from agentflow import ops
+from agentflow.protocol import ops
 
 pytestmark = pytest.mark.anyio
 

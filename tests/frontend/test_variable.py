@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from observed_backends import Noted, Spoken, settle
 
 import agentflow as af
-from agentflow import ops
+from agentflow.protocol import ops
 
 pytestmark = pytest.mark.anyio
 

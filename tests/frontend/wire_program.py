@@ -6,10 +6,10 @@ import anyio
 import anyio.lowlevel
 from wire_peer import HANG, Listener, count_words, gen
 
-from agentflow import ops
-from agentflow.backend import Connection
-from agentflow.events import StateFailed, Value, VarFailed
-from agentflow.transform import Transform
+from agentflow.protocol import ops
+from agentflow.protocol.backend import Connection
+from agentflow.protocol.events import StateFailed, Value, VarFailed
+from agentflow.protocol.transform import Transform
 
 
 def program(first: int = 1, num_words: int = 30) -> list[ops.Op]:

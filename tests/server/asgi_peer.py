@@ -14,10 +14,10 @@ from starlette.types import Message
 from starlette.websockets import WebSocket
 from wire_peer import Listener, WireGenerator, count_words, gen
 
-from agentflow import ops
-from agentflow.events import Event
-from agentflow.ops import Op
-from agentflow.protocol import (
+from agentflow.protocol import ops
+from agentflow.protocol.events import Event
+from agentflow.protocol.ops import Op
+from agentflow.protocol.wire import (
     VERSION,
     Bye,
     ClientFrame,

@@ -11,8 +11,8 @@ import signal
 
 from server.holds import stand
 
-from agentflow.constraint import Constraint
 from agentflow.errors import BadArgument, NotSupported
+from agentflow.protocol.constraint import Constraint
 from agentflow.server.compiled_constraint import CompiledConstraint
 
 LOADER = "server.compile_loaders:compile_constraint"

@@ -8,7 +8,7 @@ import chat_template_shapes as shapes
 import small_tokenizers
 from hypothesis import strategies as st
 
-from agentflow.conversation import Message
+from agentflow.protocol.chat import Message
 from agentflow.server.chat_layout import Layout
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.token_state import TokenState

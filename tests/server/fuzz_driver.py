@@ -18,11 +18,11 @@ from starlette.types import Message
 from starlette.websockets import WebSocket
 from wire_peer import Listener, WireGenerator, count_words, gen
 
-from agentflow import ops
 from agentflow.backends.scripted import ScriptedContext
-from agentflow.constraint import Constraint
 from agentflow.generator import Scored, Usage
-from agentflow.protocol import VERSION, Bye, Events, Hello, Ops, Refused, Resume, Welcome, server_frames
+from agentflow.protocol import ops
+from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.wire import VERSION, Bye, Events, Hello, Ops, Refused, Resume, Welcome, server_frames
 from agentflow.server.constraint_compiler import constraint_compiler
 from agentflow.server.fake_runner import FakeRunner
 from agentflow.server.limits import CompileLimits, ServerLimits

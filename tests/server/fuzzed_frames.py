@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 from fuzzed_ops import FRAME_BYTES, NAMES, OpsWriter
 
-from agentflow import ops
-from agentflow.protocol import VERSION, ClientFrame, Hello, Ops, Resume, encode
+from agentflow.protocol import ops
+from agentflow.protocol.wire import VERSION, ClientFrame, Hello, Ops, Resume, encode
 
 # Numbers that somewhere somebody forgot.
 NUMBERS = [0, -1, 1, 2, 255, 2**31 - 1, 2**31, 2**53, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), 0.5, -0.0, 1e300]

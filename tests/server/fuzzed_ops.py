@@ -9,14 +9,14 @@ from typing import TypeVar
 
 from wire_peer import HANG
 
-from agentflow import ops
-from agentflow.constraint import Constraint
-from agentflow.conversation import CalledTool, Conversation, Message, ToolChoice, ToolSpec
-from agentflow.events import ErrorInfo
-from agentflow.ops import Op
-from agentflow.protocol import Bye, ClientFrame, Ops
-from agentflow.sampling import SamplingParams
-from agentflow.transform import Transform
+from agentflow.protocol import ops
+from agentflow.protocol.chat import CalledTool, Conversation, Message, ToolChoice, ToolSpec
+from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.events import ErrorInfo
+from agentflow.protocol.ops import Op
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.transform import Transform
+from agentflow.protocol.wire import Bye, ClientFrame, Ops
 
 T = TypeVar("T")
 # What a server of the fuzzed ones takes: texts near it are cheap.

@@ -14,7 +14,7 @@ from plain_engine import END_ID, PLAIN_IDS, Expected, alone
 from plain_sampler import plain_token_of
 
 from agentflow.kernels import cpu_ops
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.core.batch import BatchOutput, SampledRows
 from agentflow.server.core.scheduler import SchedulerConfig
 from agentflow.server.engine_client import EngineClient, running_engine

@@ -14,8 +14,8 @@ from fake_engine import FakeEngine
 from http_clients import TLS, ClientKind, only_asyncio
 from logit_runner import logit_runner
 
-from agentflow.conversation import Message
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.chat import Message
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.engine_messages import Submit
 
 MAX_CONTEXT = 512

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from fake_engine import TOKENIZER
 
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.core.scheduler import SchedulerConfig
 from agentflow.server.engine_client import EngineClient, running_engine
 from agentflow.server.fake_runner import FakeRunner

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 
 MASK = 2**64 - 1
 

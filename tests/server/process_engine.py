@@ -14,7 +14,7 @@ from plain_engine import alone
 from server.engine_loaders import start
 from server.holds import Hold
 
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.engine_client import EngineClient
 from agentflow.server.engine_messages import Finished
 from agentflow.server.engine_supervisor import supervised_engine

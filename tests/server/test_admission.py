@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentflow.errors import Overloaded
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.admission import MAX_IDLE_TENANTS, Admission
 from agentflow.server.engine_messages import Failed, Finished, Origin, Started, Submit
 

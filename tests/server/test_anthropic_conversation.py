@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.conversation import CalledTool, Message, ToolChoice, ToolSpec
+from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.server.anthropic_blocks import MAX_BLOCKS, InputMessage
 from agentflow.server.anthropic_conversation import conversation_of, tool_choice_of, tools_of
 from agentflow.server.anthropic_types import MAX_MESSAGES, CountRequest

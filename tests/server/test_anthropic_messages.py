@@ -16,8 +16,8 @@ import pytest
 from server.anthropic_peer import HELLO, AnthropicPeer, anthropic_peer, asking
 from server.http_clients import CLIENTS, ask_engine
 
-from agentflow.conversation import Message
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.chat import Message
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.completion_request import CompletionRequest
 
 MARKS = "<|im_start|>{}\n{}<|im_end|>\n"

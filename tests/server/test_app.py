@@ -20,11 +20,11 @@ from websockets.sync.client import connect
 from wire_peer import HANG, Listener, WireGenerator, gen
 from wire_server import ThreadServer, thread_server
 
-from agentflow import ops
 from agentflow.backends.remote import Remote
 from agentflow.errors import BadArgument, EngineFailed, UnknownModel
 from agentflow.generator import Generator
-from agentflow.protocol import VERSION, Hello, Refused, Welcome, encode, server_frames
+from agentflow.protocol import ops
+from agentflow.protocol.wire import VERSION, Hello, Refused, Welcome, encode, server_frames
 from agentflow.server.api_keys import Tenants
 from agentflow.server.app import Access, create_app
 from agentflow.server.limits import ServerLimits

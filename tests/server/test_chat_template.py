@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from agentflow.conversation import Message
 from agentflow.errors import BadModelFolder, NotSupported
+from agentflow.protocol.chat import Message
 from agentflow.server.chat_layout import lay_out
 from agentflow.server.chat_template import ChatTemplate
 

@@ -16,8 +16,8 @@ from anyio.lowlevel import checkpoint
 from server.compile_loaders import LOADER
 from server.holds import Hold
 
-from agentflow.constraint import Constraint
 from agentflow.errors import AgentflowError, BadArgument, EngineFailed, NotSupported, RequestRefused
+from agentflow.protocol.constraint import Constraint
 from agentflow.server import constraint_compiler as compiler_module
 from agentflow.server.compile_frames import end_decoder
 from agentflow.server.compile_worker import CompileWorker
@@ -290,7 +290,7 @@ async def test_with_its_scope_it_ends_whatever_it_does(tmp_path):
 PARENT = """
 import sys
 import anyio
-from agentflow.constraint import Constraint
+from agentflow.protocol.constraint import Constraint
 from agentflow.server.compile_frames import end_decoder
 from agentflow.server.compile_worker import CompileWorker
 from agentflow.server.constraint_compiler import constraint_compiler

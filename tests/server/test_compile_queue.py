@@ -6,8 +6,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from agentflow.constraint import Constraint
 from agentflow.errors import Overloaded
+from agentflow.protocol.constraint import Constraint
 from agentflow.server.compile_cache import ENTRY_BYTES, CompileCache
 from agentflow.server.compile_frames import Refusal
 from agentflow.server.compile_queue import CompileQueue

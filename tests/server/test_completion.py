@@ -13,11 +13,11 @@ from fake_engine import TEMPLATE, TOKENIZER, FakeEngine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.constraint import Constraint
-from agentflow.conversation import Message
 from agentflow.errors import BadArgument, NotSupported, PromptTooLong
 from agentflow.generator import Usage
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.chat import Message
+from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server import completion as completion_module
 from agentflow.server.completion import answers_of, completing
 from agentflow.server.completion_request import (

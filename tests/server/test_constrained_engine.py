@@ -17,7 +17,7 @@ from plain_engine import END_ID, PLAIN_IDS, fake_logprob, plain_engine, plain_to
 from plain_sampler import plain_token_of
 
 from agentflow.errors import RequestRefused
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.compiled_constraint import CompiledConstraint
 from agentflow.server.core.fsm import Fsm
 from agentflow.server.core.fsm_builder import build_fsm

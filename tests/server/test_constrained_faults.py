@@ -17,7 +17,7 @@ from server.holds import Hold
 from test_constrained_engine import MACHINES, PATTERNS, Asked, ask, check_end, constraint
 
 from agentflow.errors import RequestRefused
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.compiled_constraint import CompiledConstraint
 from agentflow.server.core.fsm_builder import build_fsm
 from agentflow.server.core.regex_syntax import parse_regex

@@ -6,7 +6,7 @@ import anyio
 import pytest
 from process_engine import process_engine
 
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server import engine_supervisor
 from agentflow.server.compiled_constraint import CompiledConstraint
 from agentflow.server.core.fsm_builder import build_fsm

@@ -17,7 +17,7 @@ from plain_engine import END_ID, PLAIN_IDS, alone, fake_logprob, plain_engine, p
 from small_tokenizers import byte_level
 
 from agentflow.errors import BadModelFolder, EngineFailed, Overloaded, PromptTooLong
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.core.batch import Batch
 from agentflow.server.core.scheduler import SchedulerConfig
 from agentflow.server.engine import Engine

@@ -18,7 +18,7 @@ from plain_engine import alone, fake_logprob, plain_engine, plain_token
 
 import agentflow as af
 from agentflow.generator import StateHint, Stats
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server import token_spans, token_state
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.core.scheduler import SchedulerConfig

@@ -16,7 +16,7 @@ from plain_engine import plain_engine
 from process_engine import LENGTH, PLAIN, generate, kill, process_engine, text_after
 from server.holds import Hold
 
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.app import create_app
 from agentflow.server.engine_client import EngineClient
 from agentflow.server.engine_generator import EngineGenerator

@@ -15,7 +15,7 @@ from server.engine_loaders import POISON, SLOW_POISON, start
 from server.holds import Hold
 
 from agentflow.errors import AgentflowError, BadModelFolder, EngineFailed, Overloaded
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.engine_child import EngineChild
 from agentflow.server.engine_frames import from_engine_decoder
 from agentflow.server.engine_messages import Finished, Submit
@@ -159,7 +159,7 @@ import anyio
 from fake_engine import TOKENIZER
 from server.engine_loaders import start
 from agentflow.server.engine_supervisor import supervised_engine
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 
 async def main():
     async with supervised_engine(start(**eval(sys.argv[1])), lambda: TOKENIZER) as client:

@@ -12,7 +12,7 @@ from plain_engine import fake_logprob, plain_engine, runner
 from process_engine import Hold, kill, process_engine
 
 import agentflow as af
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.choice_scoring import scores_of
 from agentflow.server.core.scheduler import SchedulerConfig
 from agentflow.server.engine_client import EngineClient

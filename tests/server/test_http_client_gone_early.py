@@ -16,7 +16,7 @@ from fake_engine import TOKENIZER, FakeEngine
 from leaving_clients import PATHS, Heard, asking, goes, post, wait_until
 from server.holds import Hold
 
-from agentflow.constraint import Constraint
+from agentflow.protocol.constraint import Constraint
 from agentflow.server.api_call import ApiCall
 from agentflow.server.constraint_compiler import ConstraintCompiler
 from agentflow.server.engine_generator import MAX_INLINE_CHARS

@@ -15,11 +15,11 @@ from refusing_servers import KEY, tenants
 from test_api_call import Exchange, exchange, service
 
 from agentflow.errors import Overloaded
+from agentflow.protocol.given_object import OBJECT_BOUNDS
+from agentflow.protocol.json_bounds import BODY_BOUNDS, PIECE_BYTES
 from agentflow.server.api_call import SMALL_BODY_BYTES, ApiCall
 from agentflow.server.completion import COUNTED_CONTEXTS
 from agentflow.server.engine_generator import PIECE_CHARS
-from agentflow.server.given_object import OBJECT_BOUNDS
-from agentflow.server.json_scan import BODY_BOUNDS, PIECE_BYTES
 from agentflow.server.openai_chat_types import ChatRequest
 from agentflow.server.rate_limit import BYTES_PER_TOKEN, MINUTE_NS, TenantGate
 from agentflow.server.tenant import Tenant

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from small_tokenizers import byte_level, byte_level_of, sentencepiece
 
-from agentflow.constraint import Constraint
 from agentflow.errors import RequestRefused
+from agentflow.protocol.constraint import Constraint
 from agentflow.server import llguidance_grammar
 from agentflow.server.constraint_compilation import compile_constraint
 from agentflow.server.core.fsm import DEAD, START

@@ -19,10 +19,10 @@ from server.compile_loaders import LOADER
 from server.holds import Hold
 from wire_peer import WireGenerator
 
-from agentflow.constraint import Constraint
 from agentflow.errors import EngineFailed, RequestRefused
 from agentflow.generator import Generator, Stats
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server import metrics as metrics_module
 from agentflow.server.app import create_app
 from agentflow.server.compiled_constraint import CompiledConstraint

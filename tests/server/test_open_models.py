@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from small_tokenizers import byte_level, write_folder
 
 from agentflow.errors import BadArgument
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server import open_models as open_models_module
 from agentflow.server.free_memory import FreeMemory
 from agentflow.server.local_engine import EngineOptions

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.conversation import CalledTool, Message, ToolChoice, ToolSpec
+from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.server.http_refusal import Refusal
 from agentflow.server.openai_chat_types import ChatRequest
 from agentflow.server.openai_conversation import conversation_of, tool_choice_of, tools_of

@@ -10,7 +10,7 @@ import httpx2
 import msgspec
 from api_server import api_server
 
-from agentflow.sampling import MAX_STOPS
+from agentflow.protocol.sampling import MAX_STOPS
 from agentflow.server.api_call import ApiCall
 from agentflow.server.api_routes import ROUTES, ApiRoute
 from agentflow.server.http_refusal import Refusal

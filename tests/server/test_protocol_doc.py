@@ -10,23 +10,14 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from agentflow import (
-    constraint,
-    events,
-    generator,
-    interpreter,
-    ops,
-    protocol,
-    sampling,
-    state_tree,
-    token_logprob,
-    transform,
-)
-from agentflow.conversation import CalledTool, Conversation, Message, ToolChoice, ToolSpec
+from agentflow import generator, interpreter, state_tree
 from agentflow.errors import AgentflowError, from_code
-from agentflow.events import ErrorInfo, Event
-from agentflow.protocol import ClientFrame, ServerFrame
-from agentflow.reply import ReplyReader, ReplyWriter, read_reply
+from agentflow.protocol import constraint, events, ops, sampling, token_logprob, transform
+from agentflow.protocol import wire as protocol
+from agentflow.protocol.chat import CalledTool, Conversation, Message, ToolChoice, ToolSpec
+from agentflow.protocol.events import ErrorInfo, Event
+from agentflow.protocol.reply import ReplyReader, ReplyWriter, read_reply
+from agentflow.protocol.wire import ClientFrame, ServerFrame
 from agentflow.server import ws_session
 from agentflow.server.limits import ServerLimits
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from agentflow.errors import BadArgument, PromptTooLong
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.core.scheduler import Scheduler, SchedulerConfig
 from agentflow.server.engine_messages import Origin, Submit
 from agentflow.server.fake_runner import FakeRunner

@@ -14,9 +14,9 @@ from server.api_server import ApiServer, api_server
 from server.refused_sessions import HELLO, Session, gen, session, text
 from wire_peer import Listener
 
-from agentflow import ops
 from agentflow.backends.remote import Remote
 from agentflow.errors import NotAuthorized
+from agentflow.protocol import ops
 from agentflow.server.api_keys import Tenants, hashed_key
 from agentflow.server.limits import ServerLimits
 

@@ -14,9 +14,9 @@ from logit_runner import alone_by_logits, logit_engine, logit_runner, logits_aft
 from plain_engine import PLAIN_IDS, Expected
 
 import agentflow as af
-from agentflow.backend import Backend
 from agentflow.backends.remote import Remote
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.backend import Backend
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.models import one_model
 from agentflow.server.serve import running_server

@@ -19,7 +19,7 @@ from plain_sampler import MASK, plain_token_of
 
 from agentflow.errors import BadArgument
 from agentflow.kernels import cpu_ops, native_ops
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.core.batch import SampledRows
 from agentflow.server.core.request import Request
 from agentflow.server.core.sampling_table import SamplingTable

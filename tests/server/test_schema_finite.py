@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.constraint import Constraint
 from agentflow.errors import BadArgument
+from agentflow.protocol.constraint import Constraint
 from agentflow.server.constraint_compilation import compile_constraint
 from agentflow.server.schema_finite import has_finite_value
 

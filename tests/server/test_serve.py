@@ -18,10 +18,10 @@ import anyio
 import pytest
 from wire_peer import HANG, Listener, WireGenerator, gen
 
-from agentflow import ops
 from agentflow.backends.remote import Remote
 from agentflow.errors import EngineFailed, PortInUse, ServerError, ServerLost, ServerUnreachable, UnknownModel
 from agentflow.generator import Generator
+from agentflow.protocol import ops
 from agentflow.server.limits import ServerLimits
 from agentflow.server.models import one_model
 from agentflow.server.serve import Tls, listen, running_server, serve

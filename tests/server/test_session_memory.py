@@ -12,17 +12,17 @@ import pytest
 from fake_engine import TEMPLATE
 from plain_engine import plain_engine
 
-from agentflow import ops
 from agentflow.backends.scripted import ScriptedGenerator
-from agentflow.constraint import Constraint
 from agentflow.errors import Overloaded
-from agentflow.events import ErrorInfo
 from agentflow.held_memory import HeldMemory, Holding
 from agentflow.interpreter import Interpreter
-from agentflow.sampling import SamplingParams
+from agentflow.protocol import ops
+from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.events import ErrorInfo
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.transform import Transform
 from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.tenant_memory import TenantMemory
-from agentflow.transform import Transform
 
 GREEDY = SamplingParams(max_tokens=4)
 Ops = Iterator[ops.Op]

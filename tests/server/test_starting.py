@@ -24,10 +24,10 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 from wire_peer import Listener, WireGenerator, gen
 
-from agentflow import ops
 from agentflow.backends.remote import Remote
 from agentflow.errors import ModelError, Overloaded, PortInUse, ServerUnreachable, UnknownModel
 from agentflow.generator import Generator
+from agentflow.protocol import ops
 from agentflow.server import serve as serve_module
 from agentflow.server.api_keys import Tenants
 from agentflow.server.app import Access

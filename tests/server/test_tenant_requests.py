@@ -11,9 +11,9 @@ from fake_engine import TEMPLATE, TOKENIZER, FakeEngine
 from wire_peer import WireGenerator
 
 import agentflow as af
-from agentflow.conversation import CalledTool, Message, ToolSpec
 from agentflow.errors import NotAuthorized, Overloaded, PromptTooLong, RateLimited
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.chat import CalledTool, Message, ToolSpec
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.completion import completing
 from agentflow.server.completion_request import CompletionRequest, TokenIds
 from agentflow.server.engine_messages import Origin

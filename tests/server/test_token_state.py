@@ -25,8 +25,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from agentflow.conversation import Message
 from agentflow.errors import BadArgument, NotSupported
+from agentflow.protocol.chat import Message
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.token_state import TokenState
 from agentflow.server.tokenizer import Tokenizer

@@ -26,8 +26,8 @@ from tool_requests import (
 )
 from tool_template_shapes import MARKS, TEMPLATES, TOKENIZER
 
-from agentflow.conversation import CalledTool, Message, ToolChoice
-from agentflow.reply import CallBegun, Piece, TextPiece
+from agentflow.protocol.chat import CalledTool, Message, ToolChoice
+from agentflow.protocol.reply import CallBegun, Piece, TextPiece
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.completion_request import CompletionRequest
 from agentflow.server.constraint_compilation import compile_constraint

@@ -7,8 +7,8 @@ import json
 import pytest
 from tool_template_shapes import LLAMA, MISTRAL, TEMPLATES, TOKENS, WITHOUT_TOOLS
 
-from agentflow.conversation import CalledTool, Message, ToolSpec
 from agentflow.errors import NotSupported
+from agentflow.protocol.chat import CalledTool, Message, ToolSpec
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.chat_values import ToolDialect
 from agentflow.server.tool_format import FALLBACK, ToolFormat, tool_format

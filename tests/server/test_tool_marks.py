@@ -21,7 +21,7 @@ from tool_template_shapes import (
     TOKENS,
 )
 
-from agentflow.conversation import CalledTool, Message, ToolSpec
+from agentflow.protocol.chat import CalledTool, Message, ToolSpec
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.detokenizer import Detokenizer
 from agentflow.server.grammar_cache import GrammarCache

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.reply import Arguments, CallBegun, Piece
+from agentflow.protocol.reply import Arguments, CallBegun, Piece
 from agentflow.server.json_extent import JsonExtent
 from agentflow.server.tool_format import FALLBACK, ToolFormat
 from agentflow.server.tool_output import ToolOutput

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tool_template_shapes import SPECIAL, TEMPLATES, TOKENIZER
 
-from agentflow.conversation import CalledTool, Message, ToolSpec
 from agentflow.errors import BadArgument, NotSupported
+from agentflow.protocol.chat import CalledTool, Message, ToolSpec
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.token_state import TokenState
 

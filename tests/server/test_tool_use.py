@@ -25,9 +25,9 @@ from tool_requests import (
 )
 from tool_template_shapes import TEMPLATES
 
-from agentflow.constraint import Constraint
-from agentflow.conversation import CalledTool, Message, ToolChoice
 from agentflow.errors import BadArgument, NotSupported
+from agentflow.protocol.chat import CalledTool, Message, ToolChoice
+from agentflow.protocol.constraint import Constraint
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.compiled_constraint import CompiledConstraint
 from agentflow.server.completion_request import TokenIds

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from test_llama_family import saved_model
 from transformers import PreTrainedModel
 
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.core.request import Request
 from agentflow.server.core.scheduler import Scheduler, SchedulerConfig
 from agentflow.server.core.token_tree import token_tree

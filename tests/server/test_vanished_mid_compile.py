@@ -14,8 +14,8 @@ from server import compile_loaders
 from server.holds import Hold
 from wire_peer import gen
 
-from agentflow import ops
-from agentflow.constraint import Constraint
+from agentflow.protocol import ops
+from agentflow.protocol.constraint import Constraint
 from agentflow.server.constraint_compiler import constraint_compiler
 from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.sessions import open_sessions

@@ -22,7 +22,7 @@ from server.holds import Hold
 
 from agentflow import cli
 from agentflow.errors import BadArgument, PromptTooLong
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server import workload_recording
 from agentflow.server.core.scheduler import SchedulerConfig
 from agentflow.server.engine_client import EngineClient

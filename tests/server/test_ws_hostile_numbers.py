@@ -13,11 +13,11 @@ from fake_engine import TEMPLATE
 from process_engine import process_engine
 from wire_peer import gen
 
-from agentflow import ops
 from agentflow.backends.interpreted import interpreted
 from agentflow.errors import RunFailed
-from agentflow.events import MAX_CAUSES, ErrorInfo, Event, StateFailed, VarFailed
-from agentflow.ops import MAX_NUMBER, Op
+from agentflow.protocol import ops
+from agentflow.protocol.events import MAX_CAUSES, ErrorInfo, Event, StateFailed, VarFailed
+from agentflow.protocol.ops import MAX_NUMBER, Op
 from agentflow.server.engine_generator import EngineGenerator
 
 pytestmark = pytest.mark.anyio

@@ -8,7 +8,7 @@ import pytest
 from asgi_peer import bench, check_still_served, connected
 from wire_peer import gen
 
-from agentflow import ops
+from agentflow.protocol import ops
 from agentflow.server import sessions as sessions_module
 from agentflow.server.sessions import OPS_PER_TURN
 from agentflow.state_tree import MAX_LIMITS

@@ -11,19 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from wire_peer import Listener, count_words, gen
 
-from agentflow import ops
 from agentflow.errors import ProtocolError
-from agentflow.events import StateFailed, VarFailed
-from agentflow.protocol import (
-    VERSION,
-    Bye,
-    Events,
-    Hello,
-    Ops,
-    Resume,
-    client_frames,
-    encode,
-)
+from agentflow.protocol import ops
+from agentflow.protocol.events import StateFailed, VarFailed
+from agentflow.protocol.wire import VERSION, Bye, Events, Hello, Ops, Resume, client_frames, encode
 from agentflow.server import ws_session
 from agentflow.server.limits import ServerLimits
 

@@ -9,14 +9,9 @@ import pytest
 from asgi_peer import AsgiPeer, bench, check_still_served, connected
 from wire_peer import HANG, Listener, count_words, gen
 
-from agentflow import ops
-from agentflow.events import Reached, StateFailed, StatsReply, Value
-from agentflow.protocol import (
-    VERSION,
-    Events,
-    Hello,
-    Resume,
-)
+from agentflow.protocol import ops
+from agentflow.protocol.events import Reached, StateFailed, StatsReply, Value
+from agentflow.protocol.wire import VERSION, Events, Hello, Resume
 from agentflow.task_group import open_task_group
 
 pytestmark = pytest.mark.anyio

@@ -14,19 +14,11 @@ import pytest
 from asgi_peer import FOREVER, NO_GRACE, AsgiPeer, Bench, bench, check_still_served, connected
 from wire_peer import HANG, Listener, WireGenerator, count_words, gen
 
-from agentflow import ops
 from agentflow.errors import EngineFailed
-from agentflow.events import Delta, ErrorInfo, StateFailed, StatsReply, Value, VarFailed
 from agentflow.held_memory import HeldMemory
-from agentflow.protocol import (
-    VERSION,
-    Events,
-    Ops,
-    Welcome,
-    client_frames,
-    encode,
-    op_reader,
-)
+from agentflow.protocol import ops
+from agentflow.protocol.events import Delta, ErrorInfo, StateFailed, StatsReply, Value, VarFailed
+from agentflow.protocol.wire import VERSION, Events, Ops, Welcome, client_frames, encode, op_reader
 from agentflow.server.limits import ServerLimits
 from agentflow.server.sessions import ServedSession, Sessions, open_sessions
 from agentflow.server.ws_session import ACK_BYTES, ACK_OPS

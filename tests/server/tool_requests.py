@@ -9,9 +9,9 @@ import jsonschema
 from msgspec.structs import replace
 from tool_template_shapes import TEMPLATES, TOKENIZER, WITHOUT_TOOLS
 
-from agentflow.conversation import CalledTool, Message, ToolChoice, ToolSpec
-from agentflow.reply import Arguments, CallBegun, Piece, TextPiece
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
+from agentflow.protocol.reply import Arguments, CallBegun, Piece, TextPiece
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.completion_request import CompletionRequest
 from agentflow.server.token_state import TokenState

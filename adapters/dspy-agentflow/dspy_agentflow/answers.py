@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import agentflow as af
-from agentflow.conversation import ToolChoice, ToolSpec
 from agentflow.model_call import Ended, ModelCall, Said
 from agentflow.model_connection import ModelConnection
-from agentflow.reply import read_reply
+from agentflow.protocol.chat import ToolChoice, ToolSpec
+from agentflow.protocol.reply import read_reply
 from dspy_agentflow.answer_format import AnswerFormat, Rest
 from dspy_agentflow.programs import CALLS
 from dspy_agentflow.telling import Telling

@@ -9,7 +9,7 @@ from typing import Any, Final
 import pydantic
 
 import agentflow as af
-from agentflow.conversation import ToolChoice, ToolSpec
+from agentflow.protocol.chat import ToolChoice, ToolSpec
 from agentflow.tool_call import spec_of
 from dspy_agentflow.answers import Asked
 from dspy_agentflow.call_notes import CallNotes

@@ -12,7 +12,7 @@ from litellm.types import utils
 
 import agentflow as af
 from agentflow.model_call import Ended, Said
-from agentflow.reply import TextPiece, read_reply
+from agentflow.protocol.reply import TextPiece, read_reply
 
 _KINDS: Final[tuple[tuple[type[Exception] | tuple[type[Exception], ...], Any], ...]] = (
     (af.PromptTooLong, exceptions.ContextWindowExceededError),

@@ -17,7 +17,7 @@ import dspy
 from dspy.utils.callback import ACTIVE_CALL_ID, BaseCallback
 
 from agentflow.model_connection import ModelConnection
-from agentflow.ops import Objective
+from agentflow.protocol.ops import Objective
 from dspy_agentflow.call_notes import forget_prompt, remember_prompt
 
 # Calls whose end nobody tells are forgotten, the oldest first.

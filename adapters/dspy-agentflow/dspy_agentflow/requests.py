@@ -8,7 +8,7 @@ from typing import Any, Final
 from dspy import lm15
 
 import agentflow as af
-from agentflow.conversation import ToolChoice, ToolSpec
+from agentflow.protocol.chat import ToolChoice, ToolSpec
 from dspy_agentflow.answers import Asked
 from dspy_agentflow.call_notes import CallNotes
 from dspy_agentflow.settings import DEFAULT_MAX_TOKENS, EngineSettings

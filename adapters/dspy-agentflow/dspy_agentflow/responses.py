@@ -9,8 +9,8 @@ from typing import Any
 from dspy import lm15
 
 from agentflow.model_call import Ended, Said
-from agentflow.reply import Arguments, CallBegun, read_reply
-from agentflow.token_logprob import TopLogprobs
+from agentflow.protocol.reply import Arguments, CallBegun, read_reply
+from agentflow.protocol.token_logprob import TopLogprobs
 
 
 def response_of(end: Ended) -> lm15.Response:

@@ -11,8 +11,8 @@ from dspy_agentflow import AgentflowLM
 
 import agentflow as af
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
-from agentflow.constraint import Constraint
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.sampling import SamplingParams
 
 
 def chat(**fields: Any) -> str:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from agentflow.generator import Usage
 from agentflow.model_call import Ended, Said
-from agentflow.reply import TextPiece
+from agentflow.protocol.reply import TextPiece
 
 
 class Plant(pydantic.BaseModel):

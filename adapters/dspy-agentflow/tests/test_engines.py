@@ -17,8 +17,8 @@ from dspy_agentflow.settings import EngineSettings
 from scripts import Recorded
 
 import agentflow as af
-from agentflow.conversation import CalledTool, ToolChoice
-from agentflow.reply import Reply
+from agentflow.protocol.chat import CalledTool, ToolChoice
+from agentflow.protocol.reply import Reply
 
 MODEL = "agentflow/some-model"
 WEATHER = lm15.FunctionTool(

@@ -21,7 +21,7 @@ from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call
 
 import agentflow as af
 from agentflow.model_call import Ended
-from agentflow.reply import Arguments, CallBegun, Piece, read_reply
+from agentflow.protocol.reply import Arguments, CallBegun, Piece, read_reply
 
 _ROLES = {"human": "user", "ai": "assistant", "developer": "system"}
 

@@ -18,7 +18,7 @@ from langchain_core.runnables.config import var_child_runnable_config
 from langchain_core.tracers.context import register_configure_hook
 
 from agentflow.model_connection import ModelConnection
-from agentflow.ops import Objective
+from agentflow.protocol.ops import Objective
 
 # Runs whose end nobody tells (an iterator that was left, say) are forgotten, the oldest first.
 MOST_RUNS: Final = 10_000

@@ -9,7 +9,7 @@ from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
 import agentflow as af
-from agentflow.conversation import ToolChoice, ToolSpec
+from agentflow.protocol.chat import ToolChoice, ToolSpec
 
 Tool = dict[str, Any] | type | Callable[..., Any] | BaseTool
 Choice = str | bool | dict[str, Any] | None

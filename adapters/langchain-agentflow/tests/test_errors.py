@@ -21,7 +21,7 @@ from langchain_core import exceptions
 
 import agentflow as af
 from agentflow.model_call import Said
-from agentflow.reply import TextPiece
+from agentflow.protocol.reply import TextPiece
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from langchain_core.tools import tool
 from settling import until
 
 import agentflow as af
-from agentflow import ops
 from agentflow.model_call import MOST_KEPT
+from agentflow.protocol import ops
 
 
 class Heard:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from agentflow.errors import BadArgument
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.core.grammar import TokenWords
 from agentflow.server.core.radix_node import PrefixMatch, SlotArray, TokenArray
 from agentflow.server.core.token_run import TokenRun, token_run

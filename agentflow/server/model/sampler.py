@@ -15,7 +15,7 @@ from torch import Tensor
 from agentflow.kernels.choice_rows import ChoiceRows
 from agentflow.kernels.ops import Kernels
 from agentflow.kernels.torch_choice import chosen_rows, to_host
-from agentflow.sampling import MAX_TOP_LOGPROBS
+from agentflow.protocol.sampling import MAX_TOP_LOGPROBS
 from agentflow.server.core.batch import (
     BatchOutput,
     FloatArray,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from agentflow.errors import PromptTooLong
-from agentflow.sampling import SamplingParams
+from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.core.batch import BatchOutput
 from agentflow.server.core.counters import Counters
 from agentflow.server.core.request import Request

@@ -19,8 +19,8 @@ from typing import Self, TypeAlias
 
 import msgspec
 
-from agentflow.conversation import CalledTool, Message
 from agentflow.errors import ProtocolError
+from agentflow.protocol.chat import CalledTool, Message
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ import reprlib
 
 import msgspec
 
-from agentflow.amounts import is_number, is_whole
 from agentflow.errors import BadArgument
-from agentflow.stop_regex import check_stop_regex
+from agentflow.protocol.amounts import is_number, is_whole
+from agentflow.protocol.stop_regex import check_stop_regex
 
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024

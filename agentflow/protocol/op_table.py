@@ -7,8 +7,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from agentflow import ops
 from agentflow.errors import NotSupported
+from agentflow.protocol import ops
 
 
 class OpKind(enum.Enum):

@@ -10,7 +10,7 @@ import msgspec
 
 from agentflow.errors import AgentflowError, Overloaded, RunFailed, from_code, shortened
 from agentflow.generator import Stats, Usage
-from agentflow.token_logprob import TopLogprobs
+from agentflow.protocol.token_logprob import TopLogprobs
 
 MAX_CAUSES = 16
 

@@ -9,10 +9,10 @@ from typing import Any, Final
 
 import msgspec
 
-from agentflow.constraint import MAX_SOURCE_CHARS, Constraint
 from agentflow.errors import BadArgument
-from agentflow.server.json_nesting import MOST_NESTING
-from agentflow.server.json_scan import JsonBounds, JsonScan, TooMuchJson, pieces_of
+from agentflow.protocol.constraint import MAX_SOURCE_CHARS, Constraint
+from agentflow.protocol.json_bounds import JsonBounds, JsonScan, TooMuchJson, pieces_of
+from agentflow.protocol.json_nesting import MOST_NESTING
 
 OBJECT_BOUNDS: Final = JsonBounds(values=40_000, parts=20_000, depth=MOST_NESTING)
 """Of all tools of a request together, of all arguments of its tool calls, and of its schema: templates and

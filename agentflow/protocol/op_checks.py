@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from agentflow import ops
 from agentflow.errors import BadArgument, NotSupported
 from agentflow.generator import Capabilities
-from agentflow.transform import check_transforms, check_written
+from agentflow.protocol import ops
+from agentflow.protocol.transform import check_transforms, check_written
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -14,13 +14,13 @@ from typing import Literal
 
 import msgspec
 
-from agentflow.amounts import is_number, is_whole
-from agentflow.constraint import Constraint
-from agentflow.conversation import Conversation
 from agentflow.errors import AgentflowError, BadArgument, ProtocolError
-from agentflow.events import ErrorInfo
-from agentflow.sampling import MAX_INT, SamplingParams
-from agentflow.transform import Transform
+from agentflow.protocol.amounts import is_number, is_whole
+from agentflow.protocol.chat import Conversation
+from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.events import ErrorInfo
+from agentflow.protocol.sampling import MAX_INT, SamplingParams
+from agentflow.protocol.transform import Transform
 
 Role = Literal["system", "user", "assistant", "tool"]
 SelectMethod = Literal[
