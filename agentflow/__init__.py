@@ -46,7 +46,6 @@ from agentflow.errors import (
 from agentflow.expression import assistant, select, system, tool, user
 from agentflow.fork import Branches
 from agentflow.generation import gen
-from agentflow.generator import Stats, Usage
 from agentflow.graph import Graph
 from agentflow.image import image
 from agentflow.open_session import session
@@ -57,6 +56,7 @@ from agentflow.protocol.reply import Reply
 from agentflow.protocol.token_logprob import TokenLogprob
 from agentflow.reference import Transformed
 from agentflow.reply_expression import reply
+from agentflow.runtime.generator import Stats, Usage
 from agentflow.session import Session
 from agentflow.state import State
 from agentflow.stream import ProgramEvent, RunDone, TextDelta, VariableDone

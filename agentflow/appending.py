@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, get_args, overload
 
 from agentflow.appenders import Appenders
 from agentflow.backlog import Backlog
-from agentflow.budget import limit_op
 from agentflow.errors import BadArgument, NotSupported, StateClosed, UnknownVariable
 from agentflow.expression import Appendable, GenExpression, ImageExpression, Sequence_
 from agentflow.program_line import LineTable, ProgramLine, calling_line
@@ -19,6 +18,7 @@ from agentflow.protocol.seeds import place_of
 from agentflow.protocol.transform import apply_in_turn
 from agentflow.recorder import Recorder
 from agentflow.reference import Reference
+from agentflow.runtime.limits import limit_op
 from agentflow.transcript import Content, Transcript, TurnContent
 from agentflow.turn import Turn
 from agentflow.value_type import TEXT, ValueType

@@ -14,8 +14,8 @@ from typing import Any
 from agentflow.errors import AgentflowError, Cancelled, NotSupported
 from agentflow.expression import assistant, system, user
 from agentflow.generation import gen
-from agentflow.generator import Usage
 from agentflow.run import Run
+from agentflow.runtime.generator import Usage
 from agentflow.session import Session
 from agentflow.state import State
 

@@ -19,7 +19,7 @@ from anyio.abc import TaskGroup
 
 from agentflow.errors import Cancelled
 from agentflow.mailbox import Mailbox, Waiter
-from agentflow.task_group import first_of
+from agentflow.runtime.task_group import first_of
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 import anyio
 
-from agentflow.loop_caller import loop_caller
+from agentflow.runtime.loop_caller import loop_caller
 
 ItemT = TypeVar("ItemT")
 

@@ -16,13 +16,13 @@ import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from agentflow.errors import Cancelled
-from agentflow.generator import Usage
 from agentflow.graph import Graph
 from agentflow.graph_submission import GraphRun
-from agentflow.loop_caller import CallInLoop, loop_caller
 from agentflow.map_inputs import END, MapInputs, arguments_of, short
 from agentflow.run import Run
-from agentflow.task_group import open_task_group
+from agentflow.runtime.generator import Usage
+from agentflow.runtime.loop_caller import CallInLoop, loop_caller
+from agentflow.runtime.task_group import open_task_group
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -10,10 +10,10 @@ from typing import Any
 
 from agentflow.errors import AgentflowError, RunFailed
 from agentflow.expression import ConversationExpression, GenExpression
-from agentflow.generator import Usage
 from agentflow.protocol.ops import Objective
 from agentflow.protocol.reply import Piece, ReplyReader, TextPiece
 from agentflow.protocol.token_logprob import TopLogprobs
+from agentflow.runtime.generator import Usage
 from agentflow.session import Session
 from agentflow.state import State
 from agentflow.stream import TextDelta

@@ -14,9 +14,9 @@ import anyio
 
 from agentflow.errors import BadArgument, Cancelled
 from agentflow.graph import Graph
-from agentflow.loop_caller import loop_caller
 from agentflow.map_inputs import short
 from agentflow.run import Run, called
+from agentflow.runtime.loop_caller import loop_caller
 from agentflow.state import State
 from agentflow.stream import EventStream, ProgramEvent, RunDone
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from agentflow.errors import BadRecording, ProtocolError
 from agentflow.fork_tree import Content, ForkTree, Node, Path
-from agentflow.graph_execution import TICKET
 from agentflow.protocol import ops
 from agentflow.protocol.events import (
     Delta,
@@ -21,6 +20,7 @@ from agentflow.protocol.events import (
 )
 from agentflow.protocol.op_table import OpKind, declared, shape_of
 from agentflow.recording import Entry, Recording
+from agentflow.runtime.graph_execution import TICKET
 
 
 @dataclass(frozen=True, slots=True)

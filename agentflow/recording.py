@@ -21,10 +21,10 @@ from typing import BinaryIO, Literal
 import msgspec
 
 from agentflow.errors import BadArgument, BadRecording
-from agentflow.generator import Capabilities
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
 from agentflow.protocol.events import ErrorInfo, Event
 from agentflow.protocol.ops import Op
+from agentflow.runtime.generator import Capabilities
 
 logger = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from rich.text import Text
 
 from agentflow.command import Command
 from agentflow.errors import Cancelled, ProtocolError
-from agentflow.generator import Usage
 from agentflow.protocol.events import Value, VarFailed
 from agentflow.protocol.reply import ReplySoFar
 from agentflow.recorded_runs import RecordedOp, RecordedRun, RecordedRuns, RecordedState, RecordedVariable
 from agentflow.recording import Recording, read_recording
+from agentflow.runtime.generator import Usage
 
 # Cells longer than that are cut before rich looks at them: no terminal shows more of a line.
 MAX_CELL = 400

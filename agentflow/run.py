@@ -9,11 +9,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from agentflow.errors import AgentflowError, BadArgument, Cancelled
-from agentflow.generator import Usage
 from agentflow.map_inputs import short
 from agentflow.protocol import ops
 from agentflow.protocol.events import ErrorInfo
 from agentflow.protocol.seeds import derived_seed, run_of
+from agentflow.runtime.generator import Usage
 from agentflow.state import State
 from agentflow.stream import EventStream, TextDelta, VariableDone
 from agentflow.variable import Variable

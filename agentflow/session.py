@@ -12,9 +12,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, TypeVarTuple, 
 import anyio
 from anyio.abc import TaskGroup
 
-from agentflow.budget import limit_op
 from agentflow.errors import AgentflowError, BadArgument, Cancelled, EngineFailed, ServerLost, StateClosed
-from agentflow.generator import Capabilities, Stats
 from agentflow.graph import Graph
 from agentflow.graph_submission import GraphRun, submit
 from agentflow.map_inputs import Inputs, ItemT, ManyOf, MapOptions
@@ -36,8 +34,10 @@ from agentflow.protocol.events import (
 )
 from agentflow.protocol.op_checks import check_sendable
 from agentflow.run import RootState, Run, check_program
+from agentflow.runtime.generator import Capabilities, Stats
+from agentflow.runtime.limits import limit_op
+from agentflow.runtime.task_group import open_task_group
 from agentflow.state import State
-from agentflow.task_group import open_task_group
 from agentflow.variable import Variable
 
 P = ParamSpec("P")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import msgspec
 
-from agentflow.generator import Usage
 from agentflow.protocol.chat import CalledTool
+from agentflow.runtime.generator import Usage
 
 if TYPE_CHECKING:
     from agentflow.variable import Variable

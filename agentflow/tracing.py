@@ -14,7 +14,6 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, NoReturn
 
 from agentflow.errors import BadArgument, DataDependent
-from agentflow.generator import Capabilities
 from agentflow.graph import Graph, Output
 from agentflow.program_line import ProgramLine, calling_line
 from agentflow.protocol import ops
@@ -23,6 +22,7 @@ from agentflow.protocol.constraint import CONSTRAINT_KINDS
 from agentflow.protocol.transform import Transform
 from agentflow.reference import Reference
 from agentflow.run import Run, called
+from agentflow.runtime.generator import Capabilities
 from agentflow.session import Session
 from agentflow.state import State
 from agentflow.variable import Variable

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, overload
 import anyio
 
 from agentflow.errors import BadArgument, InvalidValue
-from agentflow.generator import Usage
 from agentflow.partial_value import NothingYet, partial_value, whole_value
 from agentflow.protocol.chat import CalledTool
 from agentflow.protocol.events import ErrorInfo, Value
@@ -20,6 +19,7 @@ from agentflow.protocol.reply import Reply, ReplySoFar
 from agentflow.protocol.token_logprob import TopLogprobs
 from agentflow.protocol.transform import Transform
 from agentflow.reference import Reference, Transformed, ValueT_co
+from agentflow.runtime.generator import Usage
 from agentflow.value_type import TEXT, ValueType
 from agentflow.variable_readers import PartialReader, TextReader
 

@@ -14,7 +14,7 @@ import anyio
 import anyio.to_thread
 
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
-from agentflow.generator import Generator
+from agentflow.runtime.generator import Generator
 from agentflow.server.models import one_model
 from agentflow.server.serve import running_server
 

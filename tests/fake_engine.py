@@ -12,8 +12,8 @@ from server.chat_template_shapes import CHATML
 from server.small_tokenizers import byte_level
 
 from agentflow.backends.interpreted import interpreted
-from agentflow.loop_caller import loop_caller
 from agentflow.protocol.backend import Connection, Deliver, Lost
+from agentflow.runtime.loop_caller import loop_caller
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.core.batch import Batch
 from agentflow.server.core.scheduler import SchedulerConfig

@@ -8,11 +8,11 @@ import anyio
 
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
 from agentflow.errors import AgentflowError
-from agentflow.generator import Generated, OnText, Stats
 from agentflow.protocol import ops
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Delta, Event, Reached, StateFailed, StatsReply, Value, VarFailed
 from agentflow.protocol.sampling import SamplingParams
+from agentflow.runtime.generator import Generated, OnText, Stats
 
 # A prompt with this end is never answered; the end of a user's turn is one too.
 HANG = "…hang"

@@ -13,11 +13,11 @@ from anyio.abc import SocketStream
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from wire_peer import WireGenerator
 
-from agentflow.generator import Generator
+from agentflow.runtime.generator import Generator
+from agentflow.runtime.task_group import open_task_group
 from agentflow.server.limits import ServerLimits
 from agentflow.server.models import one_model
 from agentflow.server.serve import RunningServer, running_server
-from agentflow.task_group import open_task_group
 
 ResultT = TypeVar("ResultT")
 

@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from typing import Generic
 
-from agentflow.generator import Capabilities, ContextT, Generator
-from agentflow.interpreter import Interpreter
 from agentflow.protocol.backend import Connection, Deliver
 from agentflow.protocol.ops import Op
-from agentflow.task_group import open_task_group
+from agentflow.runtime.generator import Capabilities, ContextT, Generator
+from agentflow.runtime.interpreter import Interpreter
+from agentflow.runtime.task_group import open_task_group
 
 
 class InterpretedConnection(Generic[ContextT]):

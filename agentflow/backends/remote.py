@@ -28,7 +28,7 @@ from agentflow.protocol.wire import (
     frame_name,
     server_frames,
 )
-from agentflow.task_group import open_task_group
+from agentflow.runtime.task_group import open_task_group
 
 # What goes through a header as it is.
 _API_KEY = re.compile(r"[!-~]([ -~]*[!-~])?")

@@ -25,7 +25,6 @@ from agentflow.errors import (
     ServerLost,
     ServerUnreachable,
 )
-from agentflow.generator import Capabilities
 from agentflow.protocol.backend import Deliver, Lost
 from agentflow.protocol.events import ErrorInfo
 from agentflow.protocol.ops import GetStats, Op
@@ -40,7 +39,8 @@ from agentflow.protocol.wire import (
     frame_name,
     server_frames,
 )
-from agentflow.task_group import open_task_group
+from agentflow.runtime.generator import Capabilities
+from agentflow.runtime.task_group import open_task_group
 
 Reopen = Callable[[Resume | None], Awaitable[tuple[WebSocket, Welcome]]]
 

@@ -35,7 +35,7 @@ from agentflow.errors import BadArgument
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
 from agentflow.recorded_runs import RecordedRuns
 from agentflow.recording import read_recording
-from agentflow.task_group import open_task_group
+from agentflow.runtime.task_group import open_task_group
 
 
 class Replay:

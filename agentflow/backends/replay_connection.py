@@ -11,8 +11,6 @@ from agentflow.backends.live_runs import KeptOp, LiveRun, LiveRuns, LiveState
 from agentflow.content_text import describe, difference
 from agentflow.errors import ReplayDiffers
 from agentflow.fork_tree import Content, ForkTree, Path
-from agentflow.generator import Stats
-from agentflow.graph_execution import TICKET
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Deliver, Lost
 from agentflow.protocol.events import (
@@ -28,6 +26,8 @@ from agentflow.protocol.events import (
 from agentflow.protocol.op_table import OpKind, declared, shape_of
 from agentflow.recorded_runs import RecordedOp, RecordedRun, RecordedRuns, RecordedVariable
 from agentflow.recording import Recording
+from agentflow.runtime.generator import Stats
+from agentflow.runtime.graph_execution import TICKET
 
 
 class ReplayConnection:

@@ -17,13 +17,13 @@ import msgspec
 
 from agentflow.backends.interpreted import interpreted
 from agentflow.errors import BadArgument, NotSupported, ScriptMismatch
-from agentflow.generator import Capabilities, Generated, OnText, Scored, StateHint, Stats, Usage
 from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.chat import Conversation
 from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
 from agentflow.protocol.reply import Arguments, CallBegun, Piece, Reply, ReplyWriter, TextPiece
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.protocol.stop_regex import MATCHES_NOTHING, refused
+from agentflow.runtime.generator import Capabilities, Generated, OnText, Scored, StateHint, Stats, Usage
 from agentflow.tagged_text import matches_whole, split_at_tags
 
 Answer: TypeAlias = Any

@@ -9,8 +9,8 @@ from __future__ import annotations
 import msgspec
 
 from agentflow.errors import AgentflowError, Overloaded, RunFailed, from_code, shortened
-from agentflow.generator import Stats, Usage
 from agentflow.protocol.token_logprob import TopLogprobs
+from agentflow.runtime.generator import Stats, Usage
 
 MAX_CAUSES = 16
 

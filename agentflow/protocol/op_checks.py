@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from agentflow.errors import BadArgument, NotSupported
-from agentflow.generator import Capabilities
 from agentflow.protocol import ops
 from agentflow.protocol.transform import check_transforms, check_written
+from agentflow.runtime.generator import Capabilities
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -20,8 +20,8 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 
+from agentflow.runtime.task_group import open_task_group
 from agentflow.server.addresses import client_of
-from agentflow.task_group import open_task_group
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from agentflow.generator import Usage
 from agentflow.protocol.reply import Arguments, CallBegun, Piece, TextPiece
+from agentflow.runtime.generator import Usage
 from agentflow.server.completion_request import (
     AnswerEnded,
     CompletionDelta,

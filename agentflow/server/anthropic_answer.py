@@ -15,7 +15,7 @@ from typing import Any
 import jiter
 import msgspec
 
-from agentflow.generator import Usage
+from agentflow.runtime.generator import Usage
 from agentflow.server.anthropic_types import (
     AnswerText,
     AnswerToolUse,

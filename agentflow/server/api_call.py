@@ -22,15 +22,15 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from agentflow.errors import AgentflowError
-from agentflow.held_memory import HeldMemory
 from agentflow.protocol.json_bounds import BODY_BOUNDS, JsonScan, TooMuchJson
+from agentflow.runtime.held_memory import HeldMemory
+from agentflow.runtime.task_group import open_task_group
 from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.http_refusal import MAX_PARAM_CHARS, Refusal, cut, refusal_of, unready
 from agentflow.server.rate_limit import BYTES_PER_TOKEN
 from agentflow.server.request_log import LoggedBody, RequestRecord, log_request, logged_path
 from agentflow.server.service import Service
 from agentflow.server.tenant import NOBODY_ELSE, Tenant
-from agentflow.task_group import open_task_group
 
 logger = logging.getLogger(__name__)
 

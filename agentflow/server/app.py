@@ -29,8 +29,8 @@ from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from agentflow.errors import NotAuthorized, RateLimited
-from agentflow.generator import Generator
 from agentflow.protocol.wire import SESSION_PATH
+from agentflow.runtime.generator import Generator
 from agentflow.server.api_call import address_of
 from agentflow.server.api_keys import Tenants, key_of_headers
 from agentflow.server.api_routes import api_routes, refusal_response

@@ -22,6 +22,7 @@ import msgspec
 from agentflow.errors import AgentflowError, BadArgument, faults_of
 from agentflow.protocol.chat import CalledTool
 from agentflow.protocol.sampling import SamplingParams
+from agentflow.runtime.task_group import first_of, open_task_group
 from agentflow.server.answer_reading import AnswerReader
 from agentflow.server.completion_request import (
     Answer,
@@ -38,7 +39,6 @@ from agentflow.server.conversation_context import fill_beside, num_chars, rememb
 from agentflow.server.engine_context import EngineContext
 from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.told_tokens import ToldTokens
-from agentflow.task_group import first_of, open_task_group
 
 COUNTED_CONTEXTS = 4
 """Prompts may be counted that are so many times too long: then one knows how much to leave out."""

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from agentflow.errors import NotSupported
-from agentflow.generator import Usage
 from agentflow.protocol.chat import FREE_CHOICE, CalledTool, Conversation, Message, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import SamplingParams
+from agentflow.runtime.generator import Usage
 
 
 @dataclass(frozen=True, slots=True)

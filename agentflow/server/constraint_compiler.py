@@ -20,6 +20,7 @@ import msgspec
 
 from agentflow.errors import AgentflowError, BadArgument, EngineFailed, Overloaded, RequestRefused
 from agentflow.protocol.constraint import MAX_SOURCE_CHARS, Constraint
+from agentflow.runtime.task_group import open_task_group
 from agentflow.server.compile_cache import CompileCache, Outcome
 from agentflow.server.compile_frames import CompileEnd, Refusal, over_cpu_time
 from agentflow.server.compile_queue import CompileQueue
@@ -27,7 +28,6 @@ from agentflow.server.compile_worker import LAST_WORDS_S, CannotCompile, Compile
 from agentflow.server.compiled_constraint import CompiledConstraint
 from agentflow.server.cpu_allowance import CpuAllowance
 from agentflow.server.limits import CompileLimits
-from agentflow.task_group import open_task_group
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ import anyio
 import anyio.lowlevel
 
 from agentflow.errors import AgentflowError, EngineFailed, Overloaded, from_code
-from agentflow.loop_caller import loop_caller
 from agentflow.protocol.sampling import SamplingParams
+from agentflow.runtime.loop_caller import loop_caller
 from agentflow.server.compiled_constraint import CompiledConstraint
 from agentflow.server.core.scheduler import SchedulerConfig
 from agentflow.server.engine import Engine, EngineBroken

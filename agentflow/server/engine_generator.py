@@ -13,11 +13,11 @@ import anyio.to_thread
 import msgspec
 
 from agentflow.errors import BadArgument, PromptTooLong, faults_of
-from agentflow.generator import Capabilities, Generated, OnText, Scored, StateHint, Stats, Usage
 from agentflow.protocol.chat import Conversation
 from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.protocol.token_logprob import TokenLogprob, TopLogprobs
+from agentflow.runtime.generator import Capabilities, Generated, OnText, Scored, StateHint, Stats, Usage
 from agentflow.server.answer_memory import AnswerMemory
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.choice_encoding import WINDOW_CHARS, EncodedChoices

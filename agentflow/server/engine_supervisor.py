@@ -20,6 +20,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from msgspec.structs import replace
 
 from agentflow.errors import AgentflowError, BadModelFolder, EngineFailed, from_code
+from agentflow.runtime.task_group import open_task_group
 from agentflow.server.engine_child import END_S, EngineChild
 from agentflow.server.engine_client import EngineClient
 from agentflow.server.engine_frames import (
@@ -48,7 +49,6 @@ from agentflow.server.engine_watch import Deadlines, StepPace
 from agentflow.server.message_frames import to_frame
 from agentflow.server.shutdown_budget import ShutdownBudget
 from agentflow.server.tokenizer import Tokenizer
-from agentflow.task_group import open_task_group
 
 logger = logging.getLogger(__name__)
 

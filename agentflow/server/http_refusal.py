@@ -20,7 +20,7 @@ from agentflow.errors import (
     RequestRefused,
     UnknownModel,
 )
-from agentflow.task_group import first_of
+from agentflow.runtime.task_group import first_of
 
 # Where a limit is reached and nobody can say for how long.
 RETRY_AFTER_S = 1.0

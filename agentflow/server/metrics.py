@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import anyio
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from agentflow.generator import Generator, Stats
+from agentflow.runtime.generator import Generator, Stats
 from agentflow.server.constraint_compiler import CompileCounts
 from agentflow.server.engine_client import RequestObserver
 from agentflow.server.engine_messages import EngineStats

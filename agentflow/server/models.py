@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Protocol, TypeAlias
 
 from agentflow.errors import UnknownModel
-from agentflow.generator import Generator
+from agentflow.runtime.generator import Generator
 from agentflow.server.admission import Admission
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.constraint_compiler import CompileCounts, ConstraintCompiler

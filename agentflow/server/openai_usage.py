@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from agentflow.generator import Usage
+from agentflow.runtime.generator import Usage
 from agentflow.server.request_log import RequestRecord
 
 

@@ -24,6 +24,7 @@ from starlette.applications import Starlette
 
 from agentflow.errors import AgentflowError, PortInUse, ServerError
 from agentflow.protocol.wire import DEFAULT_PORT
+from agentflow.runtime.task_group import open_task_group
 from agentflow.server.acceptor import Acceptor
 from agentflow.server.app import Access, create_app
 from agentflow.server.descriptors import most_connections, with_descriptors
@@ -33,7 +34,6 @@ from agentflow.server.models import OpenModels
 from agentflow.server.service import Service
 from agentflow.server.sessions import Sessions
 from agentflow.server.shutdown_budget import DRAIN_S, ShutdownBudget
-from agentflow.task_group import open_task_group
 
 logger = logging.getLogger(__name__)
 

@@ -26,16 +26,16 @@ from agentflow.errors import (
     ProtocolError,
     ServerLost,
 )
-from agentflow.generator import ContextT, Generator
-from agentflow.held_memory import HeldMemory
 from agentflow.incident import incident
-from agentflow.interpreter import Interpreter
 from agentflow.protocol.ops import Op, Rejected
 from agentflow.protocol.wire import Resume, UnreadOps
+from agentflow.runtime.generator import ContextT, Generator
+from agentflow.runtime.held_memory import HeldMemory
+from agentflow.runtime.interpreter import Interpreter
+from agentflow.runtime.task_group import open_task_group
 from agentflow.server.limits import ServerLimits
 from agentflow.server.tenant import part_of
 from agentflow.server.tenant_memory import TenantMemory
-from agentflow.task_group import open_task_group
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weakref import WeakValueDictionary
 
-from agentflow.held_memory import HeldMemory
+from agentflow.runtime.held_memory import HeldMemory
 from agentflow.server.tenant import part_of
 
 

@@ -20,11 +20,11 @@ import anyio.to_thread
 import numpy as np
 from anyio.streams.memory import MemoryObjectReceiveStream
 
+from agentflow.runtime.task_group import open_task_group
 from agentflow.server.engine_client import EngineClient
 from agentflow.server.engine_messages import Failed, Finished, FromEngine, Progress, Submit
 from agentflow.server.runner import RunnerInfo
 from agentflow.server.simulator.workload import Arrival, WorkloadWriter
-from agentflow.task_group import open_task_group
 
 logger = logging.getLogger(__name__)
 

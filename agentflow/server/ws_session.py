@@ -29,7 +29,6 @@ from agentflow.errors import (
     ProtocolError,
     RateLimited,
 )
-from agentflow.generator import ContextT, Generator
 from agentflow.incident import incident
 from agentflow.protocol.events import ErrorInfo, Event
 from agentflow.protocol.wire import (
@@ -48,6 +47,7 @@ from agentflow.protocol.wire import (
     frame_name,
     op_reader,
 )
+from agentflow.runtime.generator import ContextT, Generator
 from agentflow.server.event_frames import event_frames
 from agentflow.server.frame_scan import check_frame
 from agentflow.server.sessions import IsValid, ServedSession, Sessions, always_valid, revoked

@@ -14,7 +14,7 @@ from wire_server import thread_server
 
 from agentflow.chat_command import stats_line
 from agentflow.chat_conversation import Answered
-from agentflow.generator import Usage
+from agentflow.runtime.generator import Usage
 
 INTERRUPT, END = b"\x03", b"\x04"
 

@@ -14,7 +14,7 @@ from scripted_example import scripted, shown
 
 import agentflow as af
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
-from agentflow.generator import Scored
+from agentflow.runtime.generator import Scored
 
 ROOT = Path(__file__).parents[2]
 # Those of adapters run in the adapters' own environments (`make test-adapters` tests them), the third one on

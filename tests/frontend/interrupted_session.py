@@ -18,8 +18,8 @@ from fake_engine import TEMPLATE, TOKENIZER
 
 import agentflow as af
 from agentflow.backends.interpreted import interpreted
-from agentflow.loop_caller import loop_caller
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
+from agentflow.runtime.loop_caller import loop_caller
 from agentflow.server.core.batch import Batch
 from agentflow.server.core.scheduler import SchedulerConfig
 from agentflow.server.engine_client import running_engine

@@ -11,12 +11,12 @@ import anyio.lowlevel
 
 from agentflow.backends.interpreted import interpreted
 from agentflow.backends.scripted import Script, Scripted, ScriptedContext, ScriptedGenerator
-from agentflow.generator import Generated, OnText, Usage
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Event
 from agentflow.protocol.sampling import SamplingParams
+from agentflow.runtime.generator import Generated, OnText, Usage
 
 
 class Noted:

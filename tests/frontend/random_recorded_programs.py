@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 import agentflow as af
 from agentflow.backends.interpreted import interpreted
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
-from agentflow.generator import Generated, OnText
 from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import SamplingParams
+from agentflow.runtime.generator import Generated, OnText
 
 CHOICES = ["yes", "no"]
 ASIDE = "an aside "

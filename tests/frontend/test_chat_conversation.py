@@ -10,9 +10,9 @@ import agentflow as af
 from agentflow.backends.interpreted import interpreted
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
 from agentflow.chat_conversation import Answered, Conversation
-from agentflow.generator import Capabilities, Usage
 from agentflow.protocol.backend import Connection, Deliver, Lost
-from agentflow.task_group import open_task_group
+from agentflow.runtime.generator import Capabilities, Usage
+from agentflow.runtime.task_group import open_task_group
 
 pytestmark = pytest.mark.anyio
 

@@ -10,9 +10,9 @@ from observed_backends import Noted
 from wire_server import ThreadServer, thread_server
 
 import agentflow as af
-from agentflow.generator import Capabilities
 from agentflow.protocol import ops
 from agentflow.protocol.constraint import Constraint, TagRule
+from agentflow.runtime.generator import Capabilities
 
 pytestmark = pytest.mark.anyio
 

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from wire_peer import Listener, gen
 
 from agentflow.backends.cursors import Cursors
-from agentflow.cells import StateCell, VariableCell
 from agentflow.errors import Cancelled, ProtocolError
-from agentflow.generator import Stats, Usage
-from agentflow.held_memory import HeldMemory, Holding
-from agentflow.outbox import Outbox
 from agentflow.protocol import ops
 from agentflow.protocol.events import Delta, ErrorInfo, Reached, StateFailed, StatsReply, Value, VarFailed
+from agentflow.runtime.cells import StateCell, VariableCell
+from agentflow.runtime.generator import Stats, Usage
+from agentflow.runtime.held_memory import HeldMemory, Holding
+from agentflow.runtime.outbox import Outbox
 
 VALUE = Value(0, 0, "", "eos", Usage())
 FAILURE = ErrorInfo("run_failed", "why")

@@ -16,12 +16,8 @@ from observed_backends import settle
 from op_programs import ANSWERS, CERTAIN, Failure, OpProgram, Pause, answer, op_programs
 
 import agentflow as af
-from agentflow import interpreter as interpreter_module
-from agentflow import state_tree
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
 from agentflow.errors import MAX_MESSAGE_CHARS
-from agentflow.held_memory import STATE_BYTES, HeldMemory
-from agentflow.interpreter import MAX_PENDING_OPS, Interpreter
 from agentflow.protocol import ops
 from agentflow.protocol.events import (
     Delta,
@@ -35,6 +31,10 @@ from agentflow.protocol.events import (
 )
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.protocol.transform import Transform
+from agentflow.runtime import interpreter as interpreter_module
+from agentflow.runtime import state_tree
+from agentflow.runtime.held_memory import STATE_BYTES, HeldMemory
+from agentflow.runtime.interpreter import MAX_PENDING_OPS, Interpreter
 
 pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
 

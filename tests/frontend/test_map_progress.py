@@ -13,10 +13,10 @@ from rich.console import Console
 
 import agentflow as af
 from agentflow import map_progress
-from agentflow.generator import Generated
 from agentflow.map_progress import MapProgress, ProgressConsole, shown_on
 from agentflow.map_work import Tally
 from agentflow.program_map import ProgramMap
+from agentflow.runtime.generator import Generated
 
 
 @pytest.fixture(autouse=True)

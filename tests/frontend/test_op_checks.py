@@ -12,9 +12,9 @@ from wire_server import ThreadServer, thread_server
 
 import agentflow as af
 from agentflow.backends.scripted import ScriptedGenerator
-from agentflow.generator import Capabilities
 from agentflow.protocol import ops
 from agentflow.protocol.op_checks import check_supported
+from agentflow.runtime.generator import Capabilities
 
 pytestmark = pytest.mark.anyio
 HALF = "\ud800"

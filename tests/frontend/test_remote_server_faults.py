@@ -32,7 +32,6 @@ from agentflow.errors import (
     ServerLost,
     ServerUnreachable,
 )
-from agentflow.generator import Capabilities, Stats, Usage
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Connection
 from agentflow.protocol.events import Delta, ErrorInfo, StatsReply, Value
@@ -51,6 +50,7 @@ from agentflow.protocol.wire import (
     encode,
     op_reader,
 )
+from agentflow.runtime.generator import Capabilities, Stats, Usage
 
 pytestmark = pytest.mark.anyio
 

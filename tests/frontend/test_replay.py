@@ -21,10 +21,10 @@ from wire_server import thread_server
 import agentflow as af
 from agentflow.backends.interpreted import interpreted
 from agentflow.backends.scripted import ScriptedGenerator
-from agentflow.generator import Generated, Usage
 from agentflow.protocol import ops
 from agentflow.protocol.events import Delta
 from agentflow.recording import read_recording
+from agentflow.runtime.generator import Generated, Usage
 
 pytestmark = pytest.mark.anyio
 

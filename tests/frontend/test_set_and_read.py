@@ -10,8 +10,8 @@ from observed_backends import Dribbling, Noted, Spoken, assert_left_nothing, set
 from wire_server import ThreadServer, thread_server
 
 import agentflow as af
-from agentflow import state_tree
 from agentflow.protocol import ops
+from agentflow.runtime import state_tree
 
 pytestmark = pytest.mark.anyio
 

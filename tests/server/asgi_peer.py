@@ -31,10 +31,10 @@ from agentflow.protocol.wire import (
     encode,
     server_frames,
 )
+from agentflow.runtime.task_group import open_task_group
 from agentflow.server.limits import ServerLimits
 from agentflow.server.sessions import Sessions, open_sessions
 from agentflow.server.ws_session import WsSession
-from agentflow.task_group import open_task_group
 
 
 class AsgiPeer:

@@ -19,10 +19,11 @@ from starlette.websockets import WebSocket
 from wire_peer import Listener, WireGenerator, count_words, gen
 
 from agentflow.backends.scripted import ScriptedContext
-from agentflow.generator import Scored, Usage
 from agentflow.protocol import ops
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.wire import VERSION, Bye, Events, Hello, Ops, Refused, Resume, Welcome, server_frames
+from agentflow.runtime.generator import Scored, Usage
+from agentflow.runtime.task_group import open_task_group
 from agentflow.server.constraint_compiler import constraint_compiler
 from agentflow.server.fake_runner import FakeRunner
 from agentflow.server.limits import CompileLimits, ServerLimits
@@ -30,7 +31,6 @@ from agentflow.server.models import EngineModel
 from agentflow.server.sessions import open_sessions
 from agentflow.server.tenant import NOBODY_ELSE
 from agentflow.server.ws_session import WsSession
-from agentflow.task_group import open_task_group
 
 CONVERSATIONS_AT_ONCE = 8
 # A batch takes a fraction of a second; after so long it stands still.

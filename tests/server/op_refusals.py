@@ -17,7 +17,7 @@ from server.refused_sessions import ASK, OPEN, Session, gen, text
 from server.refused_sessions import session as session_on
 from server.refusing_servers import KEY, changed, failing_engine, tenants
 
-from agentflow import interpreter, state_tree
+from agentflow.runtime import interpreter, state_tree
 from agentflow.server import chat_layout
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.limits import CompileLimits, ServerLimits

@@ -19,13 +19,13 @@ import anyio
 import pytest
 from anyio.abc import SocketStream
 
+from agentflow.runtime.task_group import open_task_group
 from agentflow.server import acceptor as acceptor_module
 from agentflow.server.acceptor import Acceptor
 from agentflow.server.addresses import client_of, is_loopback
 from agentflow.server.descriptors import most_connections
 from agentflow.server.limits import ServerLimits
 from agentflow.server.serve import listen
-from agentflow.task_group import open_task_group
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.generator import Usage
+from agentflow.runtime.generator import Usage
 from agentflow.server.anthropic_answer import AnswerEvents, AnswerFrame
 from agentflow.server.completion_request import AnswerEnded, TextDelta, ToolArguments, ToolCallBegun
 

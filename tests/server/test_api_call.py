@@ -15,6 +15,7 @@ import pytest
 from wire_peer import WireGenerator
 
 from agentflow.errors import EngineFailed, NotAuthorized, Overloaded, PromptTooLong, RateLimited, UnknownModel
+from agentflow.runtime.task_group import open_task_group
 from agentflow.server.api_call import ApiCall, ApiEndpoint, Handler
 from agentflow.server.api_keys import DEFAULT_TENANT, Tenants
 from agentflow.server.http_refusal import MAX_MESSAGE_CHARS, MAX_PARAM_CHARS, Refusal
@@ -26,7 +27,6 @@ from agentflow.server.request_log import MAX_LOGGED_BYTES
 from agentflow.server.service import Service
 from agentflow.server.sessions import open_sessions
 from agentflow.server.tenant import Tenant
-from agentflow.task_group import open_task_group
 
 pytestmark = pytest.mark.anyio
 

@@ -22,9 +22,9 @@ from wire_server import ThreadServer, thread_server
 
 from agentflow.backends.remote import Remote
 from agentflow.errors import BadArgument, EngineFailed, UnknownModel
-from agentflow.generator import Generator
 from agentflow.protocol import ops
 from agentflow.protocol.wire import VERSION, Hello, Refused, Welcome, encode, server_frames
+from agentflow.runtime.generator import Generator
 from agentflow.server.api_keys import Tenants
 from agentflow.server.app import Access, create_app
 from agentflow.server.limits import ServerLimits

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentflow.errors import BadArgument, NotSupported, PromptTooLong
-from agentflow.generator import Usage
 from agentflow.protocol.chat import Message
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import SamplingParams
+from agentflow.runtime.generator import Usage
 from agentflow.server import completion as completion_module
 from agentflow.server.completion import answers_of, completing
 from agentflow.server.completion_request import (

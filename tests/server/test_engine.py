@@ -18,6 +18,7 @@ from small_tokenizers import byte_level
 
 from agentflow.errors import BadModelFolder, EngineFailed, Overloaded, PromptTooLong
 from agentflow.protocol.sampling import SamplingParams
+from agentflow.runtime.task_group import open_task_group
 from agentflow.server.core.batch import Batch
 from agentflow.server.core.scheduler import SchedulerConfig
 from agentflow.server.engine import Engine
@@ -40,7 +41,6 @@ from agentflow.server.engine_messages import (
 from agentflow.server.fake_runner import FakeRunner
 from agentflow.server.runner import AcceleratorFault, OutOfMemory
 from agentflow.server.tokenizer import Tokenizer
-from agentflow.task_group import open_task_group
 
 pytestmark = pytest.mark.anyio
 

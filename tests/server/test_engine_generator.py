@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from plain_engine import alone, fake_logprob, plain_engine, plain_token
 
 import agentflow as af
-from agentflow.generator import StateHint, Stats
 from agentflow.protocol.sampling import SamplingParams
+from agentflow.runtime.generator import StateHint, Stats
 from agentflow.server import token_spans, token_state
 from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.core.scheduler import SchedulerConfig

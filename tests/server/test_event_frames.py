@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.generator import Usage
 from agentflow.protocol.events import Delta, ErrorInfo, Event, Reached, StateFailed, Value, VarFailed
 from agentflow.protocol.wire import Events, server_frames
+from agentflow.runtime.generator import Usage
 from agentflow.server.event_frames import event_frames
 
 LIMIT = 4096

@@ -14,7 +14,7 @@ import pytest
 from anyio.abc import SocketStream
 from wire_peer import WireGenerator
 
-from agentflow.generator import Generator
+from agentflow.runtime.generator import Generator
 from agentflow.server import http_protocol
 from agentflow.server import serve as serve_module
 from agentflow.server.http_protocol import TimedHttpProtocol

@@ -20,9 +20,9 @@ from server.holds import Hold
 from wire_peer import WireGenerator
 
 from agentflow.errors import EngineFailed, RequestRefused
-from agentflow.generator import Generator, Stats
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import SamplingParams
+from agentflow.runtime.generator import Generator, Stats
 from agentflow.server import metrics as metrics_module
 from agentflow.server.app import create_app
 from agentflow.server.compiled_constraint import CompiledConstraint

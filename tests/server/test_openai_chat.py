@@ -25,7 +25,7 @@ from openai_peer import (
     usages_under_salts,
 )
 
-from agentflow.generator import Usage
+from agentflow.runtime.generator import Usage
 from agentflow.server.completion_request import Answer, CompletionRequest
 
 CREATE = "chat.completions.create"

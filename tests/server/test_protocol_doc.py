@@ -10,7 +10,6 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from agentflow import generator, interpreter, state_tree
 from agentflow.errors import AgentflowError, from_code
 from agentflow.protocol import constraint, events, ops, sampling, token_logprob, transform
 from agentflow.protocol import wire as protocol
@@ -18,6 +17,7 @@ from agentflow.protocol.chat import CalledTool, Conversation, Message, ToolChoic
 from agentflow.protocol.events import ErrorInfo, Event
 from agentflow.protocol.reply import ReplyReader, ReplyWriter, read_reply
 from agentflow.protocol.wire import ClientFrame, ServerFrame
+from agentflow.runtime import generator, interpreter, state_tree
 from agentflow.server import ws_session
 from agentflow.server.limits import ServerLimits
 

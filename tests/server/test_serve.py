@@ -20,12 +20,12 @@ from wire_peer import HANG, Listener, WireGenerator, gen
 
 from agentflow.backends.remote import Remote
 from agentflow.errors import EngineFailed, PortInUse, ServerError, ServerLost, ServerUnreachable, UnknownModel
-from agentflow.generator import Generator
 from agentflow.protocol import ops
+from agentflow.runtime.generator import Generator
+from agentflow.runtime.task_group import open_task_group
 from agentflow.server.limits import ServerLimits
 from agentflow.server.models import one_model
 from agentflow.server.serve import Tls, listen, running_server, serve
-from agentflow.task_group import open_task_group
 
 TESTS = Path(__file__).parent.parent
 

@@ -14,13 +14,13 @@ from plain_engine import plain_engine
 
 from agentflow.backends.scripted import ScriptedGenerator
 from agentflow.errors import Overloaded
-from agentflow.held_memory import HeldMemory, Holding
-from agentflow.interpreter import Interpreter
 from agentflow.protocol import ops
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import ErrorInfo
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.protocol.transform import Transform
+from agentflow.runtime.held_memory import HeldMemory, Holding
+from agentflow.runtime.interpreter import Interpreter
 from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.tenant_memory import TenantMemory
 

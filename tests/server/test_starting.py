@@ -26,14 +26,14 @@ from wire_peer import Listener, WireGenerator, gen
 
 from agentflow.backends.remote import Remote
 from agentflow.errors import ModelError, Overloaded, PortInUse, ServerUnreachable, UnknownModel
-from agentflow.generator import Generator
 from agentflow.protocol import ops
+from agentflow.runtime.generator import Generator
+from agentflow.runtime.task_group import open_task_group
 from agentflow.server import serve as serve_module
 from agentflow.server.api_keys import Tenants
 from agentflow.server.app import Access
 from agentflow.server.models import one_model
 from agentflow.server.serve import RunningServer, listen, running_server
-from agentflow.task_group import open_task_group
 
 TESTS = Path(__file__).parent.parent
 TIMEOUT_S = 30

@@ -14,6 +14,7 @@ import agentflow as af
 from agentflow.errors import NotAuthorized, Overloaded, PromptTooLong, RateLimited
 from agentflow.protocol.chat import CalledTool, Message, ToolSpec
 from agentflow.protocol.sampling import SamplingParams
+from agentflow.runtime.task_group import open_task_group
 from agentflow.server.completion import completing
 from agentflow.server.completion_request import CompletionRequest, TokenIds
 from agentflow.server.engine_messages import Origin
@@ -22,7 +23,6 @@ from agentflow.server.models import EngineModel
 from agentflow.server.rate_limit import MINUTE_NS, TenantGate
 from agentflow.server.sessions import open_sessions
 from agentflow.server.tenant import Tenant
-from agentflow.task_group import open_task_group
 
 pytestmark = pytest.mark.anyio
 

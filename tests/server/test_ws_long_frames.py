@@ -9,9 +9,9 @@ from asgi_peer import bench, check_still_served, connected
 from wire_peer import gen
 
 from agentflow.protocol import ops
+from agentflow.runtime.state_tree import MAX_LIMITS
 from agentflow.server import sessions as sessions_module
 from agentflow.server.sessions import OPS_PER_TURN
-from agentflow.state_tree import MAX_LIMITS
 
 pytestmark = pytest.mark.anyio
 

@@ -12,7 +12,7 @@ from wire_peer import HANG, Listener, count_words, gen
 from agentflow.protocol import ops
 from agentflow.protocol.events import Reached, StateFailed, StatsReply, Value
 from agentflow.protocol.wire import VERSION, Events, Hello, Resume
-from agentflow.task_group import open_task_group
+from agentflow.runtime.task_group import open_task_group
 
 pytestmark = pytest.mark.anyio
 

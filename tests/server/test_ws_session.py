@@ -15,14 +15,14 @@ from asgi_peer import FOREVER, NO_GRACE, AsgiPeer, Bench, bench, check_still_ser
 from wire_peer import HANG, Listener, WireGenerator, count_words, gen
 
 from agentflow.errors import EngineFailed
-from agentflow.held_memory import HeldMemory
 from agentflow.protocol import ops
 from agentflow.protocol.events import Delta, ErrorInfo, StateFailed, StatsReply, Value, VarFailed
 from agentflow.protocol.wire import VERSION, Events, Ops, Welcome, client_frames, encode, op_reader
+from agentflow.runtime.held_memory import HeldMemory
+from agentflow.runtime.task_group import open_task_group
 from agentflow.server.limits import ServerLimits
 from agentflow.server.sessions import ServedSession, Sessions, open_sessions
 from agentflow.server.ws_session import ACK_BYTES, ACK_OPS
-from agentflow.task_group import open_task_group
 
 pytestmark = pytest.mark.anyio
 

@@ -17,7 +17,7 @@ import agentflow as af
 from agentflow.model_call import Ended, ModelCall, Said
 from agentflow.model_connection import ModelConnection
 from agentflow.protocol.reply import TextPiece
-from agentflow.task_group import open_task_group
+from agentflow.runtime.task_group import open_task_group
 from langchain_agentflow.calls import Retries, aask, ask
 from langchain_agentflow.errors import langchain_errors
 from langchain_agentflow.messages import finish_reason_of, logprobs_of

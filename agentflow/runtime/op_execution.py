@@ -10,16 +10,16 @@ from typing import Generic
 import anyio
 import msgspec
 
-from agentflow.budget import clipped, spend
-from agentflow.cells import PendingOp, StateCell, VariableCell
 from agentflow.errors import DeadlineExceeded, ProtocolError, RunFailed, StateClosed
-from agentflow.generator import ContextT, Generator, Scored, StateHint, Usage
-from agentflow.held_memory import FORKED_CHAR_BYTES, TURN_CHARS, HeldMemory, Holding
 from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation
 from agentflow.protocol.events import Value
 from agentflow.protocol.transform import apply_in_turn
-from agentflow.state_tree import origin_of
+from agentflow.runtime.cells import PendingOp, StateCell, VariableCell
+from agentflow.runtime.generator import ContextT, Generator, Scored, StateHint, Usage
+from agentflow.runtime.held_memory import FORKED_CHAR_BYTES, TURN_CHARS, HeldMemory, Holding
+from agentflow.runtime.limits import clipped, spend
+from agentflow.runtime.state_tree import origin_of
 
 # Texts that take each other twice double with every op: thirty small ops must not fill the memory.
 MAX_OP_CHARS = 8 * 1024 * 1024

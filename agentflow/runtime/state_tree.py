@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Generic
 
-from agentflow.budget import Budget
-from agentflow.cells import StateCell
 from agentflow.errors import AgentflowError, Cancelled, Overloaded, ProtocolError, RunFailed
-from agentflow.generator import ContextT
-from agentflow.held_memory import STATE_BYTES, HeldMemory, Holding, error_bytes
-from agentflow.outbox import Outbox
 from agentflow.protocol.ops import check_number
+from agentflow.runtime.cells import StateCell
+from agentflow.runtime.generator import ContextT
+from agentflow.runtime.held_memory import STATE_BYTES, HeldMemory, Holding, error_bytes
+from agentflow.runtime.limits import Budget
+from agentflow.runtime.outbox import Outbox
 
 MAX_STATES = 100_000
 # Limits, each counted for each state that it concerns: their checks are part of every op there.

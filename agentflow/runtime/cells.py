@@ -9,11 +9,7 @@ from typing import TYPE_CHECKING, Generic
 import anyio
 import msgspec
 
-from agentflow.budget import Budget
 from agentflow.errors import AgentflowError
-from agentflow.generator import ContextT
-from agentflow.held_memory import Holding, error_bytes, text_bytes, value_bytes
-from agentflow.outbox import Outbox
 from agentflow.protocol import ops
 from agentflow.protocol.events import (
     Delta,
@@ -26,9 +22,13 @@ from agentflow.protocol.events import (
     VarFailed,
 )
 from agentflow.protocol.reply import read_reply
+from agentflow.runtime.generator import ContextT
+from agentflow.runtime.held_memory import Holding, error_bytes, text_bytes, value_bytes
+from agentflow.runtime.limits import Budget
+from agentflow.runtime.outbox import Outbox
 
 if TYPE_CHECKING:
-    from agentflow.graph_execution import GraphExecution
+    from agentflow.runtime.graph_execution import GraphExecution
 
 
 _NOT_COUNTED = ops.Await | ops.Seal | ops.Close | ops.Expect

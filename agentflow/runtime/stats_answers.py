@@ -7,12 +7,12 @@ from typing import Generic
 import msgspec
 from anyio.abc import TaskGroup
 
-from agentflow.cells import StatsCell
 from agentflow.errors import AgentflowError, Overloaded
-from agentflow.generator import ContextT, Generator
-from agentflow.outbox import Outbox
 from agentflow.protocol.events import ErrorInfo, StatsReply
 from agentflow.protocol.ops import check_number
+from agentflow.runtime.cells import StatsCell
+from agentflow.runtime.generator import ContextT, Generator
+from agentflow.runtime.outbox import Outbox
 
 MAX_TICKETS = 1_000
 

@@ -17,8 +17,6 @@ import anyio
 import anyio.lowlevel
 from anyio.abc import TaskGroup as AnyioTaskGroup
 
-from agentflow.budget import Budget, check_time, deadline_of, time_is_over
-from agentflow.cells import PendingOp, StateCell, VariableCell
 from agentflow.errors import (
     AgentflowError,
     Cancelled,
@@ -26,17 +24,19 @@ from agentflow.errors import (
     Overloaded,
     ProtocolError,
 )
-from agentflow.generator import ContextT, Generator, StateHint, Usage
-from agentflow.graph_execution import GraphExecution, expanded
-from agentflow.held_memory import OP_BYTES, HeldMemory, Holding, op_bytes, variable_bytes
 from agentflow.incident import incident
-from agentflow.op_execution import OpExecution
-from agentflow.outbox import Outbox
 from agentflow.protocol import ops
 from agentflow.protocol.events import MAX_CAUSES, ErrorInfo, Value
 from agentflow.protocol.op_checks import check_supported, check_values
-from agentflow.state_tree import StateTree, because
-from agentflow.stats_answers import StatsAnswers
+from agentflow.runtime.cells import PendingOp, StateCell, VariableCell
+from agentflow.runtime.generator import ContextT, Generator, StateHint, Usage
+from agentflow.runtime.graph_execution import GraphExecution, expanded
+from agentflow.runtime.held_memory import OP_BYTES, HeldMemory, Holding, op_bytes, variable_bytes
+from agentflow.runtime.limits import Budget, check_time, deadline_of, time_is_over
+from agentflow.runtime.op_execution import OpExecution
+from agentflow.runtime.outbox import Outbox
+from agentflow.runtime.state_tree import StateTree, because
+from agentflow.runtime.stats_answers import StatsAnswers
 
 logger = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ from typing import Generic
 
 import msgspec
 
-from agentflow.cells import StateCell
 from agentflow.errors import Cancelled, ProtocolError
-from agentflow.generator import ContextT
 from agentflow.graph import ROOT, moved
 from agentflow.protocol import ops
 from agentflow.protocol.seeds import derived_seed
+from agentflow.runtime.cells import StateCell
+from agentflow.runtime.generator import ContextT
 
 MAX_GRAPH_OPS = 10_000
 TICKET = 1
