@@ -4,7 +4,6 @@ from agentflow.backends.embedded import Embedded
 from agentflow.backends.remote import Remote
 from agentflow.backends.replay import Replay
 from agentflow.backends.scripted import Scripted
-from agentflow.conversation_expression import conversation
 from agentflow.errors import (
     AgentflowError,
     BacklogFull,
@@ -43,27 +42,28 @@ from agentflow.errors import (
     UnknownModel,
     UnknownVariable,
 )
-from agentflow.expression import assistant, select, system, tool, user
-from agentflow.fork import Branches
-from agentflow.generation import gen
-from agentflow.graph import Graph
-from agentflow.image import image
+from agentflow.language.conversation_expression import conversation
+from agentflow.language.expressions import assistant, select, system, tool, user
+from agentflow.language.fork import Branches
+from agentflow.language.gen import gen
+from agentflow.language.graph import Graph
+from agentflow.language.image import image
+from agentflow.language.map import ProgramMap
+from agentflow.language.program import Program, ProgramStream, program
+from agentflow.language.reference import Transformed
+from agentflow.language.reply_expression import reply
+from agentflow.language.session import Session
+from agentflow.language.state import State
+from agentflow.language.stream import ProgramEvent, RunDone, TextDelta, VariableDone
+from agentflow.language.tags import Tag, Tagged
+from agentflow.language.tool_call import ToolCall
+from agentflow.language.variable import Variable
 from agentflow.open_session import session
-from agentflow.program import Program, ProgramStream, program
-from agentflow.program_map import ProgramMap
 from agentflow.protocol.chat import CalledTool, Message
 from agentflow.protocol.reply import Reply
 from agentflow.protocol.token_logprob import TokenLogprob
-from agentflow.reference import Transformed
-from agentflow.reply_expression import reply
 from agentflow.runtime.generator import Stats, Usage
-from agentflow.session import Session
-from agentflow.state import State
-from agentflow.stream import ProgramEvent, RunDone, TextDelta, VariableDone
 from agentflow.synchronous import map, run
-from agentflow.tag import Tag, Tagged
-from agentflow.tool_call import ToolCall
-from agentflow.variable import Variable
 
 __version__ = "0.1.0"
 

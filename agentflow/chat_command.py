@@ -21,8 +21,8 @@ from rich.text import Text
 from agentflow.chat_conversation import Answered, Conversation
 from agentflow.command import Command, count
 from agentflow.errors import AgentflowError
+from agentflow.language.session import Session
 from agentflow.open_session import session as open_session
-from agentflow.session import Session
 
 PROMPT = "> "
 HELP = """\

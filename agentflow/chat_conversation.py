@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentflow.errors import AgentflowError, Cancelled, NotSupported
-from agentflow.expression import assistant, system, user
-from agentflow.generation import gen
-from agentflow.run import Run
+from agentflow.language.expressions import assistant, system, user
+from agentflow.language.gen import gen
+from agentflow.language.run import Run
+from agentflow.language.session import Session
+from agentflow.language.state import State
 from agentflow.runtime.generator import Usage
-from agentflow.session import Session
-from agentflow.state import State
 
 
 @dataclass(frozen=True, slots=True)

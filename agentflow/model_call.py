@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentflow.errors import AgentflowError, RunFailed
-from agentflow.expression import ConversationExpression, GenExpression
+from agentflow.language.expressions import ConversationExpression, GenExpression
+from agentflow.language.session import Session
+from agentflow.language.state import State
+from agentflow.language.stream import TextDelta
+from agentflow.language.variable import Variable
 from agentflow.protocol.ops import Objective
 from agentflow.protocol.reply import Piece, ReplyReader, TextPiece
 from agentflow.protocol.token_logprob import TopLogprobs
 from agentflow.runtime.generator import Usage
-from agentflow.session import Session
-from agentflow.state import State
-from agentflow.stream import TextDelta
-from agentflow.variable import Variable
 
 # So many calls of a program keep what they have computed from being dropped first.
 MOST_KEPT = 4

@@ -12,10 +12,10 @@ from typing import Final
 from weakref import WeakValueDictionary
 
 from agentflow.backends.embedded import DEFAULT_MODEL
+from agentflow.language.session import Session
 from agentflow.model_call import CalledProgram, Ended, ModelCall, Said
 from agentflow.protocol.backend import Backend
 from agentflow.protocol.ops import Objective
-from agentflow.session import Session
 from agentflow.shared_session import SharedSession
 
 # Programs whose end nobody tells are dropped, the oldest first.

@@ -7,9 +7,9 @@ import secrets
 
 from agentflow.backends.replay import replayed_seed
 from agentflow.errors import BadArgument
+from agentflow.language.session import Session
 from agentflow.protocol.backend import Backend
 from agentflow.recording import Recorded
-from agentflow.session import Session
 
 
 def session(

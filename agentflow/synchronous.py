@@ -8,13 +8,13 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, TypeVarTuple, 
 import anyio
 
 from agentflow.errors import ProgramError
-from agentflow.map_inputs import Inputs, ItemT, ManyOf, MapOptions
-from agentflow.map_work import OnError
+from agentflow.language.map import DEFAULT_CONCURRENCY
+from agentflow.language.map_inputs import Inputs, ItemT, ManyOf, MapOptions
+from agentflow.language.map_work import OnError
+from agentflow.language.run import check_program
+from agentflow.language.session import Session
+from agentflow.language.state import State
 from agentflow.open_session import session as open_session
-from agentflow.program_map import DEFAULT_CONCURRENCY
-from agentflow.run import check_program
-from agentflow.session import Session
-from agentflow.state import State
 
 P = ParamSpec("P")
 ArgTs = TypeVarTuple("ArgTs")

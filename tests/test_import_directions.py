@@ -35,7 +35,7 @@ LAZY_FILES = ("agentflow/backends/embedded.py", "agentflow/cli.py")
 CORE_MAY_IMPORT = (
     "numpy",
     "agentflow.errors",
-    "agentflow.mermaid_text",
+    "agentflow.language.mermaid_text",
     "agentflow.protocol.sampling",
     "agentflow.server.core",
 )
@@ -117,14 +117,14 @@ def test_agentflow_imports_in_the_right_directions() -> None:
 @pytest.mark.parametrize(
     ("file", "source", "module"),
     [
-        ("agentflow/state.py", "import torch", "torch"),
-        ("agentflow/state.py", "def f():\n    import torch.nn as nn", "torch.nn"),
-        ("agentflow/state.py", "from starlette.websockets import WebSocket", "starlette.websockets"),
-        ("agentflow/state.py", "from agentflow import server", "agentflow.server"),
-        ("agentflow/state.py", "from . import server", "agentflow.server"),
-        ("agentflow/state.py", "from .server.engine import Engine", "agentflow.server.engine"),
-        ("agentflow/state.py", "class A:\n    x = __import__('torch')", "torch"),
-        ("agentflow/state.py", "import importlib\nx = importlib.import_module('torch')", "torch"),
+        ("agentflow/language/state.py", "import torch", "torch"),
+        ("agentflow/language/state.py", "def f():\n    import torch.nn as nn", "torch.nn"),
+        ("agentflow/language/state.py", "from starlette.websockets import WebSocket", "starlette.websockets"),
+        ("agentflow/language/state.py", "from agentflow import server", "agentflow.server"),
+        ("agentflow/language/state.py", "from . import server", "agentflow.server"),
+        ("agentflow/language/state.py", "from .server.engine import Engine", "agentflow.server.engine"),
+        ("agentflow/language/state.py", "class A:\n    x = __import__('torch')", "torch"),
+        ("agentflow/language/state.py", "import importlib\nx = importlib.import_module('torch')", "torch"),
         ("agentflow/backends/remote.py", "from ..server import engine", "agentflow.server.engine"),
         ("agentflow/backends/embedded.py", "import agentflow.server.engine", "agentflow.server.engine"),
         ("agentflow/backends/embedded.py", "def f():\n    import torch", "torch"),
@@ -145,7 +145,10 @@ def test_a_wrong_import_is_found(tmp_path: Path, file: str, source: str, module:
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("agentflow/state.py", "import anyio\nfrom .errors import StateClosed\nfrom agentflow import ops"),
+        (
+            "agentflow/language/state.py",
+            "import anyio\nfrom .errors import StateClosed\nfrom agentflow import ops",
+        ),
         ("agentflow/backends/embedded.py", "def f():\n    from agentflow.server.engine import Engine"),
         (
             "agentflow/backends/embedded.py",

@@ -17,6 +17,7 @@ import msgspec
 
 from agentflow.backends.interpreted import interpreted
 from agentflow.errors import BadArgument, NotSupported, ScriptMismatch
+from agentflow.language.tagged_text import matches_whole, split_at_tags
 from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.chat import Conversation
 from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
@@ -24,7 +25,6 @@ from agentflow.protocol.reply import Arguments, CallBegun, Piece, Reply, ReplyWr
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.protocol.stop_regex import MATCHES_NOTHING, refused
 from agentflow.runtime.generator import Capabilities, Generated, OnText, Scored, StateHint, Stats, Usage
-from agentflow.tagged_text import matches_whole, split_at_tags
 
 Answer: TypeAlias = Any
 Script = str | Callable[[str], Answer] | Mapping[str, Answer] | Sequence[Answer]

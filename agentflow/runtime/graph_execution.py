@@ -8,7 +8,7 @@ from typing import Generic
 import msgspec
 
 from agentflow.errors import Cancelled, ProtocolError
-from agentflow.graph import ROOT, moved
+from agentflow.language.graph import ROOT, moved
 from agentflow.protocol import ops
 from agentflow.protocol.seeds import derived_seed
 from agentflow.runtime.cells import StateCell

@@ -12,6 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from agentflow.errors import BadArgument, NotSupported
+from agentflow.language.tool_call import hoisted
 from agentflow.protocol.chat import Conversation, Message, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.given_object import OBJECT_BOUNDS
@@ -20,7 +21,6 @@ from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.tool_format import ToolFormat, tool_format
 from agentflow.server.tool_messages import as_plain_messages
 from agentflow.server.tool_output import ToolOutput
-from agentflow.tool_call import hoisted
 
 
 @dataclass(frozen=True, slots=True)

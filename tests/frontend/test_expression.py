@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import agentflow as af
-from agentflow.expression import GenExpression, RoleExpression, SelectExpression
+from agentflow.language.expressions import GenExpression, RoleExpression, SelectExpression
 from agentflow.protocol.ops import MAX_CHOICES
 from agentflow.protocol.sampling import SamplingParams
 

@@ -599,7 +599,7 @@ async def test_cancelling_while_a_fork_is_under_way(num_turns):
 
 
 def test_the_backlog_of_a_frontend_fits_into_the_interpreters():
-    from agentflow.backlog import MAX_BACKLOG
+    from agentflow.language.backlog import MAX_BACKLOG
 
     assert MAX_BACKLOG * 2 <= interpreter_module.MAX_PENDING_OPS
 

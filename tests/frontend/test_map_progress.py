@@ -12,10 +12,10 @@ from rich.cells import cell_len
 from rich.console import Console
 
 import agentflow as af
-from agentflow import map_progress
-from agentflow.map_progress import MapProgress, ProgressConsole, shown_on
-from agentflow.map_work import Tally
-from agentflow.program_map import ProgramMap
+from agentflow.language import progress as map_progress
+from agentflow.language.map import ProgramMap
+from agentflow.language.map_work import Tally
+from agentflow.language.progress import MapProgress, ProgressConsole, shown_on
 from agentflow.runtime.generator import Generated
 
 

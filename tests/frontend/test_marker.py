@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import agentflow as af
-from agentflow.marker import Markers
-from agentflow.variable import Variable
+from agentflow.language.markers import Markers
+from agentflow.language.variable import Variable
 
 MARKERS = Markers()
 VARIABLES = [Variable(var_id, f"v{var_id}", None) for var_id in (1, 2, 23, 456_789)]

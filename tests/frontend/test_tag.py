@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import agentflow as af
+from agentflow.language.tagged_text import InTag, split_at_tags
 from agentflow.protocol.constraint import TagRule
-from agentflow.tagged_text import InTag, split_at_tags
 
 pytestmark = pytest.mark.anyio
 

@@ -18,8 +18,8 @@ from wire_server import ThreadServer, thread_server
 
 import agentflow as af
 from agentflow.backends.scripted import ScriptedGenerator
+from agentflow.language.values import value_type
 from agentflow.protocol.constraint import MAX_SOURCE_CHARS, Constraint
-from agentflow.value_type import value_type
 
 pytestmark = pytest.mark.anyio
 

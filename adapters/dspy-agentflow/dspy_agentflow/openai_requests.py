@@ -9,8 +9,8 @@ from typing import Any, Final
 import pydantic
 
 import agentflow as af
+from agentflow.language.tool_call import spec_of
 from agentflow.protocol.chat import ToolChoice, ToolSpec
-from agentflow.tool_call import spec_of
 from dspy_agentflow.answers import Asked
 from dspy_agentflow.call_notes import CallNotes
 from dspy_agentflow.settings import DEFAULT_MAX_TOKENS, EngineSettings

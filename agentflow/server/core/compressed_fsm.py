@@ -12,7 +12,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from agentflow.mermaid_text import escaped
+from agentflow.language.mermaid_text import escaped
 from agentflow.server.core.char_reader import CharReader
 from agentflow.server.core.fsm import DEAD, START, Fsm
 from agentflow.server.core.regex_tree import MAX_CODE_POINT, Ranges, all_but

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import msgspec
 
-from agentflow.graph import Graph, needs_of
+from agentflow.language.graph import Graph, needs_of
 from agentflow.protocol import ops
 from agentflow.protocol.transform import apply_transforms
 

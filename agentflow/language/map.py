@@ -9,16 +9,16 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from agentflow.errors import BadArgument
-from agentflow.graph import Graph
-from agentflow.map_inputs import Inputs, MapInputs
-from agentflow.map_work import MapWork, OnError
+from agentflow.language.graph import Graph
+from agentflow.language.map_inputs import Inputs, MapInputs
+from agentflow.language.map_work import MapWork, OnError
+from agentflow.language.run import check_program
 from agentflow.protocol.amounts import is_whole
-from agentflow.run import check_program
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from agentflow.session import Session
+    from agentflow.language.session import Session
 
 ResultT = TypeVar("ResultT")
 

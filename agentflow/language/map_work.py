@@ -16,10 +16,10 @@ import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from agentflow.errors import Cancelled
-from agentflow.graph import Graph
-from agentflow.graph_submission import GraphRun
-from agentflow.map_inputs import END, MapInputs, arguments_of, short
-from agentflow.run import Run
+from agentflow.language.graph import Graph
+from agentflow.language.graph_submission import GraphRun
+from agentflow.language.map_inputs import END, MapInputs, arguments_of, short
+from agentflow.language.run import Run
 from agentflow.runtime.generator import Usage
 from agentflow.runtime.loop_caller import CallInLoop, loop_caller
 from agentflow.runtime.task_group import open_task_group
@@ -27,7 +27,7 @@ from agentflow.runtime.task_group import open_task_group
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from agentflow.session import Session
+    from agentflow.language.session import Session
 
 ResultT = TypeVar("ResultT")
 OnError = Literal["raise", "return"]
@@ -227,7 +227,7 @@ class MapWork(Generic[ResultT]):
         if self._console is None:
             yield
             return
-        from agentflow.map_progress import shown_on
+        from agentflow.language.progress import shown_on
 
         with shown_on(self._console, self.tally) as self._show:
             yield

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from agentflow.errors import BadArgument
 
 if TYPE_CHECKING:
-    from agentflow.state import State
-    from agentflow.variable import Variable
+    from agentflow.language.state import State
+    from agentflow.language.variable import Variable
 
 
 class Branches(list["State"]):

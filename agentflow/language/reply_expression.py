@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
-from agentflow.expression import GenExpression, check_name
-from agentflow.generation import JsonOptions, gen
+from agentflow.language.expressions import GenExpression, check_name
+from agentflow.language.gen import JsonOptions, gen
 from agentflow.protocol.reply import Reply, read_reply
 
 

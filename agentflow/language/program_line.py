@@ -7,7 +7,7 @@ import sys
 from bisect import bisect_left
 from typing import NamedTuple
 
-_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 class ProgramLine(NamedTuple):

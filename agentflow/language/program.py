@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 import anyio
 
 from agentflow.errors import BadArgument, Cancelled
-from agentflow.graph import Graph
-from agentflow.map_inputs import short
-from agentflow.run import Run, called
+from agentflow.language.graph import Graph
+from agentflow.language.map_inputs import short
+from agentflow.language.run import Run, called
+from agentflow.language.state import State
+from agentflow.language.stream import EventStream, ProgramEvent, RunDone
 from agentflow.runtime.loop_caller import loop_caller
-from agentflow.state import State
-from agentflow.stream import EventStream, ProgramEvent, RunDone
 
 if TYPE_CHECKING:
-    from agentflow.session import Session
+    from agentflow.language.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Program(Generic[P, ResultT]):
         >>> graph = judge.trace(dimensions=["clarity", "evidence"])
         >>> print(graph.draw())
         """
-        from agentflow.tracing import trace
+        from agentflow.language.trace import trace
 
         return trace(self._function, args, kwargs)
 

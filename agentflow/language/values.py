@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from agentflow.errors import BadArgument
+from agentflow.language.tool_call import Tool, Toolbox
 from agentflow.protocol.constraint import Constraint, Whitespace
-from agentflow.tool_call import Tool, Toolbox
 
 _SCALARS: dict[type, Constraint] = {
     int: Constraint("regex", r"-?(0|[1-9][0-9]{0,17})"),

@@ -6,28 +6,28 @@ import json
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, Self, TypeVar, get_args, overload
 
-from agentflow.appenders import Appenders
-from agentflow.backlog import Backlog
 from agentflow.errors import BadArgument, NotSupported, StateClosed, UnknownVariable
-from agentflow.expression import Appendable, GenExpression, ImageExpression, Sequence_
-from agentflow.program_line import LineTable, ProgramLine, calling_line
+from agentflow.language.appenders import Appenders
+from agentflow.language.backlog import Backlog
+from agentflow.language.expressions import Appendable, GenExpression, ImageExpression, Sequence_
+from agentflow.language.program_line import LineTable, ProgramLine, calling_line
+from agentflow.language.recorder import Recorder
+from agentflow.language.reference import Reference
+from agentflow.language.transcript import Content, Transcript, TurnContent
+from agentflow.language.turn import Turn
+from agentflow.language.values import TEXT, ValueType
+from agentflow.language.variable import Variable
 from agentflow.protocol import ops
 from agentflow.protocol.chat import CalledTool, Message
 from agentflow.protocol.ops import Objective, ReadWhat, Role
 from agentflow.protocol.seeds import place_of
 from agentflow.protocol.transform import apply_in_turn
-from agentflow.recorder import Recorder
-from agentflow.reference import Reference
 from agentflow.runtime.limits import limit_op
-from agentflow.transcript import Content, Transcript, TurnContent
-from agentflow.turn import Turn
-from agentflow.value_type import TEXT, ValueType
-from agentflow.variable import Variable
 
 if TYPE_CHECKING:
-    from agentflow.run import Run
-    from agentflow.session import Session
-    from agentflow.state import State
+    from agentflow.language.run import Run
+    from agentflow.language.session import Session
+    from agentflow.language.state import State
 
 ValueT = TypeVar("ValueT")
 

@@ -14,18 +14,18 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, NoReturn
 
 from agentflow.errors import BadArgument, DataDependent
-from agentflow.graph import Graph, Output
-from agentflow.program_line import ProgramLine, calling_line
+from agentflow.language.graph import Graph, Output
+from agentflow.language.program_line import ProgramLine, calling_line
+from agentflow.language.reference import Reference
+from agentflow.language.run import Run, called
+from agentflow.language.session import Session
+from agentflow.language.state import State
+from agentflow.language.variable import Variable
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.constraint import CONSTRAINT_KINDS
 from agentflow.protocol.transform import Transform
-from agentflow.reference import Reference
-from agentflow.run import Run, called
 from agentflow.runtime.generator import Capabilities
-from agentflow.session import Session
-from agentflow.state import State
-from agentflow.variable import Variable
 
 _LEFT_OUT = ops.Await | ops.Close | ops.GetStats
 _EVERYTHING = Capabilities(model="a trace", constraints=CONSTRAINT_KINDS, images=True, conversations=True)

@@ -13,13 +13,16 @@ import anyio
 from anyio.abc import TaskGroup
 
 from agentflow.errors import AgentflowError, BadArgument, Cancelled, EngineFailed, ServerLost, StateClosed
-from agentflow.graph import Graph
-from agentflow.graph_submission import GraphRun, submit
-from agentflow.map_inputs import Inputs, ItemT, ManyOf, MapOptions
-from agentflow.map_work import OnError
-from agentflow.marker import Markers
-from agentflow.program import ProgramStream
-from agentflow.program_map import DEFAULT_CONCURRENCY, ProgramMap
+from agentflow.language.graph import Graph
+from agentflow.language.graph_submission import GraphRun, submit
+from agentflow.language.map import DEFAULT_CONCURRENCY, ProgramMap
+from agentflow.language.map_inputs import Inputs, ItemT, ManyOf, MapOptions
+from agentflow.language.map_work import OnError
+from agentflow.language.markers import Markers
+from agentflow.language.program import ProgramStream
+from agentflow.language.run import RootState, Run, check_program
+from agentflow.language.state import State
+from agentflow.language.variable import Variable
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend, Connection
 from agentflow.protocol.events import (
@@ -33,12 +36,9 @@ from agentflow.protocol.events import (
     VarFailed,
 )
 from agentflow.protocol.op_checks import check_sendable
-from agentflow.run import RootState, Run, check_program
 from agentflow.runtime.generator import Capabilities, Stats
 from agentflow.runtime.limits import limit_op
 from agentflow.runtime.task_group import open_task_group
-from agentflow.state import State
-from agentflow.variable import Variable
 
 P = ParamSpec("P")
 ArgTs = TypeVarTuple("ArgTs")
@@ -229,7 +229,7 @@ class Session:
         """
         console = None
         if progress:
-            from agentflow.map_progress import stderr_console
+            from agentflow.language.progress import stderr_console
 
             console = stderr_console()
         return ProgramMap(self, program, inputs, concurrency=concurrency, on_error=on_error, console=console)

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 from agentflow.errors import BadArgument
-from agentflow.expression import GenExpression, check_name, tuple_of
+from agentflow.language.expressions import GenExpression, check_name, tuple_of
+from agentflow.language.tags import Tag, Tagged, tagged_type
+from agentflow.language.tool_call import Tool, ToolCall
+from agentflow.language.values import ValueType, refuse_several, value_type
 from agentflow.protocol.constraint import Whitespace
 from agentflow.protocol.ops import check_timeout
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.tag import Tag, Tagged, tagged_type
-from agentflow.tool_call import Tool, ToolCall
-from agentflow.value_type import ValueType, refuse_several, value_type
 
 ValueT = TypeVar("ValueT")
 

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
-from agentflow.expression import ImageExpression
+from agentflow.language.expressions import ImageExpression
 from agentflow.protocol.chat import CalledTool
 
 if TYPE_CHECKING:
-    from agentflow.reference import Reference
-    from agentflow.variable import Variable
+    from agentflow.language.reference import Reference
+    from agentflow.language.variable import Variable
 
 
 class TurnBegins(NamedTuple):

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 
 from agentflow.errors import BadArgument
-from agentflow.expression import ConversationExpression, tuple_of
+from agentflow.language.expressions import ConversationExpression, tuple_of
+from agentflow.language.tool_call import Tool, spec_of
 from agentflow.protocol.chat import CalledTool, Conversation, Message, ToolChoice, ToolSpec
 from agentflow.protocol.op_checks import check_types
-from agentflow.tool_call import Tool, spec_of
 
 MODES = ("auto", "required", "none")
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
-from agentflow.partial_value import NothingYet
+from agentflow.language.partial_value import NothingYet
 
 if TYPE_CHECKING:
-    from agentflow.variable import Variable
+    from agentflow.language.variable import Variable
 
 _NOTHING = object()
 

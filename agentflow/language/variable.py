@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING, Any, overload
 import anyio
 
 from agentflow.errors import BadArgument, InvalidValue
-from agentflow.partial_value import NothingYet, partial_value, whole_value
+from agentflow.language.partial_value import NothingYet, partial_value, whole_value
+from agentflow.language.reference import Reference, Transformed, ValueT_co
+from agentflow.language.values import TEXT, ValueType
+from agentflow.language.variable_readers import PartialReader, TextReader
 from agentflow.protocol.chat import CalledTool
 from agentflow.protocol.events import ErrorInfo, Value
 from agentflow.protocol.reply import Reply, ReplySoFar
 from agentflow.protocol.token_logprob import TopLogprobs
 from agentflow.protocol.transform import Transform
-from agentflow.reference import Reference, Transformed, ValueT_co
 from agentflow.runtime.generator import Usage
-from agentflow.value_type import TEXT, ValueType
-from agentflow.variable_readers import PartialReader, TextReader
 
 if TYPE_CHECKING:
-    from agentflow.program_line import ProgramLine
-    from agentflow.state import State
-    from agentflow.tag import Tagged
+    from agentflow.language.program_line import ProgramLine
+    from agentflow.language.state import State
+    from agentflow.language.tags import Tagged
 
 
 class Variable(Reference[ValueT_co]):

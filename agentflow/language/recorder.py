@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from agentflow.errors import BadArgument, ForeignState, StateClosed
-from agentflow.expression import (
+from agentflow.language.expressions import (
     Appendable,
     ConversationExpression,
     GenExpression,
@@ -18,16 +18,16 @@ from agentflow.expression import (
     Sequence_,
     not_appendable,
 )
+from agentflow.language.reference import Reference
+from agentflow.language.transcript import Entry, ToolCalls, TurnBegins, TurnEnds
+from agentflow.language.values import TEXT, ValueType
+from agentflow.language.variable import Variable
 from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation
 from agentflow.protocol.transform import apply_transforms
-from agentflow.reference import Reference
-from agentflow.transcript import Entry, ToolCalls, TurnBegins, TurnEnds
-from agentflow.value_type import TEXT, ValueType
-from agentflow.variable import Variable
 
 if TYPE_CHECKING:
-    from agentflow.appending import Appending
+    from agentflow.language.appending import Appending
 
 
 class Declared(NamedTuple):

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from typing import Generic, TypeAlias, TypeVar, get_args
 
 from agentflow.errors import BadArgument
+from agentflow.language.values import ValueType
 from agentflow.protocol.chat import Conversation
 from agentflow.protocol.ops import Role, SelectMethod, check_choices
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.value_type import ValueType
 
 ItemT = TypeVar("ItemT")
 ValueT = TypeVar("ValueT")

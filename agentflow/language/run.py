@@ -9,17 +9,17 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from agentflow.errors import AgentflowError, BadArgument, Cancelled
-from agentflow.map_inputs import short
+from agentflow.language.map_inputs import short
+from agentflow.language.state import State
+from agentflow.language.stream import EventStream, TextDelta, VariableDone
+from agentflow.language.variable import Variable
 from agentflow.protocol import ops
 from agentflow.protocol.events import ErrorInfo
 from agentflow.protocol.seeds import derived_seed, run_of
 from agentflow.runtime.generator import Usage
-from agentflow.state import State
-from agentflow.stream import EventStream, TextDelta, VariableDone
-from agentflow.variable import Variable
 
 if TYPE_CHECKING:
-    from agentflow.session import Session
+    from agentflow.language.session import Session
 
 ResultT = TypeVar("ResultT")
 

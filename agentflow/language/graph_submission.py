@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agentflow.errors import BadArgument
-from agentflow.graph import ROOT, Graph, filled
+from agentflow.language.graph import ROOT, Graph, filled
+from agentflow.language.run import Run
+from agentflow.language.state import State
+from agentflow.language.variable import Variable
 from agentflow.protocol import ops
 from agentflow.protocol.seeds import run_of
-from agentflow.run import Run
-from agentflow.state import State
-from agentflow.variable import Variable
 
 if TYPE_CHECKING:
-    from agentflow.session import Session
+    from agentflow.language.session import Session
 
 
 class GraphRun:

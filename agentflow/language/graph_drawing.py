@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from agentflow.graph import ROOT, Graph
-from agentflow.mermaid_text import escaped
+from agentflow.language.graph import ROOT, Graph
+from agentflow.language.mermaid_text import escaped
 from agentflow.protocol import ops
 
 _ARROWS = {"stream": "-->", "fork": "==>", "data": "-.->"}

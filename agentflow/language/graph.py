@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from agentflow.errors import BadArgument
+from agentflow.language.values import TEXT, ValueType
 from agentflow.protocol import ops
-from agentflow.value_type import TEXT, ValueType
 
 ROOT = 1
 """The number of the root state in every graph."""
@@ -133,7 +133,7 @@ class Graph:
         flowchart TD
         ...
         """
-        from agentflow.graph_drawing import draw
+        from agentflow.language.graph_drawing import draw
 
         return draw(self)
 
@@ -149,7 +149,7 @@ class Graph:
         >>> len(graph.ops) - len(graph.optimised().ops)  # the set is gone
         1
         """
-        from agentflow.graph_passes import fold_constants
+        from agentflow.language.graph_passes import fold_constants
 
         return fold_constants(self)
 

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from agentflow.errors import BadArgument
-from agentflow.expression import ImageExpression
+from agentflow.language.expressions import ImageExpression
 
 _IMAGE_STARTS = {"png": b"\x89PNG\r\n", "jpeg": b"\xff\xd8\xff", "gif": b"GIF8", "webp": b"RIFF"}
 

@@ -7,22 +7,22 @@ import math
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
-from agentflow.appending import FIRST_MAPPED, Appending, Path
 from agentflow.errors import AgentflowError, BadArgument, Cancelled, ForeignState, RunFailed, StateClosed
-from agentflow.expression import Appendable, ImageExpression, Sequence_
-from agentflow.fork import Branches
-from agentflow.graph import Graph
-from agentflow.program_line import calling_line
+from agentflow.language.appending import FIRST_MAPPED, Appending, Path
+from agentflow.language.expressions import Appendable, ImageExpression, Sequence_
+from agentflow.language.fork import Branches
+from agentflow.language.graph import Graph
+from agentflow.language.program_line import calling_line
+from agentflow.language.reference import Reference
+from agentflow.language.stream import EventStream
+from agentflow.language.values import ValueType
+from agentflow.language.variable import Variable
 from agentflow.protocol import ops
 from agentflow.protocol.amounts import is_whole
 from agentflow.protocol.events import ErrorInfo
-from agentflow.reference import Reference
-from agentflow.stream import EventStream
-from agentflow.value_type import ValueType
-from agentflow.variable import Variable
 
 if TYPE_CHECKING:
-    from agentflow.run import Run
+    from agentflow.language.run import Run
 
 
 class State(Appending):

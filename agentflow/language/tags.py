@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from agentflow.errors import BadArgument
+from agentflow.language.tagged_text import split_at_tags
+from agentflow.language.tool_call import Tool, Toolbox
+from agentflow.language.values import ValueType, of_json_schema, refuse_several, value_type
 from agentflow.protocol.constraint import Constraint, TagRule
-from agentflow.tagged_text import split_at_tags
-from agentflow.tool_call import Tool, Toolbox
-from agentflow.value_type import ValueType, of_json_schema, refuse_several, value_type
 
 
 class Tag:

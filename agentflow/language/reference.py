@@ -12,11 +12,11 @@ from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from agentflow.errors import BadArgument
-from agentflow.expression import Expression
+from agentflow.language.expressions import Expression
 from agentflow.protocol.transform import Transform, TransformName, apply_in_turn, check_transforms
 
 if TYPE_CHECKING:
-    from agentflow.variable import Variable
+    from agentflow.language.variable import Variable
 
 ValueT = TypeVar("ValueT")
 ValueT_co = TypeVar("ValueT_co", covariant=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from agentflow.protocol.ops import Role
 
 if TYPE_CHECKING:
-    from agentflow.appending import Appending
+    from agentflow.language.appending import Appending
 
 
 class Turn:

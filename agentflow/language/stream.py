@@ -12,7 +12,7 @@ from agentflow.protocol.chat import CalledTool
 from agentflow.runtime.generator import Usage
 
 if TYPE_CHECKING:
-    from agentflow.variable import Variable
+    from agentflow.language.variable import Variable
 
 
 class TextDelta(msgspec.Struct, frozen=True):
