@@ -9,7 +9,7 @@ from agentflow.backends.replay import replayed_seed
 from agentflow.errors import BadArgument
 from agentflow.language.session import Session
 from agentflow.protocol.backend import Backend
-from agentflow.recording import Recorded
+from agentflow.recording.file import Recorded
 
 
 def session(

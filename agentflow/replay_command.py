@@ -20,8 +20,8 @@ from agentflow.command import Command
 from agentflow.errors import Cancelled, ProtocolError
 from agentflow.protocol.events import Value, VarFailed
 from agentflow.protocol.reply import ReplySoFar
-from agentflow.recorded_runs import RecordedOp, RecordedRun, RecordedRuns, RecordedState, RecordedVariable
-from agentflow.recording import Recording, read_recording
+from agentflow.recording.file import Recording, read_recording
+from agentflow.recording.runs import RecordedOp, RecordedRun, RecordedRuns, RecordedState, RecordedVariable
 from agentflow.runtime.generator import Usage
 
 # Cells longer than that are cut before rich looks at them: no terminal shows more of a line.

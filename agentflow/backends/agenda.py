@@ -18,7 +18,7 @@ from collections.abc import Callable
 import anyio
 import anyio.lowlevel
 
-from agentflow.recorded_runs import RecordedEvent
+from agentflow.recording.runs import RecordedEvent
 
 PATIENCE = 50
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from agentflow.fork_tree import Content, Node, Path
 from agentflow.protocol import ops
-from agentflow.recorded_runs import RecordedRun, RecordedState
+from agentflow.recording.places import Content, Node, Path
+from agentflow.recording.runs import RecordedRun, RecordedState
 
 
 class LiveState(Node):

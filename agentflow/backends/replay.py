@@ -33,8 +33,8 @@ from agentflow.backends.agenda import Agenda
 from agentflow.backends.replay_connection import ReplayConnection
 from agentflow.errors import BadArgument
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
-from agentflow.recorded_runs import RecordedRuns
-from agentflow.recording import read_recording
+from agentflow.recording.file import read_recording
+from agentflow.recording.runs import RecordedRuns
 from agentflow.runtime.task_group import open_task_group
 
 

@@ -8,9 +8,7 @@ import msgspec
 
 from agentflow.backends.agenda import LATE, Agenda
 from agentflow.backends.live_runs import KeptOp, LiveRun, LiveRuns, LiveState
-from agentflow.content_text import describe, difference
 from agentflow.errors import ReplayDiffers
-from agentflow.fork_tree import Content, ForkTree, Path
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Deliver, Lost
 from agentflow.protocol.events import (
@@ -24,8 +22,10 @@ from agentflow.protocol.events import (
     VarFailed,
 )
 from agentflow.protocol.op_table import OpKind, declared, shape_of
-from agentflow.recorded_runs import RecordedOp, RecordedRun, RecordedRuns, RecordedVariable
-from agentflow.recording import Recording
+from agentflow.recording.content_text import describe, difference
+from agentflow.recording.file import Recording
+from agentflow.recording.places import Content, ForkTree, Path
+from agentflow.recording.runs import RecordedOp, RecordedRun, RecordedRuns, RecordedVariable
 from agentflow.runtime.generator import Stats
 from agentflow.runtime.graph_execution import TICKET
 

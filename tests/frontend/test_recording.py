@@ -21,7 +21,7 @@ from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
 from agentflow.protocol.events import Event, Value
 from agentflow.protocol.op_table import SHAPES
-from agentflow.recording import VERSION, read_recording
+from agentflow.recording.file import VERSION, read_recording
 from agentflow.replay_command import run_replay
 
 pytestmark = pytest.mark.anyio

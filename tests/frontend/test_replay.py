@@ -23,7 +23,7 @@ from agentflow.backends.interpreted import interpreted
 from agentflow.backends.scripted import ScriptedGenerator
 from agentflow.protocol import ops
 from agentflow.protocol.events import Delta
-from agentflow.recording import read_recording
+from agentflow.recording.file import read_recording
 from agentflow.runtime.generator import Generated, Usage
 
 pytestmark = pytest.mark.anyio

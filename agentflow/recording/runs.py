@@ -6,7 +6,6 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from agentflow.errors import BadRecording, ProtocolError
-from agentflow.fork_tree import Content, ForkTree, Node, Path
 from agentflow.protocol import ops
 from agentflow.protocol.events import (
     Delta,
@@ -19,7 +18,8 @@ from agentflow.protocol.events import (
     VarFailed,
 )
 from agentflow.protocol.op_table import OpKind, declared, shape_of
-from agentflow.recording import Entry, Recording
+from agentflow.recording.file import Entry, Recording
+from agentflow.recording.places import Content, ForkTree, Node, Path
 from agentflow.runtime.graph_execution import TICKET
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentflow.fork_tree import DERIVED, Content, VariablePlace
+from agentflow.recording.places import DERIVED, Content, VariablePlace
 
 MAX_CHARS = 60
 CHARS_BEFORE = 20
