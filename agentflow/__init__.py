@@ -1,9 +1,11 @@
 """agentflow: programs that call language models many times. See ``docs/`` and the README."""
 
-from agentflow.backends.embedded import Embedded
+from agentflow.backends.local import Embedded
+from agentflow.backends.open_session import session
 from agentflow.backends.remote import Remote
 from agentflow.backends.replay import Replay
 from agentflow.backends.scripted import Scripted
+from agentflow.backends.synchronous import map, run
 from agentflow.errors import (
     AgentflowError,
     BacklogFull,
@@ -58,12 +60,10 @@ from agentflow.language.stream import ProgramEvent, RunDone, TextDelta, Variable
 from agentflow.language.tags import Tag, Tagged
 from agentflow.language.tool_call import ToolCall
 from agentflow.language.variable import Variable
-from agentflow.open_session import session
 from agentflow.protocol.chat import CalledTool, Message
 from agentflow.protocol.reply import Reply
 from agentflow.protocol.token_logprob import TokenLogprob
 from agentflow.runtime.generator import Stats, Usage
-from agentflow.synchronous import map, run
 
 __version__ = "0.1.0"
 

@@ -18,11 +18,11 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from rich.console import Console
 from rich.text import Text
 
+from agentflow.backends.open_session import session as open_session
 from agentflow.chat_conversation import Answered, Conversation
 from agentflow.command import Command, count
 from agentflow.errors import AgentflowError
 from agentflow.language.session import Session
-from agentflow.open_session import session as open_session
 
 PROMPT = "> "
 HELP = """\

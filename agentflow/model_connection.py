@@ -11,7 +11,7 @@ from contextlib import aclosing
 from typing import Final
 from weakref import WeakValueDictionary
 
-from agentflow.backends.embedded import DEFAULT_MODEL
+from agentflow.backends.local import DEFAULT_MODEL
 from agentflow.language.session import Session
 from agentflow.model_call import CalledProgram, Ended, ModelCall, Said
 from agentflow.protocol.backend import Backend
@@ -85,7 +85,7 @@ def connection_to(
 ) -> ModelConnection:
     """The process's one connection to this server, or to this model in this process: as ``af.session``, which
     it opens. Closed with the process, or with ``close``."""
-    from agentflow.open_session import session
+    from agentflow.backends.open_session import session
 
     is_local = not (url or os.environ.get("AGENTFLOW_URL"))
     with _lock:
@@ -97,7 +97,7 @@ def connection_to(
 
 def connection_through(backend: Backend) -> ModelConnection:
     """The one through this backend, as long as somebody has it."""
-    from agentflow.open_session import session
+    from agentflow.backends.open_session import session
 
     with _lock:
         connection = _backends.get(id(backend))

@@ -1,7 +1,7 @@
 """The directions of import: who may know whom, and what a light import must not load.
 
 - The frontend (``agentflow/*.py``, ``agentflow/backends``) knows neither the server nor what it is built
-  from. ``backends/embedded.py`` and ``cli.py`` may import the server, but only when they run it: inside
+  from. ``backends/local.py`` and ``cli.py`` may import the server, but only when they run it: inside
   functions, or for the type checker alone.
 - ``agentflow/server/core`` is pure: the standard library, numpy, the errors, the sampling parameters, and
   how Mermaid's labels are written.
@@ -31,7 +31,7 @@ HEAVY = (
     "llguidance",
     "accelerate",
 )
-LAZY_FILES = ("agentflow/backends/embedded.py", "agentflow/cli.py")
+LAZY_FILES = ("agentflow/backends/local.py", "agentflow/cli.py")
 CORE_MAY_IMPORT = (
     "numpy",
     "agentflow.errors",
@@ -126,8 +126,8 @@ def test_agentflow_imports_in_the_right_directions() -> None:
         ("agentflow/language/state.py", "class A:\n    x = __import__('torch')", "torch"),
         ("agentflow/language/state.py", "import importlib\nx = importlib.import_module('torch')", "torch"),
         ("agentflow/backends/remote.py", "from ..server import engine", "agentflow.server.engine"),
-        ("agentflow/backends/embedded.py", "import agentflow.server.engine", "agentflow.server.engine"),
-        ("agentflow/backends/embedded.py", "def f():\n    import torch", "torch"),
+        ("agentflow/backends/local.py", "import agentflow.server.engine", "agentflow.server.engine"),
+        ("agentflow/backends/local.py", "def f():\n    import torch", "torch"),
         ("agentflow/cli.py", "if True:\n    import agentflow.server", "agentflow.server"),
         ("agentflow/server/core/policy.py", "import torch", "torch"),
         ("agentflow/server/core/policy.py", "import msgspec", "msgspec"),
@@ -149,9 +149,9 @@ def test_a_wrong_import_is_found(tmp_path: Path, file: str, source: str, module:
             "agentflow/language/state.py",
             "import anyio\nfrom .errors import StateClosed\nfrom agentflow import ops",
         ),
-        ("agentflow/backends/embedded.py", "def f():\n    from agentflow.server.engine import Engine"),
+        ("agentflow/backends/local.py", "def f():\n    from agentflow.server.engine import Engine"),
         (
-            "agentflow/backends/embedded.py",
+            "agentflow/backends/local.py",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import agentflow.server",
         ),
         ("agentflow/cli.py", "async def serve():\n    from .server import engine"),

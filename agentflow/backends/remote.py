@@ -14,7 +14,7 @@ from websockets.exceptions import InvalidURI
 from websockets.uri import WebSocketURI, parse_uri
 
 from agentflow.backends.remote_connection import RemoteConnection
-from agentflow.backends.websocket_transport import WebSocket, WebSocketEnded, open_websocket, shown_url
+from agentflow.backends.websocket import WebSocket, WebSocketEnded, open_websocket, shown_url
 from agentflow.errors import BadArgument, ProtocolError, ServerUnreachable
 from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.wire import (

@@ -16,7 +16,7 @@ import anyio.lowlevel
 
 from agentflow.backends.cursors import Cursors
 from agentflow.backends.op_queue import OpQueue
-from agentflow.backends.websocket_transport import WebSocket, WebSocketEnded
+from agentflow.backends.websocket import WebSocket, WebSocketEnded
 from agentflow.errors import (
     AgentflowError,
     FrameTooLarge,

@@ -9,7 +9,7 @@ import pytest
 from page_blocks import DOCS, blocks_of, compiled, run_block
 
 import agentflow as af
-from agentflow.backends.embedded import Embedded
+from agentflow.backends.local import Embedded
 
 PAGE = DOCS / "coming-from.md"
 OURS = [block for block in blocks_of(PAGE) if block.heading.startswith("agentflow")]

@@ -20,7 +20,7 @@ from docstring_examples import (
 from fake_engine import FakeEngine
 
 import agentflow as af
-from agentflow.backends.embedded import Embedded
+from agentflow.backends.local import Embedded
 from agentflow.backends.remote import Remote
 from agentflow.errors import AgentflowError
 

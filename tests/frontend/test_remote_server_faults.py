@@ -23,7 +23,7 @@ from wire_peer import Listener, gen
 
 from agentflow.backends.remote import Remote
 from agentflow.backends.remote_connection import RemoteConnection
-from agentflow.backends.websocket_transport import WebSocket
+from agentflow.backends.websocket import WebSocket
 from agentflow.errors import (
     AgentflowError,
     FrameTooLarge,

@@ -11,7 +11,7 @@ import pytest
 from page_blocks import DOCS, Block, blocks_of, run_block
 
 import agentflow as af
-from agentflow.backends.embedded import Embedded
+from agentflow.backends.local import Embedded
 
 PAGE = DOCS / "tutorial.md"
 

@@ -20,7 +20,7 @@ from langchain_core.runnables.config import get_config_list
 from pydantic import BaseModel, ConfigDict
 
 import agentflow as af
-from agentflow.backends.embedded import DEFAULT_MODEL
+from agentflow.backends.local import DEFAULT_MODEL
 from agentflow.model_call import Ended, ModelCall, Said
 from langchain_agentflow.calls import aask, ask
 from langchain_agentflow.errors import langchain_errors

@@ -62,7 +62,7 @@ def session(
 def _chosen_backend(url: str | None, model: str | None, api_key: str | None) -> Backend:
     url = url or os.environ.get("AGENTFLOW_URL")
     if url is None:
-        from agentflow.backends.embedded import Embedded
+        from agentflow.backends.local import Embedded
 
         return Embedded(model) if model is not None else Embedded()
     from agentflow.backends.remote import Remote

@@ -7,6 +7,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, TypeVarTuple, 
 
 import anyio
 
+from agentflow.backends.open_session import session as open_session
 from agentflow.errors import ProgramError
 from agentflow.language.map import DEFAULT_CONCURRENCY
 from agentflow.language.map_inputs import Inputs, ItemT, ManyOf, MapOptions
@@ -14,7 +15,6 @@ from agentflow.language.map_work import OnError
 from agentflow.language.run import check_program
 from agentflow.language.session import Session
 from agentflow.language.state import State
-from agentflow.open_session import session as open_session
 
 P = ParamSpec("P")
 ArgTs = TypeVarTuple("ArgTs")
