@@ -13,8 +13,8 @@ import pytest
 
 import agentflow as af
 from agentflow.errors import ServerLost
-from agentflow.model_call import MOST_KEPT, Ended, ModelCall, Said
-from agentflow.model_connection import ModelConnection, connection_to
+from agentflow.integrations.client import ModelConnection, connection_to
+from agentflow.integrations.model_call import MOST_KEPT, Ended, ModelCall, Said
 from agentflow.protocol.reply import Arguments, CallBegun, TextPiece
 
 ASKED = af.conversation([{"role": "user", "content": "Is it cold?"}])

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import agentflow as af
-from agentflow.model_call import Ended, ModelCall, Said
-from agentflow.model_connection import ModelConnection
+from agentflow.integrations.client import ModelConnection
+from agentflow.integrations.model_call import Ended, ModelCall, Said
 from agentflow.protocol.chat import ToolChoice, ToolSpec
 from agentflow.protocol.reply import read_reply
 from dspy_agentflow.answer_format import AnswerFormat, Rest

@@ -11,7 +11,7 @@ from litellm import exceptions
 from litellm.types import utils
 
 import agentflow as af
-from agentflow.model_call import Ended, Said
+from agentflow.integrations.model_call import Ended, Said
 from agentflow.protocol.reply import TextPiece, read_reply
 
 _KINDS: Final[tuple[tuple[type[Exception] | tuple[type[Exception], ...], Any], ...]] = (

@@ -16,7 +16,7 @@ from typing import Any, Final
 import dspy
 from dspy.utils.callback import ACTIVE_CALL_ID, BaseCallback
 
-from agentflow.model_connection import ModelConnection
+from agentflow.integrations.client import ModelConnection
 from agentflow.protocol.ops import Objective
 from dspy_agentflow.call_notes import forget_prompt, remember_prompt
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from dspy import lm15
 
-from agentflow.model_call import Ended, Said
+from agentflow.integrations.model_call import Ended, Said
 from agentflow.protocol.reply import Arguments, CallBegun, read_reply
 from agentflow.protocol.token_logprob import TopLogprobs
 

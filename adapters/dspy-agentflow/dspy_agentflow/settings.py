@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
-from agentflow.model_connection import ModelConnection, connection_through, connection_to
+from agentflow.integrations.client import ModelConnection, connection_through, connection_to
 
 PREFIX: Final = "agentflow/"
 DEFAULT_NAME: Final = "default"

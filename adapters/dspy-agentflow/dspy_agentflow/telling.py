@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from agentflow.model_call import Ended, Said
+from agentflow.integrations.model_call import Ended, Said
 from agentflow.protocol.reply import TextPiece
 from dspy_agentflow.answer_format import AnswerFormat, Rest
 

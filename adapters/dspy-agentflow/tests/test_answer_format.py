@@ -17,7 +17,7 @@ from dspy_agentflow.telling import Telling
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.model_call import Ended, Said
+from agentflow.integrations.model_call import Ended, Said
 from agentflow.protocol.reply import TextPiece
 from agentflow.runtime.generator import Usage
 

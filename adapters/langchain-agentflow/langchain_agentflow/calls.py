@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import anyio
 
-from agentflow.model_call import Ended, ModelCall, Said
-from agentflow.model_connection import ModelConnection
+from agentflow.integrations.client import ModelConnection
+from agentflow.integrations.model_call import Ended, ModelCall, Said
 from langchain_agentflow.errors import langchain_errors
 from langchain_agentflow.programs import program_of
 

@@ -14,8 +14,8 @@ from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from pydantic import ConfigDict
 
 import agentflow as af
-from agentflow.model_call import Ended, ModelCall, Said
-from agentflow.model_connection import ModelConnection
+from agentflow.integrations.client import ModelConnection
+from agentflow.integrations.model_call import Ended, ModelCall, Said
 from agentflow.protocol.reply import TextPiece
 from agentflow.runtime.task_group import open_task_group
 from langchain_agentflow.calls import Retries, aask, ask

@@ -20,7 +20,7 @@ from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call_chunk
 
 import agentflow as af
-from agentflow.model_call import Ended
+from agentflow.integrations.model_call import Ended
 from agentflow.protocol.reply import Arguments, CallBegun, Piece, read_reply
 
 _ROLES = {"human": "user", "ai": "assistant", "developer": "system"}

@@ -17,7 +17,7 @@ from langchain_core.callbacks import BaseCallbackHandler, BaseCallbackManager
 from langchain_core.runnables.config import var_child_runnable_config
 from langchain_core.tracers.context import register_configure_hook
 
-from agentflow.model_connection import ModelConnection
+from agentflow.integrations.client import ModelConnection
 from agentflow.protocol.ops import Objective
 
 # Runs whose end nobody tells (an iterator that was left, say) are forgotten, the oldest first.

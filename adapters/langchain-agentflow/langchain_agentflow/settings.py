@@ -10,7 +10,7 @@ from langchain_core.utils import secret_from_env
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, model_validator
 
 import agentflow as af
-from agentflow.model_connection import ModelConnection, connection_through, connection_to
+from agentflow.integrations.client import ModelConnection, connection_through, connection_to
 from langchain_agentflow.calls import Retries
 from langchain_agentflow.errors import langchain_errors
 

@@ -20,7 +20,7 @@ from langchain_agentflow.errors import as_langchain
 from langchain_core import exceptions
 
 import agentflow as af
-from agentflow.model_call import Said
+from agentflow.integrations.model_call import Said
 from agentflow.protocol.reply import TextPiece
 
 

@@ -18,7 +18,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from agentflow.errors import Cancelled
-from agentflow.mailbox import Mailbox, Waiter
+from agentflow.integrations.mailbox import Mailbox, Waiter
 from agentflow.runtime.task_group import first_of
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from typing import TypeVar
 import anyio
 from anyio.abc import TaskStatus
 
+from agentflow.integrations.background_loop import LoopThread
 from agentflow.language.session import Session
-from agentflow.loop_thread import LoopThread
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from typing import Final
 from weakref import WeakValueDictionary
 
 from agentflow.backends.local import DEFAULT_MODEL
+from agentflow.integrations.model_call import CalledProgram, Ended, ModelCall, Said
+from agentflow.integrations.shared_session import SharedSession
 from agentflow.language.session import Session
-from agentflow.model_call import CalledProgram, Ended, ModelCall, Said
 from agentflow.protocol.backend import Backend
 from agentflow.protocol.ops import Objective
-from agentflow.shared_session import SharedSession
 
 # Programs whose end nobody tells are dropped, the oldest first.
 MOST_PROGRAMS: Final = 1000
