@@ -17,22 +17,22 @@ from rich.table import Table
 
 import agentflow as af
 from agentflow.backends.interpreted import interpreted
+from agentflow.engine.batch import Batch, BatchOutput
+from agentflow.engine.cache.liveness import Liveness
+from agentflow.engine.cache.radix_cache import RadixCache
+from agentflow.engine.cache.radix_node import PrefixMatch
+from agentflow.engine.cache.token_run import TokenRun, token_run
+from agentflow.engine.client import running_engine
+from agentflow.engine.engine import Engine
+from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.local_engine import limit_spinning
+from agentflow.engine.request import Request
+from agentflow.engine.runner import ModelRunner, nothing
+from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from agentflow.engine.store.model_store import resolve_model
+from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.backend import Connection, Deliver, Lost
-from agentflow.server.chat_template import ChatTemplate
-from agentflow.server.core.batch import Batch, BatchOutput
-from agentflow.server.core.liveness import Liveness
-from agentflow.server.core.radix_cache import RadixCache
-from agentflow.server.core.radix_node import PrefixMatch
-from agentflow.server.core.request import Request
-from agentflow.server.core.scheduler import Scheduler, SchedulerConfig
-from agentflow.server.core.token_run import TokenRun, token_run
-from agentflow.server.engine import Engine
-from agentflow.server.engine_client import running_engine
-from agentflow.server.engine_generator import EngineGenerator
-from agentflow.server.local_engine import limit_spinning
-from agentflow.server.model_store import resolve_model
-from agentflow.server.runner import ModelRunner, nothing
-from agentflow.server.tokenizer import Tokenizer
 from benchmarks.program_shapes import SHAPES, UNSHARED, Shape
 from benchmarks.report import Report, Result, median_of
 
@@ -228,7 +228,7 @@ async def _awaited(program: Callable[[], Awaitable[object]]) -> None:
 async def measure(report: Report, console: Console) -> None:
     """The whole table: rounds of all settings in turn."""
     limit_spinning()
-    from agentflow.server.model.torch_runner import TorchRunner
+    from agentflow.engine.models.torch_runner import TorchRunner
 
     folder = resolve_model(MODEL)
     runner = TorchRunner(folder, num_slots=60_000, device="cpu", num_threads=2)

@@ -10,12 +10,12 @@ import asyncio
 import time
 from dataclasses import dataclass
 
+from agentflow.engine.client import EngineClient
+from agentflow.engine.grammar.compiler.compilation import compile_constraint
+from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
+from agentflow.engine.process.ipc import Finished
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.compiled_constraint import CompiledConstraint
-from agentflow.server.constraint_compilation import compile_constraint
-from agentflow.server.engine_client import EngineClient
-from agentflow.server.engine_messages import Finished
 from benchmarks.foundation import engine
 from benchmarks.report import Report, median_of
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
+from agentflow.engine.client import EngineClient
+from agentflow.engine.grammar.compiler.compilation import compile_constraint
+from agentflow.engine.process.ipc import Finished
+from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.constraint_compilation import compile_constraint
-from agentflow.server.engine_client import EngineClient
-from agentflow.server.engine_messages import Finished
-from agentflow.server.tokenizer import Tokenizer
 from benchmarks.constrained_decoding import RECORD, THINGS
 from benchmarks.foundation import engine
 from benchmarks.report import Report, Result

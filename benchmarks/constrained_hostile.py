@@ -10,11 +10,11 @@ import json
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 
+from agentflow.engine.client import EngineClient
+from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler, constraint_compiler
 from agentflow.errors import AgentflowError
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.constraint_compiler import ConstraintCompiler, constraint_compiler
-from agentflow.server.engine_client import EngineClient
 from benchmarks.foundation import Prompts, engine
 from benchmarks.report import Report, median_of
 

@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from agentflow.engine.grammar.compiler.compilation import compile_constraint
+from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
+from agentflow.engine.grammar.grammar import Grammar, Matcher
+from agentflow.engine.grammar.grammar_cache import GrammarCache
+from agentflow.engine.grammar.token_dfa import FsmMatcher
+from agentflow.engine.store.model_store import resolve_model
+from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.constraint import Constraint
-from agentflow.server.compiled_constraint import CompiledConstraint
-from agentflow.server.constraint_compilation import compile_constraint
-from agentflow.server.core.fsm_grammar import FsmMatcher
-from agentflow.server.core.grammar import Grammar, Matcher
-from agentflow.server.grammar_cache import GrammarCache
-from agentflow.server.model_store import resolve_model
-from agentflow.server.tokenizer import Tokenizer
 from benchmarks.report import Report, Result, median_of
 
 SCHEMA: dict[str, Any] = {
@@ -127,7 +127,7 @@ def llguidance(tokenizer: Tokenizer, texts: Sequence[Sequence[int]], repeats: in
     from llguidance import LLMatcher
     from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
-    from agentflow.server.llguidance_grammar import LlguidanceVocabulary
+    from agentflow.engine.grammar.llguidance import LlguidanceVocabulary
 
     costs = Costs()
     ll = LlguidanceVocabulary(tokenizer, tokenizer.vocab_size).ll_tokenizer

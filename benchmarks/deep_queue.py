@@ -18,11 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
+from agentflow.engine.batch import Batch, BatchOutput
+from agentflow.engine.process.worker import collect_garbage_rarely
+from agentflow.engine.request import Request
+from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.core.batch import Batch, BatchOutput
-from agentflow.server.core.request import Request
-from agentflow.server.core.scheduler import Scheduler, SchedulerConfig
-from agentflow.server.engine_process import collect_garbage_rarely
 from benchmarks.report import Report, median_of
 
 ROOT = Path(__file__).parent.parent

@@ -12,10 +12,10 @@ from typing import Any
 
 from rich.console import Console
 
+from agentflow.engine.client import EngineClient
+from agentflow.engine.local_engine import EngineOptions, open_engine
+from agentflow.engine.store.model_store import resolve_model
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.engine_client import EngineClient
-from agentflow.server.local_engine import EngineOptions, open_engine
-from agentflow.server.model_store import resolve_model
 from benchmarks.report import Report, median_of
 from benchmarks.server_costs import measure_server
 from benchmarks.transformers_peer import Transformers

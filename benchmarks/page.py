@@ -126,11 +126,11 @@ def _table(results: dict[str, Any]) -> Iterator[str]:
 
 def _simulations() -> str:
     """The policies on the committed workloads: simulated here and now, for it takes seconds."""
-    from agentflow.server.core.policies import POLICIES
-    from agentflow.server.core.scheduler import SchedulerConfig
-    from agentflow.server.simulator.simulation import simulate
-    from agentflow.server.simulator.summary import summarise
-    from agentflow.server.simulator.workload import read_workload
+    from agentflow.engine.scheduling.policies import POLICIES
+    from agentflow.engine.scheduling.scheduler import SchedulerConfig
+    from agentflow.engine.simulator.simulation import simulate
+    from agentflow.engine.simulator.summary import summarise
+    from agentflow.engine.simulator.workload import read_workload
 
     lines = ["### Policies on the committed workloads, simulated\n"]
     for file in sorted((ROOT / "benchmarks" / "workloads").glob("*.json")):
@@ -158,9 +158,9 @@ def _plot_cold_tail() -> str | None:
         import matplotlib.pyplot as plt  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
         return "images/cold-tail.svg" if (PAGE.parent / "images" / "cold-tail.svg").exists() else None
-    from agentflow.server.core.scheduler import SchedulerConfig
-    from agentflow.server.simulator.simulation import simulate
-    from agentflow.server.simulator.workload import read_workload
+    from agentflow.engine.scheduling.scheduler import SchedulerConfig
+    from agentflow.engine.simulator.simulation import simulate
+    from agentflow.engine.simulator.workload import read_workload
 
     workload = read_workload(ROOT / "benchmarks" / "workloads" / "cold-tail.json")
     plt.rcParams["svg.hashsalt"] = "agentflow"

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from agentflow.engine.batch import Batch, IntArray
+from agentflow.engine.models.batch_input import forward_input_of
+from agentflow.engine.models.config import LlamaConfig
+from agentflow.engine.models.kv_pool import KvPool
+from agentflow.engine.models.llama import LlamaModel
+from agentflow.engine.models.rope import RopeConfig, inverse_frequencies
+from agentflow.engine.models.sampler import choice_rows
 from agentflow.kernels.decoder_weights import DecoderWeights, LayerWeights
 from agentflow.kernels.linear_weight import LinearWeight
 from agentflow.kernels.ops import Kernels, kernels_for
-from agentflow.server.core.batch import Batch, IntArray
-from agentflow.server.model.batch_input import forward_input_of
-from agentflow.server.model.config import LlamaConfig
-from agentflow.server.model.kv_pool import KvPool
-from agentflow.server.model.llama import LlamaModel
-from agentflow.server.model.rope import RopeConfig, inverse_frequencies
-from agentflow.server.model.sampler import choice_rows
 
 
 def llama_config(

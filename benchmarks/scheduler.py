@@ -13,29 +13,29 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
+from agentflow.engine.batch import Batch, BatchOutput
+from agentflow.engine.request import Request
+from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from agentflow.engine.simulator.cost_model import CostModel, default_cost, features, fit_cost
+from agentflow.engine.simulator.generators import unshared
+from agentflow.engine.simulator.simulation import Simulated, simulate
+from agentflow.engine.simulator.workload import Workload, read_workload
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.core.batch import Batch, BatchOutput
-from agentflow.server.core.request import Request
-from agentflow.server.core.scheduler import Scheduler, SchedulerConfig
-from agentflow.server.simulator.cost_model import CostModel, default_cost, features, fit_cost
-from agentflow.server.simulator.generators import unshared
-from agentflow.server.simulator.simulation import Simulated, simulate
-from agentflow.server.simulator.workload import Workload, read_workload
 from benchmarks.deep_queue import measure_deep_queue
 from benchmarks.report import Report, Result
 
 WORKLOADS = Path(__file__).parent / "workloads"
-COST_FILE = Path("agentflow/server/simulator/default_cost.json")
+COST_FILE = Path("agentflow/engine/simulator/default_cost.json")
 _PARAMS = SamplingParams()
 
 
 def fit_cost_model(console: Console) -> CostModel:
     """Times passes of the real model over random batches, and fits them."""
-    from agentflow.server.local_engine import limit_spinning
+    from agentflow.engine.local_engine import limit_spinning
 
     limit_spinning()  # as the engine has it; before torch is loaded
-    from agentflow.server.model.torch_runner import TorchRunner
-    from agentflow.server.model_store import resolve_model
+    from agentflow.engine.models.torch_runner import TorchRunner
+    from agentflow.engine.store.model_store import resolve_model
 
     runner = TorchRunner(resolve_model("smollm2-135m"), num_slots=20_000, device="cpu", num_threads=2)
     samples: list[tuple[tuple[float, ...], float]] = []

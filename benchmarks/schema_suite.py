@@ -26,9 +26,9 @@ from platformdirs import user_cache_dir
 from rich.console import Console
 from rich.table import Table
 
+from agentflow.engine.grammar.compiler.compilation import compile_constraint
 from agentflow.errors import BadArgument
 from agentflow.protocol.constraint import Constraint, Whitespace
-from agentflow.server.constraint_compilation import compile_constraint
 from benchmarks.report import Report, Result
 from benchmarks.text_walks import MOST_BYTES, text_under, walk
 

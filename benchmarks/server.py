@@ -12,10 +12,10 @@ from contextlib import asynccontextmanager
 
 from rich.console import Console
 
+from agentflow.engine.local_engine import EngineOptions
+from agentflow.engine.process.cpu_priority import give_way
+from agentflow.engine.process.ipc import FromEngine, Progress, Submit
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.cpu_priority import give_way
-from agentflow.server.engine_messages import FromEngine, Progress, Submit
-from agentflow.server.local_engine import EngineOptions
 from agentflow.server.models import EngineModel
 from agentflow.server.open_models import open_models
 from agentflow.server.serve import RunningServer, running_server

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from agentflow.server.local_engine import EngineOptions
+from agentflow.engine.local_engine import EngineOptions
 from agentflow.server.open_models import open_models
 from agentflow.server.serve import RunningServer, running_server
 from benchmarks.http_load import Outcome

@@ -11,12 +11,12 @@ from unittest.mock import patch
 
 import numpy as np
 
+from agentflow.engine.local_engine import EngineOptions, limit_spinning
+from agentflow.engine.request import Request
+from agentflow.engine.scheduling import scheduler as scheduler_module
+from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from agentflow.engine.store.model_store import resolve_model
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.core import scheduler as scheduler_module
-from agentflow.server.core.request import Request
-from agentflow.server.core.scheduler import Scheduler, SchedulerConfig
-from agentflow.server.local_engine import EngineOptions, limit_spinning
-from agentflow.server.model_store import resolve_model
 from agentflow.server.models import EngineModel
 from agentflow.server.open_models import open_models
 from agentflow.server.serve import RunningServer, running_server
@@ -116,7 +116,7 @@ async def _stream_beside_prompts(
 async def measure_long_prompt(report: Report, clients: LoadProcess) -> None:
     """``long_prompt_throughput``: a long prompt alone, in limited steps against steps of the whole budget."""
     limit_spinning()
-    from agentflow.server.model.torch_runner import TorchRunner
+    from agentflow.engine.models.torch_runner import TorchRunner
 
     runner = TorchRunner(resolve_model(MODEL), num_slots=KV_TOKENS, device="cpu", num_threads=2)
     numbers = np.random.default_rng(0)

@@ -61,7 +61,7 @@ class SoakServer:
 
     def kill_engine(self) -> bool:
         """SIGKILL; False where there is none just now."""
-        engine = self._child("agentflow.server.engine_process")
+        engine = self._child("agentflow.engine.process.worker")
         if engine is None:
             return False
         engine.send_signal(signal.SIGKILL)
@@ -69,8 +69,8 @@ class SoakServer:
 
     async def sample(self) -> Sample:
         """How it stands now."""
-        engine = self._child("agentflow.server.engine_process")
-        compiler = self._child("agentflow.server.compile_process")
+        engine = self._child("agentflow.engine.process.worker")
+        compiler = self._child("agentflow.engine.grammar.compiler.child")
         gauges = await self._gauges()
         return Sample(
             at_s=self.now_s,

@@ -19,10 +19,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from agentflow.engine.models.config import LlamaConfig, read_config
+from agentflow.engine.models.torch_runner import TorchRunner
+from agentflow.engine.store.model_store import resolve_model
 from agentflow.kernels import native_ops
-from agentflow.server.model.config import LlamaConfig, read_config
-from agentflow.server.model.torch_runner import TorchRunner
-from agentflow.server.model_store import resolve_model
 from benchmarks import step_engine, step_growth, step_http
 from benchmarks.report import Report, median_of
 from benchmarks.step_limits import Limits, measure_limits

@@ -12,17 +12,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
+from agentflow.engine.engine import Engine
+from agentflow.engine.models.torch_runner import TorchRunner
+from agentflow.engine.process.ipc import Abort, FromEngine, Submit
+from agentflow.engine.process.message_frames import to_frame
+from agentflow.engine.process.worker import collect_garbage_rarely
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.step_times import PHASES
+from agentflow.engine.text.text_end import TextEnd
+from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.kernels import native_ops
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.core.scheduler import SchedulerConfig
-from agentflow.server.engine import Engine
-from agentflow.server.engine_messages import Abort, FromEngine, Submit
-from agentflow.server.engine_process import collect_garbage_rarely
-from agentflow.server.message_frames import to_frame
-from agentflow.server.model.torch_runner import TorchRunner
-from agentflow.server.step_times import PHASES
-from agentflow.server.text_end import TextEnd
-from agentflow.server.tokenizer import Tokenizer
 from benchmarks.report import Report, median_of
 
 KERNEL_PARTS = tuple(part for part in native_ops.PARTS if part != "plan")

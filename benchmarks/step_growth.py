@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from agentflow.server.core.batch import Batch
-from agentflow.server.model.torch_runner import TorchRunner
+from agentflow.engine.batch import Batch
+from agentflow.engine.models.torch_runner import TorchRunner
 from benchmarks.deep_queue import DeepQueue
 from benchmarks.growth_plot import Curve, plot
 from benchmarks.report import Report, Result
@@ -86,7 +86,7 @@ def _memory_of_cached_tokens(num_slots: int) -> tuple[list[int], list[float]]:
     """The resident memory that a KV pool of the default model takes as tokens are written to it."""
     import torch
 
-    from agentflow.server.model.kv_pool import KvPool
+    from agentflow.engine.models.kv_pool import KvPool
 
     pool = KvPool(
         num_layers=30,

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from agentflow.server.core.batch import Batch, SampledRows
-from agentflow.server.model.config import LlamaConfig
-from agentflow.server.runner import ModelRunner
+from agentflow.engine.batch import Batch, SampledRows
+from agentflow.engine.models.config import LlamaConfig
+from agentflow.engine.runner import ModelRunner
 
 STRIDE = 1009
 """Tokens between the first slots of two requests: no prefix is shared, and every slot has its turn."""

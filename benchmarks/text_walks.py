@@ -7,10 +7,10 @@ from typing import Protocol
 
 import numpy as np
 
-from agentflow.server.compiled_constraint import CompiledConstraint
-from agentflow.server.core.fsm import DEAD, START, Fsm
-from agentflow.server.core.grammar import Matcher
-from agentflow.server.llguidance_grammar import LlguidanceGrammar, LlguidanceVocabulary
+from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
+from agentflow.engine.grammar.dfa import DEAD, START, Fsm
+from agentflow.engine.grammar.grammar import Matcher
+from agentflow.engine.grammar.llguidance import LlguidanceGrammar, LlguidanceVocabulary
 
 WISH_TO_END = 40
 """So many bytes on, a walk goes for the end."""

@@ -12,15 +12,15 @@ from server.chat_template_shapes import CHATML
 from server.small_tokenizers import byte_level
 
 from agentflow.backends.interpreted import interpreted
+from agentflow.engine.batch import Batch
+from agentflow.engine.client import EngineClient, running_engine
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.runtime.loop_caller import loop_caller
-from agentflow.server.chat_template import ChatTemplate
-from agentflow.server.core.batch import Batch
-from agentflow.server.core.scheduler import SchedulerConfig
-from agentflow.server.engine_client import EngineClient, running_engine
-from agentflow.server.engine_generator import EngineGenerator
-from agentflow.server.fake_runner import FakeRunner
-from agentflow.server.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(byte_level(special=("<|im_start|>", "<|im_end|>")))
 TEMPLATE = ChatTemplate(CHATML)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from agentflow.server.model.config import LlamaConfig
-from agentflow.server.model.rope import RopeConfig
+from agentflow.engine.models.config import LlamaConfig
+from agentflow.engine.models.rope import RopeConfig
 from benchmarks import gpu_check
 from benchmarks.growth_plot import Curve, plot
 from benchmarks.random_llama import RandomRunner

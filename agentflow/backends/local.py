@@ -59,7 +59,7 @@ class Embedded:
     @asynccontextmanager
     async def _connect(self, deliver: Deliver) -> AsyncIterator[Connection]:
         try:
-            from agentflow.server.local_engine import EngineOptions, open_generator
+            from agentflow.engine.local_engine import EngineOptions, open_generator
         except ImportError as error:
             raise ModelError(
                 f"the embedded engine needs the package {error.name!r}: pip install 'agentflow-lm[engine]', "

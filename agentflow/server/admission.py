@@ -13,8 +13,8 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from agentflow.engine.process.ipc import Failed, Finished, FromEngine, Started, Submit
 from agentflow.errors import Overloaded
-from agentflow.server.engine_messages import Failed, Finished, FromEngine, Started, Submit
 
 # So many starts count, the latest.
 NUM_REMEMBERED = 32

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from agentflow.engine.process.ipc import Finished, Progress
+from agentflow.engine.text.tool_output import ToolOutput
 from agentflow.protocol.reply import Arguments, CallBegun, Piece, TextPiece
 from agentflow.runtime.generator import Usage
 from agentflow.server.completion_request import (
@@ -15,9 +17,7 @@ from agentflow.server.completion_request import (
     ToolArguments,
     ToolCallBegun,
 )
-from agentflow.server.engine_messages import Finished, Progress
 from agentflow.server.told_tokens import ToldTokens
-from agentflow.server.tool_output import ToolOutput
 
 
 class AnswerReader:

@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from agentflow.engine.request import MAX_PRIORITY
 from agentflow.protocol.ops import MAX_SALT_CHARS
 from agentflow.protocol.sampling import MAX_INT, MAX_STOP_CHARS, MAX_STOPS
 from agentflow.server.anthropic_blocks import CacheControl, DirectCaller, GivenObject, InputMessage, Text
-from agentflow.server.core.request import MAX_PRIORITY
 
 MAX_MESSAGES = 2048
 MAX_TOOLS = 2048

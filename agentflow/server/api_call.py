@@ -21,11 +21,11 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
+from agentflow.engine.generator import EngineGenerator
 from agentflow.errors import AgentflowError
 from agentflow.protocol.json_bounds import BODY_BOUNDS, JsonScan, TooMuchJson
 from agentflow.runtime.held_memory import HeldMemory
 from agentflow.runtime.task_group import open_task_group
-from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.http_refusal import MAX_PARAM_CHARS, Refusal, cut, refusal_of, unready
 from agentflow.server.rate_limit import BYTES_PER_TOKEN
 from agentflow.server.request_log import LoggedBody, RequestRecord, log_request, logged_path

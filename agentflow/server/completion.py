@@ -19,6 +19,9 @@ from contextlib import asynccontextmanager
 import anyio
 import msgspec
 
+from agentflow.engine.conversation_context import fill_beside, num_chars, remember_answer, texts_of
+from agentflow.engine.engine_context import EngineContext
+from agentflow.engine.generator import EngineGenerator
 from agentflow.errors import AgentflowError, BadArgument, faults_of
 from agentflow.protocol.chat import CalledTool
 from agentflow.protocol.sampling import SamplingParams
@@ -35,9 +38,6 @@ from agentflow.server.completion_request import (
     ToolArguments,
     ToolCallBegun,
 )
-from agentflow.server.conversation_context import fill_beside, num_chars, remember_answer, texts_of
-from agentflow.server.engine_context import EngineContext
-from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.told_tokens import ToldTokens
 
 COUNTED_CONTEXTS = 4

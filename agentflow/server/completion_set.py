@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import anyio
 
+from agentflow.engine.generator import EngineGenerator
 from agentflow.runtime.task_group import first_of, open_task_group
 from agentflow.server.completion import completing
 from agentflow.server.completion_request import CompletionDelta, CompletionRequest
-from agentflow.server.engine_generator import EngineGenerator
 
 
 class CompletionSet:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from agentflow.engine.process.shutdown_budget import DRAIN_S
 from agentflow.protocol.wire import DEFAULT_PORT
 from agentflow.server.limits import MIN_FRAME_BYTES, CompileLimits, HttpLimits, ServerLimits
-from agentflow.server.shutdown_budget import DRAIN_S
 
 if TYPE_CHECKING:
-    from agentflow.server.local_engine import EngineOptions
+    from agentflow.engine.local_engine import EngineOptions
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -89,7 +89,7 @@ class ModelConfig(EngineSettings, frozen=True, kw_only=True):
 
     def engine_options(self) -> EngineOptions:
         """What the engine is started with, in a process of its own."""
-        from agentflow.server.local_engine import EngineOptions
+        from agentflow.engine.local_engine import EngineOptions
 
         return EngineOptions(
             model=self.path,

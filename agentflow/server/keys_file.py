@@ -23,8 +23,8 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
+from agentflow.engine.request import MAX_SHARE, MIN_SHARE
 from agentflow.errors import BadArgument
-from agentflow.server.core.request import MAX_SHARE, MIN_SHARE
 from agentflow.server.tenant import Tenant
 
 MAX_NAME_CHARS = 64

@@ -10,8 +10,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from agentflow.engine.step_times import PHASES, STEP_BOUNDS_S, BucketCounts
 from agentflow.server.request_times import TPOT_BOUNDS_S, WAIT_BOUNDS_S
-from agentflow.server.step_times import PHASES, STEP_BOUNDS_S, BucketCounts
 
 if TYPE_CHECKING:
     from agentflow.server.metrics import ModelMetrics, ServerMetrics

@@ -16,15 +16,15 @@ from typing import Any, Protocol, runtime_checkable
 import anyio
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
+from agentflow.engine.client import RequestObserver
+from agentflow.engine.grammar.compiler.compiler import CompileCounts
+from agentflow.engine.process.ipc import EngineStats
+from agentflow.engine.step_times import PHASES, STEP_BOUNDS_S, BucketCounts
 from agentflow.runtime.generator import Generator, Stats
-from agentflow.server.constraint_compiler import CompileCounts
-from agentflow.server.engine_client import RequestObserver
-from agentflow.server.engine_messages import EngineStats
 from agentflow.server.metric_families import MetricFamilies
 from agentflow.server.models import Models
 from agentflow.server.request_times import RequestTimes
 from agentflow.server.sessions import Sessions
-from agentflow.server.step_times import PHASES, STEP_BOUNDS_S, BucketCounts
 from agentflow.server.tenant import NOBODY_ELSE
 
 logger = logging.getLogger(__name__)

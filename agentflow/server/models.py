@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Protocol, TypeAlias
 
+from agentflow.engine.client import EngineClient
+from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.grammar.compiler.compiler import CompileCounts, ConstraintCompiler
+from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.errors import UnknownModel
 from agentflow.runtime.generator import Generator
 from agentflow.server.admission import Admission
-from agentflow.server.chat_template import ChatTemplate
-from agentflow.server.constraint_compiler import CompileCounts, ConstraintCompiler
-from agentflow.server.engine_client import EngineClient
-from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.rate_limit import TenantGate
 from agentflow.server.tenant import NOBODY_ELSE, Tenant
 

@@ -30,7 +30,7 @@ _TOOLS = re.compile(r"\{[{%][^}]*?\btools\b")
 
 def local_models() -> list[tuple[str, ...]]:
     """A row of ``LOCAL_COLUMNS`` for each known model."""
-    from agentflow.server.model_store import KNOWN_MODELS, pulled_folder
+    from agentflow.engine.store.model_store import KNOWN_MODELS, pulled_folder
 
     rows: list[tuple[str, ...]] = []
     for name, source in KNOWN_MODELS.items():
@@ -44,7 +44,7 @@ def local_models() -> list[tuple[str, ...]]:
 
 def describe_folder(folder: Path) -> tuple[str, ...]:
     """Size, architecture, context, chat template and tool support of a model folder, as shown."""
-    from agentflow.server.tokenizer_files import chat_template_source, read_json
+    from agentflow.engine.text.tokenizer_files import chat_template_source, read_json
 
     size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
     try:
@@ -129,7 +129,7 @@ def _run(options: argparse.Namespace) -> int:
         url = http_url(options.url)
         show(SERVER_COLUMNS, server_models(ask_server(url, MODELS_PATH, options.api_key), url), console)
         return 0
-    from agentflow.server.model_store import store_folder
+    from agentflow.engine.store.model_store import store_folder
 
     show(LOCAL_COLUMNS, local_models(), console)
     if console.is_terminal:

@@ -9,21 +9,21 @@ from pathlib import Path
 
 import anyio.to_thread
 
+from agentflow.engine.client import EngineClient
+from agentflow.engine.grammar.compiler.compiler import constraint_compiler
+from agentflow.engine.local_engine import EngineOptions, open_engine
+from agentflow.engine.machine import FreeMemory, free_memory
+from agentflow.engine.memory_shares import MemoryNeed, memory_need, share_memory
+from agentflow.engine.process.shutdown_budget import ShutdownBudget
+from agentflow.engine.simulator.recording import recording
+from agentflow.engine.simulator.workload import open_sink, workload_name
+from agentflow.engine.store.model_store import resolve_model
+from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.errors import BadArgument
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.chat_template import ChatTemplate
-from agentflow.server.constraint_compiler import constraint_compiler
-from agentflow.server.engine_client import EngineClient
-from agentflow.server.free_memory import FreeMemory, free_memory
 from agentflow.server.limits import CompileLimits
-from agentflow.server.local_engine import EngineOptions, open_engine
-from agentflow.server.memory_shares import MemoryNeed, memory_need, share_memory
-from agentflow.server.model_store import resolve_model
 from agentflow.server.models import EngineModel, Models
 from agentflow.server.rate_limit import TenantGate
-from agentflow.server.shutdown_budget import ShutdownBudget
-from agentflow.server.simulator.workload import open_sink, workload_name
-from agentflow.server.workload_recording import recording
 
 MEMORY_SHARE = 0.8
 _WARM_UP = SamplingParams(max_tokens=2, ignore_eos=True)

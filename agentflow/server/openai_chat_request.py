@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from agentflow.engine.generator import EngineGenerator
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.given_object import schema_constraint
 from agentflow.server.api_call import ApiCall
 from agentflow.server.completion_request import CompletionRequest
-from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.openai_chat_types import ChatRequest, ObjectFormat, SchemaFormat
 from agentflow.server.openai_conversation import conversation_of, tool_choice_of, tools_of
 from agentflow.server.openai_fields import is_given

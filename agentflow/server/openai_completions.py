@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Literal, cast
 
+from agentflow.engine.generator import EngineGenerator
 from agentflow.server.api_call import ApiCall
 from agentflow.server.completion import answers_of, completing
 from agentflow.server.completion_request import Answer, CompletionDelta, CompletionRequest, TokenIds
 from agentflow.server.completion_set import completing_all
-from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.openai_completion_types import Prompt, TextAnswer, TextChoice, TextRequest
 from agentflow.server.openai_sampling import (
     check_fields,

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from agentflow.engine.text.chat_values import read_arguments
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.protocol.given_object import OBJECT_BOUNDS, object_of
 from agentflow.protocol.json_bounds import JsonScan, TooMuchJson, pieces_of
-from agentflow.server.chat_values import read_arguments
 from agentflow.server.openai_fields import is_given
 from agentflow.server.openai_message_types import (
     AssistantMessage,

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from agentflow.engine.request import MAX_PRIORITY
 from agentflow.protocol.constraint import MAX_SOURCE_CHARS
 from agentflow.protocol.ops import MAX_SALT_CHARS
 from agentflow.protocol.sampling import MAX_BIASES, MAX_INT, MAX_STOP_CHARS, MAX_STOPS
-from agentflow.server.core.request import MAX_PRIORITY
 
 _INT64 = 2**63
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from agentflow.engine.generator import EngineGenerator
 from agentflow.errors import BadArgument, PromptTooLong, RequestRefused
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.http_refusal import Refusal
 from agentflow.server.openai_fields import SharedFields, StreamOptions, is_given
 

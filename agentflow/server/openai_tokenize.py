@@ -8,11 +8,11 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from agentflow.engine.generator import EngineGenerator
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.api_call import ApiCall
 from agentflow.server.completion import COUNTED_CONTEXTS, Completion
 from agentflow.server.completion_request import CompletionRequest
-from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.openai_chat_types import MAX_MESSAGES, MAX_TOOLS
 from agentflow.server.openai_conversation import conversation_of, tools_of
 from agentflow.server.openai_fields import TokenId

@@ -15,7 +15,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from agentflow.server.model_store import pull_model
+    from agentflow.engine.store.model_store import pull_model
 
     folder = pull_model(options.model)
     print(f"{options.model} is ready in {folder}")

@@ -22,6 +22,7 @@ import anyio.to_thread
 import uvicorn
 from starlette.applications import Starlette
 
+from agentflow.engine.process.shutdown_budget import DRAIN_S, ShutdownBudget
 from agentflow.errors import AgentflowError, PortInUse, ServerError
 from agentflow.protocol.wire import DEFAULT_PORT
 from agentflow.runtime.task_group import open_task_group
@@ -33,7 +34,6 @@ from agentflow.server.limits import HttpLimits, ServerLimits
 from agentflow.server.models import OpenModels
 from agentflow.server.service import Service
 from agentflow.server.sessions import Sessions
-from agentflow.server.shutdown_budget import DRAIN_S, ShutdownBudget
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ import codecs
 from collections import deque
 from collections.abc import Sequence
 
+from agentflow.engine.process.ipc import Finished, Progress
+from agentflow.engine.request import TopTokens
+from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.completion_request import ToldToken
-from agentflow.server.core.request import TopTokens
-from agentflow.server.engine_messages import Finished, Progress
-from agentflow.server.tokenizer import Tokenizer
 
 
 class ToldTokens:

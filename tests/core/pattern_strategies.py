@@ -5,7 +5,7 @@ import random
 import numpy as np
 from hypothesis import strategies as st
 
-from agentflow.server.core.fsm import DEAD, START, Fsm
+from agentflow.engine.grammar.dfa import DEAD, START, Fsm
 
 ALPHABET = 'abAB1 -\n"éÉſKßİıΣς€퟿😀𐐀٣'
 """Few characters, so that patterns and texts meet often: of every length in UTF-8, with odd cases."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 from hypothesis import strategies as st
 
-from agentflow.server.core.fsm import DEAD, START, Fsm
+from agentflow.engine.grammar.dfa import DEAD, START, Fsm
 
 BYTES = b"ab\xc3\xa9\xff"
 """The bytes that random tokens are made of: letters, a character of two bytes, one that is no UTF-8."""

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
+from agentflow.engine.batch import Batch
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.request import Request
+from agentflow.engine.scheduling.fair_policy import FairLongestPrefix
+from agentflow.engine.scheduling.prefix_policy import LongestPrefix
+from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.core.batch import Batch
-from agentflow.server.core.fair_policy import FairLongestPrefix
-from agentflow.server.core.prefix_policy import LongestPrefix
-from agentflow.server.core.request import Request
-from agentflow.server.core.scheduler import Scheduler, SchedulerConfig
-from agentflow.server.fake_runner import FakeRunner
 
 GREEDY = SamplingParams()
 

@@ -7,11 +7,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pattern_strategies import mutated, patterns, walked
 
+from agentflow.engine.grammar.compressed_fsm import CompressedFsm, Edge, ForcedRuns, compress
+from agentflow.engine.grammar.dfa import DEAD, START, Fsm
+from agentflow.engine.grammar.fsm_builder import build_fsm
+from agentflow.engine.grammar.regex import parse_regex
 from agentflow.errors import BadArgument
-from agentflow.server.core.compressed_fsm import CompressedFsm, Edge, ForcedRuns, compress
-from agentflow.server.core.fsm import DEAD, START, Fsm
-from agentflow.server.core.fsm_builder import build_fsm
-from agentflow.server.core.regex_syntax import parse_regex
 
 dice = st.integers(0, 2**32).map(random.Random)
 RECORD = (

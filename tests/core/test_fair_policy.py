@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.request import MAX_SHARE, MIN_SHARE, Request, Status
+from agentflow.engine.scheduling import fair_policy
+from agentflow.engine.scheduling.fair_policy import FairLongestPrefix
+from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.errors import BadArgument
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.core import fair_policy
-from agentflow.server.core.fair_policy import FairLongestPrefix
-from agentflow.server.core.request import MAX_SHARE, MIN_SHARE, Request, Status
-from agentflow.server.core.scheduler import Scheduler, SchedulerConfig
-from agentflow.server.fake_runner import FakeRunner
 
 
 def free(request, match) -> bool:

@@ -4,10 +4,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.server.core.policies import POLICIES
-from agentflow.server.core.scheduler import SchedulerConfig
-from agentflow.server.simulator.simulation import simulate
-from agentflow.server.simulator.workload import Arrival, Workload
+from agentflow.engine.scheduling.policies import POLICIES
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.simulator.simulation import simulate
+from agentflow.engine.simulator.workload import Arrival, Workload
 
 
 def as_tokens(values: list[int]) -> np.ndarray:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from pattern_strategies import walked
 from schema_strategies import schemas, valid_value, written
 
-from agentflow.server.core.fsm import Fsm
-from agentflow.server.core.fsm_builder import build_fsm
-from agentflow.server.core.json_schema import schema_to_regex
-from agentflow.server.core.json_values import FREE_WHITESPACE_CHARS
-from agentflow.server.core.regex_tree import NOTHING
+from agentflow.engine.grammar.dfa import Fsm
+from agentflow.engine.grammar.fsm_builder import build_fsm
+from agentflow.engine.grammar.json_schema import schema_to_regex
+from agentflow.engine.grammar.json_values import FREE_WHITESPACE_CHARS
+from agentflow.engine.grammar.regex_tree import NOTHING
 
 POLICIES = ("compact", "tight", "free")
 STRING = {"type": "string"}

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentflow.engine.cache import liveness
+from agentflow.engine.cache.liveness import Liveness
+from agentflow.engine.cache.radix_cache import RadixCache
+from agentflow.engine.cache.radix_node import PrefixMatch
+from agentflow.engine.cache.token_run import token_run
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.request import Request, Status
+from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.core import liveness
-from agentflow.server.core.liveness import Liveness
-from agentflow.server.core.radix_cache import RadixCache
-from agentflow.server.core.radix_node import PrefixMatch
-from agentflow.server.core.request import Request, Status
-from agentflow.server.core.scheduler import Scheduler, SchedulerConfig
-from agentflow.server.core.token_run import token_run
-from agentflow.server.fake_runner import FakeRunner
 
 
 def insert(cache: RadixCache, tokens: list[int], slots: list[int]) -> PrefixMatch:

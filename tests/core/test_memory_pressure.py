@@ -4,14 +4,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.request import Request, Status
+from agentflow.engine.scheduling.admission import LEAST, OutputReserve
+from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from agentflow.engine.simulator.generators import unshared
+from agentflow.engine.simulator.simulation import simulate
+from agentflow.engine.simulator.workload import Workload
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.core.output_reserve import LEAST, OutputReserve
-from agentflow.server.core.request import Request, Status
-from agentflow.server.core.scheduler import Scheduler, SchedulerConfig
-from agentflow.server.fake_runner import FakeRunner
-from agentflow.server.simulator.generators import unshared
-from agentflow.server.simulator.simulation import simulate
-from agentflow.server.simulator.workload import Workload
 
 
 def request(number: int, size: int, count: int, **kwargs) -> Request:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scheduler_harness import Harness
 
+from agentflow.engine.batch import Batch, BatchOutput, SampledRows
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.request import Request, Status
+from agentflow.engine.scheduling.token_counts import TokenCounts
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.core.batch import Batch, BatchOutput, SampledRows
-from agentflow.server.core.request import Request, Status
-from agentflow.server.core.token_counts import TokenCounts
-from agentflow.server.fake_runner import FakeRunner
 
 tokens = st.integers(0, 5)
 replacements = st.tuples(st.integers(0, 12), st.lists(tokens, max_size=4), st.booleans())

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.request import Request
+from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.core.request import Request
-from agentflow.server.core.scheduler import Scheduler, SchedulerConfig
-from agentflow.server.fake_runner import FakeRunner
 
 
 @st.composite

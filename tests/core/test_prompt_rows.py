@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentflow.engine.batch import Batch, BatchOutput
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.request import Request
+from agentflow.engine.scheduling import scheduler as scheduler_module
+from agentflow.engine.scheduling.scheduler import MAX_STRETCH, MIN_CHUNK, Scheduler, SchedulerConfig
+from agentflow.engine.scheduling.step_cost import StepCost, batch_features
+from agentflow.engine.simulator.cost_model import CostModel
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.core import scheduler as scheduler_module
-from agentflow.server.core.batch import Batch, BatchOutput
-from agentflow.server.core.request import Request
-from agentflow.server.core.scheduler import MAX_STRETCH, MIN_CHUNK, Scheduler, SchedulerConfig
-from agentflow.server.core.step_cost import StepCost, batch_features
-from agentflow.server.fake_runner import FakeRunner
-from agentflow.server.simulator.cost_model import CostModel
 
 BUDGET = 64
 

@@ -11,19 +11,12 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from pattern_strategies import bytes_to_end, mutated, patterns, texts, walked
 
+from agentflow.engine.grammar.dfa import DEAD, START, Fsm
+from agentflow.engine.grammar.fsm_builder import build_fsm
+from agentflow.engine.grammar.regex import parse_regex
+from agentflow.engine.grammar.regex_tree import ANY_CHAR, CharSet, Repeat, TooMuchForFsm, all_but, merged
+from agentflow.engine.grammar.utf8_rows import utf8_rows
 from agentflow.errors import BadArgument
-from agentflow.server.core.fsm import DEAD, START, Fsm
-from agentflow.server.core.fsm_builder import build_fsm
-from agentflow.server.core.regex_syntax import parse_regex
-from agentflow.server.core.regex_tree import (
-    ANY_CHAR,
-    CharSet,
-    Repeat,
-    TooMuchForFsm,
-    all_but,
-    merged,
-)
-from agentflow.server.core.utf8_rows import utf8_rows
 
 dice = st.integers(0, 2**32).map(random.Random)
 EVERY_CHAR = [chr(point) for point in range(0x110000) if not 0xD800 <= point <= 0xDFFF]

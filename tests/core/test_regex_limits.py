@@ -10,10 +10,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from agentflow.errors import BadArgument
-from agentflow.server.core.fsm_builder import MAX_STEPS, build_fsm
-from agentflow.server.core.regex_syntax import parse_regex
-from agentflow.server.core.regex_tree import (
+from agentflow.engine.grammar.fsm_builder import MAX_STEPS, build_fsm
+from agentflow.engine.grammar.regex import parse_regex
+from agentflow.engine.grammar.regex_tree import (
     EMPTY,
     NOTHING,
     CharSet,
@@ -25,6 +24,7 @@ from agentflow.server.core.regex_tree import (
     TooMuchForFsm,
     literal,
 )
+from agentflow.errors import BadArgument
 
 REFUSED = {
     r"(?<=ab)c": "look-behind",

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_harness import Harness, expected_output, jobs
 
+from agentflow.engine.request import Status
+from agentflow.engine.scheduling.policies import POLICIES
 from agentflow.errors import BadArgument, PromptTooLong
-from agentflow.server.core.policies import POLICIES
-from agentflow.server.core.request import Status
 
 
 @given(

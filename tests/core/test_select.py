@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_harness import Harness, expected_output
 
+from agentflow.engine.request import Request, Status
+from agentflow.engine.scheduling.policies import POLICIES
+from agentflow.engine.token_tree import token_tree
 from agentflow.errors import PromptTooLong
-from agentflow.server.core.policies import POLICIES
-from agentflow.server.core.request import Request, Status
-from agentflow.server.core.token_tree import token_tree
 
 choices_to_score = st.lists(
     st.lists(st.integers(0, 2), min_size=1, max_size=5) | st.just([0, 1, 0, 1, 0, 1, 0, 1]),

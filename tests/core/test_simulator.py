@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from agentflow import cli
+from agentflow.engine.scheduling.policies import POLICIES
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.simulator.cost_model import CostModel, fit_cost
+from agentflow.engine.simulator.generators import GENERATORS, chat, generate, tree_of_thought, unshared
+from agentflow.engine.simulator.simulation import simulate
+from agentflow.engine.simulator.summary import summarise
+from agentflow.engine.simulator.workload import Arrival, Workload, open_writer, read_workload
 from agentflow.errors import BadArgument
-from agentflow.server.core.policies import POLICIES
-from agentflow.server.core.scheduler import SchedulerConfig
 from agentflow.server.simulate_command import POLICY_NAMES
 from agentflow.server.simulator.command import SimulateOptions, run_simulate
-from agentflow.server.simulator.cost_model import CostModel, fit_cost
-from agentflow.server.simulator.generators import GENERATORS, chat, generate, tree_of_thought, unshared
-from agentflow.server.simulator.simulation import simulate
-from agentflow.server.simulator.summary import summarise
-from agentflow.server.simulator.workload import Arrival, Workload, open_writer, read_workload
 
 ONE_SECOND = CostModel(base_s=1, row_s=0, logits_s=0, read_s=0, pair_s=0)
 FCFS = SchedulerConfig(max_running=2, token_budget=16, policy="fcfs")

@@ -5,10 +5,10 @@ from core.random_machines import machine_of, machines, tokens
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from agentflow.server.core.fsm import DEAD, START, Fsm
-from agentflow.server.core.fsm_grammar import FsmGrammar
-from agentflow.server.core.grammar import TokenWords, is_allowed
-from agentflow.server.core.vocabulary import Vocabulary
+from agentflow.engine.grammar.dfa import DEAD, START, Fsm
+from agentflow.engine.grammar.grammar import TokenWords, is_allowed
+from agentflow.engine.grammar.token_dfa import FsmGrammar
+from agentflow.engine.grammar.vocabulary import Vocabulary
 
 
 def ids_of(words: TokenWords, vocab_size: int) -> set[int]:

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentflow.engine.token_tree import MAX_CHOICE_TOKENS, TokenTree, token_tree
 from agentflow.errors import BadArgument
-from agentflow.server.core.token_tree import MAX_CHOICE_TOKENS, TokenTree, token_tree
 
 choices_to_score = st.lists(
     st.lists(st.integers(0, 3), min_size=1, max_size=6) | st.just([0, 0, 0, 0, 0, 0, 0, 0, 1]),

@@ -4,11 +4,11 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from agentflow.engine.cache.radix_cache import RadixCache
+from agentflow.engine.cache.token_run import token_run
+from agentflow.engine.request import Request
+from agentflow.engine.scheduling.waiting_tree import WaitingTree
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.core.radix_cache import RadixCache
-from agentflow.server.core.request import Request
-from agentflow.server.core.token_run import token_run
-from agentflow.server.core.waiting_tree import WaitingTree
 
 sequences = st.lists(st.integers(0, 2), min_size=1, max_size=10)
 salts = st.sampled_from(["", "salt"])

@@ -13,16 +13,16 @@ from transformers import AutoModelForCausalLM
 
 import agentflow as af
 from agentflow.backends.interpreted import interpreted
+from agentflow.engine.batch import Batch, BatchOutput
+from agentflow.engine.client import EngineClient, running_engine
+from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.models.torch_runner import TorchRunner
+from agentflow.engine.process.ipc import Origin
+from agentflow.engine.runner import nothing
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.chat_template import ChatTemplate
-from agentflow.server.core.batch import Batch, BatchOutput
-from agentflow.server.core.scheduler import SchedulerConfig
-from agentflow.server.engine_client import EngineClient, running_engine
-from agentflow.server.engine_generator import EngineGenerator
-from agentflow.server.engine_messages import Origin
-from agentflow.server.model.torch_runner import TorchRunner
-from agentflow.server.runner import nothing
-from agentflow.server.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.timeout(300)
 

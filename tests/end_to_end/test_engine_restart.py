@@ -27,7 +27,7 @@ def engine_pid(server) -> int | None:
 def is_engine(process: psutil.Process) -> bool:
     """And not the process that compiles constraints."""
     try:
-        return "agentflow.server.engine_process" in process.cmdline()
+        return "agentflow.engine.process.worker" in process.cmdline()
     except psutil.Error:  # it has just ended
         return False
 

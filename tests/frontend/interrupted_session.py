@@ -18,13 +18,13 @@ from fake_engine import TEMPLATE, TOKENIZER
 
 import agentflow as af
 from agentflow.backends.interpreted import interpreted
+from agentflow.engine.batch import Batch
+from agentflow.engine.client import running_engine
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
 from agentflow.runtime.loop_caller import loop_caller
-from agentflow.server.core.batch import Batch
-from agentflow.server.core.scheduler import SchedulerConfig
-from agentflow.server.engine_client import running_engine
-from agentflow.server.engine_generator import EngineGenerator
-from agentflow.server.fake_runner import FakeRunner
 
 PHASES = ("connecting", "loading", "running", "closing")
 

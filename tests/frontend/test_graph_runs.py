@@ -9,8 +9,8 @@ from fake_engine import FakeEngine
 from observed_backends import Noted, assert_left_nothing
 
 import agentflow as af
+from agentflow.engine.process.ipc import Submit
 from agentflow.protocol import ops
-from agentflow.server.engine_messages import Submit
 
 pytestmark = pytest.mark.anyio
 

@@ -19,12 +19,12 @@ from interrupted_session import PHASES
 
 import agentflow as af
 from agentflow.backends.interpreted import interpreted
+from agentflow.engine import client as engine_client
+from agentflow.engine.client import running_engine
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.protocol.backend import Connection, Deliver, Lost
-from agentflow.server import engine_client
-from agentflow.server.core.scheduler import SchedulerConfig
-from agentflow.server.engine_client import running_engine
-from agentflow.server.engine_generator import EngineGenerator
-from agentflow.server.fake_runner import FakeRunner
 
 pytestmark = pytest.mark.timeout(60)
 TESTS = Path(__file__).parent.parent

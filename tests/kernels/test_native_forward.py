@@ -17,17 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import NATIVE_KERNELS, Shape, make_case
 
+from agentflow.engine.models.config import LlamaConfig
+from agentflow.engine.models.kv_pool import KvPool
+from agentflow.engine.models.llama import LlamaModel
+from agentflow.engine.models.rope import RopeConfig, inverse_frequencies
+from agentflow.engine.runner import nothing
 from agentflow.kernels import native_ops, reference_ops
 from agentflow.kernels.attention_batch import AttentionBatch
 from agentflow.kernels.choice_rows import ChoiceRows
 from agentflow.kernels.decoder_weights import DecoderWeights, LayerWeights
 from agentflow.kernels.forward_input import ForwardInput
 from agentflow.kernels.ops import Kernels
-from agentflow.server.model.config import LlamaConfig
-from agentflow.server.model.kv_pool import KvPool
-from agentflow.server.model.llama import LlamaModel
-from agentflow.server.model.rope import RopeConfig, inverse_frequencies
-from agentflow.server.runner import nothing
 
 CPU = torch.device("cpu")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -12,12 +12,12 @@ from typing import TypeVar
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from fake_engine import TEMPLATE, FakeEngine
 
+from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.grammar.compiler.compiler import LOADER, ConstraintCompiler, constraint_compiler
+from agentflow.engine.process.ipc import EngineStats
+from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.server.api_keys import Tenants
 from agentflow.server.app import Access
-from agentflow.server.chat_template import ChatTemplate
-from agentflow.server.constraint_compiler import LOADER, ConstraintCompiler, constraint_compiler
-from agentflow.server.engine_generator import EngineGenerator
-from agentflow.server.engine_messages import EngineStats
 from agentflow.server.limits import CompileLimits, HttpLimits, ServerLimits
 from agentflow.server.models import EngineModel, Models
 from agentflow.server.rate_limit import TenantGate

@@ -11,9 +11,9 @@ import signal
 
 from server.holds import stand
 
+from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
 from agentflow.errors import BadArgument, NotSupported
 from agentflow.protocol.constraint import Constraint
-from agentflow.server.compiled_constraint import CompiledConstraint
 
 LOADER = "server.compile_loaders:compile_constraint"
 LEFT_BEHIND: list[bytearray] = []

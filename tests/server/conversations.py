@@ -8,11 +8,11 @@ import chat_template_shapes as shapes
 import small_tokenizers
 from hypothesis import strategies as st
 
+from agentflow.engine.text.chat_layout import Layout
+from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.engine.text.token_state import TokenState
+from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.chat import Message
-from agentflow.server.chat_layout import Layout
-from agentflow.server.chat_template import ChatTemplate
-from agentflow.server.token_state import TokenState
-from agentflow.server.tokenizer import Tokenizer
 
 CHAT_TOKENS = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -18,13 +18,13 @@ from plain_engine import END_ID, plain_token
 from server.holds import stand
 from server.small_tokenizers import byte_level
 
+from agentflow.engine.batch import Batch
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.process.engine_frames import Start
+from agentflow.engine.runner import AcceleratorFault
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import BadModelFolder
-from agentflow.server.core.batch import Batch
-from agentflow.server.core.scheduler import SchedulerConfig
-from agentflow.server.engine_frames import Start
-from agentflow.server.fake_runner import FakeRunner
-from agentflow.server.runner import AcceleratorFault
-from agentflow.server.tokenizer import Tokenizer
 
 # The first token of prompts that kill the process which computes them.
 POISON = 8

@@ -19,13 +19,13 @@ from starlette.websockets import WebSocket
 from wire_peer import Listener, WireGenerator, count_words, gen
 
 from agentflow.backends.scripted import ScriptedContext
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.grammar.compiler.compiler import constraint_compiler
 from agentflow.protocol import ops
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.wire import VERSION, Bye, Events, Hello, Ops, Refused, Resume, Welcome, server_frames
 from agentflow.runtime.generator import Scored, Usage
 from agentflow.runtime.task_group import open_task_group
-from agentflow.server.constraint_compiler import constraint_compiler
-from agentflow.server.fake_runner import FakeRunner
 from agentflow.server.limits import CompileLimits, ServerLimits
 from agentflow.server.models import EngineModel
 from agentflow.server.sessions import open_sessions

@@ -50,11 +50,11 @@ from server.refusing_servers import (
     tenants,
 )
 
+from agentflow.engine.text import chat_layout
+from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.protocol.given_object import OBJECT_BOUNDS
 from agentflow.protocol.json_bounds import BODY_BOUNDS
-from agentflow.server import chat_layout
 from agentflow.server.api_call import SMALL_BODY_BYTES
-from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.limits import CompileLimits, HttpLimits
 
 Refused = Callable[[ApiServer, Api], Came | None]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
+from agentflow.engine.models.config import read_config
+from agentflow.engine.models.loader import load_llama
 from agentflow.kernels.ops import kernels_for
-from agentflow.server.model.config import read_config
-from agentflow.server.model.loader import load_llama
 
 
 def memory_bytes(name: str) -> int:

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from plain_engine import END_ID, PLAIN_IDS, Expected, alone
 from plain_sampler import plain_token_of
 
+from agentflow.engine.batch import BatchOutput, SampledRows
+from agentflow.engine.client import EngineClient, running_engine
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.models.sampler import choose_tokens
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.kernels import cpu_ops
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.core.batch import BatchOutput, SampledRows
-from agentflow.server.core.scheduler import SchedulerConfig
-from agentflow.server.engine_client import EngineClient, running_engine
-from agentflow.server.fake_runner import FakeRunner
-from agentflow.server.model.sampler import choose_tokens
 
 
 def logits_after(tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float32]:

@@ -17,9 +17,9 @@ from server.refused_sessions import ASK, OPEN, Session, gen, text
 from server.refused_sessions import session as session_on
 from server.refusing_servers import KEY, changed, failing_engine, tenants
 
+from agentflow.engine.text import chat_layout
+from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.runtime import interpreter, state_tree
-from agentflow.server import chat_layout
-from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.limits import CompileLimits, ServerLimits
 from agentflow.server.rate_limit import TenantGate
 

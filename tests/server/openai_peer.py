@@ -14,9 +14,9 @@ from fake_engine import FakeEngine
 from http_clients import TLS, ClientKind, only_asyncio
 from logit_runner import logit_runner
 
+from agentflow.engine.process.ipc import Submit
 from agentflow.protocol.chat import Message
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.engine_messages import Submit
 
 MAX_CONTEXT = 512
 SEED = 11

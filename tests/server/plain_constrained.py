@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from agentflow.server.core.fsm import DEAD, START, Fsm
-from agentflow.server.tokenizer import Tokenizer
+from agentflow.engine.grammar.dfa import DEAD, START, Fsm
+from agentflow.engine.text.tokenizer import Tokenizer
 
 
 @dataclass

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 from fake_engine import TOKENIZER
 
+from agentflow.engine.client import EngineClient, running_engine
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.core.scheduler import SchedulerConfig
-from agentflow.server.engine_client import EngineClient, running_engine
-from agentflow.server.fake_runner import FakeRunner
 
 # Tokens that are whole characters, so that every id of an output has its own text.
 PLAIN_IDS = [

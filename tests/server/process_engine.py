@@ -14,12 +14,12 @@ from plain_engine import alone
 from server.engine_loaders import start
 from server.holds import Hold
 
+from agentflow.engine.client import EngineClient
+from agentflow.engine.process.engine_watch import Deadlines
+from agentflow.engine.process.ipc import Finished
+from agentflow.engine.process.shutdown_budget import ShutdownBudget
+from agentflow.engine.process.supervisor import supervised_engine
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.engine_client import EngineClient
-from agentflow.server.engine_messages import Finished
-from agentflow.server.engine_supervisor import supervised_engine
-from agentflow.server.engine_watch import Deadlines
-from agentflow.server.shutdown_budget import ShutdownBudget
 
 PROMPT = [5, 6, 7]
 LENGTH = 20

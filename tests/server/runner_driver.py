@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentflow.server.core.batch import Batch, BatchOutput, SampledRows
-from agentflow.server.runner import ModelRunner
+from agentflow.engine.batch import Batch, BatchOutput, SampledRows
+from agentflow.engine.runner import ModelRunner
 
 FOREIGN = 2**31 - 1
 """What the page table holds where no token is: no slot has this number."""

@@ -16,9 +16,9 @@ from server.refused_sessions import ASK, HELLO, NO_CODE, OPEN, address, gen, ref
 from server.refused_sessions import session as session_on
 from server.refusing_servers import KEY, changed, of_any_address, tenants
 
+from agentflow.engine.generator import EngineGenerator
 from agentflow.runtime import interpreter, stats_answers
 from agentflow.server.api_keys import hashed_key
-from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.limits import ServerLimits
 
 Ends = Callable[[ApiServer], tuple[str, str]]

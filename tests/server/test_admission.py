@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentflow.engine.process.ipc import Failed, Finished, Origin, Started, Submit
 from agentflow.errors import Overloaded
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.admission import MAX_IDLE_TENANTS, Admission
-from agentflow.server.engine_messages import Failed, Finished, Origin, Started, Submit
 
 
 class Clock:

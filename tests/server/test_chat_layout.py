@@ -10,10 +10,10 @@ from conversations import TEMPLATES, alternating, hostile_contents, messages_of,
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentflow.engine.text.chat_layout import MIN_RENDERINGS, Layout, lay_out
+from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.errors import NotSupported
 from agentflow.protocol.chat import Message
-from agentflow.server.chat_layout import MIN_RENDERINGS, Layout, lay_out
-from agentflow.server.chat_template import ChatTemplate
 
 
 @pytest.mark.parametrize("name", shapes.WITH_TWIN)

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from agentflow.engine.text.chat_layout import lay_out
+from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.errors import BadModelFolder, NotSupported
 from agentflow.protocol.chat import Message
-from agentflow.server.chat_layout import lay_out
-from agentflow.server.chat_template import ChatTemplate
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_tokenizers import byte_level, byte_level_of, sentencepiece
 
+from agentflow.engine.text import choices as choice_encoding
+from agentflow.engine.text.choices import encode_after, encode_choices
+from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import BadArgument
-from agentflow.server import choice_encoding
-from agentflow.server.choice_encoding import encode_after, encode_choices
-from agentflow.server.tokenizer import Tokenizer
 
 TOKENIZERS = {"byte_level": SMALL} | {prepend: made for prepend, (made, _) in SENTENCEPIECE.items()}
 WORDS = [

@@ -16,14 +16,14 @@ from anyio.lowlevel import checkpoint
 from server.compile_loaders import LOADER
 from server.holds import Hold
 
+from agentflow.engine.grammar.compiler import compiler as compiler_module
+from agentflow.engine.grammar.compiler.compile_frames import end_decoder
+from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler, constraint_compiler
+from agentflow.engine.grammar.compiler.worker import CompileWorker
+from agentflow.engine.process.message_frames import to_frame
 from agentflow.errors import AgentflowError, BadArgument, EngineFailed, NotSupported, RequestRefused
 from agentflow.protocol.constraint import Constraint
-from agentflow.server import constraint_compiler as compiler_module
-from agentflow.server.compile_frames import end_decoder
-from agentflow.server.compile_worker import CompileWorker
-from agentflow.server.constraint_compiler import ConstraintCompiler, constraint_compiler
 from agentflow.server.limits import CompileLimits
-from agentflow.server.message_frames import to_frame
 
 pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
 
@@ -291,9 +291,9 @@ PARENT = """
 import sys
 import anyio
 from agentflow.protocol.constraint import Constraint
-from agentflow.server.compile_frames import end_decoder
-from agentflow.server.compile_worker import CompileWorker
-from agentflow.server.constraint_compiler import constraint_compiler
+from agentflow.engine.grammar.compiler.compile_frames import end_decoder
+from agentflow.engine.grammar.compiler.worker import CompileWorker
+from agentflow.engine.grammar.compiler.compiler import constraint_compiler
 from server.compile_loaders import LOADER
 
 async def main():

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from agentflow.engine.grammar.compiler.compile_cache import ENTRY_BYTES, CompileCache
+from agentflow.engine.grammar.compiler.compile_frames import Refusal
+from agentflow.engine.grammar.compiler.compile_queue import CompileQueue
+from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
 from agentflow.errors import Overloaded
 from agentflow.protocol.constraint import Constraint
-from agentflow.server.compile_cache import ENTRY_BYTES, CompileCache
-from agentflow.server.compile_frames import Refusal
-from agentflow.server.compile_queue import CompileQueue
-from agentflow.server.compiled_constraint import CompiledConstraint
 from agentflow.server.tenant import part_of
 
 TENANTS = st.sampled_from("abc")

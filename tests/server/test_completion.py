@@ -13,6 +13,9 @@ from fake_engine import TEMPLATE, TOKENIZER, FakeEngine
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.generator import MAX_INLINE_CHARS, EngineGenerator
+from agentflow.engine.grammar.compiler.compiler import constraint_compiler
 from agentflow.errors import BadArgument, NotSupported, PromptTooLong
 from agentflow.protocol.chat import Message
 from agentflow.protocol.constraint import Constraint
@@ -29,9 +32,6 @@ from agentflow.server.completion_request import (
     ToolArguments,
     ToolCallBegun,
 )
-from agentflow.server.constraint_compiler import constraint_compiler
-from agentflow.server.engine_generator import MAX_INLINE_CHARS, EngineGenerator
-from agentflow.server.fake_runner import FakeRunner
 
 pytestmark = pytest.mark.anyio
 

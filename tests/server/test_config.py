@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import inspect, structs
 
+from agentflow.engine.scheduling.policies import POLICIES
 from agentflow.errors import BadArgument
 from agentflow.server import config_schema
 from agentflow.server.browser_guard import one_of
@@ -16,7 +17,6 @@ from agentflow.server.config import Effective, Flags, load_config
 from agentflow.server.config_schema import GROUPS, ModelConfig, ServeConfig
 from agentflow.server.config_setting import all_settings, model_settings, shared_names
 from agentflow.server.config_text import config_text
-from agentflow.server.core.policies import POLICIES
 from agentflow.server.limits import CompileLimits, HttpLimits, ServerLimits
 from agentflow.server.serve_command import _known_names
 

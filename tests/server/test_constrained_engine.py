@@ -16,16 +16,16 @@ from plain_constrained import PlainConstrained, Written, written
 from plain_engine import END_ID, PLAIN_IDS, fake_logprob, plain_engine, plain_token
 from plain_sampler import plain_token_of
 
+from agentflow.engine.client import EngineClient
+from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
+from agentflow.engine.grammar.dfa import Fsm
+from agentflow.engine.grammar.fsm_builder import build_fsm
+from agentflow.engine.grammar.regex import parse_regex
+from agentflow.engine.process.ipc import Finished, FromEngine, Submit
+from agentflow.engine.process.request_journal import EngineLedger
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.errors import RequestRefused
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.compiled_constraint import CompiledConstraint
-from agentflow.server.core.fsm import Fsm
-from agentflow.server.core.fsm_builder import build_fsm
-from agentflow.server.core.regex_syntax import parse_regex
-from agentflow.server.core.scheduler import SchedulerConfig
-from agentflow.server.engine_client import EngineClient
-from agentflow.server.engine_ledger import EngineLedger
-from agentflow.server.engine_messages import Finished, FromEngine, Submit
 
 PATTERNS = [
     r'\{"name": "[a-zA-Z ]{1,6}", "quick": (true|false), "answers": \[[0-9](, [0-9]){0,3}\]\}',

@@ -16,13 +16,13 @@ from process_engine import kill, process_engine
 from server.holds import Hold
 from test_constrained_engine import MACHINES, PATTERNS, Asked, ask, check_end, constraint
 
+from agentflow.engine.client import EngineClient
+from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
+from agentflow.engine.grammar.fsm_builder import build_fsm
+from agentflow.engine.grammar.regex import parse_regex
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.errors import RequestRefused
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.compiled_constraint import CompiledConstraint
-from agentflow.server.core.fsm_builder import build_fsm
-from agentflow.server.core.regex_syntax import parse_regex
-from agentflow.server.core.scheduler import SchedulerConfig
-from agentflow.server.engine_client import EngineClient
 
 ALL_ASKED = [
     Asked([7, 8, number], pattern, 60, jumps=jumps, logprobs=logprobs)

@@ -6,14 +6,14 @@ import anyio
 import pytest
 from process_engine import process_engine
 
+from agentflow.engine.client import EngineClient
+from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
+from agentflow.engine.grammar.fsm_builder import build_fsm
+from agentflow.engine.grammar.grammar_cache import MAX_GRAMMARS
+from agentflow.engine.grammar.regex import parse_regex
+from agentflow.engine.process import supervisor as engine_supervisor
+from agentflow.engine.process.ipc import Submit
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server import engine_supervisor
-from agentflow.server.compiled_constraint import CompiledConstraint
-from agentflow.server.core.fsm_builder import build_fsm
-from agentflow.server.core.regex_syntax import parse_regex
-from agentflow.server.engine_client import EngineClient
-from agentflow.server.engine_messages import Submit
-from agentflow.server.grammar_cache import MAX_GRAMMARS
 
 
 def constraint(word: str) -> CompiledConstraint:

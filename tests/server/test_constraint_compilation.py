@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field, TypeAdapter
 
+from agentflow.engine.grammar.compiler.compilation import compile_constraint
+from agentflow.engine.grammar.dfa import Fsm
 from agentflow.errors import BadArgument
 from agentflow.protocol.constraint import Constraint
-from agentflow.server.constraint_compilation import compile_constraint
-from agentflow.server.core.fsm import Fsm
 from benchmarks.text_walks import takes, text_under, walk
 
 
@@ -408,7 +408,7 @@ def test_the_key_is_of_what_determines_the_result():
 
 CHAIN = """
 from agentflow.protocol.constraint import Constraint
-from agentflow.server.constraint_compilation import compile_constraint
+from agentflow.engine.grammar.compiler.compilation import compile_constraint
 rules = "".join(f"r{n}: r{n + 1}\\n" for n in range(%d))
 print(compile_constraint(Constraint("grammar", f'start: r0\\n{rules}r%d: "a"')).form)
 """

@@ -10,11 +10,11 @@ from anyio import wait_all_tasks_blocked
 from server.compile_loaders import LOADER
 from server.holds import Hold
 
+from agentflow.engine.grammar.compiler import compiler as compiler_module
+from agentflow.engine.grammar.compiler.compiler import MAX_LATENESS, ConstraintCompiler, constraint_compiler
+from agentflow.engine.grammar.compiler.worker import CompileWorker
 from agentflow.errors import AgentflowError, BadArgument, NotSupported, Overloaded, RequestRefused
 from agentflow.protocol.constraint import MAX_SOURCE_CHARS, Constraint
-from agentflow.server import constraint_compiler as compiler_module
-from agentflow.server.compile_worker import CompileWorker
-from agentflow.server.constraint_compiler import MAX_LATENESS, ConstraintCompiler, constraint_compiler
 from agentflow.server.limits import CompileLimits
 
 pytestmark = pytest.mark.anyio

@@ -10,8 +10,8 @@ import small_tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.server.detokenizer import Detokenizer
-from agentflow.server.tokenizer import Tokenizer
+from agentflow.engine.text.detokenizer import Detokenizer
+from agentflow.engine.text.tokenizer import Tokenizer
 
 # Few tokens, of which many begin or end inside a character.
 PIECES = ["é", "日", "日本", "👩", "a", "ab", "ba", " a", "a👩"]

@@ -16,14 +16,11 @@ from hypothesis import strategies as st
 from plain_engine import END_ID, PLAIN_IDS, alone, fake_logprob, plain_engine, plain_token, runner
 from small_tokenizers import byte_level
 
-from agentflow.errors import BadModelFolder, EngineFailed, Overloaded, PromptTooLong
-from agentflow.protocol.sampling import SamplingParams
-from agentflow.runtime.task_group import open_task_group
-from agentflow.server.core.batch import Batch
-from agentflow.server.core.scheduler import SchedulerConfig
-from agentflow.server.engine import Engine
-from agentflow.server.engine_client import EngineClient, running_engine
-from agentflow.server.engine_messages import (
+from agentflow.engine.batch import Batch
+from agentflow.engine.client import EngineClient, running_engine
+from agentflow.engine.engine import Engine
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.process.ipc import (
     Abort,
     EngineStats,
     Failed,
@@ -38,9 +35,12 @@ from agentflow.server.engine_messages import (
     Submit,
     ToEngine,
 )
-from agentflow.server.fake_runner import FakeRunner
-from agentflow.server.runner import AcceleratorFault, OutOfMemory
-from agentflow.server.tokenizer import Tokenizer
+from agentflow.engine.runner import AcceleratorFault, OutOfMemory
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.text.tokenizer import Tokenizer
+from agentflow.errors import BadModelFolder, EngineFailed, Overloaded, PromptTooLong
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.runtime.task_group import open_task_group
 
 pytestmark = pytest.mark.anyio
 

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from plain_engine import alone, fake_logprob, plain_engine, plain_token
 
 import agentflow as af
+from agentflow.engine.client import EngineClient
+from agentflow.engine.generator import MAX_INLINE_CHARS, EngineContext, EngineGenerator
+from agentflow.engine.process.ipc import Submit
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.text import token_spans, token_state
+from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.generator import StateHint, Stats
-from agentflow.server import token_spans, token_state
-from agentflow.server.chat_template import ChatTemplate
-from agentflow.server.core.scheduler import SchedulerConfig
-from agentflow.server.engine_client import EngineClient
-from agentflow.server.engine_generator import MAX_INLINE_CHARS, EngineContext, EngineGenerator
-from agentflow.server.engine_messages import Submit
 from agentflow.server.tenant import Tenant
 
 pytestmark = pytest.mark.anyio

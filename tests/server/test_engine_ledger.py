@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.server.engine_ledger import MAX_DEATHS, EngineLedger
-from agentflow.server.engine_messages import Failed, Finished, Progress, Started, Submit
+from agentflow.engine.process.ipc import Failed, Finished, Progress, Started, Submit
+from agentflow.engine.process.request_journal import MAX_DEATHS, EngineLedger
 
 
 def submit(number: int) -> Submit:

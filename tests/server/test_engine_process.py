@@ -16,11 +16,11 @@ from plain_engine import plain_engine
 from process_engine import LENGTH, PLAIN, generate, kill, process_engine, text_after
 from server.holds import Hold
 
+from agentflow.engine.client import EngineClient
+from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.process.ipc import Finished
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.app import create_app
-from agentflow.server.engine_client import EngineClient
-from agentflow.server.engine_generator import EngineGenerator
-from agentflow.server.engine_messages import Finished
 from agentflow.server.models import one_model
 
 pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]

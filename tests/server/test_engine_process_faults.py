@@ -14,12 +14,12 @@ from process_engine import PLAIN, generate, process_engine, text_after
 from server.engine_loaders import POISON, SLOW_POISON, start
 from server.holds import Hold
 
+from agentflow.engine.process.engine_child import EngineChild
+from agentflow.engine.process.engine_frames import from_engine_decoder
+from agentflow.engine.process.ipc import Finished, Submit
+from agentflow.engine.process.message_frames import to_frame
 from agentflow.errors import AgentflowError, BadModelFolder, EngineFailed, Overloaded
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.engine_child import EngineChild
-from agentflow.server.engine_frames import from_engine_decoder
-from agentflow.server.engine_messages import Finished, Submit
-from agentflow.server.message_frames import to_frame
 
 pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
 
@@ -64,7 +64,7 @@ def children(pid: int) -> list[int]:
     """Engine processes below a process."""
     import psutil
 
-    return [p.pid for p in psutil.Process(pid).children() if "agentflow.server.engine_process" in p.cmdline()]
+    return [p.pid for p in psutil.Process(pid).children() if "agentflow.engine.process.worker" in p.cmdline()]
 
 
 async def test_killed_at_each_load_the_server_does_not_start():
@@ -158,7 +158,7 @@ import sys
 import anyio
 from fake_engine import TOKENIZER
 from server.engine_loaders import start
-from agentflow.server.engine_supervisor import supervised_engine
+from agentflow.engine.process.supervisor import supervised_engine
 from agentflow.protocol.sampling import SamplingParams
 
 async def main():

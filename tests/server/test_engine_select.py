@@ -12,13 +12,13 @@ from plain_engine import fake_logprob, plain_engine, runner
 from process_engine import Hold, kill, process_engine
 
 import agentflow as af
+from agentflow.engine.client import EngineClient
+from agentflow.engine.generator import EngineContext, EngineGenerator
+from agentflow.engine.process.ipc import Finished
+from agentflow.engine.runner import OutOfMemory
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.text.choice_scoring import scores_of
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.choice_scoring import scores_of
-from agentflow.server.core.scheduler import SchedulerConfig
-from agentflow.server.engine_client import EngineClient
-from agentflow.server.engine_generator import EngineContext, EngineGenerator
-from agentflow.server.engine_messages import Finished
-from agentflow.server.runner import OutOfMemory
 
 pytestmark = pytest.mark.anyio
 

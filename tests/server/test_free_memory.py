@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentflow.engine import machine as free_memory_module
+from agentflow.engine.machine import FreeMemory, free_host_bytes, free_memory
 from agentflow.errors import EngineFailed
-from agentflow.server import free_memory as free_memory_module
-from agentflow.server.free_memory import FreeMemory, free_host_bytes, free_memory
 
 AVAILABLE = 10_000
 V1, V2 = "7:cpu,memory:", "0::"

@@ -15,10 +15,16 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
+from agentflow.engine.store.gguf import convert_gguf
+from agentflow.engine.store.model_store import (
+    DEFAULT_MODEL,
+    KNOWN_MODELS,
+    ModelSource,
+    pull_source,
+    resolve_model,
+)
+from agentflow.engine.store.pip_download import Report
 from agentflow.errors import PullFailed
-from agentflow.server.gguf_conversion import convert_gguf
-from agentflow.server.model_store import DEFAULT_MODEL, KNOWN_MODELS, ModelSource, pull_source, resolve_model
-from agentflow.server.pip_download import Report
 from agentflow.server.pull_progress import Silent
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER = 64, 4, 2, 16, 96

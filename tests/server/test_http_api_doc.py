@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from agentflow.server.core.request import MAX_PRIORITY
+from agentflow.engine.request import MAX_PRIORITY
 from agentflow.server.openai_chat_types import MAX_MESSAGES, ChatRequest
 from agentflow.server.openai_completion_types import TextRequest
 from agentflow.server.openai_sampling import MAX_TOLD_TOKENS

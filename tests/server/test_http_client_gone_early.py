@@ -16,12 +16,12 @@ from fake_engine import TOKENIZER, FakeEngine
 from leaving_clients import PATHS, Heard, asking, goes, post, wait_until
 from server.holds import Hold
 
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.generator import MAX_INLINE_CHARS
+from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler
+from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.constraint import Constraint
 from agentflow.server.api_call import ApiCall
-from agentflow.server.constraint_compiler import ConstraintCompiler
-from agentflow.server.engine_generator import MAX_INLINE_CHARS
-from agentflow.server.fake_runner import FakeRunner
-from agentflow.server.tokenizer import Tokenizer
 
 TEXT = "The quick brown fox"
 LONG = TEXT * (MAX_INLINE_CHARS // len(TEXT) + 1)

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from server.plain_constrained import PlainConstrained
 from server.small_tokenizers import byte_level, byte_level_of, sentencepiece
 
-from agentflow.server.compiled_constraint import CompiledConstraint
-from agentflow.server.core.fsm import Fsm
-from agentflow.server.core.fsm_builder import build_fsm
-from agentflow.server.core.fsm_grammar import FsmGrammar
-from agentflow.server.core.grammar import is_allowed
-from agentflow.server.core.jump_forward import ConstrainedText
-from agentflow.server.core.regex_syntax import parse_regex
-from agentflow.server.grammar_cache import GrammarCache
-from agentflow.server.llguidance_grammar import ALL_TOKENS_ALLOWED
-from agentflow.server.tokenizer import Tokenizer
+from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
+from agentflow.engine.grammar.dfa import Fsm
+from agentflow.engine.grammar.fsm_builder import build_fsm
+from agentflow.engine.grammar.grammar import is_allowed
+from agentflow.engine.grammar.grammar_cache import GrammarCache
+from agentflow.engine.grammar.jump_forward import ConstrainedText
+from agentflow.engine.grammar.llguidance import ALL_TOKENS_ALLOWED
+from agentflow.engine.grammar.regex import parse_regex
+from agentflow.engine.grammar.token_dfa import FsmGrammar
+from agentflow.engine.text.tokenizer import Tokenizer
 
 WORDS = [
     "na",

@@ -14,12 +14,12 @@ from fake_engine import FakeEngine
 from refusing_servers import KEY, tenants
 from test_api_call import Exchange, exchange, service
 
+from agentflow.engine.generator import PIECE_CHARS
 from agentflow.errors import Overloaded
 from agentflow.protocol.given_object import OBJECT_BOUNDS
 from agentflow.protocol.json_bounds import BODY_BOUNDS, PIECE_BYTES
 from agentflow.server.api_call import SMALL_BODY_BYTES, ApiCall
 from agentflow.server.completion import COUNTED_CONTEXTS
-from agentflow.server.engine_generator import PIECE_CHARS
 from agentflow.server.openai_chat_types import ChatRequest
 from agentflow.server.rate_limit import BYTES_PER_TOKEN, MINUTE_NS, TenantGate
 from agentflow.server.tenant import Tenant
@@ -189,7 +189,7 @@ def test_large_bodies_are_decoded_beside_the_event_loop(
 def test_a_conversation_of_many_calls_is_laid_out_beside_the_event_loop(
     server: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from agentflow.server import conversation_context
+    from agentflow.engine import conversation_context
 
     threads: list[int] = []
     use = conversation_context.tool_use

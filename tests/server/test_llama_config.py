@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from agentflow.engine.models.config import read_config
+from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.errors import BadModelFolder
-from agentflow.server.model.config import read_config
-from agentflow.server.model.torch_runner import TorchRunner
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -12,7 +12,7 @@ from runner_driver import Driver
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from agentflow.server.model.torch_runner import TorchRunner
+from agentflow.engine.models.torch_runner import TorchRunner
 
 SIZES = {
     "vocab_size": 320,

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 from small_tokenizers import byte_level, byte_level_of, sentencepiece
 
+from agentflow.engine.grammar import llguidance as llguidance_grammar
+from agentflow.engine.grammar.compiler.compilation import compile_constraint
+from agentflow.engine.grammar.dfa import DEAD, START
+from agentflow.engine.grammar.fsm_builder import build_fsm
+from agentflow.engine.grammar.grammar import is_allowed
+from agentflow.engine.grammar.llguidance import ALL_TOKENS_ALLOWED, LlguidanceGrammar, LlguidanceVocabulary
+from agentflow.engine.grammar.llguidance_pattern import pattern_of
+from agentflow.engine.grammar.regex import parse_regex
+from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import RequestRefused
 from agentflow.protocol.constraint import Constraint
-from agentflow.server import llguidance_grammar
-from agentflow.server.constraint_compilation import compile_constraint
-from agentflow.server.core.fsm import DEAD, START
-from agentflow.server.core.fsm_builder import build_fsm
-from agentflow.server.core.grammar import is_allowed
-from agentflow.server.core.regex_syntax import parse_regex
-from agentflow.server.llguidance_grammar import ALL_TOKENS_ALLOWED, LlguidanceGrammar, LlguidanceVocabulary
-from agentflow.server.llguidance_pattern import pattern_of
-from agentflow.server.tokenizer import Tokenizer
 from benchmarks.text_walks import BYTE_VOCABULARY, SingleBytes
 
 WORDS = ["abc", "abcd", '{"a": ', '"}', "], ", "1234", "é", "日本", "</t", "</tag>", "\n\n", "true"]

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.errors import BadArgument, BadModelFolder
-from agentflow.server.memory_shares import (
+from agentflow.engine.memory_shares import (
     MIN_KV_TOKENS,
     PROCESS_BYTES,
     WANTED_KV_TOKENS,
@@ -18,6 +17,7 @@ from agentflow.server.memory_shares import (
     memory_need,
     share_memory,
 )
+from agentflow.errors import BadArgument, BadModelFolder
 
 NEEDS = st.lists(
     st.builds(

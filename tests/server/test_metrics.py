@@ -19,24 +19,24 @@ from server.compile_loaders import LOADER
 from server.holds import Hold
 from wire_peer import WireGenerator
 
+from agentflow.engine.client import EngineClient
+from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
+from agentflow.engine.grammar.compiler.compiler import constraint_compiler
+from agentflow.engine.grammar.fsm_builder import build_fsm
+from agentflow.engine.grammar.regex import parse_regex
+from agentflow.engine.process.ipc import EngineStats, Failed, Finished, Origin, Progress, Started, Submit
+from agentflow.engine.step_times import PHASES, STEP_BOUNDS_S, BucketCounts, StepTimes
 from agentflow.errors import EngineFailed, RequestRefused
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.generator import Generator, Stats
 from agentflow.server import metrics as metrics_module
 from agentflow.server.app import create_app
-from agentflow.server.compiled_constraint import CompiledConstraint
-from agentflow.server.constraint_compiler import constraint_compiler
-from agentflow.server.core.fsm_builder import build_fsm
-from agentflow.server.core.regex_syntax import parse_regex
-from agentflow.server.engine_client import EngineClient
-from agentflow.server.engine_generator import EngineGenerator
-from agentflow.server.engine_messages import EngineStats, Failed, Finished, Origin, Progress, Started, Submit
 from agentflow.server.limits import CompileLimits
 from agentflow.server.metrics import EngineTotals, ServerMetrics
 from agentflow.server.models import EngineModel, Models, one_model
 from agentflow.server.request_times import MAX_TENANTS, OTHER_TENANTS, WAIT_BOUNDS_S, RequestTimes, TokenUse
-from agentflow.server.step_times import PHASES, STEP_BOUNDS_S, BucketCounts, StepTimes
 
 pytestmark = pytest.mark.anyio
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from pull_in_child import write_tiny_folder
 
+from agentflow.engine.store.model_store import resolve_model
 from agentflow.errors import BadModelFolder
-from agentflow.server.model_store import resolve_model
 
 
 def _tiny_folder(folder: Path) -> Path:

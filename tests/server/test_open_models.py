@@ -11,18 +11,18 @@ import torch
 from safetensors.torch import save_file
 from small_tokenizers import byte_level, write_folder
 
-from agentflow.errors import BadArgument
-from agentflow.protocol.sampling import SamplingParams
-from agentflow.server import open_models as open_models_module
-from agentflow.server.free_memory import FreeMemory
-from agentflow.server.local_engine import EngineOptions
-from agentflow.server.memory_shares import (
+from agentflow.engine.local_engine import EngineOptions
+from agentflow.engine.machine import FreeMemory
+from agentflow.engine.memory_shares import (
     PROCESS_BYTES,
     WANTED_KV_TOKENS,
     MemoryNeed,
     memory_need,
     share_memory,
 )
+from agentflow.errors import BadArgument
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.server import open_models as open_models_module
 from agentflow.server.models import EngineModel
 from agentflow.server.open_models import MEMORY_SHARE, open_models
 from agentflow.server.tenant import NOBODY_ELSE
@@ -85,7 +85,7 @@ def fix_free(monkeypatch: pytest.MonkeyPatch, free: FreeMemory) -> None:
 
 def engine_processes() -> list[psutil.Process]:
     return [
-        child for child in psutil.Process().children() if "agentflow.server.engine_process" in child.cmdline()
+        child for child in psutil.Process().children() if "agentflow.engine.process.worker" in child.cmdline()
     ]
 
 

@@ -15,8 +15,8 @@ from fake_engine import TOKENIZER, FakeEngine
 from http_clients import CLIENTS, ClientKind
 from openai_peer import MESSAGES, called, logit_engine_of_server, sync_client
 
+from agentflow.engine.fake_runner import FakeRunner
 from agentflow.server.api_keys import Tenants, hashed_key
-from agentflow.server.fake_runner import FakeRunner
 from agentflow.server.limits import HttpLimits
 from agentflow.server.rate_limit import TenantGate
 

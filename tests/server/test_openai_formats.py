@@ -16,7 +16,7 @@ from fake_engine import TOKENIZER, FakeEngine
 from http_clients import CLIENTS, ClientKind, only_asyncio
 from openai_peer import MESSAGES, async_client, called, logit_engine_of_server, sync_client
 
-from agentflow.server.fake_runner import FakeRunner
+from agentflow.engine.fake_runner import FakeRunner
 
 FREE_TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 

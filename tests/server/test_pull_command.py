@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from agentflow.engine.store import model_store
 from agentflow.kernels import native_library
-from agentflow.server import model_store
 from agentflow.server.pull_command import COMMAND
 
 

@@ -7,12 +7,12 @@ import contextlib
 import msgspec
 import pytest
 
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.intake import check_intake, request_of
+from agentflow.engine.process.ipc import Origin, Submit
+from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.errors import BadArgument, PromptTooLong
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.core.scheduler import Scheduler, SchedulerConfig
-from agentflow.server.engine_messages import Origin, Submit
-from agentflow.server.fake_runner import FakeRunner
-from agentflow.server.request_intake import check_intake, request_of
 
 
 def submitted(origin: Origin) -> Submit:

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plain_sampler import MASK, plain_choice, plain_uniform
 
+from agentflow.engine.batch import SampledRows, ScoredTokens, TokenMasks
+from agentflow.engine.models.sampler import choose_tokens, uniforms
 from agentflow.kernels import cpu_ops, native_ops, torch_choice
 from agentflow.kernels.choice_rows import ChoiceRows
 from agentflow.kernels.ops import Kernels
-from agentflow.server.core.batch import SampledRows, ScoredTokens, TokenMasks
-from agentflow.server.model.sampler import choose_tokens, uniforms
 
 Row = tuple[float, int, float, float, int, int]
 KERNELS = pytest.mark.parametrize("kernels", [cpu_ops, native_ops], ids=["torch", "native"])

@@ -15,9 +15,9 @@ from plain_engine import PLAIN_IDS, Expected
 
 import agentflow as af
 from agentflow.backends.remote import Remote
+from agentflow.engine.generator import EngineGenerator
 from agentflow.protocol.backend import Backend
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.models import one_model
 from agentflow.server.serve import running_server
 

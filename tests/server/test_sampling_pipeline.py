@@ -17,16 +17,16 @@ from logit_runner import alone_by_logits, logit_engine, logit_runner, logits_aft
 from plain_engine import END_ID, PLAIN_IDS
 from plain_sampler import MASK, plain_token_of
 
+from agentflow.engine.batch import SampledRows
+from agentflow.engine.engine import Engine
+from agentflow.engine.models.sampler import choose_tokens
+from agentflow.engine.process.ipc import Finished, Origin, Progress, Stop, Submit
+from agentflow.engine.request import Request
+from agentflow.engine.scheduling.sampling_table import SamplingTable
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.errors import BadArgument
 from agentflow.kernels import cpu_ops, native_ops
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.core.batch import SampledRows
-from agentflow.server.core.request import Request
-from agentflow.server.core.sampling_table import SamplingTable
-from agentflow.server.core.scheduler import SchedulerConfig
-from agentflow.server.engine import Engine
-from agentflow.server.engine_messages import Finished, Origin, Progress, Stop, Submit
-from agentflow.server.model.sampler import choose_tokens
 
 VOCAB = 24
 tokens = st.integers(0, VOCAB - 1)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentflow.engine.grammar.compiler.compilation import compile_constraint
+from agentflow.engine.grammar.compiler.schema_finite import has_finite_value
 from agentflow.errors import BadArgument
 from agentflow.protocol.constraint import Constraint
-from agentflow.server.constraint_compilation import compile_constraint
-from agentflow.server.schema_finite import has_finite_value
 
 NAMES = "abc"
 references = st.sampled_from([{"$ref": f"#/$defs/{name}"} for name in NAMES])

@@ -8,11 +8,11 @@ from core.schema_strategies import schemas, valid_value, written
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.server.compiled_constraint import CompiledConstraint
-from agentflow.server.constraint_compilation import _lark_of_schema
-from agentflow.server.core.fsm_builder import build_fsm
-from agentflow.server.core.json_schema import schema_to_regex
-from agentflow.server.schema_check import read_schema
+from agentflow.engine.grammar.compiler.compilation import _lark_of_schema
+from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
+from agentflow.engine.grammar.compiler.schema_check import read_schema
+from agentflow.engine.grammar.fsm_builder import build_fsm
+from agentflow.engine.grammar.json_schema import schema_to_regex
 from benchmarks.text_walks import takes, text_under, walk
 
 

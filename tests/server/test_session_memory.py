@@ -13,6 +13,7 @@ from fake_engine import TEMPLATE
 from plain_engine import plain_engine
 
 from agentflow.backends.scripted import ScriptedGenerator
+from agentflow.engine.generator import EngineGenerator
 from agentflow.errors import Overloaded
 from agentflow.protocol import ops
 from agentflow.protocol.constraint import Constraint
@@ -21,7 +22,6 @@ from agentflow.protocol.sampling import SamplingParams
 from agentflow.protocol.transform import Transform
 from agentflow.runtime.held_memory import HeldMemory, Holding
 from agentflow.runtime.interpreter import Interpreter
-from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.tenant_memory import TenantMemory
 
 GREEDY = SamplingParams(max_tokens=4)

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentflow.engine.grammar.compiler.compilation import compile_constraint
+from agentflow.engine.grammar.llguidance import LlguidanceGrammar
 from agentflow.errors import BadArgument
 from agentflow.protocol.constraint import Constraint
-from agentflow.server.constraint_compilation import compile_constraint
-from agentflow.server.llguidance_grammar import LlguidanceGrammar
 from benchmarks.text_walks import BYTE_VOCABULARY, text_under, walk
 
 CALL = {"begin": "<call>", "kind": "schema", "source": '{"type": "integer"}', "end": "</call>"}

@@ -11,13 +11,13 @@ from fake_engine import TEMPLATE, TOKENIZER, FakeEngine
 from wire_peer import WireGenerator
 
 import agentflow as af
+from agentflow.engine.process.ipc import Origin
 from agentflow.errors import NotAuthorized, Overloaded, PromptTooLong, RateLimited
 from agentflow.protocol.chat import CalledTool, Message, ToolSpec
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.completion import completing
 from agentflow.server.completion_request import CompletionRequest, TokenIds
-from agentflow.server.engine_messages import Origin
 from agentflow.server.limits import ServerLimits
 from agentflow.server.models import EngineModel
 from agentflow.server.rate_limit import MINUTE_NS, TenantGate

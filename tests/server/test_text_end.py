@@ -12,10 +12,10 @@ import small_tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentflow.engine.text import stop_pattern
+from agentflow.engine.text.text_end import TextEnd
+from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import BadArgument, RequestRefused
-from agentflow.server import stop_pattern
-from agentflow.server.text_end import TextEnd
-from agentflow.server.tokenizer import Tokenizer
 
 # Words over a, b and é, so that stops occur, overlap and straddle tokens; é and 👩 also in halves.
 WORDS = ["ab", "ba", "aab", "abab", "bbé", "éa", "é", "b👩a"]

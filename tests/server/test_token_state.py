@@ -25,11 +25,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.engine.text.token_state import TokenState
+from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import BadArgument, NotSupported
 from agentflow.protocol.chat import Message
-from agentflow.server.chat_template import ChatTemplate
-from agentflow.server.token_state import TokenState
-from agentflow.server.tokenizer import Tokenizer
 
 
 @given(script=scripts(with_ids=True))

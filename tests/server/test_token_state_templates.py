@@ -17,10 +17,10 @@ from conversations import (
 )
 from hypothesis import given
 
+from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.engine.text.token_state import TokenState
+from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import NotSupported
-from agentflow.server.chat_template import ChatTemplate
-from agentflow.server.token_state import TokenState
-from agentflow.server.tokenizer import Tokenizer
 
 
 def test_thoughts_that_the_template_drops_later() -> None:

@@ -15,8 +15,8 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import BadArgument, BadModelFolder
-from agentflow.server.tokenizer import Tokenizer
 
 FAMILIES = {
     "byte_level": small_tokenizers.byte_level(plain_added=["<think>", "    "]),
@@ -368,7 +368,7 @@ def test_importing_loads_no_model_library() -> None:
     script = f"""
 import importlib, sys
 for name in {json.dumps(modules)}:
-    importlib.import_module("agentflow.server." + name)
+    importlib.import_module("agentflow.engine.text." + name)
 print(sorted({{"torch", "transformers"}} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

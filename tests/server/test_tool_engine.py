@@ -26,15 +26,15 @@ from tool_requests import (
 )
 from tool_template_shapes import MARKS, TEMPLATES, TOKENIZER
 
+from agentflow.engine.client import EngineClient, running_engine
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.grammar.compiler.compilation import compile_constraint
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.engine.text.token_state import TokenState
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice
 from agentflow.protocol.reply import CallBegun, Piece, TextPiece
-from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.completion_request import CompletionRequest
-from agentflow.server.constraint_compilation import compile_constraint
-from agentflow.server.core.scheduler import SchedulerConfig
-from agentflow.server.engine_client import EngineClient, running_engine
-from agentflow.server.fake_runner import FakeRunner
-from agentflow.server.token_state import TokenState
 
 # The fake model likes marks, JSON and its end, in no order.
 

@@ -7,12 +7,12 @@ import json
 import pytest
 from tool_template_shapes import LLAMA, MISTRAL, TEMPLATES, TOKENS, WITHOUT_TOOLS
 
+from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.engine.text.chat_values import ToolDialect
+from agentflow.engine.text.tool_format import FALLBACK, ToolFormat, tool_format
+from agentflow.engine.text.tool_messages import as_plain_messages
 from agentflow.errors import NotSupported
 from agentflow.protocol.chat import CalledTool, Message, ToolSpec
-from agentflow.server.chat_template import ChatTemplate
-from agentflow.server.chat_values import ToolDialect
-from agentflow.server.tool_format import FALLBACK, ToolFormat, tool_format
-from agentflow.server.tool_messages import as_plain_messages
 
 HERMES_FORM = ToolFormat("<tool_call>\n", "\n</tool_call>")
 MISTRAL_FORM = ToolFormat("[TOOL_CALLS] ", "", is_list=True, before="", between=None)

@@ -21,12 +21,12 @@ from tool_template_shapes import (
     TOKENS,
 )
 
+from agentflow.engine.grammar.grammar_cache import GrammarCache
+from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.engine.text.detokenizer import Detokenizer
+from agentflow.engine.text.token_state import TokenState
+from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.chat import CalledTool, Message, ToolSpec
-from agentflow.server.chat_template import ChatTemplate
-from agentflow.server.detokenizer import Detokenizer
-from agentflow.server.grammar_cache import GrammarCache
-from agentflow.server.token_state import TokenState
-from agentflow.server.tokenizer import Tokenizer
 
 SENTENCEPIECE = {
     prepend: Tokenizer(

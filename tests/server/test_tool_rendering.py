@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tool_template_shapes import SPECIAL, TEMPLATES, TOKENIZER
 
+from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.engine.text.token_state import TokenState
 from agentflow.errors import BadArgument, NotSupported
 from agentflow.protocol.chat import CalledTool, Message, ToolSpec
-from agentflow.server.chat_template import ChatTemplate
-from agentflow.server.token_state import TokenState
 
 harmless = st.text(st.sampled_from("the an \n{}\"'é日"), max_size=8)
 hostile = harmless | st.lists(

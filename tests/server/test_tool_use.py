@@ -25,13 +25,13 @@ from tool_requests import (
 )
 from tool_template_shapes import TEMPLATES
 
+from agentflow.engine.grammar.compiler.compilation import compile_constraint
+from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
+from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.errors import BadArgument, NotSupported
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice
 from agentflow.protocol.constraint import Constraint
-from agentflow.server.chat_template import ChatTemplate
-from agentflow.server.compiled_constraint import CompiledConstraint
 from agentflow.server.completion_request import TokenIds
-from agentflow.server.constraint_compilation import compile_constraint
 from benchmarks.text_walks import text_under, walk
 
 

@@ -12,16 +12,16 @@ from runner_driver import Driver
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from agentflow.engine.batch import LogitEdits
+from agentflow.engine.models.config import read_config
+from agentflow.engine.models.kv_pool import KvPool
+from agentflow.engine.models.loader import load_llama
+from agentflow.engine.models.torch_runner import TorchRunner, device_failure
+from agentflow.engine.runner import AcceleratorFault, OutOfMemory
 from agentflow.errors import BadArgument, UnknownModel
 from agentflow.kernels.attention_batch import AttentionBatch
 from agentflow.kernels.forward_input import ForwardInput
 from agentflow.kernels.ops import kernels_for
-from agentflow.server.core.batch import LogitEdits
-from agentflow.server.model.config import read_config
-from agentflow.server.model.kv_pool import KvPool
-from agentflow.server.model.loader import load_llama
-from agentflow.server.model.torch_runner import TorchRunner, device_failure
-from agentflow.server.runner import AcceleratorFault, OutOfMemory
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from test_llama_family import saved_model
 from transformers import PreTrainedModel
 
+from agentflow.engine.models.torch_runner import TorchRunner
+from agentflow.engine.request import Request
+from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from agentflow.engine.token_tree import token_tree
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.core.request import Request
-from agentflow.server.core.scheduler import Scheduler, SchedulerConfig
-from agentflow.server.core.token_tree import token_tree
-from agentflow.server.model.torch_runner import TorchRunner
 
 TOLERANCE = 1e-4
 

@@ -14,10 +14,10 @@ from server import compile_loaders
 from server.holds import Hold
 from wire_peer import gen
 
+from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.grammar.compiler.compiler import constraint_compiler
 from agentflow.protocol import ops
 from agentflow.protocol.constraint import Constraint
-from agentflow.server.constraint_compiler import constraint_compiler
-from agentflow.server.engine_generator import EngineGenerator
 from agentflow.server.sessions import open_sessions
 
 pytestmark = pytest.mark.anyio

@@ -21,15 +21,15 @@ from process_engine import PLAIN, PROMPT, generate, kill, process_engine
 from server.holds import Hold
 
 from agentflow import cli
+from agentflow.engine.client import EngineClient
+from agentflow.engine.process.ipc import Origin
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.simulator import recording as workload_recording
+from agentflow.engine.simulator.recording import recording
+from agentflow.engine.simulator.simulation import simulate
+from agentflow.engine.simulator.workload import Arrival, open_sink, read_workload
 from agentflow.errors import BadArgument, PromptTooLong
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server import workload_recording
-from agentflow.server.core.scheduler import SchedulerConfig
-from agentflow.server.engine_client import EngineClient
-from agentflow.server.engine_messages import Origin
-from agentflow.server.simulator.simulation import simulate
-from agentflow.server.simulator.workload import Arrival, open_sink, read_workload
-from agentflow.server.workload_recording import recording
 
 pytestmark = pytest.mark.anyio
 

@@ -14,11 +14,11 @@ from process_engine import process_engine
 from wire_peer import gen
 
 from agentflow.backends.interpreted import interpreted
+from agentflow.engine.generator import EngineGenerator
 from agentflow.errors import RunFailed
 from agentflow.protocol import ops
 from agentflow.protocol.events import MAX_CAUSES, ErrorInfo, Event, StateFailed, VarFailed
 from agentflow.protocol.ops import MAX_NUMBER, Op
-from agentflow.server.engine_generator import EngineGenerator
 
 pytestmark = pytest.mark.anyio
 

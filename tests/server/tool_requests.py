@@ -9,13 +9,13 @@ import jsonschema
 from msgspec.structs import replace
 from tool_template_shapes import TEMPLATES, TOKENIZER, WITHOUT_TOOLS
 
+from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.engine.text.token_state import TokenState
+from agentflow.engine.text.tools import ToolUse, tool_use
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.protocol.reply import Arguments, CallBegun, Piece, TextPiece
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.chat_template import ChatTemplate
 from agentflow.server.completion_request import CompletionRequest
-from agentflow.server.token_state import TokenState
-from agentflow.server.tool_use import ToolUse, tool_use
 
 ALL = {**TEMPLATES, **{name: WITHOUT_TOOLS[name] for name in ("chatml", "inst")}}
 WEATHER = ToolSpec(

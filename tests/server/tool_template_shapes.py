@@ -5,8 +5,8 @@ from __future__ import annotations
 import small_tokenizers
 from server import chat_template_shapes as shapes
 
-from agentflow.server.chat_template import ChatTemplate
-from agentflow.server.tokenizer import Tokenizer
+from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.engine.text.tokenizer import Tokenizer
 
 # As of Qwen2.5 and Hermes: tools in the system turn, calls between marks, results in user turns.
 HERMES = """{%- if tools %}

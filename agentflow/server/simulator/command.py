@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.simulator.cost_model import CostModel, default_cost
+from agentflow.engine.simulator.simulation import simulate
+from agentflow.engine.simulator.summary import Summary, summarise
+from agentflow.engine.simulator.workload import Workload, read_workload
 from agentflow.errors import BadArgument
-from agentflow.server.core.scheduler import SchedulerConfig
-from agentflow.server.simulator.cost_model import CostModel, default_cost
-from agentflow.server.simulator.simulation import simulate
-from agentflow.server.simulator.summary import Summary, summarise
-from agentflow.server.simulator.workload import Workload, read_workload
 
 
 @dataclass(frozen=True)

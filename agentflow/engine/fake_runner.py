@@ -1,0 +1,157 @@
+"""A deterministic stand-in for a model, so that everything above the runner can be tested without torch.
+
+Its "KV" is the token id and position that was written to each slot. The next token is a hash of
+all tokens the page table shows, so a wrong slot, a wrong order or a slot that was given to somebody
+else changes the output; and a slot that does not hold the position it should raises at once.
+
+It has no logits: what edits logits is refused, except that a forbidden or masked token is never chosen. The
+likeliest tokens that it tells are the chosen one and those that follow it in number.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentflow.engine.batch import Batch, BatchOutput, LogitEdits, SampledRows, TokenMasks
+from agentflow.engine.grammar.grammar import TokenWords, is_allowed
+from agentflow.engine.runner import RunnerInfo, nothing
+
+NextToken = Callable[[NDArray[np.int64]], int | None]
+
+
+class FakeRunner:
+    """``next_token(tokens)`` may choose the token that follows; where it returns None, or is not
+    given, a hash chooses among ``vocab_size``. ``on_step`` is called with every batch before it
+    runs (from the engine's thread): tests hold a step there, or raise."""
+
+    def __init__(
+        self,
+        *,
+        num_slots: int = 4096,
+        vocab_size: int = 1000,
+        max_context: int = 2048,
+        end_token_ids: tuple[int, ...] = (),
+        next_token: NextToken | None = None,
+        on_step: Callable[[Batch], None] | None = None,
+    ) -> None:
+        self.info = RunnerInfo(
+            model="fake",
+            vocab_size=vocab_size,
+            max_context=max_context,
+            num_slots=num_slots,
+            end_token_ids=end_token_ids,
+            kv_bytes_per_token=16,
+            weight_bytes=0,
+        )
+        self._next_token = next_token
+        self._on_step = on_step
+        self._slot_tokens = np.full(num_slots, -1, dtype=np.int64)
+        self._slot_positions = np.full(num_slots, -1, dtype=np.int64)
+
+    def run(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> BatchOutput:
+        meanwhile()
+        if self._on_step is not None:
+            self._on_step(batch)
+        self._slot_tokens[batch.write_slots] = batch.token_ids
+        self._slot_positions[batch.write_slots] = batch.positions
+        slots_of_rows = _SlotsOfRows(batch)
+        seen = [
+            self._tokens_in(slots_of_rows.seen_by(row, int(batch.positions[row]) + 1))
+            for row in batch.sampled.rows.tolist()
+        ]
+        return self.choose(seen, batch.sampled)
+
+    def choose(self, seen: list[NDArray[np.int64]], sampled: SampledRows) -> BatchOutput:
+        """A token for each sampled row, of which ``seen`` are all tokens before it. Tests put another
+        model here."""
+        forbidden = _forbidden(sampled.edits, len(seen))
+        masks = _masks(sampled.masks)
+        tokens, logprobs = [], []
+        for i, before in enumerate(seen):
+            token = int(sampled.target_ids[i])
+            if token < 0:
+                token = self._choose(before, float(sampled.temperatures[i]), int(sampled.seeds[i]))
+                mask = masks.get(i)
+                while token in forbidden[i] or (mask is not None and not is_allowed(mask, token)):
+                    token = (token + 1) % self.info.vocab_size
+            tokens.append(token)
+            logprobs.append(_logprob(before, token))
+        scored: list[float] = []
+        if sampled.scored is not None:
+            pairs = zip(sampled.scored.rows.tolist(), sampled.scored.token_ids.tolist(), strict=True)
+            scored = [_logprob(seen[row], token) for row, token in pairs]
+        output = BatchOutput(
+            token_ids=np.array(tokens, dtype=np.int64),
+            logprobs=np.array(logprobs, dtype=np.float32) if sampled.needs_logprobs else None,
+            scored_logprobs=None if sampled.scored is None else np.array(scored, dtype=np.float32),
+        )
+        return output if sampled.top_counts is None else self._with_top(output, int(sampled.top_counts.max()))
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def _tokens_in(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        if not np.array_equal(self._slot_positions[slots], np.arange(len(slots))):
+            raise RuntimeError("the page table shows a slot that holds another position")
+        return self._slot_tokens[slots]
+
+    def _choose(self, seen: NDArray[np.int64], temperature: float, seed: int) -> int:
+        chosen = self._next_token(seen) if self._next_token is not None else None
+        if chosen is not None:
+            return chosen
+        salt = b"%d" % seed if temperature > 0 else b""
+        return zlib.crc32(seen.tobytes() + salt) % self.info.vocab_size
+
+    def _with_top(self, output: BatchOutput, count: int) -> BatchOutput:
+        assert output.logprobs is not None
+        rank = np.arange(count)
+        ids = (output.token_ids[:, None] + rank) % self.info.vocab_size
+        logprobs = output.logprobs[:, None] - rank.astype(np.float32)
+        return BatchOutput(output.token_ids, output.logprobs, ids, logprobs, output.scored_logprobs)
+
+
+class _SlotsOfRows:
+    """Which slots each row of a batch sees."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+        self._owners = np.repeat(np.arange(len(batch.query_lens)), batch.query_lens)
+        if batch.branches is not None:
+            lens = batch.branches.query_lens
+            self._trees = np.repeat(np.arange(len(lens)), lens)
+
+    def seen_by(self, row: int, end: int) -> NDArray[np.int64]:
+        """In the order of their positions, which are those below ``end``."""
+        batch, branches = self._batch, self._batch.branches
+        if row < len(self._owners):
+            return batch.page_table[batch.page_rows[self._owners[row]], :end].astype(np.int64)
+        assert branches is not None
+        branch = row - len(self._owners)
+        tree = self._trees[branch]
+        prefix = batch.page_table[branches.page_rows[tree], : branches.prefix_lens[tree]]
+        return np.concatenate((prefix, branches.paths[branch, : branches.path_lens[branch]]), dtype=np.int64)
+
+
+def _logprob(before: NDArray[np.int64], token: int) -> float:
+    return -(zlib.crc32(before.tobytes() + b"%d" % token) % 5000) / 1000
+
+
+def _masks(masks: TokenMasks | None) -> dict[int, TokenWords]:
+    """By the row that has it."""
+    return {} if masks is None else dict(zip(masks.rows.tolist(), masks.words, strict=True))
+
+
+def _forbidden(edits: LogitEdits | None, num_rows: int) -> list[set[int]]:
+    """Of each row the tokens that it may not choose."""
+    found: list[set[int]] = [set() for _ in range(num_rows)]
+    if edits is None:
+        return found
+    if len(edits.penalized_rows) or len(edits.biased_rows):
+        raise NotImplementedError("the fake model has no logits: it cannot do penalties and logit_bias")
+    for row, token in zip(edits.forbidden_rows.tolist(), edits.forbidden_ids.tolist(), strict=True):
+        found[row].add(token)
+    return found

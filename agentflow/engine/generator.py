@@ -1,0 +1,488 @@
+"""The engine as the interpreter sees it: contexts are token ids, so forks and turns are token-exact."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar, TypeVarTuple, Unpack
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from agentflow.engine.answer_memory import AnswerMemory
+from agentflow.engine.client import EngineClient, OnProgress, RequestObserver
+from agentflow.engine.conversation_context import fill_beside, num_chars, remember_answer
+from agentflow.engine.engine_context import EngineContext
+from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler
+from agentflow.engine.intake import check_intake
+from agentflow.engine.process.ipc import EngineStats, Finished, Origin, Progress
+from agentflow.engine.request import TopTokens
+from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.engine.text.choice_scoring import scores_of
+from agentflow.engine.text.choices import WINDOW_CHARS, EncodedChoices
+from agentflow.engine.text.reply_text import ReplyText
+from agentflow.engine.text.token_state import TokenState
+from agentflow.engine.text.tokenizer import Tokenizer
+from agentflow.errors import BadArgument, PromptTooLong, faults_of
+from agentflow.protocol.chat import Conversation
+from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.token_logprob import TokenLogprob, TopLogprobs
+from agentflow.runtime.generator import Capabilities, Generated, OnText, Scored, StateHint, Stats, Usage
+from agentflow.server.rate_limit import AdmittedRequest, TenantGate
+from agentflow.server.tenant import NOBODY_ELSE, Tenant
+
+ResultT = TypeVar("ResultT")
+ArgTs = TypeVarTuple("ArgTs")
+
+# Text longer than this is encoded in a worker thread: about a millisecond of encoding.
+MAX_INLINE_CHARS = 4000
+ENCODING_THREADS = 4
+# What a text is taken for until it is encoded.
+CHARS_PER_TOKEN = 4
+# Of a text that is probably too long so much is encoded at once: some tenths of a second.
+PIECE_CHARS = 65_536
+# A prefix about to be forked is computed ahead from so many uncomputed tokens on: below that, the
+# forks wait for each other no longer than for this.
+MIN_AHEAD_TOKENS = 32
+
+
+class EngineGenerator:
+    """A ``Generator`` on a running engine. One engine serves many sessions and many generators of
+    this kind; ``tenant`` separates their caches, and ``gate`` says how much it may ask for. ``name``: the
+    model's, where it is not what the engine calls it.
+    ``use_hints=False`` tells the engine nothing of the program: neither which requests continue one
+    state, nor which are siblings, nor what will be forked. ``compiler``: of constraints."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        template: ChatTemplate,
+        *,
+        name: str | None = None,
+        tenant: Tenant = NOBODY_ELSE,
+        gate: TenantGate | None = None,
+        use_hints: bool = True,
+        compiler: ConstraintCompiler | None = None,
+        patience_s: float | None = None,
+    ) -> None:
+        self.patience_s = patience_s
+        """Of requests over HTTP: nobody there is told to wait for longer."""
+        self._use_hints = use_hints
+        self._client = client
+        self.template = template
+        self.tenant = tenant
+        self.encoding_threads = anyio.CapacityLimiter(ENCODING_THREADS)
+        """Long texts of the tenant are encoded in; others have threads of their own."""
+        self.answers = AnswerMemory()
+        """Of the tenant, in conversations over HTTP."""
+        self._gate = gate
+        self._compiler = compiler
+        self._num_rerendered = 0
+        self._own = Usage()
+        info = client.info
+        self.capabilities = Capabilities(
+            model=name or info.model,
+            roles=template.has_template,
+            conversations=template.has_template,
+            max_context=info.max_context,
+            constraints=() if compiler is None else CONSTRAINT_KINDS,
+        )
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's."""
+        return self._client.tokenizer
+
+    def open(
+        self, cache_salt: str, *, program: str = "", priority: int = 0, patience_s: float | None = None
+    ) -> EngineContext:
+        """An empty state. ``program``: one consumer waits for all states that name it. ``priority``: of its
+        requests, within the tenant. ``patience_s``: who has waited so long goes first among those."""
+        origin = Origin(
+            self.tenant.name,
+            cache_salt,
+            state=self._new_number(),
+            task_group=_group_of(program) if program and self._use_hints else 0,
+            share=self.tenant.share,
+            priority=priority,
+            patience_s=patience_s,
+        )
+        return EngineContext(TokenState(self._client.tokenizer, self.template), origin)
+
+    def fill(self, context: EngineContext, text: str) -> None:
+        """Appends to the pending run of text, which is encoded when something ends it. ``PromptTooLong``, at
+        once, where nothing could be generated after so much."""
+        self.check_length(context.num_unencoded_chars + len(text))
+        context.tokens.text(text)
+        context.num_unencoded_chars += len(text)
+
+    def begin_role(self, context: EngineContext, role: str) -> None:
+        """Opens a turn under the chat template. ``PromptTooLong``: there are as many as tokens may be."""
+        most = self._client.info.max_context
+        if context.num_turns >= most:
+            raise PromptTooLong(
+                f"the prompt has more than {most:,} turns, each of a token at least: shorten it"
+            )
+        context.tokens.begin_role(role)
+        context.num_turns += 1
+        context.num_unencoded_turns += 1
+
+    def end_role(self, context: EngineContext) -> None:
+        """Closes the turn."""
+        context.tokens.end_role()
+
+    def image(self, context: EngineContext, source: str) -> None:
+        """Refused: ``capabilities`` says that there is no vision."""
+        self.capabilities.require_images()
+
+    async def converse(self, context: EngineContext, conversation: Conversation) -> None:
+        """Begins an empty context with the conversation, and the assistant's turn after it. ``BadArgument``,
+        ``NotSupported`` and ``PromptTooLong`` at once."""
+        if context.tokens.continues:
+            raise BadArgument("a conversation begins a state: nothing may stand before it")
+        self.check_length(num_chars(conversation))
+        await fill_beside(self, context, conversation)
+
+    async def reply(
+        self,
+        context: EngineContext,
+        params: SamplingParams,
+        on_text: OnText,
+        constraint: Constraint | None = None,
+    ) -> Generated:
+        """Generates what the assistant says, which may call the conversation's tools: the text is that of
+        a reply, the context goes on with what was generated."""
+        text = ReplyText(context.tools, constraint)
+
+        def hear(progress: Progress) -> None:
+            if told := text.hear(progress.text):
+                on_text(told)
+
+        end = await self.complete(context, params, hear, text.constraint)
+        remember_answer(self, context, end)
+        context.tokens.generated(end.token_ids, end.text)
+        return self._generated(end, params, text.finish(end.text))
+
+    async def generate(
+        self,
+        context: EngineContext,
+        params: SamplingParams,
+        on_text: OnText,
+        constraint: Constraint | None = None,
+    ) -> Generated:
+        """Generates, and appends the ids as they were generated."""
+
+        def hear(progress: Progress) -> None:
+            if progress.text:
+                on_text(progress.text)
+
+        end = await self.complete(context, params, hear, constraint)
+        context.tokens.generated(end.token_ids, end.text)
+        return self._generated(end, params, end.text)
+
+    def _generated(self, end: Finished, params: SamplingParams, text: str) -> Generated:
+        logprobs = tuple(end.logprobs) if params.wants_logprobs else None
+        top_logprobs = self._with_texts(end.top_logprobs) if params.top_logprobs else None
+        return Generated(text, end.finish_reason, _usage(end), logprobs, top_logprobs)
+
+    async def complete(
+        self,
+        context: EngineContext,
+        params: SamplingParams,
+        on_progress: OnProgress,
+        constraint: Constraint | None = None,
+        on_sent: Callable[[], None] | None = None,
+    ) -> Finished:
+        """Generates after the context, which stays as it is. ``on_progress`` gets what each step gave,
+        ``on_sent`` is called when the request is in the engine's queue: nothing can be wrong with it then, as
+        far as is known before it runs."""
+        self.capabilities.require(constraint)
+        with self._admit(_guessed_tokens(context)) as admitted:
+            admitted.prompt_tokens = 0  # until the engine has it
+            self.check_length(context.num_unencoded_chars)
+            token_ids = await self.prompt_ids(context)
+            compiled = None
+            if constraint is not None and self._compiler is not None:
+                with faults_of("constraint"):
+                    compiled = await self._compiler.compile(constraint, tenant=self.tenant.name)
+            context.has_run = True
+
+            def hear(progress: Progress) -> None:
+                admitted.output_tokens += len(progress.token_ids) - progress.num_dropped
+                on_progress(progress)
+
+            self._client.check_room(self.tenant.name)
+            check_intake(len(token_ids), params, self._client.info)
+            admitted.prompt_tokens = len(token_ids)
+            end = await self._client.generate(
+                token_ids,
+                params,
+                seed=params.seed or 0,
+                origin=context.origin_now(),
+                on_progress=hear,
+                constraint=compiled,
+                jump_forward=constraint is None or constraint.jump_forward,
+                on_sent=on_sent,
+            )
+            admitted.cached_tokens, admitted.output_tokens = end.cached_tokens, end.output_tokens
+        self._own += _usage(end)
+        context.num_computed = len(token_ids) + len(end.token_ids)
+        return end
+
+    @contextmanager
+    def metered(self) -> Iterator[None]:
+        """Around what costs the tenant a request, and generates nothing. ``RateLimited``."""
+        with self._admit(0):
+            yield
+
+    @contextmanager
+    def _admit(self, prompt_tokens: int) -> Iterator[AdmittedRequest]:
+        if self._gate is None:
+            yield AdmittedRequest(prompt_tokens)
+            return
+        with self._gate.request(self.tenant, prompt_tokens) as admitted:
+            yield admitted
+
+    def _with_texts(self, places: Sequence[TopTokens | None]) -> TopLogprobs:
+        decode = self._client.tokenizer.decode
+        text_of = {token: "" for place in places for token, _ in place or ()}
+        for token in text_of:
+            text_of[token] = decode([token], skip_special=False, continues=True)
+        return tuple(
+            None if place is None else tuple(TokenLogprob(token, text_of[token], p) for token, p in place)
+            for place in places
+        )
+
+    async def score(self, context: EngineContext, choices: Sequence[str], method: str) -> Scored:
+        """Scores all choices in one forward pass: the tokens of each that come after what all have in
+        common. The one that is chosen is appended with the ids that were scored."""
+        with self._admit(_guessed_tokens(context)) as admitted:
+            admitted.prompt_tokens = 0  # until the engine has it
+            encoded = await self._encode_choices(context, choices)
+            self._client.check_room(self.tenant.name)
+            admitted.prompt_tokens = len(encoded.prefix) + sum(map(len, encoded.ends))
+            context.has_run = True
+            end = await self._client.score_choices(encoded.prefix, encoded.ends, origin=context.origin_now())
+            admitted.cached_tokens = end.cached_tokens
+            self._own += _usage(end)
+            unconditional: list[list[float]] = []
+            if method == "unconditional_likelihood_normalized":
+                # Not as a request of the state: what that needs next is its prompt, and not this.
+                origin = msgspec.structs.replace(context.origin_now(), state=0)
+                alone = await self._client.score_choices(self._start_ids, encoded.ends, origin=origin)
+                unconditional = alone.choice_logprobs
+        scores = scores_of(method, encoded.ends, end.choice_logprobs, unconditional)
+        best = max(range(len(scores)), key=scores.__getitem__)
+        context.tokens.choose(encoded, best)
+        context.was_encoded()
+        context.num_computed = len(encoded.prefix)
+        return Scored(best, tuple(scores), _usage(end))
+
+    async def _encode_choices(self, context: EngineContext, choices: Sequence[str]) -> EncodedChoices:
+        """In a thread where it is much."""
+        num_chars = context.num_to_encode + sum(map(len, choices)) + WINDOW_CHARS * len(choices)
+        encoded = await self.encode_beside(num_chars, context.tokens.encode_choices, choices)
+        if not encoded.num_before and not encoded.text:
+            raise BadArgument("select on an empty state: append some text or a turn first")
+        return encoded
+
+    @property
+    def _start_ids(self) -> list[int]:
+        """What stands before a text that stands after nothing."""
+        bos = self._client.tokenizer.bos_id
+        return [bos if bos is not None else self._client.info.end_token_ids[0]]
+
+    def check_length(self, num_chars: int, most: int | None = None) -> None:
+        """``PromptTooLong`` for a text that is longer than ``most`` tokens (None: what fits), however it is
+        encoded: encoding it would take long."""
+        most = most or self.most_tokens()
+        fewest = self.tokenizer.fewest_tokens(num_chars)
+        if fewest > most:  # encoded for nothing otherwise
+            raise PromptTooLong(
+                f"the prompt has {num_chars:,} characters, which are at least {fewest:,} tokens, and "
+                f"{most:,} are the most there may be: shorten it"
+            )
+
+    def check_num_tokens(self, num_tokens: int, most: int | None = None) -> None:
+        """``PromptTooLong`` for more than ``most`` (None: what fits)."""
+        most = most or self.most_tokens()
+        if num_tokens > most:
+            raise PromptTooLong(
+                f"the prompt has {num_tokens:,} tokens, and this server takes at most {most:,}: shorten it"
+            )
+
+    async def check_texts(self, texts: Iterable[str], most: int | None = None) -> None:
+        """``PromptTooLong`` for texts that are far longer than ``most`` tokens (None: what fits). They are
+        encoded piece by piece, so that it ends soon when they are, or when the caller is cancelled. Does
+        nothing for texts that may well fit."""
+        most = most or self.most_tokens()
+        texts = list(texts)
+        if sum(map(len, texts)) <= CHARS_PER_TOKEN * most:
+            return
+        num_tokens = 0
+        for text in texts:
+            for start in range(0, len(text), PIECE_CHARS):
+                piece = text[start : start + PIECE_CHARS]
+                ids = await self.encode_beside(len(piece), self.tokenizer.encode_markup, piece)
+                num_tokens += len(ids)
+                # Where a text is cut, it may have some more tokens than uncut.
+                if num_tokens > most + most // 4:
+                    raise PromptTooLong(
+                        f"the prompt has more than {most:,} tokens, and this server takes no more: shorten it"
+                    )
+
+    def most_tokens(self, limit: int | None = None) -> int:
+        """That a prompt may have: those that fit, and no more than the ``limit``."""
+        info = self._client.info
+        return min(info.max_context, info.num_slots, limit or info.max_context)
+
+    def check_gate(self, num_requests: int) -> None:
+        """``RateLimited`` where the tenant may not send so many requests now."""
+        if self._gate is not None:
+            self._gate.check(self.tenant, num_requests)
+
+    def check_ids(self, token_ids: Sequence[int]) -> None:
+        """``BadArgument`` for one that the vocabulary does not have."""
+        size = self._client.info.vocab_size
+        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < size):
+            return
+        wrong = next(i for i in token_ids if not 0 <= i < size)
+        raise BadArgument(f"{wrong} is no token of this model: its ids are 0 to {size - 1}", param="prompt")
+
+    async def fork(self, context: EngineContext, count: int, *, ahead: bool = True) -> list[EngineContext]:
+        """Contexts with the same ids: one task group. What they share and nobody has computed yet is
+        computed now (``ahead``), before the first of them asks for it."""
+        await self._encode(context)
+        if self._use_hints and ahead and count > 1:
+            self._compute_ahead(context)
+        group = self._new_number() if count > 1 else 0
+        return [self._forked(context, group) for _ in range(count)]
+
+    def hint(self, context: EngineContext, hint: StateHint) -> None:
+        """Goes with the state's next requests. A fork that is announced has its prefix computed now."""
+        if not self._use_hints:
+            return
+        origin = context.origin
+        context.origin = msgspec.structs.replace(
+            origin,
+            objective=hint.objective or origin.objective,
+            output_tokens=hint.output_tokens or origin.output_tokens,
+        )
+        if hint.deadline_s is not None:
+            context.deadline = time.monotonic() + hint.deadline_s
+        if hint.forks is not None and hint.forks > 1 and context.num_to_encode <= MAX_INLINE_CHARS:
+            context.tokens.cut()
+            self._compute_ahead(context)
+
+    def text(self, context: EngineContext) -> str:
+        """All text, the template's marks included."""
+        return context.tokens.text_view()
+
+    async def token_ids(self, context: EngineContext) -> list[int]:
+        """The ids that the model would be given now; encoded in a thread where it is much, and left open:
+        text that comes next is encoded with what is there."""
+        return await self.encode_beside(context.num_to_encode, context.tokens.ids)
+
+    def _compute_ahead(self, context: EngineContext) -> None:
+        """Has the prefix computed before forks ask for it, where that is worth a request, and the tenant's
+        limits would not be got around by it: nobody counts what is computed ahead."""
+        token_ids = context.tokens.ids()
+        if len(token_ids) - context.num_computed < MIN_AHEAD_TOKENS:
+            return
+        if self._gate is not None and not self._gate.is_unlimited(self.tenant):
+            return
+        if context.computing_ahead is not None:
+            self._client.forget(context.computing_ahead)
+        context.computing_ahead = self._client.compute_ahead(token_ids, origin=context.origin_now())
+        context.num_computed, context.has_run = len(token_ids), True
+
+    def free(self, context: EngineContext) -> None:
+        """Nothing is held for an idle context, but its KV is kept longer than other cache: no more."""
+        if context.computing_ahead is not None:
+            self._client.forget(context.computing_ahead)
+        if context.has_run and context.origin.state:
+            self._client.close_state(context.origin.state)
+        self._num_rerendered += context.tokens.num_rerendered_tokens
+
+    def _new_number(self) -> int:
+        return self._client.new_number() if self._use_hints else 0
+
+    def _forked(self, context: EngineContext, group: int) -> EngineContext:
+        origin = msgspec.structs.replace(
+            context.origin,
+            state=self._new_number(),
+            task_group=group or context.origin.task_group,
+        )
+        return EngineContext(
+            context.tokens.fork(),
+            origin,
+            num_turns=context.num_turns,
+            num_computed=context.num_computed,
+            deadline=context.deadline,
+            tools=context.tools,
+            conversation=context.conversation,
+        )
+
+    async def stats(self) -> Stats:
+        """Of the engine, all sessions together. For a tenant that may not see them, of its own requests here
+        that have ended: the tokens, and zeros otherwise."""
+        if not self.tenant.sees_metrics:
+            return Stats(
+                self.capabilities.model,
+                prompt_tokens=self._own.prompt_tokens,
+                cached_tokens=self._own.cached_tokens,
+                generated_tokens=self._own.output_tokens,
+                rerendered_tokens=self._num_rerendered,
+            )
+        stats = await self.engine_stats()
+        told = {name: getattr(stats, name) for name in Stats.__struct_fields__ if hasattr(stats, name)}
+        return Stats(**told, rerendered_tokens=self._num_rerendered)
+
+    async def engine_stats(self) -> EngineStats:
+        """What ``stats`` tells, and what only the server's metrics show."""
+        return await self._client.stats()
+
+    def observe(self, observer: RequestObserver) -> None:
+        """``observer`` sees the engine's requests, those of all sessions."""
+        self._client.observe(observer)
+
+    async def prompt_ids(self, context: EngineContext) -> list[int]:
+        """The ids that the model would be given now. ``BadArgument`` where there are none."""
+        await self._encode(context)
+        token_ids = context.tokens.ids()
+        if not token_ids:
+            raise BadArgument("gen on an empty state: append some text or a turn first")
+        return token_ids
+
+    async def _encode(self, context: EngineContext) -> None:
+        """Encodes what was appended, in a thread where it is much. The state's ops run one after the
+        other, so nobody else touches the tokens meanwhile."""
+        await self.encode_beside(context.num_to_encode, context.tokens.cut)
+        context.was_encoded()
+
+    async def encode_beside(
+        self, amount: int, encode: Callable[[Unpack[ArgTs]], ResultT], *arguments: *ArgTs
+    ) -> ResultT:
+        """Calls the function on so many characters or tokens: where they are many, in a thread of the
+        tenant's, so that the loop goes on and others' threads are free."""
+        if amount > MAX_INLINE_CHARS:
+            return await anyio.to_thread.run_sync(encode, *arguments, limiter=self.encoding_threads)
+        return encode(*arguments)
+
+
+def _group_of(program: str) -> int:
+    """A number for all its states, in whichever session, that no other task group has: those count from 1."""
+    digest = hashlib.blake2b(program.encode("utf-8", "backslashreplace"), digest_size=7).digest()
+    return 2**60 + int.from_bytes(digest, "big")
+
+
+def _guessed_tokens(context: EngineContext) -> int:
+    return context.tokens.num_settled + context.num_unencoded_chars // CHARS_PER_TOKEN
+
+
+def _usage(end: Finished) -> Usage:
+    return Usage(end.prompt_tokens, end.cached_tokens, end.output_tokens)

@@ -1,0 +1,344 @@
+"""From a constraint to what the engine keeps: a machine where it is regular and small, else a grammar.
+
+Pure, and without a model: it runs in a process of its own, which may be killed. So what is refused here is
+refused before a token is generated, by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
+from agentflow.engine.grammar.compiler.schema_check import Schema, read_schema
+from agentflow.engine.grammar.fsm_builder import build_fsm
+from agentflow.engine.grammar.grammar import is_allowed
+from agentflow.engine.grammar.json_schema import schema_to_regex
+from agentflow.engine.grammar.json_values import FREE_WHITESPACE_CHARS
+from agentflow.engine.grammar.llguidance import (
+    ALL_TOKENS_ALLOWED,
+    NOWHERE_TO_GO,
+    LlguidanceGrammar,
+    LlguidanceVocabulary,
+    parser_limits,
+)
+from agentflow.engine.grammar.llguidance_pattern import pattern_of
+from agentflow.engine.grammar.regex import parse_regex
+from agentflow.engine.grammar.regex_tree import (
+    ANY_CHAR,
+    Choice,
+    LookAhead,
+    Regex,
+    Repeat,
+    TooMuchForFsm,
+    literal,
+)
+from agentflow.engine.grammar.regex_tree import Sequence as RegexSequence
+from agentflow.engine.grammar.tag_grammar import (
+    TagBody,
+    either_grammar,
+    row_grammar,
+    row_regex,
+    tag_alone,
+    tag_grammar,
+    text_apart,
+)
+from agentflow.errors import BadArgument, RequestRefused, faults_of
+from agentflow.protocol.constraint import Constraint, TagRule, Whitespace
+
+VERSION: Final = 1
+"""Of what compilation makes of a constraint: part of the key."""
+
+_ANY_TEXT: Final = Repeat(ANY_CHAR, 0, None)
+SMALL_STACK_BYTES: Final = 1 << 20
+
+_TRIED_BYTES: Final = 200
+"""Of a text that is tried under a pattern: more takes long where characters are of a large set."""
+
+_RULE_OF_EBNF: Final = re.compile(r"^[ \t]*(<?[\w-]+>?)[ \t]*::=", re.MULTILINE)
+# The first is not kept here; the second would count tokens that jumping forward writes anew.
+_ATTRIBUTE_OF_GEN: Final = re.compile(r"^[ \t]*\w+[ \t]*\[[^\]\n]*\b(temperature|max_tokens)\b", re.MULTILINE)
+_WHITESPACE: Final[dict[str, dict[str, Any]]] = {
+    "compact": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
+    "tight": {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"},
+    "free": {"whitespace_pattern": rf"[ \n\r\t]{{1,{FREE_WHITESPACE_CHARS}}}"},
+}
+
+
+def compile_constraint(constraint: Constraint) -> CompiledConstraint:
+    """What the engine needs to keep a constraint that ``check`` has seen.
+
+    >>> compile_constraint(Constraint("choices", choices=("yes", "no"))).form
+    'fsm'
+
+    ``BadArgument``, which names what it is about, for what cannot be kept or what no text satisfies.
+    """
+    compiled = _regex_or_grammar(constraint)
+    if isinstance(compiled, str):
+        payload = _checked(compiled, constraint.kind).encode()
+        return CompiledConstraint(_key(constraint), "llguidance", payload)
+    try:
+        return CompiledConstraint(_key(constraint), "fsm", build_fsm(compiled).to_bytes())
+    except TooMuchForFsm:
+        grammar = _grammar_of(constraint, compiled)
+    return CompiledConstraint(_key(constraint), "llguidance", _checked(grammar, constraint.kind).encode())
+
+
+def _key(constraint: Constraint) -> str:
+    """Of all that determines the result."""
+    whitespace = constraint.whitespace if constraint.has_schema else ""
+    said: list[object] = [VERSION, constraint.kind, constraint.source, constraint.choices, whitespace]
+    if constraint.between is not None or constraint.max_tags is not None:
+        said += [constraint.between, constraint.max_tags]
+    if constraint.instead is not None:
+        said += ["instead", _key(constraint.instead), constraint.apart]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+
+
+def _regex_or_grammar(constraint: Constraint) -> Regex | str:
+    first = _of_kind(constraint)
+    if constraint.instead is None:
+        return first
+    with faults_of("instead"):
+        second = _of_kind(constraint.instead)
+        if isinstance(first, str) or isinstance(second, str):
+            return _either_grammar(constraint, first, constraint.instead, second)
+        _check_alone(second)
+    begins = RegexSequence((Choice(tuple([literal(text) for text in constraint.apart])), _ANY_TEXT))
+    return Choice((first, RegexSequence((LookAhead(begins, wanted=False), second))))
+
+
+def _check_alone(regex: Regex) -> None:
+    """``BadArgument`` where no text is one: beside another constraint that would not be noticed."""
+    with suppress(TooMuchForFsm):
+        build_fsm(regex)
+
+
+def _either_grammar(one: Constraint, first: Regex | str, other: Constraint, second: Regex | str) -> str:
+    """Of two constraints, and of what they are compiled to.
+
+    ``BadArgument`` where a text of the ``other`` may begin with what ``one`` keeps apart: a parser cannot
+    leave such texts out. Nor can it go back where words of two grammars begin alike: beside bare JSON, only
+    JSON may begin as it does.
+    """
+    if other.kind in ("regex", "choices"):
+        pattern = other.source.replace("/", r"\/") if isinstance(second, str) else pattern_of(second)
+        grammar = text_apart(pattern, one.apart)
+    else:
+        grammar = _as_grammar(other, second)
+    _checked(grammar, other.kind)
+    is_alike = one.kind == "tags" or other.kind == "schema"
+    for text in one.apart if is_alike else [text[:1] for text in one.apart]:
+        if _may_begin(grammar, text):
+            raise BadArgument(
+                f"{other.kind}: a text of it may begin with {text!r}, as a tool call does: say more exactly "
+                "what it is (an object with additionalProperties false, say), or let no tool be called"
+            )
+    return either_grammar(_as_grammar(one, first), grammar)
+
+
+def _may_begin(grammar: str, text: str) -> bool:
+    matcher = LlguidanceGrammar(grammar, _byte_vocabulary()).matcher()
+    for byte in text.encode():
+        if not is_allowed(matcher.mask(), byte):
+            return False
+        matcher.take(byte)
+    return True
+
+
+def _of_kind(constraint: Constraint) -> Regex | str:
+    if constraint.kind == "choices":
+        return Choice(tuple([literal(choice) for choice in constraint.choices]))
+    if constraint.kind == "tags":
+        tags = constraint.tags()
+        return _of_tags(constraint, tags, [_tag_body(tag, constraint.whitespace) for tag in tags])
+    return _of_source(constraint.kind, constraint.source, constraint.whitespace)
+
+
+def _of_source(kind: str, source: str, whitespace: Whitespace) -> Regex | str:
+    if kind == "regex":
+        return _of_pattern(source)
+    if kind == "schema":
+        return _of_schema(source, whitespace)
+    return _of_lark(source)
+
+
+def _of_tags(
+    constraint: Constraint, tags: Sequence[TagRule], bodies: Sequence[TagBody], *, is_small: bool = True
+) -> Regex | str:
+    if constraint.between is None:
+        return tag_grammar(tags, bodies, constraint.max_tags)
+    regular = [body for body in bodies if not isinstance(body, str)]
+    if is_small and len(regular) == len(bodies):
+        return row_regex(tags, regular, constraint.between, constraint.max_tags)
+    return row_grammar(tags, bodies, constraint.between, constraint.max_tags)
+
+
+def _of_pattern(pattern: str) -> Regex | str:
+    try:
+        return parse_regex(pattern)
+    except TooMuchForFsm:
+        return _lark_of_pattern(pattern.replace("/", r"\/"))
+
+
+def _lark_of_pattern(pattern: str) -> str:
+    return f"start: /{pattern}/\n{ALL_TOKENS_ALLOWED}"
+
+
+def _of_schema(source: str, whitespace: Whitespace) -> Regex | str:
+    schema = read_schema(source)
+    regex = schema_to_regex(schema, whitespace)
+    return _lark_of_schema(schema, whitespace) if regex is None else regex
+
+
+def _lark_of_schema(schema: Schema, whitespace: Whitespace) -> str:
+    # Escapes of letters that need none could spell a declared member's name anew.
+    options = {**_WHITESPACE[whitespace], "json_allowed_escapes": 'nrbtf\\"', "lenient": False}
+    return f"start: %json {json.dumps({**schema, 'x-guidance': options})}\n{ALL_TOKENS_ALLOWED}"
+
+
+def _of_lark(source: str) -> str:
+    names = _RULE_OF_EBNF.findall(source)
+    if names and "root" not in names:
+        raise BadArgument(
+            f"grammar: rules with ::= are read as GBNF, which begins at the rule root; there are {names[:8]}"
+        )
+    if attribute := _ATTRIBUTE_OF_GEN.search(source):
+        raise BadArgument(f"grammar: {attribute[1]} is said of the whole gen, not of a rule")
+    try:
+        return f"{gbnf_to_lark(source) if names else source}\n{ALL_TOKENS_ALLOWED}"
+    except Exception as error:  # the library raises bare Exception
+        raise BadArgument(f"grammar: {error}") from None
+
+
+def _tag_body(tag: TagRule, whitespace: Whitespace) -> TagBody:
+    """What the tag's source says. Refused here where no text can stand in it: once it is begun, nothing
+    else can be written."""
+    try:
+        body = _of_source(tag.kind, tag.source, whitespace)
+        _checked(tag_alone(tag, body), tag.kind)
+        return body
+    except BadArgument as error:
+        why = str(error)
+        if why.endswith(NOWHERE_TO_GO):
+            why = f"nothing of its {tag.kind} can stand before the first {tag.end!r}: choose another end"
+        raise BadArgument(f"tags: of {tag.begin!r}: {why}") from None
+
+
+def _grammar_of(constraint: Constraint, compiled: Regex) -> str:
+    """The parser's form of what no machine of a sensible size can keep."""
+    if constraint.instead is None:
+        return _as_grammar(constraint, compiled)
+    other = constraint.instead
+    return _either_grammar(constraint, _of_kind(constraint), other, _of_kind(other))
+
+
+def _as_grammar(constraint: Constraint, compiled: Regex | str) -> str:
+    if isinstance(compiled, str):
+        return compiled
+    if constraint.kind == "schema":
+        return _lark_of_schema(read_schema(constraint.source), constraint.whitespace)
+    if constraint.kind == "tags":
+        tags = constraint.tags()
+        bodies = [
+            _lark_of_schema(read_schema(tag.source), constraint.whitespace)
+            if tag.kind == "schema"
+            else _tag_body(tag, constraint.whitespace)
+            for tag in tags
+        ]
+        grammar = _of_tags(constraint, tags, bodies, is_small=False)
+        assert isinstance(grammar, str)
+        return grammar
+    return _lark_of_pattern(pattern_of(compiled))
+
+
+def _checked(grammar: str, kind: str) -> str:
+    """The grammar, if the library takes it whole and a text can begin under it.
+
+    The library recurses over rules, and a stack that overflows ends the process. This one may die; but the
+    engine reads the grammar again, and what gets by here with an eighth of its stack does there, too.
+    """
+    usual = threading.stack_size(SMALL_STACK_BYTES)
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(_refuse_what_the_library_does, grammar, kind).result()
+    finally:
+        threading.stack_size(usual)
+    return grammar
+
+
+def _refuse_what_the_library_does(grammar: str, kind: str) -> None:
+    vocabulary = _byte_vocabulary()
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(
+        grammar, vocabulary.ll_tokenizer, limits=parser_limits()
+    )
+    if is_error or messages:
+        raise BadArgument(f"{kind}: {_explained(messages[0])}")
+    try:
+        compiled = LlguidanceGrammar(grammar, vocabulary)
+        text = compiled.matcher()
+        can_begin = text.mask().any()
+        text.forced()
+        if kind == "regex":
+            _write_texts(compiled)
+    except RequestRefused as error:
+        raise BadArgument(f"{kind}: {error}") from None
+    if not can_begin:
+        raise BadArgument(f"{kind}: no text but the empty one satisfies it")
+
+
+def _write_texts(grammar: LlguidanceGrammar) -> None:
+    """Writes the beginnings of two texts. ``RequestRefused`` where a step asks for too much: a pattern that
+    can be read in too many ways shows that within some tens of characters."""
+    for choose in (min, random.Random(0).choice):
+        text = grammar.matcher()
+        for _ in range(_TRIED_BYTES):
+            allowed = np.flatnonzero(np.unpackbits(text.mask().view(np.uint8), bitorder="little")).tolist()
+            if not allowed:
+                break
+            text.take(choose(allowed))
+
+
+def _explained(message: str) -> str:
+    """The part of the library's message that is about what was sent."""
+    about, *more = message.rpartition("failed to compile JSON schema: ")[2].strip().split("\n")
+    if about.endswith("regex parse error:"):
+        about += "".join([line.removeprefix("error:") for line in more if line.startswith("error:")])
+    if keys := re.fullmatch(r"Unimplemented keys: \[(.*)\]", about):
+        return f"{keys[1]} cannot be kept: say it otherwise, or check it in the program"
+    if pointer := re.fullmatch(r"Pointer '(.*)' does not exist", about):
+        return f"$ref names '#{pointer[1]}', which the schema does not have"
+    if resource := re.match(r"Resource '(.*)' is not present", about):
+        return f"{resource[1]!r} is not in the schema, and is fetched from nowhere: write it into $defs"
+    if base := re.search(r"against '(.*)': base URI/IRI with fragment", about):
+        return f"$id {base[1]!r} has a fragment: from draft 2019-09 on, write $anchor"
+    if about.startswith("oneOf constraints"):
+        return "oneOf cannot be kept unless its options exclude each other by a type or a required constant"
+    return about
+
+
+class _Bytes:
+    """A vocabulary of single bytes: enough to ask whether a grammar can be used at all."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
+    def encode(self, text: str, *, continues: bool = False) -> list[int]:
+        return list(text.encode())
+
+
+@cache
+def _byte_vocabulary() -> LlguidanceVocabulary:
+    return LlguidanceVocabulary(_Bytes(), 256)

@@ -1,0 +1,87 @@
+"""What goes over the socket between a server and its compiling process.
+
+First ``StartCompiling`` and the answer ``Ready``; then constraints, one a frame and one at a time, each with
+its ``CompileEnd``.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
+from agentflow.errors import AgentflowError, Overloaded, RequestRefused, from_code
+from agentflow.protocol.constraint import Constraint
+
+
+class CompileConstraint(Protocol):
+    """What ``StartCompiling.loader`` names."""
+
+    def __call__(self, constraint: Constraint) -> CompiledConstraint: ...
+
+
+class StartCompiling(msgspec.Struct, frozen=True):
+    """``loader``: the name of a ``CompileConstraint``, as in ``package.module:function``. The limits are
+    of one job, as in ``CompileLimits``."""
+
+    loader: str
+    cpu_s: float
+    memory_bytes: int
+    compiled_bytes: int
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """The process waits for constraints; or it ends, because of a ``problem``."""
+
+    problem: str = ""
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """An error of the tree in ``errors.py``. ``is_final``: it would come again if one tried again.
+    ``retry_after_s``: of an ``Overloaded``, when that makes sense. ``param``: ``instead`` where that part of
+    the constraint is wrong."""
+
+    code: str
+    message: str
+    is_final: bool = True
+    retry_after_s: float | None = None
+    param: str | None = None
+
+    def to_error(self) -> AgentflowError:
+        """A new error each time: each gets a traceback of its own."""
+        error = from_code(self.code, self.message)
+        if isinstance(error, Overloaded):
+            error.retry_after_s = self.retry_after_s
+        error.param = self.param
+        return error
+
+
+class CompileEnd(msgspec.Struct, frozen=True):
+    """One of the two. ``is_last``: the process has grown too large and takes no more."""
+
+    compiled: CompiledConstraint | None = None
+    refusal: Refusal | None = None
+    is_last: bool = False
+
+
+start_decoder = msgspec.msgpack.Decoder(StartCompiling)
+ready_decoder = msgspec.msgpack.Decoder(Ready)
+constraint_decoder = msgspec.msgpack.Decoder(Constraint)
+end_decoder = msgspec.msgpack.Decoder(CompileEnd)
+
+
+def over_limit(constraint: Constraint, what: str) -> Refusal:
+    """Of a constraint that reaches a limit: ``what`` says which."""
+    message = f"{constraint.kind}: it {what}, which is the limit for compiling a constraint"
+    return Refusal(RequestRefused.code, message)
+
+
+def over_cpu_time(constraint: Constraint, cpu_s: float) -> Refusal:
+    """Of a constraint that has had so much of a processor, and was not done."""
+    return over_limit(constraint, f"takes more than {cpu_s:g} s of processor time")
+
+
+def megabytes(num_bytes: int) -> str:
+    """For people."""
+    return f"{num_bytes / 1e6:.3g} MB"

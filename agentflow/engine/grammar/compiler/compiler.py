@@ -1,0 +1,350 @@
+"""The event loop's side of compiling constraints: keeps what was compiled, and lets one process compile the
+rest, one constraint at a time.
+
+Compiling is where a hostile request can cost most, so it is fenced in: a process that runs only where a
+processor would be idle, with limits to what one constraint takes there, and a queue for each tenant.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import anyio
+import msgspec
+
+from agentflow.engine.grammar.compiler.compile_cache import CompileCache, Outcome
+from agentflow.engine.grammar.compiler.compile_frames import CompileEnd, Refusal, over_cpu_time
+from agentflow.engine.grammar.compiler.compile_queue import CompileQueue
+from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
+from agentflow.engine.grammar.compiler.cpu_allowance import CpuAllowance
+from agentflow.engine.grammar.compiler.worker import LAST_WORDS_S, CannotCompile, CompileWorker
+from agentflow.errors import AgentflowError, BadArgument, EngineFailed, Overloaded, RequestRefused
+from agentflow.protocol.constraint import MAX_SOURCE_CHARS, Constraint
+from agentflow.runtime.task_group import open_task_group
+from agentflow.server.limits import CompileLimits
+
+logger = logging.getLogger(__name__)
+
+# A ``compile_frames.CompileConstraint``.
+LOADER = "agentflow.engine.grammar.compiler.compilation:compile_constraint"
+# What nobody waits for any more may run so long; most constraints are done by then, and a new process
+# takes longer than this to start.
+ABANDONED_S = 0.2
+# What the process may take at once; most constraints take some milliseconds.
+BURST_S = 0.1
+# After that it gets its share of a processor in such pieces.
+SLICE_S = 0.01
+# A constraint is compiled for so many times ``wall_s``: when it is asked for again, it may be done.
+MAX_LATENESS = 10
+# A process that goes on for so long after its limit of processor time does not end by itself.
+KILL_GRACE_S = 2.5
+# So many processes in a row that died and compiled nothing; another one is started when there is work.
+MAX_FAILURES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class CompileCounts:
+    """``compiled`` constraints; calls that were ``refused``, with whatever error; ``cache_hits``, calls that
+    were answered from the cache, refused or not; ``killed`` processes: they died, or had to be killed,
+    while they compiled."""
+
+    compiled: int = 0
+    refused: int = 0
+    cache_hits: int = 0
+    killed: int = 0
+
+    def __add__(self, other: CompileCounts) -> CompileCounts:
+        return CompileCounts(
+            self.compiled + other.compiled,
+            self.refused + other.refused,
+            self.cache_hits + other.cache_hits,
+            self.killed + other.killed,
+        )
+
+
+@asynccontextmanager
+async def constraint_compiler(
+    limits: CompileLimits | None = None, *, loader: str = LOADER
+) -> AsyncIterator[ConstraintCompiler]:
+    """A compiler and its process for as long as the scope lasts. The process loads meanwhile: who asks
+    first waits for that. ``loader``: the function that compiles, as ``package.module:function``.
+
+    >>> async with constraint_compiler() as compiler:
+    ...     compiled = await compiler.compile(Constraint("regex", "[0-9]{4}"), tenant="ann")
+    """
+    compiler = ConstraintCompiler(limits or CompileLimits(), loader)
+    async with open_task_group() as group:
+        group.start_soon(compiler.run)
+        try:
+            yield compiler
+        finally:
+            group.cancel_scope.cancel()
+
+
+class _Job:
+    """One tenant's constraint on its way, and how many wait for it."""
+
+    def __init__(self, tenant: str, constraint: Constraint) -> None:
+        self.tenant = tenant
+        self.constraint = constraint
+        self.num_waiting = 0
+        self.ended = anyio.Event()
+        self.outcome: Outcome | None = None
+        self.began_at: float | None = None
+        self.used_too_much = False  # processor time
+        self.scope = anyio.CancelScope()  # of its time in the process
+
+
+class ConstraintCompiler:
+    """Use ``constraint_compiler`` to make one. All of it belongs to the event loop's thread."""
+
+    def __init__(self, limits: CompileLimits, loader: str) -> None:
+        self._limits = limits
+        self._loader = loader
+        self._cache = CompileCache(limits.cache_bytes)
+        self._queue = CompileQueue[_Job](
+            max_waiting=limits.max_waiting, max_waiting_per_tenant=limits.max_waiting_per_tenant
+        )
+        self._jobs: dict[tuple[str, Constraint], _Job] = {}  # those that wait and the one that runs
+        self._has_work = anyio.Event()
+        self._has_ended = False
+        self._worker: CompileWorker | None = None
+        self._allowance = CpuAllowance(BURST_S, limits.cpu_share, time.monotonic)
+        self._num_compiled = 0
+        self._num_refused = 0
+        self._num_cache_hits = 0
+        self._num_killed = 0
+
+    @property
+    def counts(self) -> CompileCounts:
+        """So far."""
+        return CompileCounts(self._num_compiled, self._num_refused, self._num_cache_hits, self._num_killed)
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process there is now, loading or loaded; None between two."""
+        return None if self._worker is None else self._worker.pid
+
+    async def compile(self, constraint: Constraint, *, tenant: str) -> CompiledConstraint:
+        """What the engine takes. Equal constraints of a tenant are compiled once.
+
+        ``BadArgument`` or ``RequestRefused`` where the constraint cannot be compiled, or not within the
+        limits, of which the message names the one; ``Overloaded`` where too many wait, or the machine is too
+        busy; ``EngineFailed``.
+        """
+        if not constraint.jump_forward:  # that is for the engine: what is compiled is the same
+            constraint = msgspec.structs.replace(constraint, jump_forward=True)
+        try:
+            outcome = self._cache.get(tenant, constraint)
+            if outcome is None:
+                outcome = await self._wait_for(constraint, tenant)
+            else:
+                self._num_cache_hits += 1
+            if isinstance(outcome, Refusal):
+                raise outcome.to_error()
+        except AgentflowError:
+            self._num_refused += 1
+            raise
+        return outcome
+
+    async def _wait_for(self, constraint: Constraint, tenant: str) -> Outcome:
+        job = self._jobs.get((tenant, constraint))
+        if job is None or job.scope.cancel_called:  # cancelled: its process is about to be ended
+            _check_sendable(constraint)
+            job = _Job(tenant, constraint)
+        self._check_alive()
+        if job.began_at is None:
+            self._queue.push(tenant, job)
+            self._jobs[tenant, constraint] = job
+            self._has_work.set()
+        else:
+            job.scope.deadline = self._last_deadline(job)  # as it was, if it had been abandoned
+        job.num_waiting += 1
+        is_late = False
+        try:
+            with anyio.move_on_after(self._limits.wall_s) as patience:
+                await job.ended.wait()
+            is_late = patience.cancelled_caught
+        finally:
+            job.num_waiting -= 1
+            goes_on = is_late and job.began_at is not None
+            if not job.num_waiting and not job.ended.is_set() and not goes_on:
+                self._abandon(job)
+        if job.outcome is None:
+            self._check_alive()
+            return self._too_busy(job)
+        return job.outcome
+
+    def _is_late(self, job: _Job) -> bool:
+        return job.began_at is not None and anyio.current_time() >= job.began_at + self._limits.wall_s
+
+    def _last_deadline(self, job: _Job) -> float:
+        assert job.began_at is not None
+        return job.began_at + MAX_LATENESS * self._limits.wall_s
+
+    def _too_busy(self, job: _Job) -> Refusal:
+        """Whatever it asks for, it has not had it yet."""
+        message = f"{job.constraint.kind}: it is not compiled yet, for others need the processors: try again"
+        return Refusal(Overloaded.code, message, is_final=False, retry_after_s=self._limits.wall_s)
+
+    def _abandon(self, job: _Job) -> None:
+        if job.began_at is None:
+            self._queue.discard(job)
+            del self._jobs[job.tenant, job.constraint]
+        else:
+            job.scope.deadline = min(job.scope.deadline, job.began_at + ABANDONED_S)
+
+    def _check_alive(self) -> None:
+        if self._has_ended:
+            raise EngineFailed("the engine has stopped, and compiles no constraints any more")
+
+    async def run(self) -> None:
+        """Until cancelled: one process after the other."""
+        num_failures = 0  # in a row
+        try:
+            while True:
+                try:
+                    problem = await self._live()
+                except CannotCompile as error:
+                    problem, num_failures = str(error), MAX_FAILURES
+                num_failures += 1
+                if problem is None:
+                    num_failures = 0
+                elif num_failures >= MAX_FAILURES:
+                    logger.error("constraints cannot be compiled: %s", problem)
+                    self._end_all(problem)
+                    await self._work()
+                    num_failures = 0
+        finally:
+            self._has_ended = True
+            for job in self._jobs.values():
+                job.ended.set()
+
+    async def _live(self) -> str | None:
+        """One process, from its start until it is used up; how it died if it has compiled nothing before.
+        ``CannotCompile`` where it would be the same with another."""
+        try:
+            worker = self._worker = CompileWorker.start(self._loader, self._limits)
+        except OSError as error:
+            raise CannotCompile(f"their process cannot be started: {error}") from error
+        has_compiled = False
+        grace_s = 0.0
+        try:
+            await worker.ready()
+            while worker.is_usable:
+                await self._next_work(worker)
+                has_compiled = True
+                await anyio.sleep(self._allowance.wait_s(SLICE_S))  # noqa: TID251  it took its share
+                if not self._queue:
+                    continue
+                _, job = self._queue.pop()
+                await self._run(worker, job)
+        except EOFError:
+            grace_s = LAST_WORDS_S
+        finally:
+            how = await worker.end(grace_s)
+            self._worker = None
+        return None if has_compiled else f"their process {how}"
+
+    async def _next_work(self, worker: CompileWorker) -> None:
+        """Waits for something in the queue. EOFError if the process dies meanwhile."""
+        if self._queue:
+            return
+        async with open_task_group() as group:
+            group.start_soon(worker.watch)
+            await self._work()
+            group.cancel_scope.cancel()
+
+    async def _work(self) -> None:
+        while not self._queue:
+            self._has_work = anyio.Event()
+            await self._has_work.wait()
+
+    async def _run(self, worker: CompileWorker, job: _Job) -> None:
+        end: CompileEnd | None = None
+        job.began_at = anyio.current_time()
+        with anyio.CancelScope(deadline=self._last_deadline(job)) as job.scope:
+            async with open_task_group() as group:
+                group.start_soon(self._slow_down, worker, job)
+                end = await worker.compile(job.constraint)
+                group.cancel_scope.cancel()
+        if end is None or worker.has_died:
+            self._num_killed += 1
+            await worker.end()  # before anything else is run, and on this tenant's account
+        self._queue.charge(job.tenant, anyio.current_time() - job.began_at)
+        if end is None and job.used_too_much:
+            end = CompileEnd(refusal=over_cpu_time(job.constraint, self._limits.cpu_s))
+        if end is None:
+            end = CompileEnd(refusal=self._too_busy(job))
+        if end.compiled is not None:
+            self._num_compiled += 1
+            end = CompileEnd(_of_tenant(end.compiled, job.tenant))
+        outcome = end.compiled or end.refusal
+        assert outcome is not None
+        self._end(job, outcome)
+
+    async def _slow_down(self, worker: CompileWorker, job: _Job) -> None:
+        """Until cancelled: lets the process run while there is an allowance for it, and pauses it when it is
+        spent. Even what runs only on an idle processor costs those who want it in a moment: on two cores a
+        forward pass takes a third longer beside it. What takes long is ended where another tenant waits."""
+        allowance, began_s = self._allowance, worker.cpu_s()
+        before_s = began_s
+        while True:
+            try:
+                await anyio.sleep(max(allowance.left_s, SLICE_S))  # noqa: TID251  its turn
+            finally:
+                used_s = worker.cpu_s()
+                if used_s < math.inf:
+                    allowance.spend(used_s - before_s)
+                    before_s = used_s
+            if before_s - began_s > self._limits.cpu_s + KILL_GRACE_S:
+                job.used_too_much = True
+                job.scope.cancel()
+            is_long = before_s - began_s >= self._limits.contended_s or self._is_late(job)
+            if is_long and self._queue.waits_besides(job.tenant):
+                job.scope.cancel()
+            worker.pause()
+            try:
+                await anyio.sleep(allowance.wait_s(SLICE_S))  # noqa: TID251  the others' turn
+            finally:
+                worker.go_on()
+
+    def _end(self, job: _Job, outcome: Outcome) -> None:
+        if isinstance(outcome, CompiledConstraint) or outcome.is_final:
+            self._cache.put(job.tenant, job.constraint, outcome)
+        key = job.tenant, job.constraint
+        if self._jobs.get(key) is job:  # not if it was abandoned and then asked for again
+            del self._jobs[key]
+        job.outcome = outcome
+        job.ended.set()
+
+    def _end_all(self, problem: str) -> None:
+        message = f"constraints cannot be compiled: {problem}"
+        while self._queue:
+            self._end(self._queue.pop()[1], Refusal(EngineFailed.code, message, is_final=False))
+
+
+def _of_tenant(compiled: CompiledConstraint, tenant: str) -> CompiledConstraint:
+    """With a key of the tenant's own: engines keep what they make of it by that, and what is there already
+    shows in the time that it takes."""
+    if not tenant:
+        return compiled
+    key = hashlib.sha256(f"{tenant}\0{compiled.key}".encode()).hexdigest()
+    return msgspec.structs.replace(compiled, key=key)
+
+
+def _check_sendable(constraint: Constraint) -> None:
+    """Before it is sent anywhere: it must be one, and no larger than a constraint may be."""
+    constraint.check()
+    if sum(map(len, constraint.choices)) > MAX_SOURCE_CHARS:
+        raise RequestRefused(f"choices: {MAX_SOURCE_CHARS} characters together are the limit")
+    try:
+        "".join((constraint.source, *constraint.choices)).encode()
+    except UnicodeEncodeError as error:
+        raise BadArgument(f"{constraint.kind}: text is needed, and a lone surrogate is none") from error

@@ -1,0 +1,234 @@
+"""A JSON schema before it is compiled: read, refused by name for what cannot be kept, and made explicit.
+
+What is written explicitly is narrower than the schema, so that all that is generated is valid under it, and
+is the same whether a machine or a parser keeps it: an object that declares members has no others, and
+numbers are such that readers take them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Final
+
+from agentflow.engine.grammar.compiler.schema_any_value import define_any_value
+from agentflow.engine.grammar.compiler.schema_finite import has_finite_value
+from agentflow.engine.grammar.compiler.schema_formats import CLOSER_PATTERNS
+from agentflow.engine.grammar.json_values import MOST_INTEGER, MOST_NUMBER
+from agentflow.engine.grammar.schema_keywords import (
+    ANNOTATIONS,
+    HOLD_A_LIST,
+    HOLD_A_SCHEMA,
+    HOLD_NAMED,
+    IN_PLACE,
+)
+from agentflow.errors import BadArgument
+
+MOST_DEPTH: Final = 60
+
+Schema = dict[str, Any]
+
+
+def read_schema(source: str) -> Schema:
+    """The schema that a JSON text holds, explicit as said above. ``BadArgument``, which names what it is
+    about, for what is no schema or cannot be kept."""
+    try:
+        schema = json.loads(source, parse_constant=_no_constant)
+        source.encode()
+        json.dumps(schema, ensure_ascii=False, allow_nan=False).encode()
+    except RecursionError:
+        raise BadArgument(f"schema: nests deeper than {MOST_DEPTH}") from None
+    except ValueError as error:  # also half of a surrogate pair, and 1e999
+        raise BadArgument(f"schema: not JSON that every reader takes: {error}") from None
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise BadArgument(f"schema: an object that some value satisfies is needed, not {source[:40]}")
+    schema.pop("x-guidance", None)  # the library's own options: not the sender's to choose
+    subschemas = list(_subschemas(schema, 0))
+    for sub in subschemas:
+        _refuse_what_is_no_schema(sub)
+    if not has_finite_value(schema):
+        raise BadArgument(
+            "schema: no value satisfies it: each would have to contain another one like it, without an end; "
+            "let what it refers to be null, or not be required"
+        )
+    is_flat = not any(_applies_in_place(sub) for sub in subschemas)
+    for sub in subschemas:
+        _drop_what_says_nothing(sub)
+        _refuse(sub)
+        _bound_numbers(sub)
+        _keep_to_the_calendar(sub)
+        if is_flat:
+            _close(sub)
+    if is_flat:
+        define_any_value(schema, subschemas)
+    for sub in subschemas:
+        if "oneOf" in sub and "anyOf" not in sub and _exclude_each_other(sub["oneOf"], schema):
+            sub["anyOf"] = sub.pop("oneOf")
+    return schema
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _subschemas(schema: Any, depth: int) -> Iterator[Schema]:
+    """All schemas inside of one, itself first."""
+    if not isinstance(schema, dict):
+        return
+    if depth > MOST_DEPTH:
+        raise BadArgument(f"schema: nests deeper than {MOST_DEPTH}")
+    yield schema
+    inner = [schema[key] for key in HOLD_A_SCHEMA if key in schema]
+    inner += [one for key in HOLD_A_LIST if isinstance(schema.get(key), list) for one in schema[key]]
+    inner += [one for key in HOLD_NAMED if isinstance(schema.get(key), dict) for one in schema[key].values()]
+    for one in inner:
+        yield from _subschemas(one, depth + 1)
+
+
+def _applies_in_place(schema: Schema) -> bool:
+    """Whether another schema constrains the same value: then none of them can be closed alone."""
+    said = {key for key in schema if key not in ANNOTATIONS}
+    joins_many = isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1
+    return joins_many or (bool(said & IN_PLACE) and len(said) > 1)
+
+
+def _drop_what_says_nothing(schema: Schema) -> None:
+    for key, value in (("uniqueItems", False), ("unevaluatedProperties", True), ("unevaluatedItems", True)):
+        if schema.get(key) is value:
+            del schema[key]
+    if "contains" not in schema:
+        schema.pop("minContains", None)
+        schema.pop("maxContains", None)
+    if "if" not in schema:
+        schema.pop("then", None)
+        schema.pop("else", None)
+    elif "then" not in schema and "else" not in schema:
+        del schema["if"]
+    # Where no other schema says which members and items are evaluated, these say the same as the plain ones.
+    if not IN_PLACE & set(schema):
+        for key, plain in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
+            if key in schema and plain not in schema and "contains" not in schema:
+                schema[plain] = schema.pop(key)
+    for key, value in list(schema.items()):
+        if key.startswith(("min", "max")) and isinstance(value, float) and value == int(value):
+            schema[key] = int(value)
+
+
+def _refuse_what_is_no_schema(schema: Schema) -> None:
+    for key, value in schema.items():
+        names = value if isinstance(value, list) else [value] if key == "type" else None
+        if key in ("type", "required") and not (names and all(isinstance(name, str) for name in names)):
+            if value != []:
+                raise BadArgument(f"schema: {key} must be a list of names")
+        elif key in HOLD_NAMED and not isinstance(value, dict):
+            raise BadArgument(f"schema: {key} must be an object of schemas")
+        elif key in ("anyOf", "oneOf", "allOf", "prefixItems", "enum") and not isinstance(value, list):
+            raise BadArgument(f"schema: {key} must be a list")
+        elif key == "$ref" and not isinstance(value, str):
+            raise BadArgument("schema: $ref must be a string")
+
+
+def _refuse(schema: Schema) -> None:
+    """What the library would take, and not keep."""
+    for key in ("exclusiveMinimum", "exclusiveMaximum"):
+        if isinstance(schema.get(key), bool):
+            raise BadArgument(f"schema: {key} must be a number, as from draft 6 on")
+    least = schema.get("minProperties")
+    is_closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
+    if isinstance(least, int) and least > max(1, len(set(schema.get("required", [])))) and not is_closed:
+        # Two members may come with one name, and a reader then sees one.
+        raise BadArgument(
+            "schema: minProperties above 1 needs additionalProperties: false, or as many names in required"
+        )
+
+
+def _bound_numbers(schema: Schema) -> None:
+    types = schema.get("type")
+    names = types if isinstance(types, list) else [types]
+    most = MOST_NUMBER if "number" in names else MOST_INTEGER if "integer" in names else None
+    if most is None or "const" in schema or "enum" in schema:
+        return
+    if "minimum" not in schema and "exclusiveMinimum" not in schema:
+        top = _limit(schema, "maximum", most)
+        if top > -most:
+            schema["minimum"] = -most
+    if "maximum" not in schema and "exclusiveMaximum" not in schema:
+        bottom = _limit(schema, "minimum", -most)
+        if bottom < most:
+            schema["maximum"] = most
+
+
+def _limit(schema: Schema, key: str, otherwise: int) -> float:
+    value = schema.get(key, schema.get("exclusive" + key.capitalize(), otherwise))
+    return value if isinstance(value, int | float) else otherwise
+
+
+def _keep_to_the_calendar(schema: Schema) -> None:
+    name = schema.get("format")
+    if isinstance(name, str) and name in CLOSER_PATTERNS and schema.get("type") == "string":
+        schema.setdefault("pattern", CLOSER_PATTERNS[name])
+
+
+def _close(schema: Schema) -> None:
+    """Members that are declared are all there are, unless the schema speaks of others."""
+    properties = schema.get("properties")
+    speaks_of_others = {"additionalProperties", "patternProperties", "minProperties"} & set(schema)
+    if properties and not speaks_of_others and set(schema.get("required", [])) <= set(properties):
+        schema["additionalProperties"] = False
+
+
+def _exclude_each_other(options: Any, root: Any) -> bool:
+    """Whether no value is valid under two of the options, as far as one can tell: by their types, by what
+    they allow literally, or by a member that each of them requires to be another value."""
+    if not isinstance(options, list):
+        return False
+    resolved = [_resolved(option, root) for option in options]
+    pairs = ((a, b) for n, a in enumerate(resolved) for b in resolved[:n])
+    return all(_are_apart(a, b, root) for a, b in pairs)
+
+
+def _resolved(schema: Any, root: Any) -> Schema:
+    for _ in range(8):
+        if not isinstance(schema, dict):
+            return {}
+        reference = schema.get("$ref")
+        if not isinstance(reference, str) or not isinstance(root, dict):
+            return schema
+        holder, _, name = reference.removeprefix("#/").rpartition("/")
+        schema = root.get(holder, {}).get(name) if holder in ("$defs", "definitions") else None
+    return {}
+
+
+def _are_apart(a: Schema, b: Schema, root: Any) -> bool:
+    values_a, values_b = _literal_values(a), _literal_values(b)
+    if values_a is not None and values_b is not None:
+        return values_a.isdisjoint(values_b)
+    types_a, types_b = _types(a), _types(b)
+    if types_a and types_b and types_a.isdisjoint(types_b):
+        return True
+    if types_a != {"object"} or types_b != {"object"}:
+        return False
+    both = set(a.get("required", [])) & set(b.get("required", []))
+    members_a, members_b = a.get("properties", {}), b.get("properties", {})
+    for name in both & set(members_a) & set(members_b):
+        one = _literal_values(_resolved(members_a[name], root))
+        other = _literal_values(_resolved(members_b[name], root))
+        if one is not None and other is not None and one.isdisjoint(other):
+            return True
+    return False
+
+
+def _literal_values(schema: Schema) -> set[str] | None:
+    """As JSON, which tells 1 from "1" but not 1 from 1.0: hence only strings and null count."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(values, list) or not all(value is None or isinstance(value, str) for value in values):
+        return None
+    return {json.dumps(value) for value in values}
+
+
+def _types(schema: Schema) -> set[str]:
+    types = schema.get("type", [])
+    names = set(types) if isinstance(types, list) else {str(types)}
+    return names | {"integer"} if "number" in names else names

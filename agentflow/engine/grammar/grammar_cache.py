@@ -1,0 +1,92 @@
+"""The grammars that an engine has in use or had lately, by the keys of their constraints.
+
+A grammar's masks are made once for all requests that use it, in parallel or later. How much memory all of
+them may take is bounded: the one that was used least recently goes first.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cached_property
+
+from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
+from agentflow.engine.grammar.dfa import Fsm
+from agentflow.engine.grammar.grammar import Grammar
+from agentflow.engine.grammar.llguidance import LlguidanceGrammar, LlguidanceVocabulary
+from agentflow.engine.grammar.token_dfa import FsmGrammar
+from agentflow.engine.grammar.vocabulary import Vocabulary
+from agentflow.engine.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+MAX_GRAMMAR_BYTES = 256 * 1024 * 1024
+MAX_GRAMMARS = 256
+
+
+class _Texts:
+    """The tokenizer as llguidance is shown it: without the tokens that no content has."""
+
+    def __init__(self, vocabulary: Vocabulary, tokenizer: Tokenizer) -> None:
+        self._table = vocabulary.token_bytes
+        self._tokenizer = tokenizer
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._table[token_id] if token_id < len(self._table) else b""
+
+    def encode(self, text: str, *, continues: bool = False) -> list[int]:
+        return self._tokenizer.encode_written(text)
+
+
+class GrammarCache:
+    """``vocab_size``: tokens that the model has logits for."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._grammars: dict[str, Grammar] = {}
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The model's. Laying it out takes some tens of milliseconds."""
+        tokenizer = self._tokenizer
+        num_tokens = min(tokenizer.vocab_size, self._vocab_size)
+        closed = tokenizer.closed_ids - tokenizer.mark_ids
+        data = [b"" if i in closed else tokenizer.token_bytes(i) for i in range(num_tokens)]
+        return Vocabulary(data, self._vocab_size)
+
+    @cached_property
+    def _llguidance_vocabulary(self) -> LlguidanceVocabulary:
+        return LlguidanceVocabulary(_Texts(self.vocabulary, self._tokenizer), self._vocab_size)
+
+    def prepare(self) -> None:
+        """Makes now what the first request would otherwise wait for, and the others with it."""
+        try:
+            _ = self.vocabulary, self._llguidance_vocabulary.ll_tokenizer
+        except Exception:
+            logger.exception("constraints cannot be kept with this tokenizer")
+
+    def knows(self, constraint: CompiledConstraint) -> bool:
+        """Whether there is no need for its payload."""
+        return constraint.key in self._grammars
+
+    def grammar(self, constraint: CompiledConstraint) -> Grammar:
+        """The constraint's grammar, made now if it is not there."""
+        found = self._grammars.pop(constraint.key, None) or self._made(constraint)
+        self._grammars[constraint.key] = found  # the latest stands at the end
+        self._bound()
+        return found
+
+    def _made(self, constraint: CompiledConstraint) -> Grammar:
+        if constraint.form == "fsm":
+            return FsmGrammar(Fsm.from_bytes(constraint.payload), self.vocabulary)
+        return LlguidanceGrammar(constraint.payload.decode(), self._llguidance_vocabulary)
+
+    def _bound(self) -> None:
+        """Those that requests still use live on with them."""
+        sizes = [grammar.nbytes for grammar in self._grammars.values()]
+        total = sum(sizes)
+        for key, size in zip([*self._grammars][:-1], sizes, strict=False):
+            if total <= MAX_GRAMMAR_BYTES and len(self._grammars) <= MAX_GRAMMARS:
+                return
+            del self._grammars[key]
+            total -= size

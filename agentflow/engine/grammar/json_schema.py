@@ -1,0 +1,283 @@
+"""A JSON schema as one regular expression, where it is regular and small.
+
+What is generated from it is valid under the schema; not all that is valid can be generated: members come in
+the order of ``properties``, and there are no others unless the schema asks for them. A schema that says
+anything else goes to a parser (None).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeAlias
+from urllib.parse import unquote
+
+from agentflow.engine.grammar import json_values
+from agentflow.engine.grammar.json_values import Whitespace
+from agentflow.engine.grammar.regex_tree import EMPTY, Choice, Regex, Repeat, Sequence
+from agentflow.engine.grammar.schema_keywords import ALL_TYPED, ANNOTATIONS, KEYWORDS_OF_TYPE
+
+MOST_POSITIONS: Final = 6_000
+"""The largest expression: its places for a character, each as often as it is repeated."""
+
+MOST_DEPTH: Final = 40
+MOST_MEMBERS: Final = 300
+"""Of one object: those that may come first are each written out with all that may follow."""
+
+JsonObject: TypeAlias = Mapping[str, Any]
+
+
+class _NotRegular(Exception):
+    """This schema is for a parser."""
+
+
+def schema_to_regex(schema: object, whitespace: Whitespace) -> Regex | None:
+    """The texts of values that are valid under ``schema`` (as ``json.loads`` gives it), or None where that
+    is no regular language, is a large one, or the schema says what is not handled here.
+
+    >>> schema_to_regex({"type": "array", "items": {"type": "boolean"}, "maxItems": 2}, "compact")
+    Choice(...)  # [], [true], [false], [true, true], ...
+    """
+    try:
+        regex = _SchemaReader(schema, whitespace).regex(schema)
+    except _NotRegular:
+        return None
+    return regex if _positions(regex, {}) <= MOST_POSITIONS else None
+
+
+class _SchemaReader:
+    def __init__(self, root: object, whitespace: Whitespace) -> None:
+        self._root = root
+        self._layout = json_values.layout(whitespace)
+        self._of_reference: dict[str, Regex] = {}
+        self._open: list[str] = []
+        self._depth = 0
+        self._of_type: dict[str, Callable[[JsonObject], Regex]] = {
+            "object": self._object,
+            "array": self._array,
+            "string": self._string,
+            "integer": self._integer,
+            "number": self._number,
+            "boolean": lambda _: json_values.BOOLEAN,
+            "null": lambda _: json_values.NULL,
+        }
+
+    def regex(self, schema: object) -> Regex:
+        """What a schema at any place allows."""
+        if not isinstance(schema, dict) or self._depth >= MOST_DEPTH:
+            raise _NotRegular  # ``true`` allows any value at all, and values nest
+        self._depth += 1
+        constraining = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
+        regex = self._constrained(constraining)
+        self._depth -= 1
+        return regex
+
+    def _constrained(self, schema: JsonObject) -> Regex:
+        for key, apply in (("$ref", self._reference), ("anyOf", self._any_of), ("allOf", self._all_of)):
+            if key in schema:
+                if len(schema) > 1:
+                    raise _NotRegular
+                return apply(schema[key])
+        if "const" in schema or "enum" in schema:
+            return self._values(schema)
+        types = schema.get("type")
+        names = [types] if isinstance(types, str) else types
+        if not isinstance(names, list) or not names or not all(name in self._of_type for name in names):
+            raise _NotRegular
+        if "number" in names and "integer" in names:
+            names = [name for name in names if name != "integer"]
+        return _one_of([self._typed(name, schema) for name in names])
+
+    def _typed(self, name: str, schema: JsonObject) -> Regex:
+        said = {key for key in schema if key != "type"}
+        if said - ALL_TYPED:
+            raise _NotRegular
+        return self._of_type[name]({key: schema[key] for key in said & KEYWORDS_OF_TYPE[name]})
+
+    def _values(self, schema: JsonObject) -> Regex:
+        """``const`` and ``enum``, with no more beside them than their values' type."""
+        if set(schema) - {"const", "enum", "type"} or {"const", "enum"} <= set(schema):
+            raise _NotRegular
+        values = schema["enum"] if "enum" in schema else [schema["const"]]
+        if not isinstance(values, list) or not values:
+            raise _NotRegular
+        if "type" in schema and not all(_has_type(value, schema["type"]) for value in values):
+            raise _NotRegular
+        found = [json_values.exactly(value, self._layout) for value in values]
+        return _one_of([_needed(regex) for regex in found])
+
+    def _reference(self, reference: object) -> Regex:
+        if not isinstance(reference, str) or not reference.startswith("#/") or reference in self._open:
+            raise _NotRegular
+        if reference not in self._of_reference:
+            target: Any = self._root
+            for step in unquote(reference[2:]).split("/"):
+                name = step.replace("~1", "/").replace("~0", "~")
+                if (
+                    not isinstance(target, dict)
+                    or name not in target
+                    or (target is not self._root and "$id" in target)
+                ):
+                    raise _NotRegular
+                target = target[name]
+            self._open.append(reference)
+            self._of_reference[reference] = self.regex(target)
+            self._open.pop()
+        return self._of_reference[reference]
+
+    def _any_of(self, options: object) -> Regex:
+        if not isinstance(options, list) or not options:
+            raise _NotRegular
+        return _one_of([self.regex(option) for option in options])
+
+    def _all_of(self, schemas: object) -> Regex:
+        if not isinstance(schemas, list) or len(schemas) != 1:
+            raise _NotRegular
+        return self.regex(schemas[0])
+
+    def _object(self, said: JsonObject) -> Regex:
+        properties = said.get("properties", {})
+        required = said.get("required", [])
+        if set(said) - {"properties", "required", "additionalProperties"} or not isinstance(properties, dict):
+            raise _NotRegular
+        closed = said.get("additionalProperties", not properties) is False
+        if not closed or len(properties) > MOST_MEMBERS:
+            raise _NotRegular
+        if not isinstance(required, list) or not set(required) <= set(properties):
+            raise _NotRegular
+        if not properties:
+            return self._layout.empty("{", "}")
+        members = [
+            (self._layout.named(name, self.regex(value)), name in required)
+            for name, value in properties.items()
+        ]
+        all_there = self._layout.enclosed("{", _members(members, self._layout.comma), "}")
+        return all_there if required else Choice((self._layout.empty("{", "}"), all_there))
+
+    def _array(self, said: JsonObject) -> Regex:
+        if set(said) - {"items", "prefixItems", "minItems", "maxItems"}:
+            raise _NotRegular
+        first = said.get("prefixItems", [])
+        least, most = _count(said, "minItems"), _limit(said, "maxItems")
+        if not isinstance(first, list) or (most is not None and most < (least or 0)):
+            raise _NotRegular
+        if said.get("items") is False:
+            most = len(first) if most is None else min(most, len(first))
+        heads = [self.regex(item) for item in first[:most]]
+        has_rest = most is None or most > len(heads)
+        rest = self.regex(said.get("items", True)) if has_rest else EMPTY
+        if least > len(heads) and not has_rest:
+            raise _NotRegular
+        comma, lists = self._layout.comma, []
+        for length in range(max(least, 1), len(heads) + 1):
+            lists.append(self._layout.listed(heads[:length]))
+        if has_rest:
+            fewest = max(least, len(heads) + 1) - len(heads)
+            most_rest = None if most is None else most - len(heads) - 1
+            tail = EMPTY if most_rest == 0 else Repeat(Sequence((comma, rest)), fewest - 1, most_rest)
+            lists.append(Sequence((self._layout.listed([*heads, rest]), tail)))
+        found = [self._layout.enclosed("[", members, "]") for members in lists]
+        return _one_of([self._layout.empty("[", "]"), *found] if least == 0 else found)
+
+    def _string(self, said: JsonObject) -> Regex:
+        if set(said) - {"minLength", "maxLength"}:
+            raise _NotRegular
+        least, most = _count(said, "minLength"), _limit(said, "maxLength")
+        if most is not None and most < least:
+            raise _NotRegular
+        return json_values.string(least, most)
+
+    def _integer(self, said: JsonObject) -> Regex:
+        if set(said) - {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}:
+            raise _NotRegular
+        least = [_whole(said["minimum"])] if "minimum" in said else [-json_values.MOST_INTEGER]
+        least += [_whole(said["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in said else []
+        most = [_whole(said["maximum"])] if "maximum" in said else [json_values.MOST_INTEGER]
+        most += [_whole(said["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in said else []
+        if max(least) > min(most):
+            raise _NotRegular
+        return _needed(json_values.integer(max(least), min(most)))
+
+    def _number(self, said: JsonObject) -> Regex:
+        if set(said) - {"minimum", "maximum"} or not all(_is_number(limit) for limit in said.values()):
+            raise _NotRegular
+        least, most = (
+            said.get("minimum", -json_values.MOST_NUMBER),
+            said.get("maximum", json_values.MOST_NUMBER),
+        )
+        return _needed(json_values.number(least, most))
+
+
+def _members(members: list[tuple[Regex, bool]], comma: Regex) -> Regex:
+    """At least one of them, in this order, those that are required in any case, with commas between."""
+    firsts: list[Regex] = []
+    for place, (member, is_required) in enumerate(members):
+        parts = [member]
+        for later, later_is_required in members[place + 1 :]:
+            next_one = Sequence((comma, later))
+            parts.append(next_one if later_is_required else Repeat(next_one, 0, 1))
+        firsts.append(Sequence(tuple(parts)))
+        if is_required:
+            break  # nothing after it can be the first
+    return _one_of(firsts)
+
+
+def _one_of(options: list[Regex]) -> Regex:
+    return options[0] if len(options) == 1 else Choice(tuple(options))
+
+
+def _needed(regex: Regex | None) -> Regex:
+    if regex is None:
+        raise _NotRegular
+    return regex
+
+
+def _whole(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise _NotRegular
+    return value
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _count(said: JsonObject, key: str) -> int:
+    """A keyword's count; 0 where it is not there."""
+    found = _limit(said, key)
+    return 0 if found is None else found
+
+
+def _limit(said: JsonObject, key: str) -> int | None:
+    if key not in said:
+        return None
+    count = _whole(said[key])
+    if not 0 <= count <= MOST_POSITIONS:
+        raise _NotRegular
+    return count
+
+
+def _has_type(value: object, types: object) -> bool:
+    names = types if isinstance(types, list) else [types]
+    if value is None or isinstance(value, bool):
+        return ("null" if value is None else "boolean") in names
+    if isinstance(value, int):
+        return "integer" in names or "number" in names
+    of_type = {"string": str, "number": float, "object": dict, "array": list}
+    return any(isinstance(value, of_type[name]) for name in names if name in of_type)
+
+
+def _positions(regex: Regex, known: dict[int, int]) -> int:
+    """The size of the expression when it is written out; shared parts are counted once each time."""
+    found = known.get(id(regex))
+    if found is None:
+        if isinstance(regex, Repeat):
+            most = regex.least if regex.most is None else regex.most
+            found = _positions(regex.part, known) * max(1, most)
+        elif isinstance(regex, Sequence):
+            found = sum([_positions(part, known) for part in regex.parts])
+        elif isinstance(regex, Choice):
+            found = sum([_positions(option, known) for option in regex.options])
+        else:
+            found = 1
+        known[id(regex)] = found
+    return found

@@ -1,0 +1,169 @@
+"""Jump-forward: text that a grammar forces is appended without sampling it (Zheng et al., "SGLang", 2024,
+section 4).
+
+The forced text is encoded together with all that the generation has written before, so that the ids are
+exactly the tokenizer's own for the whole; what was sampled may get other ids thereby, never another text.
+The last token of the forced text is *held back* where a token exists that says the same and more: which
+of them it is, the model decides. The next token must then begin with the text that was held back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from agentflow.engine.cache.token_run import num_common_ids
+from agentflow.engine.grammar.grammar import Matcher, TokenWords, is_allowed
+from agentflow.engine.grammar.vocabulary import Vocabulary
+
+# Of a text that was encoded before so many tokens at its end are encoded again, together with what is new;
+# the first of them must come out as they are.
+WINDOW_TOKENS = 64
+OVERLAP_TOKENS = 32
+
+CONTINUATION_BYTES = range(0x80, 0xC0)
+
+Encode = Callable[[str], list[int]]
+"""Text, as what stands after other text, to token ids."""
+
+
+class Jump(NamedTuple):
+    """The first ``num_kept`` ids of the generation stay, and ``token_ids`` come after them."""
+
+    num_kept: int
+    token_ids: list[int]
+
+
+class ConstrainedText:
+    """What one generation has written under its grammar. ``encode``: None switches jump-forward off.
+
+    ``token_ids``: of the text that there is. ``held``: forced bytes that the next token must begin with.
+    """
+
+    def __init__(self, matcher: Matcher, vocabulary: Vocabulary, encode: Encode | None) -> None:
+        self.token_ids: list[int] = []
+        self.held = b""
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._encode = encode
+        self._data = bytearray()
+        self._starts: list[int] = []  # where each token begins in it
+        self._num_encoded = 0  # so many ids are the tokenizer's own
+
+    def may_end(self) -> bool:
+        """Whether the text is complete as it is."""
+        return not self.held and self._matcher.may_end()
+
+    def must_end(self) -> bool:
+        """Whether it is complete, and nothing may follow."""
+        return not self.held and self._matcher.must_end()
+
+    def shown(self) -> str:
+        """The end of the text, for messages."""
+        return bytes(self._data[-80:]).decode(errors="replace")
+
+    def mask(self) -> TokenWords:
+        """The tokens that may come next. Not to be written to."""
+        words = self._matcher.mask()
+        return words & self._vocabulary.beginning_with(self.held) if self.held else words
+
+    def take(self, token_id: int) -> None:
+        """One more token was sampled. ``ValueError`` where it is not allowed."""
+        self._matcher.take(token_id)
+        self._append(token_id)
+        self.held = b""
+
+    def jump(self, max_tokens: int) -> Jump | None:
+        """Appends what is forced now; None where that changes no id, or where it would make more than
+        ``max_tokens`` ids in all: what is forced is then sampled, as far as it goes."""
+        forced = b"" if self._encode is None else self._matcher.forced()
+        if not forced:
+            return None
+        first, new_ids = self._encoded(forced)
+        if first + len(new_ids) > max_tokens or not new_ids:
+            return None
+        old_ids = self.token_ids[first:]
+        num_same = num_common_ids(old_ids, new_ids)
+        self._replace(first + num_same, new_ids[num_same:])
+        if max(len(old_ids), len(new_ids)) > num_same:
+            self._hold_back()
+        num_kept = min(first + num_same, len(self.token_ids))
+        if num_kept == first + len(old_ids) == len(self.token_ids):
+            return None
+        return Jump(num_kept, self.token_ids[num_kept:])
+
+    def _encoded(self, forced: bytes) -> tuple[int, list[int]]:
+        """The ids of the text with ``forced`` behind it, from one of its ids on, which is given; no ids where
+        the tokenizer cannot write it so. Of a long text only the end is encoded, from a place that has been
+        encoded before: that it has the same ids again at first shows that it could be cut there."""
+        first = self._num_encoded - WINDOW_TOKENS
+        while first > 0 and self._data[self._starts[first]] in CONTINUATION_BYTES:
+            first -= 1
+        if first > 0:
+            new_ids = self._encoded_from(first, forced)
+            if new_ids[:OVERLAP_TOKENS] == self.token_ids[first : first + OVERLAP_TOKENS]:
+                return first, new_ids
+        return 0, self._encoded_from(0, forced)
+
+    def _encoded_from(self, first: int, forced: bytes) -> list[int]:
+        start = self._starts[first] if first else 0
+        data = bytes(self._data[start:]) + forced
+        try:
+            text = data.decode()
+        except UnicodeDecodeError as error:
+            is_half = error.end == len(data) and error.reason == "unexpected end of data"
+            if not is_half or start + error.start < len(self._data):
+                return []
+            data = data[: error.start]  # without half a character at its end
+            text = data.decode()
+        assert self._encode is not None
+        new_ids = self._encode(text)
+        table = self._vocabulary.token_bytes
+        if max(new_ids, default=0) >= len(table):  # a token that this model has no logits for
+            return []
+        return new_ids if b"".join([table[token] for token in new_ids]) == data else []
+
+    def _replace(self, num_kept: int, new_ids: list[int]) -> None:
+        """The first ``num_kept`` ids stay, and ``new_ids`` come after them."""
+        self._drop(len(self.token_ids) - num_kept)
+        for token in new_ids:
+            self._matcher.take(token)
+            self._append(token)
+        self._num_encoded = len(self.token_ids)
+        self.held = b""
+
+    def _append(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+        self._starts.append(len(self._data))
+        self._data += self._vocabulary.token_bytes[token_id]
+
+    def _drop(self, num_tokens: int) -> None:
+        if not num_tokens:
+            return
+        self._matcher.take_back(num_tokens)
+        del self.token_ids[-num_tokens:]
+        del self._data[self._starts[-num_tokens] :]
+        del self._starts[-num_tokens:]
+
+    def _hold_back(self) -> None:
+        """Takes the last token back where others say the same and more, and one of them is allowed."""
+        if self._matcher.must_end():
+            return
+        last = self.token_ids[-1]
+        data = self._vocabulary.token_bytes[last]
+        longer = self._vocabulary.beginning_with(data)
+        if not is_allowed(longer, last) or _num_bits(longer) == 1:
+            return
+        self._drop(1)
+        if _num_bits(self._matcher.mask() & longer) > 1:
+            self.held = data
+        else:
+            self._matcher.take(last)
+            self._append(last)
+        self._num_encoded = len(self.token_ids)
+
+
+def _num_bits(words: TokenWords) -> int:
+    return int(np.bitwise_count(words).sum())

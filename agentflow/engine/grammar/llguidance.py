@@ -1,0 +1,247 @@
+"""Grammars that no finite-state machine can keep (recursive ones, large schemas, tags in free text), kept by
+the llguidance library behind the same seam.
+
+The library's parser runs in the engine's loop, so each step has limits on what it may compute: a hostile
+grammar gets its own request refused, and costs the others some ten milliseconds at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Final, Protocol, TypeVar
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from agentflow.engine.grammar.grammar import TokenWords, is_allowed, words_of
+from agentflow.errors import RequestRefused
+
+# What one step may compute (the library counts about 14,000 units of fuel, or 20,000 items, a millisecond; an
+# ambiguous grammar costs the square of the items at one place), and what one text's lexer may hold (1 to 2 kB
+# a state).
+ITEMS_IN_ROW: Final = 500
+STEP_ITEMS: Final = 50_000
+STEP_FUEL: Final = 200_000
+LEXER_STATES: Final = 20_000
+START_FUEL: Final = 1_000_000
+GRAMMAR_SYMBOLS: Final = 200_000
+
+ALL_TOKENS_ALLOWED: Final = '%llguidance {"no_forcing": true}'
+"""A line of a grammar, its last so that it holds. Without it, of all the tokens that begin a forced text a
+mask has only one."""
+
+_LEXER_ERROR: Final = "lexer error: too many "
+_TOKENS_FOR_A_LEXER: Final = 32
+_TOKENS_PER_TAKEN: Final = 1 / 8
+_TOKENS_PER_CHAR: Final = 1 / 100
+"""A text gets another lexer only after it has gone on by so many tokens, for each token that is read again
+and each character of the grammar: so that costs a step some milliseconds at most, on average."""
+
+_LEAST_GRAMMAR_BYTES: Final = 200_000
+_BYTES_PER_CHAR: Final = 200
+NOWHERE_TO_GO: Final = "the grammar leads to a place where no token can follow"
+
+
+AnswerT = TypeVar("AnswerT")
+
+
+def parser_limits() -> LLParserLimits:
+    """What one text under one grammar may cost."""
+    return LLParserLimits(
+        max_items_in_row=ITEMS_IN_ROW,
+        initial_lexer_fuel=START_FUEL,
+        step_lexer_fuel=STEP_FUEL,
+        step_max_items=STEP_ITEMS,
+        max_lexer_states=LEXER_STATES,
+        max_grammar_size=GRAMMAR_SYMBOLS,
+        verbose_errors=False,
+    )
+
+
+class TokenTexts(Protocol):
+    """What is asked of a ``Tokenizer``."""
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def encode(self, text: str, *, continues: bool = False) -> list[int]: ...
+
+
+class LlguidanceVocabulary:
+    """One model's tokens as llguidance wants them: built at the first use, some 0.1 s for 50,000 tokens.
+
+    ``vocab_size``: that of the model's logits, which may be more than the tokenizer's. The library is told
+    of one token more, its end of text, so that it never has to know which of the model's tokens end one;
+    special tokens have no bytes here, and so no grammar can ask for one.
+    """
+
+    def __init__(self, tokenizer: TokenTexts, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self.vocab_size = vocab_size
+
+    @cached_property
+    def text_tokens(self) -> TokenWords:
+        """The mask of all tokens that stand for bytes."""
+        written = [i for i in range(self.vocab_size) if self._tokenizer.token_bytes(i)]
+        return words_of(written, self.vocab_size)
+
+    @cached_property
+    def ll_tokenizer(self) -> LLTokenizer:
+        """The library's own object."""
+        return LLTokenizer(TokenizerWrapper(_TokenTable(self._tokenizer, self.vocab_size)))
+
+
+class _TokenTable:
+    """What the library asks a tokenizer for."""
+
+    def __init__(self, tokenizer: TokenTexts, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = vocab_size
+        self.bos_token_id = None
+        self.tokens = [*(tokenizer.token_bytes(i) for i in range(vocab_size)), b"</end of text>"]
+        self.special_token_ids = [vocab_size]
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, continues=True)
+
+
+class LlguidanceGrammar:
+    """A grammar in the library's notation (as ``compile_constraint`` writes it) for one vocabulary.
+
+    >>> grammar = LlguidanceGrammar(compiled.payload.decode(), LlguidanceVocabulary(tokenizer, 49152))
+    >>> matcher = grammar.matcher()
+
+    ``RequestRefused`` where the library does not take the grammar.
+    """
+
+    def __init__(self, payload: str, vocabulary: LlguidanceVocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._payload = payload
+        self.fresh = self.made()
+        """The parser of the empty text. Its copies share the lexer, and with it the lexer's limits."""
+
+    @property
+    def nbytes(self) -> int:
+        """The library does not tell: a guess, on the large side."""
+        return _LEAST_GRAMMAR_BYTES + _BYTES_PER_CHAR * self.num_chars
+
+    @property
+    def num_chars(self) -> int:
+        """How long it is written out."""
+        return len(self._payload)
+
+    def matcher(self) -> LlguidanceMatcher:
+        """A new text's."""
+        return LlguidanceMatcher(self, self._vocabulary.text_tokens)
+
+    def renew(self, spent: LLMatcher) -> None:
+        """Makes ``fresh`` anew if it still is the one whose lexer is ``spent``."""
+        if self.fresh is spent:
+            self.fresh = self.made()
+
+    def made(self) -> LLMatcher:
+        """A parser of the empty text that has a lexer of its own."""
+        tokenizer = self._vocabulary.ll_tokenizer
+        made = LLMatcher(tokenizer, self._payload, log_level=0, limits=parser_limits())
+        if made.is_error():
+            raise RequestRefused(f"the grammar cannot be used: {_first_line(made.get_error())}")
+        return made
+
+
+class LlguidanceMatcher:
+    """Where one text stands in its grammar (see ``core.grammar.Matcher``).
+
+    The lexer that all texts under a grammar share keeps the states that they have met, up to a limit. Where
+    that is reached, a text is read again with a lexer of its own, and refused only if it alone needs too
+    many: a long text harms no other one.
+    """
+
+    def __init__(self, grammar: LlguidanceGrammar, text_tokens: TokenWords) -> None:
+        self._grammar = grammar
+        self._origin = grammar.fresh
+        self._matcher = self._origin.deep_copy()
+        self._taken: list[int] = []
+        self._may_renew_at = 0
+        self._text_tokens = text_tokens
+        self._mask: TokenWords | None = None
+        """Of this place in the text, once it was asked for."""
+
+    def mask(self) -> TokenWords:
+        """See ``Matcher.mask``."""
+        self._refuse_errors()
+        if self._mask is None:
+            data = self._asked(LLMatcher.compute_bitmask)
+            words = np.frombuffer(data, dtype=np.uint32, count=len(self._text_tokens))
+            self._mask = words & self._text_tokens
+            if not self._mask.any() and not self._matcher.is_accepting():
+                raise RequestRefused(NOWHERE_TO_GO)
+        return self._mask
+
+    def may_end(self) -> bool:
+        """See ``Matcher.may_end``."""
+        return self._asked(LLMatcher.is_accepting)
+
+    def must_end(self) -> bool:
+        """See ``Matcher.must_end``."""
+        return self.may_end() and not self.mask().any()
+
+    def take(self, token_id: int) -> None:
+        """See ``Matcher.take``."""
+        is_text = 0 <= token_id < 32 * len(self._text_tokens) and is_allowed(self._text_tokens, token_id)
+        # A text that can only end takes no token: the library is not asked, it would call that an error.
+        may_take = is_text and not self._matcher.is_stopped()
+        if not may_take or not self._asked(lambda matcher: matcher.try_consume_tokens([token_id])):
+            self._refuse_errors()
+            raise ValueError(f"the grammar does not allow token {token_id} here")
+        self._taken.append(token_id)
+        self._mask = None
+
+    def take_back(self, num_tokens: int) -> None:
+        """See ``Matcher.take_back``."""
+        if num_tokens and not self._matcher.rollback(num_tokens):
+            raise ValueError(
+                f"{num_tokens} tokens cannot be taken back: {_first_line(self._matcher.get_error())}"
+            )
+        del self._taken[len(self._taken) - num_tokens :]
+        self._mask = None
+
+    def forced(self) -> bytes:
+        """See ``Matcher.forced``."""
+        return self._asked(lambda matcher: b"" if matcher.is_stopped() else matcher.compute_ff_bytes())
+
+    def _asked(self, ask: Callable[[LLMatcher], AnswerT]) -> AnswerT:
+        """What the library answers; asked again with a new lexer where that has reached its limits."""
+        answer = ask(self._matcher)
+        if self._matcher.is_error() and self._renewed():
+            answer = ask(self._matcher)
+        self._refuse_errors()
+        return answer
+
+    def _renewed(self) -> bool:
+        """Whether the text stands at the same place under a new lexer. Not for a text that has hardly gone on
+        since the last time."""
+        num_taken = len(self._taken)
+        if num_taken < self._may_renew_at or not self._matcher.get_error().startswith(_LEXER_ERROR):
+            return False
+        pause = num_taken * _TOKENS_PER_TAKEN + self._grammar.num_chars * _TOKENS_PER_CHAR
+        self._may_renew_at = num_taken + max(_TOKENS_FOR_A_LEXER, int(pause))
+        self._grammar.renew(self._origin)
+        again = self._grammar.made()
+        if again.try_consume_tokens(self._taken) != num_taken or again.is_error():
+            return False
+        self._matcher = again
+        return True
+
+    def _refuse_errors(self) -> None:
+        if self._matcher.is_error():
+            reason = _first_line(self._matcher.get_error())
+            if reason == "NoExtensionBias":
+                raise RequestRefused(NOWHERE_TO_GO)
+            raise RequestRefused(
+                f"the grammar asks for more than a step may compute ({reason}): simplify it where the same "
+                "text can be read in many ways"
+            )
+
+
+def _first_line(message: str) -> str:
+    return message.strip().split("\n", 1)[0]

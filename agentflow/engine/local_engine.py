@@ -1,0 +1,170 @@
+"""From options to a running engine: finds the model, sizes the KV pool, loads, and starts."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from agentflow.engine.client import EngineClient, running_engine
+from agentflow.engine.cuda_memory import free_cuda_bytes
+from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.grammar.compiler.compiler import constraint_compiler
+from agentflow.engine.machine import free_host_bytes
+from agentflow.engine.memory_shares import MIN_KV_TOKENS, WANTED_KV_TOKENS, kv_bytes_per_token
+from agentflow.engine.process.engine_frames import Start
+from agentflow.engine.process.engine_watch import Deadlines
+from agentflow.engine.process.shutdown_budget import ShutdownBudget
+from agentflow.engine.process.supervisor import supervised_engine
+from agentflow.engine.runner import ModelRunner
+from agentflow.engine.scheduling.policies import DEFAULT_POLICY
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.store.model_store import resolve_model
+from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.engine.text.tokenizer import Tokenizer
+
+DEFAULT_MODEL = "smollm2-135m"
+# Of the memory that is free when the engine starts, the KV pool takes at most this share.
+MAX_MEMORY_SHARE = 0.5
+# A load may take so long beside reading the weights: importing torch, compiling kernels, a cold disk.
+LOAD_S = 180.0
+SLOW_DISK_BYTES_PER_S = 20e6
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """``model``: a name or a folder. ``dtype``: ``bfloat16`` or ``float32``. ``device``: ``cpu``,
+    ``cuda`` or None (CUDA where there is one). ``kv_tokens``: size of the KV pool; None: 65,536 or
+    what half of the free memory holds, whichever is less. ``token_budget``: rows of one forward
+    pass; None: 256 on a CPU, 4,096 on a GPU. ``num_threads``: of a CPU; None: torch's choice,
+    within the CPU quota.
+    ``own_process``: the engine runs in a process of its own, which is started again when it dies, and
+    not in a thread. ``max_unfinished``: requests that it takes at once, waiting ones included; None: any
+    number; more are refused with Overloaded.
+
+    Of a process: ``load_timeout_s``: how long it may take to load (None: by the size of its weights);
+    ``step_timeout_s``: how long one forward pass may take (None: by what others took); past them it is
+    killed and started again. ``exit_on_engine_failure``: raise EngineFailed where it dies again and again."""
+
+    model: str = DEFAULT_MODEL
+    dtype: str = "bfloat16"
+    device: str | None = None
+    kv_tokens: int | None = None
+    token_budget: int | None = None
+    max_running: int = 64
+    num_threads: int | None = None
+    policy: str = DEFAULT_POLICY
+    use_cache: bool = True
+    own_process: bool = False
+    max_unfinished: int | None = None
+    load_timeout_s: float | None = None
+    step_timeout_s: float | None = None
+    exit_on_engine_failure: bool = False
+
+
+@asynccontextmanager
+async def open_engine(
+    options: EngineOptions, shutdown: ShutdownBudget | None = None
+) -> AsyncIterator[EngineClient]:
+    """Loads the model and runs its engine while the scope lasts. ``shutdown``: what the end of its process is
+    timed by."""
+    folder = resolve_model(options.model)
+    if options.own_process:
+        # Sized once, and here: after a restart the pool must hold what it held before.
+        kv_tokens = options.kv_tokens or _fitting_kv_tokens(folder, options.dtype, free_host_bytes())
+        chosen = replace(options, model=str(folder), kv_tokens=kv_tokens)
+        start = Start(loader=f"{__name__}:{load_engine.__name__}", options=asdict(chosen))
+        opening = supervised_engine(
+            start,
+            lambda: Tokenizer.from_folder(folder),
+            max_unfinished=options.max_unfinished,
+            deadlines=deadlines_of(options, folder),
+            exits_when_down=options.exit_on_engine_failure,
+            shutdown=shutdown,
+        )
+    else:
+        chosen = replace(options, model=str(folder))
+        opening = running_engine(lambda: load_engine(**asdict(chosen)), max_unfinished=options.max_unfinished)
+    async with opening as client:
+        yield client
+
+
+def load_engine(**options: Any) -> tuple[ModelRunner, Tokenizer, SchedulerConfig]:
+    """What an engine's process or thread loads. ``options``: the fields of ``EngineOptions``."""
+    chosen = EngineOptions(**options)
+    device = chosen.device or _default_device()
+    return *_load(chosen, resolve_model(chosen.model), device), _config(chosen, device)
+
+
+def deadlines_of(options: EngineOptions, folder: Path) -> Deadlines:
+    """What a load and the steps of an engine process may take."""
+    weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    load_s = options.load_timeout_s or LOAD_S + weight_bytes / SLOW_DISK_BYTES_PER_S
+    if options.step_timeout_s is None:
+        return Deadlines(load_s=load_s)
+    return Deadlines(load_s=load_s, step_s=options.step_timeout_s, first_step_s=options.step_timeout_s)
+
+
+def _config(options: EngineOptions, device: str) -> SchedulerConfig:
+    return SchedulerConfig(
+        max_running=options.max_running,
+        token_budget=options.token_budget or (256 if device == "cpu" else 4096),
+        policy=options.policy,
+        use_cache=options.use_cache,
+    )
+
+
+def _load(options: EngineOptions, folder: Path, device: str) -> tuple[ModelRunner, Tokenizer]:
+    # Imported here, in the engine's thread: torch takes seconds, and the loop goes on meanwhile.
+    limit_spinning()
+    from agentflow.engine.models.torch_runner import TorchRunner
+
+    num_slots = options.kv_tokens or _fitting_kv_tokens(folder, options.dtype, _free_bytes(device))
+    runner = TorchRunner(
+        folder, device=device, dtype=options.dtype, num_slots=num_slots, num_threads=options.num_threads
+    )
+    return runner, Tokenizer.from_folder(folder)
+
+
+@asynccontextmanager
+async def open_generator(options: EngineOptions) -> AsyncIterator[EngineGenerator]:
+    """An engine with its chat template and a compiler of constraints, ready for an interpreter."""
+    template = ChatTemplate.from_folder(resolve_model(options.model))
+    # The compiler first: its process loads while the model does, and takes only what that leaves.
+    async with constraint_compiler() as compiler, open_engine(options) as client:
+        yield EngineGenerator(client, template, compiler=compiler)
+
+
+def _default_device() -> str:
+    limit_spinning()
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def limit_spinning() -> None:
+    """Threads of OpenMP spin only briefly while they wait for each other. To be called before torch
+    loads OpenMP; what the user has set stays.
+
+    Measured on two cores of AMD Zen 3, one stream: spinning for ever gave 30 tokens/s on a quiet
+    machine and 0.6 beside one busy process; never spinning 23 and 10; a count of 10,000 gave 35 quiet.
+    With AMX the count makes no difference on a quiet machine, from 2,000 to 1,000,000.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+
+def _free_bytes(device: str) -> int:
+    on_gpu = free_cuda_bytes() if device == "cuda" else None
+    return free_host_bytes() if on_gpu is None else on_gpu
+
+
+def _fitting_kv_tokens(folder: Path, dtype: str, free_bytes: int) -> int:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    bytes_per_token = kv_bytes_per_token(config, 4 if dtype == "float32" else 2)
+    room = int(free_bytes * MAX_MEMORY_SHARE) // bytes_per_token
+    return max(MIN_KV_TOKENS, min(WANTED_KV_TOKENS, room))

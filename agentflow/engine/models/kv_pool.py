@@ -1,0 +1,44 @@
+"""The memory that holds keys and values: one slot per token, whoever the token belongs to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from agentflow.engine.page_advice import advise_huge_pages
+from agentflow.errors import BadArgument
+
+
+class KvPool:
+    """``layers[i]`` [num_slots, 2, num_kv_heads, head_dim]: keys at 0 and values at 1, side by side, so
+    that a token is written, and read, in one piece per layer.
+
+    Nothing is cleared: on a CPU a page of memory is first touched when a token is written to it, and
+    kernels must not read a slot that its request does not hold.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_slots: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.bytes_per_token = num_layers * 2 * num_kv_heads * head_dim * dtype.itemsize
+        if num_slots < 1:
+            raise BadArgument(f"the KV pool needs at least one token, not {num_slots}")
+        try:
+            memory = torch.empty(
+                (num_layers, num_slots, 2, num_kv_heads, head_dim), dtype=dtype, device=device
+            )
+        except RuntimeError as error:  # torch's out-of-memory errors are RuntimeErrors
+            gigabytes = self.bytes_per_token * num_slots / 1e9
+            raise BadArgument(
+                f"a KV pool of {num_slots} tokens takes {gigabytes:.1f} GB, which {device} does not have: "
+                "ask for fewer tokens"
+            ) from error
+        advise_huge_pages(memory)
+        self.layers: tuple[Tensor, ...] = memory.unbind(0)

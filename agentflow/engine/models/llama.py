@@ -1,0 +1,109 @@
+"""The forward pass of the Llama family (Llama, Mistral, Qwen2, Qwen3) over rows of many requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from agentflow.engine.models.config import LlamaConfig
+from agentflow.engine.models.rope import rope_angles
+from agentflow.engine.runner import nothing
+from agentflow.kernels.attention_batch import IntArray
+from agentflow.kernels.choice_rows import ChoiceRows
+from agentflow.kernels.decoder_weights import DecoderWeights, LayerWeights
+from agentflow.kernels.forward_input import ForwardInput
+from agentflow.kernels.linear_weight import LinearWeight
+from agentflow.kernels.ops import Kernels
+
+
+class LlamaModel:
+    """Weights and forward pass. It keeps no state between calls: the KV pool is passed in."""
+
+    def __init__(
+        self, config: LlamaConfig, kernels: Kernels, decoder: DecoderWeights, head: LinearWeight
+    ) -> None:
+        self.config = config
+        self.is_tied = config.tie_word_embeddings
+        self._kernels = kernels
+        self._decoder = decoder
+        self._head = head
+        self._whole_forward = kernels.whole_forward(decoder, head)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights as they are held."""
+        embedding = self._decoder.embedding
+        nbytes = embedding.nbytes + self._decoder.final_norm.nbytes + self._head.nbytes
+        head = self._head.transposed
+        if head is not None and head.data_ptr() == embedding.data_ptr():
+            nbytes -= embedding.nbytes  # one tensor, both
+        return nbytes + sum(layer.nbytes for layer in self._decoder.layers)
+
+    def forward(self, given: ForwardInput, meanwhile: Callable[[], None] = nothing) -> Tensor:
+        """Compute T rows, write their KV, and give the last hidden states, normed, of those that are wanted:
+        [S, hidden_size]. ``meanwhile`` is called once, as of ``ModelRunner.run``."""
+        if self._whole_forward is not None:
+            return self._whole_forward.hidden(given, meanwhile)
+        is_waited_for = self._decoder.embedding.device.type == "cpu"
+        if is_waited_for:
+            meanwhile()
+        hidden = self._forward(given)
+        if not is_waited_for:  # all has been launched, and runs
+            meanwhile()
+        return hidden
+
+    def choose(
+        self, given: ForwardInput, choice: ChoiceRows, meanwhile: Callable[[], None] = nothing
+    ) -> IntArray:
+        """The same, but it gives the tokens that ``Kernels.choose`` chooses for the rows: [S]."""
+        if self._whole_forward is not None:
+            return self._whole_forward.tokens(given, choice, meanwhile)
+        return self._kernels.choose(self.logits(self.forward(given, meanwhile)), choice)
+
+    def _forward(self, given: ForwardInput) -> Tensor:
+        """Kernel by kernel."""
+        device = self._decoder.embedding.device
+        token_ids, positions, write_slots, rows = (
+            torch.from_numpy(array).to(device)
+            for array in (given.token_ids, given.positions, given.write_slots, given.rows)
+        )
+        kernels, decoder, eps = self._kernels, self._decoder, self.config.rms_norm_eps
+        residual = torch.nn.functional.embedding(token_ids, decoder.embedding)
+        cos, sin = rope_angles(positions, decoder.frequencies, residual.dtype)
+        normed = kernels.rms_norm(residual, decoder.layers[0].input_norm, eps)
+        last = len(decoder.layers) - 1
+        for i, layer in enumerate(decoder.layers):
+            kv_layer = given.kv_layers[i]
+            queries = self._queries(layer, normed, cos, sin, kv_layer, write_slots)
+            if i == last and not len(rows):
+                return normed[:0]  # a chunk of a prompt: its KV was all that was wanted
+            attended = kernels.attention(queries, kv_layer, given.plan, self.config.head_dim**-0.5)
+            if i == last and len(rows) < len(token_ids):
+                attended, residual = attended.index_select(0, rows), residual.index_select(0, rows)
+            attended = kernels.linear(attended, layer.output)
+            normed, residual = kernels.add_rms_norm(attended, residual, layer.mlp_norm, eps)
+            mlp = kernels.linear(kernels.gated_linear(normed, layer.gate_up), layer.down)
+            next_norm = decoder.final_norm if i == last else decoder.layers[i + 1].input_norm
+            normed, residual = kernels.add_rms_norm(mlp, residual, next_norm, eps)
+        return normed if len(rows) < len(token_ids) else normed.index_select(0, rows)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[S, hidden_size] to [S, vocab_size] in float32."""
+        return self._kernels.exact_linear(hidden, self._head)
+
+    def _queries(
+        self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, write_slots: Tensor
+    ) -> Tensor:
+        """The rotated queries [T, heads, head_dim]; keys and values go to the pool."""
+        config, kernels = self.config, self._kernels
+        num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
+        qkv = kernels.linear(x, layer.qkv).view(-1, num_heads + 2 * num_kv_heads, config.head_dim)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            for norm, first, end in (
+                (layer.q_norm, 0, num_heads),
+                (layer.k_norm, num_heads, num_heads + num_kv_heads),
+            ):
+                qkv[:, first:end] = kernels.rms_norm(qkv[:, first:end], norm, config.rms_norm_eps)
+        return kernels.rope_and_write(qkv, cos, sin, kv_layer, write_slots)

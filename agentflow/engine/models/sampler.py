@@ -1,0 +1,103 @@
+"""Chooses one token per row of logits, all rows of a batch in one pass.
+
+A row's choice depends on its logits, its parameters, and one number drawn from (seed, position),
+never on what else is in the batch or on what was drawn before: a run that is resumed, replayed or
+batched in another way gives the same tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agentflow.engine.batch import BatchOutput, FloatArray, IntArray, SampledRows, ScoredTokens
+from agentflow.engine.models.logit_edits import edited
+from agentflow.kernels.choice_rows import ChoiceRows
+from agentflow.kernels.ops import Kernels
+from agentflow.kernels.torch_choice import chosen_rows, to_host
+from agentflow.protocol.sampling import MAX_TOP_LOGPROBS
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIRST_MULTIPLIER = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND_MULTIPLIER = np.uint64(0x94D049BB133111EB)
+
+
+def wants_only_tokens(sampled: SampledRows) -> bool:
+    """Whether there are rows, and all that is wanted of them is what ``Kernels.choose`` gives of their
+    logits as they are."""
+    return len(sampled.rows) > 0 and sampled.edits is None and not sampled.needs_logprobs
+
+
+def choose_tokens(logits: Tensor, sampled: SampledRows, kernels: Kernels) -> BatchOutput:
+    """The token of each row, and its log-probability and the likeliest tokens where any row needs them.
+
+    ``logits`` [S, vocabulary] float32, changed meanwhile and left as they were. Tokens are chosen as
+    ``Kernels.choose`` says. ``sampled.edits`` and then ``sampled.masks`` come before that.
+    """
+    rows = choice_rows(sampled)
+    if sampled.edits is None:
+        tokens = kernels.choose(logits, rows)
+    else:
+        with edited(logits, sampled.edits):
+            tokens = kernels.choose(logits, rows)
+    if not sampled.needs_logprobs:
+        return BatchOutput(tokens, None)
+    totals = logits.logsumexp(dim=-1)
+    chosen = logits.gather(1, torch.from_numpy(tokens).to(logits.device).unsqueeze(1)).squeeze(1)
+    logprobs = to_host(chosen - totals)
+    scored = None if sampled.scored is None else _scored(logits, totals, sampled.scored)
+    if sampled.top_counts is None:
+        return BatchOutput(tokens, logprobs, scored_logprobs=scored)
+    return BatchOutput(tokens, logprobs, *_top(logits, totals, sampled.top_counts > 0), scored)
+
+
+def choice_rows(sampled: SampledRows) -> ChoiceRows:
+    """How the rows' tokens are chosen, as kernels take it."""
+    masks = sampled.masks
+    is_random = bool((sampled.temperatures > 0).any())
+    return ChoiceRows(
+        sampled.target_ids,
+        sampled.temperatures,
+        sampled.top_ks,
+        sampled.top_ps,
+        sampled.min_ps,
+        uniforms(sampled.seeds, sampled.positions) if is_random else np.zeros(len(sampled.rows)),
+        None if masks is None else masks.rows,
+        None if masks is None else masks.words,
+    )
+
+
+def _scored(logits: Tensor, totals: Tensor, scored: ScoredTokens) -> FloatArray:
+    rows = torch.from_numpy(scored.rows).to(logits.device)
+    token_ids = torch.from_numpy(scored.token_ids).to(logits.device)
+    return to_host(logits[rows, token_ids] - totals[rows])
+
+
+def _top(logits: Tensor, totals: Tensor, chosen: NDArray[np.bool_]) -> tuple[IntArray, FloatArray]:
+    """The likeliest tokens of the chosen rows, and their log-probabilities; -1 and 0 in the other rows.
+    Always as many, so that which of equals are found does not depend on what other rows want."""
+    count = min(MAX_TOP_LOGPROBS, logits.shape[1])
+    found = chosen_rows(logits, chosen).topk(count, dim=-1)
+    ids = np.full((len(chosen), count), -1, dtype=np.int64)
+    logprobs = np.zeros((len(chosen), count), dtype=np.float32)
+    ids[chosen] = found.indices.cpu().numpy()
+    logprobs[chosen] = to_host(found.values - chosen_rows(totals, chosen).unsqueeze(1))
+    return ids, logprobs
+
+
+def uniforms(seeds: NDArray[np.uint64], positions: IntArray) -> NDArray[np.float64]:
+    """One number in [0, 1) for each pair of seed and position.
+
+    Two rounds of splitmix64's mixing function (Steele, Lea and Flood, OOPSLA 2014), the seed in the
+    first and the position in the second; the upper 53 bits are the number.
+    """
+    state = _mix(_mix(seeds + _GOLDEN) + positions.astype(np.uint64) * _GOLDEN)
+    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * _FIRST_MULTIPLIER
+    x = (x ^ (x >> np.uint64(27))) * _SECOND_MULTIPLIER
+    return x ^ (x >> np.uint64(31))

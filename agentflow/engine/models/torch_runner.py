@@ -1,0 +1,161 @@
+"""The model runner on torch: a model folder, a KV pool, and one forward pass per batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentflow.engine.batch import Batch, BatchOutput, SampledRows
+from agentflow.engine.models.batch_input import forward_input_of
+from agentflow.engine.models.config import read_config
+from agentflow.engine.models.kv_pool import KvPool
+from agentflow.engine.models.loader import load_llama
+from agentflow.engine.models.sampler import choice_rows, choose_tokens, wants_only_tokens
+from agentflow.engine.runner import AcceleratorFault, OutOfMemory, RunnerInfo, nothing
+from agentflow.engine.usable_cpus import usable_cpus
+from agentflow.errors import BadArgument
+from agentflow.kernels.ops import Kernels, kernels_for
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_MAX_LOGIT_ROWS = 256
+"""Rows of logits held at once: 200 kB each for a vocabulary of 50,000."""
+_MEMORY_WORDS = ("DefaultCPUAllocator", "_STATUS_ALLOC_FAILED", "out of memory")
+_FAULT_WORDS = ("CUDA error", "CUBLAS_STATUS_", "CUDNN_STATUS_", "Triton Error [CUDA]")
+
+
+class TorchRunner:
+    """Runs a Llama-family folder. ``device``: cpu, cuda or None (cuda where there is one).
+    ``dtype``: bfloat16 or float32, of weights, activations and KV. ``num_slots``: tokens the KV pool holds.
+    ``num_threads``: CPU threads of the whole process; None: as many as torch has, but no more than
+    ``usable_cpus``.
+
+    UnknownModel, BadModelFolder or BadArgument if it cannot be run.
+    """
+
+    info: RunnerInfo
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        num_slots: int,
+        device: str | None = None,
+        dtype: str = "bfloat16",
+        num_threads: int | None = None,
+    ) -> None:
+        folder = Path(folder)
+        torch_device = _device(device)
+        if dtype not in _DTYPES:
+            raise BadArgument(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}")
+        num_threads = num_threads or min(torch.get_num_threads(), usable_cpus())
+        if num_threads != torch.get_num_threads():
+            torch.set_num_threads(num_threads)
+        self._kernels = kernels = _kernels(torch_device)
+        config = read_config(folder)
+        torch_dtype = _DTYPES[dtype]
+        self._kv_pool = KvPool(
+            num_layers=config.num_layers,
+            num_slots=num_slots,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=torch_dtype,
+            device=torch_device,
+        )
+        self._model = load_llama(folder, config, dtype=torch_dtype, device=torch_device, kernels=kernels)
+        self.info = RunnerInfo(
+            model=folder.resolve().name,
+            vocab_size=config.vocab_size,
+            max_context=config.max_context,
+            num_slots=num_slots,
+            end_token_ids=config.end_token_ids,
+            kv_bytes_per_token=self._kv_pool.bytes_per_token,
+            weight_bytes=self._model.nbytes,
+        )
+
+    def run(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> BatchOutput:
+        try:
+            return self._run(batch, meanwhile)
+        except (RuntimeError, MemoryError) as error:
+            failure = device_failure(error)
+            if failure is None:
+                raise
+            if isinstance(failure, OutOfMemory):
+                torch.cuda.empty_cache()  # what is left may lie in pieces
+            raise failure from error
+
+    @torch.inference_mode()
+    def _run(self, batch: Batch, meanwhile: Callable[[], None]) -> BatchOutput:
+        given, sampled = forward_input_of(batch, self._kernels, self._kv_pool.layers), batch.sampled
+        if len(sampled.rows) <= _MAX_LOGIT_ROWS and wants_only_tokens(sampled):
+            return BatchOutput(self._model.choose(given, choice_rows(sampled), meanwhile), None)
+        hidden = self._model.forward(given, meanwhile)
+        if len(hidden) <= _MAX_LOGIT_ROWS:
+            return self._choose(hidden, sampled)
+        outputs = []
+        for first in range(0, len(hidden), _MAX_LOGIT_ROWS):
+            end = first + _MAX_LOGIT_ROWS
+            outputs.append(self._choose(hidden[first:end], sampled.part(first, end)))
+        return _joined(outputs)
+
+    @property
+    def kv_layers(self) -> tuple[Tensor, ...]:
+        """The KV pool, layer by layer (``KvPool.layers``)."""
+        return self._kv_pool.layers
+
+    def close(self) -> None:
+        """Give the memory back; the runner cannot be used any more."""
+        del self._model, self._kv_pool
+
+    def _choose(self, hidden: Tensor, sampled: SampledRows) -> BatchOutput:
+        if not len(hidden):
+            return BatchOutput(sampled.target_ids.copy(), None)
+        return choose_tokens(self._model.logits(hidden), sampled, self._kernels)
+
+
+def device_failure(error: RuntimeError | MemoryError) -> OutOfMemory | AcceleratorFault | None:
+    """What an error of a forward pass says about the device; None: nothing, the batch is at fault.
+
+    torch has types for a GPU's memory and faults; errors of its libraries and of a CPU's allocator are known
+    by their words alone.
+    """
+    text = str(error)
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return OutOfMemory(text)
+    if any(words in text for words in _MEMORY_WORDS):
+        return OutOfMemory(text)
+    if isinstance(error, torch.AcceleratorError) or any(words in text for words in _FAULT_WORDS):
+        return AcceleratorFault(text)
+    return None
+
+
+def _device(name: str | None) -> torch.device:
+    if name not in (None, "cpu", "cuda"):
+        raise BadArgument(f"device must be cpu or cuda, not {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise BadArgument("device cuda was asked for, but torch finds no CUDA device here")
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _kernels(device: torch.device) -> Kernels:
+    try:
+        return kernels_for(device)
+    except ValueError as error:
+        raise BadArgument(str(error)) from error
+
+
+def _joined(outputs: list[BatchOutput]) -> BatchOutput:
+    logprobs = [output.logprobs for output in outputs if output.logprobs is not None]
+    top_ids = [output.top_ids for output in outputs if output.top_ids is not None]
+    top_logprobs = [output.top_logprobs for output in outputs if output.top_logprobs is not None]
+    scored = [output.scored_logprobs for output in outputs if output.scored_logprobs is not None]
+    return BatchOutput(
+        np.concatenate([output.token_ids for output in outputs]),
+        np.concatenate(logprobs) if logprobs else None,
+        np.concatenate(top_ids) if top_ids else None,
+        np.concatenate(top_logprobs) if top_logprobs else None,
+        np.concatenate(scored) if scored else None,
+    )

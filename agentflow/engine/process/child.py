@@ -1,0 +1,130 @@
+"""The server's handle on a process that it starts: exchanges frames with it over a socket, and ends it.
+
+The process also gets a lifeline: a pipe that nothing is written to, and that ends when the server closes it
+or dies. A process can ask the kernel for a signal at that, which the socket is no good for: there the same
+signal may come because of a frame, late, when the process has read it and is at work on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from typing import BinaryIO, Self
+
+import anyio
+import anyio.to_thread
+
+from agentflow.engine.process.cpu_priority import start_process
+from agentflow.engine.process.message_frames import READ_BYTES, FrameBuffer, to_frame
+
+# How long a process may take to end by SIGKILL. One that waits for a device in the kernel may never end.
+KILL_S = 1.0
+
+
+class ChildProcess:
+    """One process, from ``run`` to ``end``; a new one is needed after that."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], connection: socket.socket, lifeline: BinaryIO
+    ) -> None:
+        self._process = process
+        self._connection = connection
+        self._lifeline = lifeline
+        self._buffer = FrameBuffer()
+
+    @classmethod
+    def run(cls, module: str, first: object, **environment: str) -> Self:
+        """A process that runs ``module``, whose arguments are the numbers of its socket and of its end of the
+        lifeline, and finds the message ``first`` on the socket. ``environment``: what it has beyond this
+        process's. Takes milliseconds; OSError when there can be no more processes."""
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
+            connection, other_end = socket.socketpair()
+            ours.enter_context(connection)
+            theirs.enter_context(other_end)
+            read_end, write_end = os.pipe()
+            lifeline = ours.enter_context(open(write_end, "wb", buffering=0))
+            theirs.enter_context(open(read_end, "rb", buffering=0))
+            connection.setblocking(False)
+            connection.send(to_frame(first))  # a new socket has room for it
+            numbers = [other_end.fileno(), read_end]
+            process = start_process(
+                # Not multiprocessing: it would run the program's main module again in the child.
+                [sys.executable, "-P", "-m", module, *map(str, numbers)],
+                pass_fds=numbers,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": import_path(), **environment},
+                process_group=0,  # Ctrl-C is for the server only
+            )
+            ours.pop_all()
+        return cls(process, connection, lifeline)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None before ``end``; below 0 the signal that killed it."""
+        return self._process.returncode
+
+    async def send(self, frame: bytes) -> None:
+        """Waits for as long as the socket is full. OSError when the process has ended."""
+        rest = memoryview(frame)
+        while rest:
+            try:
+                rest = rest[self._connection.send(rest) :]
+            except BlockingIOError:
+                await anyio.wait_writable(self._connection)
+
+    async def receive(self) -> list[bytes]:
+        """The next frames that the process sends, perhaps none yet. EOFError when it has ended."""
+        await anyio.wait_readable(self._connection)
+        try:
+            piece = self._connection.recv(READ_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError:  # it ended with frames unread
+            piece = b""
+        if not piece:
+            raise EOFError
+        return self._buffer.push(piece)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Nothing happens where it has ended."""
+        self._process.send_signal(number)
+
+    async def end(self, grace_s: float = 0.0) -> str:
+        """Ends the process, with SIGKILL where it does not end by itself within ``grace_s``; says how it
+        ended. Cancelling does not shorten this."""
+        self._connection.close()
+        self._lifeline.close()
+        with anyio.CancelScope(shield=True):
+            limiter = anyio.CapacityLimiter(1)  # its own: the server's worker threads may all be busy
+            code = await anyio.to_thread.run_sync(self._reap, grace_s, limiter=limiter)
+        if code is None:
+            return "cannot even be killed (it is left alone)"
+        return f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+
+    def _reap(self, grace_s: float) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(grace_s)
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(KILL_S)
+        return None
+
+
+def import_path() -> str:
+    """The child finds modules where this process does, and in the same order."""
+    return os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,212 @@
+"""One request inside the engine: its tokens, how far they are computed, and what it holds."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from agentflow.engine.cache.radix_node import PrefixMatch, SlotArray, TokenArray
+from agentflow.engine.cache.token_run import TokenRun, token_run
+from agentflow.engine.grammar.grammar import TokenWords
+from agentflow.engine.token_tree import TokenTree
+from agentflow.errors import BadArgument
+from agentflow.protocol.sampling import SamplingParams
+
+Objective = Literal["latency", "throughput"]
+"""What the program wants of a request: somebody waits for it, or only the sum of all counts."""
+
+TopTokens = list[tuple[int, float]]
+"""The likeliest tokens at one place with their log-probabilities, likeliest first."""
+
+MIN_SHARE, MAX_SHARE = 0.01, 100.0
+"""Of a tenant, against that of others."""
+MAX_PRIORITY = 10
+"""Of a request within its tenant; the lowest is -MAX_PRIORITY."""
+
+
+_NO_SLOTS: SlotArray = np.empty(0, dtype=np.int32)
+
+
+class CacheIdentity(NamedTuple):
+    """Whose KV a request may share: that of requests with an equal one, and of nobody else."""
+
+    tenant: str
+    salt: Hashable
+
+
+class Status(enum.Enum):
+    """Where a request stands in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A generation (``max_new_tokens`` > 0), a pure prefill (0), a scoring, or a select.
+
+    ``tokens`` is a buffer; its first ``num_tokens`` are known (prompt, then what was generated).
+    ``num_computed`` of them have their KV in slots. A scoring request has ``score_from`` > 0: the
+    log-probability of each token from that index on is wanted, and nothing is generated. A select has a
+    ``tree`` of choices below its tokens: ``num_nodes_computed`` of its nodes have their KV in ``node_slots``,
+    which are its own and never cached, and ``target_logprobs`` are those of its targets.
+
+    ``task_group``: names the siblings that one consumer waits for. ``state``: the program's state that
+    this request belongs to; what it computed is kept longer while that is open.
+    ``end_ids``: tokens that end it, forbidden before ``params.min_tokens``.
+    ``token_mask``: the tokens that its grammar allows next, if it has one. ``is_complete``: its text is, and
+    it runs on only for the log-probabilities of forced tokens. ``num_cached`` of its prompt came from the
+    cache when it was first admitted, ``num_shared`` of its tokens when it was last.
+    ``deadline``: when its program wants it to be done, on the clock of whoever made it (infinite: any time).
+    ``patience_end``: when it should have begun, on that clock too.
+    ``expected_output``: tokens that the program expects it to generate (0: nothing is known).
+    ``priority``: higher goes first, within its tenant. ``share``: its tenant's part, against that of others.
+    ``arrival``: its place among all requests, given by the scheduler and kept for good.
+    ``num_charged``: rows up to this place in its tokens and nodes were charged to its tenant.
+    """
+
+    id: int
+    tokens: TokenArray
+    num_tokens: int
+    num_prompt: int
+    max_new_tokens: int
+    params: SamplingParams
+    seed: int
+    extra_key: CacheIdentity
+    score_from: int = 0
+    tree: TokenTree | None = None
+    objective: Objective = "latency"
+    task_group: Hashable = None
+    state: Hashable = None
+    end_ids: tuple[int, ...] = ()
+    expected_output: int = 0
+    deadline: float = math.inf
+    patience_end: float = math.inf
+    priority: int = 0
+    share: float = 1.0
+    token_mask: TokenWords | None = None
+    is_complete: bool = False
+    arrival: int = -1
+    num_retractions: int = 0
+    status: Status = Status.WAITING
+    num_computed: int = 0
+    num_cached: int = 0
+    num_shared: int = 0
+    num_charged: int = 0
+    was_admitted: bool = False
+    page_row: int = -1
+    committed: PrefixMatch | None = None
+    num_nodes_computed: int = 0
+    node_slots: SlotArray = field(default_factory=lambda: _NO_SLOTS)
+    target_logprobs: list[float] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopTokens] = field(default_factory=list)
+
+    @classmethod
+    def create(
+        cls,
+        request_id: int,
+        prompt: TokenArray,
+        max_new_tokens: int,
+        params: SamplingParams,
+        *,
+        seed: int = 0,
+        tenant: str = "",
+        salt: Hashable = None,
+        score_from: int = 0,
+        tree: TokenTree | None = None,
+        objective: Objective = "latency",
+        task_group: Hashable = None,
+        state: Hashable = None,
+        expected_output: int = 0,
+        deadline: float = math.inf,
+        patience_end: float = math.inf,
+        priority: int = 0,
+        share: float = 1.0,
+        end_ids: tuple[int, ...] = (),
+    ) -> Request:
+        """A waiting request over a copy of ``prompt`` (int32, at least one token). ``BadArgument`` for a
+        priority or a share that is out of range."""
+        if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+            raise BadArgument(f"priority must be {-MAX_PRIORITY} to {MAX_PRIORITY}, not {priority}")
+        if not MIN_SHARE <= share <= MAX_SHARE:
+            raise BadArgument(f"a tenant's share must be {MIN_SHARE} to {MAX_SHARE}, not {share}")
+        tokens: TokenArray = np.empty(len(prompt) + max_new_tokens, dtype=np.int32)
+        tokens[: len(prompt)] = prompt
+        return cls(
+            id=request_id,
+            tokens=tokens,
+            num_tokens=len(prompt),
+            num_prompt=len(prompt),
+            max_new_tokens=max_new_tokens,
+            params=params,
+            seed=seed,
+            extra_key=CacheIdentity(tenant, salt),
+            score_from=score_from,
+            tree=tree,
+            objective=objective,
+            task_group=task_group,
+            state=state,
+            expected_output=expected_output,
+            deadline=deadline,
+            patience_end=patience_end,
+            priority=priority,
+            share=share,
+            end_ids=end_ids,
+        )
+
+    @property
+    def tenant(self) -> str:
+        return self.extra_key.tenant
+
+    @property
+    def num_generated(self) -> int:
+        return self.num_tokens - self.num_prompt
+
+    @property
+    def num_to_compute(self) -> int:
+        """Tokens whose KV (or logits) are needed now. The last token of a scoring is only a target."""
+        left = self.num_tokens - self.num_computed
+        if self.tree is not None:
+            return left + self.num_nodes_left
+        return left - (1 if self.score_from or self.is_complete else 0)
+
+    @property
+    def first_unscored(self) -> int:
+        """Index of the first token whose log-probability is still wanted: one of those to score, or one that
+        a grammar forced. ``num_tokens`` where there is none."""
+        if self.score_from:
+            return self.score_from
+        if self.params.wants_logprobs:
+            return min(self.num_prompt + len(self.logprobs), self.num_tokens)
+        return self.num_tokens
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of its tree, if it has one."""
+        return 0 if self.tree is None else self.tree.num_nodes
+
+    @property
+    def num_nodes_left(self) -> int:
+        """Those of them that are not computed."""
+        return 0 if self.tree is None else self.tree.num_nodes - self.num_nodes_computed
+
+    @property
+    def num_reusable(self) -> int:
+        """So many leading tokens may come from the cache. The token whose logits are needed must be
+        computed: the last one, or the one before the first that is scored."""
+        return self.first_unscored - 1
+
+    def reusable_run(self) -> TokenRun:
+        """Those of its tokens that may come from the cache."""
+        return self.run(self.num_reusable)
+
+    def run(self, count: int) -> TokenRun:
+        """Its first ``count`` tokens."""
+        return token_run(self.tokens[:count])

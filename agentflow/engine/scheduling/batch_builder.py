@@ -1,0 +1,144 @@
+"""Writes a batch: the rows of each scheduled request, as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentflow.engine.batch import Batch, BranchRows, IntArray, SampledRows
+from agentflow.engine.request import Request
+from agentflow.engine.scheduling.branch_builder import build_branches, scored_tokens, tree_rows
+from agentflow.engine.scheduling.sampling_table import SamplingTable
+
+Work = tuple[Request, int]
+"""A request and how many of its tokens, from the first uncomputed one on, are computed in a step."""
+
+
+def build_batch(
+    work: Sequence[Work],
+    slots: NDArray[np.int32],
+    page_table: NDArray[np.int32],
+    sampling: SamplingTable,
+    branches: Sequence[Work] = (),
+) -> Batch:
+    """The batch of ``work``, in its order: requests with one row come first. Then so many nodes of each of
+    ``branches``. ``slots`` [T]: for all rows, in that order; they are written to the page table, and those
+    of nodes to their requests.
+
+    Nothing is made for each row, and for each request only what is in Python lists, so that the number
+    of arrays is the same however many requests there are.
+    """
+    num_single = [num_rows for _, num_rows in work].count(1)
+    starts = np.array([request.num_computed for request, _ in work], dtype=np.int64)
+    page_rows = np.array([request.page_row for request, _ in work], dtype=np.int64)
+    query_lens = np.array([num_rows for _, num_rows in work], dtype=np.int64)
+    token_ids = _next_tokens(work, num_single)
+    positions, rows_of_table = starts, page_rows
+    if num_single < len(work):
+        first_rows = np.cumsum(query_lens) - query_lens
+        positions = np.arange(len(token_ids)) + np.repeat(starts - first_rows, query_lens)
+        rows_of_table = np.repeat(page_rows, query_lens)
+    kv_lens = starts + query_lens
+    page_table[rows_of_table, positions] = slots[: len(token_ids)]
+    sampled = _sampled_rows(work, page_rows, query_lens, kv_lens, sampling, branches)
+    branch_rows: BranchRows | None = None
+    if branches:
+        nodes, node_positions, branch_rows = build_branches(branches, slots[len(token_ids) :])
+        token_ids = np.concatenate((token_ids, nodes))
+        positions = np.concatenate((positions, node_positions))
+    return Batch(
+        token_ids=token_ids,
+        positions=positions,
+        write_slots=slots.astype(np.int64),
+        page_table=page_table,
+        page_rows=page_rows,
+        query_lens=query_lens,
+        kv_lens=kv_lens,
+        num_decode=num_single,
+        sampled=sampled,
+        branches=branch_rows,
+    )
+
+
+def _next_tokens(work: Sequence[Work], num_single: int) -> IntArray:
+    """What is to be computed, in order; the first ``num_single`` requests have one row each."""
+    token_ids = np.array([r.tokens[r.num_computed] for r, _ in work[:num_single]], dtype=np.int64)
+    if num_single == len(work):
+        return token_ids
+    prefilled = [r.tokens[r.num_computed : r.num_computed + count] for r, count in work[num_single:]]
+    return np.concatenate((token_ids, *prefilled), dtype=np.int64)
+
+
+def targets_of(request: Request, num_rows: int) -> Sequence[tuple[int, int]]:
+    """Which of the request's next ``num_rows`` rows give a token: pairs of row (0 is the first
+    uncomputed token) and target (-1 to sample). Of a select's targets after one row this is the first."""
+    start, end = request.num_computed, request.num_computed + num_rows
+    if request.tree is not None and end == request.num_tokens:
+        return ((num_rows - 1, int(request.tree.targets[0])),)
+    first_unscored = request.first_unscored
+    if first_unscored == request.num_tokens:  # as in most steps
+        return ((num_rows - 1, -1),) if request.max_new_tokens and end == request.num_tokens else ()
+    scored = range(max(start, first_unscored - 1), min(end, request.num_tokens - 1))
+    targets = [(p - start, int(request.tokens[p + 1])) for p in scored]
+    if request.max_new_tokens and not request.is_complete and end == request.num_tokens:
+        targets.append((num_rows - 1, -1))
+    return targets
+
+
+def _sampled_rows(
+    work: Sequence[Work],
+    page_rows: IntArray,
+    query_lens: IntArray,
+    kv_lens: IntArray,
+    sampling: SamplingTable,
+    branches: Sequence[Work],
+) -> SampledRows:
+    """``targets_of`` of all requests. In most steps each gives a token, from its last row."""
+    if sampling.num_scoring:
+        return _scored_and_sampled_rows(work, branches, sampling)
+    rows: IntArray = query_lens.cumsum() - 1
+    at_end = [request.num_tokens - request.num_computed == num_rows for request, num_rows in work]
+    if sampling.num_silent or not all(at_end):
+        sampled = [index for index, is_last in enumerate(at_end) if is_last and work[index][0].max_new_tokens]
+        chosen = np.array(sampled, dtype=np.int64)
+        rows, page_rows, kv_lens = rows[chosen], page_rows[chosen], kv_lens[chosen]
+    return sampling.sampled_rows(rows, page_rows, kv_lens)
+
+
+def _scored_and_sampled_rows(
+    work: Sequence[Work], branches: Sequence[Work], sampling: SamplingTable
+) -> SampledRows:
+    """The same where some are only scored, and of each node's targets the first."""
+    rows: list[int] = []
+    targets: list[int] = []
+    owners: list[int] = []
+    positions: list[int] = []
+    tree_begins: list[int] = []
+    first_row = 0
+    for request, num_rows in work:
+        for row, target in targets_of(request, num_rows):
+            if request.tree is not None:
+                tree_begins.append(len(rows))
+            rows.append(first_row + row)
+            targets.append(target)
+            owners.append(request.page_row)
+            positions.append(request.num_computed + row + 1)
+        first_row += num_rows
+    for request, num_nodes in branches:
+        tree, first = request.tree, request.num_nodes_computed
+        assert tree is not None
+        tree_begins.append(len(rows))
+        rows += range(first_row, first_row + num_nodes)
+        targets += tree.targets[tree.first_targets[1 + first : 1 + first + num_nodes]].tolist()
+        owners += [request.page_row] * num_nodes
+        positions += (tree.depths[first : first + num_nodes] + request.num_tokens + 1).tolist()
+        first_row += num_nodes
+    return sampling.sampled_rows(
+        np.array(rows, dtype=np.int64),
+        np.array(owners, dtype=np.int64),
+        np.array(positions, dtype=np.int64),
+        np.array(targets, dtype=np.int64),
+        scored_tokens(tree_rows(work, branches), tree_begins) if tree_begins else None,
+    )

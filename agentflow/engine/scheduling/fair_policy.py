@@ -1,0 +1,343 @@
+"""``fair-lpm``: longest prefix match with a share for each tenant, room for short prompts beside long ones,
+and a bound on overtaking.
+
+**Between tenants**: every row that a step computes for a tenant is charged to it as it is computed, prompt
+tokens and generated ones alike; what came from the cache costs nothing, nor does what is computed again
+after a preemption (the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models",
+OSDI 2024, with uncached tokens as the cost). Prompt rows are given out in chunks of at most c rows; each
+chunk goes to the tenant that was charged least for its share, of those that can use it. A tenant that comes
+back starts where the least charged active tenant is: nothing is saved up.
+
+**The shares.** Let tenants a and b with shares s(a) and s(b) start at equal charges, and let both be able to
+use every chunk from then on: each has a running prompt with rows left, or a waiting request that is not
+blocked and finds room. Let C(x) be what x was charged since, and G the most that the requests of one tenant
+which run together generate from one moment on. Then::
+
+    | C(a) / s(a) - C(b) / s(b) |  <=  (c + G) / min(s(a), s(b))
+
+Proof. Take the last chunk that a was given: before it, C(a) / s(a) <= C(b) / s(b). The chunk adds at most c
+to C(a), and what a is charged after it are generated tokens of requests that run then: at most G. C(b) never
+falls. So C(a) / s(a) - C(b) / s(b) <= (c + G) / s(a); without any chunk for a it is at most G / s(a). The
+same holds with a and b exchanged. ∎
+
+**Within a tenant**: the order of waiting requests is: those that lost their slots; then the oldest, if it
+has been overtaken as far as the bound below allows; then those of the highest priority, and of lower ones
+only where all of these are blocked; among equal priorities in the order of ``priority_tier``: deadline,
+patience, task group, objective, short before long, longest match. A request is *short* if it has at most
+SHORT_BATCHES * token_budget tokens to compute. A chunk goes to the first waiting request rather than to a
+running prompt if that request lost its slots or was overtaken so far, or if it is of a higher priority, or
+else has an earlier deadline, or else the objective ``latency`` where the prompt has not, or else is short
+where the prompt is long. Of running prompts the first in this order goes first. But the prompt that was
+admitted first is given a chunk whenever it has less than a third of the rows that the others of its tenant
+were given in this step, so that it always advances.
+
+**Short beside long.** Let a short request r of a tenant arrive beside any number of running or waiting long
+prompts of its tenant, of no higher priority, no deadline and the same objective. Let S be the tokens to
+compute of r and of the short requests before it, and a chunk for each overdue or preempted request that
+begins before it; let P be the least number of prompt rows that its tenant is given in a step, and P > 2c.
+Then, while r finds room and is not blocked, its prompt is computed after at most::
+
+    ceil(4 S / (3 (P - c)))   steps, however many and however long the long prompts are.
+
+Proof. While r or those before it have rows left, a chunk goes to a long prompt only as the first admitted
+one, and only while it has less than a third of the others' rows x in this step; with the chunk it has less
+than x / 3 + c. So P < x + x / 3 + c in each step, or x > 3 (P - c) / 4, and all of x goes to S. ∎
+
+With n tenants that all use their shares, P is on average the tenant's part of the rows, by the bound above.
+
+**The bound.** The *work* w(r) of a request is its uncached tokens on arrival (at least 1), the nodes of
+a select's tree among them. When r arrives, A(r) is the work that waits before it in its tenant's line,
+and it gets the limit M(r) = B + OVERTAKEN_SHARE * A(r), where B = OVERTAKEN_BATCHES * token_budget. Let
+O(r) be the work of later arrivals of its tenant that were admitted (or left) while r waited, and W the
+largest w of any request. Then, not counting while what r needs next is being computed by a running
+request::
+
+    O(r) < M(r) + W
+
+Proof. A request other than the oldest, h, is admitted only while O(h) < M(q) for all waiting q. Let x,
+later than r, be admitted while r waits. Then x is not the oldest, so O(h) < M(r) before. Every request
+that overtook r arrived after h too, and while h waited, so O(r) <= O(h) < M(r) before, and O(r) <
+M(r) + w(x) <= M(r) + W after. ∎
+
+So r waits for at most A(r) + O(r) < (1 + OVERTAKEN_SHARE) A(r) + B + W of its tenant's work:
+against first-come order, waiting grows by at most that factor and a constant, whatever arrives later.
+
+The bound does not depend on priorities, so no request starves: a request of a higher priority that came later
+overtakes, as one with a longer match does. While many of a lower priority wait, higher ones go first for
+B of work at once, and beyond that for OVERTAKEN_SHARE of what the lower ones get in that time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from agentflow.engine.cache.token_run import TokenRun
+from agentflow.engine.request import CacheIdentity, Request, Status
+from agentflow.engine.scheduling.policy import IsBlocked, Peek, Returned
+from agentflow.engine.scheduling.priority_tier import PriorityTier
+from agentflow.engine.scheduling.waiting_tree import WaitingTree
+
+OVERTAKEN_BATCHES = 32
+OVERTAKEN_SHARE = 0.35
+"""Chosen on the workloads of ``benchmarks/workloads`` (docs/benchmarks.md): less costs hits, more costs
+those who share nothing."""
+SHORT_BATCHES = 1
+"""A request with at most so many full batches to compute is short."""
+OLDEST_PART = 3
+"""The first admitted prompt of a tenant has at least one row for so many of the tenant's others."""
+
+
+class InLine(NamedTuple):
+    """A waiting request: what it has to compute, and the total of work left from which on what leaves
+    overtakes it, because all that was before it has left."""
+
+    request: Request
+    work: int
+    overtaken_from: int
+
+
+class Line:
+    """The waiting requests of one tenant in order of arrival, and how far the oldest was overtaken.
+
+    ``work_added`` and ``work_left`` are running totals: what waits is their difference, and what left
+    since the oldest arrived, less what was before it, is what overtook it.
+    """
+
+    def __init__(self, min_overtaken: int) -> None:
+        # Its first is found at once however many left before it, which a dict does not promise.
+        self.waiting: OrderedDict[int, InLine] = OrderedDict()
+        self._min_overtaken = min_overtaken
+        self._limits: list[tuple[float, int]] = []  # heap of (limit, request id), old entries stay
+        self.work_added = 0
+        self.work_left = 0
+
+    def add(self, request: Request, work: int) -> None:
+        """A request that has to compute so many tokens."""
+        limit = self._min_overtaken + OVERTAKEN_SHARE * (self.work_added - self.work_left)
+        self.waiting[request.id] = InLine(request, work, self.work_added)
+        heapq.heappush(self._limits, (limit, request.id))
+        self.work_added += work
+
+    def remove(self, request: Request) -> None:
+        """It left, admitted or not."""
+        self.work_left += self.waiting.pop(request.id).work
+        while self._limits and self._limits[0][1] not in self.waiting:
+            heapq.heappop(self._limits)
+
+    def overdue(self) -> Request | None:
+        """The oldest, if one more may not overtake it."""
+        for oldest in self.waiting.values():
+            overtaken = self.work_left - oldest.overtaken_from
+            return oldest.request if overtaken >= self._limits[0][0] else None
+        return None
+
+
+class Tenant:
+    """What one tenant has waiting, and what it was charged. ``used``: rows, divided by its share. ``tiers``:
+    by priority, highest first, one for each that it has used; mostly one. ``oldest_rows`` and
+    ``other_rows``: what its first admitted prompt and its others were given in this step. ``may_begin``:
+    some that wait may not be blocked."""
+
+    def __init__(self, token_budget: int, clock: Callable[[], float], used: float) -> None:
+        self._clock = clock
+        self._short_tokens = SHORT_BATCHES * token_budget
+        self.share = 1.0
+        self.used = used
+        self.num_admitted = 0  # and not over yet
+        self.num_waiting = 0
+        self.oldest_rows = self.other_rows = 0
+        self.oldest: Request | None = None
+        self.may_begin = True
+        self.returned = Returned()
+        self.line = Line(OVERTAKEN_BATCHES * token_budget)
+        self.tiers: dict[int, PriorityTier] = {}
+        self.trees: list[WaitingTree] = []  # those of all tiers
+        self.current_group: Hashable = None
+
+    def add(self, request: Request, run: TokenRun, match: int) -> None:
+        self.line.add(request, max(1, request.num_tokens + request.num_nodes - match))
+        tier = self.tiers.get(request.priority)
+        if tier is None:
+            tier = self._new_tier(request.priority)
+        tier.add(request, run, match)
+
+    def next(self, prompts: Sequence[Request], is_blocked: IsBlocked | None) -> Request | None:
+        """Which of its requests gets the next chunk, in the order that the module's docstring gives."""
+        self.oldest = prompts[0] if prompts else None
+        if self.oldest is not None and OLDEST_PART * self.oldest_rows < self.other_rows:
+            return self.oldest
+        chosen: Request | None = None
+        if is_blocked is not None and self.may_begin:
+            due = self._first_due(is_blocked)
+            if due is not None:
+                return due
+            chosen = self._first_waiting(is_blocked)
+            self.may_begin = chosen is not None  # others can only become blocked within a step
+        if prompts:
+            first = min(prompts, key=self._urgency)
+            if chosen is None or self._urgency(chosen) >= self._urgency(first):
+                return first
+        return chosen
+
+    def charge(self, request: Request, num_rows: int) -> None:
+        """So many more rows of the request, by its share."""
+        self.used += num_rows / self.share
+        if request is self.oldest:
+            self.oldest_rows += num_rows
+        else:
+            self.other_rows += num_rows
+
+    def start_step(self) -> None:
+        """No prompt was given any rows yet."""
+        self.oldest, self.oldest_rows, self.other_rows = None, 0, 0
+        self.may_begin = self.num_waiting > 0
+
+    def _first_due(self, is_blocked: IsBlocked) -> Request | None:
+        """A request that lost its slots, or the oldest if it was overtaken as far as it may be."""
+        returned = self.returned.first(is_blocked)
+        if returned is not None:
+            return returned
+        overdue = self.line.overdue()
+        if overdue is not None and not is_blocked(overdue, self.tiers[overdue.priority].match_of(overdue)):
+            return overdue
+        return None
+
+    def _first_waiting(self, is_blocked: IsBlocked) -> Request | None:
+        for tier in self.tiers.values():
+            found = tier.next(self.current_group, is_blocked)
+            if found is not None:
+                return found
+        return None
+
+    def _urgency(self, request: Request) -> tuple[int, float, bool, bool]:
+        """What is least goes first."""
+        to_compute = request.num_to_compute
+        if request.status is Status.WAITING:
+            to_compute -= self.tiers[request.priority].match_of(request)
+        elif not request.num_generated:  # a long prompt stays one until all of it is computed
+            to_compute += request.num_computed - request.num_shared
+        is_long = to_compute > self._short_tokens
+        return -request.priority, request.deadline, request.objective != "latency", is_long
+
+    def remove(self, request: Request) -> None:
+        """It waits no longer."""
+        if self.returned.discard(request):
+            return
+        self.line.remove(request)
+        self.tiers[request.priority].remove(request)
+
+    def _new_tier(self, priority: int) -> PriorityTier:
+        tier = self.tiers[priority] = PriorityTier(self._clock, self._short_tokens)
+        self.tiers = dict(sorted(self.tiers.items(), reverse=True))
+        self.trees += tier.trees
+        return tier
+
+
+class FairLongestPrefix:
+    """``fair-lpm``, as the module's docstring describes it. ``clock``: in seconds."""
+
+    def __init__(self, peek: Peek, token_budget: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._peek = peek
+        self._token_budget = token_budget
+        self._tenants: dict[str, Tenant] = {}
+        self._num_waiting = 0
+        self._turns: list[tuple[float, int, Tenant, str]] = []  # heap of those that may use the next chunk
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def __iter__(self) -> Iterator[Request]:
+        for tenant in self._tenants.values():
+            yield from tenant.returned
+            for waiting in tenant.line.waiting.values():
+                yield waiting.request
+
+    def __contains__(self, request: Request) -> bool:
+        tenant = self._tenants.get(request.tenant)
+        return tenant is not None and (request.id in tenant.line.waiting or request in tenant.returned)
+
+    def add(self, request: Request) -> None:
+        run = request.reusable_run()
+        self._arrived(request).add(request, run, self._peek(request.extra_key, run))
+
+    def restore(self, request: Request) -> None:
+        tenant = self._arrived(request)
+        tenant.returned.add(request)
+        tenant.num_admitted -= 1
+
+    def start_step(self, prompts: Sequence[Request]) -> None:
+        running = {request.tenant for request in prompts}
+        self._turns = []
+        for number, (name, tenant) in enumerate(self._tenants.items()):
+            tenant.start_step()
+            if tenant.num_waiting or name in running:
+                self._turns.append((tenant.used, number, tenant, name))
+        heapq.heapify(self._turns)
+
+    def next(self, prompts: Sequence[Request], is_blocked: IsBlocked | None) -> Request | None:
+        """Of the tenant that was charged least for its share and can use a chunk. Within a step charges only
+        grow, and a tenant that can use none has none later."""
+        while self._turns:
+            used, number, tenant, name = self._turns[0]
+            if used != tenant.used:
+                heapq.heapreplace(self._turns, (tenant.used, number, tenant, name))
+                continue
+            of_tenant = [request for request in prompts if request.tenant == name]
+            request = tenant.next(of_tenant, is_blocked)
+            if request is not None:
+                return request
+            heapq.heappop(self._turns)
+        return None
+
+    def charge(self, request: Request, num_rows: int) -> None:
+        self._tenants[request.tenant].charge(request, num_rows)
+
+    def remove(self, request: Request) -> None:
+        tenant = self._tenants[request.tenant]
+        tenant.remove(request)
+        tenant.num_waiting -= 1
+        self._num_waiting -= 1
+        self._forget_idle(request.tenant)
+
+    def admit(self, request: Request) -> None:
+        tenant = self._tenants[request.tenant]
+        tenant.num_admitted += 1
+        tenant.current_group = request.task_group
+        self.remove(request)
+
+    def finish(self, request: Request) -> None:
+        tenant = self._tenants[request.tenant]
+        tenant.num_admitted -= 1
+        self._forget_idle(request.tenant)
+
+    def tokens_cached(self, identity: CacheIdentity, run: TokenRun) -> None:
+        for tree in self._trees(identity):
+            tree.tokens_cached(identity, run)
+
+    def tokens_evicted(self, identity: CacheIdentity, run: Callable[[], TokenRun], kept: int) -> None:
+        for tree in self._trees(identity):
+            tree.tokens_evicted(identity, run, kept)
+
+    def _arrived(self, request: Request) -> Tenant:
+        tenant = self._tenants.get(request.tenant)
+        if tenant is None:
+            least = min((other.used for other in self._tenants.values()), default=0.0)
+            tenant = self._tenants[request.tenant] = Tenant(self._token_budget, self._clock, least)
+        tenant.num_waiting += 1
+        tenant.share = request.share
+        self._num_waiting += 1
+        return tenant
+
+    def _forget_idle(self, name: str) -> None:
+        tenant = self._tenants[name]
+        if not tenant.num_waiting and not tenant.num_admitted:
+            del self._tenants[name]
+
+    def _trees(self, identity: CacheIdentity) -> Iterable[WaitingTree]:
+        tenant = self._tenants.get(identity.tenant)
+        return () if tenant is None else tenant.trees

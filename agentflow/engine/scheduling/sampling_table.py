@@ -1,0 +1,208 @@
+"""The sampling parameters of the running requests, as arrays indexed by their row in the page table.
+
+A request's parameters are written once, when it begins to run; a step gathers them for the rows that
+sample. Most requests are described by one number in each array. Those that edit logits or want the
+likeliest tokens told are *special*: what they need besides is made anew for each step, and a step
+without any of them does not even look.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agentflow.engine.batch import FloatArray, IntArray, LogitEdits, SampledRows, ScoredTokens, TokenMasks
+from agentflow.engine.grammar.grammar import TokenWords
+from agentflow.engine.request import Request
+from agentflow.engine.scheduling.token_counts import TokenCounts
+
+_MASK_64 = 2**64 - 1
+
+
+class SamplingTable:
+    """Parameters of at most ``max_running`` requests, by page row. ``num_scoring`` of those that run may have
+    rows with a target: they score, or a grammar forces tokens on them whose log-probabilities are wanted.
+    ``num_silent`` of them do not generate.
+
+    What is gathered together lies together: to take one array of three rows is as quick as to take one of
+    one, and a step's time here is the number of calls.
+    """
+
+    def __init__(self, max_running: int) -> None:
+        self.num_scoring = 0
+        self.num_silent = 0
+        self._num_logprobs = 0
+        self._floats: FloatArray = np.zeros((3, max_running), dtype=np.float32)
+        self._temperatures, self._top_ps, self._min_ps = self._floats
+        self._ints: IntArray = np.zeros((2, max_running), dtype=np.int64)
+        self._top_ks = self._ints[0]
+        self._seeds: NDArray[np.uint64] = self._ints[1].view(np.uint64)
+        self._no_targets: IntArray = np.full(max_running, -1, dtype=np.int64)
+        self._special: dict[int, _Special] = {}
+        self._constrained: dict[int, Request] = {}
+
+    def attach(self, request: Request) -> None:
+        """The request runs, in its page row."""
+        row, params = request.page_row, request.params
+        self._count(request, 1)
+        self._temperatures[row] = params.temperature
+        self._top_ps[row] = params.top_p
+        self._top_ks[row] = params.top_k
+        self._min_ps[row] = params.min_p
+        self._seeds[row] = request.seed & _MASK_64
+        if params.has_penalties or params.logit_bias or params.min_tokens or params.top_logprobs:
+            self._special[row] = _Special(request)
+        if request.token_mask is not None:
+            self._constrained[row] = request
+
+    def detach(self, request: Request) -> None:
+        """It runs no longer, and is about to lose its page row."""
+        self._count(request, -1)
+        self._special.pop(request.page_row, None)
+        self._constrained.pop(request.page_row, None)
+
+    def keep_output(self, request: Request, num_kept: int) -> None:
+        """Of what the request has generated only the first ``num_kept`` tokens are still what they were."""
+        special = self._special.get(request.page_row)
+        if special is not None:
+            special.keep_output(num_kept)
+
+    def _count(self, request: Request, change: int) -> None:
+        is_scoring = request.score_from > 0 or request.tree is not None
+        is_jumping = request.token_mask is not None and request.params.wants_logprobs
+        if is_scoring or is_jumping:
+            self.num_scoring += change
+        if is_scoring or not request.max_new_tokens:
+            self.num_silent += change
+        if request.params.wants_logprobs:
+            self._num_logprobs += change
+
+    def sampled_rows(
+        self,
+        rows: IntArray,
+        page_rows: IntArray,
+        positions: IntArray,
+        target_ids: IntArray | None = None,
+        scored: ScoredTokens | None = None,
+    ) -> SampledRows:
+        """How a token is chosen from each of ``rows``, which belong to ``page_rows``; with ``target_ids``
+        some have a target. One that wants log-probabilities has them made for all in its batch. ``scored``:
+        what is to be scored besides."""
+        edits, masks, top_counts = None, None, None
+        if self._special:
+            edits, top_counts = self._edits_of(page_rows, target_ids)
+        if self._constrained:
+            masks = self._masks_of(page_rows, target_ids)
+        floats: FloatArray = self._floats.take(page_rows, axis=1)
+        ints: IntArray = self._ints.take(page_rows, axis=1)
+        return SampledRows(
+            rows=rows,
+            target_ids=self._no_targets[: len(rows)] if target_ids is None else target_ids,
+            temperatures=floats[0],
+            top_ps=floats[1],
+            top_ks=ints[0],
+            min_ps=floats[2],
+            seeds=ints[1].view(np.uint64),
+            positions=positions,
+            needs_logprobs=self._num_logprobs > 0
+            or (target_ids is not None and bool((target_ids >= 0).any())),
+            edits=edits,
+            masks=masks,
+            top_counts=top_counts,
+            scored=scored,
+        )
+
+    def _masks_of(self, page_rows: IntArray, target_ids: IntArray | None) -> TokenMasks | None:
+        """The masks of the rows that are sampled under a grammar."""
+        rows: list[int] = []
+        words: list[TokenWords] = []
+        for index, page_row in enumerate(page_rows.tolist()):
+            request = self._constrained.get(page_row)
+            if request is not None and (target_ids is None or target_ids[index] < 0):
+                assert request.token_mask is not None
+                rows.append(index)
+                words.append(request.token_mask)
+        return TokenMasks(np.array(rows, dtype=np.int64), np.stack(words)) if rows else None
+
+    def _edits_of(
+        self, page_rows: IntArray, target_ids: IntArray | None
+    ) -> tuple[LogitEdits | None, IntArray | None]:
+        """The edits of the rows that are sampled, and how many likeliest tokens each row wants told."""
+        found = [
+            (index, self._special[page_row])
+            for index, page_row in enumerate(page_rows.tolist())
+            if page_row in self._special
+        ]
+        if not found:
+            return None, None
+        top_counts: IntArray = np.zeros(len(page_rows), dtype=np.int64)
+        for index, special in found:
+            top_counts[index] = special.params.top_logprobs
+        if target_ids is not None:
+            found = [one for one in found if target_ids[one[0]] < 0]
+        return _edits(found) if found else None, top_counts if top_counts.any() else None
+
+
+class _Special:
+    """What a request needs besides the numbers in the table."""
+
+    __slots__ = ("_counts", "_forbidden_ids", "_request", "bias_ids", "biases", "params")
+
+    def __init__(self, request: Request) -> None:
+        params = request.params
+        self.params = params
+        self.bias_ids = np.array([token for token, _ in params.logit_bias], dtype=np.int64)
+        self.biases = np.array([bias for _, bias in params.logit_bias], dtype=np.float32)
+        self._request = request
+        self._forbidden_ids = np.array(request.end_ids, dtype=np.int64)
+        self._counts: TokenCounts | None = None
+        if params.has_penalties:
+            self._counts = TokenCounts(request, with_prompt=params.repetition_penalty != 1)
+
+    def counts(self) -> tuple[IntArray, FloatArray]:
+        """The tokens that are penalized now, and how often each was generated."""
+        if self._counts is None:
+            return _NO_IDS, _NO_NUMBERS
+        return self._counts.now()
+
+    def keep_output(self, num_kept: int) -> None:
+        if self._counts is not None:
+            self._counts.keep(num_kept)
+
+    def forbidden_ids(self) -> IntArray:
+        """What may not be chosen now."""
+        request = self._request
+        return self._forbidden_ids if request.num_generated < self.params.min_tokens else _NO_IDS
+
+
+_NO_IDS: IntArray = np.zeros(0, dtype=np.int64)
+_NO_NUMBERS: FloatArray = np.zeros(0, dtype=np.float32)
+
+
+def _edits(found: list[tuple[int, _Special]]) -> LogitEdits | None:
+    """All edits of these rows; None where there are none."""
+    counted = [special.counts() for _, special in found]
+    forbidden = [special.forbidden_ids() for _, special in found]
+    num_penalized = [len(ids) for ids, _ in counted]
+    num_biased = [len(special.bias_ids) for _, special in found]
+    num_forbidden = [len(ids) for ids in forbidden]
+    if not any(num_penalized) and not any(num_biased) and not any(num_forbidden):
+        return None
+    rows = np.array([index for index, _ in found], dtype=np.int64)
+    params = [special.params for _, special in found]
+    repetitions = np.array([p.repetition_penalty for p in params], dtype=np.float32)
+    frequencies = np.array([p.frequency_penalty for p in params], dtype=np.float32)
+    presences = np.array([p.presence_penalty for p in params], dtype=np.float32)
+    return LogitEdits(
+        penalized_rows=np.repeat(rows, num_penalized),
+        penalized_ids=np.concatenate([ids for ids, _ in counted]),
+        penalized_counts=np.concatenate([counts for _, counts in counted]),
+        repetitions=np.repeat(repetitions, num_penalized),
+        frequencies=np.repeat(frequencies, num_penalized),
+        presences=np.repeat(presences, num_penalized),
+        biased_rows=np.repeat(rows, num_biased),
+        biased_ids=np.concatenate([special.bias_ids for _, special in found]),
+        biases=np.concatenate([special.biases for _, special in found]),
+        forbidden_rows=np.repeat(rows, num_forbidden),
+        forbidden_ids=np.concatenate(forbidden),
+    )

@@ -1,0 +1,246 @@
+"""Which requests wait, by their tokens, and how much of each is cached: kept up to date, not searched.
+
+A radix tree over the prompts of waiting requests, for each extra key. An edge knows how many of its
+tokens are cached: a step that computes or evicts tokens tells the tree so, and that touches one
+path, however many requests wait below it. All requests below the point where the cached part of a
+path ends have the same match; such a point is a *frontier*, and a heap of frontiers gives the longest
+match without looking at the requests.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Hashable
+
+from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun, common_prefix_len
+from agentflow.engine.request import Request
+from agentflow.engine.scheduling.policy import IsBlocked
+
+
+class WaitingNode:
+    """One edge: the tokens ``start`` to ``end`` of all requests below, ``cached`` of them cached.
+
+    ``requests`` end here. ``uncached``: those children of which nothing is cached.
+    ``num_waiting``: requests here and below.
+    """
+
+    __slots__ = (
+        "cached",
+        "children",
+        "end",
+        "num_waiting",
+        "parent",
+        "queued_match",
+        "requests",
+        "run",
+        "start",
+        "uncached",
+    )
+
+    def __init__(self, run: TokenRun, start: int, parent: WaitingNode | None) -> None:
+        self.run = run
+        self.start = start
+        self.end = start + len(run) // TOKEN_BYTES
+        self.parent = parent
+        self.children: dict[TokenRun, WaitingNode] = {}  # by their first token
+        self.uncached: dict[TokenRun, WaitingNode] = {}
+        self.requests: dict[int, Request] = {}
+        self.cached = 0
+        self.num_waiting = 0
+        self.queued_match = -1  # what the heap has it under; -1: it is not there
+
+    @property
+    def frontier_match(self) -> int:
+        """The match of the requests for which the cached part ends here; -1 where there are none."""
+        if self.start + self.cached < self.end:
+            return self.start + self.cached if self.cached else -1
+        return self.end if self.requests or self.uncached else -1
+
+    @property
+    def first_token(self) -> TokenRun:
+        return self.run[:TOKEN_BYTES]
+
+    def any_request(self) -> Request:
+        """One of those here or below: the first of the first of the first …"""
+        node = self
+        while not node.requests:
+            node = next(iter(node.children.values()))
+        return next(iter(node.requests.values()))
+
+
+class WaitingTree:
+    """Requests in order of their match. ``roots``: one tree for each extra key that has any."""
+
+    def __init__(self) -> None:
+        self.roots: dict[Hashable, WaitingNode] = {}
+        self._node_of: dict[int, WaitingNode] = {}
+        self._frontiers: list[tuple[int, int, WaitingNode]] = []  # heap of (-match, tie-break, node)
+        self._ties = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._node_of)
+
+    def __contains__(self, request: Request) -> bool:
+        return request.id in self._node_of
+
+    def node_of(self, request: Request) -> WaitingNode:
+        """Where the request ends."""
+        return self._node_of[request.id]
+
+    def match_of(self, request: Request) -> int:
+        """How many of the request's tokens are cached."""
+        node: WaitingNode | None = self._node_of[request.id]
+        while node is not None and node.parent is not None and not node.cached:
+            node = node.parent
+        return node.start + node.cached if node is not None else 0
+
+    def add(self, request: Request, run: TokenRun, match: int) -> None:
+        """A request, the tokens of it that may come from the cache, and how many of these are there."""
+        node = self.roots.get(request.extra_key)
+        if node is None:
+            node = self.roots[request.extra_key] = WaitingNode(b"", 0, None)
+        node.num_waiting += 1
+        done = 0
+        while done < len(run):
+            child = node.children.get(run[done : done + TOKEN_BYTES])
+            if child is None:
+                child = WaitingNode(run[done:], node.end, node)
+                node.children[child.first_token] = child
+                node.uncached[child.first_token] = child
+                self._set_cached(child, max(0, min(match, child.end) - child.start))
+            else:
+                piece = run[done : done + len(child.run)]
+                if piece != child.run:
+                    child = self._split(child, common_prefix_len(piece, child.run))
+            child.num_waiting += 1
+            done += len(child.run)
+            node = child
+        node.requests[request.id] = request
+        self._node_of[request.id] = node
+        self._queue(node)
+
+    def remove(self, request: Request) -> None:
+        """The request waits no longer."""
+        node: WaitingNode | None = self._node_of.pop(request.id)
+        assert node is not None
+        del node.requests[request.id]
+        while node is not None:
+            node.num_waiting -= 1
+            parent = node.parent
+            if node.num_waiting == 0:
+                node.queued_match = -1
+                if parent is None:
+                    del self.roots[request.extra_key]
+                else:
+                    del parent.children[node.first_token]
+                    parent.uncached.pop(node.first_token, None)
+            node = parent
+
+    def tokens_cached(self, extra_key: Hashable, run: TokenRun) -> None:
+        """All of ``run`` is cached now."""
+        root = self.roots.get(extra_key)
+        for child, common in _along(root, run) if root is not None else ():
+            if common > child.cached:
+                self._set_cached(child, common)
+
+    def tokens_evicted(self, extra_key: Hashable, run: Callable[[], TokenRun], kept: int) -> None:
+        """What was cached of the tokens that ``run`` gives and of all their continuations is gone but for
+        ``kept`` tokens."""
+        root = self.roots.get(extra_key)
+        for child, common in _along(root, run()) if root is not None else ():
+            if child.cached and child.start + common > kept:
+                self._set_cached(child, min(child.cached, max(0, kept - child.start)))
+
+    def longest_match(self, is_blocked: IsBlocked) -> tuple[Request, int] | None:
+        """A request with the longest match of those that are not blocked, and that match."""
+        blocked: list[tuple[int, int, WaitingNode]] = []
+        found: tuple[Request, int] | None = None
+        while self._frontiers and found is None:
+            entry = self._frontiers[0]
+            match, node = -entry[0], entry[2]
+            if node.queued_match != match or node.frontier_match != match:
+                heapq.heappop(self._frontiers)  # an old entry
+                if node.queued_match == match:
+                    node.queued_match = -1
+                continue
+            request = _unblocked(node, match, is_blocked)
+            if request is None:
+                blocked.append(heapq.heappop(self._frontiers))
+            else:
+                found = request, match
+        for entry in blocked:
+            heapq.heappush(self._frontiers, entry)
+        return found
+
+    def _set_cached(self, node: WaitingNode, cached: int) -> None:
+        parent = node.parent
+        assert parent is not None
+        node.cached = cached
+        if cached:
+            parent.uncached.pop(node.first_token, None)
+            self._queue(node)
+        else:
+            parent.uncached[node.first_token] = node
+            self._queue(parent)
+
+    def _split(self, node: WaitingNode, length: int) -> WaitingNode:
+        """Cuts an edge after ``length`` tokens; the upper part is new and is returned."""
+        parent = node.parent
+        assert parent is not None
+        upper = WaitingNode(node.run[: length * TOKEN_BYTES], node.start, parent)
+        upper.num_waiting = node.num_waiting
+        parent.children[upper.first_token] = upper
+        parent.uncached.pop(upper.first_token, None)
+        cached = node.cached
+        node.run, node.start, node.parent = node.run[length * TOKEN_BYTES :], upper.end, upper
+        upper.children[node.first_token] = node
+        self._set_cached(node, max(0, cached - length))
+        self._set_cached(upper, min(cached, length))
+        return upper
+
+    def _queue(self, node: WaitingNode) -> None:
+        match = node.frontier_match
+        if match >= 0 and node.queued_match != match:
+            node.queued_match = match
+            heapq.heappush(self._frontiers, (-match, next(self._ties), node))
+            if len(self._frontiers) > 64 + 8 * len(self._node_of):
+                self._drop_old_entries()
+
+    def _drop_old_entries(self) -> None:
+        live = {id(n): (key, tie, n) for key, tie, n in self._frontiers if n.queued_match == -key}
+        self._frontiers = list(live.values())
+        heapq.heapify(self._frontiers)
+
+
+def _along(node: WaitingNode, run: TokenRun) -> list[tuple[WaitingNode, int]]:
+    """The edges below ``node`` along ``run``, each with how many of its tokens it shares with it."""
+    found: list[tuple[WaitingNode, int]] = []
+    done = 0
+    while done < len(run):
+        child = node.children.get(run[done : done + TOKEN_BYTES])
+        if child is None:
+            break
+        piece = run[done : done + len(child.run)]
+        if piece != child.run:
+            found.append((child, common_prefix_len(piece, child.run)))
+            break
+        found.append((child, len(piece) // TOKEN_BYTES))
+        done += len(piece)
+        node = child
+    return found
+
+
+def _unblocked(node: WaitingNode, match: int, is_blocked: IsBlocked) -> Request | None:
+    """A request whose cached part ends at this frontier, and that is not blocked. Requests below one
+    child need the same next token, so one answers for all of them."""
+    if match < node.end:
+        request = node.any_request()
+        return None if is_blocked(request, match) else request
+    for request in node.requests.values():
+        return request  # nothing that could be shared is left to compute
+    for child in node.uncached.values():
+        request = child.any_request()
+        if not is_blocked(request, match):
+            return request
+    return None

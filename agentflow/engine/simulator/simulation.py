@@ -1,0 +1,192 @@
+"""Replays a workload against the real scheduler and cache, in simulated time.
+
+Nothing is computed: a forward pass takes as long as the cost model says, and each request generates
+the tokens that the workload gives it. Everything else (admission, sharing, eviction, retraction) is
+the code that serves.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from agentflow.engine.batch import BatchOutput
+from agentflow.engine.request import Request
+from agentflow.engine.scheduling.counters import Counters
+from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from agentflow.engine.simulator.cost_model import CostModel, default_cost
+from agentflow.engine.simulator.workload import Arrival, Workload
+from agentflow.errors import PromptTooLong
+from agentflow.protocol.sampling import SamplingParams
+
+_PARAMS = SamplingParams()
+OnProgress = Callable[[int, int], None]
+"""Told how many requests of how many have ended."""
+
+
+@dataclass(slots=True)
+class Served:
+    """What became of one request. Seconds of simulated time; ``first_s`` is when its first token (or, if
+    it generates none, its end) came. A refused one never ran."""
+
+    arrival: Arrival
+    arrived_s: float
+    first_s: float = 0.0
+    ended_s: float = 0.0
+    num_cached: int = 0
+    is_refused: bool = False
+
+    @property
+    def ttft_s(self) -> float:
+        """From arrival to the first token."""
+        return self.first_s - self.arrived_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time of each token after the first."""
+        return (self.ended_s - self.first_s) / max(1, len(self.arrival.output) - 1)
+
+
+@dataclass(slots=True)
+class Simulated:
+    """A finished simulation. ``elapsed_s``: of simulated time; ``real_s``: what it took; ``scheduling_s``:
+    how much of that went into the scheduler's own steps."""
+
+    workload: str
+    config: SchedulerConfig
+    served: Sequence[Served]
+    counters: Counters
+    elapsed_s: float
+    real_s: float
+    scheduling_s: list[float] = field(default_factory=list)
+
+    @property
+    def hit_rate(self) -> float:
+        """Cached share of the prompt tokens."""
+        return self.counters.cached_tokens / max(1, self.counters.prompt_tokens)
+
+
+class _Run:
+    """One replay."""
+
+    def __init__(self, workload: Workload, scheduler: Scheduler, cost: CostModel) -> None:
+        self.workload = workload
+        self.scheduler = scheduler
+        self.cost = cost
+        self.now_s = 0.0
+        self.served: list[Served] = []
+        self.followers: dict[int, list[int]] = {}
+        self.due: list[tuple[float, int]] = []
+        self.index_of: dict[int, int] = {}  # of a request's id: its place in the workload
+        self.served_of: dict[int, Served] = {}
+        self.left_of_state = Counter(arrival.state for arrival in workload.arrivals)
+        for index, arrival in enumerate(workload.arrivals):
+            if arrival.after is None:
+                self.due.append((arrival.at_s, index))
+            else:
+                self.followers.setdefault(arrival.after, []).append(index)
+        heapq.heapify(self.due)
+
+    def step(self) -> float | None:
+        """One forward pass; the seconds that the scheduler itself took for it, or None at the end."""
+        start = time.perf_counter()
+        while self.due and self.due[0][0] <= self.now_s:
+            self._arrive(*heapq.heappop(self.due))
+        batch = self.scheduler.schedule()
+        took_s = time.perf_counter() - start
+        if batch is None:
+            if not self.due:
+                return None
+            self.now_s = self.due[0][0]
+            return took_s
+        step_s = self.cost.step_s(batch)
+        self.now_s += step_s
+        tokens = np.zeros(len(batch.sampled.rows), dtype=np.int64)
+        start = time.perf_counter()
+        results = self.scheduler.complete(BatchOutput(tokens, None), step_s)
+        for result in results:
+            self._advance(result.request, result.token_id is not None)
+        return took_s + time.perf_counter() - start
+
+    def _arrive(self, at_s: float, index: int) -> None:
+        arrival = self.workload.arrivals[index]
+        served = Served(arrival, at_s)
+        self.served.append(served)
+        request = Request.create(
+            index,
+            arrival.prompt,
+            arrival.max_new_tokens,
+            _PARAMS,
+            tenant=arrival.tenant,
+            salt=arrival.salt,
+            objective=arrival.objective,
+            task_group=arrival.task_group or None,
+            state=arrival.state or None,
+        )
+        try:
+            self.scheduler.add(request)
+        except PromptTooLong:
+            served.is_refused = True
+            self._end(index, served)
+            return
+        self.served_of[index] = served
+
+    def _advance(self, request: Request, has_token: bool) -> None:
+        served = self.served_of[request.id]
+        output = served.arrival.output
+        if has_token:
+            request.tokens[request.num_tokens - 1] = output[request.num_generated - 1]
+            if request.num_generated == 1:
+                served.first_s = self.now_s
+        if request.num_generated < min(len(output), request.max_new_tokens):
+            return
+        if has_token or request.num_to_compute == 0:
+            served.num_cached = request.num_cached
+            served.first_s = served.first_s or self.now_s
+            self.scheduler.release(request)
+            self._end(request.id, self.served_of.pop(request.id))
+
+    def _end(self, index: int, served: Served) -> None:
+        served.ended_s = self.now_s
+        state = served.arrival.state
+        self.left_of_state[state] -= 1
+        if state and not self.left_of_state[state]:
+            self.scheduler.close_state(state)
+        for follower in self.followers.pop(index, ()):
+            delay_s = self.workload.arrivals[follower].at_s
+            heapq.heappush(self.due, (self.now_s + delay_s, follower))
+
+
+def simulate(
+    workload: Workload,
+    config: SchedulerConfig,
+    *,
+    cost: CostModel | None = None,
+    kv_tokens: int | None = None,
+    max_context: int = 8192,
+    on_progress: OnProgress | None = None,
+) -> Simulated:
+    """Replays the workload to its end. ``kv_tokens``: another pool than the workload's own."""
+    scheduler = Scheduler(num_slots=kv_tokens or workload.kv_tokens, max_context=max_context, config=config)
+    run = _Run(workload, scheduler, cost or default_cost())
+    steps: list[float] = []
+    start = time.perf_counter()
+    while (took_s := run.step()) is not None:
+        steps.append(took_s)
+        if on_progress is not None and len(steps) % 100 == 0:
+            on_progress(len(run.served) - len(run.served_of), len(workload.arrivals))
+    scheduler.check_idle()
+    return Simulated(
+        workload.name,
+        config,
+        run.served,
+        scheduler.counters,
+        run.now_s,
+        time.perf_counter() - start,
+        steps,
+    )

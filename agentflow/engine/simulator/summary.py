@@ -1,0 +1,86 @@
+"""What a simulation showed, in figures: waiting times by kind of request, hits, fairness, evictions."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from agentflow.engine.simulator.simulation import Served, Simulated
+
+
+class Waits(msgspec.Struct, frozen=True):
+    """Seconds: percentiles of the time to the first token and of the time per token after it."""
+
+    num_requests: int
+    ttft_p50_s: float
+    ttft_p90_s: float
+    ttft_p99_s: float
+    tpot_p50_s: float
+    tpot_p99_s: float
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """One policy's run. ``by_label``: of each kind of request. ``fairness``: Jain's index over what
+    each tenant was served per second that it waited for something, 1 (all alike) down to 1 / tenants
+    (Jain, Chiu and Hawe 1984); 1 where there is one tenant. ``scheduling_ms``: mean of a step."""
+
+    policy: str
+    hit_rate: float
+    output_tokens_per_s: float
+    elapsed_s: float
+    all: Waits
+    by_label: dict[str, Waits]
+    fairness: float
+    refused: int
+    steps: int
+    computed_tokens: int
+    evicted_tokens: int
+    retractions: int
+    scheduling_ms: float
+    speedup: float
+
+
+def summarise(simulated: Simulated) -> Summary:
+    """The figures of a run."""
+    ended = [served for served in simulated.served if not served.is_refused]
+    labels = sorted({served.arrival.label for served in ended})
+    counters = simulated.counters
+    return Summary(
+        policy=simulated.config.policy,
+        hit_rate=simulated.hit_rate,
+        output_tokens_per_s=counters.generated_tokens / max(simulated.elapsed_s, 1e-9),
+        elapsed_s=simulated.elapsed_s,
+        all=_waits(ended),
+        by_label={label: _waits([s for s in ended if s.arrival.label == label]) for label in labels},
+        fairness=_fairness(ended),
+        refused=len(simulated.served) - len(ended),
+        steps=counters.steps,
+        computed_tokens=counters.computed_tokens,
+        evicted_tokens=counters.evicted_tokens,
+        retractions=counters.retractions,
+        scheduling_ms=1e3 * float(np.mean(simulated.scheduling_s)) if simulated.scheduling_s else 0.0,
+        speedup=simulated.elapsed_s / max(simulated.real_s, 1e-9),
+    )
+
+
+def _waits(served: Sequence[Served]) -> Waits:
+    ttft = np.array([s.ttft_s for s in served]) if served else np.zeros(1)
+    tpot = np.array([s.tpot_s for s in served if len(s.arrival.output) > 1] or [0.0])
+    return Waits(
+        len(served),
+        *(float(np.percentile(ttft, q)) for q in (50, 90, 99)),
+        *(float(np.percentile(tpot, q)) for q in (50, 99)),
+    )
+
+
+def _fairness(served: Sequence[Served]) -> float:
+    tokens: Counter[str] = Counter()
+    waited_s: defaultdict[str, float] = defaultdict(float)
+    for one in served:
+        tokens[one.arrival.tenant] += len(one.arrival.prompt) - one.num_cached + len(one.arrival.output)
+        waited_s[one.arrival.tenant] += one.ended_s - one.arrived_s
+    rates = np.array([tokens[tenant] / max(waited_s[tenant], 1e-9) for tenant in tokens])
+    return float(rates.sum() ** 2 / (len(rates) * (rates**2).sum())) if len(rates) else 1.0

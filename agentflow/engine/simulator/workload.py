@@ -1,0 +1,242 @@
+"""Workloads: which requests arrive when, as token ids, and what they generate. No text, no model.
+
+A file is either JSON that names a generator and its parameters (``generators``), or JSON lines: a
+header, then one request a line, as the server records them (``agentflow serve --record-workload``).
+A prompt that begins like an earlier request's tokens refers to them instead of repeating them. Names
+that end in ``.gz`` are compressed.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import msgspec
+import numpy as np
+
+from agentflow.engine.cache.radix_node import TokenArray
+from agentflow.engine.cache.token_run import common_prefix_len, token_run
+from agentflow.engine.request import Objective
+from agentflow.errors import BadArgument
+
+VERSION = 1
+MIN_SHARED = 16
+"""A shorter common beginning is written out."""
+MAX_REMEMBERED = 64
+"""So many earlier requests are looked at for a common beginning."""
+
+
+@dataclass(slots=True)
+class Arrival:
+    """One request. ``at_s``: seconds after the start, or after the end of request ``after`` (its index
+    in the workload). ``output``: the tokens that it generates; it may generate up to ``max_new_tokens``
+    as far as the scheduler knows. ``label``: the kind of request, for the summary."""
+
+    prompt: TokenArray
+    output: TokenArray
+    at_s: float = 0.0
+    after: int | None = None
+    max_new_tokens: int = 0
+    tenant: str = ""
+    salt: str = ""
+    objective: Objective = "latency"
+    task_group: str = ""
+    state: str = ""
+    label: str = ""
+
+    def __post_init__(self) -> None:
+        self.max_new_tokens = max(self.max_new_tokens, len(self.output))
+
+    @property
+    def tokens(self) -> TokenArray:
+        """The prompt and what follows it."""
+        return np.concatenate((self.prompt, self.output))
+
+
+@dataclass(slots=True)
+class Workload:
+    """``kv_tokens``: the pool that it was recorded with or made for. ``is_cut``: the file ended in the
+    middle of a line, as a recording does whose server was killed."""
+
+    name: str
+    arrivals: Sequence[Arrival]
+    kv_tokens: int = 65_536
+    is_cut: bool = False
+
+
+class _Header(msgspec.Struct):
+    agentflow_workload: int
+    name: str = ""
+    kv_tokens: int = 65_536
+
+
+class _Line(msgspec.Struct, omit_defaults=True):
+    """``like``: (i, n): the prompt begins with the first n tokens of the i-th line's request."""
+
+    at: float
+    prompt: list[int]
+    output: list[int]
+    like: tuple[int, int] | None = None
+    after: int | None = None
+    limit: int = 0
+    tenant: str = ""
+    salt: str = ""
+    objective: Objective = "latency"
+    group: str = ""
+    state: str = ""
+    label: str = ""
+
+
+class _Generated(msgspec.Struct, forbid_unknown_fields=True):
+    generator: str
+    parameters: dict[str, float | int] = {}
+    kv_tokens: int = 65_536
+    name: str = ""
+
+
+@dataclass
+class WorkloadWriter:
+    """Writes requests one by one, in any order of arrival. ``close`` it."""
+
+    sink: BinaryIO
+    name: str
+    kv_tokens: int
+    num_written: int = 0
+    _recent: deque[tuple[int, bytes]] = field(default_factory=lambda: deque(maxlen=MAX_REMEMBERED))
+
+    def __post_init__(self) -> None:
+        self._put(_Header(VERSION, self.name, self.kv_tokens))
+
+    def write(self, arrival: Arrival) -> None:
+        """One line."""
+        run = token_run(arrival.prompt)
+        like = max(((common_prefix_len(run, other), index) for index, other in self._recent), default=(0, 0))
+        shared = like[0] if like[0] >= MIN_SHARED else 0
+        self._put(
+            _Line(
+                at=round(arrival.at_s, 6),
+                prompt=arrival.prompt[shared:].tolist(),
+                output=arrival.output.tolist(),
+                like=(like[1], shared) if shared else None,
+                after=arrival.after,
+                limit=arrival.max_new_tokens,
+                tenant=arrival.tenant,
+                salt=arrival.salt,
+                objective=arrival.objective,
+                group=arrival.task_group,
+                state=arrival.state,
+                label=arrival.label,
+            )
+        )
+        self._recent.append((self.num_written, token_run(arrival.tokens)))
+        self.num_written += 1
+
+    def flush(self) -> None:
+        """What was written can be read by others now."""
+        self.sink.flush()
+
+    def close(self) -> None:
+        """Ends the file."""
+        self.sink.close()
+
+    def _put(self, line: msgspec.Struct) -> None:
+        self.sink.write(msgspec.json.encode(line) + b"\n")
+
+
+def open_sink(path: Path) -> BinaryIO:
+    """A new file that only its owner may read, compressed where the name ends in ``.gz``. ``BadArgument`` if
+    it cannot be made, or is there already."""
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        if path.suffix == ".gz":
+            return cast(BinaryIO, gzip.open(path, "wb"))
+        return path.open("wb")
+    except FileExistsError as error:
+        raise BadArgument(
+            f"cannot write the workload {path}: it is there already; move it or name another"
+        ) from error
+    except OSError as error:
+        raise BadArgument(f"cannot write the workload {path}: {error.strerror}") from error
+
+
+def open_writer(path: Path, *, name: str = "", kv_tokens: int) -> WorkloadWriter:
+    """Writes a new file. ``BadArgument`` if it cannot be made."""
+    return WorkloadWriter(open_sink(path), name or workload_name(path), kv_tokens)
+
+
+def workload_name(path: Path) -> str:
+    """The file's, without its endings."""
+    return path.name.partition(".")[0]
+
+
+def read_workload(path: Path) -> Workload:
+    """Reads either kind of file. ``BadArgument`` says what is wrong with it."""
+    from agentflow.engine.simulator.generators import generate
+
+    try:
+        with _opened(path) as source:
+            if path.name.removesuffix(".gz").endswith(".json"):
+                spec = msgspec.json.decode(source.read(), type=_Generated)
+                name = spec.name or workload_name(path)
+                return Workload(name, generate(spec.generator, spec.parameters), spec.kv_tokens)
+            header = msgspec.json.decode(source.readline(), type=_Header)
+            if header.agentflow_workload != VERSION:
+                raise BadArgument(
+                    f"{path} is a workload of version {header.agentflow_workload}, not {VERSION}"
+                )
+            arrivals: list[Arrival] = []
+            is_cut = not _read_arrivals(source, arrivals)
+            return Workload(header.name, arrivals, header.kv_tokens, is_cut)
+    except OSError as error:
+        raise BadArgument(f"cannot read the workload {path}: {error.strerror or error}") from error
+    except (msgspec.MsgspecError, EOFError, IndexError) as error:
+        raise BadArgument(f"{path} is not a workload: {error}") from error
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[io.BufferedIOBase]:
+    if path.suffix == ".gz":
+        with gzip.open(path, "rb") as source:
+            yield source
+    else:
+        with path.open("rb") as plain:
+            yield plain
+
+
+def _read_arrivals(source: io.BufferedIOBase, arrivals: list[Arrival]) -> bool:
+    """Adds what the lines say; whether the last of them is whole."""
+    try:
+        for text in source:
+            if not text.endswith(b"\n"):
+                return False
+            arrivals.append(_arrival(msgspec.json.decode(text, type=_Line), arrivals))
+    except EOFError:  # of what is compressed
+        return False
+    return True
+
+
+def _arrival(line: _Line, earlier: Sequence[Arrival]) -> Arrival:
+    prompt = np.array(line.prompt, dtype=np.int32)
+    if line.like is not None:
+        index, length = line.like
+        prompt = np.concatenate((earlier[index].tokens[:length], prompt))
+    return Arrival(
+        prompt,
+        np.array(line.output, dtype=np.int32),
+        at_s=line.at,
+        after=line.after,
+        max_new_tokens=line.limit,
+        tenant=line.tenant,
+        salt=line.salt,
+        objective=line.objective,
+        task_group=line.group,
+        state=line.state,
+        label=line.label,
+    )

@@ -1,0 +1,317 @@
+"""A rendered conversation, taken apart: which of its characters are contents and which are markup.
+
+The template is a program, so its source does not say. It is asked instead: rendered once with the real
+contents, and again with markers that nobody could have guessed in their place. What stands between the
+markers is markup, and a walk along the real rendering finds the contents between it, as they are or
+trimmed. Where that fails (the template drops a part of a content, or writes other markup for it), the
+turns in question are rendered once more as markers among the real others: together where there is one way
+only to place them, else in halves, at last each by itself. There is a limit to how much is rendered so.
+What cannot be told apart is never taken for markup, in which special tokens would count: it is content, or
+the call is refused.
+
+Tools and tool calls come from outside too, but are shown inside the markup (see ``outside_text``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal
+
+from msgspec.structs import replace
+
+from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.engine.text.chat_values import Mark, unmarked
+from agentflow.engine.text.marked_rendering import (
+    Marks,
+    Shown,
+    aligned,
+    between,
+    common_prefix,
+    common_suffix,
+    suspects,
+    walk,
+)
+from agentflow.engine.text.outside_text import Place, Places, new_nonce, outside_places
+from agentflow.errors import NotSupported
+from agentflow.protocol.chat import Message, ToolSpec
+
+_TURN_DIGITS = 9
+# What may be rendered to find the altered contents of one layout: a second or so of work.
+MAX_RENDERED_CHARS = 32_000_000
+# A turn costs about as much as so many characters.
+CHARS_PER_TURN = 100
+# However long the text is.
+MIN_RENDERINGS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stretch of a rendering. ``turn``: index of the message whose content it shows; None for markup."""
+
+    kind: Literal["markup", "content"]
+    text: str
+    turn: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A rendering and where in it the contents are, in the order of the text.
+
+    A turn may be shown as it is, altered, several times or not at all; the template decides.
+    ``outside``: places in the markup that show what tools and tool calls say, as far as they were asked for.
+    """
+
+    messages: tuple[Message, ...]
+    open_role: str | None
+    text: str
+    shown: tuple[Shown, ...]
+    tools: tuple[ToolSpec, ...] = ()
+    outside: tuple[Place, ...] = ()
+
+    def pieces(self) -> list[Piece]:
+        """The whole text, piece by piece: markup, content, markup, …, markup. Markup may be empty."""
+        pieces: list[Piece] = []
+        at = 0
+        for part in self.shown:
+            pieces.append(Piece("markup", self.text[at : part.start], None))
+            pieces.append(Piece("content", self.text[part.start : part.end], part.turn))
+            at = part.end
+        return [*pieces, Piece("markup", self.text[at:], None)]
+
+
+def lay_out(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    open_role: str | None = None,
+    *,
+    tools: Sequence[ToolSpec] = (),
+    now: datetime | None = None,
+    previous: Layout | None = None,
+    closed_places: Places | None = None,
+) -> Layout:
+    """Renders ``messages`` and says where each content is. ``open_role``: whose turn is then opened; the text
+    ends where its content begins (for an assistant, with the template's own generation prompt).
+
+    ``previous``: a layout of an earlier state of the same conversation; what its text has in common with
+    the new one is read off it. ``closed_places``: where a text has tokens that no content may have; only
+    with it does the layout say what came from ``outside``. Costs two renderings (three with tools), and two
+    or more where the template alters new turns.
+    Raises ``NotSupported`` where the template refuses these messages, hides the opened turn or alters too
+    many turns in ways of its own.
+    """
+    asked = _Asked(template, tuple(messages), open_role, now or datetime.now(), tuple(tools))
+    if previous is not None and (previous.messages, previous.open_role, previous.tools) == (
+        asked.messages,
+        open_role,
+        asked.tools,
+    ):
+        return previous
+    text = asked.render(asked.messages)
+    marks = asked.marks()
+    shown = None if marks is None else walk(text, asked.messages, marks)
+    if shown is None:
+        shown = _one_by_one(text, asked, marks, previous)
+    shown = _whole_generations(text, asked.messages, shown)
+    outside: tuple[Place, ...] = ()
+    if closed_places is not None and asked.says_more_than_contents:
+        outside = outside_places(lambda mark: asked.render(asked.messages, mark), text, closed_places)
+    return Layout(asked.messages, open_role, text, tuple(shown), asked.tools, outside)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    template: ChatTemplate
+    messages: tuple[Message, ...]
+    open_role: str | None
+    now: datetime
+    tools: tuple[ToolSpec, ...]
+
+    @property
+    def says_more_than_contents(self) -> bool:
+        return bool(self.tools) or any(
+            message.tool_calls or message.tool_call_id is not None or message.name is not None
+            for message in self.messages
+        )
+
+    def render(self, messages: tuple[Message, ...], mark: Mark = unmarked) -> str:
+        if self.open_role is None or self.open_role == "assistant":
+            opens = self.open_role is not None
+            return self.template.render(
+                messages, tools=self.tools, add_generation_prompt=opens, now=self.now, mark=mark
+            )
+        marker = new_nonce()
+        opened = (*messages, Message(self.open_role, marker))
+        text = self.template.render(opened, tools=self.tools, now=self.now, mark=mark)
+        if marker not in text:
+            raise NotSupported(
+                f"the model's chat template does not show a {self.open_role} turn at this place"
+            )
+        return text[: text.rindex(marker)]
+
+    def marks(self, turns: Set[int] | None = None) -> Marks | None:
+        """The markup around all contents, or around those of ``turns`` with the others as they are. None
+        where the template does not take a marker for a content."""
+        nonce = new_nonce()
+        marked = tuple(
+            replace(message, content=f"{nonce}{number:0{_TURN_DIGITS}}")
+            # Beside tool calls, templates write no content otherwise than an empty one.
+            if (message.content or not message.tool_calls if turns is None else number in turns)
+            else message
+            for number, message in enumerate(self.messages)
+        )
+        try:
+            # Split by a pattern with a group, a text becomes: markup, number, markup, …, number, markup.
+            first, *rest = re.split(f"{nonce}([0-9]{{{_TURN_DIGITS}}})", self.render(marked))
+        except NotSupported:
+            return None
+        return Marks(first, tuple((int(n), after) for n, after in zip(rest[::2], rest[1::2], strict=True)))
+
+
+def _one_by_one(text: str, asked: _Asked, marks: Marks | None, previous: Layout | None) -> list[Shown]:
+    """The places of the contents, many found together where that leaves no doubt, else each by itself."""
+    counts = None if marks is None else Counter(turn for turn, _ in marks.after)
+    shown = _still_shown(text, asked.messages, previous)
+    shown = [part for part in shown if counts is None or counts[part.turn] == 1]
+    known = {part.turn for part in shown}
+    unsure: list[Shown] = []
+    altered = set() if marks is None else suspects(text, asked.messages, marks)
+    new = [turn for turn in range(len(asked.messages)) if turn not in known]
+    groups = [[turn for turn in new if turn in altered], [turn for turn in new if turn not in altered]]
+    budget = _Budget(len(text) + CHARS_PER_TURN * len(asked.messages))
+    while groups:
+        group = groups.pop()
+        if not group:
+            continue
+        budget.spend()
+        around = asked.marks(set(group))
+        found: list[Shown] | None
+        if len(group) == 1:
+            found = _alone(text, asked.messages[group[0]], group[0], around, unsure)
+        else:
+            found = None if around is None else _together(text, asked.messages, around)
+        if found is None:
+            middle = len(group) // 2
+            groups += [group[middle:], group[:middle]]
+        else:
+            shown += found
+    for region in sorted(unsure, key=lambda part: part.turn):
+        shown += _search(text, asked.messages[region.turn], region, shown)
+    shown.sort(key=lambda part: (part.start, part.end))
+    for one, other in itertools.pairwise(shown):
+        if one.end > other.start:
+            raise _cannot_tell(asked.messages[other.turn])
+    return shown
+
+
+class _Budget:
+    """Of renderings that may be made for one layout: a caller sends what costs the square of its size."""
+
+    def __init__(self, cost: int) -> None:
+        self._cost = cost
+        self._num_renderings = 0
+
+    def spend(self) -> None:
+        self._num_renderings += 1
+        if self._num_renderings > max(MIN_RENDERINGS, MAX_RENDERED_CHARS // self._cost):
+            raise NotSupported(
+                "the model's chat template rewrites so many turns of this conversation that finding them "
+                "takes too long: send fewer turns, or leave out what the template drops (such as thoughts)"
+            )
+
+
+def _alone(text: str, message: Message, turn: int, around: Marks | None, unsure: list[Shown]) -> list[Shown]:
+    """The places of one content; where that is not known yet, its region is added to ``unsure``."""
+    places = None if around is None else between(text, around)
+    is_blank = not message.content.strip()
+    if places is not None:
+        # What is written for no content at all is the template's own.
+        return [Shown(turn, a, b) for a, b in places if not (is_blank and text[a:b].strip())]
+    if around is not None and len(around.after) == 1 and not is_blank:
+        start = common_prefix(text, around.first)
+        tail = min(common_suffix(text, around.after[0][1]), len(text) - start)
+        unsure.append(Shown(turn, start, len(text) - tail))
+    elif not is_blank:
+        raise _cannot_tell(message)
+    return []
+
+
+def _together(text: str, messages: tuple[Message, ...], around: Marks) -> list[Shown] | None:
+    """The places of several contents, where there is no doubt: each is as it was given or trimmed, or there
+    is one way only to place them and each shows a part of its content."""
+    shown = walk(text, messages, around)
+    if shown is not None:
+        return shown
+    places = aligned(text, around)
+    if places is None:
+        return None
+    shown = []
+    for part in places:
+        content, written = messages[part.turn].content, text[part.start : part.end]
+        # Else a content might hold the markup of another: that markup would be taken for the template's.
+        if written not in content and written not in json.dumps(content, ensure_ascii=False):
+            return None
+        if content.strip() or not written.strip():  # else as in ``_alone``
+            shown.append(part)
+    return shown
+
+
+def _search(text: str, message: Message, region: Shown, shown: list[Shown]) -> list[Shown]:
+    """The place of a content around which the template writes other markup than around a marker.
+
+    ``region`` is where the rendering differs from that with a marker. The content may also reach out of
+    it, to the places of the turns before and after, but always covers it.
+    """
+    low = max((part.end for part in shown if part.turn < region.turn and part.end <= region.end), default=0)
+    high = min(
+        (p.start for p in shown if p.turn > region.turn and p.start >= region.start), default=len(text)
+    )
+    start, end = max(region.start, low), min(region.end, high)
+    if start >= end:
+        return []
+    for written in (message.content, message.content.strip()):
+        at = text.find(written, max(low, end - len(written)), min(high, start + len(written)))
+        if at >= 0:
+            return [Shown(region.turn, at, at + len(written))]
+    return [Shown(region.turn, start, end)]
+
+
+def _still_shown(text: str, messages: tuple[Message, ...], previous: Layout | None) -> list[Shown]:
+    """The places that ``previous`` found in the text that it has in common with ``text``."""
+    if previous is None:
+        return []
+    same = 0
+    for old, new in zip(previous.messages, messages, strict=False):
+        if old != new:
+            break
+        same += 1
+    end = common_prefix(previous.text, text)
+    return [part for part in previous.shown if part.turn < same and part.end <= end]
+
+
+def _whole_generations(text: str, messages: tuple[Message, ...], shown: list[Shown]) -> list[Shown]:
+    """Counts to a generated content what is its own though the template writes it as markup, such as the
+    space that it puts before each answer: what a model generated stays as it was generated."""
+    whole: list[Shown] = []
+    for number, part in enumerate(shown):
+        message = messages[part.turn]
+        length = len(message.content)
+        if message.generated and part.end - part.start < length:
+            low = max(whole[-1].end if whole else 0, part.end - length)
+            high = shown[number + 1].start if number + 1 < len(shown) else len(text)
+            at = text.find(message.content, low, min(high, part.start + length))
+            if at >= 0:
+                part = Shown(part.turn, at, at + length)
+        whole.append(part)
+    return whole
+
+
+def _cannot_tell(message: Message) -> NotSupported:
+    return NotSupported(
+        f"the model's chat template rewrites a {message.role} turn: its content cannot be told from markup"
+    )

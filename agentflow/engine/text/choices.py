@@ -1,0 +1,103 @@
+"""The ids of a select's choices: each is encoded together with the text that it continues.
+
+The last tokens of a text depend on what comes after it, so a choice is never encoded alone behind text
+that may still be encoded otherwise, and no choice is treated differently from another. Of a long text
+only the end is encoded again for each.
+
+What is scored of a choice begins with the first id in which two choices differ (or with the last id of the
+shortest, where that begins all others). So a choice's score depends on the whole text and on the other
+choices, and not on how text and choices divide what all have in common: ``"Answer: "`` with ``"yes"`` and
+``"no"`` is ``"Answer:"`` with ``" yes"`` and ``" no"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from agentflow.engine.text.tokenizer import Tokenizer
+from agentflow.errors import BadArgument
+
+# Up to so many characters in all are simply encoded: about a millisecond.
+MAX_PLAIN_CHARS = 4000
+# Of a longer text about so many characters at its end are encoded again with each choice.
+WINDOW_CHARS = 64
+_MAX_TRIED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedChoices:
+    """What a state would become with each choice. ``num_before``: so many of its ids are settled;
+    ``text`` comes after them and is encoded together with each of ``choices``. ``prefix``: the ids, settled
+    ones included, that all choices have in common, but for the last of the shortest. ``ends``: of
+    each choice the others, at least one."""
+
+    num_before: int
+    text: str
+    choices: Sequence[str]
+    prefix: list[int]
+    ends: list[list[int]]
+
+    def run(self, index: int) -> tuple[str, list[int]]:
+        """The text and the ids that one choice adds to what is settled."""
+        return self.text + self.choices[index], self.prefix[self.num_before :] + self.ends[index]
+
+
+def encode_choices(
+    tokenizer: Tokenizer, before: list[int], text: str, choices: Sequence[str], *, continues: bool
+) -> EncodedChoices:
+    """The choices after the ids ``before`` and then ``text``; ``continues`` as the tokenizer has it, of
+    ``text``. BadArgument for a choice that the vocabulary cannot write at all. Only at the very beginning of
+    a sequence, where nothing would come before the ids that differ, is ``text`` encoded apart."""
+    head, tails = encode_after(tokenizer, text, choices, continues=continues)
+    for choice, tail in zip(choices, tails, strict=True):
+        if not tail:
+            raise BadArgument(f"the model's vocabulary has no token for the choice {choice!r}")
+    first, last = min(tails), max(tails)
+    most = min([len(tail) for tail in tails]) - 1
+    num_common = next((n for n in range(most) if first[n] != last[n]), most)
+    if text and not before and not head and not num_common:  # something must come before what is scored
+        head = tokenizer.encode(text, continues=continues)
+        tails = [tokenizer.encode(choice, continues=True) for choice in choices]
+    prefix = before + head + tails[0][:num_common]
+    return EncodedChoices(len(before), text, choices, prefix, [tail[num_common:] for tail in tails])
+
+
+def encode_after(
+    tokenizer: Tokenizer, text: str, choices: Sequence[str], *, continues: bool
+) -> tuple[list[int], list[list[int]]]:
+    """The ids of ``text`` with each choice: ids that all begin with, and what each goes on with."""
+    if sum(map(len, choices)) + len(text) * len(choices) > MAX_PLAIN_CHARS:
+        window = _window(tokenizer, text, continues)
+        if window is not None:
+            head, rest, rest_ids = window
+            tails = [tokenizer.encode(rest + choice, continues=True) for choice in choices]
+            # What a choice changes must end well behind the place where the window begins.
+            kept = len(rest_ids) // 2
+            if all(tail[:kept] == rest_ids[:kept] for tail in tails):
+                return head, tails
+    return [], [tokenizer.encode(text + choice, continues=continues) for choice in choices]
+
+
+def _window(tokenizer: Tokenizer, text: str, continues: bool) -> tuple[list[int], str, list[int]] | None:
+    """The end of ``text`` that is encoded again: the ids before it, the end itself, and its ids. It begins
+    with a token, and alone it has the ids that it has there. None where no such place is found."""
+    if len(text) <= 2 * WINDOW_CHARS:
+        return None
+    ids = tokenizer.encode(text, continues=continues)
+    for place in _places(text):
+        rest = text[place:]
+        rest_ids = tokenizer.encode(rest, continues=True)
+        num_before = len(ids) - len(rest_ids)
+        if len(rest_ids) > 1 and num_before > 0 and ids[num_before:] == rest_ids:
+            return ids[:num_before], rest, rest_ids
+    return None
+
+
+def _places(text: str) -> Iterator[int]:
+    """Where a token might begin, from ``WINDOW_CHARS`` before the end backwards: before white space that
+    comes after something else, or, where there is little of that, anywhere."""
+    latest = len(text) - WINDOW_CHARS
+    earliest = max(1, latest - WINDOW_CHARS)
+    words = [n for n in range(latest, earliest, -1) if text[n].isspace() and not text[n - 1].isspace()]
+    yield from (words + list(range(latest, earliest, -1)))[:_MAX_TRIED]

@@ -1,0 +1,235 @@
+"""A state of a program as the engine has it: token ids, with the text and the turns they stand for.
+
+The ids follow from what was appended and from nothing else. Text that comes in one go or in many is
+encoded as one run, cut only at generated tokens, at the marks of roles, and where ``cut`` says so. What a
+model generated stays the ids that it generated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime
+
+from agentflow.engine.cache.token_run import num_common_ids
+from agentflow.engine.text.chat_layout import Layout, lay_out
+from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.engine.text.choices import EncodedChoices, encode_choices
+from agentflow.engine.text.token_spans import Part, Run, Segment, Span, encode_spans, spans_of
+from agentflow.engine.text.tokenizer import Tokenizer
+from agentflow.errors import BadArgument, NotSupported
+from agentflow.protocol.chat import Message, ToolSpec
+
+
+class TokenState:
+    """Append-only. The template is rendered when ids are wanted, not at every op: some templates refuse a
+    conversation that is half there (a system turn alone), and accept it with its next turn.
+
+    ``num_rerendered_tokens``: ids that ``cut`` had settled and that were given up later, because the
+    template rewrote earlier turns; what comes after the first of them has to be computed anew.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        # A template that shows the time must not rewrite the conversation as time goes on.
+        self._now = datetime.now()
+        self._tools: tuple[ToolSpec, ...] = ()
+        self._parts: list[Part] = []
+        self._pending: list[str] = []
+        self._layout: Layout | None = None
+        self._segments: list[Segment] = []
+        self._ids: list[int] = []
+        self._is_settled = False
+        # Those that were last asked for while they were not settled: asking again costs nothing.
+        self._ids_read: list[int] | None = None
+        self._has_prefix = True
+        self.num_rerendered_tokens = 0
+
+    def tools(self, specs: Sequence[ToolSpec]) -> None:
+        """The tools that the template tells the model of. ``BadArgument`` once there is a turn."""
+        if any(part.role is not None for part in self._parts):
+            raise BadArgument("tools are told before the first turn: begin a new state for other ones")
+        self._tools = tuple(specs)
+        self._has_changed()
+
+    def turn(self, message: Message) -> None:
+        """Appends a whole turn, with its tool calls. One that has none has the same ids as with
+        ``begin_role``, ``text`` and ``end_role``. Raises as these do."""
+        self.begin_role(message.role)
+        self.text(message.content)
+        self.end_role()
+        self._parts[-1] = replace(self._parts[-1], given=message)
+
+    def text(self, s: str) -> None:
+        """Appends content to the open turn, or outside all turns where none is open."""
+        if s:
+            self._pending.append(s)
+            self._has_changed()
+
+    def begin_role(self, role: str) -> None:
+        """Opens a turn. Raises ``BadArgument`` inside another turn, ``NotSupported`` without a template."""
+        if not role:
+            raise BadArgument("a role needs a name, such as user")
+        if self._open_role is not None:
+            raise BadArgument(f"role {role} begins inside role {self._open_role}: end that one first")
+        if not self._template.has_template:
+            raise NotSupported("this model has no chat template: use plain text instead of roles")
+        self._take_pending()
+        self._parts.append(Part(role, is_open=True))
+        self._has_changed()
+
+    def end_role(self) -> None:
+        """Closes the open turn. Raises ``BadArgument`` where none is open."""
+        if self._open_role is None:
+            raise BadArgument("a role ends that never began")
+        self._take_pending()
+        self._parts[-1] = replace(self._parts[-1], is_open=False)
+        self._has_changed()
+
+    def generated(self, ids: Sequence[int], text: str) -> None:
+        """Appends what a model generated: ``ids`` without its end token, and the text they stand for."""
+        self._take_pending()
+        if ids:
+            self._parts = _with_run(self._parts, Run(text, tuple(ids)))
+            self._has_changed()
+
+    def only(self, ids: Sequence[int]) -> None:
+        """Begins an empty state with exactly these ids: nothing is put before them."""
+        self._has_prefix = False
+        self.generated(ids, self._tokenizer.decode(ids, skip_special=False))
+
+    def cut(self) -> None:
+        """Ends the pending run of text and settles its ids. Called before a generation, a select, a fork
+        and media. Where the template refuses the conversation as it is, ids stay open until it does not."""
+        self._take_pending()
+        try:
+            self._settle()
+        except NotSupported:
+            return
+
+    def ids(self) -> list[int]:
+        """The ids that the model would be given now. Raises ``NotSupported`` where the template refuses
+        the conversation or cannot hold what stands between its turns."""
+        if self._is_settled:
+            return list(self._ids)
+        if self._ids_read is None:
+            self._ids_read = _joined(self._segments_now())
+        return list(self._ids_read)
+
+    def encode_choices(self, choices: Sequence[str]) -> EncodedChoices:
+        """The ids that the state would have with each of ``choices`` as its next text: the pending run of
+        text is encoded anew with each. One of them may then be appended with ``choose``. Raises as
+        ``ids`` does."""
+        pending, self._pending = self._pending, []
+        try:
+            self._settle()
+        finally:
+            self._pending, self._is_settled = pending, self._is_settled and not pending
+        num_chars = sum([len(segment.span.text) for segment in self._segments])
+        continues = self._tokenizer.continues_after(num_chars, self._ids[-1] if self._ids else None)
+        return encode_choices(self._tokenizer, self._ids, "".join(pending), choices, continues=continues)
+
+    def choose(self, encoded: EncodedChoices, index: int) -> None:
+        """Appends one of the choices, with exactly the ids that it was encoded to. Nothing may have been
+        appended since ``encode_choices``."""
+        text, ids = encoded.run(index)
+        self._pending = []
+        self.generated(ids, text)
+
+    def fork(self) -> TokenState:
+        """A copy that goes its own way from here; costs a copy of the ids, no rendering and no encoding."""
+        self.cut()
+        child = TokenState(self._tokenizer, self._template)
+        child._now = self._now
+        child._tools = self._tools
+        child._parts = list(self._parts)
+        child._layout = self._layout
+        child._segments = list(self._segments)
+        child._ids = list(self._ids)
+        child._is_settled = self._is_settled
+        child._has_prefix = self._has_prefix
+        return child
+
+    def text_view(self) -> str:
+        """The whole text, markup included. Raises as ``ids`` does."""
+        return "".join([span.text for span in self._spans(self._lay_out())])
+
+    def messages(self) -> list[dict[str, str]]:
+        """The turns so far, the open one included, as ``{"role": …, "content": …}``."""
+        return [
+            {"role": part.role, "content": part.text} for part in self._all_parts() if part.role is not None
+        ]
+
+    @property
+    def num_settled(self) -> int:
+        """Ids that are settled already."""
+        return len(self._ids)
+
+    @property
+    def continues(self) -> bool:
+        """Whether a generation that begins now stands after other text (see ``Tokenizer.encode``)."""
+        return bool(self._parts or self._pending)
+
+    @property
+    def _open_role(self) -> str | None:
+        return self._parts[-1].role if self._parts and self._parts[-1].is_open else None
+
+    def _has_changed(self) -> None:
+        self._is_settled = False
+        self._ids_read = None
+
+    def _take_pending(self) -> None:
+        self._parts = self._all_parts()
+        self._pending = []
+
+    def _all_parts(self) -> list[Part]:
+        """The parts as they would be if the pending text were cut now."""
+        return _with_run(self._parts, Run("".join(self._pending))) if self._pending else self._parts
+
+    def _lay_out(self) -> Layout | None:
+        turns = [part for part in self._parts if part.role is not None]
+        if not turns:
+            return None
+        return lay_out(
+            self._template,
+            [part.message() for part in turns if not part.is_open],
+            self._open_role,
+            tools=self._tools,
+            now=self._now,
+            previous=self._layout,
+            closed_places=self._tokenizer.closed_places,
+        )
+
+    def _spans(self, layout: Layout | None) -> list[Span]:
+        spans = spans_of(self._all_parts(), layout, self._tokenizer, self._template, self._now)
+        return spans if self._has_prefix else spans[1:]
+
+    def _segments_now(self) -> list[Segment]:
+        return encode_spans(self._spans(self._lay_out()), self._tokenizer, self._segments)
+
+    def _settle(self) -> None:
+        if self._is_settled:
+            return
+        layout = self._lay_out()
+        segments = encode_spans(self._spans(layout), self._tokenizer, self._segments)
+        ids = _joined(segments)
+        self.num_rerendered_tokens += len(self._ids) - num_common_ids(self._ids, ids)
+        self._layout, self._segments, self._ids = layout, segments, ids
+        self._is_settled = True
+        self._ids_read = None
+
+
+def _with_run(parts: list[Part], run: Run) -> list[Part]:
+    """``parts`` with ``run`` at their end: in the open turn, or outside all turns."""
+    last = parts[-1] if parts else None
+    if last is not None and (last.is_open or last.role is None):
+        return [*parts[:-1], replace(last, runs=(*last.runs, run))]
+    return [*parts, Part(None, (run,))]
+
+
+def _joined(segments: list[Segment]) -> list[int]:
+    ids: list[int] = []
+    for segment in segments:
+        ids += segment.ids
+    return ids

@@ -1,0 +1,359 @@
+"""Text to token ids and back, for one model folder, with a hard line between content and markup.
+
+*Markup* is what the chat template writes and is trusted: its special tokens are recognised. *Content* is
+everybody else's text: a special token written out in it is encoded like any other text, so that a user
+who types ``<|im_start|>`` opens no turn. The same holds for every added token that the chat template names or
+that marks tool calls, special or not: a user's ``<tool_call>`` is text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tokenizers
+
+from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.engine.text.space_prefix import SpacePrefix, find_space_prefix, without_space_prefix
+from agentflow.engine.text.token_bytes import TokenDecoder, read_decoder
+from agentflow.engine.text.tokenizer_files import named_special_tokens, read_text
+from agentflow.engine.text.tool_format import tool_format
+from agentflow.errors import BadArgument, BadModelFolder
+
+# For less than this, 0.2 ms, nobody minds to wait.
+_LONG_CHARS = 1000
+# Unicode composes a letter and its marks to one character: at most so many (U+1F82 is four, decomposed).
+COMPOSED_CHARS = 4
+
+
+class Tokenizer:
+    """The tokenizer of one model. Its methods may be called from any thread, and hold no lock of Python's
+    while they encode: a caller with a very long text runs them in a worker thread.
+
+    ``vocab_size``: ids run from 0 to below it. ``special_ids``: tokens that are no text. ``named_tokens``:
+    such as ``{"bos_token": "<s>"}``. ``prefix_ids``: what the model expects before a text that no template
+    opens (usually nothing or its bos). ``space_prefix``: whether, and where, encoding puts a space in front.
+    ``mark_ids``: tokens that contents may not form and a model may write, as those that mark tool calls or
+    thoughts; text, even where they are special. ``fingerprint``: equal for tokenizers that were made of the
+    same files.
+    """
+
+    def __init__(
+        self,
+        spec: dict[str, Any],
+        *,
+        named_tokens: Mapping[str, str] | None = None,
+        turn_markup: str = "",
+        tool_markup: str = "",
+        template_source: str = "",
+        where: str = "the tokenizer",
+    ) -> None:
+        """``spec``: the object of a ``tokenizer.json``. ``turn_markup``: what the chat template writes around
+        turns; an added token in it is text in contents even where the tokenizer does not call it special.
+        ``tool_markup``: what a model writes around tool calls; an added token in it is closed to contents,
+        and text in what a model writes, so that calls can be read. ``template_source``: the chat template;
+        an added token in it that is not special is closed to contents, and open to models.
+        Raises ``BadModelFolder``, in whose message the tokenizer is called ``where``."""
+        self.named_tokens = dict(named_tokens or {})
+        parts = (spec, self.named_tokens, turn_markup, tool_markup, template_source)
+        self.fingerprint = hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
+        self._decoder: TokenDecoder = read_decoder(spec.get("decoder"), where)
+        self._added: list[dict[str, Any]] = spec.get("added_tokens") or []
+        named = set(self.named_tokens.values())
+        is_special = {t["content"]: bool(t["special"]) or t["content"] in named for t in self._added}
+        turns = {text for text in is_special if text.strip() and text in turn_markup}
+        marks = {text for text in is_special if text.strip() and text in tool_markup} - turns - named
+        named_in_template = {text for text in is_special if text.strip() and text in template_source} - turns
+        marks |= {text for text in named_in_template if not is_special[text]}
+        self._closed_to_content = turns | marks | {text for text, special in is_special.items() if special}
+
+        bare: dict[str, Any] = {"truncation": None, "padding": None, "post_processor": None}
+        self._markup = _load({**spec, "truncation": None, "padding": None}, where)
+        self._content = _variant({**spec, **bare}, self._markup, self._added, self._closed_to_content)
+        self.space_prefix: SpacePrefix = find_space_prefix(spec.get("normalizer"), spec.get("pre_tokenizer"))
+        self._most_shrinkage = _most_shrinkage(without_space_prefix(spec.get("normalizer")))
+        self._inner_markup, self._inner_content = self._markup, self._content
+        if self.space_prefix != "none":
+            for name in ("normalizer", "pre_tokenizer"):
+                bare[name] = without_space_prefix(spec.get(name))
+            self._inner_markup = _variant({**spec, **bare}, self._markup, self._added, None)
+            self._inner_content = _variant(
+                {**spec, **bare}, self._markup, self._added, self._closed_to_content
+            )
+        self._inner_written = self._inner_content
+        if marks:
+            open_to_models = self._closed_to_content - marks
+            self._inner_written = _variant({**spec, **bare}, self._markup, self._added, open_to_models)
+
+        # Asked, not read: the library numbers added tokens itself, whatever id the file gives them.
+        ids = {text: i for text in is_special if (i := self._markup.token_to_id(text)) is not None}
+        self._added_ids = frozenset(ids.values())
+        self._closed_ids = frozenset(ids[text] for text in self._closed_to_content)
+        self.special_ids = frozenset(ids[text] for text, special in is_special.items() if special)
+        self.mark_ids = frozenset(ids[text] for text in marks)
+        model_size: int = self._markup.get_vocab_size(with_added_tokens=False)
+        self.vocab_size = max([model_size, *(i + 1 for i in self._added_ids)])
+        probe = self._markup.encode("a", add_special_tokens=True)
+        first_text = probe.special_tokens_mask.index(0) if 0 in probe.special_tokens_mask else 0
+        self.prefix_ids: tuple[int, ...] = tuple(probe.ids[:first_text])
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
+        """Reads ``tokenizer.json`` and the files beside it. Raises ``BadModelFolder``."""
+        file = folder / "tokenizer.json"
+        text = read_text(file)
+        if text is None:
+            raise BadModelFolder(
+                f"{folder} has no tokenizer.json; save the model's tokenizer there in that format "
+                "(AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers does)"
+            )
+        try:
+            spec = json.loads(text)
+        except ValueError as error:
+            raise BadModelFolder(f"{file} is not valid JSON ({error}); fetch the model again") from error
+        if not isinstance(spec, dict):
+            raise BadModelFolder(f"{file} holds no tokenizer; fetch the model again")
+        added = spec.get("added_tokens") or []
+        all_special = all(token.get("special") for token in added)
+        template = ChatTemplate.from_folder(folder)
+        calls = tool_format(template)
+        return cls(
+            spec,
+            named_tokens=named_special_tokens(folder),
+            turn_markup="" if all_special else template.turn_markup(),
+            tool_markup=calls.begin + calls.end,
+            template_source=template.source,
+            where=f"the tokenizer in {folder}",
+        )
+
+    @property
+    def bos(self) -> str | None:
+        """The token that begins a sequence, as it is written."""
+        return self.named_tokens.get("bos_token")
+
+    @property
+    def eos(self) -> str | None:
+        """The token that ends a sequence, as it is written."""
+        return self.named_tokens.get("eos_token")
+
+    @property
+    def bos_id(self) -> int | None:
+        return None if self.bos is None else self.id_of(self.bos)
+
+    @property
+    def eos_id(self) -> int | None:
+        return None if self.eos is None else self.id_of(self.eos)
+
+    @property
+    def closed_ids(self) -> frozenset[int]:
+        """The tokens that no content has: the special ones, and those to which the chat template or the
+        format of tool calls gives a meaning."""
+        return self._closed_ids
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token as it is written in the vocabulary, None where it is not there."""
+        found: int | None = self._markup.token_to_id(token)
+        return found
+
+    def encode(self, text: str, *, continues: bool = False) -> list[int]:
+        """The ids of content: never a special token, whatever is written in it.
+
+        ``continues``: the text stands after other text (see ``continues_after``), so that no space is put
+        in front of it. Raises ``BadArgument`` for a text with half of a surrogate pair.
+        """
+        ids = self._encode(self._content, self._inner_content, text, continues)
+        if self._closed_ids.isdisjoint(ids):
+            return ids
+        # A vocabulary whose merges build a special token out of plain text: spell it instead.
+        return [part for i in ids for part in (self._spell(i) if i in self._closed_ids else (i,))]
+
+    def encode_written(self, text: str) -> list[int]:
+        """The ids of text that a model writes, after other text: as content, but that the marks of tool
+        calls are the tokens that they are."""
+        if not self.mark_ids:
+            return self.encode(text, continues=True)
+        ids = self._encode(self._inner_written, self._inner_written, text, True)
+        shut = self._closed_ids - self.mark_ids
+        return (
+            ids if shut.isdisjoint(ids) else [p for i in ids for p in (self._spell(i) if i in shut else (i,))]
+        )
+
+    def encode_markup(self, text: str, *, continues: bool = False) -> list[int]:
+        """The ids of trusted template text, in which special tokens are recognised."""
+        return self._encode(self._markup, self._inner_markup, text, continues)
+
+    def closed_places(self, text: str) -> list[tuple[int, int]]:
+        """From where to where ``text``, taken as markup, writes tokens of ``closed_ids``."""
+        if not self._closed_ids:
+            return []
+        encoded = self._encoding(self._markup, text)
+        pairs = zip(encoded.ids, encoded.offsets, strict=True)
+        return [place for token, place in pairs if token in self._closed_ids]
+
+    def encode_exact(self, text: str, *, continues: bool = False) -> list[int]:
+        """Ids of content whose bytes are exactly those of ``text``, also where the tokenizer would have
+        normalised it. Characters that it cannot write otherwise are written byte by byte. (A byte that the
+        vocabulary cannot write at all is left out, as in ``encode``: SmolLM2 has no token for U+0004.)"""
+        ids = self.encode(text, continues=continues)
+        if self.decode(ids, continues=continues) == text:
+            return ids
+        ids = []
+        for char in text if continues else " " * self.max_leading_spaces + text:
+            one = self.encode(char, continues=True)
+            exact = self.decode(one, continues=True) == char
+            ids.extend(one if exact else self._byte_ids(char.encode()))
+        return ids
+
+    def continues_after(self, num_chars: int, last_id: int | None) -> bool:
+        """Whether a text that comes after ``num_chars`` characters, of which ``last_id`` is the last token,
+        counts as going on: False where this tokenizer puts a space in front of it."""
+        if num_chars == 0:
+            return False
+        return not (self.space_prefix == "every" and last_id in self._added_ids)
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True, continues: bool = False) -> str:
+        """The text of ``ids``; bytes that are no UTF-8 become U+FFFD as ``bytes.decode`` has it.
+
+        ``continues``: the ids stand after other text, so that a space in front of them is kept.
+        """
+        table = self._bytes if skip_special else self._bytes_with_special
+        size = len(table)
+        text = b"".join([table[i] for i in ids if 0 <= i < size]).decode(errors="replace")
+        return text if continues else text[self.leading_spaces(text) :]
+
+    def leading_spaces(self, text: str) -> int:
+        """How many spaces decoding takes from the front of a text that goes on from nothing."""
+        most = self._decoder.stripped_spaces
+        return min(most, len(text) - len(text.lstrip(" "))) if most else 0
+
+    @property
+    def max_leading_spaces(self) -> int:
+        """The most that ``leading_spaces`` can give."""
+        return self._decoder.stripped_spaces
+
+    def fewest_tokens(self, num_chars: int) -> int:
+        """A text of so many characters has at least so many tokens (those aside that the vocabulary cannot
+        write at all): known without encoding it. 0 where a normalizer might make it any shorter first."""
+        shrinkage = self._most_shrinkage
+        return 0 if shrinkage is None else -(-num_chars // (shrinkage * self._longest))
+
+    @cached_property
+    def _longest(self) -> int:
+        """The most bytes, and so the most characters, that a token stands for."""
+        return max(1, *map(len, self._bytes_with_special))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for; none for special tokens and for ids outside the vocabulary."""
+        return self._bytes[token_id] if 0 <= token_id < self.vocab_size else b""
+
+    def shown(self, token_id: int) -> tuple[str, bytes]:
+        """A token's text, where it stands after others, and its bytes. Kept once it was asked for: of
+        log-probabilities the same tokens are told again and again."""
+        found = self._shown.get(token_id)
+        if found is None:
+            text = self.decode([token_id], skip_special=False, continues=True)
+            found = text, self.token_bytes(token_id)
+            if 0 <= token_id < self.vocab_size:
+                self._shown[token_id] = found
+        return found
+
+    @cached_property
+    def _shown(self) -> dict[int, tuple[str, bytes]]:
+        return {}
+
+    @cached_property
+    def _bytes(self) -> list[bytes]:
+        """For each id its bytes. Computed at the first use; two threads at once both compute it."""
+        written = [self._markup.id_to_token(i) for i in range(self.vocab_size)]
+        to_bytes, unseen = self._decoder.to_bytes, self.special_ids - self.mark_ids
+        return [b"" if token is None or i in unseen else to_bytes(token) for i, token in enumerate(written)]
+
+    @cached_property
+    def _bytes_with_special(self) -> list[bytes]:
+        table = list(self._bytes)
+        for i in self.special_ids:
+            table[i] = (self._markup.id_to_token(i) or "").encode()
+        return table
+
+    def _encode(
+        self, whole: tokenizers.Tokenizer, inner: tokenizers.Tokenizer, text: str, continues: bool
+    ) -> list[int]:
+        encoded = self._encoding(whole, text)
+        ids: list[int] = encoded.ids
+        if not continues or inner is whole:
+            return ids
+        # What follows an added token is a section of its own, to which the rules of the whole apply.
+        first = next((n for n, i in enumerate(ids) if i in self._added_ids), None)
+        if first is None:
+            return list(_encoded(inner, text).ids)
+        head = text[: encoded.offsets[first][0]]
+        return [*_encoded(inner, head).ids, *ids[first:]]
+
+    def _encoding(self, whole: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
+        try:
+            return _encoded(whole, text)
+        except TypeError as error:
+            raise BadArgument(f"a text to encode holds half of a surrogate pair: {text[:40]!r}") from error
+
+    def _spell(self, token_id: int) -> list[int]:
+        ids: list[int] = []
+        for char in self._markup.id_to_token(token_id) or "":
+            one: list[int] = self._inner_content.encode(char, add_special_tokens=False).ids
+            ids.extend(one if self._closed_ids.isdisjoint(one) else self._byte_ids(char.encode()))
+        return ids
+
+    def _byte_ids(self, data: bytes) -> list[int]:
+        return [self._id_of_byte[byte] for byte in data if byte in self._id_of_byte]
+
+    @cached_property
+    def _id_of_byte(self) -> dict[int, int]:
+        return {data[0]: i for i, data in enumerate(self._bytes) if len(data) == 1}
+
+
+def _most_shrinkage(normalizer: Mapping[str, Any] | None) -> int | None:
+    """At most so many characters become one in the normalizer; None: unknown."""
+    if normalizer is None:
+        return 1
+    return COMPOSED_CHARS if normalizer.get("type") in ("NFC", "NFKC") else None
+
+
+def _encoded(tokenizer: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
+    if len(text) < _LONG_CHARS:
+        return tokenizer.encode(text, add_special_tokens=False)
+    # Of the library's ways to encode, only that for several texts lets other threads run meanwhile.
+    return tokenizer.encode_batch([text], add_special_tokens=False)[0]
+
+
+def _load(spec: Mapping[str, Any], where: str) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(json.dumps(spec))
+    except Exception as error:  # the library raises bare Exception
+        raise BadModelFolder(f"{where} cannot be used: {error}") from error
+
+
+def _variant(
+    spec: Mapping[str, Any],
+    base: tokenizers.Tokenizer,
+    added: Collection[Mapping[str, Any]],
+    closed_to_content: Collection[str] | None,
+) -> tokenizers.Tokenizer:
+    """A tokenizer that shares ``base``'s vocabulary in memory and differs in the rest of ``spec``.
+
+    ``closed_to_content``: added tokens that are not recognised in text; None: all are recognised.
+    Whether special tokens are recognised is a flag of the library's object, hence one object for each.
+    """
+    is_open = closed_to_content is None
+    tokens = [
+        dict(token, special=not is_open and token["content"] in (closed_to_content or ())) for token in added
+    ]
+    empty = {**spec, "model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}
+    variant = tokenizers.Tokenizer.from_str(json.dumps(empty))
+    variant.model = base.model
+    variant.add_tokens([tokenizers.AddedToken(**{k: v for k, v in t.items() if k != "id"}) for t in tokens])
+    variant.encode_special_tokens = not is_open
+    return variant
