@@ -19,7 +19,7 @@ from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.models import EngineModel
 from agentflow.server.open_models import open_models
 from agentflow.server.serve import RunningServer, running_server
-from agentflow.server.tenant import NOBODY_ELSE
+from agentflow.server.tenants.tenant import NOBODY_ELSE
 from benchmarks.http_load import WORDS
 from benchmarks.load_process import LoadProcess, load_process
 from benchmarks.report import Report, median_of

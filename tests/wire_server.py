@@ -15,7 +15,7 @@ from wire_peer import WireGenerator
 
 from agentflow.runtime.generator import Generator
 from agentflow.runtime.task_group import open_task_group
-from agentflow.server.limits import ServerLimits
+from agentflow.server.config.limits import ServerLimits
 from agentflow.server.models import one_model
 from agentflow.server.serve import RunningServer, running_server
 

@@ -35,7 +35,7 @@ from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import AgentflowError, EngineFailed, Overloaded, from_code
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.loop_caller import loop_caller
-from agentflow.server.tenant import part_of
+from agentflow.server.tenants.tenant import part_of
 
 logger = logging.getLogger(__name__)
 

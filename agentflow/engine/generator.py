@@ -32,8 +32,8 @@ from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.protocol.token_logprob import TokenLogprob, TopLogprobs
 from agentflow.runtime.generator import Capabilities, Generated, OnText, Scored, StateHint, Stats, Usage
-from agentflow.server.rate_limit import AdmittedRequest, TenantGate
-from agentflow.server.tenant import NOBODY_ELSE, Tenant
+from agentflow.server.tenants.rate_limit import AdmittedRequest, TenantGate
+from agentflow.server.tenants.tenant import NOBODY_ELSE, Tenant
 
 ResultT = TypeVar("ResultT")
 ArgTs = TypeVarTuple("ArgTs")

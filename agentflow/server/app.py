@@ -31,19 +31,19 @@ from starlette.websockets import WebSocket
 from agentflow.errors import NotAuthorized, RateLimited
 from agentflow.protocol.wire import SESSION_PATH
 from agentflow.runtime.generator import Generator
-from agentflow.server.api_call import address_of
-from agentflow.server.api_keys import Tenants, key_of_headers
-from agentflow.server.api_routes import api_routes, refusal_response
-from agentflow.server.browser_guard import BrowserGuard, any_host, one_of, private_host
+from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.health import live, ready, unready
-from agentflow.server.http_refusal import ENDING, Refusal, refusal_of
-from agentflow.server.limits import HttpLimits, ServerLimits
-from agentflow.server.metrics import CONTENT_TYPE, ServerMetrics
+from agentflow.server.http.call import address_of
+from agentflow.server.http.errors import ENDING, Refusal, refusal_of
+from agentflow.server.http.openapi import openapi
+from agentflow.server.http.origin_guard import BrowserGuard, any_host, one_of, private_host
+from agentflow.server.http.routes import api_routes, refusal_response
+from agentflow.server.metrics.metrics import CONTENT_TYPE, ServerMetrics
 from agentflow.server.models import OpenModels
-from agentflow.server.openapi import openapi
 from agentflow.server.service import Service
-from agentflow.server.sessions import open_sessions
-from agentflow.server.ws_session import WsSession
+from agentflow.server.tenants.keys import Tenants, key_of_headers
+from agentflow.server.websocket.connection import WsSession
+from agentflow.server.websocket.sessions import open_sessions
 
 
 @dataclass(frozen=True, slots=True)

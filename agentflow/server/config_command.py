@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from agentflow.command import Command
-from agentflow.server.config_flags import add_config_flags, read_flags
-from agentflow.server.config_text import config_text
+from agentflow.server.config.config_flags import add_config_flags, read_flags
+from agentflow.server.config.config_text import config_text
 
 
 def _run(options: argparse.Namespace) -> int:

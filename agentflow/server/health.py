@@ -12,11 +12,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from agentflow.errors import NotAuthorized, RateLimited
-from agentflow.server.api_call import address_of
-from agentflow.server.api_keys import Tenants
-from agentflow.server.http_refusal import ENDING
+from agentflow.server.http.call import address_of
+from agentflow.server.http.errors import ENDING
 from agentflow.server.service import Service
-from agentflow.server.tenant import NOBODY_ELSE
+from agentflow.server.tenants.keys import Tenants
+from agentflow.server.tenants.tenant import NOBODY_ELSE
 
 # An engine answers between two steps, and a step may be a long prefill.
 STATS_TIMEOUT_S = 5.0

@@ -20,8 +20,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from agentflow.server.api_keys import new_key
-    from agentflow.server.keys_file import MAX_NAME_CHARS
+    from agentflow.server.tenants.keys import new_key
+    from agentflow.server.tenants.keys_file import MAX_NAME_CHARS
 
     tenant: str = options.tenant
     if not tenant.strip() or len(tenant) > MAX_NAME_CHARS or not tenant.isprintable():

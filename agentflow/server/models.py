@@ -14,8 +14,8 @@ from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.errors import UnknownModel
 from agentflow.runtime.generator import Generator
 from agentflow.server.admission import Admission
-from agentflow.server.rate_limit import TenantGate
-from agentflow.server.tenant import NOBODY_ELSE, Tenant
+from agentflow.server.tenants.rate_limit import TenantGate
+from agentflow.server.tenants.tenant import NOBODY_ELSE, Tenant
 
 
 class Model(Protocol):

@@ -21,9 +21,9 @@ from agentflow.engine.store.model_store import resolve_model
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.errors import BadArgument
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.limits import CompileLimits
+from agentflow.server.config.limits import CompileLimits
 from agentflow.server.models import EngineModel, Models
-from agentflow.server.rate_limit import TenantGate
+from agentflow.server.tenants.rate_limit import TenantGate
 
 MEMORY_SHARE = 0.8
 _WARM_UP = SamplingParams(max_tokens=2, ignore_eos=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from agentflow.command import Command
-from agentflow.server.config_schema import DEFAULT_MODEL
+from agentflow.server.config.schema import DEFAULT_MODEL
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

@@ -26,14 +26,14 @@ from agentflow.engine.process.shutdown_budget import DRAIN_S, ShutdownBudget
 from agentflow.errors import AgentflowError, PortInUse, ServerError
 from agentflow.protocol.wire import DEFAULT_PORT
 from agentflow.runtime.task_group import open_task_group
-from agentflow.server.acceptor import Acceptor
 from agentflow.server.app import Access, create_app
-from agentflow.server.descriptors import most_connections, with_descriptors
-from agentflow.server.http_protocol import TimedHttpProtocol, timed_http_protocol
-from agentflow.server.limits import HttpLimits, ServerLimits
+from agentflow.server.config.limits import HttpLimits, ServerLimits
+from agentflow.server.http.acceptor import Acceptor
+from agentflow.server.http.descriptors import most_connections, with_descriptors
+from agentflow.server.http.protocol import TimedHttpProtocol, timed_http_protocol
 from agentflow.server.models import OpenModels
 from agentflow.server.service import Service
-from agentflow.server.sessions import Sessions
+from agentflow.server.websocket.sessions import Sessions
 
 logger = logging.getLogger(__name__)
 

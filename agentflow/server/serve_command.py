@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from agentflow.command import Command
 from agentflow.engine.process.cpu_priority import give_way
-from agentflow.server.addresses import is_loopback
-from agentflow.server.config_flags import add_config_flags, read_flags
-from agentflow.server.config_schema import NetworkConfig, ServeConfig
+from agentflow.server.config.config_flags import add_config_flags, read_flags
+from agentflow.server.config.schema import NetworkConfig, ServeConfig
+from agentflow.server.http.addresses import is_loopback
 
 if TYPE_CHECKING:
     from agentflow.server.serve import Tls
@@ -23,12 +23,12 @@ def run_serve(config: ServeConfig) -> None:
     """Serves until it is told to end. What is wrong with models, keys or certificates is raised before
     anything is loaded."""
     from agentflow.engine.process.shutdown_budget import ShutdownBudget
-    from agentflow.server.api_keys import Tenants
     from agentflow.server.app import Access
-    from agentflow.server.log_setup import set_up_logs
+    from agentflow.server.log import set_up_logs
     from agentflow.server.open_models import open_models
-    from agentflow.server.rate_limit import TenantGate
     from agentflow.server.serve import serve
+    from agentflow.server.tenants.keys import Tenants
+    from agentflow.server.tenants.rate_limit import TenantGate
 
     set_up_logs(config.logs.log_level, config.logs.log_format)
     tenants = Tenants(config.access.api_keys, config.access.keys_path)

@@ -8,13 +8,13 @@ from weakref import WeakValueDictionary
 
 import anyio
 
-from agentflow.server.api_keys import Tenants
-from agentflow.server.http_refusal import unready
-from agentflow.server.limits import HttpLimits, ServerLimits
+from agentflow.server.config.limits import HttpLimits, ServerLimits
+from agentflow.server.http.errors import unready
 from agentflow.server.models import Models
-from agentflow.server.sessions import Sessions
-from agentflow.server.tenant import Tenant
-from agentflow.server.tenant_memory import TenantMemory
+from agentflow.server.tenants.keys import Tenants
+from agentflow.server.tenants.tenant import Tenant
+from agentflow.server.tenants.tenant_memory import TenantMemory
+from agentflow.server.websocket.sessions import Sessions
 
 
 class CallsInFlight:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 from agentflow.command import Command, count
-from agentflow.server.config_schema import Policy
+from agentflow.server.config.schema import Policy
 
 POLICY_NAMES: tuple[str, ...] = get_args(Policy)
 

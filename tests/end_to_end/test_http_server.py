@@ -17,7 +17,7 @@ import pytest
 from serving import served
 
 from agentflow.engine.process.cpu_priority import NICENESS
-from agentflow.server.metrics import SCRAPE_TIMEOUT_S
+from agentflow.server.metrics.metrics import SCRAPE_TIMEOUT_S
 from agentflow.server.serve import SHUTDOWN_S
 
 pytestmark = pytest.mark.model

@@ -28,7 +28,7 @@ from agentflow.errors import (
 )
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Connection
-from agentflow.server.limits import ServerLimits
+from agentflow.server.config.limits import ServerLimits
 
 pytestmark = pytest.mark.anyio
 

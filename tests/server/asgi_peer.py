@@ -32,9 +32,9 @@ from agentflow.protocol.wire import (
     server_frames,
 )
 from agentflow.runtime.task_group import open_task_group
-from agentflow.server.limits import ServerLimits
-from agentflow.server.sessions import Sessions, open_sessions
-from agentflow.server.ws_session import WsSession
+from agentflow.server.config.limits import ServerLimits
+from agentflow.server.websocket.connection import WsSession
+from agentflow.server.websocket.sessions import Sessions, open_sessions
 
 
 class AsgiPeer:

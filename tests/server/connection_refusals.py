@@ -24,8 +24,10 @@ from server.refused_calls import (
     talking,
 )
 
-from agentflow.server import acceptor, http_protocol, serve
-from agentflow.server.limits import ServerLimits
+from agentflow.server import serve
+from agentflow.server.config.limits import ServerLimits
+from agentflow.server.http import acceptor
+from agentflow.server.http import protocol as http_protocol
 from agentflow.server.serve import listen
 
 

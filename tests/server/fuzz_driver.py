@@ -26,11 +26,11 @@ from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.wire import VERSION, Bye, Events, Hello, Ops, Refused, Resume, Welcome, server_frames
 from agentflow.runtime.generator import Scored, Usage
 from agentflow.runtime.task_group import open_task_group
-from agentflow.server.limits import CompileLimits, ServerLimits
+from agentflow.server.config.limits import CompileLimits, ServerLimits
 from agentflow.server.models import EngineModel
-from agentflow.server.sessions import open_sessions
-from agentflow.server.tenant import NOBODY_ELSE
-from agentflow.server.ws_session import WsSession
+from agentflow.server.tenants.tenant import NOBODY_ELSE
+from agentflow.server.websocket.connection import WsSession
+from agentflow.server.websocket.sessions import open_sessions
 
 CONVERSATIONS_AT_ONCE = 8
 # A batch takes a fraction of a second; after so long it stands still.

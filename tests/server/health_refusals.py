@@ -12,7 +12,7 @@ from server.refused_calls import OPENAI, TIMEOUT_S, asked, come, port_of
 from server.refused_sessions import session
 from server.refusing_servers import BEARER, changed, failing_engine, of_any_address, tenants
 
-from agentflow.server.limits import ServerLimits
+from agentflow.server.config.limits import ServerLimits
 
 
 def status_of(server: ApiServer, path: str, headers: dict[str, str] | None = None) -> tuple[str, str]:

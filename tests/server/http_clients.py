@@ -8,8 +8,8 @@ from typing import Literal
 
 from server.api_server import ApiServer
 
-from agentflow.server.completion import completing
-from agentflow.server.completion_request import Answer, CompletionRequest
+from agentflow.server.completion.completion import completing
+from agentflow.server.completion.request import Answer, CompletionRequest
 
 ClientKind = Literal["sync", "async"]
 CLIENTS: tuple[ClientKind, ...] = ("sync", "async")

@@ -54,8 +54,8 @@ from agentflow.engine.text import chat_layout
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.protocol.given_object import OBJECT_BOUNDS
 from agentflow.protocol.json_bounds import BODY_BOUNDS
-from agentflow.server.api_call import SMALL_BODY_BYTES
-from agentflow.server.limits import CompileLimits, HttpLimits
+from agentflow.server.config.limits import CompileLimits, HttpLimits
+from agentflow.server.http.call import SMALL_BODY_BYTES
 
 Refused = Callable[[ApiServer, Api], Came | None]
 # A chat template that writes each content in its own way.

@@ -20,8 +20,8 @@ from server.refusing_servers import KEY, changed, failing_engine, tenants
 from agentflow.engine.text import chat_layout
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.runtime import interpreter, state_tree
-from agentflow.server.limits import CompileLimits, ServerLimits
-from agentflow.server.rate_limit import TenantGate
+from agentflow.server.config.limits import CompileLimits, ServerLimits
+from agentflow.server.tenants.rate_limit import TenantGate
 
 Fails = Callable[[ApiServer], str]
 

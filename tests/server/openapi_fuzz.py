@@ -28,7 +28,7 @@ from schemathesis.core.failures import FailureGroup
 from schemathesis.engine import Status, events, from_schema
 from schemathesis.schemas import APIOperation, BaseSchema
 
-from agentflow.server.api_keys import Tenants
+from agentflow.server.tenants.keys import Tenants
 
 # Left out: that all is taken that the document allows (a conversation may be too long, fields exclude each
 # other). But what is refused of it has to name the field: see ``names_the_field``.

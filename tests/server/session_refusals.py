@@ -18,8 +18,8 @@ from server.refusing_servers import KEY, changed, of_any_address, tenants
 
 from agentflow.engine.generator import EngineGenerator
 from agentflow.runtime import interpreter, stats_answers
-from agentflow.server.api_keys import hashed_key
-from agentflow.server.limits import ServerLimits
+from agentflow.server.config.limits import ServerLimits
+from agentflow.server.tenants.keys import hashed_key
 
 Ends = Callable[[ApiServer], tuple[str, str]]
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentflow.runtime.generator import Usage
-from agentflow.server.anthropic_answer import AnswerEvents, AnswerFrame
-from agentflow.server.completion_request import AnswerEnded, TextDelta, ToolArguments, ToolCallBegun
+from agentflow.server.anthropic.answer import AnswerEvents, AnswerFrame
+from agentflow.server.completion.request import AnswerEnded, TextDelta, ToolArguments, ToolCallBegun
 
 FRAME = AnswerFrame("msg_1", "fake", max_tokens=50, max_context=100)
 VALUES = st.recursive(

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
-from agentflow.server.anthropic_blocks import MAX_BLOCKS, InputMessage
-from agentflow.server.anthropic_conversation import conversation_of, tool_choice_of, tools_of
-from agentflow.server.anthropic_types import MAX_MESSAGES, CountRequest
-from agentflow.server.http_refusal import Refusal
+from agentflow.server.anthropic.anthropic_blocks import MAX_BLOCKS, InputMessage
+from agentflow.server.anthropic.conversation import conversation_of, tool_choice_of, tools_of
+from agentflow.server.anthropic.types import MAX_MESSAGES, CountRequest
+from agentflow.server.http.errors import Refusal
 
 WEATHER = {"name": "weather", "input_schema": {"type": "object"}}
 CLOCK = {"name": "clock", "description": "The time.", "input_schema": {"type": "object"}, "type": "custom"}

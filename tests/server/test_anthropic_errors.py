@@ -15,12 +15,12 @@ from server.refusing_servers import KEY as ANN
 from server.refusing_servers import tenants
 
 from agentflow.errors import EngineFailed, NotAuthorized, Overloaded, RateLimited
-from agentflow.server.anthropic_errors import AnthropicErrors
-from agentflow.server.api_keys import Tenants
-from agentflow.server.http_refusal import MAX_MESSAGE_CHARS, MAX_PARAM_CHARS, Refusal
-from agentflow.server.limits import HttpLimits
-from agentflow.server.rate_limit import TenantGate
-from agentflow.server.tenant import NOBODY_ELSE, Tenant
+from agentflow.server.anthropic.errors import AnthropicErrors
+from agentflow.server.config.limits import HttpLimits
+from agentflow.server.http.errors import MAX_MESSAGE_CHARS, MAX_PARAM_CHARS, Refusal
+from agentflow.server.tenants.keys import Tenants
+from agentflow.server.tenants.rate_limit import TenantGate
+from agentflow.server.tenants.tenant import NOBODY_ELSE, Tenant
 
 KEY = "sk-1"
 TOOL = {"name": "weather", "description": "The weather.", "input_schema": {"type": "object"}}

@@ -18,7 +18,7 @@ from server.http_clients import CLIENTS, ask_engine
 
 from agentflow.protocol.chat import Message
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.completion_request import CompletionRequest
+from agentflow.server.completion.request import CompletionRequest
 
 MARKS = "<|im_start|>{}\n{}<|im_end|>\n"
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentflow.errors import BadArgument, NotAuthorized
-from agentflow.server.api_keys import DEFAULT_TENANT, Tenants, hashed_key, key_of_header, new_key
-from agentflow.server.keys_file import read_keys_file
-from agentflow.server.tenant import NOBODY_ELSE, Tenant
+from agentflow.server.tenants.keys import DEFAULT_TENANT, Tenants, hashed_key, key_of_header, new_key
+from agentflow.server.tenants.keys_file import read_keys_file
+from agentflow.server.tenants.tenant import NOBODY_ELSE, Tenant
 
 ANN, BOB = "af-ann", "af-bob"
 WHOLE = f"""

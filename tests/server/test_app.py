@@ -25,12 +25,12 @@ from agentflow.errors import BadArgument, EngineFailed, UnknownModel
 from agentflow.protocol import ops
 from agentflow.protocol.wire import VERSION, Hello, Refused, Welcome, encode, server_frames
 from agentflow.runtime.generator import Generator
-from agentflow.server.api_keys import Tenants
 from agentflow.server.app import Access, create_app
-from agentflow.server.limits import ServerLimits
+from agentflow.server.config.limits import ServerLimits
 from agentflow.server.models import Models, OneGenerator, one_model
 from agentflow.server.serve import running_server
-from agentflow.server.tenant import NOBODY_ELSE
+from agentflow.server.tenants.keys import Tenants
+from agentflow.server.tenants.tenant import NOBODY_ELSE
 
 FRAME_BYTES = 64 * 1024
 

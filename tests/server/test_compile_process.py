@@ -23,7 +23,7 @@ from agentflow.engine.grammar.compiler.worker import CompileWorker
 from agentflow.engine.process.message_frames import to_frame
 from agentflow.errors import AgentflowError, BadArgument, EngineFailed, NotSupported, RequestRefused
 from agentflow.protocol.constraint import Constraint
-from agentflow.server.limits import CompileLimits
+from agentflow.server.config.limits import CompileLimits
 
 pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
 

@@ -12,7 +12,7 @@ from agentflow.engine.grammar.compiler.compile_queue import CompileQueue
 from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
 from agentflow.errors import Overloaded
 from agentflow.protocol.constraint import Constraint
-from agentflow.server.tenant import part_of
+from agentflow.server.tenants.tenant import part_of
 
 TENANTS = st.sampled_from("abc")
 ITEMS = st.integers(0, 9)

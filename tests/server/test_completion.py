@@ -21,9 +21,9 @@ from agentflow.protocol.chat import Message
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.generator import Usage
-from agentflow.server import completion as completion_module
-from agentflow.server.completion import answers_of, completing
-from agentflow.server.completion_request import (
+from agentflow.server.completion import completion as completion_module
+from agentflow.server.completion.completion import answers_of, completing
+from agentflow.server.completion.request import (
     AnswerEnded,
     CompletionRequest,
     TextDelta,

@@ -11,13 +11,13 @@ from msgspec import inspect, structs
 
 from agentflow.engine.scheduling.policies import POLICIES
 from agentflow.errors import BadArgument
-from agentflow.server import config_schema
-from agentflow.server.browser_guard import one_of
-from agentflow.server.config import Effective, Flags, load_config
-from agentflow.server.config_schema import GROUPS, ModelConfig, ServeConfig
-from agentflow.server.config_setting import all_settings, model_settings, shared_names
-from agentflow.server.config_text import config_text
-from agentflow.server.limits import CompileLimits, HttpLimits, ServerLimits
+from agentflow.server.config import schema as config_schema
+from agentflow.server.config.config import Effective, Flags, load_config
+from agentflow.server.config.config_setting import all_settings, model_settings, shared_names
+from agentflow.server.config.config_text import config_text
+from agentflow.server.config.limits import CompileLimits, HttpLimits, ServerLimits
+from agentflow.server.config.schema import GROUPS, ModelConfig, ServeConfig
+from agentflow.server.http.origin_guard import one_of
 from agentflow.server.serve_command import _known_names
 
 

@@ -15,7 +15,7 @@ from agentflow.engine.grammar.compiler.compiler import MAX_LATENESS, ConstraintC
 from agentflow.engine.grammar.compiler.worker import CompileWorker
 from agentflow.errors import AgentflowError, BadArgument, NotSupported, Overloaded, RequestRefused
 from agentflow.protocol.constraint import MAX_SOURCE_CHARS, Constraint
-from agentflow.server.limits import CompileLimits
+from agentflow.server.config.limits import CompileLimits
 
 pytestmark = pytest.mark.anyio
 

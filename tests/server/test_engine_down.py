@@ -334,7 +334,7 @@ async def test_a_hung_engine_does_not_hold_up_the_end_of_a_server(tmp_path):
 def test_all_phases_of_an_end_stay_under_25_s():
     from agentflow.engine.process.child import KILL_S
     from agentflow.engine.process.engine_child import END_S
-    from agentflow.server.config_schema import OverloadConfig
+    from agentflow.server.config.schema import OverloadConfig
     from agentflow.server.serve import SHUTDOWN_S
 
     now_s = [0.0]

@@ -25,7 +25,7 @@ from agentflow.engine.text import token_spans, token_state
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.generator import StateHint, Stats
-from agentflow.server.tenant import Tenant
+from agentflow.server.tenants.tenant import Tenant
 
 pytestmark = pytest.mark.anyio
 

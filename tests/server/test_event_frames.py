@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from agentflow.protocol.events import Delta, ErrorInfo, Event, Reached, StateFailed, Value, VarFailed
 from agentflow.protocol.wire import Events, server_frames
 from agentflow.runtime.generator import Usage
-from agentflow.server.event_frames import event_frames
+from agentflow.server.websocket.frames import event_frames
 
 LIMIT = 4096
 texts = st.text(max_size=40).flatmap(lambda text: st.integers(0, 250).map(lambda times: text * times))

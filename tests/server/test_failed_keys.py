@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from agentflow.errors import NotAuthorized, RateLimited
-from agentflow.server import failed_keys
-from agentflow.server.api_keys import Tenants
-from agentflow.server.config_schema import NetworkConfig
-from agentflow.server.failed_keys import FAILURES_PER_MINUTE, FailedKeys
+from agentflow.server.config.schema import NetworkConfig
 from agentflow.server.serve_command import _warn_of_open_keys
+from agentflow.server.tenants import failed_keys
+from agentflow.server.tenants.failed_keys import FAILURES_PER_MINUTE, FailedKeys
+from agentflow.server.tenants.keys import Tenants
 
 HERE, THERE, LOCAL = "192.0.2.1", "192.0.2.2", "127.0.0.1"
 KEY, OTHER = "af-right", "af-right-too"

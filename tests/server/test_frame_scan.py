@@ -19,8 +19,8 @@ from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation, Message, ToolSpec
 from agentflow.protocol.json_bounds import JsonBounds, TooMuchJson
 from agentflow.protocol.wire import MAX_FRAME_BYTES, Ops, encode
-from agentflow.server import frame_scan
-from agentflow.server.frame_scan import FRAME_BOUNDS, SMALL_FRAME_BYTES, check_frame
+from agentflow.server.websocket import frame_scan
+from agentflow.server.websocket.frame_scan import FRAME_BOUNDS, SMALL_FRAME_BYTES, check_frame
 
 pytestmark = pytest.mark.anyio
 

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from agentflow.engine.request import MAX_PRIORITY
-from agentflow.server.openai_chat_types import MAX_MESSAGES, ChatRequest
-from agentflow.server.openai_completion_types import TextRequest
-from agentflow.server.openai_sampling import MAX_TOLD_TOKENS
-from agentflow.server.openai_tokenize import DetokenizeRequest, TokenizeRequest
+from agentflow.server.openai.openai_completion_types import TextRequest
+from agentflow.server.openai.sampling import MAX_TOLD_TOKENS
+from agentflow.server.openai.tokenize import DetokenizeRequest, TokenizeRequest
+from agentflow.server.openai.types import MAX_MESSAGES, ChatRequest
 
 PAGES = Path(__file__).parents[2] / "docs"
 PAGE = (PAGES / "http-api.md").read_text(encoding="utf-8")

@@ -21,7 +21,7 @@ from agentflow.engine.generator import MAX_INLINE_CHARS
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.constraint import Constraint
-from agentflow.server.api_call import ApiCall
+from agentflow.server.http.call import ApiCall
 
 TEXT = "The quick brown fox"
 LONG = TEXT * (MAX_INLINE_CHARS // len(TEXT) + 1)

@@ -15,10 +15,10 @@ from anyio.abc import SocketStream
 from wire_peer import WireGenerator
 
 from agentflow.runtime.generator import Generator
-from agentflow.server import http_protocol
 from agentflow.server import serve as serve_module
-from agentflow.server.http_protocol import TimedHttpProtocol
-from agentflow.server.limits import ServerLimits
+from agentflow.server.config.limits import ServerLimits
+from agentflow.server.http import protocol as http_protocol
+from agentflow.server.http.protocol import TimedHttpProtocol
 from agentflow.server.models import one_model
 from agentflow.server.serve import RunningServer, listen, running_server
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.server.log_setup import LOGGER, JsonFormatter, TextFormatter, set_up_logs
+from agentflow.server.log import LOGGER, JsonFormatter, TextFormatter, set_up_logs
 from agentflow.server.request_log import logged_path
 
 

@@ -31,12 +31,18 @@ from agentflow.errors import EngineFailed, RequestRefused
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.generator import Generator, Stats
-from agentflow.server import metrics as metrics_module
 from agentflow.server.app import create_app
-from agentflow.server.limits import CompileLimits
-from agentflow.server.metrics import EngineTotals, ServerMetrics
+from agentflow.server.config.limits import CompileLimits
+from agentflow.server.metrics import metrics as metrics_module
+from agentflow.server.metrics.metrics import EngineTotals, ServerMetrics
+from agentflow.server.metrics.request_times import (
+    MAX_TENANTS,
+    OTHER_TENANTS,
+    WAIT_BOUNDS_S,
+    RequestTimes,
+    TokenUse,
+)
 from agentflow.server.models import EngineModel, Models, one_model
-from agentflow.server.request_times import MAX_TENANTS, OTHER_TENANTS, WAIT_BOUNDS_S, RequestTimes, TokenUse
 
 pytestmark = pytest.mark.anyio
 

@@ -7,12 +7,12 @@ from fake_engine import TEMPLATE, FakeEngine
 from wire_peer import WireGenerator
 
 from agentflow.errors import BadArgument, UnknownModel
-from agentflow.server.api_keys import Tenants, hashed_key
-from agentflow.server.limits import HttpLimits, ServerLimits
+from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.models import EngineModel, Models, OneGenerator
 from agentflow.server.service import Service
-from agentflow.server.sessions import open_sessions
-from agentflow.server.tenant import NOBODY_ELSE, Tenant
+from agentflow.server.tenants.keys import Tenants, hashed_key
+from agentflow.server.tenants.tenant import NOBODY_ELSE, Tenant
+from agentflow.server.websocket.sessions import open_sessions
 
 pytestmark = pytest.mark.anyio
 

@@ -25,7 +25,7 @@ from agentflow.protocol.sampling import SamplingParams
 from agentflow.server import open_models as open_models_module
 from agentflow.server.models import EngineModel
 from agentflow.server.open_models import MEMORY_SHARE, open_models
-from agentflow.server.tenant import NOBODY_ELSE
+from agentflow.server.tenants.tenant import NOBODY_ELSE
 
 VOCAB, WIDTH = 300, 32
 CONFIG = {

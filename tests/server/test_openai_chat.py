@@ -26,7 +26,7 @@ from openai_peer import (
 )
 
 from agentflow.runtime.generator import Usage
-from agentflow.server.completion_request import Answer, CompletionRequest
+from agentflow.server.completion.request import Answer, CompletionRequest
 
 CREATE = "chat.completions.create"
 PARAMETERS: list[tuple[dict[str, Any], dict[str, Any]]] = [

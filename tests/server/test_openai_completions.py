@@ -20,9 +20,9 @@ from openai_peer import (
     usages_under_salts,
 )
 
-from agentflow.server.completion_request import Answer, CompletionRequest, TokenIds, ToldToken
-from agentflow.server.limits import HttpLimits
-from agentflow.server.openai_text_chunks import OffsetLogprobs
+from agentflow.server.completion.request import Answer, CompletionRequest, TokenIds, ToldToken
+from agentflow.server.config.limits import HttpLimits
+from agentflow.server.openai.openai_text_chunks import OffsetLogprobs
 
 CREATE = "completions.create"
 SEED = 11

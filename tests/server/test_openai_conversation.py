@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
-from agentflow.server.http_refusal import Refusal
-from agentflow.server.openai_chat_types import ChatRequest
-from agentflow.server.openai_conversation import conversation_of, tool_choice_of, tools_of
-from agentflow.server.openai_sampling import check_fields
+from agentflow.server.http.errors import Refusal
+from agentflow.server.openai.conversation import conversation_of, tool_choice_of, tools_of
+from agentflow.server.openai.sampling import check_fields
+from agentflow.server.openai.types import ChatRequest
 
 TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=8)
 

@@ -16,9 +16,9 @@ from http_clients import CLIENTS, ClientKind
 from openai_peer import MESSAGES, called, logit_engine_of_server, sync_client
 
 from agentflow.engine.fake_runner import FakeRunner
-from agentflow.server.api_keys import Tenants, hashed_key
-from agentflow.server.limits import HttpLimits
-from agentflow.server.rate_limit import TenantGate
+from agentflow.server.config.limits import HttpLimits
+from agentflow.server.tenants.keys import Tenants, hashed_key
+from agentflow.server.tenants.rate_limit import TenantGate
 
 ASK: Any = {"model": MODEL, "messages": MESSAGES, "max_tokens": 4}
 PROMPT: Any = {"model": MODEL, "prompt": "x"}

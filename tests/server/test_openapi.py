@@ -11,11 +11,11 @@ import msgspec
 from api_server import api_server
 
 from agentflow.protocol.sampling import MAX_STOPS
-from agentflow.server.api_call import ApiCall
-from agentflow.server.api_routes import ROUTES, ApiRoute
-from agentflow.server.http_refusal import Refusal
-from agentflow.server.limits import ServerLimits
-from agentflow.server.openapi import openapi_document
+from agentflow.server.config.limits import ServerLimits
+from agentflow.server.http.call import ApiCall
+from agentflow.server.http.errors import Refusal
+from agentflow.server.http.openapi import openapi_document
+from agentflow.server.http.routes import ROUTES, ApiRoute
 
 
 class Question(msgspec.Struct):

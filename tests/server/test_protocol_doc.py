@@ -18,8 +18,8 @@ from agentflow.protocol.events import ErrorInfo, Event
 from agentflow.protocol.reply import ReplyReader, ReplyWriter, read_reply
 from agentflow.protocol.wire import ClientFrame, ServerFrame
 from agentflow.runtime import generator, interpreter, state_tree
-from agentflow.server import ws_session
-from agentflow.server.limits import ServerLimits
+from agentflow.server.config.limits import ServerLimits
+from agentflow.server.websocket import connection as ws_session
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "protocol.md").read_text(encoding="utf-8")
 FRAMES: tuple[type[msgspec.Struct], ...] = (*get_args(ClientFrame), *get_args(ServerFrame))

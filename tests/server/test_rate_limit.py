@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from agentflow.errors import Overloaded, RateLimited
-from agentflow.server import rate_limit
-from agentflow.server.rate_limit import MINUTE_NS, AdmittedRequest, TenantGate
-from agentflow.server.tenant import Tenant
+from agentflow.server.tenants import rate_limit
+from agentflow.server.tenants.rate_limit import MINUTE_NS, AdmittedRequest, TenantGate
+from agentflow.server.tenants.tenant import Tenant
 
 
 @dataclass

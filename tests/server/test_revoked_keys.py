@@ -17,8 +17,8 @@ from wire_peer import Listener
 from agentflow.backends.remote import Remote
 from agentflow.errors import NotAuthorized
 from agentflow.protocol import ops
-from agentflow.server.api_keys import Tenants, hashed_key
-from agentflow.server.limits import ServerLimits
+from agentflow.server.config.limits import ServerLimits
+from agentflow.server.tenants.keys import Tenants, hashed_key
 
 REVOKED = ("1008", "`not_authorized`")
 

@@ -22,7 +22,7 @@ from agentflow.protocol.sampling import SamplingParams
 from agentflow.protocol.transform import Transform
 from agentflow.runtime.held_memory import HeldMemory, Holding
 from agentflow.runtime.interpreter import Interpreter
-from agentflow.server.tenant_memory import TenantMemory
+from agentflow.server.tenants.tenant_memory import TenantMemory
 
 GREEDY = SamplingParams(max_tokens=4)
 Ops = Iterator[ops.Op]

@@ -21,8 +21,8 @@ from server.openai_peer import sync_client
 from server.refused_calls import ANTHROPIC, OPENAI, Api, asked
 from server.refusing_servers import failing_engine
 
-from agentflow.server.api_call import ApiCall
-from agentflow.server.limits import HttpLimits
+from agentflow.server.config.limits import HttpLimits
+from agentflow.server.http.call import ApiCall
 
 OFTEN = HttpLimits(stream_keepalive_s=0.01)
 SKIPPED = {OPENAI: b": keep-alive\n\n", ANTHROPIC: b'event: ping\ndata: {"type":"ping"}\n\n'}

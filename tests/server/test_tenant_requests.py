@@ -16,13 +16,13 @@ from agentflow.errors import NotAuthorized, Overloaded, PromptTooLong, RateLimit
 from agentflow.protocol.chat import CalledTool, Message, ToolSpec
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.task_group import open_task_group
-from agentflow.server.completion import completing
-from agentflow.server.completion_request import CompletionRequest, TokenIds
-from agentflow.server.limits import ServerLimits
+from agentflow.server.completion.completion import completing
+from agentflow.server.completion.request import CompletionRequest, TokenIds
+from agentflow.server.config.limits import ServerLimits
 from agentflow.server.models import EngineModel
-from agentflow.server.rate_limit import MINUTE_NS, TenantGate
-from agentflow.server.sessions import open_sessions
-from agentflow.server.tenant import Tenant
+from agentflow.server.tenants.rate_limit import MINUTE_NS, TenantGate
+from agentflow.server.tenants.tenant import Tenant
+from agentflow.server.websocket.sessions import open_sessions
 
 pytestmark = pytest.mark.anyio
 

@@ -34,7 +34,7 @@ from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.token_state import TokenState
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice
 from agentflow.protocol.reply import CallBegun, Piece, TextPiece
-from agentflow.server.completion_request import CompletionRequest
+from agentflow.server.completion.request import CompletionRequest
 
 # The fake model likes marks, JSON and its end, in no order.
 

@@ -31,7 +31,7 @@ from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.errors import BadArgument, NotSupported
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice
 from agentflow.protocol.constraint import Constraint
-from agentflow.server.completion_request import TokenIds
+from agentflow.server.completion.request import TokenIds
 from benchmarks.text_walks import text_under, walk
 
 

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from agentflow.engine.step_times import BucketCounts
 from agentflow.errors import ProtocolError
-from agentflow.server.metrics import ServerMetrics
-from agentflow.server.request_times import WAIT_BOUNDS_S
+from agentflow.server.metrics.metrics import ServerMetrics
+from agentflow.server.metrics.request_times import WAIT_BOUNDS_S
 from agentflow.server.top_command import frame, kv_bar, parse_metrics, run_top
 from agentflow.server.top_figures import (
     ModelFigures,

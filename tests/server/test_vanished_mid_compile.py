@@ -18,7 +18,7 @@ from agentflow.engine.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.compiler import constraint_compiler
 from agentflow.protocol import ops
 from agentflow.protocol.constraint import Constraint
-from agentflow.server.sessions import open_sessions
+from agentflow.server.websocket.sessions import open_sessions
 
 pytestmark = pytest.mark.anyio
 

@@ -10,8 +10,8 @@ from wire_peer import gen
 
 from agentflow.protocol import ops
 from agentflow.runtime.state_tree import MAX_LIMITS
-from agentflow.server import sessions as sessions_module
-from agentflow.server.sessions import OPS_PER_TURN
+from agentflow.server.websocket import sessions as sessions_module
+from agentflow.server.websocket.sessions import OPS_PER_TURN
 
 pytestmark = pytest.mark.anyio
 

@@ -15,8 +15,8 @@ from agentflow.errors import ProtocolError
 from agentflow.protocol import ops
 from agentflow.protocol.events import StateFailed, VarFailed
 from agentflow.protocol.wire import VERSION, Bye, Events, Hello, Ops, Resume, client_frames, encode
-from agentflow.server import ws_session
-from agentflow.server.limits import ServerLimits
+from agentflow.server.config.limits import ServerLimits
+from agentflow.server.websocket import connection as ws_session
 
 pytestmark = pytest.mark.anyio
 

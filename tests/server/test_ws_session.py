@@ -20,9 +20,9 @@ from agentflow.protocol.events import Delta, ErrorInfo, StateFailed, StatsReply,
 from agentflow.protocol.wire import VERSION, Events, Ops, Welcome, client_frames, encode, op_reader
 from agentflow.runtime.held_memory import HeldMemory
 from agentflow.runtime.task_group import open_task_group
-from agentflow.server.limits import ServerLimits
-from agentflow.server.sessions import ServedSession, Sessions, open_sessions
-from agentflow.server.ws_session import ACK_BYTES, ACK_OPS
+from agentflow.server.config.limits import ServerLimits
+from agentflow.server.websocket.connection import ACK_BYTES, ACK_OPS
+from agentflow.server.websocket.sessions import ServedSession, Sessions, open_sessions
 
 pytestmark = pytest.mark.anyio
 

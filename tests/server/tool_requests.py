@@ -15,7 +15,7 @@ from agentflow.engine.text.tools import ToolUse, tool_use
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.protocol.reply import Arguments, CallBegun, Piece, TextPiece
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.completion_request import CompletionRequest
+from agentflow.server.completion.request import CompletionRequest
 
 ALL = {**TEMPLATES, **{name: WITHOUT_TOOLS[name] for name in ("chatml", "inst")}}
 WEATHER = ToolSpec(

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from agentflow.engine.grammar.compiler.compile_frames import Refusal
 from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
 from agentflow.protocol.constraint import Constraint
-from agentflow.server.tenant import part_of
+from agentflow.server.tenants.tenant import part_of
 
 Outcome = CompiledConstraint | Refusal
 

@@ -27,7 +27,7 @@ from agentflow.engine.grammar.compiler.worker import LAST_WORDS_S, CannotCompile
 from agentflow.errors import AgentflowError, BadArgument, EngineFailed, Overloaded, RequestRefused
 from agentflow.protocol.constraint import MAX_SOURCE_CHARS, Constraint
 from agentflow.runtime.task_group import open_task_group
-from agentflow.server.limits import CompileLimits
+from agentflow.server.config.limits import CompileLimits
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from agentflow.engine.process.child import ChildProcess
 from agentflow.engine.process.message_frames import to_frame
 from agentflow.errors import EngineFailed, RequestRefused
 from agentflow.protocol.constraint import Constraint
-from agentflow.server.limits import CompileLimits
+from agentflow.server.config.limits import CompileLimits
 
 # How long a process whose socket has ended may take to say how it ended.
 LAST_WORDS_S = 1.0

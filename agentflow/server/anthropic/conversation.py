@@ -1,0 +1,178 @@
+"""From the messages and tools of Anthropic's API to those that chat templates are given.
+
+Messages of one role that follow each other are one turn. The blocks of a message follow each other with
+nothing in between, as templates write them; between a user's messages that become one turn there is an empty
+line, and an assistant's goes on where the one before it ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
+from agentflow.protocol.given_object import OBJECT_BOUNDS, object_of, object_text
+from agentflow.protocol.json_bounds import JsonScan
+from agentflow.server.anthropic.anthropic_blocks import (
+    InputMessage,
+    Text,
+    TextBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from agentflow.server.anthropic.types import AnyChoice, CountRequest, NoChoice, OneToolChoice, Tool
+from agentflow.server.http.errors import Refusal
+
+_BETWEEN_MESSAGES = "\n\n"
+
+
+def wrong(param: str, message: str) -> Refusal:
+    """An error that names the field."""
+    return Refusal(400, "invalid_value", f"{param}: {message}", param=param)
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A turn that may go on: its text in parts, which are put together once."""
+
+    role: str
+    parts: list[str]
+    calls: list[CalledTool] = field(default_factory=list)
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    def message(self) -> Message:
+        text = "".join(self.parts)
+        return Message(
+            self.role, text, tool_calls=tuple(self.calls), tool_call_id=self.tool_call_id, name=self.name
+        )
+
+
+@dataclass
+class _Turns:
+    """The conversation so far. ``open_calls``: of the assistant's last turn the tools, by the calls that
+    no result has answered yet."""
+
+    made: list[_Turn] = field(default_factory=list)
+    open_calls: dict[str, str] = field(default_factory=dict)
+    arguments: JsonScan = field(default_factory=lambda: JsonScan(OBJECT_BOUNDS))
+
+    def add(self, message: InputMessage, place: str) -> None:
+        blocks = [TextBlock(text=message.content)] if isinstance(message.content, str) else message.content
+        if message.role == "assistant":
+            if self.made and self.made[-1].role != "assistant":
+                self._check_answered(place)
+            self._assistant(blocks, place)
+        elif message.role == "user":
+            self._user(blocks, place)
+        else:
+            self._check_answered(place)
+            self._say("system", "".join([_only_text(block, place) for block in blocks]))
+
+    def finish(self) -> tuple[Message, ...]:
+        self._check_answered("messages")
+        return tuple([turn.message() for turn in self.made])
+
+    def _assistant(self, blocks: Sequence[object], place: str) -> None:
+        text = "".join([block.text for block in blocks if isinstance(block, TextBlock)])
+        calls: list[CalledTool] = []
+        for number, block in enumerate(blocks):
+            if isinstance(block, ToolUseBlock):
+                if block.id in self.open_calls:
+                    raise wrong(f"{place}.content[{number}].id", f"two calls have the id {block.id[:100]!r}")
+                arguments = object_text(block.input, f"{place}.content[{number}].input", self.arguments)
+                self.open_calls[block.id] = block.name
+                calls.append(CalledTool(block.id, block.name, arguments))
+            elif not isinstance(block, TextBlock):
+                raise wrong(f"{place}.content[{number}]", "tool results stand in messages of the user")
+        self._say("assistant", text, calls)
+
+    def _user(self, blocks: Sequence[object], place: str) -> None:
+        texts: list[str] = []
+        for number, block in enumerate(blocks):
+            if isinstance(block, ToolResultBlock):
+                if texts:
+                    raise wrong(
+                        f"{place}.content[{number}]", "tool results stand before the text of a message"
+                    )
+                self._result(block, f"{place}.content[{number}]")
+            else:
+                texts.append(_only_text(block, f"{place}.content[{number}]"))
+        if texts or not blocks:
+            self._check_answered(place)
+            self._say("user", "".join(texts))
+
+    def _result(self, block: ToolResultBlock, place: str) -> None:
+        name = self.open_calls.pop(block.tool_use_id, None)
+        if name is None:
+            asked = f"no tool_use block with the id {block.tool_use_id[:100]!r} is open"
+            raise wrong(f"{place}.tool_use_id", f"{asked} in the assistant's message before this one")
+        text = "" if block.content is None else text_of(block.content)
+        if block.is_error:
+            text = f"Error: {text}" if text else "Error"
+        self.made.append(_Turn("tool", [text], tool_call_id=block.tool_use_id, name=name))
+
+    def _say(self, role: str, text: str, calls: Sequence[CalledTool] = ()) -> None:
+        if not self.made or self.made[-1].role != role:
+            self.made.append(_Turn(role, []))
+        elif role != "assistant":
+            self.made[-1].parts.append(_BETWEEN_MESSAGES)
+        self.made[-1].parts.append(text)
+        self.made[-1].calls += calls
+
+    def _check_answered(self, place: str) -> None:
+        if self.open_calls:
+            ids = ", ".join([call[:100] for call in self.open_calls])
+            raise wrong(place, f"the tool_use blocks {ids} need tool_result blocks in the next message")
+
+
+def conversation_of(body: CountRequest) -> tuple[Message, ...]:
+    """The turns. ``Refusal`` naming the block that is wrong."""
+    turns = _Turns()
+    if body.system:
+        turns.made.append(_Turn("system", [text_of(body.system)]))
+    for number, message in enumerate(body.messages):
+        turns.add(message, f"messages[{number}]")
+    return turns.finish()
+
+
+def text_of(text: Text) -> str:
+    """As one string."""
+    return text if isinstance(text, str) else "".join([block.text for block in text])
+
+
+def _only_text(block: object, place: str) -> str:
+    if not isinstance(block, TextBlock):
+        raise wrong(place, "tool_use blocks stand in messages of the assistant, tool_result in the user's")
+    return block.text
+
+
+def tools_of(tools: Sequence[Tool]) -> tuple[ToolSpec, ...]:
+    """What the model may ask to have called."""
+    specs: dict[str, ToolSpec] = {}
+    scan = JsonScan(OBJECT_BOUNDS)
+    for number, tool in enumerate(tools):
+        if tool.name in specs:
+            raise wrong(f"tools[{number}].name", f"there are two tools named {tool.name!r}")
+        schema = object_of(tool.input_schema, f"tools[{number}].input_schema", scan)
+        specs[tool.name] = ToolSpec(tool.name, tool.description or "", schema)
+    return tuple(specs.values())
+
+
+def tool_choice_of(body: CountRequest, tools: Sequence[ToolSpec]) -> ToolChoice:
+    """Whether, and which, tools are called."""
+    choice = body.tool_choice
+    if choice is None:
+        return ToolChoice("auto" if tools else "none")
+    if isinstance(choice, NoChoice) or (not tools and not isinstance(choice, AnyChoice | OneToolChoice)):
+        return ToolChoice("none")
+    parallel = not choice.disable_parallel_tool_use
+    if isinstance(choice, OneToolChoice):
+        if all(tool.name != choice.name for tool in tools):
+            raise wrong("tool_choice.name", f"{choice.name[:100]!r} is not among the tools")
+        return ToolChoice("required", choice.name, parallel)
+    if isinstance(choice, AnyChoice):
+        if not tools:
+            raise wrong("tool_choice", "it requires a call, and there are no tools")
+        return ToolChoice("required", None, parallel)
+    return ToolChoice("auto", None, parallel)

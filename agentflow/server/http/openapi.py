@@ -1,0 +1,183 @@
+"""``GET /openapi.json``: the HTTP APIs as an OpenAPI 3.1 document.
+
+It is made of the table of routes and of the types that bodies are decoded to and encoded from, so that it
+says what the server does. Tests send what it allows, and hold the answers against it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from functools import cache
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+import agentflow
+from agentflow.server.http.call import ErrorDialect
+from agentflow.server.http.errors import Refusal
+from agentflow.server.http.routes import OPENAI, ROUTES, ApiRoute
+
+JSON = "application/json"
+EVENTS = "text/event-stream"
+Schema = dict[str, Any]
+
+# What may come of every call: no key or a wrong one, a body that does not end, is too large or is compressed,
+# too many requests, a fault of the server, a server that is full or ends.
+_ALWAYS = (401, 408, 413, 415, 429, 500, 503)
+# These are answered before the API is asked: a page of another site, another method.
+_OUTSIDE = (403, 405)  # in OpenAI's words, and in those of the path
+_NAME = {"type": "string"}
+# And these before the request is read: it comes too slowly, it is too large, there are too many connections.
+_BEFORE = (408, 414, 429, 431, 503)
+_TEXT = {"text/plain": {"schema": _NAME}}
+_EVENT = {
+    "type": "object",
+    "description": 'Of each event, where the request says `"stream": true`.',
+    "properties": {"event": _NAME, "data": _NAME},
+    "required": ["data"],
+}
+_LIVE = {"type": "object", "properties": {"status": {"const": "live"}}, "required": ["status"]}
+_READY = {
+    "type": "object",
+    "properties": {
+        "status": {"const": "ready"},
+        "models": {"type": "array", "items": _NAME},
+        "sessions": {"type": "integer", "minimum": 0},
+    },
+    "required": ["status"],  # the rest is for keys that may see the metrics
+}
+_REASON = {"type": "object", "properties": {"reason": _NAME}, "required": ["reason"]}
+
+
+async def openapi(request: Request) -> Response:
+    """The document."""
+    return Response(_encoded(), media_type=JSON)
+
+
+@cache
+def _encoded() -> bytes:
+    return msgspec.json.encode(openapi_document(ROUTES))
+
+
+def openapi_document(routes: Sequence[ApiRoute]) -> Schema:
+    """Of these routes, and of the health checks and metrics beside them."""
+    kinds: dict[type[msgspec.Struct], None] = {}  # in order, each once
+    for route in routes:
+        for kind in (route.request, route.response, route.dialect.body_type):
+            if kind is not None:
+                kinds[kind] = None
+    kinds[OPENAI.body_type] = None
+    refs, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    schemas = dict(zip(kinds, refs, strict=True))
+    paths: dict[str, dict[str, Schema]] = {}
+    for route in routes:
+        paths.setdefault(_path(route), {})[route.method.lower()] = _operation(route, schemas)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "agentflow", "version": agentflow.__version__},
+        "paths": paths | _operations_paths(schemas),
+        "components": {
+            "schemas": components,
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+        },
+        # Only a server with API keys asks for one.
+        "security": [{}, {"bearer": []}, {"key": []}],
+    }
+
+
+def _path(route: ApiRoute) -> str:
+    return re.sub(r":path}", "}", route.path)
+
+
+def _operation(route: ApiRoute, schemas: dict[type[msgspec.Struct], Schema]) -> Schema:
+    names = re.findall(r"{(\w+)", route.path)
+    operation: Schema = {
+        "operationId": re.sub(r"\W+", "_", f"{route.method.lower()}{_path(route)}").strip("_"),
+        "summary": (route.handler.__doc__ or "").strip().split("\n")[0],
+        "responses": _answers(route, schemas),
+    }
+    if names:
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+            for name in names
+        ]
+    if route.request is not None:
+        content = {JSON: {"schema": schemas[route.request]}}
+        operation["requestBody"] = {"required": True, "content": content}
+    return operation
+
+
+def _answers(route: ApiRoute, schemas: dict[type[msgspec.Struct], Schema]) -> Schema:
+    dialect = route.dialect
+    content: Schema = {JSON: {"schema": schemas[route.response]}}
+    if route.streams:
+        content[EVENTS] = {"schema": _EVENT}
+    own = [400, *_ALWAYS] if route.request is not None else [*_ALWAYS]
+    if route.request is not None or "{" in route.path:
+        own.append(404)
+    answers: dict[int, Schema] = {200: _answer(200, content, _headers(dialect))}
+    for status in own:
+        told = dialect.status(Refusal(status, "", ""))
+        body = {JSON: {"schema": schemas[dialect.body_type]}}
+        answers[told] = _answer(told, body, _headers(dialect, status))
+    for status, one in zip(_OUTSIDE, (OPENAI, dialect), strict=True):
+        answers[status] = _answer(status, {JSON: {"schema": schemas[one.body_type]}})
+    for status in _BEFORE:
+        answers.setdefault(status, _answer(status, {}))["content"] |= _TEXT
+    return _in_order(answers)
+
+
+def _headers(dialect: ErrorDialect, status: int = 200) -> Schema:
+    has_id = dialect.status(Refusal(status, "", "")) not in _BEFORE
+    headers: Schema = {dialect.request_id_header.decode(): {"required": has_id, "schema": _NAME}}
+    if status in (429, 503):
+        headers["retry-after"] = {"description": "Seconds.", "schema": {"type": "integer", "minimum": 0}}
+    if status == 401:
+        headers["www-authenticate"] = {"schema": _NAME}
+    return headers
+
+
+def _operations_paths(schemas: dict[type[msgspec.Struct], Schema]) -> dict[str, dict[str, Schema]]:
+    """Of what is no API of a model: health checks, metrics, this document."""
+    refused = {JSON: {"schema": _REASON}}
+    outside = {JSON: {"schema": schemas[OPENAI.body_type]}}
+    either = {JSON: {"schema": {"anyOf": [_REASON, schemas[OPENAI.body_type]]}}}
+
+    def get(name: str, summary: str, answers: Iterable[tuple[int, Schema]]) -> dict[str, Schema]:
+        told = {405: _answer(405, outside), 403: _answer(403, outside)}
+        told |= {status: _answer(status, _TEXT) for status in _BEFORE}
+        told |= {status: _answer(status, content) for status, content in answers}
+        operation = {"operationId": name, "summary": summary, "responses": _in_order(told)}
+        # What never answers 401 wants no key, on a server with keys either.
+        return {"get": operation if 401 in told else operation | {"security": []}}
+
+    return {
+        "/health/live": get("live", "Whether the process answers.", [(200, {JSON: {"schema": _LIVE}})]),
+        "/health/ready": get(
+            "ready",
+            "Whether requests are taken and all engines answer.",
+            [(200, {JSON: {"schema": _READY}}), (503, refused | _TEXT)],
+        ),
+        "/metrics": get(
+            "metrics",
+            "For Prometheus.",
+            [(200, _TEXT), (401, refused), (403, either), (429, refused | _TEXT)],
+        ),
+        "/openapi.json": get("openapi", "This document.", [(200, {JSON: {"schema": {"type": "object"}}})]),
+    }
+
+
+def _answer(status: int, content: Schema, headers: Schema | None = None) -> Schema:
+    answer = {"description": HTTPStatus(status).phrase if status in set(HTTPStatus) else "Error"}
+    return answer | {"content": content} | ({"headers": headers} if headers else {})
+
+
+def _in_order(answers: dict[int, Schema]) -> Schema:
+    return {str(status): answers[status] for status in sorted(answers)}

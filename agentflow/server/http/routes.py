@@ -1,0 +1,134 @@
+"""The routes of the HTTP APIs: which handler answers which path, and in whose dialect errors are written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from agentflow.server.anthropic.errors import AnthropicErrors
+from agentflow.server.anthropic.messages import count_tokens, create_message
+from agentflow.server.anthropic.types import CountAnswer, CountRequest, MessageAnswer, MessagesRequest
+from agentflow.server.http.call import ApiEndpoint, ErrorDialect, Handler, request_id_of
+from agentflow.server.http.errors import Refusal
+from agentflow.server.openai.chat import create_chat_completion
+from agentflow.server.openai.completions import create_completion
+from agentflow.server.openai.errors import OpenAIErrors
+from agentflow.server.openai.models import ModelCard, ModelList, get_model, list_models
+from agentflow.server.openai.openai_completion_types import TextAnswer, TextRequest
+from agentflow.server.openai.tokenize import (
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    TokenizeAnswer,
+    TokenizeRequest,
+    detokenize,
+    tokenize,
+)
+from agentflow.server.openai.types import ChatAnswer, ChatRequest
+
+OPENAI = OpenAIErrors()
+ANTHROPIC = AnthropicErrors()
+
+
+@dataclass(frozen=True, slots=True)
+class ApiRoute:
+    """One method on one path. ``request``: what its body is decoded as (None: it has none); ``response``:
+    the answer with status 200; ``streams``: with ``"stream": true`` server-sent events come instead. The
+    OpenAPI document is made of these (openapi.py)."""
+
+    method: str
+    path: str
+    handler: Handler
+    dialect: ErrorDialect
+    response: type[msgspec.Struct]
+    request: type[msgspec.Struct] | None = None
+    streams: bool = False
+
+
+ROUTES = (
+    ApiRoute("GET", "/v1/models", list_models, OPENAI, response=ModelList),
+    ApiRoute("GET", "/v1/models/{name:path}", get_model, OPENAI, response=ModelCard),
+    ApiRoute(
+        "POST",
+        "/v1/chat/completions",
+        create_chat_completion,
+        OPENAI,
+        response=ChatAnswer,
+        request=ChatRequest,
+        streams=True,
+    ),
+    ApiRoute(
+        "POST",
+        "/v1/completions",
+        create_completion,
+        OPENAI,
+        response=TextAnswer,
+        request=TextRequest,
+        streams=True,
+    ),
+    ApiRoute(
+        "POST",
+        "/v1/messages",
+        create_message,
+        ANTHROPIC,
+        response=MessageAnswer,
+        request=MessagesRequest,
+        streams=True,
+    ),
+    ApiRoute(
+        "POST",
+        "/v1/messages/count_tokens",
+        count_tokens,
+        ANTHROPIC,
+        response=CountAnswer,
+        request=CountRequest,
+    ),
+    *(
+        ApiRoute("POST", f"{prefix}/{name}", handler, OPENAI, response=response, request=request)
+        for prefix in ("", "/v1")
+        for name, handler, response, request in (
+            ("tokenize", tokenize, TokenizeAnswer, TokenizeRequest),
+            ("detokenize", detokenize, DetokenizeAnswer, DetokenizeRequest),
+        )
+    ),
+)
+
+
+def api_routes() -> Sequence[BaseRoute]:
+    """As starlette wants them."""
+    return [
+        Route(
+            route.path,
+            ApiEndpoint(route.handler, route.dialect, route=route.path.partition("{")[0]),
+            methods=[route.method],
+        )
+        for route in ROUTES
+    ]
+
+
+def dialect_of(path: str) -> ErrorDialect:
+    """In whose words to refuse what is asked of ``path``, whether there is anything or not."""
+    for route in ROUTES:
+        if path == route.path or path.startswith(f"{route.path}/"):
+            return route.dialect
+    return OPENAI
+
+
+def refusal_response(
+    path: str, asked: Headers, refusal: Refusal, headers: Mapping[str, str] | None = None
+) -> Response:
+    """An error that is told before any handler has the request. ``asked``: the request's headers;
+    ``headers``: more of the answer's."""
+    dialect = dialect_of(path)
+    request_id = request_id_of(asked)
+    own = {dialect.request_id_header.decode(): request_id}
+    return Response(
+        dialect.body(refusal, request_id),
+        status_code=dialect.status(refusal),
+        media_type="application/json",
+        headers={**(headers or {}), **own},
+    )

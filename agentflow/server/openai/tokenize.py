@@ -1,0 +1,122 @@
+"""``POST /tokenize`` and ``POST /detokenize``, as vLLM has them: what a prompt is to the model."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from agentflow.engine.generator import EngineGenerator
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.server.completion.completion import COUNTED_CONTEXTS, Completion
+from agentflow.server.completion.request import CompletionRequest
+from agentflow.server.http.call import ApiCall
+from agentflow.server.openai.conversation import conversation_of, tools_of
+from agentflow.server.openai.openai_fields import TokenId
+from agentflow.server.openai.openai_message_types import ChatMessage, Tool
+from agentflow.server.openai.sampling import faults_named, wrong
+from agentflow.server.openai.types import MAX_MESSAGES, MAX_TOOLS
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``prompt``: as of ``/v1/completions``; ``add_special_tokens``: with what the model expects before a
+    text. Or ``messages``: as of ``/v1/chat/completions``; ``add_generation_prompt``: with the opening of
+    the assistant's turn. ``return_token_strs``: also each token's text."""
+
+    model: str
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeAnswer(msgspec.Struct, kw_only=True):
+    """``max_model_len``: tokens of prompt and output together."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int | None
+    token_strs: list[str] | None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Token ids of the model."""
+
+    model: str
+    tokens: list[TokenId]
+
+
+class DetokenizeAnswer(msgspec.Struct):
+    """Their text, special tokens included."""
+
+    prompt: str
+
+
+async def tokenize(call: ApiCall) -> None:
+    """The token ids of a prompt."""
+    body = await call.beside(call.read, TokenizeRequest)
+    generator = call.generator(body.model, to_generate=False)
+    texts: list[str] | None = None
+    with generator.metered():
+        token_ids = await _ids_of(call, body, generator)
+        if body.return_token_strs:
+            texts = await generator.encode_beside(len(token_ids), partial(_texts, generator), token_ids)
+    call.record.prompt_tokens = len(token_ids)
+    await call.reply(
+        TokenizeAnswer(
+            tokens=token_ids,
+            count=len(token_ids),
+            max_model_len=generator.capabilities.max_context,
+            token_strs=texts,
+        )
+    )
+
+
+async def detokenize(call: ApiCall) -> None:
+    """The text of token ids."""
+    body = await call.beside(call.read, DetokenizeRequest)
+    generator = call.generator(body.model, to_generate=False)
+    with faults_named("tokens"):
+        generator.check_ids(body.tokens)
+    decode = partial(generator.tokenizer.decode, skip_special=False)
+    with generator.metered():
+        text = await generator.encode_beside(len(body.tokens), decode, body.tokens)
+    await call.reply(DetokenizeAnswer(text))
+
+
+def _texts(generator: EngineGenerator, token_ids: list[int]) -> list[str]:
+    decode = generator.tokenizer.decode
+    return [decode([token_id], skip_special=False, continues=True) for token_id in token_ids]
+
+
+async def _ids_of(call: ApiCall, body: TokenizeRequest, generator: EngineGenerator) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise wrong("prompt", "give either 'prompt' or 'messages'")
+    if body.messages is not None:
+        if body.add_special_tokens is not None:
+            raise wrong("add_special_tokens", "'add_special_tokens' is for 'prompt', not for 'messages'")
+        model = generator.capabilities.model
+        request = CompletionRequest(
+            await call.beside(conversation_of, body.messages, model),
+            SamplingParams(),
+            tools=await call.beside(tools_of, body.tools or ()),
+            opens_turn=body.add_generation_prompt is not False,
+        )
+        return await Completion(generator, request).prompt_ids()
+    for name in ("tools", "add_generation_prompt"):
+        if getattr(body, name) is not None:
+            raise wrong(name, f"{name!r} is for 'messages', not for 'prompt'")
+    prompt = body.prompt or ""
+    if body.add_special_tokens is not False and prompt:
+        return await Completion(generator, CompletionRequest(prompt, SamplingParams())).prompt_ids()
+    tokenizer = generator.tokenizer
+    if not prompt:
+        return [] if body.add_special_tokens is False else list(tokenizer.prefix_ids)
+    most = COUNTED_CONTEXTS * generator.most_tokens()
+    generator.check_length(len(prompt), most)
+    await generator.check_texts([prompt], most)
+    return await generator.encode_beside(len(prompt), tokenizer.encode_markup, prompt)

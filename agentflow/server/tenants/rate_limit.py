@@ -1,0 +1,245 @@
+"""How much a tenant may use: requests and tokens in a minute, and unfinished requests at once.
+
+Each limit by the minute is a *bucket* that holds a minute's amount, is full at first, and fills again evenly
+over a minute. A request takes one from the bucket of requests. Of the bucket of tokens it must find at
+least one; its prompt is taken out when it comes, and when it has ended, however it ended, what it generated
+is taken out and what the cache had of its prompt is given back. So the bucket may go below zero (nothing is
+reserved for an output that may never be), and then nobody of that tenant is let in until it is above again.
+In any span of t minutes a tenant begins at most (1 + t) times its requests.
+
+Cached prompt tokens count when a request comes, for nobody knows yet which they are, and not in the end.
+
+A large body is charged before it is read: a token for every ``BYTES_PER_TOKEN`` of it. Its request gets back
+what it is charged for its prompt.
+
+Time is counted in nanoseconds and what is in a bucket in whole parts of a token, so that nothing is rounded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from agentflow.errors import NotAuthorized, RateLimited
+from agentflow.server.tenants.tenant import Tenant
+
+MINUTE_NS = 60_000_000_000
+BYTES_PER_TOKEN = 64
+"""Of a body: reading and encoding so much costs about as much as computing a token."""
+MIN_SWEPT = 64
+"""Among so many tenants nobody is looked for who could be forgotten."""
+
+
+class Bucket:
+    """A limit by the minute. ``level`` is in parts of which one token (or request) has ``MINUTE_NS``: in a
+    nanosecond ``per_minute`` of them come in."""
+
+    def __init__(self, per_minute: int, now_ns: int) -> None:
+        self.per_minute = per_minute
+        self._level = per_minute * MINUTE_NS
+        self._filled_ns = now_ns
+
+    def set_limit(self, per_minute: int, now_ns: int) -> None:
+        """From now on it fills at another rate; what is in it stays, as far as there is room."""
+        self._fill(now_ns)
+        self.per_minute = per_minute
+        self._level = min(self._level, per_minute * MINUTE_NS)
+
+    def wait_ns(self, now_ns: int, amount: int = 1) -> int:
+        """So long it takes until there are so many in it, if nobody takes any; 0: there are."""
+        self._fill(now_ns)
+        return max(0, -((self._level - amount * MINUTE_NS) // self.per_minute))
+
+    def take(self, amount: int, now_ns: int) -> None:
+        """Takes so many out, also more than there are; less than 0 gives back."""
+        self._fill(now_ns)
+        self._level = min(self._level - amount * MINUTE_NS, self.per_minute * MINUTE_NS)
+
+    def is_full(self, now_ns: int) -> bool:
+        """Whether it is as it was at first."""
+        self._fill(now_ns)
+        return self._level == self.per_minute * MINUTE_NS
+
+    def _fill(self, now_ns: int) -> None:
+        level = self._level + max(0, now_ns - self._filled_ns) * self.per_minute
+        self._level = min(level, self.per_minute * MINUTE_NS)
+        self._filled_ns = max(now_ns, self._filled_ns)
+
+
+class _Account:
+    """What one tenant has used."""
+
+    def __init__(self) -> None:
+        self.requests: Bucket | None = None
+        self.tokens: Bucket | None = None
+        self.num_unfinished = 0
+
+    def set_limits(self, tenant: Tenant, now_ns: int) -> None:
+        """A bucket stays while there is no limit: what was used before counts when there is one again."""
+        self.requests = _limited(self.requests, tenant.requests_per_minute, now_ns)
+        self.tokens = _limited(self.tokens, tenant.tokens_per_minute, now_ns)
+
+    def is_idle(self, now_ns: int) -> bool:
+        """Whether it says as much as none."""
+        buckets = (self.requests, self.tokens)
+        return not self.num_unfinished and all(b is None or b.is_full(now_ns) for b in buckets)
+
+
+def _limited(bucket: Bucket | None, per_minute: int | None, now_ns: int) -> Bucket | None:
+    if per_minute is None or (bucket is not None and bucket.per_minute == per_minute):
+        return bucket
+    if bucket is None:
+        return Bucket(per_minute, now_ns)
+    bucket.set_limit(per_minute, now_ns)
+    return bucket
+
+
+@dataclass(slots=True)
+class AdmittedRequest:
+    """What a request turned out to use; counted when it has ended. ``cached_tokens``: of its prompt, whose
+    length may be set anew too, where it was a guess."""
+
+    prompt_tokens: int
+    output_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class TenantGate:
+    """Lets in what tenants may still use. ``current``: what a tenant may use now, where that can change (it
+    may raise ``NotAuthorized``). ``clock_ns``: nanoseconds. For one event loop.
+
+    >>> gate = TenantGate()
+    >>> with gate.request(tenant, prompt_tokens=len(token_ids)) as admitted:
+    ...     async for token_id in generate(token_ids):
+    ...         admitted.output_tokens += 1
+    """
+
+    def __init__(
+        self,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        *,
+        current: Callable[[Tenant], Tenant] | None = None,
+    ) -> None:
+        self._clock_ns = clock_ns
+        self._current = current
+        self._accounts: dict[str, _Account] = {}
+        self._sweep_at = MIN_SWEPT
+
+    def __len__(self) -> int:
+        """Tenants about whom anything is remembered."""
+        return len(self._accounts)
+
+    def num_unfinished(self, tenant: Tenant) -> int:
+        """Requests of the tenant that were let in and have not ended."""
+        account = self._accounts.get(tenant.name)
+        return 0 if account is None else account.num_unfinished
+
+    def check(self, tenant: Tenant, num_requests: int = 1) -> None:
+        """``RateLimited`` where so many requests that came now would not all be let in."""
+        self._let_in(tenant, self._clock_ns(), num_requests)
+
+    def is_unlimited(self, tenant: Tenant) -> bool:
+        """Whether the tenant may use as many tokens and requests as it likes."""
+        try:
+            now = tenant if self._current is None else self._current(tenant)
+        except NotAuthorized:
+            return False
+        return now.tokens_per_minute is None and now.requests_per_minute is None
+
+    def check_buckets(self, tenant: Tenant) -> None:
+        """``RateLimited`` where a bucket is empty."""
+        now_ns = self._clock_ns()
+        _, requests, tokens = self._buckets(tenant, now_ns)
+        _check_buckets(((requests, "requests", 1), (tokens, "tokens", 1)), now_ns)
+
+    def charge(self, tenant: Tenant, num_tokens: int) -> None:
+        """Takes tokens for what is no request, or (less than 0) gives them back."""
+        now_ns = self._clock_ns()
+        _, _, tokens = self._buckets(tenant, now_ns)
+        if tokens is not None:
+            tokens.take(num_tokens, now_ns)
+
+    @contextmanager
+    def request(self, tenant: Tenant, prompt_tokens: int) -> Iterator[AdmittedRequest]:
+        """Around one request. ``RateLimited`` where it is not let in, which costs nothing; ``retry_after_s``
+        is then exact (if the tenant uses no more until then), and None where it depends on when a request
+        ends."""
+        now_ns = self._clock_ns()
+        account, requests, tokens = self._let_in(tenant, now_ns)
+        if requests is not None:
+            requests.take(1, now_ns)
+        if tokens is not None:
+            tokens.take(prompt_tokens, now_ns)
+        account.num_unfinished += 1
+        admitted = AdmittedRequest(prompt_tokens)
+        try:
+            yield admitted
+        finally:
+            account.num_unfinished -= 1
+            if tokens is not None:
+                computed = admitted.prompt_tokens - min(admitted.cached_tokens, admitted.prompt_tokens)
+                tokens.take(computed + admitted.output_tokens - prompt_tokens, self._clock_ns())
+
+    def _let_in(
+        self, tenant: Tenant, now_ns: int, num_requests: int = 1
+    ) -> tuple[_Account, Bucket | None, Bucket | None]:
+        """What ``_buckets`` gives, where so many requests may begin."""
+        if self._current is not None:
+            tenant = self._current(tenant)
+        account, requests, tokens = self._buckets(tenant, now_ns)
+        _check_unfinished(tenant, account.num_unfinished, num_requests)
+        _check_buckets(((requests, "requests", num_requests), (tokens, "tokens", 1)), now_ns)
+        return account, requests, tokens
+
+    def _buckets(self, tenant: Tenant, now_ns: int) -> tuple[_Account, Bucket | None, Bucket | None]:
+        """The tenant's account, and the buckets that it has now."""
+        if self._current is not None:
+            tenant = self._current(tenant)
+        account = self._account(tenant, now_ns)
+        requests = None if tenant.requests_per_minute is None else account.requests
+        tokens = None if tenant.tokens_per_minute is None else account.tokens
+        return account, requests, tokens
+
+    def _account(self, tenant: Tenant, now_ns: int) -> _Account:
+        """The tenant's account, with the limits that it has now: the file of tenants may have changed."""
+        account = self._accounts.get(tenant.name)
+        if account is None:
+            if len(self._accounts) >= self._sweep_at:
+                self._accounts = {n: a for n, a in self._accounts.items() if not a.is_idle(now_ns)}
+                self._sweep_at = max(MIN_SWEPT, 2 * len(self._accounts))
+            account = self._accounts[tenant.name] = _Account()
+        account.set_limits(tenant, now_ns)
+        return account
+
+
+def _check_unfinished(tenant: Tenant, num_unfinished: int, num_requests: int) -> None:
+    if tenant.max_unfinished is not None and num_unfinished + num_requests > tenant.max_unfinished:
+        raise RateLimited(
+            f"{num_unfinished} requests of this API key's tenant are unfinished, and {tenant.max_unfinished} "
+            "may be: send more when some have ended"
+        )
+
+
+def _check_buckets(buckets: Sequence[tuple[Bucket | None, str, int]], now_ns: int) -> None:
+    for bucket, what, amount in buckets:
+        if bucket is not None and amount > bucket.per_minute:
+            raise RateLimited(
+                f"{amount} {what} at once are more than the {bucket.per_minute:,} a minute of this API key's "
+                "tenant: ask for fewer"
+            )
+    waits = [
+        (bucket.wait_ns(now_ns, amount), f"{bucket.per_minute:,} {what} a minute")
+        for bucket, what, amount in buckets
+        if bucket is not None
+    ]
+    wait_ns = max((wait for wait, _ in waits), default=0)
+    if wait_ns:
+        limits = " and ".join(limit for wait, limit in waits if wait)
+        retry_after_s = wait_ns / 1e9
+        error = RateLimited(
+            f"this API key's tenant has used up its limit of {limits}: try again in {retry_after_s:,.2f} s"
+        )
+        error.retry_after_s = retry_after_s
+        raise error

@@ -1,0 +1,286 @@
+"""One websocket that serves one session: greeting, ops in, events out, and an end that says why.
+
+::
+
+    expects Hello ──▶ takes Ops, until Bye ──▶ closed
+          │                  │
+          └── anything else: Refused with what was expected and what came, and closed
+
+An op that makes no sense fails its state; a frame that cannot be read, or is out of turn, ends the session.
+
+Reading never waits for what the ops do. Writing waits for news and for the client to read: whoever
+reads slowly gets more at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Generic, NoReturn, TypeAlias
+
+import anyio
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from agentflow.errors import (
+    AgentflowError,
+    EngineFailed,
+    FrameTooLarge,
+    Overloaded,
+    ProtocolError,
+    RateLimited,
+)
+from agentflow.incident import incident
+from agentflow.protocol.events import ErrorInfo, Event
+from agentflow.protocol.wire import (
+    TAKEN_OVER,
+    VERSION,
+    Bye,
+    Hello,
+    Limits,
+    ReceivedFrame,
+    Refused,
+    ServerFrame,
+    UnreadOps,
+    Welcome,
+    client_frames,
+    encode,
+    frame_name,
+    op_reader,
+)
+from agentflow.runtime.generator import ContextT, Generator
+from agentflow.server.websocket.frame_scan import check_frame
+from agentflow.server.websocket.frames import event_frames
+from agentflow.server.websocket.sessions import IsValid, ServedSession, Sessions, always_valid, revoked
+
+logger = logging.getLogger(__name__)
+
+# An ack rides with the next events. It goes alone when so much has been taken since the last one,
+# so that a client that only sends need not keep it all.
+ACK_OPS = 64
+ACK_BYTES = 64 * 1024
+# How long to try to tell a client why its connection ends.
+LAST_WORDS_S = 1.0
+
+NORMAL = 1000
+SHUTS_DOWN = 1012
+CLOSE_CODES: dict[type[AgentflowError], int] = {
+    ProtocolError: 1002,
+    FrameTooLarge: 1009,
+    EngineFailed: 1011,
+    Overloaded: 1013,
+    RateLimited: 1013,
+}
+OTHER_REFUSAL = 1008
+# What the websocket implementation closes with when the client broke the websocket protocol.
+BROKEN_RULES = {1002, 1007, 1009}
+
+
+class _AckDue:
+    """Something in the outbox that has no events, only wakes the writer."""
+
+    def news(self) -> list[Event]:
+        return []
+
+
+FindGenerator: TypeAlias = Callable[[str | None], Generator[ContextT]]
+"""Of the model with this name, or of the default one. ``UnknownModel``."""
+
+
+class WsSession(Generic[ContextT]):
+    """Serves one accepted or not yet accepted websocket of a tenant until it closes. ``is_valid``: whether
+    its API key still names the tenant."""
+
+    def __init__(
+        self,
+        socket: WebSocket,
+        sessions: Sessions[ContextT],
+        find_generator: FindGenerator[ContextT],
+        *,
+        tenant: str = "",
+        is_valid: IsValid = always_valid,
+    ) -> None:
+        self._socket = socket
+        self._sessions = sessions
+        self._find_generator = find_generator
+        self._tenant = tenant
+        self._is_valid = is_valid
+        self._limits = sessions.limits
+        self._decoder = client_frames()
+        self._binary = True
+        self._scope = anyio.CancelScope()
+        self._has_said_bye = False
+        self._ack_due = _AckDue()
+        self._num_acked = 0
+        self._num_unacked_bytes = 0
+
+    async def run(self) -> None:
+        """Returns when the websocket is closed. Faults of the client or the server end its session
+        only; nothing is raised."""
+        session: ServedSession[ContextT] | None = None
+        error: AgentflowError | None = None
+        has_hung_up = False
+        try:
+            with self._sessions.place_of_connection(self._tenant) as refusal, self._scope:
+                await self._socket.accept()
+                if refusal is not None:
+                    await self._turn_away(refusal)
+                session = await self._greet()
+                if not self._is_valid():  # since the websocket was accepted
+                    raise revoked()
+                await self._converse(session)
+        except WebSocketDisconnect as disconnect:
+            has_hung_up = True
+            if session is not None and disconnect.code in BROKEN_RULES:
+                session.end()
+        except AgentflowError as refusal:
+            error = refusal
+        except Exception as fault:
+            error = incident(logger, "the websocket", fault)
+        finally:
+            if session is not None:
+                if error is not None:
+                    session.end()
+                session.release(self._scope)
+        if not has_hung_up:
+            await self._part(session, error)
+
+    async def _turn_away(self, refusal: Overloaded) -> NoReturn:
+        """Waits for a first frame only to answer as it is written, and not for long: who sends none would
+        hold, without a place, what others may connect with."""
+        with anyio.move_on_after(min(LAST_WORDS_S, self._limits.hello_timeout_s)):
+            await self._receive(first=True)
+        raise refusal
+
+    async def _greet(self) -> ServedSession[ContextT]:
+        """Hello, and a Welcome to a new session or back to an old one."""
+        hello: ReceivedFrame | None = None
+        with anyio.move_on_after(self._limits.hello_timeout_s):
+            hello = await self._receive(first=True)
+        if not isinstance(hello, Hello):
+            came = "nothing came" if hello is None else f"a {frame_name(hello)} frame came"
+            raise ProtocolError(f"expected a hello frame within {self._limits.hello_timeout_s} s, and {came}")
+        if hello.version != VERSION:
+            raise ProtocolError(
+                f"the client speaks version {hello.version} of the protocol and this server "
+                f"version {VERSION}: install the same agentflow on both sides"
+            )
+        if hello.resume is None:
+            generator = self._find_generator(hello.model)
+            return await self._sessions.open(
+                generator, self._scope, tenant=self._tenant, is_valid=self._is_valid
+            )
+        return await self._sessions.resume(
+            hello.resume, self._scope, tenant=self._tenant, is_valid=self._is_valid
+        )
+
+    async def _converse(self, session: ServedSession[ContextT]) -> None:
+        limits = Limits(self._limits.frame_bytes, self._limits.resume_grace_s)
+        capabilities = session.capabilities
+        self._num_acked = session.num_taken
+        await self._send(Welcome(VERSION, session.id, session.secret, capabilities, limits, self._num_acked))
+        faults: list[Exception] = []
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._write, session, faults, group.cancel_scope)
+            try:
+                await self._read(session)
+            except Exception as fault:
+                faults.append(fault)
+            group.cancel_scope.cancel()
+        if faults:
+            raise faults[0]
+
+    async def _read(self, session: ServedSession[ContextT]) -> None:
+        """Takes ops until a Bye."""
+        read_op = op_reader(binary=self._binary)
+        while True:
+            match await self._receive():
+                case UnreadOps() as frame:
+                    await session.take(frame, read_op)
+                    self._ask_for_ack(session)
+                case Bye():
+                    self._has_said_bye = True
+                    session.end()
+                    return
+                case frame:
+                    raise ProtocolError(f"expected ops or a bye, and a {frame_name(frame)} frame came")
+
+    async def _write(
+        self, session: ServedSession[ContextT], faults: list[Exception], scope: anyio.CancelScope
+    ) -> None:
+        """Sends news and acks."""
+        outbox = session.interpreter.outbox
+        try:
+            while True:
+                await outbox.wait()
+                events = outbox.drain()
+                if events or session.num_taken > self._num_acked:
+                    await self._send_events(session.num_taken, events)
+        except WebSocketDisconnect:
+            pass  # the reader hears of it too, after what the client sent before
+        except Exception as fault:
+            faults.append(fault)
+            scope.cancel()
+
+    async def _send_events(self, ack: int, events: list[Event]) -> None:
+        self._num_acked, self._num_unacked_bytes = ack, 0
+        frames = event_frames(ack, events, frame_bytes=self._limits.frame_bytes, binary=self._binary)
+        for frame in frames:
+            await self._send_bytes(frame)
+
+    def _ask_for_ack(self, session: ServedSession[ContextT]) -> None:
+        if session.num_taken - self._num_acked >= ACK_OPS or self._num_unacked_bytes >= ACK_BYTES:
+            session.interpreter.outbox.mark(self._ack_due)
+
+    async def _receive(self, *, first: bool = False) -> ReceivedFrame:
+        message = await self._socket.receive()
+        if message["type"] == "websocket.disconnect":
+            raise WebSocketDisconnect(message.get("code") or 1006, message.get("reason"))
+        data: bytes | str = message["bytes"] if message.get("bytes") is not None else message["text"]
+        is_binary = not isinstance(data, str)
+        if first:
+            self._binary = is_binary
+        num_bytes = len(data.encode()) if isinstance(data, str) else len(data)
+        if num_bytes > self._limits.frame_bytes:
+            raise FrameTooLarge(
+                f"a frame of {num_bytes:,} bytes came, and {self._limits.frame_bytes:,} are the limit: "
+                "send the ops in several frames, and long texts in several ops"
+            )
+        if is_binary != self._binary:
+            raise ProtocolError(
+                f"expected {_kind(self._binary)} as in the hello frame, and {_kind(is_binary)} came"
+            )
+        self._num_unacked_bytes += num_bytes
+        await check_frame(data)
+        return self._decoder.decode(data)
+
+    async def _send(self, frame: ServerFrame) -> None:
+        await self._send_bytes(encode(frame, binary=self._binary))
+
+    async def _send_bytes(self, data: bytes) -> None:
+        content = {"bytes": data} if self._binary else {"text": data.decode()}
+        try:
+            await self._socket.send({"type": "websocket.send", **content})
+        except RuntimeError as error:
+            # uvicorn says it so when it has closed by itself, because the client broke the websocket's rules.
+            raise WebSocketDisconnect(1006) from error
+
+    async def _part(self, session: ServedSession[ContextT] | None, error: AgentflowError | None) -> None:
+        """Closes the websocket and says why."""
+        if session is not None:
+            error = error or session.failure
+        code = NORMAL
+        if error is not None:
+            code = CLOSE_CODES.get(type(error), OTHER_REFUSAL)
+        elif not self._has_said_bye:
+            code = SHUTS_DOWN if session is None or session.has_ended else TAKEN_OVER
+        with anyio.move_on_after(LAST_WORDS_S, shield=True):
+            try:
+                if error is not None:
+                    await self._send(Refused(ErrorInfo.of(error)))
+                await self._socket.close(code, error.code if error is not None else None)
+            except (WebSocketDisconnect, RuntimeError):
+                pass  # it is gone, or closing already, and needs no reason any more
+
+
+def _kind(binary: bool) -> str:
+    return "binary frames (msgpack)" if binary else "text frames (JSON)"

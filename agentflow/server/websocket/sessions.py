@@ -1,0 +1,307 @@
+"""The sessions that a server holds: each an interpreter with its tasks, its states and a secret.
+
+A session is held by one websocket at a time. It outlives a broken one for the grace period, so that
+its client can come back to it; after that, or after a Bye, everything it runs is cancelled.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, Generic
+
+import anyio
+import anyio.lowlevel
+import msgspec
+from anyio.abc import TaskGroup, TaskStatus
+
+from agentflow.errors import (
+    AgentflowError,
+    NotAuthorized,
+    Overloaded,
+    ProtocolError,
+    ServerLost,
+)
+from agentflow.incident import incident
+from agentflow.protocol.ops import Op, Rejected
+from agentflow.protocol.wire import Resume, UnreadOps
+from agentflow.runtime.generator import ContextT, Generator
+from agentflow.runtime.held_memory import HeldMemory
+from agentflow.runtime.interpreter import Interpreter
+from agentflow.runtime.task_group import open_task_group
+from agentflow.server.config.limits import ServerLimits
+from agentflow.server.tenants.tenant import part_of
+from agentflow.server.tenants.tenant_memory import TenantMemory
+
+logger = logging.getLogger(__name__)
+
+# A frame may carry very many small ops, and ops that concern very many states: let others run after so many,
+# and after so long.
+OPS_PER_TURN = 256
+TURN_S = 0.005
+
+
+IsValid = Callable[[], bool]
+"""Whether the API key that a websocket was opened with still names its tenant."""
+
+
+def always_valid() -> bool:
+    """Without keys."""
+    return True
+
+
+class ServedSession(Generic[ContextT]):
+    """One client's session. ``num_taken``: the number of the last op taken. ``is_valid``: of the websocket
+    that has it, or had it last."""
+
+    def __init__(
+        self,
+        generator: Generator[ContextT],
+        tasks: TaskGroup,
+        holder: anyio.CancelScope,
+        tenant: str,
+        memory: HeldMemory,
+        is_valid: IsValid = always_valid,
+    ) -> None:
+        self.tenant = tenant
+        self.is_valid = is_valid
+        self.capabilities = generator.capabilities
+        self.id = secrets.token_urlsafe(12)
+        self.secret = secrets.token_urlsafe(32)
+        self.interpreter = Interpreter(generator, tasks, memory, hides_faults=True)
+        self.num_taken = 0
+        self.has_ended = False
+        self.failure: AgentflowError | None = None
+        self._holder: anyio.CancelScope | None = holder
+        self._changed = anyio.Event()
+
+    async def take(self, frame: UnreadOps, read: Callable[[msgspec.Raw], Op | Rejected]) -> None:
+        """Submits those ops of the frame that were not taken before; ``read`` reads them. ``ProtocolError``
+        where ops are missing in between or one has no state, ``Overloaded`` where too much was rejected."""
+        if not 1 <= frame.first <= self.num_taken + 1:
+            raise ProtocolError(
+                f"expected ops from number {self.num_taken + 1} on, and a frame came whose first op "
+                f"has number {frame.first}"
+            )
+        turn_began_s = time.perf_counter()
+        for number, data in enumerate(frame.ops, frame.first):
+            if number > self.num_taken:
+                self.interpreter.submit(read(data))
+                self.num_taken = number
+                if number % OPS_PER_TURN == 0 or time.perf_counter() - turn_began_s > TURN_S:
+                    await anyio.lowlevel.checkpoint()
+                    turn_began_s = time.perf_counter()
+
+    async def hand_over(self, holder: anyio.CancelScope) -> None:
+        """Makes ``holder`` the one that the session belongs to. Whoever held it is cancelled first, for
+        a client may come back before the server has noticed that it was gone."""
+        while self._holder is not None:
+            self._holder.cancel()
+            await self._changed.wait()
+        if self.has_ended:
+            raise _unknown_session()
+        self._holder = holder
+        self._change()
+
+    def release(self, holder: anyio.CancelScope) -> None:
+        """The holder is gone: the grace period begins."""
+        if self._holder is holder:
+            self._holder = None
+            self._change()
+
+    def end(self, failure: AgentflowError | None = None) -> None:
+        """No grace period: what runs is cancelled, and so is the holder (which tells the client of a
+        ``failure``)."""
+        self.has_ended = True
+        self.failure = self.failure or failure
+        self._change()
+
+    async def until_over(self, grace_s: float) -> None:
+        """Returns when it is ended, or has been without a holder for ``grace_s``."""
+        while not self.has_ended:
+            changed = self._changed
+            with anyio.move_on_after(None if self._holder is not None else grace_s) as scope:
+                await changed.wait()
+            self.has_ended |= scope.cancelled_caught and not changed.is_set()
+
+    def dismiss_holder(self) -> None:
+        """Cancels the holder, if there is one."""
+        self.has_ended = True
+        if self._holder is not None:
+            self._holder.cancel()
+
+    def _change(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+
+class Sessions(Generic[ContextT]):
+    """All sessions of a server. Made by ``open_sessions``."""
+
+    def __init__(self, limits: ServerLimits, tasks: TaskGroup) -> None:
+        self.limits = limits
+        self._num_connections_of: Counter[str] = Counter()
+        self._memory = TenantMemory(
+            limits.sessions_bytes, "all sessions together may hold", "close some, or try again later"
+        )
+        self._tasks = tasks
+        self._sessions: dict[str, ServedSession[ContextT]] = {}
+        self._one_gone = anyio.Event()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def num_bytes(self) -> int:
+        """What all sessions hold in memory, by estimate."""
+        return self._memory.num_bytes
+
+    @property
+    def num_connections(self) -> int:
+        """Websockets that have a place."""
+        return self._num_connections_of.total()
+
+    @contextmanager
+    def place_of_connection(self, tenant: str) -> Iterator[Overloaded | None]:
+        """Holds a place for one more websocket of the tenant. Where there is none, gives the reason."""
+        refusal: Overloaded | None = None
+        most = part_of(self.limits.max_connections, tenant)
+        if self.num_connections >= self.limits.max_connections:
+            refusal = Overloaded(
+                f"the server has {self.limits.max_connections} connections open, which is its limit: "
+                "try again later"
+            )
+        elif self._num_connections_of[tenant] >= most:
+            refusal = Overloaded(
+                f"this tenant has {most} connections open, which is what one may have: try again later"
+            )
+        if refusal is not None:
+            yield refusal
+            return
+        self._num_connections_of[tenant] += 1
+        try:
+            yield None
+        finally:
+            self._num_connections_of[tenant] -= 1
+            if not self._num_connections_of[tenant]:
+                del self._num_connections_of[tenant]
+
+    async def open(
+        self,
+        generator: Generator[ContextT],
+        holder: anyio.CancelScope,
+        *,
+        tenant: str = "",
+        is_valid: IsValid = always_valid,
+    ) -> ServedSession[ContextT]:
+        """A new session of the tenant. ``Overloaded`` when there are too many, or the tenant has too many."""
+        if len(self._sessions) >= self.limits.max_sessions:
+            raise Overloaded(
+                f"the server has {self.limits.max_sessions} sessions open, which is its limit: "
+                "try again later"
+            )
+        most = part_of(self.limits.max_sessions, tenant)
+        if sum(session.tenant == tenant for session in self._sessions.values()) >= most:
+            raise Overloaded(
+                f"this tenant has {most} sessions open, which is what one may have: try again later"
+            )
+        session: ServedSession[ContextT] = await self._tasks.start(
+            self._run, generator, holder, tenant, is_valid
+        )
+        return session
+
+    async def resume(
+        self,
+        resume: Resume,
+        holder: anyio.CancelScope,
+        *,
+        tenant: str = "",
+        is_valid: IsValid = always_valid,
+    ) -> ServedSession[ContextT]:
+        """The session that a client comes back to, set to say again what the client has not heard.
+        ``ServerLost`` when it is gone, or another tenant's."""
+        session = self._sessions.get(resume.session)
+        if session is None or session.tenant != tenant:
+            raise _unknown_session()
+        if not secrets.compare_digest(session.secret.encode(), resume.secret.encode()):
+            raise _unknown_session()
+        await session.hand_over(holder)
+        session.is_valid = is_valid
+        session.interpreter.rewind(resume.variables, resume.states)
+        return session
+
+    def end_revoked(self) -> None:
+        """Ends the sessions whose API keys are not valid any more."""
+        for session in self._sessions.values():
+            if not session.is_valid():
+                session.end(revoked())
+
+    async def wait_until_empty(self) -> None:
+        """Returns when no session is open."""
+        while self._sessions:
+            await self._one_gone.wait()
+
+    async def _run(
+        self,
+        generator: Generator[ContextT],
+        holder: anyio.CancelScope,
+        tenant: str,
+        is_valid: IsValid,
+        *,
+        task_status: TaskStatus[object],
+    ) -> None:
+        session: ServedSession[ContextT] | None = None
+        try:
+            async with anyio.create_task_group() as group:
+                memory = HeldMemory(
+                    self.limits.session_bytes,
+                    within=self._memory.of(tenant),
+                    free_bytes=self.limits.sessions_bytes // (2 * self.limits.max_sessions),
+                )
+                session = ServedSession(generator, group, holder, tenant, memory, is_valid)
+                self._sessions[session.id] = session
+                task_status.started(session)
+                await session.until_over(self.limits.resume_grace_s)
+                group.cancel_scope.cancel()
+        except* Exception as errors:
+            # A fault of the server's own: it costs this session, and no other.
+            failure = incident(logger, "the session", errors)
+            if session is not None:
+                session.end(failure)
+        finally:
+            if session is not None:
+                self._remove(session)
+
+    def _remove(self, session: ServedSession[ContextT]) -> None:
+        del self._sessions[session.id]
+        session.dismiss_holder()
+        try:
+            session.interpreter.close()
+        except Exception:
+            logger.exception("a session's contexts could not all be freed")
+        self._one_gone.set()
+        self._one_gone = anyio.Event()
+
+
+@asynccontextmanager
+async def open_sessions(limits: ServerLimits) -> AsyncIterator[Sessions[Any]]:
+    """Holds sessions while the scope lasts, and cancels them at its end."""
+    async with open_task_group() as group:
+        yield Sessions(limits, group)
+        group.cancel_scope.cancel()
+
+
+def revoked() -> NotAuthorized:
+    """Of a session whose API key was taken away."""
+    return NotAuthorized(
+        "the API key of this session is not valid any more: ask for one where the server is run"
+    )
+
+
+def _unknown_session() -> ServerLost:
+    # The same words for a wrong secret: nobody learns which sessions there are.
+    return ServerLost("there is no such session: it has ended, or its grace period is over; open a new one")
