@@ -29,7 +29,7 @@ def free_port() -> int:
 
 async def start_server(port: int) -> Process:
     """``agentflow serve`` with the default model, ready."""
-    command = [sys.executable, "-m", "agentflow.cli", "serve", "--port", str(port)]
+    command = [sys.executable, "-m", "agentflow", "serve", "--port", str(port)]
     server = await asyncio.create_subprocess_exec(
         *command, "--kv-tokens", str(KV_TOKENS), "--threads", "2", stdout=PIPE, stderr=DEVNULL
     )

@@ -118,7 +118,7 @@ def soak_server(log: Path) -> Iterator[SoakServer]:
     """A server with a cache that is always full, on a port of its own choice. Its output goes to ``log``."""
     options = ["--model", MODEL, "--port", "0", "--kv-tokens", f"{KV_TOKENS}", "--max-running", "16"]
     options += ["--resume-grace", f"{RESUME_GRACE_S}"]
-    command = [sys.executable, "-m", "agentflow.cli", "serve", *options]
+    command = [sys.executable, "-m", "agentflow", "serve", *options]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with (
         log.open("w", encoding="utf-8") as output,

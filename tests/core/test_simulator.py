@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from agentflow import cli
+from agentflow.cli import main as cli
+from agentflow.cli.simulate import POLICY_NAMES
+from agentflow.cli.simulate_run import SimulateOptions, run_simulate
 from agentflow.engine.scheduling.policies import POLICIES
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel, fit_cost
@@ -18,8 +20,6 @@ from agentflow.engine.simulator.simulation import simulate
 from agentflow.engine.simulator.summary import summarise
 from agentflow.engine.simulator.workload import Arrival, Workload, open_writer, read_workload
 from agentflow.errors import BadArgument
-from agentflow.server.simulate_command import POLICY_NAMES
-from agentflow.server.simulator.command import SimulateOptions, run_simulate
 
 ONE_SECOND = CostModel(base_s=1, row_s=0, logits_s=0, read_s=0, pair_s=0)
 FCFS = SchedulerConfig(max_running=2, token_budget=16, policy="fcfs")

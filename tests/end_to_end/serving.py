@@ -9,14 +9,14 @@ from contextlib import contextmanager
 
 def run_cli(*arguments: str, timeout: float = 60, **kwargs) -> subprocess.CompletedProcess[str]:
     """The ``agentflow`` command, to its end."""
-    command = [sys.executable, "-m", "agentflow.cli", *arguments]
+    command = [sys.executable, "-m", "agentflow", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, **kwargs)
 
 
 @contextmanager
 def served(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """A server on a port of its own choice; gives its url and its process."""
-    command = [sys.executable, "-m", "agentflow.cli", "serve", "--port", "0", *options]
+    command = [sys.executable, "-m", "agentflow", "serve", "--port", "0", *options]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     server = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment

@@ -12,8 +12,8 @@ from end_to_end.serving import run_cli
 from wire_peer import HANG
 from wire_server import thread_server
 
-from agentflow.chat_command import stats_line
-from agentflow.chat_conversation import Answered
+from agentflow.cli.chat import stats_line
+from agentflow.cli.chat_conversation import Answered
 from agentflow.runtime.generator import Usage
 
 INTERRUPT, END = b"\x03", b"\x04"
@@ -111,7 +111,7 @@ class Terminal:
 def in_a_terminal(*arguments: str) -> Iterator[Terminal]:
     master, slave = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "agentflow.cli", *arguments],
+        [sys.executable, "-m", "agentflow", *arguments],
         stdin=slave,
         stdout=slave,
         stderr=slave,

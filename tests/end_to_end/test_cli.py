@@ -157,7 +157,9 @@ def test_a_bare_install_shows_every_help_and_says_what_a_command_needs():
         "tokenizers",
         "psutil",
     )
-    code = f"import sys; sys.modules.update(dict.fromkeys({missing!r})); from agentflow.cli import main; "
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({missing!r})); from agentflow.cli.main import main; "
+    )
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", f"{code}sys.exit(main({list(arguments)!r}))"]

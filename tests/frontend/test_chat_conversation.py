@@ -9,7 +9,7 @@ import pytest
 import agentflow as af
 from agentflow.backends.interpreted import interpreted
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
-from agentflow.chat_conversation import Answered, Conversation
+from agentflow.cli.chat_conversation import Answered, Conversation
 from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.runtime.generator import Capabilities, Usage
 from agentflow.runtime.task_group import open_task_group

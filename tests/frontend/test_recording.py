@@ -16,13 +16,13 @@ from observed_backends import Noted, Spoken, settle
 from rich.console import Console
 
 import agentflow as af
-from agentflow.cli import main
+from agentflow.cli.main import main
+from agentflow.cli.replay import run_replay
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
 from agentflow.protocol.events import Event, Value
 from agentflow.protocol.op_table import SHAPES
 from agentflow.recording.file import VERSION, read_recording
-from agentflow.replay_command import run_replay
 
 pytestmark = pytest.mark.anyio
 

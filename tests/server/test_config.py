@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import inspect, structs
 
+from agentflow.cli.serve import _known_names
 from agentflow.engine.scheduling.policies import POLICIES
 from agentflow.errors import BadArgument
 from agentflow.server.config import schema as config_schema
@@ -18,7 +19,6 @@ from agentflow.server.config.config_text import config_text
 from agentflow.server.config.limits import CompileLimits, HttpLimits, ServerLimits
 from agentflow.server.config.schema import GROUPS, ModelConfig, ServeConfig
 from agentflow.server.http.origin_guard import one_of
-from agentflow.server.serve_command import _known_names
 
 
 def loaded(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from agentflow.cli.serve import _warn_of_open_keys
 from agentflow.errors import NotAuthorized, RateLimited
 from agentflow.server.config.schema import NetworkConfig
-from agentflow.server.serve_command import _warn_of_open_keys
 from agentflow.server.tenants import failed_keys
 from agentflow.server.tenants.failed_keys import FAILURES_PER_MINUTE, FailedKeys
 from agentflow.server.tenants.keys import Tenants

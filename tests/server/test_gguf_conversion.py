@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
+from agentflow.cli.pull_progress import Silent
 from agentflow.engine.store.gguf import convert_gguf
 from agentflow.engine.store.model_store import (
     DEFAULT_MODEL,
@@ -25,7 +26,6 @@ from agentflow.engine.store.model_store import (
 )
 from agentflow.engine.store.pip_download import Report
 from agentflow.errors import PullFailed
-from agentflow.server.pull_progress import Silent
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER = 64, 4, 2, 16, 96
 TOKENS = ["<end>", "<start>", "a", "b", "Ġ", "1", "ab", "ĠĠ", "Ġa"]

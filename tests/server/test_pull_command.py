@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from agentflow.cli.pull import COMMAND
 from agentflow.engine.store import model_store
 from agentflow.kernels import native_library
-from agentflow.server.pull_command import COMMAND
 
 
 @pytest.fixture

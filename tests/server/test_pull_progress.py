@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 from rich.console import Console
 
-from agentflow.server.pull_progress import Phase, PullListener, shown_on
+from agentflow.cli.pull_progress import Phase, PullListener, shown_on
 
 
 @pytest.fixture(autouse=True)

@@ -10,9 +10,9 @@ import pytest
 from end_to_end.serving import run_cli
 from wire_server import thread_server
 
+from agentflow.cli.models import describe_folder, names_tools, server_models
+from agentflow.cli.server_question import ask_server, http_url
 from agentflow.errors import BadArgument, NotAuthorized, ProtocolError, ServerError, ServerUnreachable
-from agentflow.server.models_command import describe_folder, names_tools, server_models
-from agentflow.server.server_question import ask_server, http_url
 
 KEY = "af-right"
 MODELS = {

@@ -8,12 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from agentflow.engine.step_times import BucketCounts
-from agentflow.errors import ProtocolError
-from agentflow.server.metrics.metrics import ServerMetrics
-from agentflow.server.metrics.request_times import WAIT_BOUNDS_S
-from agentflow.server.top_command import frame, kv_bar, parse_metrics, run_top
-from agentflow.server.top_figures import (
+from agentflow.cli.top import frame, kv_bar, parse_metrics, run_top
+from agentflow.cli.top_figures import (
     ModelFigures,
     Quantiles,
     Scrape,
@@ -22,6 +18,10 @@ from agentflow.server.top_figures import (
     growth,
     quantile,
 )
+from agentflow.engine.step_times import BucketCounts
+from agentflow.errors import ProtocolError
+from agentflow.server.metrics.metrics import ServerMetrics
+from agentflow.server.metrics.request_times import WAIT_BOUNDS_S
 
 URL = "http://127.0.0.1:8410"
 

@@ -20,7 +20,7 @@ from plain_engine import END_ID, PLAIN_IDS, plain_engine
 from process_engine import PLAIN, PROMPT, generate, kill, process_engine
 from server.holds import Hold
 
-from agentflow import cli
+from agentflow.cli import main as cli
 from agentflow.engine.client import EngineClient
 from agentflow.engine.process.ipc import Origin
 from agentflow.engine.scheduling.scheduler import SchedulerConfig

@@ -170,7 +170,7 @@ def test_what_cannot_be_kept_is_refused(lm: AgentflowLM) -> None:
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     options = ["--port", "0", "--kv-tokens", "4000", "--threads", "2"]
-    command = [sys.executable, "-m", "agentflow.cli", "serve", *options]
+    command = [sys.executable, "-m", "agentflow", "serve", *options]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     server = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment

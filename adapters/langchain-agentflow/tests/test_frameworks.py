@@ -46,7 +46,7 @@ def weather(city: str) -> str:
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """A served engine."""
-    command = [sys.executable, "-m", "agentflow.cli", "serve", "--port", "0"]
+    command = [sys.executable, "-m", "agentflow", "serve", "--port", "0"]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment

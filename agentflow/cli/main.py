@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from agentflow import __version__
-from agentflow.command import Command
+from agentflow.cli.command import Command
 from agentflow.errors import AgentflowError
 
 EXAMPLES = """\
@@ -49,28 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _commands() -> list[Command]:
     """In the order in which they are shown. All of them can be imported in a bare install."""
-    from agentflow import chat_command, replay_command
-    from agentflow.server import (
-        config_command,
-        key_command,
-        models_command,
-        pull_command,
-        serve_command,
-        simulate_command,
-        top_command,
-    )
+    from agentflow.cli import chat, config, keys, models, pull, replay, serve, simulate, top
 
-    return [
-        pull_command.COMMAND,
-        models_command.COMMAND,
-        chat_command.COMMAND,
-        serve_command.COMMAND,
-        config_command.COMMAND,
-        key_command.COMMAND,
-        top_command.COMMAND,
-        replay_command.COMMAND,
-        simulate_command.COMMAND,
-    ]
+    modules = (pull, models, chat, serve, config, keys, top, replay, simulate)
+    return [module.COMMAND for module in modules]
 
 
 def _parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
@@ -85,7 +67,3 @@ def _parser(commands: Iterable[Command]) -> argparse.ArgumentParser:
     for command in commands:
         command.add_to(subparsers)
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

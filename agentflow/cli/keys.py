@@ -7,7 +7,7 @@ import json
 import re
 import sys
 
-from agentflow.command import Command
+from agentflow.cli.command import Command
 from agentflow.errors import BadArgument
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.text import Text
 
 from agentflow.backends.open_session import session as open_session
-from agentflow.chat_conversation import Answered, Conversation
-from agentflow.command import Command, count
+from agentflow.cli.chat_conversation import Answered, Conversation
+from agentflow.cli.command import Command, count
 from agentflow.errors import AgentflowError
 from agentflow.language.session import Session
 

@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentflow.command import Command
+from agentflow.cli.command import Command
 from agentflow.engine.process.cpu_priority import give_way
 from agentflow.server.config.config_flags import add_config_flags, read_flags
 from agentflow.server.config.schema import NetworkConfig, ServeConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from agentflow.command import Command
+from agentflow.cli.command import Command
 from agentflow.server.config.schema import DEFAULT_MODEL
 
 

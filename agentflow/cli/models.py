@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from agentflow.command import Command
+from agentflow.cli.command import Command
+from agentflow.cli.server_question import API_KEY_VARIABLE, ask_server, http_url
 from agentflow.errors import BadModelFolder, ProtocolError
-from agentflow.server.server_question import API_KEY_VARIABLE, ask_server, http_url
 
 MODELS_PATH = "/v1/models"
 LOCAL_COLUMNS = ("model", "here", "size", "architecture", "context", "chat", "tools")

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from agentflow.command import Command, count
+from agentflow.cli.command import Command, count
 from agentflow.server.config.schema import Policy
 
 POLICY_NAMES: tuple[str, ...] = get_args(Policy)
@@ -38,7 +38,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from agentflow.server.simulator.command import SimulateOptions, run_simulate
+    from agentflow.cli.simulate_run import SimulateOptions, run_simulate
 
     names = options.policy or ["all"]
     run_simulate(

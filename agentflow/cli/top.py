@@ -13,10 +13,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from agentflow.command import Command
+from agentflow.cli.command import Command
+from agentflow.cli.server_question import API_KEY_VARIABLE, DEFAULT_URL, ask_server, http_url
+from agentflow.cli.top_figures import Figures, ModelFigures, Quantiles, Sample, Scrape, figures
 from agentflow.errors import ProtocolError
-from agentflow.server.server_question import API_KEY_VARIABLE, DEFAULT_URL, ask_server, http_url
-from agentflow.server.top_figures import Figures, ModelFigures, Quantiles, Sample, Scrape, figures
 
 METRICS_PATH = "/metrics"
 # Figures are means over so long: a second alone jumps too much to be read.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from agentflow.command import Command
+from agentflow.cli.command import Command
 from agentflow.server.config.config_flags import add_config_flags, read_flags
 from agentflow.server.config.config_text import config_text
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from agentflow.command import Command
+from agentflow.cli.command import Command
 from agentflow.errors import Cancelled, ProtocolError
 from agentflow.protocol.events import Value, VarFailed
 from agentflow.protocol.reply import ReplySoFar
