@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from agentflow.kernels.attention_batch import AttentionBatch
+from agentflow.kernels.inputs import AttentionBatch
 
 Index = slice | Tensor
 """Positions along a dimension: a slice where they are consecutive, which costs no copy."""

@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentflow.kernels.attention_batch import IntArray, PageTable
 from agentflow.kernels.attention_parts import (
     AttentionPlan,
     CausalGroup,
@@ -21,6 +20,7 @@ from agentflow.kernels.attention_parts import (
 )
 from agentflow.kernels.branches import Branches, side_by_side, tree_block
 from agentflow.kernels.few_sizes import MOST_STEP, rounded_down, rounded_up, whole_tiles
+from agentflow.kernels.inputs import IntArray, PageTable
 from agentflow.kernels.shared_runs import SharedRun, find_shared_runs
 
 PART_OVERHEAD = 1000

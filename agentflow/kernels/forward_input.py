@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from agentflow.kernels.attention_batch import IntArray
+from agentflow.kernels.inputs import IntArray
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentflow.kernels.attention_batch import AttentionBatch, IntArray
 from agentflow.kernels.choice_rows import ChoiceRows
 from agentflow.kernels.decoder_weights import DecoderWeights, LayerWeights
+from agentflow.kernels.inputs import AttentionBatch, IntArray
 from agentflow.kernels.linear_weight import LinearWeight
 
 

@@ -14,11 +14,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from agentflow.kernels import cpu_ops, native_ops, reference_ops
-from agentflow.kernels.attention_batch import AttentionBatch, IntArray
+from agentflow.kernels import native_ops, reference_ops
+from agentflow.kernels import torch_ops as cpu_ops
 from agentflow.kernels.choice_rows import ChoiceRows
 from agentflow.kernels.decoder_weights import DecoderWeights
 from agentflow.kernels.forward_input import ForwardInput
+from agentflow.kernels.inputs import AttentionBatch, IntArray
 from agentflow.kernels.linear_weight import LinearWeight
 from agentflow.kernels.native_library import NoNativeKernels
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from agentflow.kernels.attention_batch import AttentionBatch, PageTable
 from agentflow.kernels.branches import Branches
+from agentflow.kernels.choice import choose as choose
 from agentflow.kernels.decoder_weights import DecoderWeights
+from agentflow.kernels.inputs import AttentionBatch, PageTable
 from agentflow.kernels.linear_weight import LinearWeight
-from agentflow.kernels.torch_choice import choose as choose
 
 
 def pack_linear(

@@ -12,7 +12,8 @@ import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from agentflow.kernels import cpu_ops, native_library, native_ops
+from agentflow.kernels import native_library, native_ops
+from agentflow.kernels import torch_ops as cpu_ops
 from agentflow.kernels.native_library import LEVELS, cpu_flags
 
 FOREIGN = 2**31 - 1

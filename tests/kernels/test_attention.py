@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import Case, Shape, make_case, shapes
 
-from agentflow.kernels import cpu_ops, reference_ops
+from agentflow.kernels import reference_ops
+from agentflow.kernels import torch_ops as cpu_ops
 from agentflow.kernels.attention_parts import AttentionPlan
 from agentflow.kernels.attention_plan import plan_attention
 from agentflow.kernels.few_sizes import rounded_up

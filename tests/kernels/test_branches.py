@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from kernel_cases import FOREIGN, Case, Shape, make_case, shapes
 from numpy.typing import NDArray
 
-from agentflow.kernels import cpu_ops, reference_ops
+from agentflow.kernels import reference_ops
+from agentflow.kernels import torch_ops as cpu_ops
 from agentflow.kernels.attention_parts import AttentionPlan
 from agentflow.kernels.attention_plan import plan_attention
 

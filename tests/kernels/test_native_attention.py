@@ -16,7 +16,7 @@ from test_attention import naive
 from test_branches import Rows, Tree, batches, with_trees
 
 from agentflow.kernels import reference_ops
-from agentflow.kernels.attention_batch import AttentionBatch
+from agentflow.kernels.inputs import AttentionBatch
 from agentflow.kernels.ops import Kernels
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

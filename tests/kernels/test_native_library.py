@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentflow.kernels import cpu_ops, native_library, native_ops, ops
+from agentflow.kernels import native_library, native_ops, ops
+from agentflow.kernels import torch_ops as cpu_ops
 from agentflow.kernels.native_library import NoNativeKernels, load_best, load_library, native_level
 
 CPU = torch.device("cpu")

@@ -12,7 +12,8 @@ from kernel_cases import QUICK_KERNELS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from agentflow.kernels import cpu_ops, native_ops, ops, reference_ops
+from agentflow.kernels import native_ops, ops, reference_ops
+from agentflow.kernels import torch_ops as cpu_ops
 from agentflow.kernels.linear_weight import LinearWeight
 from agentflow.kernels.ops import Kernels
 

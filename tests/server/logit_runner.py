@@ -18,7 +18,7 @@ from agentflow.engine.client import EngineClient, running_engine
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.models.sampler import choose_tokens
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
-from agentflow.kernels import cpu_ops
+from agentflow.kernels import torch_ops as cpu_ops
 from agentflow.protocol.sampling import SamplingParams
 
 

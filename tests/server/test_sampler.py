@@ -14,7 +14,9 @@ from plain_sampler import MASK, plain_choice, plain_uniform
 
 from agentflow.engine.batch import SampledRows, ScoredTokens, TokenMasks
 from agentflow.engine.models.sampler import choose_tokens, uniforms
-from agentflow.kernels import cpu_ops, native_ops, torch_choice
+from agentflow.kernels import choice as torch_choice
+from agentflow.kernels import native_ops
+from agentflow.kernels import torch_ops as cpu_ops
 from agentflow.kernels.choice_rows import ChoiceRows
 from agentflow.kernels.ops import Kernels
 

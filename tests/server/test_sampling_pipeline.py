@@ -25,7 +25,8 @@ from agentflow.engine.request import Request
 from agentflow.engine.scheduling.sampling_table import SamplingTable
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.errors import BadArgument
-from agentflow.kernels import cpu_ops, native_ops
+from agentflow.kernels import native_ops
+from agentflow.kernels import torch_ops as cpu_ops
 from agentflow.protocol.sampling import SamplingParams
 
 VOCAB = 24

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from agentflow.engine.batch import Batch
-from agentflow.kernels.attention_batch import AttentionBatch
 from agentflow.kernels.forward_input import ForwardInput
+from agentflow.kernels.inputs import AttentionBatch
 from agentflow.kernels.ops import Kernels
 
 

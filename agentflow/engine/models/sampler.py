@@ -14,9 +14,9 @@ from torch import Tensor
 
 from agentflow.engine.batch import BatchOutput, FloatArray, IntArray, SampledRows, ScoredTokens
 from agentflow.engine.models.logit_edits import edited
+from agentflow.kernels.choice import chosen_rows, to_host
 from agentflow.kernels.choice_rows import ChoiceRows
 from agentflow.kernels.ops import Kernels
-from agentflow.kernels.torch_choice import chosen_rows, to_host
 from agentflow.protocol.sampling import MAX_TOP_LOGPROBS
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agentflow.kernels.attention_batch import AttentionBatch
 from agentflow.kernels.attention_parts import (
     AttentionPlan,
     CausalGroup,
@@ -23,10 +22,11 @@ from agentflow.kernels.attention_parts import (
     SingleGroup,
 )
 from agentflow.kernels.attention_plan import plan_attention as plan_parts
+from agentflow.kernels.choice import choose as choose
 from agentflow.kernels.decoder_weights import DecoderWeights
 from agentflow.kernels.few_sizes import TILE_ROWS, rounded_up, whole_tiles
+from agentflow.kernels.inputs import AttentionBatch
 from agentflow.kernels.linear_weight import LinearWeight
-from agentflow.kernels.torch_choice import choose as choose
 
 
 @functools.cache
