@@ -1,11 +1,10 @@
 """agentflow: programs that call language models many times. See ``docs/`` and the README."""
 
 from agentflow.backends.local import Embedded
-from agentflow.backends.open_session import session
+from agentflow.backends.open_session import map, run, session
 from agentflow.backends.remote import Remote
 from agentflow.backends.replay import Replay
 from agentflow.backends.scripted import Scripted
-from agentflow.backends.synchronous import map, run
 from agentflow.errors import (
     AgentflowError,
     BacklogFull,
@@ -44,28 +43,20 @@ from agentflow.errors import (
     UnknownModel,
     UnknownVariable,
 )
-from agentflow.language.conversation_expression import conversation
-from agentflow.language.expressions import assistant, select, system, tool, user
-from agentflow.language.fork import Branches
-from agentflow.language.gen import gen
+from agentflow.language.expressions import assistant, conversation, image, select, system, tool, user
+from agentflow.language.gen import gen, reply
 from agentflow.language.graph import Graph
-from agentflow.language.image import image
 from agentflow.language.map import ProgramMap
-from agentflow.language.program import Program, ProgramStream, program
-from agentflow.language.reference import Transformed
-from agentflow.language.reply_expression import reply
+from agentflow.language.run import Program, ProgramStream, program
 from agentflow.language.session import Session
-from agentflow.language.state import State
+from agentflow.language.state import Branches, State
 from agentflow.language.stream import ProgramEvent, RunDone, TextDelta, VariableDone
 from agentflow.language.tags import Tag, Tagged
-from agentflow.language.tool_call import ToolCall
-from agentflow.language.variable import Variable
-from agentflow.protocol.chat import CalledTool, Message
-from agentflow.protocol.reply import Reply
-from agentflow.protocol.token_logprob import TokenLogprob
-from agentflow.runtime.generator import Stats, Usage
-
-__version__ = "0.1.0"
+from agentflow.language.values import ToolCall
+from agentflow.language.variable import Transformed, Variable
+from agentflow.protocol.chat import CalledTool, Message, Reply
+from agentflow.protocol.events import Stats, TokenLogprob, Usage
+from agentflow.version import __version__
 
 __all__ = [
     "AgentflowError",

@@ -40,10 +40,15 @@
     └── EngineFailed            the engine itself broke; not the request's fault
 
 Each class has a ``code``: the name that goes over the wire. ``from_code`` finds the class again.
+
+Faults of the library's own: the log explains one, and an error that goes to a client has only its id.
 """
 
 from __future__ import annotations
 
+import logging
+import reprlib
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
@@ -440,3 +445,29 @@ def shortened(message: str) -> str:
         return message
     half = MAX_MESSAGE_CHARS // 2
     return f"{message[:half]} … {message[-half:]}"
+
+
+def incident(logger: logging.Logger, what: str, fault: BaseException) -> EngineFailed:
+    """Logs the fault with its traceback; the error that says ``what`` failed, and where to read why.
+
+    >>> raise incident(logger, "a websocket", fault)
+    Traceback (most recent call last):
+    agentflow.errors.EngineFailed: a websocket failed: the server's log explains it under incident 5f3a9c01
+    """
+    number = secrets.token_hex(4)
+    logger.error("%s failed (incident %s)", what, number, exc_info=fault)
+    return EngineFailed(f"{what} failed: the server's log explains it under incident {number}")
+
+
+MAX_REPR = 120
+
+
+def short_repr(item: object) -> str:
+    """A repr that fits a line, of any object."""
+    shortened = reprlib.Repr()
+    shortened.maxstring = shortened.maxother = 60
+    try:
+        text = " ".join(shortened.repr(item).split())
+    except Exception:  # an error message must not fail for what it tells of
+        text = f"a {type(item).__name__} without a repr"
+    return text if len(text) <= MAX_REPR else f"{text[: MAX_REPR - 1]}…"

@@ -16,12 +16,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 import agentflow as af
-from agentflow.backends.interpreted import interpreted
+from agentflow.backends.local import interpreted
 from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.cache.liveness import Liveness
-from agentflow.engine.cache.radix_cache import RadixCache
-from agentflow.engine.cache.radix_node import PrefixMatch
-from agentflow.engine.cache.token_run import TokenRun, token_run
+from agentflow.engine.cache.radix_cache import PrefixMatch, RadixCache, TokenRun, token_run
 from agentflow.engine.client import running_engine
 from agentflow.engine.engine import Engine
 from agentflow.engine.generator import EngineGenerator

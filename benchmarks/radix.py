@@ -11,9 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from agentflow.engine.cache.radix_cache import RadixCache
-from agentflow.engine.cache.radix_node import PrefixMatch
-from agentflow.engine.cache.token_run import token_run
+from agentflow.engine.cache.radix_cache import PrefixMatch, RadixCache, token_run
 from benchmarks.report import Report, median_of
 
 NUM_TOKENS, NUM_NODES = 1_000_000, 20_000

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from agentflow.engine.batch import Batch, IntArray
-from agentflow.engine.models.batch_input import forward_input_of
 from agentflow.engine.models.config import LlamaConfig
 from agentflow.engine.models.kv_pool import KvPool
 from agentflow.engine.models.llama import LlamaModel
 from agentflow.engine.models.rope import RopeConfig, inverse_frequencies
 from agentflow.engine.models.sampler import choice_rows
-from agentflow.kernels.decoder_weights import DecoderWeights, LayerWeights
-from agentflow.kernels.linear_weight import LinearWeight
+from agentflow.engine.models.torch_runner import forward_input_of
+from agentflow.kernels.inputs import DecoderWeights, LayerWeights, LinearWeight
 from agentflow.kernels.ops import Kernels, kernels_for
 
 

@@ -17,9 +17,8 @@ from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel, default_cost, features, fit_cost
-from agentflow.engine.simulator.generators import unshared
 from agentflow.engine.simulator.simulation import Simulated, simulate
-from agentflow.engine.simulator.workload import Workload, read_workload
+from agentflow.engine.simulator.workload import Workload, read_workload, unshared
 from agentflow.protocol.sampling import SamplingParams
 from benchmarks.deep_queue import measure_deep_queue
 from benchmarks.report import Report, Result

@@ -13,13 +13,13 @@ from contextlib import asynccontextmanager
 from rich.console import Console
 
 from agentflow.engine.local_engine import EngineOptions
-from agentflow.engine.process.cpu_priority import give_way
+from agentflow.engine.process.child import give_way
 from agentflow.engine.process.ipc import FromEngine, Progress, Submit
+from agentflow.engine.tenant import NOBODY_ELSE
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.models import EngineModel
 from agentflow.server.open_models import open_models
 from agentflow.server.serve import RunningServer, running_server
-from agentflow.server.tenants.tenant import NOBODY_ELSE
 from benchmarks.http_load import WORDS
 from benchmarks.load_process import LoadProcess, load_process
 from benchmarks.report import Report, median_of

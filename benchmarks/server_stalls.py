@@ -23,7 +23,7 @@ from websockets.sync.client import connect
 
 from agentflow.protocol import ops
 from agentflow.protocol.chat import CalledTool, Conversation, Message, ToolSpec
-from agentflow.protocol.given_object import OBJECT_BOUNDS
+from agentflow.protocol.json_bounds import OBJECT_BOUNDS
 from agentflow.protocol.wire import SESSION_PATH, VERSION, Hello, Ops, encode
 from benchmarks.report import Report, median_of
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 
-from agentflow.engine.process.cpu_priority import give_way
+from agentflow.engine.process.child import give_way
 from agentflow.server.models import EngineModel
 from benchmarks.load_process import LoadProcess, load_process
 from benchmarks.report import Report, median_of

@@ -11,7 +11,7 @@ import anyio.lowlevel
 from server.chat_template_shapes import CHATML
 from server.small_tokenizers import byte_level
 
-from agentflow.backends.interpreted import interpreted
+from agentflow.backends.local import interpreted
 from agentflow.engine.batch import Batch
 from agentflow.engine.client import EngineClient, running_engine
 from agentflow.engine.fake_runner import FakeRunner
@@ -20,7 +20,7 @@ from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.backend import Connection, Deliver, Lost
-from agentflow.runtime.loop_caller import loop_caller
+from agentflow.runtime.task_group import loop_caller
 
 TOKENIZER = Tokenizer(byte_level(special=("<|im_start|>", "<|im_end|>")))
 TEMPLATE = ChatTemplate(CHATML)

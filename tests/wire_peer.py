@@ -10,9 +10,9 @@ from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
 from agentflow.errors import AgentflowError
 from agentflow.protocol import ops
 from agentflow.protocol.constraint import Constraint
-from agentflow.protocol.events import Delta, Event, Reached, StateFailed, StatsReply, Value, VarFailed
+from agentflow.protocol.events import Delta, Event, Reached, StateFailed, Stats, StatsReply, Value, VarFailed
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.runtime.generator import Generated, OnText, Stats
+from agentflow.runtime.generator import Generated, OnText
 
 # A prompt with this end is never answered; the end of a user's turn is one too.
 HANG = "…hang"

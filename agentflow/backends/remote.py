@@ -1,26 +1,70 @@
-"""A backend on a server: where it is, and how a websocket to it is opened and greeted."""
+"""A backend on a server: where it is, and how a websocket to it is opened and greeted.
+
+A session on a server, across as many websockets as it takes.
+
+A broken connection is taken up again within the server's grace period, with nothing lost and
+nothing run twice: ops stay in line until the server has taken them, and cursors say how far each
+variable and state was heard.
+
+The ops on their way to a server: numbered, encoded once, and kept until the server has taken them.
+
+How far the client of a server has heard each variable and state.
+
+After a broken connection the cursors say where the server goes on, and they keep what it repeats
+from being heard twice.
+"""
 
 from __future__ import annotations
 
+import itertools
+import random
 import re
 import ssl
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, cast
 from urllib.parse import urlsplit, urlunsplit
 
 import anyio
+import anyio.lowlevel
+import msgspec
 from websockets.exceptions import InvalidURI
 from websockets.uri import WebSocketURI, parse_uri
 
-from agentflow.backends.remote_connection import RemoteConnection
 from agentflow.backends.websocket import WebSocket, WebSocketEnded, open_websocket, shown_url
-from agentflow.errors import BadArgument, ProtocolError, ServerUnreachable
+from agentflow.errors import (
+    AgentflowError,
+    BadArgument,
+    FrameTooLarge,
+    Overloaded,
+    ProtocolError,
+    ServerLost,
+    ServerUnreachable,
+)
+from agentflow.protocol import ops
 from agentflow.protocol.backend import Connection, Deliver, Lost
+from agentflow.protocol.events import (
+    Capabilities,
+    Delta,
+    ErrorInfo,
+    Event,
+    Reached,
+    StateFailed,
+    StatsReply,
+    Value,
+    VarFailed,
+)
+from agentflow.protocol.ops import GetStats, Op
 from agentflow.protocol.wire import (
     SESSION_PATH,
+    TAKEN_OVER,
     VERSION,
+    Bye,
+    Events,
     Hello,
+    Ops,
     Refused,
     Resume,
     Welcome,
@@ -29,6 +73,441 @@ from agentflow.protocol.wire import (
     server_frames,
 )
 from agentflow.runtime.task_group import open_task_group
+
+# What an Ops frame needs besides its ops, in either encoding: field names and two numbers.
+FRAME_OVERHEAD_BYTES = 64
+# A server reads a frame in one go, and refuses one of very many values: many small ops go in several frames.
+USUAL_FRAME_BYTES = 128 * 1024
+
+
+class OpQueue:
+    """Ops that wait, then ops that were sent, oldest first, until ``acknowledge`` drops them."""
+
+    def __init__(self, *, binary: bool, frame_bytes: int) -> None:
+        self.frame_bytes = frame_bytes
+        self._binary = binary
+        self._encoder = msgspec.msgpack.Encoder() if binary else msgspec.json.Encoder()
+        self._waiting: deque[bytes] = deque()
+        self._sent: deque[bytes] = deque()
+        self._num_acked = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._sent)
+
+    def encoded(self, op: Op) -> bytes:
+        """The op's bytes. ``FrameTooLarge`` where it can't be sent alone, ``BadArgument`` where its
+        text is not Unicode."""
+        name = type(op).__name__.lower()
+        try:
+            data = self._encoder.encode(op)
+        except (UnicodeEncodeError, OverflowError) as error:
+            raise BadArgument(
+                f"{name}: the op cannot be sent, for it holds half a character: {error}"
+            ) from None
+        if len(data) > self.frame_bytes - FRAME_OVERHEAD_BYTES:
+            raise FrameTooLarge(
+                f"{name}: the op takes {len(data):,} bytes, and the server takes frames of at most "
+                f"{self.frame_bytes:,} bytes: append the text in smaller parts"
+            )
+        return data
+
+    def add(self, data: bytes) -> int:
+        """Takes an encoded op; its number."""
+        self._waiting.append(data)
+        return self._num_acked + len(self)
+
+    def next_frame(self) -> bytes | None:
+        """An ``Ops`` frame with waiting ops, as many as fit; they count as sent."""
+        if not self._waiting:
+            return None
+        first = self._num_acked + len(self._sent) + 1
+        room = min(self.frame_bytes - FRAME_OVERHEAD_BYTES, USUAL_FRAME_BYTES)
+        taken: list[msgspec.Raw] = []
+        while self._waiting and (room >= len(self._waiting[0]) or not taken):
+            data = self._waiting.popleft()
+            room -= len(data) + 1  # JSON puts a comma between
+            taken.append(msgspec.Raw(data))
+            self._sent.append(data)
+        return encode(Ops(first, cast("tuple[Op, ...]", tuple(taken))), binary=self._binary)
+
+    def acknowledge(self, ack: int) -> None:
+        """The server has taken the ops up to number ``ack``."""
+        if ack > self._num_acked + len(self._sent):
+            last = self._num_acked + len(self._sent)
+            raise ProtocolError(f"the server confirms op {ack}, but only {last} were sent")
+        while self._num_acked < ack:
+            self._sent.popleft()
+            self._num_acked += 1
+
+    def resume(self, ack: int) -> None:
+        """A new connection, and the server has taken the ops up to ``ack``: the rest waits again."""
+        self.acknowledge(ack)
+        self._waiting.extendleft(reversed(self._sent))
+        self._sent.clear()
+
+    def is_acknowledged(self, number: int) -> bool:
+        """Whether the server has taken the op with this number."""
+        return number <= self._num_acked
+
+
+@dataclass(slots=True)
+class _StateCursor:
+    num_unfinished: int = 0  # variables
+    ticket: int = 0  # the last one submitted
+    reached: int = 0
+    has_failed: bool = False
+    is_closing: bool = False
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether the server still has something to say about the state."""
+        return self.num_unfinished > 0 or (self.reached < self.ticket and not self.has_failed)
+
+
+@dataclass(slots=True)
+class _VariableCursor:
+    state: int
+    num_chars: int = 0
+
+
+class Cursors:
+    """Follows the ops that are submitted and the events that come.
+
+    A ``Close`` is held back while the server still owes something about its state: what a closed
+    state had to say could not be said again after a broken connection.
+    """
+
+    def __init__(self) -> None:
+        self.unanswered: dict[int, int] = {}  # tickets of GetStats, with the op's number
+        self._states: dict[int, _StateCursor] = {}
+        self._variables: dict[int, _VariableCursor] = {}
+        self._due: list[ops.Close] = []
+
+    def submit(self, op: ops.Op) -> bool:
+        """Notes an op; False if it is to be held back (``due_closes`` gives it later)."""
+        match op:
+            case ops.Open():
+                self._states[op.state] = _StateCursor()
+            case ops.Fork():
+                self._states |= {child: _StateCursor() for child in op.children}
+            case ops.Submit():
+                self._states[op.state] = _StateCursor(num_unfinished=len(op.outputs), ticket=1)
+                for number in op.outputs:
+                    self._variables[op.session_number(number)] = _VariableCursor(op.state)
+            case _ if isinstance(op, ops.Declaring):
+                self._variables[op.var] = _VariableCursor(op.state)
+                if op.state in self._states:
+                    self._states[op.state].num_unfinished += 1
+            case ops.Await():
+                if op.state in self._states:
+                    self._states[op.state].ticket = op.ticket
+            case ops.Close():
+                state = self._states.get(op.state)
+                if state is not None and state.is_owed:
+                    state.is_closing = True
+                    return False
+                self._states.pop(op.state, None)
+            case _:
+                pass
+        return True
+
+    def hear(self, events: Iterable[Event]) -> list[Event]:
+        """What of the events is new. ``ProtocolError`` when something in between is missing."""
+        return [new for event in events if (new := self._hear(event)) is not None]
+
+    def due_closes(self) -> list[ops.Close]:
+        """The closes that were held back and may go now."""
+        due, self._due = self._due, []
+        return due
+
+    def resume(self, session: str, secret: str) -> Resume:
+        """What the server needs to know to go on."""
+        return Resume(
+            session,
+            secret,
+            {var_id: variable.num_chars for var_id, variable in self._variables.items()},
+            {state_id: state.reached for state_id, state in self._states.items() if not state.has_failed},
+        )
+
+    def _hear(self, event: Event) -> Event | None:
+        match event:
+            case Delta():
+                return self._hear_text(event)
+            case Value():
+                value = self._hear_text(event)
+                self._finish(event.var)
+                return value
+            case VarFailed():
+                return event if self._finish(event.var) else None
+            case Reached() | StateFailed():
+                return event if self._hear_state(event) else None
+            case StatsReply():
+                return event if self.unanswered.pop(event.ticket, None) is not None else None
+
+    def _hear_text(self, event: Delta | Value) -> Delta | Value | None:
+        variable = self._variables.get(event.var)
+        if variable is None:  # its end was heard before the connection broke
+            return None
+        at = variable.num_chars
+        if event.at > at:
+            raise ProtocolError(
+                f"the server goes on with variable {event.var} at character {event.at}, "
+                f"but only {at} characters came before"
+            )
+        new = event.text[at - event.at :]
+        variable.num_chars += len(new)
+        if not new and isinstance(event, Delta):
+            return None
+        return event if event.at == at else msgspec.structs.replace(event, at=at, text=new)
+
+    def _finish(self, var_id: int) -> bool:
+        variable = self._variables.pop(var_id, None)
+        if variable is None:
+            return False
+        state = self._states.get(variable.state)
+        if state is not None:
+            state.num_unfinished -= 1
+            self._close_if_done(variable.state, state)
+        return True
+
+    def _hear_state(self, event: Reached | StateFailed) -> bool:
+        state = self._states.get(event.state)
+        if state is None or state.has_failed:
+            return False
+        if isinstance(event, Reached):
+            if event.ticket <= state.reached:
+                return False
+            state.reached = event.ticket
+        else:
+            state.has_failed = True
+        self._close_if_done(event.state, state)
+        return True
+
+    def _close_if_done(self, state_id: int, state: _StateCursor) -> None:
+        if state.is_closing and not state.is_owed:
+            del self._states[state_id]
+            self._due.append(ops.Close(state_id))
+
+
+Reopen = Callable[[Resume | None], Awaitable[tuple[WebSocket, Welcome]]]
+
+# How long leaving may take: a round trip, and no more if the server does not answer.
+GOODBYE_S = 1.0
+# How long to go on reading after writing has failed: the reason may be in what already came.
+LAST_WORDS_S = 1.0
+FIRST_BACKOFF_S = 0.05
+LAST_BACKOFF_S = 1.0
+
+# Close codes of RFC 6455, section 7.4.1, and the server's own (docs/protocol.md).
+TOO_BIG = 1009
+FINAL_CODES = {
+    1000: "the server ended the session",
+    1002: "the server did not understand a frame",
+    1003: "the server did not understand a frame",
+    1007: "the server did not understand a frame",
+    1008: "the server ended the session",
+    1012: "the server was shut down, and the session ended with it",
+    TAKEN_OVER: "another connection has taken the session over",
+}
+
+
+# A frame with news of thousands of variables must not stop the loop: others run after so many.
+EVENTS_PER_TURN = 128
+
+
+class RemoteConnection:
+    """Serves one session from the first Welcome to the Bye. ``reopen`` opens and greets a websocket;
+    ``url`` is for messages."""
+
+    def __init__(
+        self,
+        url: str,
+        reopen: Reopen,
+        websocket: WebSocket,
+        welcome: Welcome,
+        deliver: Deliver,
+        lost: Lost,
+    ) -> None:
+        self.capabilities: Capabilities = welcome.capabilities
+        self._url = url
+        self._reopen = reopen
+        self._binary = websocket.binary
+        self._websocket: WebSocket | None = websocket
+        self._welcome = welcome
+        self._deliver = deliver
+        self._lost = lost
+        self._decoder = server_frames()
+        self._queue = OpQueue(binary=websocket.binary, frame_bytes=welcome.limits.frame_bytes)
+        self._cursors = Cursors()
+        self._failure: ErrorInfo | None = None
+        self._is_leaving = False
+        self._has_ended = anyio.Event()
+        # Shielded: when the scope around the session is cancelled there is still a Bye to say.
+        self._scope = anyio.CancelScope(shield=True)
+
+    def send(self, ops: Sequence[Op]) -> None:
+        """Puts the ops in line; they go out with the next frame."""
+        if self._failure is not None:
+            raise self._failure.to_exception()
+        encoded = [self._queue.encoded(op) for op in ops]
+        for op, data in zip(ops, encoded, strict=True):
+            if self._cursors.submit(op):
+                number = self._queue.add(data)
+                if isinstance(op, GetStats):
+                    self._cursors.unanswered[op.ticket] = number
+        self._wake()
+
+    def end(self, error: BaseException | None) -> None:
+        pass
+
+    async def run(self) -> None:
+        """Serves the session until it ends; reports to ``lost`` if nobody asked it to end."""
+        error: AgentflowError | None = None
+        try:
+            with self._scope:
+                error = await self._serve()
+        finally:
+            if self._websocket is not None:
+                await self._websocket.aclose()
+            self._has_ended.set()
+        if error is not None and not self._is_leaving:
+            self._failure = ErrorInfo.of(error)
+            self._lost(error)
+
+    async def leave(self) -> None:
+        """Says Bye and closes; takes a round trip, or ``GOODBYE_S`` if the server does not answer."""
+        self._is_leaving = True
+        if self._websocket is None:
+            self._scope.cancel()
+        self._wake()
+        with anyio.move_on_after(GOODBYE_S, shield=True):
+            await self._has_ended.wait()
+        self._scope.cancel()
+
+    def _wake(self) -> None:
+        if self._websocket is not None:
+            self._websocket.wake()
+
+    async def _serve(self) -> AgentflowError | None:
+        """One websocket after the other; what ended the session, or None after a Bye."""
+        try:
+            while True:
+                assert self._websocket is not None
+                ended = await self._exchange(self._websocket)
+                if self._is_leaving:
+                    return None
+                self._check_final(ended)
+                await self._take_up(ended)
+        except AgentflowError as error:
+            return error
+
+    async def _exchange(self, websocket: WebSocket) -> WebSocketEnded:
+        """Ops out, events in, until the websocket ends. Raises what ends the session."""
+        ended = WebSocketEnded("the connection broke while sending")
+        failure: AgentflowError | None = None
+        async with open_task_group() as group:
+            group.start_soon(self._write, websocket, group.cancel_scope)
+            try:
+                while True:
+                    await self._take(await websocket.receive())
+            except WebSocketEnded as error:
+                ended = error
+            except AgentflowError as error:
+                failure = error
+            group.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+        return ended
+
+    async def _write(self, websocket: WebSocket, scope: anyio.CancelScope) -> None:
+        try:
+            await websocket.run_writer(self._next_message)
+        except WebSocketEnded:
+            # The server may have said why before it hung up: the reader goes on for a moment.
+            scope.deadline = anyio.current_time() + LAST_WORDS_S
+
+    def _next_message(self) -> bytes | None:
+        if not self._is_leaving:
+            return self._queue.next_frame()
+        assert self._websocket is not None
+        if self._websocket.is_open:
+            self._websocket.send(encode(Bye(), binary=self._binary))
+            self._websocket.close()
+        return None
+
+    async def _take(self, message: bytes | str) -> None:
+        match self._decoder.decode(message):
+            case Events(ack=ack, events=events):
+                self._queue.acknowledge(ack)
+                new = self._cursors.hear(events)
+                for start in range(0, len(new), EVENTS_PER_TURN):
+                    if start:
+                        with anyio.CancelScope(shield=True):  # what has been heard must be told
+                            await anyio.lowlevel.checkpoint()
+                    self._deliver(new[start : start + EVENTS_PER_TURN])
+                self._send_due_closes()
+            case Refused(error=error):
+                raise error.to_exception()
+            case frame:
+                raise ProtocolError(f"expected events from the server, and a {frame_name(frame)} frame came")
+
+    def _send_due_closes(self) -> None:
+        closes = self._cursors.due_closes()
+        for close in closes:
+            self._queue.add(self._queue.encoded(close))
+        if closes:
+            self._wake()
+
+    def _check_final(self, ended: WebSocketEnded) -> None:
+        if ended.code == TOO_BIG:
+            raise FrameTooLarge(
+                f"{self._url}, or a proxy in front of it, takes smaller frames than the server says"
+            )
+        if ended.code in FINAL_CODES:
+            raise ServerLost(f"{FINAL_CODES[ended.code]} ({self._url} {ended})")
+
+    async def _take_up(self, ended: WebSocketEnded) -> None:
+        """A new websocket for the session, within the grace period; or ``ServerLost``."""
+        assert self._websocket is not None
+        await self._websocket.aclose()
+        self._websocket = None
+        why: Exception = ended
+        at_least_s = 0.0
+        grace_s = self._welcome.limits.resume_grace_s
+        with anyio.move_on_after(grace_s):
+            for delay_s in _backoff():
+                await anyio.sleep(max(delay_s, at_least_s))  # noqa: TID251  (a deliberate delay between attempts)
+                try:
+                    resume = self._cursors.resume(self._welcome.session, self._welcome.secret)
+                    websocket, self._welcome = await self._reopen(resume)
+                except (ServerUnreachable, Overloaded) as error:
+                    why = error
+                    at_least_s = (error.retry_after_s if isinstance(error, Overloaded) else None) or 0.0
+                else:
+                    self._websocket = websocket
+                    self._go_on(self._welcome)
+                    return
+        lost = ServerLost(
+            f"the connection to {self._url} broke and could not be resumed within {grace_s} s ({why})"
+        )
+        raise lost from ended
+
+    def _go_on(self, welcome: Welcome) -> None:
+        self._queue.frame_bytes = welcome.limits.frame_bytes
+        self._queue.resume(welcome.ack)
+        # An answer that was lost with the connection is not in any cursor: ask again.
+        for ticket, number in list(self._cursors.unanswered.items()):
+            if self._queue.is_acknowledged(number):
+                self._cursors.unanswered[ticket] = self._queue.add(self._queue.encoded(GetStats(ticket)))
+
+
+def _backoff() -> Iterator[float]:
+    """Seconds to wait before each attempt: none, then twice as long each time, spread at random so
+    that the clients of a restarted server don't come all at once."""
+    yield 0.0
+    for attempt in itertools.count():
+        yield min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(attempt, 16)) * random.uniform(0.5, 1.0)
+
 
 # What goes through a header as it is.
 _API_KEY = re.compile(r"[!-~]([ -~]*[!-~])?")

@@ -21,21 +21,537 @@ place are equal for equal places.
 than it had at that time, so a program that cancels after some seconds waits for them once more. Two
 tasks that append to the same state must do so in the recorded order. A variable of a run that has
 ended is text where it is appended, and a reference before that.
+
+The connection of a replay: finds each op that is sent in the recording, and has its answer told.
+
+The runs of a program under replay, and which recorded run each of them is.
+
+In which order a replay tells what was recorded.
+
+An event may be told once the program has sent what it answers. Of those the earliest recorded comes
+first, and it waits for its turn: until all that was recorded before it has been told, and as many ops
+have been sent as when it was recorded. So a program that looks at which of two branches is first sees
+the same one first. A program that does things in another order would then wait for ever, so nobody
+waits longer than the program has something to do: ``PATIENCE`` turns of the event loop after the last
+op that it sent, the event is told anyway.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import heapq
+import itertools
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from os import PathLike
 
-from agentflow.backends.agenda import Agenda
-from agentflow.backends.replay_connection import ReplayConnection
-from agentflow.errors import BadArgument
+import anyio
+import anyio.lowlevel
+import msgspec
+
+from agentflow.errors import BadArgument, ReplayDiffers
+from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
-from agentflow.recording.file import read_recording
-from agentflow.recording.runs import RecordedRuns
+from agentflow.protocol.events import (
+    Delta,
+    ErrorInfo,
+    Event,
+    Reached,
+    StateFailed,
+    Stats,
+    StatsReply,
+    Value,
+    VarFailed,
+)
+from agentflow.protocol.op_table import OpKind, declared, shape_of
+from agentflow.recording.file import Recording, read_recording
+from agentflow.recording.places import Content, ForkTree, Node, Path, describe, difference
+from agentflow.recording.runs import (
+    RecordedEvent,
+    RecordedOp,
+    RecordedRun,
+    RecordedRuns,
+    RecordedState,
+    RecordedVariable,
+)
+from agentflow.runtime.graph_execution import TICKET
 from agentflow.runtime.task_group import open_task_group
+
+
+class LiveState(Node):
+    """A state of the program that runs now. ``recorded``: which one it is; None where it is not known yet,
+    and below an op that was not recorded."""
+
+    def __init__(self, run: int, path: Path, parent: LiveState | None) -> None:
+        super().__init__(run, path, parent)
+        self.above = parent
+        self.id = 0
+        self.recorded: RecordedState | None = None
+        self.num_ops = 0  # compared
+        self.num_kept = 0  # until its run was known
+        self.groups: set[Content] = set()
+        self.has_failed = False
+
+    @property
+    def is_loose(self) -> bool:
+        """Whether a failure or a cancellation decides how much it gets."""
+        recorded = self.recorded
+        return self.is_cancelled or (recorded is not None and recorded.is_loose)
+
+    def place(self, position: int | None = None) -> str:
+        """Where it is, for messages; with the number of one of its ops."""
+        recorded = self.recorded
+        is_other = recorded is not None and recorded.run != self.run
+        run = f"run {self.run}{f' (recorded as run {recorded.run})' if recorded and is_other else ''}"
+        return f"{run}, state {self.path}" + ("" if position is None else f", op {position}")
+
+
+@dataclass(frozen=True, slots=True)
+class KeptOp:
+    """An op of content that waits until its run is known."""
+
+    state: LiveState
+    op: ops.Op
+    content: Content
+    children: list[LiveState]
+
+
+@dataclass(slots=True)
+class LiveRun:
+    """``recorded``: which one it is, once that is known; until then ``kept`` is what was sent."""
+
+    root: LiveState
+    recorded: RecordedRun | None = None
+    kept: list[KeptOp] = field(default_factory=list)
+
+
+class LiveRuns:
+    """Pairs runs with recorded ones: by what they were sent, and where several fit, by their number."""
+
+    def __init__(self, recorded: list[RecordedRun]) -> None:
+        self.unused = {run.index: run for run in recorded}
+        self._runs: list[LiveRun] = []
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def __getitem__(self, index: int) -> LiveRun:
+        return self._runs[index]
+
+    def add(self, root: LiveState) -> None:
+        """A new run."""
+        self._runs.append(LiveRun(root))
+
+    def recorded_index(self, index: int) -> int:
+        """The number of the recorded run; of one that is not known, a number that none has."""
+        recorded = self._runs[index].recorded
+        return recorded.index if recorded is not None else -1 - index
+
+    def likely(self, run: LiveRun) -> RecordedRun | None:
+        """The recorded run of the same number, if it is still to be had."""
+        return self.unused.get(run.root.run)
+
+    def identify(
+        self,
+        run: LiveRun,
+        latest: Sequence[tuple[Path, Content]],
+        is_likelier: Callable[[RecordedRun, int], bool],
+    ) -> bool:
+        """Pairs ``run``, of which ``latest`` was sent after what it keeps. ``is_likelier`` chooses among
+        those that fit, given how much was sent. Where none fits, it is paired with one all the same, so
+        that the difference can be named. False: all are taken."""
+        likely = self.likely(run)
+        candidates = [likely] if likely is not None else []
+        candidates += [other for other in self.unused.values() if other is not likely]
+        if not candidates:
+            return False
+        sent = [(kept.state.path, kept.content) for kept in run.kept] + [*latest]
+        fitting = [other for other in candidates if _fits(other, sent)] or candidates
+        run.recorded = next((other for other in fitting if is_likelier(other, len(sent))), fitting[0])
+        del self.unused[run.recorded.index]
+        run.root.recorded = run.recorded.root
+        return True
+
+
+def _fits(run: RecordedRun, sent: list[tuple[Path, Content]]) -> bool:
+    """Whether the recorded run began with these ops."""
+    num_ops: dict[Path, int] = {}
+    for path, content in sent:
+        position = num_ops.get(path, 0)
+        num_ops[path] = position + 1
+        state = run.states.get(path)
+        if state is None:  # forked by an op that was not recorded: that one must fit
+            continue
+        if position >= len(state.ops):
+            if not state.is_loose:
+                return False
+        elif state.ops[position].content != content:
+            return False
+    return True
+
+
+PATIENCE = 50
+
+Tell = Callable[[], None]
+
+LATE = math.inf
+"""After everything that was recorded."""
+
+
+class Agenda:
+    """``expected``: the numbers of the events that will be pushed if the program does what it did.
+    ``batches``: of each event, a number for what was told together, and is told together again."""
+
+    def __init__(self, expected: list[int], batches: list[int]) -> None:
+        self.num_sent = 0  # ops of content
+        self._expected = expected
+        self._batches = batches
+        self._next = 0  # in ``expected``: all before it were told, or nobody waits for them any more
+        self._told: set[float] = set()
+        self._num_missing = 0  # ops that nobody waits for any more
+        self._heap: list[tuple[float, int, int, Tell]] = []
+        self._order = itertools.count()
+        self._followers: dict[int, list[Tell]] = {}
+        self._changed = anyio.Event()
+
+    def push(self, recorded: RecordedEvent, tell: Tell) -> None:
+        """The program has sent what this event answers."""
+        self.push_at(recorded.seq, tell, num_ops=recorded.num_ops)
+
+    def push_at(self, seq: float, tell: Tell, *, num_ops: int = 0) -> None:
+        """Something to be told right after the event of number ``seq``."""
+        heapq.heappush(self._heap, (seq, next(self._order), num_ops, tell))
+        self._changed.set()
+
+    def after(self, seq: int | None, follow: Tell) -> None:
+        """Calls ``follow`` once the event has been told; None: now."""
+        if seq is None or seq in self._told:
+            follow()
+        else:
+            self._followers.setdefault(seq, []).append(follow)
+
+    async def run(self, flush: Callable[[], None]) -> None:
+        """Tells what there is to tell, for ever; ``flush`` is called after what is told together."""
+        while True:
+            while not self._heap:
+                self._changed = anyio.Event()
+                await self._changed.wait()
+            await self._wait_for_turn()
+            batch = self._tell_next()
+            while self._heap and self._batch(self._heap[0][0]) == batch and self._is_due():
+                self._tell_next()
+            flush()
+            await anyio.lowlevel.checkpoint()
+
+    def _tell_next(self) -> int | None:
+        seq, _, _, tell = heapq.heappop(self._heap)
+        tell()
+        self._told.add(seq)
+        if seq != LATE:
+            for follow in self._followers.pop(int(seq), ()):
+                follow()
+        return self._batch(seq)
+
+    def _batch(self, seq: float) -> int | None:
+        return self._batches[int(seq)] if 0 <= seq < LATE else None
+
+    async def _wait_for_turn(self) -> None:
+        """Until the first in line is due, or the program has been at rest for so long."""
+        num_sent, num_turns = self.num_sent, 0
+        while num_turns < PATIENCE and not self._is_due():
+            await anyio.lowlevel.checkpoint()
+            num_turns = num_turns + 1 if num_sent == self.num_sent else 0
+            num_sent = self.num_sent
+        seq, _, num_ops, _ = self._heap[0]
+        while self._next < len(self._expected) and self._expected[self._next] < seq:
+            self._next += 1
+        self._num_missing = max(self._num_missing, num_ops - self.num_sent)
+
+    def _is_due(self) -> bool:
+        seq, _, num_ops, _ = self._heap[0]
+        if seq == LATE:
+            return False
+        while self._next < len(self._expected) and self._expected[self._next] in self._told:
+            self._next += 1
+        is_next = self._next == len(self._expected) or self._expected[self._next] >= seq
+        return is_next and self.num_sent + self._num_missing >= num_ops
+
+
+class ReplayConnection:
+    """A ``Connection`` to a recording."""
+
+    def __init__(
+        self, recording: Recording, runs: RecordedRuns, agenda: Agenda, deliver: Deliver, lost: Lost
+    ) -> None:
+        self.capabilities = recording.header.capabilities
+        self._recording = recording
+        self._recorded = runs
+        self._agenda = agenda
+        self._deliver = deliver
+        self._lost = lost
+        self._is_over = False
+        self.is_complete = False
+        """Whether the session's block was left by its end."""
+        self._runs = LiveRuns(runs.runs)
+        self._num_stats = 0
+        self._told: list[Event] = []
+        self._tree = ForkTree(LiveState, recording.header.seed, self._runs.recorded_index)
+        self._lose_when_due()
+
+    def send(self, ops: Sequence[ops.Op]) -> None:
+        refusal: ErrorInfo | None = None
+        try:
+            for op in ops:
+                refusal = self._take(op) or refusal
+        except ReplayDiffers as error:
+            self._end(error)
+            raise
+        if refusal is not None:
+            raise refusal.to_exception()
+
+    def end(self, error: BaseException | None) -> None:
+        self.is_complete = error is None
+
+    def finish(self) -> None:
+        """The program is done. ``ReplayDiffers`` where the recording has more runs."""
+        if self._runs.unused and not self._is_over:
+            run = next(iter(self._runs.unused.values()))
+            raise ReplayDiffers(
+                f"the recording has {len(self._recorded.runs)} runs, and the program ended after "
+                f"{len(self._runs)}: nothing came for run {run.index}{_begin_of(run)}"
+            )
+
+    def _take(self, op: ops.Op) -> ErrorInfo | None:
+        """One op; why it is refused, if it was."""
+        match op:
+            case ops.GetStats():
+                self._answer_stats(op.ticket)
+                return None
+            case ops.Provide() | ops.Limit():
+                return None
+            case ops.Open() | ops.Submit():
+                state = self._tree.open(op)
+                state.id = op.state
+                self._runs.add(state)
+            case _:
+                state = self._tree.node(op.state)
+        match shape_of(op).kind:
+            case OpKind.CONTENT:
+                refusal = self._take_content(state, op)
+                if isinstance(op, ops.Submit) and refusal is None:
+                    self._take_await(state, TICKET)
+                return refusal
+            case OpKind.GROUP:
+                state.groups.add(self._tree.content(op, state))
+                self._check_group(state)
+            case OpKind.AWAIT:
+                assert isinstance(op, ops.Await)
+                self._take_await(state, op.ticket)
+            case OpKind.CANCEL:
+                state.cancel()
+            case OpKind.SEAL:
+                sealed_after = state.recorded.num_ops_sealed if state.recorded is not None else None
+                if sealed_after is not None:  # variables of a sealed state may follow
+                    self._check_complete(state, sealed_after)
+            case OpKind.CLOSE:
+                self._identify(state, is_likelier=lambda run, num_sent: run.num_ops == num_sent)
+                self._tree.forget(state.id)
+                self._check_complete(state)
+            case _:
+                pass
+        return None
+
+    def _take_content(self, state: LiveState, op: ops.Op) -> ErrorInfo | None:
+        run = self._runs[state.run]
+        content = self._tree.content(op, state)
+        if run.recorded is not None or self._must_know(run, op):
+            self._identify(state, [(state.path, content)])
+            found = self._match(state, content)
+            if found is not None and found.refusal is not None:
+                return found.refusal
+            self._answer(state, op, found, self._enter(op, state))
+        else:
+            run.kept.append(KeptOp(state, op, content, self._enter(op, state)))
+            state.num_kept += 1
+        return None
+
+    def _enter(self, op: ops.Op, state: LiveState) -> list[LiveState]:
+        forks = self._tree.enter(op, state)
+        if forks:
+            for child, child_id in zip(forks, getattr(op, shape_of(op).children or ""), strict=True):
+                child.id = child_id
+        return forks
+
+    def _must_know(self, run: LiveRun, op: ops.Op) -> bool:
+        """Whether the op needs an answer, so that the run must be known."""
+        likely = self._runs.likely(run)
+        return bool(declared(op)) or (likely is not None and likely.has_refusals)
+
+    def _identify(
+        self,
+        state: LiveState,
+        latest: Sequence[tuple[Path, Content]] = (),
+        is_likelier: Callable[[RecordedRun, int], bool] = lambda run, num_sent: True,
+    ) -> None:
+        """Finds out which recorded run a state belongs to, and takes what was kept until now."""
+        run = self._runs[state.run]
+        if run.recorded is not None:
+            return
+        if not self._runs.identify(run, latest, is_likelier):
+            if self._recorded.lost is None:
+                raise self._differs(f"run {state.run}", "no more runs", "another")
+            return
+        kept_ops, run.kept = run.kept, []
+        for kept in kept_ops:
+            self._answer(kept.state, kept.op, self._match(kept.state, kept.content), kept.children)
+            self._check_group(kept.state)
+
+    def _match(self, state: LiveState, content: Content) -> RecordedOp | None:
+        """The recorded op at this place; None where the recording need not have one."""
+        position = state.num_ops
+        state.num_ops += 1
+        self._agenda.num_sent += 1
+        self._lose_when_due()
+        recorded = state.recorded
+        if recorded is None:
+            return None
+        if position < len(recorded.ops):
+            if recorded.ops[position].content != content:
+                raise self._differs(
+                    state.place(position), *difference(recorded.ops[position].content, content)
+                )
+            return recorded.ops[position]
+        if recorded.is_loose or self._recorded.lost is not None:
+            return None
+        raise self._differs(state.place(position), "no more", describe(content))
+
+    def _answer(
+        self, state: LiveState, op: ops.Op, found: RecordedOp | None, children: list[LiveState]
+    ) -> None:
+        """Has told what the recording says of this op."""
+        for index, (var_id, _) in enumerate(declared(op)):
+            self._answer_variable(state, var_id, found.variables[index] if found else None)
+        for index, child in enumerate(children):
+            child.recorded = found.children[index] if found is not None else None
+            self._fail_when_due(child)
+        self._fail_when_due(state)
+
+    def _answer_variable(self, state: LiveState, var_id: int, recorded: RecordedVariable | None) -> None:
+        for heard in recorded.events if recorded is not None else ():
+            assert isinstance(heard.event, Delta | Value | VarFailed)
+            event = msgspec.structs.replace(heard.event, var=var_id)
+            self._agenda.push(heard, lambda event=event: self._told.append(event))  # type: ignore[misc]
+        if recorded is None or not recorded.has_end:
+            error = self._missing(state, is_new=recorded is None)
+            if error is not None:
+                self._agenda.push_at(LATE, lambda: self._told.append(VarFailed(var_id, error)))
+
+    def _take_await(self, state: LiveState, ticket: int) -> None:
+        self._identify(state, is_likelier=lambda run, _: run.was_asked(state.path, state.num_kept))
+        seq = state.recorded.reached_seq(state.num_ops) if state.recorded is not None else None
+        if seq is not None:
+            self._agenda.push_at(seq, lambda: self._told.append(Reached(state.id, ticket)))
+            return
+        has_failure = state.recorded is not None and state.recorded.failure is not None
+        is_new = state.recorded is None or state.num_ops > len(state.recorded.ops)
+        error = None if has_failure else self._missing(state, is_new=is_new)
+        if error is not None:
+            self._agenda.push_at(LATE, lambda: self._told.append(StateFailed(state.id, error)))
+
+    def _missing(self, state: LiveState, *, is_new: bool) -> ErrorInfo | None:
+        """Why an answer never comes. ``is_new``: it was not asked for when it was recorded. None: the
+        program itself ends the wait, or the end of the backend does."""
+        above: LiveState | None = state
+        while above is not None and above.recorded is None:
+            above = above.above
+        recorded = above.recorded if above is not None else None
+        if self._recorded.lost is not None or recorded is None:
+            return None
+        if recorded.failure is not None:
+            assert isinstance(recorded.failure.event, StateFailed)
+            return recorded.failure.event.error
+        if recorded.is_cancelled and not is_new:
+            return None
+        if is_new:
+            return ErrorInfo.of(self._differs(state.place(state.num_ops), "a cancellation", "more"))
+        if self._recording.is_cut:
+            return ErrorInfo.of(
+                ReplayDiffers(f"{state.place()}: the recording ends before this had an answer")
+            )
+        return None
+
+    def _fail_when_due(self, state: LiveState) -> None:
+        """Has the failure of a state told, once what caused it has happened."""
+        recorded = state.recorded
+        if recorded is None or recorded.failure is None or state.has_failed:
+            return
+        failure = recorded.failure
+        num_ops, cause = recorded.cause
+        if state.num_ops < num_ops:
+            return
+        state.has_failed = True
+        assert isinstance(failure.event, StateFailed)
+        event = msgspec.structs.replace(failure.event, state=state.id)
+        self._agenda.after(cause, lambda: self._agenda.push(failure, lambda: self._told.append(event)))
+
+    def _lose_when_due(self) -> None:
+        loss = self._recorded.lost
+        if loss is not None and self._agenda.num_sent == loss.num_ops:
+            self._agenda.push_at(loss.seq, lambda: self._end(loss.error.to_exception()))
+
+    def _check_group(self, state: LiveState) -> None:
+        recorded = state.recorded
+        if recorded is None or state.is_loose:
+            return
+        for content in state.groups - recorded.groups:
+            raise self._differs(state.place(), "no such task group", describe(content))
+
+    def _check_complete(self, state: LiveState, num_recorded: int | None = None) -> None:
+        """Nothing more will be appended to the state: all that was recorded (or so many ops of it) must have
+        come."""
+        recorded = state.recorded
+        if recorded is None or state.is_cancelled or recorded.is_cancelled or self._is_over:
+            return
+        # Of a failed state, what it failed by; the program may not have got any further.
+        num_recorded = len(recorded.ops) if num_recorded is None else num_recorded
+        num_ops = min(num_recorded, recorded.cause[0]) if recorded.failure is not None else num_recorded
+        if state.num_ops < num_ops:
+            more = describe(recorded.ops[state.num_ops].content)
+            raise self._differs(state.place(state.num_ops), more, "nothing more there")
+        for content in recorded.groups - state.groups if recorded.failure is None else ():
+            raise self._differs(state.place(), describe(content), "none")
+
+    def _answer_stats(self, ticket: int) -> None:
+        known = self._recorded.stats
+        seq, reply = -1, StatsReply(ticket, Stats(model=self.capabilities.model))
+        if known:
+            seq, recorded = known[min(self._num_stats, len(known) - 1)]
+            reply = StatsReply(ticket, recorded.stats, recorded.error)
+        self._num_stats += 1
+        self._agenda.push_at(seq, lambda: self._told.append(reply))
+
+    def flush(self) -> None:
+        """Delivers what was told since the last time."""
+        told, self._told = self._told, []
+        if told and not self._is_over:
+            self._deliver(told)
+
+    def _end(self, error: Exception) -> None:
+        if not self._is_over:
+            self.flush()
+            self._is_over = True
+            self._lost(error)
+
+    def _differs(self, where: str, recorded: str, came: str) -> ReplayDiffers:
+        if recorded.startswith("no more") and self._recording.is_cut:
+            return ReplayDiffers(f"{where}: the recording ends here, and the program goes on with {came}")
+        return ReplayDiffers(f"{where}: the recording has {recorded}, and the program has {came}")
+
+
+def _begin_of(run: RecordedRun) -> str:
+    texts = [describe(op.content) for op in run.root.ops if op.content.kind == "text"]
+    return f", which begins with {texts[0]}" if texts else ""
 
 
 class Replay:

@@ -15,16 +15,15 @@ from typing import Any, TypeAlias
 import anyio.lowlevel
 import msgspec
 
-from agentflow.backends.interpreted import interpreted
+from agentflow.backends.local import interpreted
 from agentflow.errors import BadArgument, NotSupported, ScriptMismatch
-from agentflow.language.tagged_text import matches_whole, split_at_tags
+from agentflow.language.tags import matches_whole, split_at_tags
 from agentflow.protocol.backend import Connection, Deliver, Lost
-from agentflow.protocol.chat import Conversation
+from agentflow.protocol.chat import Arguments, CallBegun, Conversation, Piece, Reply, ReplyWriter, TextPiece
 from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
-from agentflow.protocol.reply import Arguments, CallBegun, Piece, Reply, ReplyWriter, TextPiece
-from agentflow.protocol.sampling import SamplingParams
-from agentflow.protocol.stop_regex import MATCHES_NOTHING, refused
-from agentflow.runtime.generator import Capabilities, Generated, OnText, Scored, StateHint, Stats, Usage
+from agentflow.protocol.events import Capabilities, Stats, Usage
+from agentflow.protocol.sampling import MATCHES_NOTHING, SamplingParams, refused
+from agentflow.runtime.generator import Generated, OnText, Scored, StateHint
 
 Answer: TypeAlias = Any
 Script = str | Callable[[str], Answer] | Mapping[str, Answer] | Sequence[Answer]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 
 from agentflow.cli.command import Command
-from agentflow.server.config.config_flags import add_config_flags, read_flags
-from agentflow.server.config.config_text import config_text
+from agentflow.server.config.config import add_config_flags, config_text, read_flags
 
 
 def _run(options: argparse.Namespace) -> int:

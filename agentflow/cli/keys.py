@@ -20,8 +20,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from agentflow.server.tenants.keys import new_key
-    from agentflow.server.tenants.keys_file import MAX_NAME_CHARS
+    from agentflow.server.tenants.keys import MAX_NAME_CHARS, new_key
 
     tenant: str = options.tenant
     if not tenant.strip() or len(tenant) > MAX_NAME_CHARS or not tenant.isprintable():

@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Iterable, Sequence
 
-from agentflow import __version__
 from agentflow.cli.command import Command
 from agentflow.errors import AgentflowError
+from agentflow.version import __version__
 
 EXAMPLES = """\
 a first session:

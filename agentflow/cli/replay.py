@@ -18,11 +18,10 @@ from rich.text import Text
 
 from agentflow.cli.command import Command
 from agentflow.errors import Cancelled, ProtocolError
-from agentflow.protocol.events import Value, VarFailed
-from agentflow.protocol.reply import ReplySoFar
+from agentflow.protocol.chat import ReplySoFar
+from agentflow.protocol.events import Usage, Value, VarFailed
 from agentflow.recording.file import Recording, read_recording
 from agentflow.recording.runs import RecordedOp, RecordedRun, RecordedRuns, RecordedState, RecordedVariable
-from agentflow.runtime.generator import Usage
 
 # Cells longer than that are cut before rich looks at them: no terminal shows more of a line.
 MAX_CELL = 400

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentflow.cli.command import Command
-from agentflow.engine.process.cpu_priority import give_way
-from agentflow.server.config.config_flags import add_config_flags, read_flags
+from agentflow.engine.process.child import give_way
+from agentflow.server.config.config import add_config_flags, read_flags
 from agentflow.server.config.schema import NetworkConfig, ServeConfig
 from agentflow.server.http.addresses import is_loopback
 

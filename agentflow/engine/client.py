@@ -34,8 +34,8 @@ from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import AgentflowError, EngineFailed, Overloaded, from_code
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.runtime.loop_caller import loop_caller
-from agentflow.server.tenants.tenant import part_of
+from agentflow.runtime.limits import part_of
+from agentflow.runtime.task_group import loop_caller
 
 logger = logging.getLogger(__name__)
 

@@ -2,26 +2,33 @@
 
 It lives in a thread of its own, away from the event loop, and speaks only in the messages of
 ``engine_messages``. It sleeps on its inbox while there is nothing to run.
+
+What an engine tells of itself: its counters and gauges, read between two steps.
+
+A request whose text a grammar constrains: keeps its mask up to date, and jumps forward for it.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
+import resource
 import secrets
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import NoReturn
 
 from agentflow.engine.batch import Batch
-from agentflow.engine.constrained_request import ConstrainedRequest, constrained_request
-from agentflow.engine.engine_stats import engine_stats
+from agentflow.engine.grammar.grammar import TokenWords
 from agentflow.engine.grammar.grammar_cache import GrammarCache
-from agentflow.engine.grammar.jump_forward import Jump
+from agentflow.engine.grammar.jump_forward import ConstrainedText, Encode, Jump
 from agentflow.engine.intake import request_of, text_end_of
 from agentflow.engine.process.ipc import (
     Abort,
     CloseState,
+    EngineStats,
     Failed,
     Finished,
     FromEngine,
@@ -39,9 +46,102 @@ from agentflow.engine.runner import AcceleratorFault, ModelRunner, OutOfMemory
 from agentflow.engine.scheduling.in_flight import StepResult
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.step_times import COMPLETE, DELIVER, RUN, SCHEDULE, StepTimes
-from agentflow.engine.text.text_end import TextEnd
+from agentflow.engine.text.detokenizer import TextEnd
 from agentflow.engine.text.tokenizer import Tokenizer
-from agentflow.errors import AgentflowError, Cancelled, EngineFailed
+from agentflow.errors import AgentflowError, Cancelled, EngineFailed, RequestRefused
+
+
+def engine_stats(ticket: int, model: str, scheduler: Scheduler, times: StepTimes) -> EngineStats:
+    """The answer to ``Report(ticket)``."""
+    memory = scheduler.memory
+    counters = scheduler.counters
+    return EngineStats(
+        ticket=ticket,
+        model=model,
+        steps=counters.steps,
+        prompt_tokens=counters.prompt_tokens,
+        cached_tokens=counters.cached_tokens,
+        cached_output_tokens=counters.cached_output_tokens,
+        computed_tokens=counters.computed_tokens,
+        generated_tokens=counters.generated_tokens,
+        forced_tokens=counters.forced_tokens,
+        evicted_tokens=counters.evicted_tokens,
+        retractions=counters.retractions,
+        free_slots=memory.slots.num_free,
+        cached_slots=memory.cache.num_cached,
+        held_slots=memory.num_held,
+        total_slots=memory.slots.total,
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting),
+        peak_resident_bytes=peak_resident_bytes(),
+        step_times=deepcopy(times.phases),  # read in another thread, while this one counts on
+    )
+
+
+def peak_resident_bytes() -> int:
+    """Largest resident memory of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+class ConstrainedRequest:
+    """``request.token_mask`` is right after each call."""
+
+    def __init__(self, request: Request, text: ConstrainedText, end_words: TokenWords) -> None:
+        self._request = request
+        self._text = text
+        self._end_words = end_words
+        self._cannot_go_on = False
+
+    def is_complete(self) -> bool:
+        """Whether the text is complete, and nothing may follow or none of the model's tokens can write it."""
+        return self._cannot_go_on or self._text.must_end()
+
+    def begin(self, generated_ids: Sequence[int]) -> Jump | None:
+        """What an engine that died had generated is there already; what is forced then is appended."""
+        for token_id in generated_ids:
+            self._text.take(token_id)
+        return self._go_on()
+
+    def take(self, token_id: int) -> Jump | None:
+        """One more token was sampled; what is forced after it is appended."""
+        self._text.take(token_id)
+        return self._go_on()
+
+    def _go_on(self) -> Jump | None:
+        jump = self._text.jump(self._request.max_new_tokens)
+        self._request.token_mask = self._mask()
+        return jump
+
+    def _mask(self) -> TokenWords:
+        """With the tokens that end the generation, where it may end. ``RequestRefused`` for an empty one."""
+        text, request = self._text, self._request
+        words = text.mask()
+        if not text.may_end():
+            if not words.any():
+                raise RequestRefused(
+                    "the constraint wants a text next that the model's tokens cannot write: "
+                    f"the text so far is {text.shown()!r}"
+                )
+            return words
+        if not words.any():
+            self._cannot_go_on = not self._end_words.any()
+            return self._end_words
+        is_early = len(text.token_ids) < request.params.min_tokens
+        return words if is_early else words | self._end_words
+
+
+def constrained_request(
+    request: Request, message: Submit, grammars: GrammarCache, tokenizer: Tokenizer
+) -> ConstrainedRequest:
+    """The request of a ``Submit`` with a constraint."""
+    assert message.constraint is not None
+
+    matcher = grammars.grammar(message.constraint).matcher()
+    jumping: Encode | None = tokenizer.encode_written if message.jump_forward else None
+    text = ConstrainedText(matcher, grammars.vocabulary, jumping)
+    return ConstrainedRequest(request, text, grammars.vocabulary.only(request.end_ids))
+
 
 logger = logging.getLogger(__name__)
 

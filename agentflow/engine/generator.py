@@ -1,4 +1,7 @@
-"""The engine as the interpreter sees it: contexts are token ids, so forks and turns are token-exact."""
+"""The engine as the interpreter sees it: contexts are token ids, so forks and turns are token-exact.
+
+A state as the engine's generator has it.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +15,25 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from agentflow.engine.answer_memory import AnswerMemory
 from agentflow.engine.client import EngineClient, OnProgress, RequestObserver
-from agentflow.engine.conversation_context import fill_beside, num_chars, remember_answer
-from agentflow.engine.engine_context import EngineContext
+from agentflow.engine.context import EngineContext
+from agentflow.engine.conversation_context import AnswerMemory, fill_beside, num_chars, remember_answer
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler
 from agentflow.engine.intake import check_intake
 from agentflow.engine.process.ipc import EngineStats, Finished, Origin, Progress
 from agentflow.engine.request import TopTokens
+from agentflow.engine.tenant import NOBODY_ELSE, AdmittedRequest, RequestGate, Tenant
 from agentflow.engine.text.chat_template import ChatTemplate
-from agentflow.engine.text.choice_scoring import scores_of
-from agentflow.engine.text.choices import WINDOW_CHARS, EncodedChoices
-from agentflow.engine.text.reply_text import ReplyText
+from agentflow.engine.text.choices import WINDOW_CHARS, EncodedChoices, scores_of
 from agentflow.engine.text.token_state import TokenState
 from agentflow.engine.text.tokenizer import Tokenizer
+from agentflow.engine.text.tools import ReplyText
 from agentflow.errors import BadArgument, PromptTooLong, faults_of
 from agentflow.protocol.chat import Conversation
 from agentflow.protocol.constraint import CONSTRAINT_KINDS, Constraint
+from agentflow.protocol.events import Capabilities, Stats, TokenLogprob, TopLogprobs, Usage
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.protocol.token_logprob import TokenLogprob, TopLogprobs
-from agentflow.runtime.generator import Capabilities, Generated, OnText, Scored, StateHint, Stats, Usage
-from agentflow.server.tenants.rate_limit import AdmittedRequest, TenantGate
-from agentflow.server.tenants.tenant import NOBODY_ELSE, Tenant
+from agentflow.runtime.generator import Generated, OnText, Scored, StateHint
 
 ResultT = TypeVar("ResultT")
 ArgTs = TypeVarTuple("ArgTs")
@@ -64,7 +64,7 @@ class EngineGenerator:
         *,
         name: str | None = None,
         tenant: Tenant = NOBODY_ELSE,
-        gate: TenantGate | None = None,
+        gate: RequestGate | None = None,
         use_hints: bool = True,
         compiler: ConstraintCompiler | None = None,
         patience_s: float | None = None,

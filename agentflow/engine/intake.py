@@ -10,7 +10,7 @@ import numpy as np
 from agentflow.engine.process.ipc import Submit
 from agentflow.engine.request import Request
 from agentflow.engine.runner import RunnerInfo
-from agentflow.engine.text.text_end import TextEnd
+from agentflow.engine.text.detokenizer import TextEnd
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.engine.token_tree import token_tree
 from agentflow.errors import BadArgument, EngineFailed, PromptTooLong

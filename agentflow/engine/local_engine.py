@@ -16,10 +16,9 @@ from agentflow.engine.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.compiler import constraint_compiler
 from agentflow.engine.machine import free_host_bytes
 from agentflow.engine.memory_shares import MIN_KV_TOKENS, WANTED_KV_TOKENS, kv_bytes_per_token
-from agentflow.engine.process.engine_frames import Start
-from agentflow.engine.process.engine_watch import Deadlines
+from agentflow.engine.process.ipc import Start
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
-from agentflow.engine.process.supervisor import supervised_engine
+from agentflow.engine.process.supervisor import Deadlines, supervised_engine
 from agentflow.engine.runner import ModelRunner
 from agentflow.engine.scheduling.policies import DEFAULT_POLICY
 from agentflow.engine.scheduling.scheduler import SchedulerConfig

@@ -2,12 +2,22 @@
 what the GPU has free.
 
 The GPU is asked by a process of its own (``cuda_memory``): the server's never loads torch.
+
+How many bytes the GPU has free; ``python -m agentflow.engine.machine`` prints it, or ``null`` where
+torch finds no GPU.
+
+The cgroups of Linux around this process, with which containers limit memory and CPU time.
+
+How many processors this process can keep busy: a machine may have more than its container may use.
+
+What the system may do with the pages of a tensor in host memory.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -16,9 +26,62 @@ from pathlib import Path
 
 import anyio
 
-from agentflow.engine.cgroups import groups_around
 from agentflow.engine.process.child import import_path
 from agentflow.errors import EngineFailed
+
+
+def groups_around(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
+    """Version (1 or 2) and folder of each cgroup that may limit this process by ``controller``, the innermost
+    first. Not all of the folders exist. Elsewhere than on Linux there are none. ``root``: where the system's
+    files are."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    mounts = root / "sys/fs/cgroup"
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            version, mount = 2, mounts
+        elif controller in controllers.split(","):
+            # Under its own name, or (cpu,cpuacct) under that of all that are mounted together.
+            version, mount = 1, mounts / controller
+            if not mount.is_dir():
+                mount = mounts / controllers
+        else:
+            continue
+        # Inside a container the path may be that of the host, which is not there: its root is, then.
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for depth in range(len(parts), -1, -1):
+            yield version, mount.joinpath(*parts[:depth])
+
+
+def usable_cpus(root: Path = Path("/")) -> int:
+    """Those that its threads may run on (affinity, which cpusets narrow), but no more than the CPU quotas of
+    the cgroups around it pay for, rounded up. At least 1. ``root``: where the system's files are.
+
+    More threads than the quota pays for gain nothing: they use it up early in each period, spinning or
+    working, and all of them stand still for the rest.
+    """
+    may_run_on = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([may_run_on, *_quotas(root)]))
+
+
+def _quotas(root: Path) -> Iterator[int]:
+    for version, folder in groups_around("cpu", root):
+        try:
+            if version == 2:
+                quota, period = (folder / "cpu.max").read_text().split()
+            else:
+                quota, period = (
+                    (folder / name).read_text() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+                )
+            cpus = math.ceil(int(quota) / int(period))
+        except (OSError, ValueError, ZeroDivisionError):  # no such file, or "max"
+            continue
+        if cpus > 0:  # version 1 says -1 for no quota
+            yield cpus
+
 
 _NAMES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

@@ -10,8 +10,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from agentflow.engine.cache.radix_node import PrefixMatch, SlotArray, TokenArray
-from agentflow.engine.cache.token_run import TokenRun, token_run
+from agentflow.engine.cache.radix_cache import PrefixMatch, SlotArray, TokenArray, TokenRun, token_run
 from agentflow.engine.grammar.grammar import TokenWords
 from agentflow.engine.token_tree import TokenTree
 from agentflow.errors import BadArgument

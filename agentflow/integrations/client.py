@@ -1,22 +1,228 @@
 """How adapters of other frameworks reach a model: from any thread and any event loop, one session for all,
-and calls that belong together as one program."""
+and calls that belong together as one program.
+
+Calls of a model from outside of any program, as other frameworks make them: a conversation, or a text, and
+the answers to it as they come.
+
+One session for all threads and event loops of a process: for code that others call as they like.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
-from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import aclosing
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
 from weakref import WeakValueDictionary
 
+import anyio
+from anyio.abc import TaskStatus
+
 from agentflow.backends.local import DEFAULT_MODEL
-from agentflow.integrations.model_call import CalledProgram, Ended, ModelCall, Said
-from agentflow.integrations.shared_session import SharedSession
+from agentflow.errors import AgentflowError, RunFailed
+from agentflow.integrations.background_loop import LoopThread
+from agentflow.language.expressions import ConversationExpression, GenExpression
 from agentflow.language.session import Session
+from agentflow.language.state import State
+from agentflow.language.stream import TextDelta
+from agentflow.language.variable import Variable
 from agentflow.protocol.backend import Backend
+from agentflow.protocol.chat import Piece, ReplyReader, TextPiece
+from agentflow.protocol.events import TopLogprobs, Usage
 from agentflow.protocol.ops import Objective
+
+# So many calls of a program keep what they have computed from being dropped first.
+MOST_KEPT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCall:
+    """``begins``: what the state begins with. ``says``: what the model says then, a ``reply`` or a ``gen``;
+    ``n`` times, each by itself."""
+
+    begins: ConversationExpression | str
+    says: GenExpression[Any]
+    n: int = 1
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """Answer ``index`` goes on."""
+
+    index: int
+    piece: Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Answer ``index`` is complete. ``model``: whose it is. The rest is as ``Variable`` has it."""
+
+    index: int
+    model: str
+    finish_reason: str
+    usage: Usage
+    text: str
+    """As its value has it: of a reply, a JSON list."""
+    logprobs: tuple[float | None, ...] | None
+    top_logprobs: TopLogprobs | None
+
+
+class CalledProgram:
+    """Calls that belong together, as one program's: what the last of them computed is kept for the next ones,
+    and the scheduler finishes them before it begins another's. Ends with ``close``."""
+
+    def __init__(self, session: Session, name: str = "", objective: Objective | None = None) -> None:
+        self.session = session
+        self._name = name
+        self._objective = objective
+        self._kept: deque[State] = deque()
+        self._is_closed = False
+
+    async def ask(self, call: ModelCall) -> AsyncGenerator[Said | Ended, None]:
+        """What the model says, as it comes. Closing this cancels the call. Raises why it failed."""
+        root = self.session.state(cache_salt=call.cache_salt, objective=self._objective, program=self._name)
+        is_whole = False
+        try:
+            async for event in _events(root, call):
+                yield event
+            is_whole = True
+        except RunFailed as error:
+            # That nothing was generated, and why: only the latter is of use to who knows of no states.
+            raise error.__cause__ if isinstance(error.__cause__, AgentflowError) else error from None
+        finally:
+            if not is_whole:
+                root.cancel()
+            self._keep(root)
+
+    def close(self) -> None:
+        """Nothing more is asked: what was kept may go."""
+        self._is_closed = True
+        while self._kept:
+            self._kept.popleft().run.close()
+
+    def _keep(self, root: State) -> None:
+        self._kept.append(root)
+        while self._kept and (self._is_closed or not self._name or len(self._kept) > MOST_KEPT):
+            self._kept.popleft().run.close()
+
+
+async def _events(root: State, call: ModelCall) -> AsyncGenerator[Said | Ended, None]:
+    root.add(call.begins)
+    states = [root] if call.n == 1 else list(root.fork(call.n))
+    variables = [state.add(call.says)[call.says] for state in states]
+    readers = [ReplyReader() if call.says.value_type.is_reply else None for _ in states]
+    async for event in root.run.watch(lambda: all(variable.is_done for variable in variables), as_sent=True):
+        index = event.path[-1] if event.path else 0
+        if not isinstance(event, TextDelta):
+            yield _ended(root.session.capabilities.model, index, variables[index])
+            continue
+        reader = readers[index]
+        pieces = [TextPiece(event.text)] if reader is None else reader.push(event.text)
+        for piece in pieces:
+            yield Said(index, piece)
+    for variable in variables:
+        variable.raise_failure()
+
+
+def _ended(model: str, index: int, variable: Variable[Any]) -> Ended:
+    return Ended(
+        index,
+        model,
+        variable.finish_reason,
+        variable.usage,
+        variable.notation,
+        variable.logprobs,
+        variable.top_logprobs,
+    )
+
+
+logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+Function = Callable[[Session], Awaitable[ResultT]]
+Source = Callable[[Session], AsyncGenerator[ResultT, None]]
+
+
+class SharedSession:
+    """Opened (``open_session``) when something is first asked of it, in a thread with a loop of its own, and
+    again when it was lost. What fails to open fails who asked.
+
+    >>> shared = SharedSession(af.session)
+    >>> shared.run(lambda flow: flow.run(judge, essay))  # from any thread
+    >>> await shared.arun(lambda flow: flow.run(judge, essay))  # from any event loop
+    """
+
+    def __init__(self, open_session: Callable[[], Session], name: str = "agentflow session") -> None:
+        self._open_session = open_session
+        self._thread = LoopThread(name)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
+        self._session: Session | None = None
+        self._opening = anyio.Lock()
+        self._replaced = anyio.Event()
+
+    def run(self, function: Function[ResultT]) -> ResultT:
+        """What the function gives; blocks until then."""
+        return self._thread.run(lambda: self._call(function))
+
+    async def arun(self, function: Function[ResultT]) -> ResultT:
+        """The same for a caller in an event loop, which goes on. Cancelling this cancels that."""
+        return await self._thread.arun(lambda: self._call(function))
+
+    def stream(self, source: Source[ResultT]) -> Generator[ResultT, None, None]:
+        """What the asynchronous generator gives, as it comes. Closing this closes that."""
+        return self._thread.stream(lambda: self._iterate(source))
+
+    def astream(self, source: Source[ResultT]) -> AsyncGenerator[ResultT, None]:
+        """The same for a reader in an event loop."""
+        return self._thread.astream(lambda: self._iterate(source))
+
+    def call_soon(self, function: Callable[[], object]) -> None:
+        """Has it called in the session's loop; nothing happens where there is none."""
+        self._thread.call_soon(function)
+
+    def close(self) -> None:
+        """Ends the session, and cancels what still runs there. The next call opens another one."""
+        self._thread.close()
+
+    async def _call(self, function: Function[ResultT]) -> ResultT:
+        return await function(await self._opened())
+
+    async def _iterate(self, source: Source[ResultT]) -> AsyncGenerator[ResultT, None]:
+        async with aclosing(source(await self._opened())) as items:
+            async for item in items:
+                yield item
+
+    async def _opened(self) -> Session:
+        if self._process != os.getpid():
+            self._begin()  # a fork of the process has another loop: the session's tasks are not in it
+        async with self._opening:
+            if self._session is None or not self._session.is_alive:
+                self._replaced.set()
+                self._session = await self._thread.keep(self._serve)
+            return self._session
+
+    async def _serve(self, *, task_status: TaskStatus[Session]) -> None:
+        """Keeps the session open until another one takes its place, or the loop ends."""
+        replaced = self._replaced = anyio.Event()
+        is_open = False
+        try:
+            async with self._open_session() as flow:
+                is_open = True
+                task_status.started(flow)
+                await replaced.wait()
+        except Exception:
+            if not is_open:
+                raise  # to whoever waits for it
+            logger.warning("a session did not end well", exc_info=True)
+
 
 # Programs whose end nobody tells are dropped, the oldest first.
 MOST_PROGRAMS: Final = 1000

@@ -1,27 +1,204 @@
 """Decides, once per batch, how its attention is computed; every layer then reuses the plan.
 
 The parts are those of ``attention_parts``.
+
+The parts that the attention of a batch is computed in.
+
+A request's keys are cut into runs that it shares with other requests and a tail of its own.
+
+* A *context part* is a run of slots that all of its query rows see whole: the prefix that requests
+  share, or what a long prefill chunk finds in the cache. It is read once for all of its rows and
+  merged with the rest by log-sum-exp (the idea of Hydragen, arXiv 2402.05099, and of the cascade
+  attention of FlashInfer).
+* A *single group* holds rows that stand alone, one per decoding request: their tails are gathered
+  side by side and padded to the longest.
+* A *short group* holds chunks of a few rows, such as tokens that a grammar has forced: the whole tail of
+  each is gathered once for all of its rows, and a mask shows to each row what comes before it.
+  *Branch rows*, the nodes of trees below a prefix (``branches``), are such a chunk, too: the mask shows to
+  each the nodes above it. A long prefix is a context part for all of them.
+* A *causal group* holds prefill chunks: row i of a chunk sees its rows 0 to i.
+
+Every row is in exactly one single, short or causal group, and in any number of context parts. What has many
+queries has one of few sizes (``few_sizes``).
+
+Finds the runs of slots that requests of a batch have in common: the branches of their prefix tree.
+
+Sizes that occur, kept few: what a kernel is compiled for.
+
+oneDNN compiles a matrix product for each number of rows that it meets. Flash attention on CPUs cuts queries,
+where they are about 64 or more, into blocks of up to 256, and keys into blocks of 512, and has two products
+compiled for each pair of sizes. That takes a millisecond, and most of it stays in memory for good: 0.7 MB for
+a product with a weight, 0.1 to 0.4 MB for attention.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentflow.kernels.attention_parts import (
-    AttentionPlan,
-    CausalGroup,
-    ContextPart,
-    Index,
-    ShortGroup,
-    SingleGroup,
-)
-from agentflow.kernels.branches import Branches, side_by_side, tree_block
-from agentflow.kernels.few_sizes import MOST_STEP, rounded_down, rounded_up, whole_tiles
-from agentflow.kernels.inputs import IntArray, PageTable
-from agentflow.kernels.shared_runs import SharedRun, find_shared_runs
+from agentflow.kernels.inputs import AttentionBatch, Branches, IntArray, PageTable, side_by_side, tree_block
+
+Index = slice | Tensor
+"""Positions along a dimension: a slice where they are consecutive, which costs no copy."""
+
+
+@dataclass(slots=True, frozen=True)
+class ContextPart:
+    """``num_rows`` query rows that all see ``num_slots`` slots. Where those are fewer than a size that occurs
+    (``few_sizes``), the last is repeated, and ``mask`` [1, 1, 1, num_slots], 0 or -inf, hides that."""
+
+    rows: Index
+    num_rows: int
+    slots: Index
+    num_slots: int
+    mask: Tensor | None
+
+
+@dataclass(slots=True, frozen=True)
+class SingleGroup:
+    """``num_rows`` rows with ``num_slots`` slots each: ``slots`` is flat, row after row.
+
+    A row with fewer keys repeats its own last slot, so that no foreign (perhaps never written)
+    slot is read, and ``mask`` [num_rows, 1, 1, num_slots], 0 or -inf, hides the repetition.
+    """
+
+    rows: Index
+    num_rows: int
+    slots: Index
+    num_slots: int
+    mask: Tensor | None
+
+
+@dataclass(slots=True, frozen=True)
+class ShortGroup:
+    """``num_chunks`` chunks of ``num_rows`` rows each, with ``num_slots`` slots each: ``rows`` and ``slots``
+    are flat, chunk after chunk. A chunk with fewer rows repeats its last one, one with fewer keys its last
+    slot.
+    ``mask`` [num_chunks, 1, num_rows, num_slots], 0 or -inf."""
+
+    rows: Index
+    slots: Index
+    num_chunks: int
+    num_rows: int
+    num_slots: int
+    mask: Tensor
+    repeated: dict[int, Tensor] = field(default_factory=dict)
+
+    def mask_for(self, times: int) -> Tensor:
+        """The mask for so many copies of each chunk's rows, end to end. Made in the first layer."""
+        found = self.repeated.get(times)
+        if found is None:
+            found = self.repeated[times] = self.mask.repeat(1, 1, times, 1)
+        return found
+
+
+@dataclass(slots=True, frozen=True)
+class CausalGroup:
+    """``num_chunks`` chunks of ``num_rows`` rows each: ``rows`` and ``slots`` are flat, chunk after
+    chunk. A chunk with fewer rows repeats its last one; the causal mask hides that from its other rows."""
+
+    rows: Index
+    slots: Index
+    num_chunks: int
+    num_rows: int
+
+
+@dataclass(slots=True, frozen=True)
+class AttentionPlan(AttentionBatch):
+    """A batch with its parts.
+
+    ``order`` [T]: where each row of the batch stands in the groups' rows laid end to end, singles
+    first, then shorts; None where that is the batch's own order.
+    """
+
+    singles: Sequence[SingleGroup]
+    shorts: Sequence[ShortGroup]
+    causals: Sequence[CausalGroup]
+    contexts: Sequence[ContextPart]
+    order: Tensor | None
+
+
+@dataclass(slots=True, frozen=True)
+class SharedRun:
+    """Columns ``start`` to ``end`` of the page table, equal for all ``members`` (request indices)."""
+
+    members: IntArray
+    start: int
+    end: int
+
+
+def find_shared_runs(
+    page_table: NDArray[np.int32], page_rows: IntArray, limits: IntArray, least_saving: int, step: int = 1
+) -> tuple[list[SharedRun], IntArray]:
+    """The shared runs that are worth a part of their own, and where each request's own tail starts.
+
+    Only the first ``limits[r]`` columns of request r can be shared. Requests with equal slots form a
+    tree; it is walked from the root. A run that n requests share saves (n - 1) times its length of
+    reading; where that is less than ``least_saving`` tokens, the run stays with its requests' tails
+    or is joined to the longer runs below it. The runs of one request are consecutive and start at
+    column 0; their lengths are multiples of ``step``, and what is left over is joined likewise. The
+    work is in the shared part of the table only: requests that share nothing cost one comparison of
+    their first slots.
+    """
+    runs: list[SharedRun] = []
+    tails = np.zeros(len(page_rows), dtype=np.int64)
+    pending = [(np.arange(len(page_rows)), 0)] if len(page_rows) > 1 else []
+    while pending:
+        members, depth = pending.pop()
+        members = members[limits[members] > depth]
+        for siblings in _equal_groups(members, page_table[page_rows[members], depth]):
+            common = page_table[page_rows[siblings], depth : int(limits[siblings].min())]
+            differs = (common != common[0]).any(axis=0)
+            end = depth + (int(differs.argmax()) if differs.any() else len(differs))
+            start = int(tails[siblings[0]])
+            length = (end - start) // step * step
+            if length and (len(siblings) - 1) * length >= least_saving:
+                runs.append(SharedRun(siblings, start, start + length))
+                tails[siblings] = start + length
+            pending.append((siblings, end))
+    return runs, tails
+
+
+def _equal_groups(members: IntArray, keys: NDArray[np.int32]) -> list[IntArray]:
+    """The members with equal keys, for each key that two or more have; each group ascends."""
+    if len(members) < 2:
+        return []
+    by_key = np.argsort(keys, kind="stable")
+    bounds = np.flatnonzero(np.diff(keys[by_key])) + 1
+    if len(bounds) + 1 == len(members):
+        return []
+    return [members[group] for group in np.split(by_key, bounds) if len(group) > 1]
+
+
+TILE_ROWS = 16
+"""A tile of AMX has so many rows."""
+MOST_STEP = 64
+
+
+def whole_tiles(size: int) -> int:
+    """The next multiple of ``TILE_ROWS``: numbers of queries."""
+    return -(-size // TILE_ROWS) * TILE_ROWS
+
+
+def rounded_up(size: int) -> int:
+    """The next of fewer sizes yet, less than 16 or a quarter larger: numbers of rows and keys.
+
+    >>> [rounded_up(size) for size in (1, 17, 100, 130, 500)]
+    [16, 32, 112, 160, 512]
+    """
+    step = min(MOST_STEP, max(TILE_ROWS, (1 << size.bit_length()) // 8))
+    return -(-size // step) * step
+
+
+def rounded_down(size: int) -> int:
+    """The multiple of ``MOST_STEP`` that is not larger."""
+    return size // MOST_STEP * MOST_STEP
+
 
 PART_OVERHEAD = 1000
 """What one more part costs in a layer, in tokens of gathered and attended KV (measured on AVX2: a

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentflow.kernels.choice_rows import ChoiceRows, FloatArray, IntArray
+from agentflow.kernels.inputs import ChoiceRows, FloatArray, IntArray
 
 _HEAD_SIZE = 1024
 """So many of the likeliest tokens are sorted at first: a nucleus is rarely larger."""

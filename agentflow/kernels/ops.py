@@ -16,11 +16,14 @@ from torch import Tensor
 
 from agentflow.kernels import native_ops, reference_ops
 from agentflow.kernels import torch_ops as cpu_ops
-from agentflow.kernels.choice_rows import ChoiceRows
-from agentflow.kernels.decoder_weights import DecoderWeights
-from agentflow.kernels.forward_input import ForwardInput
-from agentflow.kernels.inputs import AttentionBatch, IntArray
-from agentflow.kernels.linear_weight import LinearWeight
+from agentflow.kernels.inputs import (
+    AttentionBatch,
+    ChoiceRows,
+    DecoderWeights,
+    ForwardInput,
+    IntArray,
+    LinearWeight,
+)
 from agentflow.kernels.native_library import NoNativeKernels
 
 logger = logging.getLogger(__name__)

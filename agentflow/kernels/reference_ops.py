@@ -9,11 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from agentflow.kernels.branches import Branches
 from agentflow.kernels.choice import choose as choose
-from agentflow.kernels.decoder_weights import DecoderWeights
-from agentflow.kernels.inputs import AttentionBatch, PageTable
-from agentflow.kernels.linear_weight import LinearWeight
+from agentflow.kernels.inputs import AttentionBatch, Branches, DecoderWeights, LinearWeight, PageTable
 
 
 def pack_linear(

@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agentflow.kernels.attention_parts import (
+from agentflow.kernels.attention_plan import (
+    TILE_ROWS,
     AttentionPlan,
     CausalGroup,
     ContextPart,
     Index,
     ShortGroup,
     SingleGroup,
+    rounded_up,
+    whole_tiles,
 )
 from agentflow.kernels.attention_plan import plan_attention as plan_parts
 from agentflow.kernels.choice import choose as choose
-from agentflow.kernels.decoder_weights import DecoderWeights
-from agentflow.kernels.few_sizes import TILE_ROWS, rounded_up, whole_tiles
-from agentflow.kernels.inputs import AttentionBatch
-from agentflow.kernels.linear_weight import LinearWeight
+from agentflow.kernels.inputs import AttentionBatch, DecoderWeights, LinearWeight
 
 
 @functools.cache

@@ -2,16 +2,28 @@
 these.
 
 An expression is inert: the state turns it into ops when it is appended.
+
+Images: from a URL, a file or its bytes to what goes over the wire.
+
+``conversation``: a state begins with messages as chat APIs have them, and tools.
+
+``reply``: what the assistant says after a conversation, tool calls included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Generic, TypeAlias, TypeVar, get_args
+import base64
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeAlias, TypeVar, get_args
+
+import msgspec
 
 from agentflow.errors import BadArgument
-from agentflow.language.values import ValueType
-from agentflow.protocol.chat import Conversation
+from agentflow.language.values import Tool, ValueType, spec_of
+from agentflow.protocol.chat import CalledTool, Conversation, Message, ToolChoice, ToolSpec
+from agentflow.protocol.op_table import check_types
 from agentflow.protocol.ops import Role, SelectMethod, check_choices
 from agentflow.protocol.sampling import SamplingParams
 
@@ -185,3 +197,109 @@ def tuple_of(values: Iterable[ItemT], where: str, wanted: str) -> tuple[ItemT, .
         return tuple(values)
     except TypeError:
         raise BadArgument(f"{where} must be a list of {wanted}, not {values!r}") from None
+
+
+_IMAGE_STARTS = {"png": b"\x89PNG\r\n", "jpeg": b"\xff\xd8\xff", "gif": b"GIF8", "webp": b"RIFF"}
+
+
+def image(source: str | bytes | os.PathLike[str]) -> ImageExpression:
+    """An image: a URL (``https:`` or ``data:``), the bytes of a file, or a file's path.
+
+    Refused where the backend's model has no vision.
+
+    >>> s += af.user(af.image("chart.png"), "What does the chart show?")
+    """
+    if isinstance(source, str) and source.startswith(("https:", "data:image/")):
+        return ImageExpression(source)
+    if isinstance(source, str) and source.startswith(("http:", "data:")):
+        raise BadArgument(f"image: a URL must begin with https: or data:image/, not as {source[:40]!r} does")
+    if isinstance(source, bytes):
+        return ImageExpression(_data_url(source))
+    if not isinstance(source, str | os.PathLike):
+        raise BadArgument(f"image: give a URL, a file's path or its bytes, not {source!r:.80}")
+    try:
+        data = Path(source).read_bytes()
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise BadArgument(f"image: {os.fspath(source)!r:.200} cannot be read: {why}") from None
+    return ImageExpression(_data_url(data))
+
+
+def _data_url(data: bytes) -> str:
+    for kind, start in _IMAGE_STARTS.items():
+        if data.startswith(start) and (kind != "webp" or data[8:12] == b"WEBP"):
+            return f"data:image/{kind};base64,{base64.b64encode(data).decode('ascii')}"
+    raise BadArgument(f"image: {data[:12]!r}… is the start of no image: PNG, JPEG, GIF and WebP are known")
+
+
+MODES = ("auto", "required", "none")
+
+
+def conversation(
+    messages: Sequence[Message | Mapping[str, Any]],
+    *,
+    tools: Sequence[Tool | ToolSpec] = (),
+    choice: str | ToolChoice = "auto",
+    parallel: bool = True,
+) -> ConversationExpression:
+    """A whole conversation; the assistant's turn is open after it, or goes on where the last message is the
+    assistant's own. It begins a state: nothing stands before it. ``gen`` or ``reply`` comes next.
+
+    ``messages``: as OpenAI's API has them, with the ``tool_calls`` of an assistant and the results of tools,
+    or ``af.Message``. What the model has said before is found again as the tokens that it generated.
+    ``tools``: what it is told of: functions with annotated parameters, or their schemas. ``choice``: whether
+    an ``af.reply`` may call them: ``"auto"``, ``"required"``, ``"none"``, or the name of the one that it has
+    to call; ``parallel``: several at once.
+
+    >>> async with flow.state() as s:
+    ...     s += af.conversation([{"role": "user", "content": "What do plants do?"}])
+    ...     s += af.reply("answer", max_tokens=32)
+    ...     print((await s["answer"]).text)
+    Plants turn light into sugar.
+    """
+    told = tuple([_message(message) for message in tuple_of(messages, "conversation", "messages")])
+    given = tuple_of(tools, "conversation: tools", "functions or schemas")
+    specs = tuple([tool if isinstance(tool, ToolSpec) else spec_of(tool) for tool in given])
+    if not isinstance(choice, ToolChoice):
+        choice = ToolChoice(choice) if choice in MODES else ToolChoice("required", choice)  # type: ignore[arg-type]
+        choice = msgspec.structs.replace(choice, parallel=parallel)
+    whole = Conversation(told, specs, choice)
+    check_types(whole)
+    return ConversationExpression(whole.check())
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class _Call(msgspec.Struct):
+    id: str
+    function: _Function
+
+
+class _Asked(msgspec.Struct, forbid_unknown_fields=True):
+    """A message as OpenAI's API has it, text only."""
+
+    role: str
+    content: str | None = None
+    tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+def _message(message: object) -> Message:
+    if not isinstance(message, Message):
+        try:
+            asked = msgspec.convert(message, _Asked)
+        except ValueError as error:  # also of half a character in a name
+            raise BadArgument(f"conversation: {message!r:.200} is no message: {error}") from None
+        calls = [CalledTool(c.id, c.function.name, c.function.arguments) for c in asked.tool_calls or ()]
+        message = Message(
+            asked.role,
+            asked.content or "",
+            tool_calls=tuple(calls),
+            tool_call_id=asked.tool_call_id,
+            name=asked.name,
+        )
+    return message

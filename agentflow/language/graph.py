@@ -3,12 +3,21 @@
 Made by ``program.trace(...)``. States and variables are numbered from 1 inside the graph; whoever runs
 it moves them to numbers of its own. ``graph_passes`` looks for what can be done better,
 ``graph_drawing`` draws it, ``flow.submit`` runs it.
+
+What can be done for a graph before it runs: constants are folded.
+
+There is no pass for the prefix that all runs of a graph share, nor for its task groups: the engine computes
+what waiting requests share once, and knows the branches of every fork as a group.
+
+A graph as a Mermaid flowchart: a box for each state, an arrow for each stream, dashed ones for data.
+
+Text inside the quotes of a Mermaid label.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -16,9 +25,16 @@ import msgspec
 from agentflow.errors import BadArgument
 from agentflow.language.values import TEXT, ValueType
 from agentflow.protocol import ops
+from agentflow.protocol.op_table import ROOT, needs_of
+from agentflow.protocol.transform import apply_transforms
 
-ROOT = 1
-"""The number of the root state in every graph."""
+
+def escaped(text: str) -> str:
+    """Inside quotes Mermaid reads such entities; the first one makes room for the others."""
+    for char, entity in (("#", "#35;"), ('"', "#quot;"), ("<", "#lt;"), (">", "#gt;"), ("`", "#96;")):
+        text = text.replace(char, entity)
+    return text
+
 
 EdgeKind = Literal["stream", "fork", "data"]
 
@@ -133,7 +149,6 @@ class Graph:
         flowchart TD
         ...
         """
-        from agentflow.language.graph_drawing import draw
 
         return draw(self)
 
@@ -149,7 +164,6 @@ class Graph:
         >>> len(graph.ops) - len(graph.optimised().ops)  # the set is gone
         1
         """
-        from agentflow.language.graph_passes import fold_constants
 
         return fold_constants(self)
 
@@ -188,29 +202,6 @@ def ids_of(op: ops.Op) -> list[int]:
     return found + needs_of(op)
 
 
-def needs_of(op: ops.Op) -> list[int]:
-    """The variables that an op's text refers to."""
-    parts = op.parts if isinstance(op, ops.Text | ops.Set) else ()
-    return [part.var for part in parts if isinstance(part, ops.Ref)]
-
-
-def moved(op: ops.Op, base: int) -> ops.Op:
-    """The op with all its numbers moved up by ``base``."""
-    changes: dict[str, Any] = {
-        name: getattr(op, name) + base for name in ("state", "var") if hasattr(op, name)
-    }
-    if isinstance(op, ops.Fork | ops.TaskGroup):
-        changes["children"] = tuple([child + base for child in op.children])
-    if isinstance(op, ops.Text | ops.Set):
-        changes["parts"] = tuple(
-            [
-                part if isinstance(part, str) else ops.Ref(part.var + base, part.transforms)
-                for part in op.parts
-            ]
-        )
-    return msgspec.structs.replace(op, **changes)
-
-
 def filled(result: Any, values: Mapping[int, Any]) -> Any:
     """A graph's result with values in place of its outputs."""
     match result:
@@ -238,3 +229,134 @@ def _outputs_in(result: Any) -> Iterator[int]:
                 yield from _outputs_in(item)
         case _:
             pass
+
+
+def fold_constants(graph: Graph) -> Graph:
+    """The graph without variables that are constants: their texts stand where they were referred to, and
+    runs of text are one op each. Results stay what they were."""
+    constants: dict[int, str] = {}
+    folded: list[ops.Op] = []
+    for op in graph.ops:
+        if isinstance(op, ops.Text | ops.Set):
+            op = msgspec.structs.replace(op, parts=_folded(op.parts, constants))
+        # An empty one says that its state has got there; see State.ending.
+        if isinstance(op, ops.Set) and op.parts and not needs_of(op):
+            constants[op.var] = "".join([part for part in op.parts if isinstance(part, str)])
+        folded.append(op)
+    outputs = set(graph.outputs)
+    needed = [op for op in folded if not (isinstance(op, ops.Set) and op.var in constants.keys() - outputs)]
+    return replace(graph, ops=tuple(_merged(needed)))
+
+
+def _folded(parts: ops.Parts, constants: dict[int, str]) -> ops.Parts:
+    found: list[str | ops.Ref] = []
+    for part in parts:
+        if isinstance(part, ops.Ref) and part.var in constants:
+            part = apply_transforms(constants[part.var], part.transforms)
+        if isinstance(part, str) and found and isinstance(found[-1], str):
+            found[-1] += part
+        elif part != "":
+            found.append(part)
+    return tuple(found)
+
+
+def _merged(sequence: list[ops.Op]) -> list[ops.Op]:
+    """Texts of a state that follow each other in its stream become one, where the first stands, unless
+    the later one refers to a variable that is declared in between."""
+    found: list[ops.Op | None] = []
+    last_text: dict[int, int] = {}  # state → index of the text that its stream ends with
+    declared_at: dict[int, int] = {}
+    for op in sequence:
+        state = getattr(op, "state", None)
+        at = last_text.get(state) if state is not None else None
+        if isinstance(op, ops.Text) and at is not None and all(declared_at[v] < at for v in needs_of(op)):
+            earlier = found[at]
+            assert isinstance(earlier, ops.Text)
+            found[at] = ops.Text(op.state, _folded((*earlier.parts, *op.parts), {}))
+            continue
+        if isinstance(op, ops.Text):
+            last_text[op.state] = len(found)
+        elif state is not None:
+            last_text.pop(state, None)
+        if isinstance(op, ops.Declaring):
+            declared_at[op.var] = len(found)
+        found.append(op)
+    return [op for op in found if op is not None]
+
+
+_ARROWS = {"stream": "-->", "fork": "==>", "data": "-.->"}
+_MAX_LABEL = 40
+
+
+def draw(graph: Graph) -> str:
+    """The flowchart's source."""
+    shown = [index for index, op in enumerate(graph.ops) if _label(op, graph)]
+    lines = ["flowchart TD"]
+    for name, variable in graph.arguments.items():
+        lines.append(f'    a{variable}[/"{escaped(name)}"/]')
+    for state in dict.fromkeys([getattr(graph.ops[index], "state", ROOT) for index in shown]):
+        lines.append(f'    subgraph s{state}["{"root" if state == ROOT else f"state {state}"}"]')
+        for index in shown:
+            if getattr(graph.ops[index], "state", ROOT) == state:
+                lines.append(f"        {_node(index, graph)}")
+        lines.append("    end")
+    lines += [f"    {line}" for line in _arrows(graph, set(shown))]
+    return "\n".join(lines)
+
+
+def _arrows(graph: Graph, shown: set[int]) -> list[str]:
+    """The edges between the ops that are shown; those that are not are passed through."""
+    before: dict[int, list[tuple[int, str]]] = {}
+    lines: list[str] = []
+    for edge in graph.edges():
+        source = graph.ops[edge.source]
+        if edge.kind == "data" and isinstance(source, ops.Expect):
+            lines.append(f"a{source.var} {_ARROWS['data']} n{edge.target}")
+        elif edge.kind == "data" and edge.target in shown:
+            lines.append(f"n{edge.source} {_ARROWS['data']} n{edge.target}")
+        elif edge.kind != "data":
+            reached = [(edge.source, edge.kind)] if edge.source in shown else before.get(edge.source, [])
+            kept = [(at, edge.kind if at == edge.source else kind) for at, kind in reached]
+            before.setdefault(edge.target, []).extend(kept)
+            if edge.target in shown:
+                lines += [f"n{at} {_ARROWS[kind]} n{edge.target}" for at, kind in kept]
+    return list(dict.fromkeys(lines))
+
+
+def _node(index: int, graph: Graph) -> str:
+    op = graph.ops[index]
+    label = f'"{escaped(_label(op, graph))}"'
+    match op:
+        case ops.Gen():
+            return f"n{index}([{label}])"
+        case ops.Select():
+            return f"n{index}{{{{{label}}}}}"
+        case ops.Fork():
+            return f"n{index}{{{label}}}"
+        case _:
+            return f"n{index}[{label}]"
+
+
+def _label(op: ops.Op, graph: Graph) -> str:
+    """What is written into an op's box; nothing for ops that are not drawn."""
+    names = graph.names
+    match op:
+        case ops.Text() | ops.Set():
+            pieces = [part if isinstance(part, str) else f"{{{names[part.var]}}}" for part in op.parts]
+            text = " ".join("".join(pieces).split())
+            shown = text if len(text) <= _MAX_LABEL else f"{text[: _MAX_LABEL - 1]}…"
+            return f"{op.name} = {shown}" if isinstance(op, ops.Set) else shown
+        case ops.Gen():
+            return f"gen {op.name}"
+        case ops.Select():
+            return f"select {op.name}: {' | '.join(op.choices)}"[:_MAX_LABEL]
+        case ops.Begin():
+            return f"{op.role}:"
+        case ops.Fork():
+            return f"fork {len(op.children)}"
+        case ops.Image():
+            return "image"
+        case ops.Converse():
+            return f"conversation of {len(op.conversation.messages)} messages"
+        case _:
+            return ""

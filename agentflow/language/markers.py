@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from agentflow.errors import BadArgument, StateClosed
 
 if TYPE_CHECKING:
-    from agentflow.language.reference import Reference
+    from agentflow.language.variable import Reference
 
 _OPEN, _CLOSE = "\u27e6af:", "\u27e7"
 _NUM_DIGITS = 32

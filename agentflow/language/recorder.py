@@ -1,13 +1,37 @@
-"""From expressions to ops: text is merged, variables become references, turns get their marks."""
+"""From expressions to ops: text is merged, variables become references, turns get their marks.
+
+How many of a state's ops have been submitted, and how many of these are done.
+
+Two things say that ops are done: the end of a variable that was declared among them, and a ticket that
+the backend has reached.
+
+Which tasks append to a state: two that do so at the same time would leave its order to chance.
+
+Which line of the user's program is being run: so that an op that fails later can name it.
+
+What was appended to a state, as the client knows it: for ``messages()`` and for joins.
+
+Texts, variables, images, tool calls, and the beginnings and ends of turns, in order. A fork's transcript goes
+on from where its parent's was, without a copy.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+import asyncio
+import os
+import sys
+import weakref
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
+from types import CoroutineType, GeneratorType
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
+import anyio
 import msgspec
 
-from agentflow.errors import BadArgument, ForeignState, StateClosed
+from agentflow.errors import BacklogFull, BadArgument, ConcurrentAppend, ForeignState, StateClosed
 from agentflow.language.expressions import (
     Appendable,
     ConversationExpression,
@@ -18,16 +42,249 @@ from agentflow.language.expressions import (
     Sequence_,
     not_appendable,
 )
-from agentflow.language.reference import Reference
-from agentflow.language.transcript import Entry, ToolCalls, TurnBegins, TurnEnds
 from agentflow.language.values import TEXT, ValueType
-from agentflow.language.variable import Variable
+from agentflow.language.variable import Reference, Variable
 from agentflow.protocol import ops
-from agentflow.protocol.chat import Conversation
+from agentflow.protocol.chat import CalledTool, Conversation
 from agentflow.protocol.transform import apply_transforms
 
 if TYPE_CHECKING:
-    from agentflow.language.appending import Appending
+    from agentflow.language.state import Appending
+    from agentflow.language.variable import Reference, Variable
+
+
+MAX_BACKLOG = 10_000
+
+
+class Backlog:
+    """Of one state. A *mark* is a variable's id, or a ticket with its sign turned."""
+
+    def __init__(self) -> None:
+        self.num_submitted = 0
+        self.ticket = 0  # the last one asked for
+        self._num_settled = 0
+        self._marks: dict[int, int] = {}  # mark → ops submitted up to it
+        self._changed = anyio.Event()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all that was submitted is done."""
+        return self._num_settled >= self.num_submitted
+
+    def check_room(self, num_ops: int) -> None:
+        """``BacklogFull`` where so many more would be too many."""
+        if self.num_submitted + num_ops - self._num_settled > MAX_BACKLOG:
+            raise BacklogFull(f"{MAX_BACKLOG} ops wait on this state: await something before appending more")
+
+    def expect(self, var_id: int, num_ops: int) -> None:
+        """When this variable ends, the first ``num_ops`` ops are done."""
+        self._marks[var_id] = num_ops
+
+    def next_ticket(self) -> int | None:
+        """A ticket that is reached when all that was submitted is done; None where one is asked already,
+        or all is done."""
+        if self.is_settled or self._marks.get(-self.ticket) == self.num_submitted:
+            return None
+        self.ticket += 1
+        self._marks[-self.ticket] = self.num_submitted
+        return self.ticket
+
+    def end_variable(self, var_id: int) -> None:
+        """The variable has ended."""
+        self.settle(self._marks.pop(var_id, 0))
+
+    def reach(self, ticket: int) -> None:
+        """The ticket was reached."""
+        self.settle(self._marks.pop(-ticket, 0))
+
+    def settle(self, num_ops: int) -> None:
+        """The first ``num_ops`` ops are done."""
+        self._num_settled = max(self._num_settled, num_ops)
+        self.wake()
+
+    def wake(self) -> None:
+        """Whoever waits for a change looks again."""
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    async def change(self) -> None:
+        """Waits until something changes."""
+        await self._changed.wait()
+
+    def is_done(self, num_ops: int) -> bool:
+        """Whether the first ``num_ops`` are done."""
+        return self._num_settled >= num_ops
+
+
+class Appenders:
+    """One task may append after another, and a task may hand the state to a child and go on when that
+    has ended. What is refused is a task that comes back while one that appended since is still alive."""
+
+    def __init__(self) -> None:
+        # Coroutines of tasks, in the order of their last append, without repetition.
+        self._last: list[weakref.ref[Any]] = []
+
+    def check(self) -> None:
+        """The running task appends now."""
+        now = _running()
+        if now is None or (self._last and self._last[-1]() is now):
+            return
+        alive = [ref for ref in self._last if not _has_ended(ref())]
+        if alive and alive[-1]() is now:  # those that appended since have ended
+            self._last = alive
+            return
+        if any(ref() is now for ref in alive):
+            raise ConcurrentAppend(
+                "two tasks append to this state at the same time, so that the order of what they append is "
+                "chance: fork it, and give each task a branch"
+            )
+        self._last = [*alive, weakref.ref(now)]
+
+
+def _running() -> object | None:
+    """The coroutine of the running task."""
+    with suppress(RuntimeError):  # no asyncio here
+        task: Any = asyncio.current_task()
+        return None if task is None else task.get_coro()
+    trio = sys.modules.get("trio")
+    if trio is not None:
+        with suppress(RuntimeError):  # no trio either
+            return trio.lowlevel.current_task().coro  # type: ignore[no-any-return]
+    raise ConcurrentAppend(
+        "this thread has no event loop: append from the task that runs the program "
+        "(from a worker thread by anyio.from_thread.run_sync)"
+    )
+
+
+def _has_ended(coroutine: object | None) -> bool:
+    """Whether its task has. Of other kinds than Python's own nothing is known: they are not accused."""
+    if isinstance(coroutine, CoroutineType):
+        return coroutine.cr_frame is None
+    return not isinstance(coroutine, GeneratorType) or coroutine.gi_frame is None
+
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+class ProgramLine(NamedTuple):
+    """A line outside this package."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.line}, in {self.function}"
+
+
+def calling_line() -> ProgramLine | None:
+    """The innermost line on the stack that is not this package's own. About a microsecond."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith(_PACKAGE):
+            return ProgramLine(code.co_filename, frame.f_lineno, code.co_name)
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+class LineTable:
+    """From the number of an op in its state to the line that appended it."""
+
+    def __init__(self) -> None:
+        self._ends: list[int] = []
+        self._lines: list[ProgramLine | None] = []
+
+    def add(self, end: int, line: ProgramLine | None) -> None:
+        """The ops up to number ``end``, from the end of those before, come from ``line``."""
+        if self._lines and self._lines[-1] == line:
+            self._ends[-1] = end
+        else:
+            self._ends.append(end)
+            self._lines.append(line)
+
+    def line_of(self, number: int) -> ProgramLine | None:
+        """Where op ``number`` (from 1) was appended."""
+        index = bisect_left(self._ends, number)
+        return self._lines[index] if index < len(self._lines) else None
+
+
+class TurnBegins(NamedTuple):
+    """A turn of this role begins. ``tool_call_id`` and ``name``: as ``af.Message`` has them."""
+
+    role: str
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class TurnEnds(NamedTuple):
+    """The turn ends."""
+
+
+class ToolCalls(NamedTuple):
+    """The turn calls tools: these, or those of a reply that is a part of it."""
+
+    source: tuple[CalledTool, ...] | Variable[Any]
+
+
+Content = Union["str", "Reference[Any]", ImageExpression]
+Entry = Content | TurnBegins | TurnEnds | ToolCalls
+
+
+class TurnContent(NamedTuple):
+    """A turn, its content not resolved yet."""
+
+    begin: TurnBegins
+    content: list[Content]
+    calls: list[ToolCalls]
+
+
+class Transcript:
+    """Append-only. ``open_role``: of the turn that is not closed yet."""
+
+    def __init__(self, parent: Transcript | None = None) -> None:
+        self._parent = parent
+        self._num_inherited = len(parent._entries) if parent is not None else 0
+        self._entries: list[Entry] = []
+        self.open_role: str | None = parent.open_role if parent is not None else None
+
+    def extend(self, entries: Sequence[Entry], open_role: str | None) -> None:
+        """These were appended, and this turn is open after them."""
+        self._entries += entries
+        self.open_role = open_role
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was appended, here or before a fork."""
+        return next(self._all(), None) is None
+
+    def own_content(self) -> list[Content]:
+        """What was appended since the fork, without the marks of turns."""
+        marks = TurnBegins | TurnEnds | ToolCalls
+        return [entry for entry in self._entries if not isinstance(entry, marks)]
+
+    def turns(self) -> list[TurnContent]:
+        """The turns so far, the open one included. Text outside turns belongs to none."""
+        found: list[TurnContent] = []
+        is_open = False
+        for entry in self._all():
+            if isinstance(entry, TurnBegins):
+                found.append(TurnContent(entry, [], []))
+                is_open = True
+            elif isinstance(entry, TurnEnds):
+                is_open = False
+            elif isinstance(entry, ToolCalls):
+                found[-1].calls.append(entry)
+            elif is_open:
+                found[-1].content.append(entry)
+        return found
+
+    def _all(self) -> Iterator[Entry]:
+        chain: list[tuple[Transcript, int]] = [(self, len(self._entries))]
+        while (parent := chain[-1][0]._parent) is not None:
+            chain.append((parent, chain[-1][0]._num_inherited))
+        for transcript, length in reversed(chain):
+            yield from islice(transcript._entries, length)
 
 
 class Declared(NamedTuple):

@@ -14,29 +14,27 @@ from anyio.abc import TaskGroup
 
 from agentflow.errors import AgentflowError, BadArgument, Cancelled, EngineFailed, ServerLost, StateClosed
 from agentflow.language.graph import Graph
-from agentflow.language.graph_submission import GraphRun, submit
-from agentflow.language.map import DEFAULT_CONCURRENCY, ProgramMap
-from agentflow.language.map_inputs import Inputs, ItemT, ManyOf, MapOptions
-from agentflow.language.map_work import OnError
+from agentflow.language.map import DEFAULT_CONCURRENCY, Inputs, ItemT, ManyOf, MapOptions, OnError, ProgramMap
 from agentflow.language.markers import Markers
-from agentflow.language.program import ProgramStream
-from agentflow.language.run import RootState, Run, check_program
+from agentflow.language.run import ProgramStream, RootState, Run, check_program
 from agentflow.language.state import State
+from agentflow.language.submit import GraphRun, submit
 from agentflow.language.variable import Variable
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend, Connection
 from agentflow.protocol.events import (
+    Capabilities,
     Delta,
     ErrorInfo,
     Event,
     Reached,
     StateFailed,
+    Stats,
     StatsReply,
     Value,
     VarFailed,
 )
-from agentflow.protocol.op_checks import check_sendable
-from agentflow.runtime.generator import Capabilities, Stats
+from agentflow.protocol.op_table import check_sendable
 from agentflow.runtime.limits import limit_op
 from agentflow.runtime.task_group import open_task_group
 

@@ -9,7 +9,7 @@ import anyio
 import msgspec
 
 from agentflow.protocol.chat import CalledTool
-from agentflow.runtime.generator import Usage
+from agentflow.protocol.events import Usage
 
 if TYPE_CHECKING:
     from agentflow.language.variable import Variable

@@ -4,6 +4,9 @@ as a graph.
 Text arguments that are not given, and every awaited value, are stand-ins: they can be appended, wired,
 transformed and returned, and whoever looks at them is refused with the line that does so. What the
 program does between its ops (a loop over a given list, say) is done once, now.
+
+A graph goes to the backend in one op, and its result comes back: for ``flow.submit``, and where a graph is
+mapped over inputs or streamed.
 """
 
 from __future__ import annotations
@@ -11,21 +14,24 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from agentflow.errors import BadArgument, DataDependent
 from agentflow.language.graph import Graph, Output
-from agentflow.language.program_line import ProgramLine, calling_line
-from agentflow.language.reference import Reference
+from agentflow.language.recorder import ProgramLine, calling_line
 from agentflow.language.run import Run, called
 from agentflow.language.session import Session
 from agentflow.language.state import State
-from agentflow.language.variable import Variable
+from agentflow.language.variable import Reference, Variable
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.constraint import CONSTRAINT_KINDS
+from agentflow.protocol.events import Capabilities
 from agentflow.protocol.transform import Transform
-from agentflow.runtime.generator import Capabilities
+
+if TYPE_CHECKING:
+    from agentflow.language.session import Session
+
 
 _LEFT_OUT = ops.Await | ops.Close | ops.GetStats
 _EVERYTHING = Capabilities(model="a trace", constraints=CONSTRAINT_KINDS, images=True, conversations=True)

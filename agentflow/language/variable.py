@@ -2,31 +2,304 @@
 
 One shared text, thin readers: awaiting gives the whole value, iterating gives the text as it comes
 (from the start, however late the reader), appending it to a state passes it by reference.
+
+What stands for a value that is still being made, wherever it may be used: a variable, or what
+transforms make of one.
+
+It can be awaited, appended, put into an f-string, added to text, and transformed; it is passed on by
+reference. It is not the value: to compare or to measure it, await it first.
+
+The readers of one variable: of its text as it comes, and of the parts of its value.
+
+They hold no queue: a slow reader gets one larger step. Not generators: they may be left at any point.
+
+Partial values: what a JSON text that still grows says already.
+
+What is shown never changes later: strings and lists grow, records get more fields, and what could still
+become something else (``12`` of ``123``, ``tr`` of ``true``) is left out until it is complete.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Generator
-from typing import TYPE_CHECKING, Any, overload
+import json
+import re
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Callable, Generator
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, overload
 
 import anyio
+import jiter
 
 from agentflow.errors import BadArgument, InvalidValue
-from agentflow.language.partial_value import NothingYet, partial_value, whole_value
-from agentflow.language.reference import Reference, Transformed, ValueT_co
+from agentflow.language.expressions import Expression
 from agentflow.language.values import TEXT, ValueType
-from agentflow.language.variable_readers import PartialReader, TextReader
-from agentflow.protocol.chat import CalledTool
-from agentflow.protocol.events import ErrorInfo, Value
-from agentflow.protocol.reply import Reply, ReplySoFar
-from agentflow.protocol.token_logprob import TopLogprobs
-from agentflow.protocol.transform import Transform
-from agentflow.runtime.generator import Usage
+from agentflow.protocol.chat import CalledTool, Reply, ReplySoFar
+from agentflow.protocol.events import ErrorInfo, TopLogprobs, Usage, Value
+from agentflow.protocol.transform import Transform, TransformName, apply_in_turn, check_transforms
 
 if TYPE_CHECKING:
-    from agentflow.language.program_line import ProgramLine
+    from agentflow.language.recorder import ProgramLine
     from agentflow.language.state import State
     from agentflow.language.tags import Tagged
+
+
+ValueT = TypeVar("ValueT")
+ValueT_co = TypeVar("ValueT_co", covariant=True)
+
+
+class Reference(Expression, Generic[ValueT_co]):
+    """``source`` is the variable behind it; ``transforms`` are applied to its text on the way."""
+
+    source: Variable[Any]
+    transforms: tuple[Transform, ...]
+
+    @property
+    @abstractmethod
+    def shown_name(self) -> str:
+        """How messages name it. For errors."""
+
+    @property
+    @abstractmethod
+    def marker_id(self) -> int:
+        """Its number, unique in the session. For markers."""
+
+    @abstractmethod
+    def __await__(self) -> Generator[object, None, ValueT_co]:
+        """Its value; raises what failed."""
+
+    def strip(self) -> Transformed:
+        """Without white space at both ends.
+
+        >>> await s.set("x", "  yes ").strip()
+        'yes'
+        """
+        return self._then("strip")
+
+    def lower(self) -> Transformed:
+        """In lower case.
+
+        >>> await s.set("x", "Yes").lower()
+        'yes'
+        """
+        return self._then("lower")
+
+    def upper(self) -> Transformed:
+        """In upper case.
+
+        >>> await s.set("x", "yes").upper()
+        'YES'
+        """
+        return self._then("upper")
+
+    def first_line(self) -> Transformed:
+        """Its first line with anything on it, stripped.
+
+        >>> await s.set("x", "\\n Yes.\\nFor three reasons.").first_line()
+        'Yes.'
+        """
+        return self._then("first_line")
+
+    def json(self, path: str = "") -> Transformed:
+        """What stands at ``path`` (``"a.b.0"``; all of it by default) in its text, which is JSON: strings
+        as they are, anything else as JSON. ``RunFailed`` where there is no such thing.
+
+        >>> record = s.set("record", '{"name": "Ada", "born": {"year": 1815}}')
+        >>> await record.json("born.year")
+        '1815'
+        """
+        return self._then("json", path)
+
+    def regex(self, pattern: str) -> Transformed:
+        """What ``pattern`` finds first in its text: its first group, where it has groups. ``RunFailed`` where
+        it finds nothing, ``BadArgument`` (at once) where it is no pattern.
+
+        >>> await s.set("x", "I give it 8 of 10.").regex(r"(\\d+) of 10")
+        '8'
+        """
+        return self._then("regex", pattern)
+
+    def map(self, function: Callable[[ValueT_co], str]) -> Variable[str]:
+        """What ``function`` makes of its value, which must be a string. It runs in this process, and its
+        result is sent on: a round trip that the named transforms save.
+
+        >>> await s["answer"].map(lambda text: text.replace("sugar", "food"))
+        'Plants turn light into food.'
+        """
+        return self.source.state.mapped(self, function)
+
+    def _then(self, name: TransformName, argument: str = "") -> Transformed:
+        transforms = (*self.transforms, Transform(name, argument))
+        check_transforms(transforms)
+        self.source.state.session.markers.refuse([argument], f"{name}: its argument")
+        return self.source.transformed(transforms)
+
+    def __format__(self, spec: str) -> str:
+        if spec:
+            raise BadArgument(
+                f"{self.shown_name} is passed on by reference and cannot be formatted with {spec!r}: "
+                "use a plain {…}, or await it and format its value"
+            )
+        return self.source.state.session.markers.mark(self)
+
+    def __str__(self) -> str:
+        raise BadArgument(
+            f"str() of {self.shown_name}: await it for its value, or append it (or an f-string with it) "
+            "to a state to pass it on unawaited"
+        )
+
+    def __bool__(self) -> NoReturn:
+        self._refuse("asked whether it is true")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Reference):
+            self._refuse("compared")
+        return self is other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = object.__hash__
+
+    def __len__(self) -> NoReturn:
+        self._refuse("measured")
+
+    def __contains__(self, item: object) -> NoReturn:
+        self._refuse("searched")
+
+    def __getitem__(self, key: object) -> NoReturn:
+        self._refuse("taken apart")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise BadArgument(f"{self.shown_name} is no value yet and cannot be {what}: await it first")
+
+
+class Transformed(Reference[str]):
+    """A variable's text after some transforms. Made by ``s["x"].strip()`` and the like.
+
+    >>> s += af.user("Answer in capitals: ", s["answer"].first_line().upper())
+    >>> print(await s["answer"].first_line().upper())
+    PLANTS TURN LIGHT INTO SUGAR.
+    """
+
+    def __init__(self, source: Variable[Any], transforms: tuple[Transform, ...]) -> None:
+        self.source = source
+        self.transforms = transforms
+        self._marker_id = source.state.session.next_id()
+
+    @property
+    def marker_id(self) -> int:
+        return self._marker_id
+
+    def __repr__(self) -> str:
+        return f"<{self.shown_name}>"
+
+    @property
+    def shown_name(self) -> str:
+        steps = "".join(
+            [f".{t.name}({t.argument!r})" if t.argument else f".{t.name}()" for t in self.transforms]
+        )
+        return f"variable {self.source.name!r}{steps}"
+
+    def __await__(self) -> Generator[object, None, str]:
+        return self._wait().__await__()
+
+    async def _wait(self) -> str:
+        return await apply_in_turn(await self.source.whole_text(), self.transforms)
+
+
+_NUMBER_CHARS = "0123456789+-.eE"
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*+("?)', re.DOTALL)
+"""A string, and the mark that ends it if it has one."""
+
+
+class NothingYet(ValueError):
+    """There is no part of a value to be shown."""
+
+
+def partial_value(text: str) -> Any:
+    """The part of a JSON value that ``text``, its beginning, is certain to be of. ``NothingYet`` where there
+    is none (or where ``text`` is no beginning of JSON).
+
+    >>> partial_value('{"title": "Leav')
+    {'title': 'Leav'}
+    """
+    try:
+        # A lone half of a character pair cannot be encoded; no engine writes one.
+        data = _without_open_number(text).encode()
+        return jiter.from_json(data, partial_mode="trailing-strings", allow_inf_nan=False)
+    except ValueError as error:
+        raise NothingYet(str(error)) from None
+
+
+def whole_value(text: str) -> Any:
+    """The value of a complete text. ``ValueError`` where it is no JSON."""
+    return json.loads(text)
+
+
+def _without_open_number(text: str) -> str:
+    """Without a number at the end that more digits may follow."""
+    before = text.rstrip(_NUMBER_CHARS)
+    has_digits = any(char.isdigit() for char in text[len(before) :])
+    is_in_string = "" in _STRING.findall(before)
+    return before if has_digits and not is_in_string else text
+
+
+_NOTHING = object()
+
+
+class TextReader(AsyncIterator[str]):
+    """Gives the text, delta by delta, from the start."""
+
+    def __init__(self, variable: Variable[Any]) -> None:
+        self._variable = variable
+        self._num_heard = 0
+
+    async def __anext__(self) -> str:
+        variable = self._variable
+        while len(variable.text) <= self._num_heard:
+            if variable.is_done:
+                variable.raise_failure()
+                raise StopAsyncIteration
+            await variable.change()
+        delta = variable.text[self._num_heard :]
+        self._num_heard += len(delta)
+        return delta
+
+
+class PartialReader(AsyncIterator[Any]):
+    """Gives the value as far as it is there (``Variable.so_far``), each time further than before; the whole
+    value is the last."""
+
+    def __init__(self, variable: Variable[Any]) -> None:
+        self._variable = variable
+        self._num_heard = 0
+        self._shown: Any = _NOTHING
+        self._is_over = False
+
+    async def __anext__(self) -> Any:
+        variable = self._variable
+        while not self._is_over:
+            if len(variable.notation) > self._num_heard:
+                self._num_heard = len(variable.notation)
+                try:
+                    partial = variable.so_far()
+                except NothingYet:
+                    continue
+                if self._is_further(partial):
+                    return partial
+            elif not variable.is_done:
+                await variable.change()
+            else:
+                self._is_over = True
+                variable.value_now()  # raises for a text that is no value, or a part of one
+                if self._is_further(variable.so_far(is_whole=True)):
+                    return self._shown
+        raise StopAsyncIteration
+
+    def _is_further(self, value: Any) -> bool:
+        is_further = self._shown is _NOTHING or bool(value != self._shown)
+        self._shown = value
+        return is_further
 
 
 class Variable(Reference[ValueT_co]):

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from agentflow.protocol.events import Event
+from agentflow.protocol.events import Capabilities, Event
 from agentflow.protocol.ops import Op
-from agentflow.runtime.generator import Capabilities
 
 Deliver = Callable[[Iterable[Event]], None]
 Lost = Callable[[Exception], None]

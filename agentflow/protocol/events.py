@@ -2,15 +2,135 @@
 
 They describe how far variables and states have got, so they can be made anew at any time from what
 the backend knows: a slow reader gets larger deltas, and a resumed one continues at an offset.
+
+The likeliest tokens at one place of a generated text: what ``gen(..., top_logprobs=k)`` tells.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from agentflow.errors import AgentflowError, Overloaded, RunFailed, from_code, shortened
-from agentflow.protocol.token_logprob import TopLogprobs
-from agentflow.runtime.generator import Stats, Usage
+from agentflow.errors import AgentflowError, NotSupported, Overloaded, RunFailed, from_code, shortened
+from agentflow.protocol.constraint import Constraint, ConstraintKind
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """A token, its text (``\ufffd`` for the bytes of half a character), and its log-probability.
+
+    >>> s += af.gen("word", max_tokens=4, top_logprobs=2)
+    >>> word = await s["word"]
+    >>> likeliest, second = s["word"].top_logprobs[0]
+    >>> likeliest.logprob >= second.logprob
+    True
+    """
+
+    token_id: int
+    text: str
+    logprob: float
+
+
+class Capabilities(msgspec.Struct, frozen=True):
+    """What a generator can do; the rest is refused before anything runs."""
+
+    model: str
+    roles: bool = True
+    select: bool = True
+    logprobs: bool = True
+    seeds: bool = True
+    max_context: int | None = None
+    constraints: tuple[ConstraintKind, ...] = ()
+    images: bool = False
+    token_ids: bool = True
+    conversations: bool = False
+
+    def require_conversations(self) -> None:
+        """``NotSupported`` where the backend takes no whole conversations."""
+        if not self.conversations:
+            raise NotSupported(f"{self.model} takes no whole conversations: append its turns one by one")
+
+    def require(self, constraint: Constraint | None) -> None:
+        """``NotSupported`` where the backend could not keep the constraint."""
+        for part in (constraint, constraint and constraint.instead):
+            if part is not None and part.kind not in self.constraints:
+                raise NotSupported(
+                    f"{self.model} cannot generate under a constraint of the kind {part.kind!r} "
+                    f"(it can: {', '.join(self.constraints) or 'none'})"
+                )
+
+    def require_images(self) -> None:
+        """``NotSupported`` where the backend sees no images."""
+        if not self.images:
+            raise NotSupported(f"{self.model} sees no images: image() needs a model with vision")
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens of one generation: prompt, of which cached, and output. Usages can be added.
+
+    >>> await s["answer"]
+    'Plants turn light into sugar.'
+    >>> s["answer"].usage.output_tokens
+    5
+    >>> s["answer"].usage.hit_rate
+    0.0
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Cached share of the prompt tokens, 0 to 1."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            self.prompt_tokens + other.prompt_tokens,
+            self.cached_tokens + other.cached_tokens,
+            self.output_tokens + other.output_tokens,
+        )
+
+
+class Stats(msgspec.Struct, frozen=True):
+    """Counters of the backend since its start, and gauges of now. Tokens unless the name says
+    otherwise; ``steps`` are forward passes, ``*_slots`` tokens in the KV pool.
+
+    >>> await s
+    >>> stats = await flow.stats()
+    >>> stats.generated_tokens, stats.hit_rate
+    (5, 0.0)
+    """
+
+    model: str
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    cached_output_tokens: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    evicted_tokens: int = 0
+    rerendered_tokens: int = 0
+    retractions: int = 0
+    free_slots: int = 0
+    cached_slots: int = 0
+    held_slots: int = 0
+    total_slots: int = 0
+    running: int = 0
+    waiting: int = 0
+    peak_resident_bytes: int = 0
+    restarts: int = 0
+    forced_tokens: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Cached share of all prompt tokens, 0 to 1."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+TopLogprobs = tuple[tuple[TokenLogprob, ...] | None, ...]
+"""For each generated token the likeliest at its place, likeliest first; None for a token that was encoded
+anew at the end of the text."""
+
 
 MAX_CAUSES = 16
 

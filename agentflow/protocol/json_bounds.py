@@ -4,15 +4,44 @@ Decoding holds the interpreter's lock for the whole of a text, and takes up to a
 a megabyte of empty lists as for a megabyte of prose. So a limit of bytes does not bound it: values are
 counted first, in pieces, between which the event loop goes on. The count relies on nothing but quotes and
 backslashes; a text that is no JSON gets some count, and is refused by its decoder.
+
+How deep a JSON value nests. What walks through one calls itself at each level, and must not be led so deep
+that Python calls no further.
+
+Objects in a request's body that are not decoded with it: schemas, parameters of tools, inputs of tool
+calls. They are counted by themselves first (json_scan.py), and a schema and a call's input go on as text, so
+that no object is made of them here at all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
+import msgspec
 import numpy as np
+
+from agentflow.errors import BadArgument
+from agentflow.protocol.constraint import MAX_SOURCE_CHARS, Constraint
+
+MOST_NESTING: Final = 200
+
+
+def nests_deeper(value: Any, most: int) -> bool:
+    """Whether more than ``most`` objects and lists stand inside each other.
+
+    >>> nests_deeper({"a": [1, 2]}, 2), nests_deeper({"a": [1, 2]}, 1)
+    (False, True)
+    """
+    level = [value]
+    for _ in range(most + 1):
+        level = [part for part in level if isinstance(part, dict | list)]
+        if not level:
+            return False
+        level = [inner for part in level for inner in (part.values() if isinstance(part, dict) else part)]
+    return True
+
 
 PIECE_BYTES: Final = 64 * 1024
 """So much is counted in about half a millisecond."""
@@ -92,3 +121,42 @@ def pieces_of(data: bytes | memoryview) -> Iterator[bytes]:
     """Of a text that is there as a whole."""
     for start in range(0, len(data), PIECE_BYTES):
         yield bytes(data[start : start + PIECE_BYTES])
+
+
+OBJECT_BOUNDS: Final = JsonBounds(values=40_000, parts=20_000, depth=MOST_NESTING)
+"""Of all tools of a request together, of all arguments of its tool calls, and of its schema: templates and
+compilers walk through them."""
+_MOST_BYTES: Final = 4  # of a character in UTF-8
+
+
+def object_text(given: msgspec.Raw, param: str, scan: JsonScan) -> str:
+    """The object as JSON in one line. ``scan`` counts it with others that it shares ``OBJECT_BOUNDS`` with.
+    ``BadArgument``, of the field ``param``, where they are exceeded or this is no object."""
+    data = memoryview(given)
+    if bytes(data[:1]) != b"{":
+        raise BadArgument(f"{param}: Expected `object`", param=param)
+    try:
+        for piece in pieces_of(data):
+            scan.push(piece)
+        return msgspec.json.format(bytes(data), indent=-1).decode()
+    except TooMuchJson as error:
+        raise BadArgument(f"{param}: with this, there are {error}, which is the limit", param=param) from None
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise BadArgument(f"{param}: it is no JSON: {error}", param=param) from None
+
+
+def object_of(given: msgspec.Raw, param: str, scan: JsonScan) -> dict[str, Any]:
+    """The object. ``BadArgument`` as above."""
+    found: dict[str, Any] = msgspec.json.decode(object_text(given, param, scan))
+    return found
+
+
+def schema_constraint(given: msgspec.Raw, param: str) -> Constraint:
+    """Of a JSON schema. ``BadArgument`` as above, and where it is too long for one."""
+    num_bytes = len(memoryview(given))
+    if num_bytes > _MOST_BYTES * MAX_SOURCE_CHARS:
+        raise BadArgument(
+            f"{param}: the schema has {num_bytes:,} bytes, and {MAX_SOURCE_CHARS:,} characters are the limit",
+            param=param,
+        )
+    return Constraint("schema", object_text(given, param, JsonScan(OBJECT_BOUNDS)))

@@ -3,10 +3,13 @@
 States and variables are numbered by the client, from 1, unique in a session. The ops of one state
 run in the order in which they were submitted; ops of different states run side by side. ``Cancel``,
 ``TaskGroup``, ``Limit`` and ``Provide`` act at once, whatever waits before them.
+
+Seeds of generations that name none: they follow from where the generation stands.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,12 +18,29 @@ from typing import Literal
 import msgspec
 
 from agentflow.errors import AgentflowError, BadArgument, ProtocolError
-from agentflow.protocol.amounts import is_number, is_whole
 from agentflow.protocol.chat import Conversation
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import ErrorInfo
-from agentflow.protocol.sampling import MAX_INT, SamplingParams
+from agentflow.protocol.sampling import MAX_INT, SamplingParams, is_number, is_whole
 from agentflow.protocol.transform import Transform
+
+
+def run_of(session_seed: int, index: int) -> str:
+    """The first part of what a seed is derived from: the session's seed and the run's index."""
+    return f"{session_seed}/{index}"
+
+
+def place_of(path: tuple[int, ...], number: int) -> str:
+    """The second part: the state's path in the fork tree, and the gen's number in the state."""
+    return f"{path}/{number}"
+
+
+def derived_seed(run: str, place: str) -> int:
+    """``run`` and ``place``: from ``run_of`` and ``place_of``. The same places draw the same, in a replay and
+    in a compiled graph."""
+    digest = hashlib.blake2b(f"{run}/{place}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
 
 Role = Literal["system", "user", "assistant", "tool"]
 SelectMethod = Literal[

@@ -20,9 +20,8 @@ from typing import Generic, TypeVar
 import msgspec
 
 from agentflow.errors import BadArgument, ProtocolError
-from agentflow.protocol.events import ErrorInfo, Event
+from agentflow.protocol.events import Capabilities, ErrorInfo, Event
 from agentflow.protocol.ops import Op, Rejected
-from agentflow.runtime.generator import Capabilities
 
 VERSION = 1
 MAX_FRAME_BYTES = 8 * 1024 * 1024

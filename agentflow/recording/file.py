@@ -22,9 +22,9 @@ import msgspec
 
 from agentflow.errors import BadArgument, BadRecording
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
-from agentflow.protocol.events import ErrorInfo, Event
+from agentflow.protocol.events import Capabilities, ErrorInfo, Event
 from agentflow.protocol.ops import Op
-from agentflow.runtime.generator import Capabilities
+from agentflow.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -177,8 +177,6 @@ class _Writer:
     def begin(self, seed: int, capabilities: Capabilities) -> None:
         """Writes the header; time counts from here."""
         self._started_s = self._clock()
-        from agentflow import __version__  # which imports the session, and so this module
-
         started = datetime.now(UTC).isoformat(timespec="seconds")
         header = Header(VERSION, __version__, started, seed, capabilities)
         self.write_lines([_encode(header)])

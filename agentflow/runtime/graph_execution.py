@@ -8,11 +8,11 @@ from typing import Generic
 import msgspec
 
 from agentflow.errors import Cancelled, ProtocolError
-from agentflow.language.graph import ROOT, moved
 from agentflow.protocol import ops
-from agentflow.protocol.seeds import derived_seed
-from agentflow.runtime.cells import StateCell
+from agentflow.protocol.op_table import ROOT, moved
+from agentflow.protocol.ops import derived_seed
 from agentflow.runtime.generator import ContextT
+from agentflow.runtime.state_tree import StateCell
 
 MAX_GRAPH_OPS = 10_000
 TICKET = 1

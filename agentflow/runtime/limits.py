@@ -1,16 +1,230 @@
-"""What a state and all its forks, or a whole session, may still use: tokens and time."""
+"""What a state and all its forks, or a whole session, may still use: tokens and time.
+
+What is held in memory for somebody, counted against a limit: a session's ops, states and values, say.
+
+Counted is what grows with what is sent: texts, and what is made of them. The amounts are estimates, near
+what CPython needs (a test compares them). An amount is a ``Holding``, which belongs to the object that it is
+counted for and ends with it: whoever else still has that object, it counts as long.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+from weakref import WeakValueDictionary
 
 import anyio
 import msgspec
 
-from agentflow.errors import BadArgument, BudgetExceeded, DeadlineExceeded
+from agentflow.errors import BadArgument, BudgetExceeded, DeadlineExceeded, Overloaded
 from agentflow.protocol import ops
+from agentflow.protocol.events import Value
 from agentflow.protocol.sampling import SamplingParams
+
+OP_BYTES = 600
+"""Of an op in line, and of a reference in its text."""
+STATE_BYTES = 3_000
+"""Of a state with an empty context."""
+VARIABLE_BYTES = 1_000
+"""Of a variable without its text."""
+CHAR_BYTES = 16
+"""Of a character in a context, beside its text: its tokens, in the forms in which they are kept."""
+FORKED_CHAR_BYTES = 4
+"""Of a character that a context has from its parent: texts are shared, lists of tokens copied."""
+TURN_CHARS = 32
+"""So many characters a turn is worth without its text."""
+NUMBER_BYTES = 32
+TOP_TOKEN_BYTES = 160
+BIAS_BYTES = 120
+
+
+class HeldMemory:
+    """At most ``most_bytes``. ``who`` begins the error that says so, and ``advice`` ends it. What is held
+    beyond ``free_bytes`` counts ``within`` another one too, which many share: where that is full, small ones
+    still have these.
+
+    >>> server = HeldMemory(1_000, "all sessions together may hold")
+    >>> session = HeldMemory(800, within=server, free_bytes=100)
+    >>> session.hold(700)
+    >>> server.num_bytes
+    600
+    """
+
+    def __init__(
+        self,
+        most_bytes: float = math.inf,
+        who: str = "this session may hold",
+        advice: str = "close states that are not needed any more",
+        *,
+        within: HeldMemory | None = None,
+        free_bytes: int = 0,
+    ) -> None:
+        self.num_bytes = 0
+        self._most_bytes = most_bytes
+        self._who = who
+        self._advice = advice
+        self._within = within
+        self._free_bytes = free_bytes
+        self._is_closed = False
+
+    def hold(self, num_bytes: int) -> None:
+        """So many bytes more, or ``Overloaded``, and then none of them. Nothing at all always has room."""
+        if not num_bytes:
+            return
+        total = self.num_bytes + num_bytes
+        if total > self._most_bytes:
+            raise Overloaded(
+                f"{self._who} {self._most_bytes:,} bytes, and this would be {total:,}: {self._advice}"
+            )
+        if total > self._free_bytes and self._within is not None:
+            self._within.hold(total - max(self.num_bytes, self._free_bytes))
+        self.num_bytes = total
+
+    def count(self, num_bytes: int) -> None:
+        """So many bytes more (or less), whatever the limit: they are held already."""
+        if self._is_closed:
+            return
+        total = self.num_bytes + num_bytes
+        if self._within is not None:
+            more = max(total, self._free_bytes) - max(self.num_bytes, self._free_bytes)
+            if more:
+                self._within.count(more)
+        self.num_bytes = total
+
+    def close(self) -> None:
+        """Nothing is held any more, and nothing counts from now on."""
+        self.count(-self.num_bytes)
+        self._is_closed = True
+
+
+class Holding:
+    """So many bytes for one object, until nobody has it any more. ``Overloaded`` where that is too much.
+
+    It relies on CPython, which deletes an object with its last reference; elsewhere it would last until the
+    next collection.
+    """
+
+    __slots__ = ("_memory", "_num_bytes")
+
+    @property
+    def num_bytes(self) -> int:
+        """How many."""
+        return self._num_bytes
+
+    def __init__(self, memory: HeldMemory, num_bytes: int) -> None:
+        self._num_bytes = 0
+        self._memory = memory
+        memory.hold(num_bytes)
+        self._num_bytes = num_bytes
+
+    def add(self, num_bytes: int) -> None:
+        """More of them. ``Overloaded``: none of them."""
+        self._memory.hold(num_bytes)
+        self._num_bytes += num_bytes
+
+    def count(self, num_bytes: int) -> None:
+        """More of them, whatever the limit: they are held already."""
+        self._memory.count(num_bytes)
+        self._num_bytes += num_bytes
+
+    def __del__(self) -> None:
+        self._memory.count(-self._num_bytes)
+
+
+def op_bytes(op: ops.Op) -> int:
+    """Of an op that waits."""
+    size = _SIZES.get(type(op))
+    return OP_BYTES if size is None else OP_BYTES + size(op)
+
+
+def _parts_bytes(op: ops.Text | ops.Set) -> int:
+    num_bytes = 0
+    for part in op.parts:
+        num_bytes += sys.getsizeof(part) if isinstance(part, str) else _ref_bytes(part)
+    return num_bytes
+
+
+def _ref_bytes(ref: ops.Ref) -> int:
+    return OP_BYTES + _texts_bytes(transform.argument for transform in ref.transforms)
+
+
+def _gen_bytes(op: ops.Gen) -> int:
+    params, constraint = op.params, op.constraint
+    num_bytes = _texts_bytes(params.stop) + sys.getsizeof(params.stop_regex)
+    num_bytes += BIAS_BYTES * len(params.logit_bias) + NUMBER_BYTES * len(params.stop_token_ids)
+    if constraint is not None:
+        num_bytes += _texts_bytes(constraint.texts())
+    return num_bytes
+
+
+def _converse_bytes(op: ops.Converse) -> int:
+    messages, tools = op.conversation.messages, op.conversation.tools
+    num_bytes = 0
+    for message in messages:
+        num_bytes += OP_BYTES + sys.getsizeof(message.content)
+        for call in message.tool_calls:
+            num_bytes += OP_BYTES + _texts_bytes((call.id, call.name, call.arguments))
+    for tool in tools:
+        num_bytes += OP_BYTES + _texts_bytes((tool.name, tool.description)) + _json_bytes(tool.parameters)
+    return num_bytes
+
+
+def _json_bytes(value: object) -> int:
+    num_bytes = 0
+    level = [value]
+    while level:  # level by level: it may nest deeper than Python calls
+        num_bytes += sum(map(sys.getsizeof, level))
+        inner = [
+            (*part, *part.values()) if isinstance(part, dict) else part
+            for part in level
+            if isinstance(part, dict | list)
+        ]
+        level = [part for parts in inner for part in parts]
+    return num_bytes
+
+
+_SIZES: dict[type, Callable[[Any], int]] = {
+    ops.Text: _parts_bytes,
+    ops.Converse: _converse_bytes,
+    ops.Set: _parts_bytes,
+    ops.Gen: _gen_bytes,
+    ops.Select: lambda op: _texts_bytes(op.choices),
+    ops.Image: lambda op: len(op.source),
+    ops.Fork: lambda op: NUMBER_BYTES * len(op.children),
+}
+
+
+def variable_bytes(name: str) -> int:
+    """Of a variable of this name without its value."""
+    return VARIABLE_BYTES + sys.getsizeof(name)
+
+
+def text_bytes(text: str, num_chars: int = 0) -> int:
+    """Of a text that a context has for its own, and of what else counts like so many characters."""
+    return sys.getsizeof(text) + CHAR_BYTES * (len(text) + num_chars)
+
+
+def error_bytes(error: BaseException, text: str = "") -> int:
+    """Of a failure, and of the text that was there before."""
+    return sys.getsizeof(str(error)) + sys.getsizeof(text)
+
+
+def value_bytes(text: str, value: Value) -> int:
+    """Of a variable's end."""
+    num_bytes = sys.getsizeof(text)
+    if value.logprobs is not None:
+        num_bytes += NUMBER_BYTES * len(value.logprobs)
+    if value.top_logprobs is not None:
+        num_bytes += TOP_TOKEN_BYTES * sum(len(place or ()) for place in value.top_logprobs)
+    if value.choices is not None:
+        num_bytes += NUMBER_BYTES * len(value.choices) + _texts_bytes(value.choices)
+    return num_bytes
+
+
+def _texts_bytes(texts: Iterable[str]) -> int:
+    return sum(map(sys.getsizeof, texts))
 
 
 class Budget:
@@ -70,3 +284,53 @@ def limit_op(state_id: int, deadline_s: float | None, output_tokens: int | None)
         raise BadArgument("limit: say deadline_s or output_tokens, or both")
     ops.check_limit(deadline_s, output_tokens)
     return ops.Limit(state_id, deadline_s, output_tokens)
+
+
+def check_limits(name: str, limits: object, ranges: tuple[tuple[str, bool, str], ...]) -> None:
+    for field, holds, wanted in ranges:
+        if not holds:
+            raise BadArgument(f"{name}: {field} must be {wanted}, not {getattr(limits, field)!r}")
+
+
+MAX_PART = 0.5
+
+
+def part_of(limit: int, tenant_name: str) -> int:
+    """How much one tenant may take of what all share, ``limit`` of it, so that others are left some: half of
+    it (but at least 1), and all on a server without keys.
+
+    >>> part_of(1000, "alice"), part_of(1000, "")
+    (500, 1000)
+    """
+    return max(1, int(limit * MAX_PART)) if tenant_name else limit
+
+
+class TenantMemory:
+    """``most_bytes`` for all. ``who`` begins the error of a limit that is reached, ``advice`` ends it.
+
+    >>> sessions = TenantMemory(1_000, "sessions may hold", "wait")
+    >>> sessions.of("alice").hold(600)
+    Traceback (most recent call last):
+    agentflow.errors.Overloaded: of one tenant, sessions may hold 500 bytes, and this would be 600: wait
+    """
+
+    def __init__(self, most_bytes: int, who: str, advice: str) -> None:
+        self._most_bytes = most_bytes
+        self._who = who
+        self._advice = advice
+        self._all = HeldMemory(most_bytes, who, advice)
+        self._of_tenant: WeakValueDictionary[str, HeldMemory] = WeakValueDictionary()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tenants."""
+        return self._all.num_bytes
+
+    def of(self, tenant: str) -> HeldMemory:
+        """The tenant's part. Keep it while anything is held there."""
+        part = self._of_tenant.get(tenant)
+        if part is None:
+            most = part_of(self._most_bytes, tenant)
+            part = HeldMemory(most, f"of one tenant, {self._who}", self._advice, within=self._all)
+            self._of_tenant[tenant] = part
+        return part

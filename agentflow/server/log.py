@@ -1,12 +1,108 @@
-"""Where the server's log goes, and in which shape: lines to read, or one JSON object a line."""
+"""Where the server's log goes, and in which shape: lines to read, or one JSON object a line.
+
+What the log says of HTTP requests: who asked for what and how it went, and what was said only where the
+operator wants that.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import sys
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from typing import Any, TextIO
+from urllib.parse import quote
+
+logger = logging.getLogger("agentflow.requests")
+
+# Of a body, where bodies are logged: a line that nobody can read costs the loop time, too.
+MAX_LOGGED_BYTES = 20_000
+MAX_PATH_CHARS = 200
+
+
+def logged_path(path: str) -> str:
+    """The beginning of a decoded path, quoted as in a URL, so that it is one word in one line.
+
+    >>> logged_path("/v1/models/a b")
+    '/v1/models/a%20b'
+    """
+    shown = quote(path[:MAX_PATH_CHARS], safe="/:@!$&'()*+,;=~", errors="replace")
+    return shown if len(path) <= MAX_PATH_CHARS else f"{shown}… ({len(path):,} characters in all)"
+
+
+class LoggedBody:
+    """A body as the log has it: its beginning, and how much there was.
+
+    >>> body = LoggedBody()
+    >>> body.add(b"abc")
+    >>> str(body)
+    'abc'
+    """
+
+    def __init__(self, data: bytes = b"") -> None:
+        self._kept: list[bytes] = []
+        self._num_bytes = 0
+        self.add(data)
+
+    def add(self, data: bytes) -> None:
+        """It goes on."""
+        if data and self._num_bytes < MAX_LOGGED_BYTES:
+            self._kept.append(data[: MAX_LOGGED_BYTES - self._num_bytes])
+        self._num_bytes += len(data)
+
+    def __str__(self) -> str:
+        text = b"".join(self._kept).decode(errors="replace")
+        return text if self._num_bytes <= MAX_LOGGED_BYTES else f"{text}… ({self._num_bytes:,} bytes in all)"
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request. ``error``: the code of its refusal, or ``client_gone``. ``asked`` and ``answered``: the
+    bodies, where they are to be logged. ``path``: as ``logged_path`` gives it."""
+
+    id: str
+    method: str
+    path: str
+    status: int = 0
+    took_s: float = 0.0
+    tenant: str = ""
+    model: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    is_streamed: bool = False
+    error: str | None = None
+    asked: LoggedBody | None = None
+    answered: LoggedBody | None = None
+
+
+def log_request(record: RequestRecord) -> None:
+    """One line, with all fields as ``extra`` for a structured format."""
+    if logger.isEnabledFor(logging.INFO):
+        values = {field.name: getattr(record, field.name) for field in fields(record)}
+        told = {name: _text(value) for name, value in values.items() if value is not None}
+        said = [f" {name}={told[name]}" for name in ("error", "asked", "answered") if name in told]
+        logger.info(
+            "%s %s %d %.3fs tenant=%s model=%s in=%d cached=%d out=%d id=%s%s",
+            record.method,
+            record.path,
+            record.status,
+            record.took_s,
+            record.tenant or "-",
+            record.model or "-",
+            record.prompt_tokens,
+            record.cached_tokens,
+            record.output_tokens,
+            record.id,
+            "".join(said),
+            extra={"request": told},
+        )
+
+
+def _text(value: object) -> object:
+    return str(value) if isinstance(value, LoggedBody) else value
+
 
 LOGGER = "agentflow"
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(message)s"

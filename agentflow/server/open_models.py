@@ -10,6 +10,7 @@ from pathlib import Path
 import anyio.to_thread
 
 from agentflow.engine.client import EngineClient
+from agentflow.engine.grammar.compiler.compiled import CompileLimits
 from agentflow.engine.grammar.compiler.compiler import constraint_compiler
 from agentflow.engine.local_engine import EngineOptions, open_engine
 from agentflow.engine.machine import FreeMemory, free_memory
@@ -21,7 +22,6 @@ from agentflow.engine.store.model_store import resolve_model
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.errors import BadArgument
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.config.limits import CompileLimits
 from agentflow.server.models import EngineModel, Models
 from agentflow.server.tenants.rate_limit import TenantGate
 

@@ -28,8 +28,7 @@ from agentflow.protocol.wire import DEFAULT_PORT
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.app import Access, create_app
 from agentflow.server.config.limits import HttpLimits, ServerLimits
-from agentflow.server.http.acceptor import Acceptor
-from agentflow.server.http.descriptors import most_connections, with_descriptors
+from agentflow.server.http.acceptor import Acceptor, most_connections, with_descriptors
 from agentflow.server.http.protocol import TimedHttpProtocol, timed_http_protocol
 from agentflow.server.models import OpenModels
 from agentflow.server.service import Service

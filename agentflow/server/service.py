@@ -8,12 +8,12 @@ from weakref import WeakValueDictionary
 
 import anyio
 
+from agentflow.engine.tenant import Tenant
+from agentflow.runtime.limits import TenantMemory
 from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.http.errors import unready
 from agentflow.server.models import Models
 from agentflow.server.tenants.keys import Tenants
-from agentflow.server.tenants.tenant import Tenant
-from agentflow.server.tenants.tenant_memory import TenantMemory
 from agentflow.server.websocket.sessions import Sessions
 
 

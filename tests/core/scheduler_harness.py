@@ -14,7 +14,7 @@ from agentflow.engine.batch import Batch
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling.fair_policy import FairLongestPrefix
-from agentflow.engine.scheduling.prefix_policy import LongestPrefix
+from agentflow.engine.scheduling.policies import LongestPrefix
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.protocol.sampling import SamplingParams
 

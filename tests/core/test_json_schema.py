@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 from pattern_strategies import walked
 from schema_strategies import schemas, valid_value, written
 
-from agentflow.engine.grammar.dfa import Fsm
-from agentflow.engine.grammar.fsm_builder import build_fsm
-from agentflow.engine.grammar.json_schema import schema_to_regex
-from agentflow.engine.grammar.json_values import FREE_WHITESPACE_CHARS
-from agentflow.engine.grammar.regex_tree import NOTHING
+from agentflow.engine.grammar.dfa import Fsm, build_fsm
+from agentflow.engine.grammar.json_schema import FREE_WHITESPACE_CHARS, schema_to_regex
+from agentflow.engine.grammar.regex import NOTHING
 
 POLICIES = ("compact", "tight", "free")
 STRING = {"type": "string"}

@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 
 from agentflow.engine.cache import liveness
 from agentflow.engine.cache.liveness import Liveness
-from agentflow.engine.cache.radix_cache import RadixCache
-from agentflow.engine.cache.radix_node import PrefixMatch
-from agentflow.engine.cache.token_run import token_run
+from agentflow.engine.cache.radix_cache import PrefixMatch, RadixCache, token_run
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.request import Request, Status
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig

@@ -8,9 +8,8 @@ from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.request import Request, Status
 from agentflow.engine.scheduling.admission import LEAST, OutputReserve
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from agentflow.engine.simulator.generators import unshared
 from agentflow.engine.simulator.simulation import simulate
-from agentflow.engine.simulator.workload import Workload
+from agentflow.engine.simulator.workload import Workload, unshared
 from agentflow.protocol.sampling import SamplingParams
 
 

@@ -15,7 +15,7 @@ from scheduler_harness import Harness
 from agentflow.engine.batch import Batch, BatchOutput, SampledRows
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.request import Request, Status
-from agentflow.engine.scheduling.token_counts import TokenCounts
+from agentflow.engine.scheduling.sampling_table import TokenCounts
 from agentflow.protocol.sampling import SamplingParams
 
 tokens = st.integers(0, 5)

@@ -10,10 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from agentflow.engine.cache.kv_slots import KVSlots
-from agentflow.engine.cache.radix_cache import RadixCache
-from agentflow.engine.cache.radix_node import PrefixMatch, shared_out
-from agentflow.engine.cache.token_run import common_prefix_len, token_run
+from agentflow.engine.cache.kv_manager import KVSlots
+from agentflow.engine.cache.radix_cache import (
+    PrefixMatch,
+    RadixCache,
+    common_prefix_len,
+    shared_out,
+    token_run,
+)
 
 # Few token ids and short sequences, so that prefixes collide often.
 sequences = st.lists(st.integers(0, 2), min_size=1, max_size=10)

@@ -11,11 +11,16 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from pattern_strategies import bytes_to_end, mutated, patterns, texts, walked
 
-from agentflow.engine.grammar.dfa import DEAD, START, Fsm
-from agentflow.engine.grammar.fsm_builder import build_fsm
-from agentflow.engine.grammar.regex import parse_regex
-from agentflow.engine.grammar.regex_tree import ANY_CHAR, CharSet, Repeat, TooMuchForFsm, all_but, merged
-from agentflow.engine.grammar.utf8_rows import utf8_rows
+from agentflow.engine.grammar.dfa import DEAD, START, Fsm, build_fsm, utf8_rows
+from agentflow.engine.grammar.regex import (
+    ANY_CHAR,
+    CharSet,
+    Repeat,
+    TooMuchForFsm,
+    all_but,
+    merged,
+    parse_regex,
+)
 from agentflow.errors import BadArgument
 
 dice = st.integers(0, 2**32).map(random.Random)

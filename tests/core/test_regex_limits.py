@@ -10,9 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from agentflow.engine.grammar.fsm_builder import MAX_STEPS, build_fsm
-from agentflow.engine.grammar.regex import parse_regex
-from agentflow.engine.grammar.regex_tree import (
+from agentflow.engine.grammar.dfa import MAX_STEPS, build_fsm
+from agentflow.engine.grammar.regex import (
     EMPTY,
     NOTHING,
     CharSet,
@@ -23,6 +22,7 @@ from agentflow.engine.grammar.regex_tree import (
     Sequence,
     TooMuchForFsm,
     literal,
+    parse_regex,
 )
 from agentflow.errors import BadArgument
 

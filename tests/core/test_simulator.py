@@ -10,15 +10,23 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from agentflow.cli import main as cli
-from agentflow.cli.simulate import POLICY_NAMES
-from agentflow.cli.simulate_run import SimulateOptions, run_simulate
+from agentflow.cli.simulate import POLICY_NAMES, SimulateOptions, run_simulate
 from agentflow.engine.scheduling.policies import POLICIES
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel, fit_cost
-from agentflow.engine.simulator.generators import GENERATORS, chat, generate, tree_of_thought, unshared
 from agentflow.engine.simulator.simulation import simulate
 from agentflow.engine.simulator.summary import summarise
-from agentflow.engine.simulator.workload import Arrival, Workload, open_writer, read_workload
+from agentflow.engine.simulator.workload import (
+    GENERATORS,
+    Arrival,
+    Workload,
+    chat,
+    generate,
+    open_writer,
+    read_workload,
+    tree_of_thought,
+    unshared,
+)
 from agentflow.errors import BadArgument
 
 ONE_SECOND = CostModel(base_s=1, row_s=0, logits_s=0, read_s=0, pair_s=0)

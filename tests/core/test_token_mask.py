@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from agentflow.engine.grammar.dfa import DEAD, START, Fsm
 from agentflow.engine.grammar.grammar import TokenWords, is_allowed
-from agentflow.engine.grammar.token_dfa import FsmGrammar
-from agentflow.engine.grammar.vocabulary import Vocabulary
+from agentflow.engine.grammar.token_dfa import FsmGrammar, Vocabulary
 
 
 def ids_of(words: TokenWords, vocab_size: int) -> set[int]:

@@ -12,9 +12,8 @@ from end_to_end.serving import run_cli
 from wire_peer import HANG
 from wire_server import thread_server
 
-from agentflow.cli.chat import stats_line
-from agentflow.cli.chat_conversation import Answered
-from agentflow.runtime.generator import Usage
+from agentflow.cli.chat import Answered, stats_line
+from agentflow.protocol.events import Usage
 
 INTERRUPT, END = b"\x03", b"\x04"
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import agentflow as af
-from agentflow.backends.interpreted import interpreted
+from agentflow.backends.local import interpreted
 from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.client import EngineClient, running_engine
 from agentflow.engine.generator import EngineGenerator

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from serving import served
 
-from agentflow.engine.process.cpu_priority import NICENESS
+from agentflow.engine.process.child import NICENESS
 from agentflow.server.metrics.metrics import SCRAPE_TIMEOUT_S
 from agentflow.server.serve import SHUTDOWN_S
 

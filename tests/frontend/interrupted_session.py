@@ -17,14 +17,14 @@ import anyio
 from fake_engine import TEMPLATE, TOKENIZER
 
 import agentflow as af
-from agentflow.backends.interpreted import interpreted
+from agentflow.backends.local import interpreted
 from agentflow.engine.batch import Batch
 from agentflow.engine.client import running_engine
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.generator import EngineGenerator
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
-from agentflow.runtime.loop_caller import loop_caller
+from agentflow.runtime.task_group import loop_caller
 
 PHASES = ("connecting", "loading", "running", "closing")
 

@@ -9,14 +9,14 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import anyio
 import anyio.lowlevel
 
-from agentflow.backends.interpreted import interpreted
+from agentflow.backends.local import interpreted
 from agentflow.backends.scripted import Script, Scripted, ScriptedContext, ScriptedGenerator
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
 from agentflow.protocol.constraint import Constraint
-from agentflow.protocol.events import Event
+from agentflow.protocol.events import Event, Usage
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.runtime.generator import Generated, OnText, Usage
+from agentflow.runtime.generator import Generated, OnText
 
 
 class Noted:

@@ -16,7 +16,7 @@ import anyio.lowlevel
 from hypothesis import strategies as st
 
 import agentflow as af
-from agentflow.backends.interpreted import interpreted
+from agentflow.backends.local import interpreted
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
 from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.constraint import Constraint

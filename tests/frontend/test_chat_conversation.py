@@ -7,11 +7,11 @@ import anyio
 import pytest
 
 import agentflow as af
-from agentflow.backends.interpreted import interpreted
+from agentflow.backends.local import interpreted
 from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
-from agentflow.cli.chat_conversation import Answered, Conversation
+from agentflow.cli.chat import Answered, Conversation
 from agentflow.protocol.backend import Connection, Deliver, Lost
-from agentflow.runtime.generator import Capabilities, Usage
+from agentflow.protocol.events import Capabilities, Usage
 from agentflow.runtime.task_group import open_task_group
 
 pytestmark = pytest.mark.anyio

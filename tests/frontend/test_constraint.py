@@ -12,7 +12,7 @@ from wire_server import ThreadServer, thread_server
 import agentflow as af
 from agentflow.protocol import ops
 from agentflow.protocol.constraint import Constraint, TagRule
-from agentflow.runtime.generator import Capabilities
+from agentflow.protocol.events import Capabilities
 
 pytestmark = pytest.mark.anyio
 

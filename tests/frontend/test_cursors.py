@@ -8,14 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from wire_peer import Listener, gen
 
-from agentflow.backends.cursors import Cursors
+from agentflow.backends.remote import Cursors
 from agentflow.errors import Cancelled, ProtocolError
 from agentflow.protocol import ops
-from agentflow.protocol.events import Delta, ErrorInfo, Reached, StateFailed, StatsReply, Value, VarFailed
-from agentflow.runtime.cells import StateCell, VariableCell
-from agentflow.runtime.generator import Stats, Usage
-from agentflow.runtime.held_memory import HeldMemory, Holding
-from agentflow.runtime.outbox import Outbox
+from agentflow.protocol.events import (
+    Delta,
+    ErrorInfo,
+    Reached,
+    StateFailed,
+    Stats,
+    StatsReply,
+    Usage,
+    Value,
+    VarFailed,
+)
+from agentflow.runtime.limits import HeldMemory, Holding
+from agentflow.runtime.state_tree import Outbox, StateCell, VariableCell
 
 VALUE = Value(0, 0, "", "eos", Usage())
 FAILURE = ErrorInfo("run_failed", "why")

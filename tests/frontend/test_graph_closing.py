@@ -7,7 +7,7 @@ import pytest
 from observed_backends import settle
 from wire_peer import HANG, Listener, WireGenerator, gen
 
-from agentflow.backends.interpreted import interpreted
+from agentflow.backends.local import interpreted
 from agentflow.protocol import ops
 from agentflow.protocol.events import VarFailed
 from agentflow.protocol.ops import Op

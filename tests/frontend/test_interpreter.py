@@ -33,8 +33,8 @@ from agentflow.protocol.sampling import SamplingParams
 from agentflow.protocol.transform import Transform
 from agentflow.runtime import interpreter as interpreter_module
 from agentflow.runtime import state_tree
-from agentflow.runtime.held_memory import STATE_BYTES, HeldMemory
 from agentflow.runtime.interpreter import MAX_PENDING_OPS, Interpreter
+from agentflow.runtime.limits import STATE_BYTES, HeldMemory
 
 pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
 
@@ -599,7 +599,7 @@ async def test_cancelling_while_a_fork_is_under_way(num_turns):
 
 
 def test_the_backlog_of_a_frontend_fits_into_the_interpreters():
-    from agentflow.language.backlog import MAX_BACKLOG
+    from agentflow.language.recorder import MAX_BACKLOG
 
     assert MAX_BACKLOG * 2 <= interpreter_module.MAX_PENDING_OPS
 

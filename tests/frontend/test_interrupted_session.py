@@ -18,7 +18,7 @@ from fake_engine import TEMPLATE, TOKENIZER, FakeEngine
 from interrupted_session import PHASES
 
 import agentflow as af
-from agentflow.backends.interpreted import interpreted
+from agentflow.backends.local import interpreted
 from agentflow.engine import client as engine_client
 from agentflow.engine.client import running_engine
 from agentflow.engine.fake_runner import FakeRunner

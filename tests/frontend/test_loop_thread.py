@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentflow.errors import BadArgument, Cancelled
-from agentflow.integrations.background_loop import LoopThread
-from agentflow.integrations.mailbox import Mailbox
+from agentflow.integrations.background_loop import LoopThread, Mailbox
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from map_programs import agen, ask, echo
 from observed_backends import Noted, Spoken, assert_left_nothing, settle
 
 import agentflow as af
-from agentflow.language.map_work import READ_AHEAD
+from agentflow.language.map import READ_AHEAD
 from agentflow.protocol import ops
 
 pytestmark = pytest.mark.anyio

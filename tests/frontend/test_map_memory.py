@@ -15,7 +15,7 @@ from observed_backends import Dribbling, assert_left_nothing, settle
 from wire_server import thread_server
 
 import agentflow as af
-from agentflow.language.map_work import READ_AHEAD
+from agentflow.language.map import READ_AHEAD
 from agentflow.runtime.interpreter import Interpreter
 
 pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]

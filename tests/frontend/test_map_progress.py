@@ -13,8 +13,7 @@ from rich.console import Console
 
 import agentflow as af
 from agentflow.language import progress as map_progress
-from agentflow.language.map import ProgramMap
-from agentflow.language.map_work import Tally
+from agentflow.language.map import ProgramMap, Tally
 from agentflow.language.progress import MapProgress, ProgressConsole, shown_on
 from agentflow.runtime.generator import Generated
 

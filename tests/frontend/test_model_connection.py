@@ -13,9 +13,8 @@ import pytest
 
 import agentflow as af
 from agentflow.errors import ServerLost
-from agentflow.integrations.client import ModelConnection, connection_to
-from agentflow.integrations.model_call import MOST_KEPT, Ended, ModelCall, Said
-from agentflow.protocol.reply import Arguments, CallBegun, TextPiece
+from agentflow.integrations.client import MOST_KEPT, Ended, ModelCall, ModelConnection, Said, connection_to
+from agentflow.protocol.chat import Arguments, CallBegun, TextPiece
 
 ASKED = af.conversation([{"role": "user", "content": "Is it cold?"}])
 CALL = af.CalledTool("c1", "weather", '{"city": "Oslo"}')

@@ -13,8 +13,8 @@ from wire_server import ThreadServer, thread_server
 import agentflow as af
 from agentflow.backends.scripted import ScriptedGenerator
 from agentflow.protocol import ops
-from agentflow.protocol.op_checks import check_supported
-from agentflow.runtime.generator import Capabilities
+from agentflow.protocol.events import Capabilities
+from agentflow.protocol.op_table import check_supported
 
 pytestmark = pytest.mark.anyio
 HALF = "\ud800"

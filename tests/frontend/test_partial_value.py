@@ -15,7 +15,7 @@ from observed_backends import Spoken
 
 import agentflow as af
 from agentflow.backends.scripted import ScriptedGenerator
-from agentflow.language.partial_value import NothingYet, partial_value
+from agentflow.language.variable import NothingYet, partial_value
 
 pytestmark = pytest.mark.anyio
 

@@ -17,8 +17,8 @@ from wire_peer import Listener, count_words, gen
 from wire_server import Proxy, ThreadServer, proxied, thread_server
 
 import agentflow as af
-from agentflow.backends.refused_handshake import MAX_REASON_CHARS, refusal_of
 from agentflow.backends.remote import Remote
+from agentflow.backends.websocket import MAX_REASON_CHARS, refusal_of
 from agentflow.errors import (
     BadArgument,
     NotAuthorized,

@@ -21,8 +21,7 @@ from websockets.sync.server import ServerConnection, serve
 from websockets.uri import parse_uri
 from wire_peer import Listener, gen
 
-from agentflow.backends.remote import Remote
-from agentflow.backends.remote_connection import RemoteConnection
+from agentflow.backends.remote import Remote, RemoteConnection
 from agentflow.backends.websocket import WebSocket
 from agentflow.errors import (
     AgentflowError,
@@ -34,7 +33,7 @@ from agentflow.errors import (
 )
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Connection
-from agentflow.protocol.events import Delta, ErrorInfo, StatsReply, Value
+from agentflow.protocol.events import Capabilities, Delta, ErrorInfo, Stats, StatsReply, Usage, Value
 from agentflow.protocol.wire import (
     VERSION,
     Bye,
@@ -50,7 +49,6 @@ from agentflow.protocol.wire import (
     encode,
     op_reader,
 )
-from agentflow.runtime.generator import Capabilities, Stats, Usage
 
 pytestmark = pytest.mark.anyio
 

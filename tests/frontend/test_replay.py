@@ -19,12 +19,12 @@ from wire_peer import HANG
 from wire_server import thread_server
 
 import agentflow as af
-from agentflow.backends.interpreted import interpreted
+from agentflow.backends.local import interpreted
 from agentflow.backends.scripted import ScriptedGenerator
 from agentflow.protocol import ops
-from agentflow.protocol.events import Delta
+from agentflow.protocol.events import Delta, Usage
 from agentflow.recording.file import read_recording
-from agentflow.runtime.generator import Generated, Usage
+from agentflow.runtime.generator import Generated
 
 pytestmark = pytest.mark.anyio
 

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentflow.errors import ProtocolError
-from agentflow.protocol.chat import CalledTool
-from agentflow.protocol.reply import (
+from agentflow.protocol.chat import (
     Arguments,
     CallBegun,
+    CalledTool,
     Piece,
     Reply,
     ReplyReader,

@@ -6,7 +6,7 @@ import pytest
 from wire_peer import WireGenerator
 
 import agentflow as af
-from agentflow.backends.interpreted import interpreted
+from agentflow.backends.local import interpreted
 
 pytestmark = pytest.mark.anyio
 

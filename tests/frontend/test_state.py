@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from observed_backends import Dribbling, Noted, Spoken, assert_left_nothing, settle
 
 import agentflow as af
-from agentflow.language.backlog import MAX_BACKLOG
+from agentflow.language.recorder import MAX_BACKLOG
 from agentflow.protocol import ops
 
 pytestmark = pytest.mark.anyio

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import agentflow as af
-from agentflow.language.tagged_text import InTag, split_at_tags
+from agentflow.language.tags import InTag, split_at_tags
 from agentflow.protocol.constraint import TagRule
 
 pytestmark = pytest.mark.anyio

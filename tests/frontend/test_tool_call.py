@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from wire_server import ThreadServer, thread_server
 
 import agentflow as af
-from agentflow.language.tool_call import Toolbox
+from agentflow.language.values import Toolbox
 
 pytestmark = pytest.mark.anyio
 

@@ -9,7 +9,7 @@ from random_programs import Step, answer, whole
 from wire_server import Budget, proxied, thread_server
 
 import agentflow as af
-from agentflow.backends.interpreted import interpreted
+from agentflow.backends.local import interpreted
 from agentflow.backends.scripted import ScriptedGenerator
 from agentflow.protocol import ops
 from agentflow.protocol.events import Event, Reached, StateFailed, VarFailed

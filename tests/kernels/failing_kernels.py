@@ -19,9 +19,7 @@ from test_native_forward import NUM_LAYERS, SIZES, VOCAB, Step, model_of, step_o
 
 from agentflow.engine.models.llama import LlamaModel
 from agentflow.kernels import native_ops
-from agentflow.kernels.choice_rows import ChoiceRows
-from agentflow.kernels.forward_input import ForwardInput
-from agentflow.kernels.inputs import AttentionBatch
+from agentflow.kernels.inputs import AttentionBatch, ChoiceRows, ForwardInput
 
 NUM_THREADS = 3
 MANY_TOKENS = 4_000_000

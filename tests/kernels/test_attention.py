@@ -13,9 +13,7 @@ from kernel_cases import Case, Shape, make_case, shapes
 
 from agentflow.kernels import reference_ops
 from agentflow.kernels import torch_ops as cpu_ops
-from agentflow.kernels.attention_parts import AttentionPlan
-from agentflow.kernels.attention_plan import plan_attention
-from agentflow.kernels.few_sizes import rounded_up
+from agentflow.kernels.attention_plan import AttentionPlan, plan_attention, rounded_up
 from agentflow.kernels.ops import Kernels
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 0.02}

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from agentflow.kernels import reference_ops
 from agentflow.kernels import torch_ops as cpu_ops
-from agentflow.kernels.attention_parts import AttentionPlan
-from agentflow.kernels.attention_plan import plan_attention
+from agentflow.kernels.attention_plan import AttentionPlan, plan_attention
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 0.02}
 

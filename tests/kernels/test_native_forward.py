@@ -23,10 +23,7 @@ from agentflow.engine.models.llama import LlamaModel
 from agentflow.engine.models.rope import RopeConfig, inverse_frequencies
 from agentflow.engine.runner import nothing
 from agentflow.kernels import native_ops, reference_ops
-from agentflow.kernels.choice_rows import ChoiceRows
-from agentflow.kernels.decoder_weights import DecoderWeights, LayerWeights
-from agentflow.kernels.forward_input import ForwardInput
-from agentflow.kernels.inputs import AttentionBatch
+from agentflow.kernels.inputs import AttentionBatch, ChoiceRows, DecoderWeights, ForwardInput, LayerWeights
 from agentflow.kernels.ops import Kernels
 
 CPU = torch.device("cpu")

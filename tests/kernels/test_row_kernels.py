@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentflow.kernels import native_ops, ops, reference_ops
 from agentflow.kernels import torch_ops as cpu_ops
-from agentflow.kernels.linear_weight import LinearWeight
+from agentflow.kernels.inputs import LinearWeight
 from agentflow.kernels.ops import Kernels
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import Shape, make_case, shapes
 
-from agentflow.kernels.shared_runs import SharedRun, find_shared_runs
+from agentflow.kernels.attention_plan import SharedRun, find_shared_runs
 
 
 def runs_of(

@@ -13,17 +13,18 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from fake_engine import TEMPLATE, FakeEngine
 
 from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.grammar.compiler.compiled import CompileLimits
 from agentflow.engine.grammar.compiler.compiler import LOADER, ConstraintCompiler, constraint_compiler
 from agentflow.engine.process.ipc import EngineStats
+from agentflow.engine.tenant import NOBODY_ELSE
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.server.app import Access
-from agentflow.server.config.limits import CompileLimits, HttpLimits, ServerLimits
+from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.models import EngineModel, Models
 from agentflow.server.serve import RunningServer, running_server
 from agentflow.server.service import Service
 from agentflow.server.tenants.keys import Tenants
 from agentflow.server.tenants.rate_limit import TenantGate
-from agentflow.server.tenants.tenant import NOBODY_ELSE
 
 MODEL = "fake"
 ResultT = TypeVar("ResultT")

@@ -20,7 +20,7 @@ from server.small_tokenizers import byte_level
 
 from agentflow.engine.batch import Batch
 from agentflow.engine.fake_runner import FakeRunner
-from agentflow.engine.process.engine_frames import Start
+from agentflow.engine.process.ipc import Start
 from agentflow.engine.runner import AcceleratorFault
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.text.tokenizer import Tokenizer

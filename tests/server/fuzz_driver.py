@@ -20,15 +20,17 @@ from wire_peer import Listener, WireGenerator, count_words, gen
 
 from agentflow.backends.scripted import ScriptedContext
 from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.grammar.compiler.compiled import CompileLimits
 from agentflow.engine.grammar.compiler.compiler import constraint_compiler
+from agentflow.engine.tenant import NOBODY_ELSE
 from agentflow.protocol import ops
 from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.events import Usage
 from agentflow.protocol.wire import VERSION, Bye, Events, Hello, Ops, Refused, Resume, Welcome, server_frames
-from agentflow.runtime.generator import Scored, Usage
+from agentflow.runtime.generator import Scored
 from agentflow.runtime.task_group import open_task_group
-from agentflow.server.config.limits import CompileLimits, ServerLimits
+from agentflow.server.config.limits import ServerLimits
 from agentflow.server.models import EngineModel
-from agentflow.server.tenants.tenant import NOBODY_ELSE
 from agentflow.server.websocket.connection import WsSession
 from agentflow.server.websocket.sessions import open_sessions
 

@@ -50,11 +50,11 @@ from server.refusing_servers import (
     tenants,
 )
 
+from agentflow.engine.grammar.compiler.compiled import CompileLimits
 from agentflow.engine.text import chat_layout
 from agentflow.engine.text.chat_template import ChatTemplate
-from agentflow.protocol.given_object import OBJECT_BOUNDS
-from agentflow.protocol.json_bounds import BODY_BOUNDS
-from agentflow.server.config.limits import CompileLimits, HttpLimits
+from agentflow.protocol.json_bounds import BODY_BOUNDS, OBJECT_BOUNDS
+from agentflow.server.config.limits import HttpLimits
 from agentflow.server.http.call import SMALL_BODY_BYTES
 
 Refused = Callable[[ApiServer, Api], Came | None]

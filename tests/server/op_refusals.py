@@ -17,10 +17,11 @@ from server.refused_sessions import ASK, OPEN, Session, gen, text
 from server.refused_sessions import session as session_on
 from server.refusing_servers import KEY, changed, failing_engine, tenants
 
+from agentflow.engine.grammar.compiler.compiled import CompileLimits
 from agentflow.engine.text import chat_layout
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.runtime import interpreter, state_tree
-from agentflow.server.config.limits import CompileLimits, ServerLimits
+from agentflow.server.config.limits import ServerLimits
 from agentflow.server.tenants.rate_limit import TenantGate
 
 Fails = Callable[[ApiServer], str]

@@ -15,10 +15,9 @@ from server.engine_loaders import start
 from server.holds import Hold
 
 from agentflow.engine.client import EngineClient
-from agentflow.engine.process.engine_watch import Deadlines
 from agentflow.engine.process.ipc import Finished
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
-from agentflow.engine.process.supervisor import supervised_engine
+from agentflow.engine.process.supervisor import Deadlines, supervised_engine
 from agentflow.protocol.sampling import SamplingParams
 
 PROMPT = [5, 6, 7]

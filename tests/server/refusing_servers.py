@@ -15,7 +15,7 @@ from server.api_server import ApiServer, api_server
 from agentflow.engine.batch import Batch
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.server.config.limits import HttpLimits
-from agentflow.server.tenants import failed_keys
+from agentflow.server.tenants import keys as failed_keys
 from agentflow.server.tenants.keys import Tenants, hashed_key
 from agentflow.server.tenants.rate_limit import TenantGate
 

@@ -17,7 +17,8 @@ from server.refused_sessions import session as session_on
 from server.refusing_servers import KEY, changed, of_any_address, tenants
 
 from agentflow.engine.generator import EngineGenerator
-from agentflow.runtime import interpreter, stats_answers
+from agentflow.runtime import interpreter
+from agentflow.runtime import interpreter as stats_answers
 from agentflow.server.config.limits import ServerLimits
 from agentflow.server.tenants.keys import hashed_key
 

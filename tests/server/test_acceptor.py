@@ -22,9 +22,8 @@ from anyio.abc import SocketStream
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.config.limits import ServerLimits
 from agentflow.server.http import acceptor as acceptor_module
-from agentflow.server.http.acceptor import Acceptor
+from agentflow.server.http.acceptor import Acceptor, most_connections
 from agentflow.server.http.addresses import client_of, is_loopback
-from agentflow.server.http.descriptors import most_connections
 from agentflow.server.serve import listen
 
 
@@ -199,7 +198,7 @@ def test_an_ipv6_network_counts_as_one_client() -> None:
 
 RAISED = """
 import resource, sys
-from agentflow.server.http.descriptors import with_descriptors
+from agentflow.server.http.acceptor import with_descriptors
 from agentflow.server.config.limits import ServerLimits
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))
 limits = with_descriptors(ServerLimits(max_connections=int(sys.argv[3])))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from agentflow.engine.process.ipc import Failed, Finished, Origin, Started, Submit
 from agentflow.errors import Overloaded
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.server.admission import MAX_IDLE_TENANTS, Admission
+from agentflow.server.models import MAX_IDLE_TENANTS, Admission
 
 
 class Clock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.engine.answer_memory import TOKENS_PER_ENTRY, AnswerMemory, conversation_keys
+from agentflow.engine.conversation_context import TOKENS_PER_ENTRY, AnswerMemory, conversation_keys
 from agentflow.protocol.chat import CalledTool, Message
 
 CALL = CalledTool("call_1", "weather", '{"city": "Oslo"}')

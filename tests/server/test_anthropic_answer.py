@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.runtime.generator import Usage
+from agentflow.protocol.events import Usage
 from agentflow.server.anthropic.answer import AnswerEvents, AnswerFrame
 from agentflow.server.completion.request import AnswerEnded, TextDelta, ToolArguments, ToolCallBegun
 

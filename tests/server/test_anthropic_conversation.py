@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
-from agentflow.server.anthropic.anthropic_blocks import MAX_BLOCKS, InputMessage
 from agentflow.server.anthropic.conversation import conversation_of, tool_choice_of, tools_of
-from agentflow.server.anthropic.types import MAX_MESSAGES, CountRequest
+from agentflow.server.anthropic.types import MAX_BLOCKS, MAX_MESSAGES, CountRequest, InputMessage
 from agentflow.server.http.errors import Refusal
 
 WEATHER = {"name": "weather", "input_schema": {"type": "object"}}

@@ -14,13 +14,13 @@ from server.http_clients import CLIENTS
 from server.refusing_servers import KEY as ANN
 from server.refusing_servers import tenants
 
+from agentflow.engine.tenant import NOBODY_ELSE, Tenant
 from agentflow.errors import EngineFailed, NotAuthorized, Overloaded, RateLimited
 from agentflow.server.anthropic.errors import AnthropicErrors
 from agentflow.server.config.limits import HttpLimits
 from agentflow.server.http.errors import MAX_MESSAGE_CHARS, MAX_PARAM_CHARS, Refusal
 from agentflow.server.tenants.keys import Tenants
 from agentflow.server.tenants.rate_limit import TenantGate
-from agentflow.server.tenants.tenant import NOBODY_ELSE, Tenant
 
 KEY = "sk-1"
 TOOL = {"name": "weather", "description": "The weather.", "input_schema": {"type": "object"}}

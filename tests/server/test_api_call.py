@@ -14,18 +14,18 @@ import msgspec
 import pytest
 from wire_peer import WireGenerator
 
+from agentflow.engine.tenant import Tenant
 from agentflow.errors import EngineFailed, NotAuthorized, Overloaded, PromptTooLong, RateLimited, UnknownModel
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.http.call import ApiCall, ApiEndpoint, Handler
 from agentflow.server.http.errors import MAX_MESSAGE_CHARS, MAX_PARAM_CHARS, Refusal
+from agentflow.server.log import MAX_LOGGED_BYTES
 from agentflow.server.models import Models, OneGenerator
 from agentflow.server.openai.errors import OpenAIErrors
-from agentflow.server.openai.openai_fields import Unread
-from agentflow.server.request_log import MAX_LOGGED_BYTES
+from agentflow.server.openai.sampling import Unread
 from agentflow.server.service import Service
 from agentflow.server.tenants.keys import DEFAULT_TENANT, Tenants
-from agentflow.server.tenants.tenant import Tenant
 from agentflow.server.websocket.sessions import open_sessions
 
 pytestmark = pytest.mark.anyio

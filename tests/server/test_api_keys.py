@@ -9,10 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentflow.engine.tenant import NOBODY_ELSE, Tenant
 from agentflow.errors import BadArgument, NotAuthorized
-from agentflow.server.tenants.keys import DEFAULT_TENANT, Tenants, hashed_key, key_of_header, new_key
-from agentflow.server.tenants.keys_file import read_keys_file
-from agentflow.server.tenants.tenant import NOBODY_ELSE, Tenant
+from agentflow.server.tenants.keys import (
+    DEFAULT_TENANT,
+    Tenants,
+    hashed_key,
+    key_of_header,
+    new_key,
+    read_keys_file,
+)
 
 ANN, BOB = "af-ann", "af-bob"
 WHOLE = f"""

@@ -21,6 +21,7 @@ from wire_peer import HANG, Listener, WireGenerator, gen
 from wire_server import ThreadServer, thread_server
 
 from agentflow.backends.remote import Remote
+from agentflow.engine.tenant import NOBODY_ELSE
 from agentflow.errors import BadArgument, EngineFailed, UnknownModel
 from agentflow.protocol import ops
 from agentflow.protocol.wire import VERSION, Hello, Refused, Welcome, encode, server_frames
@@ -30,7 +31,6 @@ from agentflow.server.config.limits import ServerLimits
 from agentflow.server.models import Models, OneGenerator, one_model
 from agentflow.server.serve import running_server
 from agentflow.server.tenants.keys import Tenants
-from agentflow.server.tenants.tenant import NOBODY_ELSE
 
 FRAME_BYTES = 64 * 1024
 

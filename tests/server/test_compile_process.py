@@ -17,13 +17,12 @@ from server.compile_loaders import LOADER
 from server.holds import Hold
 
 from agentflow.engine.grammar.compiler import compiler as compiler_module
-from agentflow.engine.grammar.compiler.compile_frames import end_decoder
+from agentflow.engine.grammar.compiler.compiled import CompileLimits, end_decoder
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler, constraint_compiler
 from agentflow.engine.grammar.compiler.worker import CompileWorker
-from agentflow.engine.process.message_frames import to_frame
+from agentflow.engine.process.child import to_frame
 from agentflow.errors import AgentflowError, BadArgument, EngineFailed, NotSupported, RequestRefused
 from agentflow.protocol.constraint import Constraint
-from agentflow.server.config.limits import CompileLimits
 
 pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
 
@@ -291,7 +290,7 @@ PARENT = """
 import sys
 import anyio
 from agentflow.protocol.constraint import Constraint
-from agentflow.engine.grammar.compiler.compile_frames import end_decoder
+from agentflow.engine.grammar.compiler.compiled import end_decoder
 from agentflow.engine.grammar.compiler.worker import CompileWorker
 from agentflow.engine.grammar.compiler.compiler import constraint_compiler
 from server.compile_loaders import LOADER

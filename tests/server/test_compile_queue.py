@@ -6,13 +6,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from agentflow.engine.grammar.compiler.compile_cache import ENTRY_BYTES, CompileCache
-from agentflow.engine.grammar.compiler.compile_frames import Refusal
-from agentflow.engine.grammar.compiler.compile_queue import CompileQueue
-from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
+from agentflow.engine.grammar.compiler.compiled import CompiledConstraint, Refusal
+from agentflow.engine.grammar.compiler.compiler import ENTRY_BYTES, CompileCache, CompileQueue
 from agentflow.errors import Overloaded
 from agentflow.protocol.constraint import Constraint
-from agentflow.server.tenants.tenant import part_of
+from agentflow.runtime.limits import part_of
 
 TENANTS = st.sampled_from("abc")
 ITEMS = st.integers(0, 9)

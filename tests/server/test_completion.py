@@ -19,8 +19,8 @@ from agentflow.engine.grammar.compiler.compiler import constraint_compiler
 from agentflow.errors import BadArgument, NotSupported, PromptTooLong
 from agentflow.protocol.chat import Message
 from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.events import Usage
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.runtime.generator import Usage
 from agentflow.server.completion import completion as completion_module
 from agentflow.server.completion.completion import answers_of, completing
 from agentflow.server.completion.request import (

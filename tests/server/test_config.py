@@ -10,14 +10,20 @@ from hypothesis import strategies as st
 from msgspec import inspect, structs
 
 from agentflow.cli.serve import _known_names
+from agentflow.engine.grammar.compiler.compiled import CompileLimits
 from agentflow.engine.scheduling.policies import POLICIES
 from agentflow.errors import BadArgument
 from agentflow.server.config import schema as config_schema
-from agentflow.server.config.config import Effective, Flags, load_config
-from agentflow.server.config.config_setting import all_settings, model_settings, shared_names
-from agentflow.server.config.config_text import config_text
-from agentflow.server.config.limits import CompileLimits, HttpLimits, ServerLimits
-from agentflow.server.config.schema import GROUPS, ModelConfig, ServeConfig
+from agentflow.server.config.config import Effective, Flags, config_text, load_config
+from agentflow.server.config.limits import HttpLimits, ServerLimits
+from agentflow.server.config.schema import (
+    GROUPS,
+    ModelConfig,
+    ServeConfig,
+    all_settings,
+    model_settings,
+    shared_names,
+)
 from agentflow.server.http.origin_guard import one_of
 
 

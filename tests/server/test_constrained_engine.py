@@ -18,8 +18,7 @@ from plain_sampler import plain_token_of
 
 from agentflow.engine.client import EngineClient
 from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
-from agentflow.engine.grammar.dfa import Fsm
-from agentflow.engine.grammar.fsm_builder import build_fsm
+from agentflow.engine.grammar.dfa import Fsm, build_fsm
 from agentflow.engine.grammar.regex import parse_regex
 from agentflow.engine.process.ipc import Finished, FromEngine, Submit
 from agentflow.engine.process.request_journal import EngineLedger

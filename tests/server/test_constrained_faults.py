@@ -18,7 +18,7 @@ from test_constrained_engine import MACHINES, PATTERNS, Asked, ask, check_end, c
 
 from agentflow.engine.client import EngineClient
 from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
-from agentflow.engine.grammar.fsm_builder import build_fsm
+from agentflow.engine.grammar.dfa import build_fsm
 from agentflow.engine.grammar.regex import parse_regex
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.errors import RequestRefused

@@ -8,7 +8,7 @@ from process_engine import process_engine
 
 from agentflow.engine.client import EngineClient
 from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
-from agentflow.engine.grammar.fsm_builder import build_fsm
+from agentflow.engine.grammar.dfa import build_fsm
 from agentflow.engine.grammar.grammar_cache import MAX_GRAMMARS
 from agentflow.engine.grammar.regex import parse_regex
 from agentflow.engine.process import supervisor as engine_supervisor

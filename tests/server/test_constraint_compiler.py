@@ -11,11 +11,11 @@ from server.compile_loaders import LOADER
 from server.holds import Hold
 
 from agentflow.engine.grammar.compiler import compiler as compiler_module
+from agentflow.engine.grammar.compiler.compiled import CompileLimits
 from agentflow.engine.grammar.compiler.compiler import MAX_LATENESS, ConstraintCompiler, constraint_compiler
 from agentflow.engine.grammar.compiler.worker import CompileWorker
 from agentflow.errors import AgentflowError, BadArgument, NotSupported, Overloaded, RequestRefused
 from agentflow.protocol.constraint import MAX_SOURCE_CHARS, Constraint
-from agentflow.server.config.limits import CompileLimits
 
 pytestmark = pytest.mark.anyio
 

@@ -15,10 +15,9 @@ from server.engine_loaders import POISON
 from server.holds import Hold
 from test_engine_process_faults import children
 
-from agentflow.engine.process.engine_watch import Deadlines, StepPace
 from agentflow.engine.process.ipc import Origin
 from agentflow.engine.process.shutdown_budget import AFTER_DRAIN_S, DRAIN_S, ShutdownBudget
-from agentflow.engine.process.supervisor import restart_delay_s
+from agentflow.engine.process.supervisor import Deadlines, StepPace, restart_delay_s
 from agentflow.errors import EngineFailed
 
 pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
@@ -333,7 +332,7 @@ async def test_a_hung_engine_does_not_hold_up_the_end_of_a_server(tmp_path):
 
 def test_all_phases_of_an_end_stay_under_25_s():
     from agentflow.engine.process.child import KILL_S
-    from agentflow.engine.process.engine_child import END_S
+    from agentflow.engine.process.supervisor import END_S
     from agentflow.server.config.schema import OverloadConfig
     from agentflow.server.serve import SHUTDOWN_S
 

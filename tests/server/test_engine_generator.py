@@ -18,14 +18,17 @@ from plain_engine import alone, fake_logprob, plain_engine, plain_token
 
 import agentflow as af
 from agentflow.engine.client import EngineClient
-from agentflow.engine.generator import MAX_INLINE_CHARS, EngineContext, EngineGenerator
+from agentflow.engine.context import EngineContext
+from agentflow.engine.generator import MAX_INLINE_CHARS, EngineGenerator
 from agentflow.engine.process.ipc import Submit
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
-from agentflow.engine.text import token_spans, token_state
+from agentflow.engine.tenant import Tenant
+from agentflow.engine.text import token_state
+from agentflow.engine.text import token_state as token_spans
 from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.protocol.events import Stats
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.runtime.generator import StateHint, Stats
-from agentflow.server.tenants.tenant import Tenant
+from agentflow.runtime.generator import StateHint
 
 pytestmark = pytest.mark.anyio
 

@@ -14,10 +14,9 @@ from process_engine import PLAIN, generate, process_engine, text_after
 from server.engine_loaders import POISON, SLOW_POISON, start
 from server.holds import Hold
 
-from agentflow.engine.process.engine_child import EngineChild
-from agentflow.engine.process.engine_frames import from_engine_decoder
-from agentflow.engine.process.ipc import Finished, Submit
-from agentflow.engine.process.message_frames import to_frame
+from agentflow.engine.process.child import to_frame
+from agentflow.engine.process.ipc import Finished, Submit, from_engine_decoder
+from agentflow.engine.process.supervisor import EngineChild
 from agentflow.errors import AgentflowError, BadModelFolder, EngineFailed, Overloaded
 from agentflow.protocol.sampling import SamplingParams
 

@@ -13,11 +13,12 @@ from process_engine import Hold, kill, process_engine
 
 import agentflow as af
 from agentflow.engine.client import EngineClient
-from agentflow.engine.generator import EngineContext, EngineGenerator
+from agentflow.engine.context import EngineContext
+from agentflow.engine.generator import EngineGenerator
 from agentflow.engine.process.ipc import Finished
 from agentflow.engine.runner import OutOfMemory
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
-from agentflow.engine.text.choice_scoring import scores_of
+from agentflow.engine.text.choices import scores_of
 from agentflow.protocol.sampling import SamplingParams
 
 pytestmark = pytest.mark.anyio

@@ -5,9 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.protocol.events import Delta, ErrorInfo, Event, Reached, StateFailed, Value, VarFailed
+from agentflow.protocol.events import Delta, ErrorInfo, Event, Reached, StateFailed, Usage, Value, VarFailed
 from agentflow.protocol.wire import Events, server_frames
-from agentflow.runtime.generator import Usage
 from agentflow.server.websocket.frames import event_frames
 
 LIMIT = 4096

@@ -7,9 +7,8 @@ import pytest
 from agentflow.cli.serve import _warn_of_open_keys
 from agentflow.errors import NotAuthorized, RateLimited
 from agentflow.server.config.schema import NetworkConfig
-from agentflow.server.tenants import failed_keys
-from agentflow.server.tenants.failed_keys import FAILURES_PER_MINUTE, FailedKeys
-from agentflow.server.tenants.keys import Tenants
+from agentflow.server.tenants import keys as failed_keys
+from agentflow.server.tenants.keys import FAILURES_PER_MINUTE, FailedKeys, Tenants
 
 HERE, THERE, LOCAL = "192.0.2.1", "192.0.2.2", "127.0.0.1"
 KEY, OTHER = "af-right", "af-right-too"

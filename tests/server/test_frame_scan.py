@@ -13,14 +13,14 @@ from asgi_peer import bench, check_still_served, connected
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.backends.op_queue import USUAL_FRAME_BYTES
+from agentflow.backends.remote import USUAL_FRAME_BYTES
 from agentflow.errors import FrameTooLarge
 from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation, Message, ToolSpec
 from agentflow.protocol.json_bounds import JsonBounds, TooMuchJson
 from agentflow.protocol.wire import MAX_FRAME_BYTES, Ops, encode
-from agentflow.server.websocket import frame_scan
-from agentflow.server.websocket.frame_scan import FRAME_BOUNDS, SMALL_FRAME_BYTES, check_frame
+from agentflow.server.websocket import frames as frame_scan
+from agentflow.server.websocket.frames import FRAME_BOUNDS, SMALL_FRAME_BYTES, check_frame
 
 pytestmark = pytest.mark.anyio
 

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from agentflow.cli.pull_progress import Silent
 from agentflow.engine.store.gguf import convert_gguf
 from agentflow.engine.store.model_store import (
     DEFAULT_MODEL,
     KNOWN_MODELS,
     ModelSource,
+    Silent,
     pull_source,
     resolve_model,
 )

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from agentflow.engine.request import MAX_PRIORITY
-from agentflow.server.openai.openai_completion_types import TextRequest
+from agentflow.server.openai.completions import TextRequest
 from agentflow.server.openai.sampling import MAX_TOLD_TOKENS
 from agentflow.server.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from agentflow.server.openai.types import MAX_MESSAGES, ChatRequest

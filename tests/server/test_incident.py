@@ -9,8 +9,7 @@ import pytest
 from asgi_peer import bench, check_still_served, connected
 from wire_peer import WireGenerator
 
-from agentflow.errors import BadArgument, EngineFailed, faults_of
-from agentflow.incident import incident
+from agentflow.errors import BadArgument, EngineFailed, faults_of, incident
 from agentflow.protocol import ops
 
 pytestmark = pytest.mark.anyio

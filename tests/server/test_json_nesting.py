@@ -13,10 +13,10 @@ from api_server import MODEL, api_server
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.engine.text.chat_values import ToolDialect, message_values
+from agentflow.engine.text.chat_template import ToolDialect, message_values
 from agentflow.errors import BadArgument
 from agentflow.protocol.chat import CalledTool, Message
-from agentflow.protocol.json_nesting import MOST_NESTING, nests_deeper
+from agentflow.protocol.json_bounds import MOST_NESTING, nests_deeper
 
 VALUES = st.recursive(
     st.one_of(st.none(), st.integers(), st.text(max_size=2)),

@@ -12,8 +12,7 @@ from server.plain_constrained import PlainConstrained
 from server.small_tokenizers import byte_level, byte_level_of, sentencepiece
 
 from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
-from agentflow.engine.grammar.dfa import Fsm
-from agentflow.engine.grammar.fsm_builder import build_fsm
+from agentflow.engine.grammar.dfa import Fsm, build_fsm
 from agentflow.engine.grammar.grammar import is_allowed
 from agentflow.engine.grammar.grammar_cache import GrammarCache
 from agentflow.engine.grammar.jump_forward import ConstrainedText

@@ -15,14 +15,13 @@ from refusing_servers import KEY, tenants
 from test_api_call import Exchange, exchange, service
 
 from agentflow.engine.generator import PIECE_CHARS
+from agentflow.engine.tenant import Tenant
 from agentflow.errors import Overloaded
-from agentflow.protocol.given_object import OBJECT_BOUNDS
-from agentflow.protocol.json_bounds import BODY_BOUNDS, PIECE_BYTES
+from agentflow.protocol.json_bounds import BODY_BOUNDS, OBJECT_BOUNDS, PIECE_BYTES
 from agentflow.server.completion.completion import COUNTED_CONTEXTS
 from agentflow.server.http.call import SMALL_BODY_BYTES, ApiCall
 from agentflow.server.openai.types import ChatRequest
 from agentflow.server.tenants.rate_limit import BYTES_PER_TOKEN, MINUTE_NS, TenantGate
-from agentflow.server.tenants.tenant import Tenant
 
 pytestmark = pytest.mark.anyio
 

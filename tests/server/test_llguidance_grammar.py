@@ -8,11 +8,14 @@ from small_tokenizers import byte_level, byte_level_of, sentencepiece
 
 from agentflow.engine.grammar import llguidance as llguidance_grammar
 from agentflow.engine.grammar.compiler.compilation import compile_constraint
-from agentflow.engine.grammar.dfa import DEAD, START
-from agentflow.engine.grammar.fsm_builder import build_fsm
+from agentflow.engine.grammar.dfa import DEAD, START, build_fsm
 from agentflow.engine.grammar.grammar import is_allowed
-from agentflow.engine.grammar.llguidance import ALL_TOKENS_ALLOWED, LlguidanceGrammar, LlguidanceVocabulary
-from agentflow.engine.grammar.llguidance_pattern import pattern_of
+from agentflow.engine.grammar.llguidance import (
+    ALL_TOKENS_ALLOWED,
+    LlguidanceGrammar,
+    LlguidanceVocabulary,
+    pattern_of,
+)
 from agentflow.engine.grammar.regex import parse_regex
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import RequestRefused

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.server.log import LOGGER, JsonFormatter, TextFormatter, set_up_logs
-from agentflow.server.request_log import logged_path
+from agentflow.server.log import LOGGER, JsonFormatter, TextFormatter, logged_path, set_up_logs
 
 
 @pytest.fixture

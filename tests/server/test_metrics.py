@@ -21,18 +21,18 @@ from wire_peer import WireGenerator
 
 from agentflow.engine.client import EngineClient
 from agentflow.engine.generator import EngineGenerator
-from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
+from agentflow.engine.grammar.compiler.compiled import CompiledConstraint, CompileLimits
 from agentflow.engine.grammar.compiler.compiler import constraint_compiler
-from agentflow.engine.grammar.fsm_builder import build_fsm
+from agentflow.engine.grammar.dfa import build_fsm
 from agentflow.engine.grammar.regex import parse_regex
 from agentflow.engine.process.ipc import EngineStats, Failed, Finished, Origin, Progress, Started, Submit
 from agentflow.engine.step_times import PHASES, STEP_BOUNDS_S, BucketCounts, StepTimes
 from agentflow.errors import EngineFailed, RequestRefused
 from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.events import Stats
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.runtime.generator import Generator, Stats
+from agentflow.runtime.generator import Generator
 from agentflow.server.app import create_app
-from agentflow.server.config.limits import CompileLimits
 from agentflow.server.metrics import metrics as metrics_module
 from agentflow.server.metrics.metrics import EngineTotals, ServerMetrics
 from agentflow.server.metrics.request_times import (

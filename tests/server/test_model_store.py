@@ -15,9 +15,8 @@ import pull_in_child
 import pytest
 from pull_in_child import TINY, Narrator
 
-from agentflow.cli.pull_progress import Silent
 from agentflow.engine.store import model_store
-from agentflow.engine.store.model_store import ModelSource, pull_model, pull_source, resolve_model
+from agentflow.engine.store.model_store import ModelSource, Silent, pull_model, pull_source, resolve_model
 from agentflow.engine.store.pip_download import Report
 from agentflow.errors import PullFailed, UnknownModel
 

@@ -6,12 +6,12 @@ import pytest
 from fake_engine import TEMPLATE, FakeEngine
 from wire_peer import WireGenerator
 
+from agentflow.engine.tenant import NOBODY_ELSE, Tenant
 from agentflow.errors import BadArgument, UnknownModel
 from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.models import EngineModel, Models, OneGenerator
 from agentflow.server.service import Service
 from agentflow.server.tenants.keys import Tenants, hashed_key
-from agentflow.server.tenants.tenant import NOBODY_ELSE, Tenant
 from agentflow.server.websocket.sessions import open_sessions
 
 pytestmark = pytest.mark.anyio

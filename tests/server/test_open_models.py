@@ -20,12 +20,12 @@ from agentflow.engine.memory_shares import (
     memory_need,
     share_memory,
 )
+from agentflow.engine.tenant import NOBODY_ELSE
 from agentflow.errors import BadArgument
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server import open_models as open_models_module
 from agentflow.server.models import EngineModel
 from agentflow.server.open_models import MEMORY_SHARE, open_models
-from agentflow.server.tenants.tenant import NOBODY_ELSE
 
 VOCAB, WIDTH = 300, 32
 CONFIG = {

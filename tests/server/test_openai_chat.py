@@ -25,7 +25,7 @@ from openai_peer import (
     usages_under_salts,
 )
 
-from agentflow.runtime.generator import Usage
+from agentflow.protocol.events import Usage
 from agentflow.server.completion.request import Answer, CompletionRequest
 
 CREATE = "chat.completions.create"

@@ -22,7 +22,7 @@ from openai_peer import (
 
 from agentflow.server.completion.request import Answer, CompletionRequest, TokenIds, ToldToken
 from agentflow.server.config.limits import HttpLimits
-from agentflow.server.openai.openai_text_chunks import OffsetLogprobs
+from agentflow.server.openai.completions import OffsetLogprobs
 
 CREATE = "completions.create"
 SEED = 11

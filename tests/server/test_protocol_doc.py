@@ -11,11 +11,20 @@ import msgspec
 import pytest
 
 from agentflow.errors import AgentflowError, from_code
-from agentflow.protocol import constraint, events, ops, sampling, token_logprob, transform
+from agentflow.protocol import constraint, events, ops, sampling, transform
+from agentflow.protocol import events as token_logprob
 from agentflow.protocol import wire as protocol
-from agentflow.protocol.chat import CalledTool, Conversation, Message, ToolChoice, ToolSpec
+from agentflow.protocol.chat import (
+    CalledTool,
+    Conversation,
+    Message,
+    ReplyReader,
+    ReplyWriter,
+    ToolChoice,
+    ToolSpec,
+    read_reply,
+)
 from agentflow.protocol.events import ErrorInfo, Event
-from agentflow.protocol.reply import ReplyReader, ReplyWriter, read_reply
 from agentflow.protocol.wire import ClientFrame, ServerFrame
 from agentflow.runtime import generator, interpreter, state_tree
 from agentflow.server.config.limits import ServerLimits

@@ -8,7 +8,8 @@ from typing import get_args
 import pytest
 from rich.console import Console
 
-from agentflow.cli.pull_progress import Phase, PullListener, shown_on
+from agentflow.engine.store.model_store import Phase, PullListener
+from agentflow.engine.store.pull_progress import shown_on
 
 
 @pytest.fixture(autouse=True)

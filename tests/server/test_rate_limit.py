@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from agentflow.engine.tenant import AdmittedRequest, Tenant
 from agentflow.errors import Overloaded, RateLimited
 from agentflow.server.tenants import rate_limit
-from agentflow.server.tenants.rate_limit import MINUTE_NS, AdmittedRequest, TenantGate
-from agentflow.server.tenants.tenant import Tenant
+from agentflow.server.tenants.rate_limit import MINUTE_NS, TenantGate
 
 
 @dataclass

@@ -17,7 +17,7 @@ from agentflow.engine.models.sampler import choose_tokens, uniforms
 from agentflow.kernels import choice as torch_choice
 from agentflow.kernels import native_ops
 from agentflow.kernels import torch_ops as cpu_ops
-from agentflow.kernels.choice_rows import ChoiceRows
+from agentflow.kernels.inputs import ChoiceRows
 from agentflow.kernels.ops import Kernels
 
 Row = tuple[float, int, float, float, int, int]

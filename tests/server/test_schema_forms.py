@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from agentflow.engine.grammar.compiler.compilation import _lark_of_schema
 from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
 from agentflow.engine.grammar.compiler.schema_check import read_schema
-from agentflow.engine.grammar.fsm_builder import build_fsm
+from agentflow.engine.grammar.dfa import build_fsm
 from agentflow.engine.grammar.json_schema import schema_to_regex
 from benchmarks.text_walks import takes, text_under, walk
 

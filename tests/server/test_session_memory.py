@@ -20,9 +20,8 @@ from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import ErrorInfo
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.protocol.transform import Transform
-from agentflow.runtime.held_memory import HeldMemory, Holding
 from agentflow.runtime.interpreter import Interpreter
-from agentflow.server.tenants.tenant_memory import TenantMemory
+from agentflow.runtime.limits import HeldMemory, Holding, TenantMemory
 
 GREEDY = SamplingParams(max_tokens=4)
 Ops = Iterator[ops.Op]

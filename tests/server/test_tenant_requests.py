@@ -12,6 +12,7 @@ from wire_peer import WireGenerator
 
 import agentflow as af
 from agentflow.engine.process.ipc import Origin
+from agentflow.engine.tenant import Tenant
 from agentflow.errors import NotAuthorized, Overloaded, PromptTooLong, RateLimited
 from agentflow.protocol.chat import CalledTool, Message, ToolSpec
 from agentflow.protocol.sampling import SamplingParams
@@ -21,7 +22,6 @@ from agentflow.server.completion.request import CompletionRequest, TokenIds
 from agentflow.server.config.limits import ServerLimits
 from agentflow.server.models import EngineModel
 from agentflow.server.tenants.rate_limit import MINUTE_NS, TenantGate
-from agentflow.server.tenants.tenant import Tenant
 from agentflow.server.websocket.sessions import open_sessions
 
 pytestmark = pytest.mark.anyio

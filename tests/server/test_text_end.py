@@ -12,8 +12,8 @@ import small_tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentflow.engine.text import stop_pattern
-from agentflow.engine.text.text_end import TextEnd
+from agentflow.engine.text import detokenizer as stop_pattern
+from agentflow.engine.text.detokenizer import TextEnd
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import BadArgument, RequestRefused
 

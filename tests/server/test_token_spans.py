@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from conversations import letters, say, state_of
 
-from agentflow.engine.text.token_spans import MAX_REMEMBERED, _remembered_slice
+from agentflow.engine.text.token_state import MAX_REMEMBERED, _remembered_slice
 
 
 @pytest.fixture(autouse=True)

@@ -32,8 +32,7 @@ from agentflow.engine.grammar.compiler.compilation import compile_constraint
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.token_state import TokenState
-from agentflow.protocol.chat import CalledTool, Message, ToolChoice
-from agentflow.protocol.reply import CallBegun, Piece, TextPiece
+from agentflow.protocol.chat import CallBegun, CalledTool, Message, Piece, TextPiece, ToolChoice
 from agentflow.server.completion.request import CompletionRequest
 
 # The fake model likes marks, JSON and its end, in no order.

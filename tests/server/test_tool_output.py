@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.engine.text.json_extent import JsonExtent
 from agentflow.engine.text.tool_format import FALLBACK, ToolFormat
-from agentflow.engine.text.tool_output import ToolOutput
-from agentflow.protocol.reply import Arguments, CallBegun, Piece
+from agentflow.engine.text.tool_output import JsonExtent, ToolOutput
+from agentflow.protocol.chat import Arguments, CallBegun, Piece
 
 HERMES = ToolFormat("<tool_call>\n", "\n</tool_call>")
 LIST = ToolFormat("[TOOL_CALLS] ", "", is_list=True, before="", between=None)

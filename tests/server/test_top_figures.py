@@ -8,15 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from agentflow.cli.top import frame, kv_bar, parse_metrics, run_top
-from agentflow.cli.top_figures import (
+from agentflow.cli.top import (
     ModelFigures,
     Quantiles,
     Scrape,
     buckets_between,
     figures,
+    frame,
     growth,
+    kv_bar,
+    parse_metrics,
     quantile,
+    run_top,
 )
 from agentflow.engine.step_times import BucketCounts
 from agentflow.errors import ProtocolError

@@ -19,8 +19,7 @@ from agentflow.engine.models.loader import load_llama
 from agentflow.engine.models.torch_runner import TorchRunner, device_failure
 from agentflow.engine.runner import AcceleratorFault, OutOfMemory
 from agentflow.errors import BadArgument, UnknownModel
-from agentflow.kernels.forward_input import ForwardInput
-from agentflow.kernels.inputs import AttentionBatch
+from agentflow.kernels.inputs import AttentionBatch, ForwardInput
 from agentflow.kernels.ops import kernels_for
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]

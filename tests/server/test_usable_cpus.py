@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_llama_family import saved_model
 
+from agentflow.engine.machine import usable_cpus
 from agentflow.engine.models import torch_runner
 from agentflow.engine.models.torch_runner import TorchRunner
-from agentflow.engine.usable_cpus import usable_cpus
 
 NUM_CPUS = 64
 V1, V2 = "4:cpu,cpuacct:", "0::"

@@ -13,7 +13,7 @@ from fake_engine import TEMPLATE
 from process_engine import process_engine
 from wire_peer import gen
 
-from agentflow.backends.interpreted import interpreted
+from agentflow.backends.local import interpreted
 from agentflow.engine.generator import EngineGenerator
 from agentflow.errors import RunFailed
 from agentflow.protocol import ops

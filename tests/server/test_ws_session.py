@@ -18,7 +18,7 @@ from agentflow.errors import EngineFailed
 from agentflow.protocol import ops
 from agentflow.protocol.events import Delta, ErrorInfo, StateFailed, StatsReply, Value, VarFailed
 from agentflow.protocol.wire import VERSION, Events, Ops, Welcome, client_frames, encode, op_reader
-from agentflow.runtime.held_memory import HeldMemory
+from agentflow.runtime.limits import HeldMemory
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.config.limits import ServerLimits
 from agentflow.server.websocket.connection import ACK_BYTES, ACK_OPS

@@ -12,8 +12,16 @@ from tool_template_shapes import TEMPLATES, TOKENIZER, WITHOUT_TOOLS
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.token_state import TokenState
 from agentflow.engine.text.tools import ToolUse, tool_use
-from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
-from agentflow.protocol.reply import Arguments, CallBegun, Piece, TextPiece
+from agentflow.protocol.chat import (
+    Arguments,
+    CallBegun,
+    CalledTool,
+    Message,
+    Piece,
+    TextPiece,
+    ToolChoice,
+    ToolSpec,
+)
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.completion.request import CompletionRequest
 

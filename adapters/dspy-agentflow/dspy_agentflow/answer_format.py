@@ -17,7 +17,7 @@ from typing import Any, Final
 import dspy
 import pydantic
 
-from agentflow.language.tool_call import hoisted
+from agentflow.protocol.chat import hoisted
 from dspy_agentflow.field_values import (
     FieldValue,
     chat_value,

@@ -10,10 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import agentflow as af
-from agentflow.integrations.client import ModelConnection
-from agentflow.integrations.model_call import Ended, ModelCall, Said
-from agentflow.protocol.chat import ToolChoice, ToolSpec
-from agentflow.protocol.reply import read_reply
+from agentflow.integrations.client import Ended, ModelCall, ModelConnection, Said
+from agentflow.protocol.chat import ToolChoice, ToolSpec, read_reply
 from dspy_agentflow.answer_format import AnswerFormat, Rest
 from dspy_agentflow.programs import CALLS
 from dspy_agentflow.telling import Telling

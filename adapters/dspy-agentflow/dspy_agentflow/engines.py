@@ -8,7 +8,7 @@ from typing import Any, Final, Self
 
 from dspy import lm15
 
-from agentflow.integrations.model_call import Ended
+from agentflow.integrations.client import Ended
 from dspy_agentflow.answers import Asked, aask, ask
 from dspy_agentflow.call_notes import CallNotes, notes
 from dspy_agentflow.errors import engine_errors

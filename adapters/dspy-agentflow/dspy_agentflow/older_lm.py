@@ -14,7 +14,7 @@ import anyio
 import anyio.from_thread
 import dspy
 
-from agentflow.integrations.model_call import Ended, Said
+from agentflow.integrations.client import Ended, Said
 from dspy_agentflow.answers import Asked, aask, ask
 from dspy_agentflow.call_notes import notes
 from dspy_agentflow.noted_lm import NotedLM

@@ -9,7 +9,7 @@ from typing import Any, Final
 import pydantic
 
 import agentflow as af
-from agentflow.language.tool_call import spec_of
+from agentflow.language.values import spec_of
 from agentflow.protocol.chat import ToolChoice, ToolSpec
 from dspy_agentflow.answers import Asked
 from dspy_agentflow.call_notes import CallNotes

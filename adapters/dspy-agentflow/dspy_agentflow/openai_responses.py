@@ -11,8 +11,8 @@ from litellm import exceptions
 from litellm.types import utils
 
 import agentflow as af
-from agentflow.integrations.model_call import Ended, Said
-from agentflow.protocol.reply import TextPiece, read_reply
+from agentflow.integrations.client import Ended, Said
+from agentflow.protocol.chat import TextPiece, read_reply
 
 _KINDS: Final[tuple[tuple[type[Exception] | tuple[type[Exception], ...], Any], ...]] = (
     (af.PromptTooLong, exceptions.ContextWindowExceededError),

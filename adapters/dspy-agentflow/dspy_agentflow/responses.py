@@ -8,9 +8,9 @@ from typing import Any
 
 from dspy import lm15
 
-from agentflow.integrations.model_call import Ended, Said
-from agentflow.protocol.reply import Arguments, CallBegun, read_reply
-from agentflow.protocol.token_logprob import TopLogprobs
+from agentflow.integrations.client import Ended, Said
+from agentflow.protocol.chat import Arguments, CallBegun, read_reply
+from agentflow.protocol.events import TopLogprobs
 
 
 def response_of(end: Ended) -> lm15.Response:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from agentflow.integrations.model_call import Ended, Said
-from agentflow.protocol.reply import TextPiece
+from agentflow.integrations.client import Ended, Said
+from agentflow.protocol.chat import TextPiece
 from dspy_agentflow.answer_format import AnswerFormat, Rest
 
 

@@ -17,9 +17,9 @@ from dspy_agentflow.telling import Telling
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.integrations.model_call import Ended, Said
-from agentflow.protocol.reply import TextPiece
-from agentflow.runtime.generator import Usage
+from agentflow.integrations.client import Ended, Said
+from agentflow.protocol.chat import TextPiece
+from agentflow.protocol.events import Usage
 
 
 class Plant(pydantic.BaseModel):

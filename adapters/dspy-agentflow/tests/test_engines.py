@@ -17,8 +17,7 @@ from dspy_agentflow.settings import EngineSettings
 from scripts import Recorded
 
 import agentflow as af
-from agentflow.protocol.chat import CalledTool, ToolChoice
-from agentflow.protocol.reply import Reply
+from agentflow.protocol.chat import CalledTool, Reply, ToolChoice
 
 MODEL = "agentflow/some-model"
 WEATHER = lm15.FunctionTool(

@@ -14,8 +14,7 @@ from dspy_agentflow import AgentflowLM
 from scripts import answering, as_json, chat, scripted, settings_of
 
 import agentflow as af
-from agentflow.protocol.chat import CalledTool
-from agentflow.protocol.reply import Reply
+from agentflow.protocol.chat import CalledTool, Reply
 
 SUGAR = chat(answer="sugar")
 

@@ -9,8 +9,7 @@ from typing import Any, Final
 
 import anyio
 
-from agentflow.integrations.client import ModelConnection
-from agentflow.integrations.model_call import Ended, ModelCall, Said
+from agentflow.integrations.client import Ended, ModelCall, ModelConnection, Said
 from langchain_agentflow.errors import langchain_errors
 from langchain_agentflow.programs import program_of
 

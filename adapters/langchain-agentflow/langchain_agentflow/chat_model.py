@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict
 
 import agentflow as af
 from agentflow.backends.local import DEFAULT_MODEL
-from agentflow.integrations.model_call import Ended, ModelCall, Said
+from agentflow.integrations.client import Ended, ModelCall, Said
 from langchain_agentflow.calls import aask, ask
 from langchain_agentflow.errors import langchain_errors
 from langchain_agentflow.messages import ChunkWriter, to_agentflow, to_langchain

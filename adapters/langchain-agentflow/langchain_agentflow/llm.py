@@ -14,9 +14,8 @@ from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from pydantic import ConfigDict
 
 import agentflow as af
-from agentflow.integrations.client import ModelConnection
-from agentflow.integrations.model_call import Ended, ModelCall, Said
-from agentflow.protocol.reply import TextPiece
+from agentflow.integrations.client import Ended, ModelCall, ModelConnection, Said
+from agentflow.protocol.chat import TextPiece
 from agentflow.runtime.task_group import open_task_group
 from langchain_agentflow.calls import Retries, aask, ask
 from langchain_agentflow.errors import langchain_errors

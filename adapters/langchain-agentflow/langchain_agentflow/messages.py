@@ -20,8 +20,8 @@ from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call_chunk
 
 import agentflow as af
-from agentflow.integrations.model_call import Ended
-from agentflow.protocol.reply import Arguments, CallBegun, Piece, read_reply
+from agentflow.integrations.client import Ended
+from agentflow.protocol.chat import Arguments, CallBegun, Piece, read_reply
 
 _ROLES = {"human": "user", "ai": "assistant", "developer": "system"}
 

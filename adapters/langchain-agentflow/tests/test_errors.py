@@ -20,8 +20,8 @@ from langchain_agentflow.errors import as_langchain
 from langchain_core import exceptions
 
 import agentflow as af
-from agentflow.integrations.model_call import Said
-from agentflow.protocol.reply import TextPiece
+from agentflow.integrations.client import Said
+from agentflow.protocol.chat import TextPiece
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from langchain_core.tools import tool
 from settling import until
 
 import agentflow as af
-from agentflow.integrations.model_call import MOST_KEPT
+from agentflow.integrations.client import MOST_KEPT
 from agentflow.protocol import ops
 
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from agentflow.engine.cache.radix_cache import RadixCache
-from agentflow.engine.cache.radix_node import Node, PrefixMatch
+from agentflow.engine.cache.radix_cache import Node, PrefixMatch, RadixCache
 
 EXPIRES_AFTER_POOLS = 4
 """A state that did nothing while so many times the pool was computed counts as finished."""

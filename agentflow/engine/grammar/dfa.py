@@ -2,16 +2,129 @@
 
 Deterministic and trimmed: from every state but ``DEAD`` the text can still end well. So a byte is
 allowed where it does not lead to ``DEAD``.
+
+Builds the machine of a regular expression: its tree becomes a graph over characters, that a deterministic
+machine over characters, and that a machine over the bytes of UTF-8.
+
+The last step is made of few pieces: the rows of bytes for a state depend only on its sets of characters,
+and most states of an expression share these with many others.
+
+Sets of characters as rows over the bytes of UTF-8: which byte leads from where to where.
+
+>>> utf8_rows(((0x61, 0x7A, 1), (0xE9, 0xE9, 2)))  # a to z, and é, which is C3 A9
+(((97, 122, 1), (195, 195, 3)), ((169, 169, 2),))
 """
 
 from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from agentflow.engine.grammar.char_graph import (
+    END,
+    NOWHERE,
+    TEXT_START,
+    Arcs,
+    CharClasses,
+    CharGraph,
+    CharMachine,
+    PromisedPlaces,
+    WorkLimit,
+    char_classes,
+    check_size,
+    determinised,
+)
+from agentflow.engine.grammar.regex import Regex, TooMuchForFsm
+from agentflow.errors import BadArgument
+
+Row: TypeAlias = "tuple[tuple[int, int, int], ...]"
+"""First byte, last byte, where they lead to."""
+
+_LEADS = ((0x80, 0x7FF, 0xC0, 1), (0x800, 0xFFFF, 0xE0, 2), (0x10000, 0x10FFFF, 0xF0, 3))
+"""First and last code point of a length, what its first byte is counted from, how many bytes follow."""
+
+
+@lru_cache(maxsize=4096)
+def utf8_rows(labelled: Row) -> tuple[Row, ...]:
+    """The rows that read one character. ``labelled``: code points from, to, and their label; sorted,
+    disjoint, without surrogates, labels from 1 to their number. The first row reads the first byte. A byte
+    leads to a label, where the character is over, or to the label number plus the index of the row that
+    reads on. Equal rows are one."""
+    builder = _RowBuilder(max([label for _, _, label in labelled]))
+    first: list[tuple[int, int, int]] = []
+    for low, high, label in labelled:
+        if low < 0x80:
+            first.append((low, min(high, 0x7F), label))
+    for low, high, lead, num_bytes in _LEADS:
+        inside = [
+            (max(start, low), min(end, high), label)
+            for start, end, label in labelled
+            if start <= high and end >= low
+        ]
+        if inside:
+            first.extend(builder.row(inside, 0, num_bytes, lead))
+    return (_joined(first), *builder.rows)
+
+
+class _RowBuilder:
+    def __init__(self, num_labels: int) -> None:
+        self.rows: list[Row] = []
+        self._num_labels = num_labels
+        self._index_of: dict[Row, int] = {}
+
+    def row(self, labelled: list[tuple[int, int, int]], base: int, num_bytes: int, lead: int) -> Row:
+        """The row for the code points from ``base`` on, of which each byte value has 64 ** ``num_bytes``."""
+        if num_bytes == 0:
+            return _joined([(lead + low - base, lead + high - base, label) for low, high, label in labelled])
+        span = 64**num_bytes
+        found: list[tuple[int, int, int]] = []
+        split: dict[int, list[tuple[int, int, int]]] = {}  # those that share their byte with others
+        for low, high, label in labelled:
+            first, last = (low - base) // span, (high - base) // span
+            if base + first * span < low:
+                end = min(high, base + (first + 1) * span - 1)
+                split.setdefault(first, []).append((low, end, label))
+                first += 1
+            if first <= last and high < base + (last + 1) * span - 1:
+                split.setdefault(last, []).append((base + last * span, high, label))
+                last -= 1
+            if first <= last:
+                found.append((lead + first, lead + last, self._whole(label, num_bytes)))
+        for byte, inside in split.items():
+            below = self.row(inside, base + byte * span, num_bytes - 1, 0x80)
+            found.append((lead + byte, lead + byte, self._number(below)))
+        return _joined(sorted(found))
+
+    def _whole(self, label: int, num_bytes: int) -> int:
+        """Where any such number of further bytes leads to the label."""
+        target = label
+        for _ in range(num_bytes):
+            target = self._number(((0x80, 0xBF, target),))
+        return target
+
+    def _number(self, row: Row) -> int:
+        index = self._index_of.get(row)
+        if index is None:
+            self.rows.append(row)
+            index = self._index_of[row] = len(self.rows)
+        return self._num_labels + index
+
+
+def _joined(entries: list[tuple[int, int, int]]) -> Row:
+    """With neighbours that lead to the same place made one."""
+    joined: list[tuple[int, int, int]] = []
+    for first, last, target in entries:
+        if joined and joined[-1][1] + 1 == first and joined[-1][2] == target:
+            joined[-1] = (joined[-1][0], last, target)
+        else:
+            joined.append((first, last, target))
+    return tuple(joined)
+
 
 Classes: TypeAlias = NDArray[np.uint8]
 Transitions: TypeAlias = NDArray[np.int32]
@@ -71,3 +184,137 @@ class Fsm:
 
 def _number_type(num_rows: int) -> type[np.uint16] | type[np.int32]:
     return np.uint16 if num_rows <= 1 << 16 else np.int32
+
+
+MAX_STATES = 50_000
+MAX_TRANSITIONS = 2_000_000
+"""4 bytes each."""
+MAX_STEPS = 1_500_000
+_STEPS_PER_RANGE = 15  # what takes as long as making the rows of bytes for a range of characters
+
+Numbers: TypeAlias = NDArray[np.int64]
+
+
+def build_fsm(
+    regex: Regex,
+    *,
+    max_states: int = MAX_STATES,
+    max_transitions: int = MAX_TRANSITIONS,
+    max_steps: int = MAX_STEPS,
+) -> Fsm:
+    """The machine that accepts the UTF-8 of the expression's texts. ``TooMuchForFsm`` where it would have
+    more states, or more transitions (states times classes of bytes), or takes more steps to build;
+    ``BadArgument`` where no text matches at all.
+
+    >>> build_fsm(parse_regex("[0-9]{1,3}")).matches(b"42")
+    True
+    """
+    check_size(regex)
+    limit = WorkLimit(max_steps)
+    graph = CharGraph(limit)
+    start = graph.add(regex, END)
+    if start == NOWHERE:
+        raise BadArgument(_UNSATISFIABLE)
+    classes = char_classes(graph.sets, limit)
+    if graph.look_aheads or graph.look_behinds:
+        machine = PromisedPlaces(graph, classes, limit).machine(start, TEXT_START)
+        if not any(machine.accepting):
+            raise BadArgument(_UNSATISFIABLE)
+    else:
+        machine = _plain_machine(graph, classes, start, limit)
+    return _over_bytes(machine, classes, limit, max_states, max_transitions)
+
+
+_UNSATISFIABLE = "constraint: no text at all matches it: write one that some text can match"
+
+
+def _plain_machine(graph: CharGraph, classes: CharClasses, start: int, limit: WorkLimit) -> CharMachine:
+    def arcs(node: int) -> Arcs:
+        return ((classes.sets[graph.set_of[node]], graph.places(graph.after[node])),)
+
+    return determinised(graph.places(start), arcs, limit, {})
+
+
+def _over_bytes(
+    machine: CharMachine, classes: CharClasses, limit: WorkLimit, max_states: int, max_transitions: int
+) -> Fsm:
+    """A state over characters becomes the state before a character's first byte, and has its own states
+    for what may follow that."""
+    shape_of: dict[tuple[int, ...], int] = {}
+    shape: Numbers = np.array([shape_of.setdefault(masks, len(shape_of)) for masks in machine.masks])
+    rows = [_rows_of(masks, classes, limit) if masks else ((),) for masks in shape_of]
+    num_rows: Numbers = np.array([len(of_shape) for of_shape in rows], dtype=np.int64)
+    num_states = int(num_rows[shape].sum())
+    if num_states > max_states:
+        raise TooMuchForFsm(f"its machine has {num_states} states, more than {max_states}")
+    table, class_of_byte = _byte_classes([row for of_shape in rows for row in of_shape])
+    if num_states * table.shape[1] > max_transitions:
+        raise TooMuchForFsm(f"its machine has more than {max_transitions} transitions")
+    transitions = _transitions(machine, shape, num_rows, table)
+    accepting: Accepting = np.zeros(num_states, dtype=np.bool_)
+    accepting[: len(shape)] = machine.accepting
+    return Fsm(class_of_byte, transitions, accepting)
+
+
+def _transitions(machine: CharMachine, shape: Numbers, num_rows: Numbers, table: Transitions) -> Transitions:
+    """``shape``: each state's kind of rows, of which there are ``num_rows``, one kind after the other in
+    the table. All states that have as many rows and as many targets are written at once."""
+    num_own = num_rows[shape] - 1
+    first_own = len(shape) + np.cumsum(num_own) - num_own
+    first_row = np.cumsum(num_rows) - num_rows
+    num_targets: Numbers = np.array([len(targets) for targets in machine.targets], dtype=np.int64)
+    transitions: Transitions = np.zeros((len(shape) + int(num_own.sum()), table.shape[1]), dtype=np.int32)
+    alike: Numbers = num_own * (1 + int(num_targets.max())) + num_targets
+    for kind in sorted(set(alike[num_targets > 0].tolist())):
+        states: Numbers = np.flatnonzero(alike == kind)
+        # What a row's number means in each state: 0 dead, then its targets, then its own states.
+        targets: Transitions = np.array([machine.targets[state] for state in states.tolist()], dtype=np.int32)
+        own_states = first_own[states][:, None] + np.arange(int(num_own[states[0]]))
+        meaning = np.concatenate([np.zeros((len(states), 1), dtype=np.int32), targets, own_states], axis=1)
+        for index in range(own_states.shape[1] + 1):
+            where = states if index == 0 else own_states[:, index - 1]
+            transitions[where] = np.take_along_axis(meaning, table[first_row[shape[states]] + index], axis=1)
+    return transitions
+
+
+def _rows_of(masks: tuple[int, ...], classes: CharClasses, limit: WorkLimit) -> tuple[Row, ...]:
+    """The rows of bytes for a state's sets of characters; the first set has label 1."""
+    labelled: list[tuple[int, int, int]] = []
+    for label, mask in enumerate(masks, 1):
+        while mask:
+            low = mask & -mask
+            labelled += [(first, last, label) for first, last in classes.ranges[low.bit_length() - 1]]
+            mask ^= low
+    labelled.sort()
+    joined: list[tuple[int, int, int]] = []
+    for first, last, label in labelled:
+        if joined and joined[-1][1] + 1 == first and joined[-1][2] == label:
+            joined[-1] = (joined[-1][0], last, label)
+        else:
+            joined.append((first, last, label))
+    limit.spend(len(labelled) + _STEPS_PER_RANGE * len(joined))
+    return utf8_rows(tuple(joined))
+
+
+def _byte_classes(rows: list[Row]) -> tuple[Transitions, Classes]:
+    """The rows as a table with a column for each class of bytes, and the class of each byte."""
+    entries = [(index, *entry) for index, row in enumerate(rows) for entry in row]
+    if not entries:
+        return np.zeros((len(rows), 1), dtype=np.int32), np.zeros(256, dtype=np.uint8)
+    columns: Numbers = np.array(entries, dtype=np.int64).T
+    row, first, last, target = columns
+    is_edge: Accepting = np.zeros(257, dtype=np.bool_)
+    is_edge[0] = True
+    is_edge[first] = True
+    is_edge[last + 1] = True
+    is_edge[256] = False
+    interval: Numbers = np.cumsum(is_edge) - 1
+    steps: Transitions = np.zeros((len(rows), int(interval[255]) + 2), dtype=np.int32)
+    np.add.at(steps, (row, interval[first]), target)
+    np.add.at(steps, (row, interval[last] + 1), -target)
+    np.cumsum(steps, axis=1, out=steps)
+    by_interval: Transitions = np.ascontiguousarray(steps[:, :-1].T)
+    classes: dict[bytes, int] = {}
+    class_of = [classes.setdefault(column.tobytes(), len(classes)) for column in by_interval]
+    shown = [class_of.index(index) for index in range(len(classes))]
+    return np.ascontiguousarray(by_interval[shown].T), np.array(class_of, dtype=np.uint8)[interval[:256]]

@@ -13,8 +13,7 @@ from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
 from agentflow.engine.grammar.dfa import Fsm
 from agentflow.engine.grammar.grammar import Grammar
 from agentflow.engine.grammar.llguidance import LlguidanceGrammar, LlguidanceVocabulary
-from agentflow.engine.grammar.token_dfa import FsmGrammar
-from agentflow.engine.grammar.vocabulary import Vocabulary
+from agentflow.engine.grammar.token_dfa import FsmGrammar, Vocabulary
 from agentflow.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

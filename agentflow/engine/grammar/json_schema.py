@@ -3,18 +3,253 @@
 What is generated from it is valid under the schema; not all that is valid can be generated: members come in
 the order of ``properties``, and there are no others unless the schema asks for them. A schema that says
 anything else goes to a parser (None).
+
+JSON's values as regular expressions: what a schema's leaves become.
+
+Narrower than JSON where readers differ: a string has no lone half of a surrogate pair, an integer fits
+64 bits, a number has no exponent.
+
+JSON schema's keywords: which of them say something, about which values, and which hold other schemas.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
 from urllib.parse import unquote
 
-from agentflow.engine.grammar import json_values
-from agentflow.engine.grammar.json_values import Whitespace
-from agentflow.engine.grammar.regex_tree import EMPTY, Choice, Regex, Repeat, Sequence
-from agentflow.engine.grammar.schema_keywords import ALL_TYPED, ANNOTATIONS, KEYWORDS_OF_TYPE
+from agentflow.engine.grammar.regex import EMPTY, CharSet, Choice, Regex, Repeat, Sequence, literal
+
+Whitespace: TypeAlias = Literal["compact", "tight", "free"]
+"""Between the parts of a value: ``", "`` and ``": "`` as Python writes it, none at all, or what the model
+likes."""
+
+FREE_WHITESPACE_CHARS: Final = 16
+"""The most in one place, so that a model cannot go on with it for ever."""
+
+MOST_INTEGERS: Final = 400
+"""The widest range of integers that is written as its members."""
+
+MOST_INTEGER: Final = 10**18 - 1
+"""18 digits: 64 bits hold it, whoever reads it."""
+
+MOST_NUMBER: Final = 10**15
+"""Numbers are below it: their digits before the point are all exact."""
+
+_DIGIT: Final = CharSet(((0x30, 0x39),))
+_NONZERO: Final = CharSet(((0x31, 0x39),))
+_MINUS: Final = Repeat(literal("-"), 0, 1)
+_HEX: Final = CharSet(((0x30, 0x39), (0x41, 0x46), (0x61, 0x66)))
+_HEX_BUT_D: Final = CharSet(((0x30, 0x39), (0x41, 0x43), (0x45, 0x46), (0x61, 0x63), (0x65, 0x66)))
+_HEX_D: Final = CharSet(((0x44, 0x44), (0x64, 0x64)))
+_HEX_89AB: Final = CharSet(((0x38, 0x39), (0x41, 0x42), (0x61, 0x62)))
+_HEX_CDEF: Final = CharSet(((0x43, 0x46), (0x63, 0x66)))
+
+_PLAIN_CHAR: Final = CharSet(
+    ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, 0x10FFFF))  # no control, no quote, no backslash
+)
+_ESCAPES: Final = CharSet(tuple([(ord(letter), ord(letter)) for letter in '"/\\bfnrt']))
+_HIGH_HALF: Final = Sequence((literal("u"), _HEX_D, _HEX_89AB, _HEX, _HEX))
+_LOW_HALF: Final = Sequence((literal("\\u"), _HEX_D, _HEX_CDEF, _HEX, _HEX))
+_ESCAPED_UNIT: Final = Choice(
+    (
+        Sequence((literal("u"), _HEX_BUT_D, _HEX, _HEX, _HEX)),
+        Sequence((literal("u"), _HEX_D, CharSet(((0x30, 0x37),)), _HEX, _HEX)),
+    )
+)
+_STRING_CHAR: Final = Choice(
+    (
+        _PLAIN_CHAR,
+        Sequence((literal("\\"), Choice((_ESCAPES, _ESCAPED_UNIT, Sequence((_HIGH_HALF, _LOW_HALF)))))),
+    )
+)
+
+BOOLEAN: Final[Regex] = Choice((literal("true"), literal("false")))
+NULL: Final[Regex] = literal("null")
+_FRACTION: Final = Repeat(Sequence((literal("."), Repeat(_DIGIT, 1, 17))), 0, 1)
+_SIZE: Final = Sequence((Choice((literal("0"), Sequence((_NONZERO, Repeat(_DIGIT, 0, 14))))), _FRACTION))
+_SHARE: Final = Choice(
+    (
+        Sequence((literal("0"), _FRACTION)),
+        Sequence((literal("1"), Repeat(Sequence((literal("."), Repeat(literal("0"), 1, 17))), 0, 1))),
+    )
+)
+
+
+def string(least: int = 0, most: int | None = None) -> Regex:
+    """A string of so many characters (code points; an escape is one)."""
+    return Sequence((literal('"'), Repeat(_STRING_CHAR, least, most), literal('"')))
+
+
+def integer(least: int = -MOST_INTEGER, most: int = MOST_INTEGER) -> Regex | None:
+    """An integer from ``least`` to ``most``, both inclusive; None where the range is too wide to be written
+    out, and is none that follows from the sign alone."""
+    positive = Sequence((_NONZERO, Repeat(_DIGIT, 0, 17)))
+    if most >= MOST_INTEGER and least <= -MOST_INTEGER:
+        return Choice((literal("0"), Sequence((_MINUS, positive))))
+    if most >= MOST_INTEGER and least in (0, 1):
+        return positive if least == 1 else Choice((literal("0"), positive))
+    if most - least < MOST_INTEGERS:
+        return Choice(tuple([literal(str(value)) for value in range(least, most + 1)]))
+    return None
+
+
+def number(least: float = -MOST_NUMBER, most: float = MOST_NUMBER) -> Regex | None:
+    """A number with or without a fraction, and without an exponent; None where the limits are others than
+    zero, one and the widest."""
+    if most >= MOST_NUMBER and least <= -MOST_NUMBER:
+        return Sequence((_MINUS, _SIZE))
+    if least == 0 and (most >= MOST_NUMBER or most == 1):
+        return _SHARE if most == 1 else _SIZE
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where whitespace stands: around a list's or an object's members, and between them."""
+
+    inside: Regex
+    comma: Regex
+    colon: Regex
+
+    def enclosed(self, opening: str, members: Regex, closing: str) -> Regex:
+        """Members that are there, in their brackets."""
+        return Sequence((literal(opening), self.inside, members, self.inside, literal(closing)))
+
+    def empty(self, opening: str, closing: str) -> Regex:
+        """The brackets, and nothing in them."""
+        return Sequence((literal(opening), self.inside, literal(closing)))
+
+    def listed(self, members: list[Regex]) -> Regex:
+        """One after the other, with commas."""
+        parts: list[Regex] = []
+        for member in members:
+            parts += [self.comma, member] if parts else [member]
+        return Sequence(tuple(parts))
+
+    def named(self, name: str, value: Regex) -> Regex:
+        """A member of an object."""
+        return Sequence((literal(json.dumps(name, ensure_ascii=False)), self.colon, value))
+
+
+def layout(whitespace: Whitespace) -> Layout:
+    """A policy's."""
+    if whitespace == "free":
+        space = CharSet(((0x09, 0x0A), (0x0D, 0x0D), (0x20, 0x20)))
+        any_space = Repeat(space, 0, FREE_WHITESPACE_CHARS)
+        return Layout(
+            any_space,
+            Sequence((any_space, literal(","), any_space)),
+            Sequence((any_space, literal(":"), any_space)),
+        )
+    gap = " " if whitespace == "compact" else ""
+    return Layout(EMPTY, literal("," + gap), literal(":" + gap))
+
+
+def exactly(value: object, spaces: Layout) -> Regex | None:
+    """The one value that a ``const`` asks for; None where no JSON text stands for it."""
+    if isinstance(value, dict):
+        members = {str(name): exactly(member, spaces) for name, member in value.items()}
+        if not members:
+            return spaces.empty("{", "}")
+        named = [spaces.named(name, part) for name, part in members.items() if part is not None]
+        return spaces.enclosed("{", spaces.listed(named), "}") if len(named) == len(members) else None
+    if isinstance(value, list):
+        if not value:
+            return spaces.empty("[", "]")
+        parts = [part for member in value if (part := exactly(member, spaces)) is not None]
+        return spaces.enclosed("[", spaces.listed(parts), "]") if len(parts) == len(value) else None
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return literal(json.dumps(value, ensure_ascii=False))
+
+
+ANNOTATIONS: Final = frozenset(
+    [
+        "title",
+        "description",
+        "default",
+        "examples",
+        "$schema",
+        "$id",
+        "$comment",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "$defs",
+        "definitions",
+        "discriminator",
+        "contentEncoding",
+        "contentMediaType",
+        "contentSchema",
+    ]
+)
+"""They constrain nothing."""
+
+_OF_NUMBERS: Final = frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"])
+
+KEYWORDS_OF_TYPE: Final[dict[str, frozenset[str]]] = {
+    "object": frozenset(
+        [
+            "properties",
+            "required",
+            "additionalProperties",
+            "patternProperties",
+            "propertyNames",
+            "minProperties",
+            "maxProperties",
+            "dependentRequired",
+            "dependentSchemas",
+            "dependencies",
+            "unevaluatedProperties",
+        ]
+    ),
+    "array": frozenset(
+        [
+            "items",
+            "prefixItems",
+            "minItems",
+            "maxItems",
+            "uniqueItems",
+            "contains",
+            "minContains",
+            "maxContains",
+            "additionalItems",
+            "unevaluatedItems",
+        ]
+    ),
+    "string": frozenset(["minLength", "maxLength", "pattern", "format"]),
+    "integer": _OF_NUMBERS,
+    "number": _OF_NUMBERS,
+    "boolean": frozenset(),
+    "null": frozenset(),
+}
+"""They say something about values of a type, and nothing about others."""
+
+ALL_TYPED: Final = frozenset().union(*KEYWORDS_OF_TYPE.values())
+
+HOLD_A_SCHEMA: Final = (
+    "additionalProperties",
+    "additionalItems",
+    "items",
+    "contains",
+    "not",
+    "if",
+    "then",
+    "else",
+    "propertyNames",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+)
+HOLD_A_LIST: Final = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
+HOLD_NAMED: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
+IN_PLACE: Final = frozenset(["anyOf", "allOf", "oneOf", "$ref", "if", "not", "dependentSchemas"])
+"""They apply further schemas to the same value."""
+
 
 MOST_POSITIONS: Final = 6_000
 """The largest expression: its places for a character, each as often as it is repeated."""
@@ -47,7 +282,7 @@ def schema_to_regex(schema: object, whitespace: Whitespace) -> Regex | None:
 class _SchemaReader:
     def __init__(self, root: object, whitespace: Whitespace) -> None:
         self._root = root
-        self._layout = json_values.layout(whitespace)
+        self._layout = layout(whitespace)
         self._of_reference: dict[str, Regex] = {}
         self._open: list[str] = []
         self._depth = 0
@@ -57,8 +292,8 @@ class _SchemaReader:
             "string": self._string,
             "integer": self._integer,
             "number": self._number,
-            "boolean": lambda _: json_values.BOOLEAN,
-            "null": lambda _: json_values.NULL,
+            "boolean": lambda _: BOOLEAN,
+            "null": lambda _: NULL,
         }
 
     def regex(self, schema: object) -> Regex:
@@ -102,7 +337,7 @@ class _SchemaReader:
             raise _NotRegular
         if "type" in schema and not all(_has_type(value, schema["type"]) for value in values):
             raise _NotRegular
-        found = [json_values.exactly(value, self._layout) for value in values]
+        found = [exactly(value, self._layout) for value in values]
         return _one_of([_needed(regex) for regex in found])
 
     def _reference(self, reference: object) -> Regex:
@@ -184,27 +419,27 @@ class _SchemaReader:
         least, most = _count(said, "minLength"), _limit(said, "maxLength")
         if most is not None and most < least:
             raise _NotRegular
-        return json_values.string(least, most)
+        return string(least, most)
 
     def _integer(self, said: JsonObject) -> Regex:
         if set(said) - {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}:
             raise _NotRegular
-        least = [_whole(said["minimum"])] if "minimum" in said else [-json_values.MOST_INTEGER]
+        least = [_whole(said["minimum"])] if "minimum" in said else [-MOST_INTEGER]
         least += [_whole(said["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in said else []
-        most = [_whole(said["maximum"])] if "maximum" in said else [json_values.MOST_INTEGER]
+        most = [_whole(said["maximum"])] if "maximum" in said else [MOST_INTEGER]
         most += [_whole(said["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in said else []
         if max(least) > min(most):
             raise _NotRegular
-        return _needed(json_values.integer(max(least), min(most)))
+        return _needed(integer(max(least), min(most)))
 
     def _number(self, said: JsonObject) -> Regex:
         if set(said) - {"minimum", "maximum"} or not all(_is_number(limit) for limit in said.values()):
             raise _NotRegular
         least, most = (
-            said.get("minimum", -json_values.MOST_NUMBER),
-            said.get("maximum", json_values.MOST_NUMBER),
+            said.get("minimum", -MOST_NUMBER),
+            said.get("maximum", MOST_NUMBER),
         )
-        return _needed(json_values.number(least, most))
+        return _needed(number(least, most))
 
 
 def _members(members: list[tuple[Regex, bool]], comma: Regex) -> Regex:

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from agentflow.engine.cache.token_run import num_common_ids
+from agentflow.engine.cache.radix_cache import num_common_ids
 from agentflow.engine.grammar.grammar import Matcher, TokenWords, is_allowed
-from agentflow.engine.grammar.vocabulary import Vocabulary
+from agentflow.engine.grammar.token_dfa import Vocabulary
 
 # Of a text that was encoded before so many tokens at its end are encoded again, together with what is new;
 # the first of them must come out as they are.

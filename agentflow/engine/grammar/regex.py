@@ -1,34 +1,270 @@
-r"""Patterns as Python's ``re`` reads them, turned into trees. What matches is what ``re.fullmatch`` matches.
+"""Patterns as Python's ``re`` reads them, turned into trees. What matches is what ``re.fullmatch`` matches.
 
 >>> parse_regex(r"^a{2}|b$")
 Choice(options=(Repeat(part=CharSet(ranges=((97, 97),)), least=2, most=2), CharSet(ranges=((98, 98),))))
+
+A regular expression as a tree: what a pattern or a JSON schema is turned into before a machine is built.
+
+A tree says what whole texts match, and nothing else: no groups, no order of preference. Anchors and word
+boundaries are look-arounds in it.
+
+>>> answer = Choice((literal("yes"), literal("no")))
+>>> digits = Repeat(CharSet(((0x30, 0x39),)), 1, 3)
+>>> record = Sequence((answer, literal(", "), digits))  # "yes, 42"
+
+Which characters a set in a regular expression means, asked of Python's own ``re``.
+
+So categories and ignored case mean what they mean to Python, of whichever version.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from re import _parser  # type: ignore[attr-defined]
-from typing import Any
+from typing import Any, TypeAlias
 
-from agentflow.engine.grammar.regex_tree import (
-    ANY_CHAR,
-    EMPTY,
-    CharSet,
-    Choice,
-    LookAhead,
-    LookBehind,
-    Ranges,
-    Regex,
-    Repeat,
-    Sequence,
-    TooMuchForFsm,
-    all_but,
-    merged,
-    one_char,
-)
-from agentflow.engine.grammar.unicode_sets import LAST_OF_PLANE, set_ranges, set_without_case
+import numpy as np
+from numpy.typing import NDArray
+
 from agentflow.errors import BadArgument
+
+Ranges: TypeAlias = "tuple[tuple[int, int], ...]"
+"""Code points, each pair from its first to its last one inclusive: sorted, disjoint, not touching."""
+
+MAX_CODE_POINT = 0x10FFFF
+
+
+@dataclass(frozen=True, slots=True)
+class CharSet:
+    """One character of these ranges. ``ValueError`` where the ranges are not sorted and disjoint:
+    ``merged`` makes them so."""
+
+    ranges: Ranges
+
+    def __post_init__(self) -> None:
+        after = -1
+        for first, last in self.ranges:
+            if not after < first <= last <= MAX_CODE_POINT:
+                raise ValueError(f"the ranges of a CharSet are sorted and disjoint: {first:#x} to {last:#x}")
+            after = last
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """One part after the other; without parts, the empty text."""
+
+    parts: tuple[Regex, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Any one of the options; without options, no text at all."""
+
+    options: tuple[Regex, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """The part ``least`` to ``most`` times, both inclusive; ``most`` None: without limit."""
+
+    part: Regex
+    least: int
+    most: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class LookAhead:
+    """Nothing by itself, but all the text that follows, to its very end, matches ``rest``; or, where it is
+    not ``wanted``, does not."""
+
+    rest: Regex
+    wanted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LookBehind:
+    """Nothing by itself, but the character before is one of these ranges, or, where ``at_start``, there is
+    none: the text begins here."""
+
+    ranges: Ranges
+    at_start: bool
+
+
+Regex: TypeAlias = "CharSet | Sequence | Choice | Repeat | LookAhead | LookBehind"
+
+EMPTY = Sequence(())
+"""The empty text."""
+
+NOTHING = Choice(())
+"""No text, not even the empty one."""
+
+
+class TooMuchForFsm(Exception):
+    """The message says what: a machine cannot be built of it, or would be too large. Nobody's fault yet:
+    what is raised here goes to llguidance."""
+
+
+ANY_CHAR = CharSet(((0, MAX_CODE_POINT),))
+
+
+def literal(text: str) -> Regex:
+    """Exactly this text."""
+    if len(text) == 1:
+        return one_char(ord(text))
+    return Sequence(tuple([one_char(ord(char)) for char in text]))
+
+
+@lru_cache(maxsize=1024)
+def one_char(code_point: int) -> CharSet:
+    """Exactly this character."""
+    return CharSet(((code_point, code_point),))
+
+
+def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """Any ranges as a ``CharSet`` takes them: in order, with those that overlap or touch made one.
+
+    >>> merged([(0x61, 0x66), (0x30, 0x39), (0x67, 0x7A)])
+    ((48, 57), (97, 122))
+    """
+    kept: list[tuple[int, int]] = []
+    for first, last in sorted(ranges):
+        if kept and first <= kept[-1][1] + 1:
+            kept[-1] = (kept[-1][0], max(last, kept[-1][1]))
+        else:
+            kept.append((first, last))
+    return tuple(kept)
+
+
+def all_but(ranges: Ranges) -> Ranges:
+    """The code points that are not in the ranges.
+
+    >>> all_but(((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)))
+    ((32, 33), (35, 91), (93, 1114111))
+    """
+    edges = [-1, *itertools.chain.from_iterable(ranges), MAX_CODE_POINT + 1]
+    gaps = [(edges[at] + 1, edges[at + 1] - 1) for at in range(0, len(edges), 2)]
+    return tuple([(first, last) for first, last in gaps if first <= last])
+
+
+def without_surrogates(ranges: Ranges) -> Ranges:
+    """The characters among the code points: no text in UTF-8 holds half of a pair.
+
+    >>> without_surrogates(((0xD000, 0xE000),))
+    ((53248, 55295), (57344, 57344))
+    """
+    kept: list[tuple[int, int]] = []
+    for first, last in ranges:
+        below, above = (first, min(last, 0xD7FF)), (max(first, 0xE000), last)
+        kept += [part for part in (below, above) if part[0] <= part[1]]
+    return tuple(kept)
+
+
+CodePoints: TypeAlias = NDArray[np.int64]
+
+_BLOCK = 256
+_LAST_LETTER = 0x3FFFF
+"""No version of Unicode has a letter, a digit or a space beyond; the tests look whether that still holds."""
+
+LAST_OF_PLANE = 0xFFFF
+"""Up to here Python reads the members of a set one by one where case is ignored."""
+
+
+@cache
+def category(name: str, ascii_only: bool) -> Ranges:
+    r"""The characters of a category, by its escape.
+
+    >>> category(r"\d", True)
+    ((48, 57),)
+    """
+    if name[-1].isupper():
+        return all_but(category(name.lower(), ascii_only))
+    pattern = re.compile(f"{name}+", re.ASCII if ascii_only else 0)
+    return tuple([(found.start(), found.end() - 1) for found in pattern.finditer(_all_chars())])
+
+
+def set_ranges(
+    literals: str, members: Ranges, escapes: tuple[str, ...], negated: bool, ascii_only: bool
+) -> Ranges:
+    """The characters of a set: of these literals, ranges (in any order) and categories, or all but those."""
+    every = [(ord(char), ord(char)) for char in literals]
+    every += [pair for escape in escapes for pair in category(escape, ascii_only)]
+    ranges = merged([*every, *members])
+    return all_but(ranges) if negated else ranges
+
+
+@lru_cache(maxsize=4096)
+def set_without_case(
+    literals: str, members: Ranges, escapes: tuple[str, ...], negated: bool, ascii_only: bool
+) -> Ranges:
+    """The same where case is ignored. Only characters that have a case are asked about, and of a range only
+    they are written into the question: Python takes long to read large ranges where case is ignored. But
+    beyond the first 65,536 characters it treats ranges and literals differently."""
+    ranges = set_ranges(literals, members, escapes, negated, ascii_only)
+    beyond = [f"\\U{first:08x}-\\U{last:08x}" for first, last in members if last > LAST_OF_PLANE]
+    within = merged([pair for pair in members if pair[1] <= LAST_OF_PLANE])
+    written = "".join([re.escape(char) for char in _cased_chars_of(within) + literals])
+    written += "".join([*beyond, *escapes])
+    if not written:
+        return ranges
+    reader = re.compile(
+        f"[{'^' if negated else ''}{written}]", re.IGNORECASE | (re.ASCII if ascii_only else re.UNICODE)
+    )
+    matched = [(ord(char), ord(char)) for char in reader.findall(_cased_chars())]
+    return merged([*matched, *_without_cased(ranges)])
+
+
+def _cased_chars_of(ranges: Ranges) -> str:
+    """Of these characters, those that have a case."""
+    edges: CodePoints = np.array(ranges, dtype=np.int64).reshape(-1, 2) + np.array([0, 1])
+    places: CodePoints = np.searchsorted(_cased_code_points(), edges)
+    return "".join([_cased_chars()[int(first) : int(after)] for first, after in places])
+
+
+def _without_cased(ranges: Ranges) -> list[tuple[int, int]]:
+    """Of these characters, those that have no case."""
+    left: list[tuple[int, int]] = []
+    for first, last in ranges:
+        start = first
+        for char in _cased_chars_of(((first, last),)):
+            if start < ord(char):
+                left.append((start, ord(char) - 1))
+            start = ord(char) + 1
+        if start <= last:
+            left.append((start, last))
+    return left
+
+
+@cache
+def _cased_chars() -> str:
+    """Every character that has another form in the other case, or is such a form."""
+    every = _all_chars()
+    found: set[str] = set()
+    for start in range(0, len(every), _BLOCK):
+        block = every[start : start + _BLOCK]
+        if block.lower() != block or block.upper() != block:
+            for char in block:
+                forms = {char, *char.lower(), *char.upper(), *char.lower().upper(), *char.upper().lower()}
+                if len(forms) > 1:
+                    found |= forms
+    return "".join(sorted(found))
+
+
+@cache
+def _cased_code_points() -> CodePoints:
+    return np.array([ord(char) for char in _cased_chars()], dtype=np.int64)
+
+
+@cache
+def _all_chars() -> str:
+    """Every code point up to the last letter, at its own index: also those that no text can have."""
+    code_points: CodePoints = np.arange(_LAST_LETTER + 1, dtype=np.int64)
+    return code_points.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
+
 
 MAX_DEPTH = 100
 MAX_RANGES = 200_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from agentflow.engine.page_advice import advise_huge_pages
+from agentflow.engine.models.page_advice import advise_huge_pages
 from agentflow.errors import BadArgument
 
 

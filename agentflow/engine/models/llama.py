@@ -10,11 +10,14 @@ from torch import Tensor
 from agentflow.engine.models.config import LlamaConfig
 from agentflow.engine.models.rope import rope_angles
 from agentflow.engine.runner import nothing
-from agentflow.kernels.choice_rows import ChoiceRows
-from agentflow.kernels.decoder_weights import DecoderWeights, LayerWeights
-from agentflow.kernels.forward_input import ForwardInput
-from agentflow.kernels.inputs import IntArray
-from agentflow.kernels.linear_weight import LinearWeight
+from agentflow.kernels.inputs import (
+    ChoiceRows,
+    DecoderWeights,
+    ForwardInput,
+    IntArray,
+    LayerWeights,
+    LinearWeight,
+)
 from agentflow.kernels.ops import Kernels
 
 

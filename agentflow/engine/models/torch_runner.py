@@ -1,4 +1,7 @@
-"""The model runner on torch: a model folder, a KV pool, and one forward pass per batch."""
+"""The model runner on torch: a model folder, a KV pool, and one forward pass per batch.
+
+What a forward pass is given for a batch.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,27 @@ import torch
 from torch import Tensor
 
 from agentflow.engine.batch import Batch, BatchOutput, SampledRows
-from agentflow.engine.models.batch_input import forward_input_of
+from agentflow.engine.machine import usable_cpus
 from agentflow.engine.models.config import read_config
 from agentflow.engine.models.kv_pool import KvPool
 from agentflow.engine.models.loader import load_llama
 from agentflow.engine.models.sampler import choice_rows, choose_tokens, wants_only_tokens
 from agentflow.engine.runner import AcceleratorFault, OutOfMemory, RunnerInfo, nothing
-from agentflow.engine.usable_cpus import usable_cpus
 from agentflow.errors import BadArgument
+from agentflow.kernels.inputs import AttentionBatch, ForwardInput
 from agentflow.kernels.ops import Kernels, kernels_for
+
+
+def forward_input_of(batch: Batch, kernels: Kernels, kv_layers: tuple[Tensor, ...]) -> ForwardInput:
+    """Its arrays, and the plan of its attention. ``kv_layers``: the pool, in the model's dtype and on its
+    device (``KvPool.layers``)."""
+    attended = AttentionBatch(
+        batch.page_table, batch.page_rows, batch.query_lens, batch.kv_lens, batch.branches
+    )
+    plan = kernels.plan_attention(attended, kv_layers[0].dtype, kv_layers[0].device)
+    rows = batch.sampled.rows
+    return ForwardInput(batch.token_ids, batch.positions, batch.write_slots, kv_layers, plan, rows)
+
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _MAX_LOGIT_ROWS = 256

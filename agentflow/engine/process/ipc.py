@@ -2,17 +2,26 @@
 
 To the engine: one message each. From the engine: one list for the whole batch, once a step. Every
 ``Submit`` is answered by exactly one ``Finished`` or ``Failed``, also when it was aborted.
+
+What goes over the socket between a server and its engine process, and how messages lie on it.
+
+First ``Start`` and the answer to it, then the messages of ``engine_messages``: one a frame to the
+engine, one list a frame from it (frames: ``message_frames.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import msgspec
 
 from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
 from agentflow.engine.request import Objective, TopTokens
+from agentflow.engine.runner import ModelRunner, RunnerInfo
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.step_times import BucketCounts
+from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.sampling import SamplingParams
 
 
@@ -179,3 +188,39 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 FromEngine = Started | StepBegins | Progress | Wanted | Finished | Failed | EngineStats
+
+
+class LoadEngine(Protocol):
+    """What ``Start.loader`` names: makes all that an engine needs, in the engine's process."""
+
+    def __call__(self, **options: Any) -> tuple[ModelRunner, Tokenizer, SchedulerConfig]: ...
+
+
+class Start(msgspec.Struct, frozen=True):
+    """What an engine process is to run: ``loader`` is the name of a ``LoadEngine``, as in
+    ``package.module:function``, and ``options`` its arguments (plain values only)."""
+
+    loader: str
+    options: dict[str, Any]
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """The engine is ready for messages. ``tokenizer``: the fingerprint of its tokenizer."""
+
+    info: RunnerInfo
+    tokenizer: str
+
+
+class LoadFailed(msgspec.Struct, frozen=True, tag=True):
+    """It will never be, and ends: an error of the tree in ``errors.py``, or the name of a package that
+    is not installed."""
+
+    code: str
+    message: str
+    missing_package: str | None = None
+
+
+start_decoder = msgspec.msgpack.Decoder(Start)
+answer_decoder: msgspec.msgpack.Decoder[Loaded | LoadFailed] = msgspec.msgpack.Decoder(Loaded | LoadFailed)
+to_engine_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+from_engine_decoder: msgspec.msgpack.Decoder[list[FromEngine]] = msgspec.msgpack.Decoder(list[FromEngine])

@@ -3,14 +3,22 @@
 To its client it is one engine that never forgets a request: what a dead process had not finished, the
 next one runs on from the ids that were generated already. After ``MAX_DEATHS_IN_A_ROW`` the engine is *down*:
 requests fail at once, and further processes are started at growing intervals until one loads.
+
+How long an engine process may stay silent: deadlines of loads and steps.
+
+A process that has died closes its socket. One that hangs (stopped, a step or a load that never ends) keeps it
+open and sends nothing, so the supervisor measures. The engine announces each forward pass with its number of
+rows; the next frame says that it has run. What a pass may take follows from what passes of its size took
+before. While nothing is owed nothing is measured, and an idle process costs nothing.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import anyio
@@ -20,15 +28,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from msgspec.structs import replace
 
 from agentflow.engine.client import EngineClient
-from agentflow.engine.process.engine_child import END_S, EngineChild
-from agentflow.engine.process.engine_frames import (
-    Loaded,
-    LoadFailed,
-    Start,
-    answer_decoder,
-    from_engine_decoder,
-)
-from agentflow.engine.process.engine_watch import Deadlines, StepPace
+from agentflow.engine.process.child import ChildProcess, to_frame
 from agentflow.engine.process.ipc import (
     Abort,
     CloseState,
@@ -36,19 +36,101 @@ from agentflow.engine.process.ipc import (
     Failed,
     Finished,
     FromEngine,
+    Loaded,
+    LoadFailed,
     Progress,
     Report,
+    Start,
     StepBegins,
     Submit,
     ToEngine,
     Wanted,
+    answer_decoder,
+    from_engine_decoder,
 )
-from agentflow.engine.process.message_frames import to_frame
 from agentflow.engine.process.request_journal import EngineLedger, aborted
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
+from agentflow.engine.process.worker import LAST_STEP_S
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import AgentflowError, BadModelFolder, EngineFailed, from_code
 from agentflow.runtime.task_group import open_task_group
+
+# How long an engine may take to end by itself: its last step, and then its memory.
+END_S = LAST_STEP_S + 2.0
+
+
+class EngineChild(ChildProcess):
+    """One engine process, from ``start`` to ``end``."""
+
+    @classmethod
+    def start(cls, start: Start) -> EngineChild:
+        """A process that begins to load."""
+        return cls.run("agentflow.engine.process.worker", start)
+
+
+# A step may take so many times what the slowest one of its size took lately.
+STEP_FACTOR = 20.0
+# Of each step the slowest one counts for less: a single outlier is forgotten after some dozens.
+_FADE = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """``load_s``: from the start of a process until it is ready for requests. ``step_s``: of a step at least,
+    however fast others were. ``first_step_s``: of the first step of each size, which may compile kernels and
+    capture graphs; also the longest that any step may take. ``sleep``: how time passes, for tests.
+
+    All are measured in slices of ``slice_s``, of which each must pass on its own: time in which the server
+    itself was stopped counts as one slice at most.
+    """
+
+    load_s: float = 600.0
+    step_s: float = 30.0
+    first_step_s: float = 300.0
+    sleep: Callable[[float], Awaitable[None]] = anyio.sleep  # noqa: TID251  to measure it is its purpose
+
+    @property
+    def slice_s(self) -> float:
+        return self.step_s / 4
+
+    async def passes(self, limit_s: float, is_over: Callable[[], bool]) -> bool:
+        """Waits for ``limit_s`` and returns True; False as soon as a slice ends with ``is_over()``."""
+        waited_s = 0.0
+        while waited_s < limit_s:
+            await self.sleep(self.slice_s)
+            if is_over():
+                return False
+            waited_s += self.slice_s
+        return True
+
+
+class StepPace:
+    """What the steps of one process took, by size: numbers of rows up to the same power of two."""
+
+    def __init__(self, deadlines: Deadlines) -> None:
+        self._deadlines = deadlines
+        self._slowest_s: dict[int, float] = {}
+        self._size: int | None = None  # of the step that runs; None: none is known to
+        self._since = 0.0
+
+    def received(self, now_s: float, num_rows: int | None) -> None:
+        """A frame came at ``now_s``: the step that was announced before has run, and with ``num_rows`` the
+        next one begins."""
+        if self._size is not None:
+            before_s = self._slowest_s.get(self._size, 0.0)
+            self._slowest_s[self._size] = max(now_s - self._since, before_s * _FADE)
+        self._size = None if num_rows is None else (num_rows - 1).bit_length()
+        self._since = now_s
+
+    @property
+    def limit_s(self) -> float:
+        """How long the next frame may take."""
+        limits = self._deadlines
+        if not self._slowest_s or (self._size is not None and self._size not in self._slowest_s):
+            return limits.first_step_s
+        slowest_s = 0.0 if self._size is None else self._slowest_s[self._size]
+        return min(max(limits.step_s, STEP_FACTOR * slowest_s), limits.first_step_s)
+
 
 logger = logging.getLogger(__name__)
 

@@ -6,6 +6,8 @@ server closed it or that the server is gone. Signals to end are left to the serv
 
 Nobody can block anybody for ever: a thread of its own reads the socket whatever the engine does, and
 the other end does the same; so a full socket is emptied, and a slow reader slows only the engine.
+
+The server's handle on one engine process.
 """
 
 from __future__ import annotations
@@ -21,16 +23,17 @@ import threading
 from collections.abc import Iterator
 
 from agentflow.engine.engine import Engine, EngineBroken
-from agentflow.engine.process.engine_frames import (
+from agentflow.engine.process.child import READ_BYTES, FrameBuffer, to_frame
+from agentflow.engine.process.ipc import (
+    FromEngine,
     Loaded,
     LoadEngine,
     LoadFailed,
     Start,
+    Stop,
     start_decoder,
     to_engine_decoder,
 )
-from agentflow.engine.process.ipc import FromEngine, Stop
-from agentflow.engine.process.message_frames import READ_BYTES, FrameBuffer, to_frame
 from agentflow.errors import AgentflowError, EngineFailed
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from agentflow.engine.cache.token_run import TokenRun
+from agentflow.engine.cache.radix_cache import TokenRun
 from agentflow.engine.request import CacheIdentity, Request
 
 Peek = Callable[[CacheIdentity, TokenRun], int]

@@ -9,6 +9,10 @@ is in rows and, once the cost of steps is known, in seconds: beside prompts a st
 
 The KV pool is shared between running requests and the radix cache: what is not in use is evicted when
 slots are needed; where that is not enough, the running request that costs least to redo is preempted.
+
+A step in the making: how many rows of which requests it computes, and the time that is left for more.
+
+Whether a request could ever run: told when it comes, and not when it has waited.
 """
 
 from __future__ import annotations
@@ -17,23 +21,90 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from agentflow.engine.batch import Batch, BatchOutput
 from agentflow.engine.cache.kv_manager import KVMemory
-from agentflow.engine.cache.token_run import TokenRun
+from agentflow.engine.cache.radix_cache import TokenRun
 from agentflow.engine.request import CacheIdentity, Request, Status
 from agentflow.engine.scheduling.admission import OutputReserve
-from agentflow.engine.scheduling.batch_builder import Work, build_batch
-from agentflow.engine.scheduling.branch_builder import tree_rows
-from agentflow.engine.scheduling.counters import Counters
-from agentflow.engine.scheduling.draft import Draft
-from agentflow.engine.scheduling.in_flight import InFlight, StepResult
+from agentflow.engine.scheduling.batch_builder import Work, build_batch, tree_rows
+from agentflow.engine.scheduling.in_flight import Counters, InFlight, StepResult
 from agentflow.engine.scheduling.in_progress_prefixes import Prefills
 from agentflow.engine.scheduling.policies import DEFAULT_POLICY, policy_named
-from agentflow.engine.scheduling.request_size import check_size
 from agentflow.engine.scheduling.sampling_table import SamplingTable
 from agentflow.engine.scheduling.step_cost import Features, StepCost, batch_features
+from agentflow.engine.token_tree import TokenTree
+from agentflow.errors import PromptTooLong
+
+
+@dataclass(slots=True)
+class Draft:
+    """``rows``: of each request, of its tokens first, then of its select's tree. ``limit``: rows that the
+    step may have. ``num_decode``: rows of requests that decode. ``spare_s``: the time that prompts may
+    add."""
+
+    limit: int
+    rows: dict[Request, int] = field(default_factory=dict)
+    num_rows: int = 0
+    num_decode: int = 0
+    spare_s: float = math.inf
+
+    @property
+    def num_free(self) -> int:
+        """Rows that the step may still have."""
+        return self.limit - self.num_rows
+
+    def add(self, request: Request, num_rows: int) -> None:
+        """So many more rows of the request."""
+        self.rows[request] = self.rows.get(request, 0) + num_rows
+        self.num_rows += num_rows
+
+    def left_of(self, request: Request) -> int:
+        """Rows of the request that the step does not have yet."""
+        return request.num_to_compute - self.rows.get(request, 0)
+
+    def parts(self) -> tuple[list[Work], list[Work]]:
+        """How many tokens of each request, those with one row first, and how many nodes of each select."""
+        work: list[Work] = []
+        branches: list[Work] = []
+        for request, num_rows in self.rows.items():
+            num_nodes = max(0, num_rows - (request.num_tokens - request.num_computed))
+            if num_nodes < num_rows:
+                work.append((request, num_rows - num_nodes))
+            if num_nodes:
+                branches.append((request, num_nodes))
+        work.sort(key=_is_chunk)  # stable
+        return work, branches
+
+
+def _is_chunk(item: Work) -> bool:
+    return item[1] > 1
+
+
+def check_size(request: Request, max_total_tokens: int, total_slots: int) -> None:
+    """``PromptTooLong`` where it could not. ``max_total_tokens``: of a sequence, its output included."""
+    if request.tree is not None:
+        _check_tree(request.num_prompt, request.tree, max_total_tokens, total_slots)
+    elif request.num_prompt + (1 if request.max_new_tokens else 0) > max_total_tokens:
+        raise PromptTooLong(
+            f"the prompt has {request.num_prompt} tokens; with its output it must fit into "
+            f"{max_total_tokens} (the smaller of the model's context and the KV pool): shorten it"
+        )
+
+
+def _check_tree(num_prompt: int, tree: TokenTree, max_total_tokens: int, total_slots: int) -> None:
+    if num_prompt + tree.longest > max_total_tokens:
+        raise PromptTooLong(
+            f"the prompt has {num_prompt} tokens; with the {tree.longest} of its longest choice it must "
+            f"fit into {max_total_tokens} (the smaller of the model's context and the KV pool): shorten it"
+        )
+    if num_prompt + tree.num_nodes > total_slots:
+        raise PromptTooLong(
+            f"the prompt has {num_prompt} tokens and its choices {tree.num_nodes} to compute; "
+            f"together they must fit into the KV pool of {total_slots}: offer fewer or shorter choices"
+        )
+
 
 # Forced tokens are computed in the step after they are known where they are no more than this; more of them
 # take their turn like a prompt's.

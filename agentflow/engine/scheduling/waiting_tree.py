@@ -13,7 +13,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Hashable
 
-from agentflow.engine.cache.token_run import TOKEN_BYTES, TokenRun, common_prefix_len
+from agentflow.engine.cache.radix_cache import TOKEN_BYTES, TokenRun, common_prefix_len
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling.policy import IsBlocked
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from agentflow.engine.batch import BatchOutput
 from agentflow.engine.request import Request
-from agentflow.engine.scheduling.counters import Counters
+from agentflow.engine.scheduling.in_flight import Counters
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel, default_cost
 from agentflow.engine.simulator.workload import Arrival, Workload

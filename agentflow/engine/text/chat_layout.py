@@ -10,6 +10,16 @@ What cannot be told apart is never taken for markup, in which special tokens wou
 the call is refused.
 
 Tools and tool calls come from outside too, but are shown inside the markup (see ``outside_text``).
+
+A rendering with markers in the place of contents, laid beside the real one: where are the contents?
+
+Nothing here renders anything; ``chat_layout`` does, and chooses which contents become markers.
+
+Where in a rendering the text of tools and tool calls stands, which comes from outside like contents.
+
+It stands inside the template's markup, where special tokens count. So the conversation is rendered again
+with a nonce before and behind each such string: what stands between two nonces came from outside, and a
+special token that is even partly written by it is content.
 """
 
 from __future__ import annotations
@@ -17,29 +27,235 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import secrets
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Literal
+from functools import partial
+from typing import Literal, TypeAlias
 
 from msgspec.structs import replace
 
-from agentflow.engine.text.chat_template import ChatTemplate
-from agentflow.engine.text.chat_values import Mark, unmarked
-from agentflow.engine.text.marked_rendering import (
-    Marks,
-    Shown,
-    aligned,
-    between,
-    common_prefix,
-    common_suffix,
-    suspects,
-    walk,
-)
-from agentflow.engine.text.outside_text import Place, Places, new_nonce, outside_places
+from agentflow.engine.text.chat_template import ChatTemplate, Mark, unmarked
 from agentflow.errors import NotSupported
 from agentflow.protocol.chat import Message, ToolSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Characters ``start`` to ``end`` of a rendering show the content of message number ``turn``."""
+
+    turn: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """The markup around contents that are markers: ``first``, then for each content in the order of the
+    text its turn and the markup after it."""
+
+    first: str
+    after: tuple[tuple[int, str], ...]
+
+
+def walk(text: str, messages: Sequence[Message], marks: Marks) -> list[Shown] | None:
+    """The places of the contents where each stands as it is, or trimmed, between the same markup."""
+    if not text.startswith(marks.first):
+        return None
+    at = len(marks.first)
+    shown: list[Shown] = []
+    for turn, after in marks.after:
+        length = _written_at(text, at, messages[turn].content, after)
+        if length is None:
+            return None
+        shown.append(Shown(turn, at, at + length))
+        at += length + len(after)
+    return shown if at == len(text) else None
+
+
+def between(text: str, marks: Marks) -> list[tuple[int, int]] | None:
+    """The places of one content that is written alike wherever the markup around it leaves room."""
+    if not marks.after:
+        return [] if marks.first == text else None
+    room = len(text) - len(marks.first) - sum(len(after) for _, after in marks.after)
+    length, left_over = divmod(room, len(marks.after))
+    if length < 0 or left_over:
+        return None
+    at = len(marks.first)
+    places = [(at, at + length)]
+    written = text[at : at + length]
+    rebuilt = marks.first + "".join(written + after for _, after in marks.after)
+    for _, after in marks.after[:-1]:
+        at += length + len(after)
+        places.append((at, at + length))
+    return places if rebuilt == text else None
+
+
+def aligned(text: str, marks: Marks) -> list[Shown] | None:
+    """The places of contents of which nothing is known. None where there is no place for them, or more than
+    one, or where a content that is shown several times is not written alike each time."""
+    lefts = _ends(text, marks.first, [after for _, after in marks.after])
+    if lefts is None:
+        return None
+    backwards = [marks.first, *(after for _, after in marks.after)][::-1]
+    # Reversed and not by rfind, which takes quadratic time for some texts.
+    reverse = _ends(text[::-1], backwards[0][::-1], [after[::-1] for after in backwards[1:]])
+    if reverse is None or [(len(text) - end, len(text) - start) for start, end in reverse[::-1]] != lefts:
+        return None
+    written: dict[int, str] = {}
+    places = [Shown(turn, start, end) for (turn, _), (start, end) in zip(marks.after, lefts, strict=True)]
+    alike = all(written.setdefault(p.turn, text[p.start : p.end]) == text[p.start : p.end] for p in places)
+    return places if alike else None
+
+
+def _ends(text: str, first: str, after: Sequence[str]) -> list[tuple[int, int]] | None:
+    """What stands between the markup, each piece of which is taken as far to the left as it can be."""
+    if not text.startswith(first):
+        return None
+    at = len(first)
+    if not after:
+        return [] if at == len(text) else None
+    places: list[tuple[int, int]] = []
+    for markup in after[:-1]:
+        end = text.find(markup, at)
+        if end < 0:
+            return None
+        places.append((at, end))
+        at = end + len(markup)
+    end = len(text) - len(after[-1])
+    return [*places, (at, end)] if end >= at and text.endswith(after[-1]) else None
+
+
+def suspects(text: str, messages: Sequence[Message], marks: Marks) -> set[int]:
+    """The turns that are probably altered: those that a walk stumbles over, which goes on at the next place
+    where the markup after them stands."""
+    found: set[int] = set()
+    if not text.startswith(marks.first):
+        return found
+    at = len(marks.first)
+    for number, (turn, after) in enumerate(marks.after):
+        length = _written_at(text, at, messages[turn].content, after)
+        if length is None:
+            found.add(turn)
+            end = text.find(after, at)
+            if end < 0:
+                return found | {turn for turn, _ in marks.after[number:]}
+            length = end - at
+        at += length + len(after)
+    return found
+
+
+def _written_at(text: str, at: int, content: str, after: str) -> int | None:
+    """How long ``content`` is that stands at ``at`` as it is, or trimmed, with ``after`` behind it."""
+    for written in (content, content.strip(), content.lstrip(), content.rstrip()):
+        if text.startswith(written, at) and text.startswith(after, at + len(written)):
+            return len(written)
+    return None
+
+
+def common_prefix(a: str, b: str) -> int:
+    """How many characters at the front are the same."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while high - low > 1:  # a[:low] is common, a[:high] is not
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def common_suffix(a: str, b: str) -> int:
+    return common_prefix(a[::-1], b[::-1])
+
+
+Place: TypeAlias = "tuple[int, int]"
+"""From the first character to behind the last one."""
+
+Places: TypeAlias = Callable[[str], "Sequence[Place]"]
+"""Where a text writes tokens that no content may have, such as ``Tokenizer.closed_places``."""
+
+
+def outside_places(render: Callable[[Mark], str], text: str, closed_places: Places) -> tuple[Place, ...]:
+    """The places in ``text``, in order. ``render`` gives ``text`` under the mark that changes nothing.
+
+    Some templates look at the strings (at the type of a parameter, at the length of an id) and write
+    something else for marked ones: then only those parts are marked that a special token is written in.
+    Raises ``NotSupported`` where the template does not show these as they are.
+    """
+    for around in (_all_of, closed_places):
+        nonce = new_nonce()
+        try:
+            marked = render(partial(_marked, nonce, around))
+        except NotSupported:
+            continue
+        parts = marked.split(nonce)
+        if len(parts) % 2 and "".join(parts) == text:
+            return _inside(parts)
+    raise NotSupported(
+        "the model's chat template alters what is written in tools or tool calls, and a special token of the "
+        "model is written there: leave that out"
+    )
+
+
+def cut_out(text: str, start: int, end: int, outside: Sequence[Place], closed_places: Places) -> list[Place]:
+    """The places between ``start`` and ``end`` where a closed token is written, wholly or in part, by what
+    came from outside: in order, and none in the other."""
+    firsts, ends = [place[0] for place in outside], [place[1] for place in outside]
+    found: list[Place] = []
+    unread = [(start, end)]
+    while unread:
+        low, high = unread.pop()
+        if bisect_right(ends, low) >= bisect_left(firsts, high):
+            continue  # nothing in it came from outside
+        at = low
+        for a, b in closed_places(text[low:high]):
+            a, b = a + low, b + low
+            if a < b and bisect_right(ends, a) < bisect_left(firsts, b):
+                found.append((a, b))
+                # What stands around may be read otherwise without it.
+                unread.append((at, a))
+                at = b
+        if at > low:
+            unread.append((at, high))
+    return sorted(found)
+
+
+def new_nonce() -> str:
+    """A text that nobody could have guessed: digits, which stay the same in capitals, and of one length, as
+    templates may look at that."""
+    return str(10**38 + secrets.randbelow(10**38))
+
+
+def _all_of(string: str) -> list[Place]:
+    """But for white space at its ends, which templates trim."""
+    return [(len(string) - len(string.lstrip()), len(string.rstrip()))]
+
+
+def _marked(nonce: str, around: Places, string: str) -> str:
+    parts: list[str] = []
+    at = 0
+    for start, end in around(string):
+        if start < end:
+            parts += [string[at:start], nonce, string[start:end], nonce]
+            at = end
+    return "".join([*parts, string[at:]])
+
+
+def _inside(parts: list[str]) -> tuple[Place, ...]:
+    places: list[Place] = []
+    at = 0
+    for number, part in enumerate(parts):
+        if number % 2 and part:
+            places.append((at, at + len(part)))
+        at += len(part)
+    return tuple(places)
+
 
 _TURN_DIGITS = 9
 # What may be rendered to find the altered contents of one layout: a second or so of work.

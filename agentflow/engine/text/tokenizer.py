@@ -4,26 +4,142 @@
 everybody else's text: a special token written out in it is encoded like any other text, so that a user
 who types ``<|im_start|>`` opens no turn. The same holds for every added token that the chat template names or
 that marks tool calls, special or not: a user's ``<tool_call>`` is text.
+
+The bytes that each token of a vocabulary stands for, read off the tokenizer's decoder.
+
+Two families are known: byte-level BPE, which writes each byte as one printable character (the alphabet
+of GPT-2), and SentencePiece-style BPE with byte fallback, which writes a space as ``▁`` and a byte that
+is in no other token as ``<0xNN>``. In both a text is the concatenation of its tokens' bytes; the second
+puts one space in front of a text when it encodes, and takes it away again when it decodes.
+
+The space that some tokenizers put in front of a text before they encode it, found and taken away.
+
+A conversation is encoded piece by piece, and a piece in the middle must not get that space. The
+tokenizer's description says where it comes from; without those parts it encodes the same text as it
+stands.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import tokenizers
 
 from agentflow.engine.text.chat_template import ChatTemplate
-from agentflow.engine.text.space_prefix import SpacePrefix, find_space_prefix, without_space_prefix
-from agentflow.engine.text.token_bytes import TokenDecoder, read_decoder
 from agentflow.engine.text.tokenizer_files import named_special_tokens, read_text
 from agentflow.engine.text.tool_format import tool_format
 from agentflow.errors import BadArgument, BadModelFolder
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Which character stands for which byte: printable bytes for themselves, the rest from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_level_alphabet()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDecoder:
+    """How a token's written form becomes bytes. ``byte_level``: in the GPT-2 alphabet, otherwise
+    SentencePiece-style. ``stripped_spaces``: spaces that decoding takes from the front of a text."""
+
+    byte_level: bool
+    stripped_spaces: int
+
+    def to_bytes(self, token: str) -> bytes:
+        """The bytes of a token that is not special."""
+        if not self.byte_level:
+            byte = _BYTE_TOKEN.fullmatch(token)
+            return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
+        try:
+            return bytes([_BYTE_OF_CHAR[char] for char in token])
+        except KeyError:  # an added token, which is written as it is
+            return token.encode()
+
+
+def read_decoder(spec: Mapping[str, Any] | None, where: str) -> TokenDecoder:
+    """The decoder of a ``tokenizer.json``. Raises ``BadModelFolder`` naming one of another family."""
+    parts = _flat(spec)
+    kinds = [part.get("type") for part in parts]
+    if kinds == ["ByteLevel"]:
+        return TokenDecoder(byte_level=True, stripped_spaces=0)
+    if kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and kinds[3:] in ([], ["Strip"]):
+        is_space = parts[0].get("pattern") == {"String": "▁"} and parts[0].get("content") == " "
+        strip: Mapping[str, Any] = parts[3] if len(parts) == 4 else {"content": " ", "start": 0, "stop": 0}
+        if is_space and strip.get("content") == " " and strip.get("stop") == 0:
+            return TokenDecoder(byte_level=False, stripped_spaces=int(strip.get("start", 0)))
+    raise BadModelFolder(
+        f"{where} decodes with {' + '.join(map(str, kinds)) or 'nothing'}; known are byte-level BPE "
+        "(ByteLevel) and SentencePiece-style BPE with byte fallback (Replace + ByteFallback + Fuse + Strip)"
+    )
+
+
+def _flat(spec: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    if spec is None:
+        return []
+    if spec.get("type") != "Sequence":
+        return [spec]
+    return [part for child in spec.get("decoders", []) for part in _flat(child)]
+
+
+SpacePrefix = Literal["none", "first", "every"]
+"""``first``: only where the whole text begins. ``every``: also after each added token inside it."""
+
+_CHILDREN = ("normalizers", "pretokenizers")
+
+
+def find_space_prefix(*parts: Mapping[str, Any] | None) -> SpacePrefix:
+    """Where the given normalizer and pre-tokenizer of a ``tokenizer.json`` put a space in front."""
+    found: set[SpacePrefix] = {"none"}
+    for part in parts:
+        if part is not None:
+            found.add(_own_prefix(part))
+            children = [child for name in _CHILDREN for child in part.get(name, [])]
+            found.add(find_space_prefix(*children))
+    return "every" if "every" in found else "first" if "first" in found else "none"
+
+
+def without_space_prefix(part: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The same normalizer or pre-tokenizer, which leaves the front of the text as it is."""
+    if part is None or part.get("type") == "Prepend":
+        return None
+    bare = dict(part)
+    if part.get("type") == "Metaspace":
+        bare["prepend_scheme"] = "never"
+        bare.pop("add_prefix_space", None)  # the older name for it
+    elif part.get("type") == "ByteLevel":
+        bare["add_prefix_space"] = False
+    for name in _CHILDREN:
+        if name in part:
+            children = [without_space_prefix(child) for child in part[name]]
+            bare[name] = [child for child in children if child is not None]
+    return bare
+
+
+def _own_prefix(part: Mapping[str, Any]) -> SpacePrefix:
+    kind = part.get("type")
+    if kind == "Prepend":
+        return "every"
+    if kind == "Metaspace":
+        scheme = part.get("prepend_scheme", "always" if part.get("add_prefix_space", True) else "never")
+        return "first" if scheme == "first" else "every" if scheme == "always" else "none"
+    if kind == "ByteLevel" and part.get("add_prefix_space", True):
+        return "every"
+    return "none"
+
 
 # For less than this, 0.2 ms, nobody minds to wait.
 _LONG_CHARS = 1000

@@ -3,19 +3,121 @@
 A call is told in one of two ways. Where a constraint keeps calls valid, its name is told as soon as it is
 there, and its arguments as they grow. Otherwise a call is told when it is whole, as only then one knows
 that it is a call: what turns out to be none is prose, and none of it is lost.
+
+The text of tool calls in a model's notation, read whole or up to the arguments.
+
+Where a JSON object or list ends, in a text that comes bit by bit. What is in it is not checked.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import secrets
 from collections.abc import Callable, Collection
 
+import jiter
+import msgspec
 import regex
 
-from agentflow.engine.text.json_extent import JsonExtent
-from agentflow.engine.text.tool_call_text import CallHeads, could_be_json, name_of, read_calls
 from agentflow.engine.text.tool_format import ToolFormat
-from agentflow.protocol.reply import Arguments, CallBegun, Piece, TextPiece
+from agentflow.protocol.chat import Arguments, CallBegun, Piece, TextPiece
+
+
+def read_calls(form: ToolFormat, names: Collection[str], text: str) -> list[tuple[str, str]]:
+    """Names and arguments of a call, or of a list of calls, that is the whole ``text``; none where one of
+    them is no call of a tool of these ``names``."""
+    if not could_be_json(text):  # the same reader's word, whether it comes early or late
+        return []
+    calls: list[tuple[str, str]] = []
+    try:
+        if text.startswith("["):
+            objects = msgspec.json.decode(text, type=list[dict[str, msgspec.Raw]])
+        else:
+            objects = [msgspec.json.decode(text, type=dict[str, msgspec.Raw])]
+        for members in objects:
+            name = msgspec.json.decode(members[form.name_key], type=str)
+            arguments = bytes(members[form.arguments_key]).decode()
+            msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])
+            if name not in names:
+                return []
+            calls.append((name, arguments))
+    except (msgspec.MsgspecError, KeyError, UnicodeError, RecursionError):
+        return []
+    return calls
+
+
+def could_be_json(text: str) -> bool:
+    """Whether the text can go on to be JSON."""
+    try:
+        jiter.from_json(text.encode(), partial_mode="trailing-strings")
+        return True
+    except ValueError:
+        return False
+
+
+def name_of(found: regex.Match[str]) -> str | None:
+    """The name in a whole match of ``CallHeads.first`` or ``later``; None where it is no JSON string."""
+    try:
+        return msgspec.json.decode(found["name"], type=str)
+    except msgspec.MsgspecError:
+        return None
+
+
+class CallHeads:
+    """What stands around arguments in a format whose calls are told as they grow. ``first``: from the mark to
+    the first arguments; ``after``: from arguments to the end of the call, or of the list, or to where the
+    list has ``more``; ``later``: from there to the arguments of the next call."""
+
+    def __init__(self, form: ToolFormat) -> None:
+        constants = "".join([rf"{_json(key)}\s*:\s*{_json(value)}\s*,\s*" for key, value in form.constants])
+        name = rf'{_json(form.name_key)}\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*'
+        call = rf"\{{\s*{constants}{name}{_json(form.arguments_key)}\s*:\s*(?=\{{)"
+        opening = r"\[\s*" if form.is_list else ""
+        self.first = regex.compile(rf"{regex.escape(form.mark)}\s*{opening}{call}")
+        self.later = regex.compile(rf"\[\s*{call}")
+        end = r"\s*(?:(?P<more>,)|\])" if form.is_list else ""
+        self.after = regex.compile(rf"\s*\}}{end}")
+
+
+def _json(text: str) -> str:
+    return regex.escape(json.dumps(text, ensure_ascii=False))
+
+
+_NEXT = re.compile(r'[][{}"]')
+_IN_STRING = re.compile(r'["\\]')
+
+
+class JsonExtent:
+    """Reads an object or a list from its first character on. Each character is looked at once."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._after_backslash = False
+
+    def read(self, text: str) -> int | None:
+        """Goes on by ``text``; how much of it belongs to the value, or None where all does and the value
+        is not over. Not called after that."""
+        at = 0
+        while at < len(text):
+            if self._after_backslash:
+                self._after_backslash = False
+                at += 1
+                continue
+            found = (_IN_STRING if self._in_string else _NEXT).search(text, at)
+            if found is None:
+                return None
+            at = found.end()
+            if found[0] == '"':
+                self._in_string = not self._in_string
+            elif found[0] == "\\":
+                self._after_backslash = True
+            else:
+                self._depth += 1 if found[0] in "[{" else -1
+                if self._depth == 0:
+                    return at
+        return None
 
 
 class ToolOutput:

@@ -1,5 +1,11 @@
 """A request's tools as the engine needs them: what the template is given, what the answer must look like, and
-who reads it."""
+who reads it.
+
+Tools for a model whose chat template knows of none: told in the system turn, called and answered in
+contents, in the notation of ``tool_format.FALLBACK``.
+
+From what the engine tells of an answer to the text of a reply (``reply``).
+"""
 
 from __future__ import annotations
 
@@ -11,16 +17,96 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from agentflow.engine.text.chat_template import ChatTemplate
-from agentflow.engine.text.tool_format import ToolFormat, tool_format
-from agentflow.engine.text.tool_messages import as_plain_messages
+from agentflow.engine.text.chat_template import ChatTemplate, read_arguments
+from agentflow.engine.text.tool_format import FALLBACK, ToolFormat, tool_format
 from agentflow.engine.text.tool_output import ToolOutput
 from agentflow.errors import BadArgument, NotSupported
-from agentflow.language.tool_call import hoisted
-from agentflow.protocol.chat import Conversation, Message, ToolChoice, ToolSpec
+from agentflow.protocol.chat import (
+    Conversation,
+    Message,
+    Piece,
+    ReplyWriter,
+    TextPiece,
+    ToolChoice,
+    ToolSpec,
+    hoisted,
+)
 from agentflow.protocol.constraint import Constraint
-from agentflow.protocol.given_object import OBJECT_BOUNDS
-from agentflow.protocol.json_bounds import JsonScan, TooMuchJson, pieces_of
+from agentflow.protocol.json_bounds import OBJECT_BOUNDS, JsonScan, TooMuchJson, pieces_of
+
+
+def as_plain_messages(
+    messages: Sequence[Message], tools: Sequence[ToolSpec], template: ChatTemplate
+) -> tuple[Message, ...]:
+    """The same conversation in messages that have nothing but a content.
+
+    Tools are told in the system turn; where there is none one is added, or, where the template takes none,
+    in front of the first turn's content. Results are turns of the user; several in a row are one, and what
+    the user says right after them stands in it too, as many templates want the roles to alternate.
+    """
+    plain: list[Message] = []
+    parts: list[list[str]] = []  # of each of them the lines of its content, put together once
+    is_answering = False
+    for message in messages:
+        content = message.content
+        if message.role == "tool":
+            content, role = f"<tool_response>\n{content}\n</tool_response>", "user"
+        else:
+            role = message.role
+        if message.tool_calls:
+            content = _with_calls(message)
+        if is_answering and role == "user":
+            parts[-1].append(content)
+        else:
+            plain.append(Message(role, "", message.generated))
+            parts.append([content])
+        is_answering = message.role == "tool"
+    plain = [replace(one, content="\n".join(said)) for one, said in zip(plain, parts, strict=True)]
+    return tuple(_told(plain, tools, template) if tools else plain)
+
+
+def _with_calls(message: Message) -> str:
+    written: list[str] = []
+    for call in message.tool_calls:
+        read_arguments(call)  # refused like under other templates
+        name = json.dumps(call.name, ensure_ascii=False)
+        written.append(f'{FALLBACK.begin}{{"name": {name}, "arguments": {call.arguments}}}{FALLBACK.end}')
+    calls = (FALLBACK.between or "").join(written)
+    return f"{message.content}{FALLBACK.before}{calls}" if message.content else calls
+
+
+def _told(plain: list[Message], tools: Sequence[ToolSpec], template: ChatTemplate) -> list[Message]:
+    text = _description(tools)
+    if plain and plain[0].role == "system":
+        said = plain[0].content
+        return [replace(plain[0], content=f"{said}\n\n{text}" if said else text), *plain[1:]]
+    with_system = [Message("system", text), *plain]
+    if not plain or _takes_system(template):
+        return with_system
+    return [replace(plain[0], content=f"{text}\n\n{plain[0].content}"), *plain[1:]]
+
+
+def _takes_system(template: ChatTemplate) -> bool:
+    try:
+        template.render([Message("system", "x"), Message("user", "x")], add_generation_prompt=True)
+    except NotSupported:
+        return False
+    return True
+
+
+def _description(tools: Sequence[ToolSpec]) -> str:
+    """Short: the models that need it are small."""
+    lines = [
+        json.dumps(
+            {"name": tool.name, "description": tool.description, "parameters": tool.parameters},
+            ensure_ascii=False,
+        )
+        for tool in tools
+    ]
+    how = f'{FALLBACK.begin}{{"name": ..., "arguments": {{...}}}}{FALLBACK.end}'
+    return "\n".join(
+        ["You can call these tools:", "<tools>", *lines, "</tools>", f"To call one, write {how}"]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,3 +294,36 @@ def _of_object(parameters: dict[str, Any]) -> dict[str, Any]:
     if schema.get("properties") == {} and not {"additionalProperties", "patternProperties"} & set(schema):
         schema["additionalProperties"] = False
     return schema
+
+
+class ReplyText:
+    """Of one answer. ``use``: the tools that it may call, if there are any. ``constraint``: what it is where
+    it calls none; and, of this object, what all of it keeps."""
+
+    def __init__(self, use: ToolUse | None, constraint: Constraint | None = None) -> None:
+        self.constraint = constraint if use is None else use.constraint(constraint)
+        self._output = use.output(constraint) if use is not None and use.callable_names else None
+        self._writer = ReplyWriter()
+        self._told: list[str] = []
+        self._num_chars = 0
+
+    def hear(self, text: str) -> str:
+        """The answer goes on by ``text``, the reply by what comes back."""
+        self._num_chars += len(text)
+        return self._tell(self._pieces(text))
+
+    def finish(self, text: str) -> str:
+        """All of the reply, of the answer that was ``text``."""
+        rest = text[self._num_chars :]
+        self._tell(self._pieces(rest) if self._output is None else self._output.finish(rest))
+        return "".join(self._told) + self._writer.finish()
+
+    def _pieces(self, text: str) -> list[Piece]:
+        if self._output is not None:
+            return self._output.push(text)
+        return [TextPiece(text)] if text else []
+
+    def _tell(self, pieces: list[Piece]) -> str:
+        written = self._writer.push(pieces)
+        self._told.append(written)
+        return written

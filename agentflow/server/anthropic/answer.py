@@ -15,7 +15,7 @@ from typing import Any
 import jiter
 import msgspec
 
-from agentflow.runtime.generator import Usage
+from agentflow.protocol.events import Usage
 from agentflow.server.anthropic.types import (
     AnswerText,
     AnswerToolUse,

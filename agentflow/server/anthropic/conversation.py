@@ -11,16 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
-from agentflow.protocol.given_object import OBJECT_BOUNDS, object_of, object_text
-from agentflow.protocol.json_bounds import JsonScan
-from agentflow.server.anthropic.anthropic_blocks import (
+from agentflow.protocol.json_bounds import OBJECT_BOUNDS, JsonScan, object_of, object_text
+from agentflow.server.anthropic.types import (
+    AnyChoice,
+    CountRequest,
     InputMessage,
+    NoChoice,
+    OneToolChoice,
     Text,
     TextBlock,
+    Tool,
     ToolResultBlock,
     ToolUseBlock,
 )
-from agentflow.server.anthropic.types import AnyChoice, CountRequest, NoChoice, OneToolChoice, Tool
 from agentflow.server.http.errors import Refusal
 
 _BETWEEN_MESSAGES = "\n\n"

@@ -12,8 +12,8 @@ from typing import Literal, TypeAlias
 from agentflow.errors import NotSupported
 from agentflow.protocol.chat import FREE_CHOICE, CalledTool, Conversation, Message, ToolChoice, ToolSpec
 from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.events import Usage
 from agentflow.protocol.sampling import SamplingParams
-from agentflow.runtime.generator import Usage
 
 
 @dataclass(frozen=True, slots=True)

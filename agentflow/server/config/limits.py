@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agentflow.errors import BadArgument
 from agentflow.protocol.wire import MAX_FRAME_BYTES
+from agentflow.runtime.limits import check_limits
 
 # A Welcome and the longest error must fit into a frame.
 MIN_FRAME_BYTES = 4096
@@ -50,7 +50,7 @@ class ServerLimits:
             ("session_bytes", self.session_bytes >= 1, "at least 1"),
             ("sessions_bytes", self.sessions_bytes >= 1, "at least 1"),
         )
-        _check("server limits", self, ranges)
+        check_limits("server limits", self, ranges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,44 +76,4 @@ class HttpLimits:
             ("bodies_bytes", self.bodies_bytes >= 1, "at least 1"),
             ("stream_keepalive_s", self.stream_keepalive_s > 0, "more than 0"),
         )
-        _check("HTTP limits", self, ranges)
-
-
-@dataclass(frozen=True, slots=True)
-class CompileLimits:
-    """Of one constraint: ``cpu_s`` of processor time for compiling it, ``memory_bytes`` for it, and
-    ``compiled_bytes`` of what comes out: only these refuse it for good. After ``wall_s`` on the clock, which
-    also runs while the engine has the processors, a request is answered that it should try again, and so it
-    is when the constraint has had ``contended_s`` of processor time and another tenant waits. Of all:
-    ``cpu_share`` of one processor in the long run, ``max_waiting`` constraints wait at most,
-    ``max_waiting_per_tenant`` of them one tenant's, and ``cache_bytes`` of compiled ones are kept."""
-
-    cpu_s: float = 6.0
-    contended_s: float = 0.25
-    wall_s: float = 30.0
-    memory_bytes: int = 512_000_000
-    compiled_bytes: int = 16_000_000
-    cpu_share: float = 0.2
-    max_waiting: int = 1_024
-    max_waiting_per_tenant: int = 64
-    cache_bytes: int = 64_000_000
-
-    def __post_init__(self) -> None:
-        ranges = (
-            ("cpu_s", self.cpu_s > 0, "more than 0"),
-            ("contended_s", self.contended_s > 0, "more than 0"),
-            ("wall_s", self.wall_s > 0, "more than 0"),
-            ("memory_bytes", self.memory_bytes >= 1, "at least 1"),
-            ("compiled_bytes", self.compiled_bytes >= 1, "at least 1"),
-            ("cpu_share", 0 < self.cpu_share <= 1, "more than 0, and at most 1"),
-            ("max_waiting", self.max_waiting >= 1, "at least 1"),
-            ("max_waiting_per_tenant", self.max_waiting_per_tenant >= 1, "at least 1"),
-            ("cache_bytes", self.cache_bytes >= 0, "0 or more"),
-        )
-        _check("compile limits", self, ranges)
-
-
-def _check(name: str, limits: object, ranges: tuple[tuple[str, bool, str], ...]) -> None:
-    for field, holds, wanted in ranges:
-        if not holds:
-            raise BadArgument(f"{name}: {field} must be {wanted}, not {getattr(limits, field)!r}")
+        check_limits("HTTP limits", self, ranges)

@@ -22,15 +22,15 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.tenant import NOBODY_ELSE, Tenant
 from agentflow.errors import AgentflowError
 from agentflow.protocol.json_bounds import BODY_BOUNDS, JsonScan, TooMuchJson
-from agentflow.runtime.held_memory import HeldMemory
+from agentflow.runtime.limits import HeldMemory
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.http.errors import MAX_PARAM_CHARS, Refusal, cut, refusal_of, unready
-from agentflow.server.request_log import LoggedBody, RequestRecord, log_request, logged_path
+from agentflow.server.log import LoggedBody, RequestRecord, log_request, logged_path
 from agentflow.server.service import Service
 from agentflow.server.tenants.rate_limit import BYTES_PER_TOKEN
-from agentflow.server.tenants.tenant import NOBODY_ELSE, Tenant
 
 logger = logging.getLogger(__name__)
 

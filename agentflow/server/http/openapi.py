@@ -16,10 +16,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-import agentflow
 from agentflow.server.http.call import ErrorDialect
 from agentflow.server.http.errors import Refusal
 from agentflow.server.http.routes import OPENAI, ROUTES, ApiRoute
+from agentflow.version import __version__
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
@@ -78,7 +78,7 @@ def openapi_document(routes: Sequence[ApiRoute]) -> Schema:
         paths.setdefault(_path(route), {})[route.method.lower()] = _operation(route, schemas)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "agentflow", "version": agentflow.__version__},
+        "info": {"title": "agentflow", "version": __version__},
         "paths": paths | _operations_paths(schemas),
         "components": {
             "schemas": components,

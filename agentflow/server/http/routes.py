@@ -16,10 +16,9 @@ from agentflow.server.anthropic.types import CountAnswer, CountRequest, MessageA
 from agentflow.server.http.call import ApiEndpoint, ErrorDialect, Handler, request_id_of
 from agentflow.server.http.errors import Refusal
 from agentflow.server.openai.chat import create_chat_completion
-from agentflow.server.openai.completions import create_completion
+from agentflow.server.openai.completions import TextAnswer, TextRequest, create_completion
 from agentflow.server.openai.errors import OpenAIErrors
 from agentflow.server.openai.models import ModelCard, ModelList, get_model, list_models
-from agentflow.server.openai.openai_completion_types import TextAnswer, TextRequest
 from agentflow.server.openai.tokenize import (
     DetokenizeAnswer,
     DetokenizeRequest,

@@ -1,14 +1,27 @@
-"""``POST /v1/chat/completions``, as OpenAI's API has it."""
+"""``POST /v1/chat/completions``, as OpenAI's API has it.
+
+From ``POST /v1/chat/completions`` to what the engine is asked.
+"""
 
 from __future__ import annotations
 
+from agentflow.engine.generator import EngineGenerator
+from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.json_bounds import schema_constraint
 from agentflow.server.completion.completion import completing
-from agentflow.server.completion.request import Answer
+from agentflow.server.completion.request import Answer, CompletionRequest
 from agentflow.server.http.call import ApiCall
-from agentflow.server.openai.openai_chat_chunks import ChatChunks, chat_logprobs
-from agentflow.server.openai.openai_chat_request import completion_of_chat
-from agentflow.server.openai.sampling import faults_placed
-from agentflow.server.openai.stream import AnswerIdentity, stream_answers
+from agentflow.server.openai.conversation import conversation_of, tool_choice_of, tools_of
+from agentflow.server.openai.sampling import (
+    check_fields,
+    check_told,
+    constraint_of,
+    faults_placed,
+    is_given,
+    sampling_of,
+    wrong,
+)
+from agentflow.server.openai.stream import AnswerIdentity, ChatChunks, chat_logprobs, stream_answers
 from agentflow.server.openai.types import (
     AnsweredFunction,
     AnsweredToolCall,
@@ -16,8 +29,60 @@ from agentflow.server.openai.types import (
     ChatAnswer,
     ChatChoice,
     ChatRequest,
+    ObjectFormat,
+    SchemaFormat,
 )
 from agentflow.server.openai.usage import usage_body, usage_of_prompts
+
+ANY_OBJECT = Constraint("schema", '{"type":"object"}')
+
+
+def completion_of_chat(call: ApiCall, body: ChatRequest, generator: EngineGenerator) -> CompletionRequest:
+    """``Refusal`` that names the field, where something cannot be had."""
+    limits = call.service.http_limits
+    check_fields(body, limits.max_n)
+    tools = tools_of(body.tools or ())
+    choice = tool_choice_of(body.tool_choice, tools, body.parallel_tool_calls)
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    params = sampling_of(body, generator, max_tokens, _top_logprobs(body))
+    check_told(params, generator, body.n or 1, "top_logprobs")
+    return CompletionRequest(
+        conversation_of(body.messages, generator.capabilities.model),
+        params,
+        constraint=_form_of(body),
+        tools=tools,
+        tool_choice=choice,
+        n=body.n or 1,
+        cache_salt=body.cache_salt or "",
+        priority=body.priority or 0,
+        max_prompt_tokens=limits.prompt_tokens,
+    )
+
+
+def _top_logprobs(body: ChatRequest) -> int | None:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise wrong("top_logprobs", "'top_logprobs' needs 'logprobs' to be true")
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def _form_of(body: ChatRequest) -> Constraint | None:
+    """What the text must look like, where no tool is called."""
+    asked = {"regex or grammar": constraint_of(body), "response_format": _response_format(body)}
+    names = [name for name, constraint in asked.items() if constraint is not None]
+    if len(names) > 1:
+        raise wrong("response_format", f"'response_format' excludes {names[0]}: give one of them")
+    return asked[names[0]] if names else None
+
+
+def _response_format(body: ChatRequest) -> Constraint | None:
+    match body.response_format:
+        case ObjectFormat():
+            return ANY_OBJECT
+        case SchemaFormat(json_schema=spec):
+            if spec.schema is None or not is_given(spec.schema):
+                return ANY_OBJECT
+            return schema_constraint(spec.schema, "response_format")
+    return None
 
 
 async def create_chat_completion(call: ApiCall) -> None:

@@ -1,19 +1,35 @@
-"""``POST /v1/completions``, as OpenAI's API has it: texts are gone on with, without a chat template."""
+"""``POST /v1/completions``, as OpenAI's API has it: texts are gone on with, without a chat template.
+
+The request and the answer of ``POST /v1/completions``.
+
+Log-probabilities in the form of ``/v1/completions``, and the chunks of its streams.
+"""
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Literal, cast
+from typing import Annotated, Literal, TypeAlias, cast
+
+import msgspec
+from msgspec import Meta
 
 from agentflow.engine.generator import EngineGenerator
-from agentflow.server.completion.completion import answers_of, completing
-from agentflow.server.completion.completion_set import completing_all
-from agentflow.server.completion.request import Answer, CompletionDelta, CompletionRequest, TokenIds
+from agentflow.server.completion.completion import answers_of, completing, completing_all
+from agentflow.server.completion.request import (
+    Answer,
+    AnswerEnded,
+    CompletionDelta,
+    CompletionRequest,
+    TextDelta,
+    TokenIds,
+    ToldToken,
+)
 from agentflow.server.http.call import ApiCall
-from agentflow.server.openai.openai_completion_types import Prompt, TextAnswer, TextChoice, TextRequest
-from agentflow.server.openai.openai_text_chunks import OffsetLogprobs, TextChunks
 from agentflow.server.openai.sampling import (
+    SharedFields,
+    TokenId,
     check_fields,
     check_told,
     constraint_of,
@@ -21,8 +37,128 @@ from agentflow.server.openai.sampling import (
     sampling_of,
     wrong,
 )
-from agentflow.server.openai.stream import AnswerIdentity, DeltaSource, stream_answers
-from agentflow.server.openai.usage import usage_body, usage_of_prompts
+from agentflow.server.openai.stream import AnswerIdentity, DeltaSource, encode_json, stream_answers
+from agentflow.server.openai.usage import UsageBody, usage_body, usage_of_prompts
+
+# That many of the likeliest tokens this endpoint has always told.
+MAX_LOGPROBS = 5
+
+IdList: TypeAlias = Annotated[list[TokenId], Meta(min_length=1)]
+Prompt: TypeAlias = Annotated[
+    str | Annotated[list[str | TokenId | IdList], Meta(min_length=1)],
+    Meta(description="A text, a list of texts, token ids, or a list of lists of token ids."),
+]
+
+
+class TextRequest(SharedFields, kw_only=True):
+    """A text to go on with, or several. In a text, special tokens that are written out count."""
+
+    prompt: Prompt
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+class TextLogprobs(msgspec.Struct, kw_only=True):
+    """One member of each list for each token. ``text_offset``: where in the answer its text begins, in
+    characters. A token that is no UTF-8 of its own is written as ``bytes:\\x..``. ``token_logprobs`` is null
+    where the text was encoded anew, which happens under a constraint."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float | None]]
+    text_offset: list[int]
+
+
+class TextChoice(msgspec.Struct, kw_only=True):
+    """One answer, or in a stream a piece of it. Answers are counted prompt by prompt."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class TextAnswer(msgspec.Struct, kw_only=True):
+    """The whole answer. ``created``: Unix time."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[TextChoice]
+    usage: UsageBody
+    object: Literal["text_completion"] = "text_completion"
+
+
+KIND = "text_completion"
+
+
+class OffsetLogprobs:
+    """Tells the tokens of one answer, and where in its text each begins."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def push(self, tokens: Sequence[ToldToken]) -> TextLogprobs:
+        """Of the tokens that come next."""
+        offsets: list[int] = []
+        for token in tokens:
+            offsets.append(self._offset)
+            self._offset += len(self._decoder.decode(token.raw))
+        return TextLogprobs(
+            tokens=[_written(token) for token in tokens],
+            token_logprobs=[token.logprob for token in tokens],
+            top_logprobs=[_top(token) for token in tokens],
+            text_offset=offsets,
+        )
+
+
+def _top(token: ToldToken) -> dict[str, float | None]:
+    """The likeliest, and always the token itself."""
+    top = {_written(one): one.logprob for one in token.top}
+    top.setdefault(_written(token), token.logprob)
+    return top
+
+
+def _written(token: ToldToken) -> str:
+    if "\ufffd" not in token.text or not token.raw:
+        return token.text
+    return "bytes:" + "".join([f"\\x{byte:02x}" for byte in token.raw])
+
+
+class TextChunks:
+    """Those of one request with ``num_answers`` in all. ``include_usage``: chunks say that their own usage
+    is null."""
+
+    def __init__(self, identity: AnswerIdentity, num_answers: int, *, include_usage: bool) -> None:
+        self._identity = identity
+        front = identity.event_head(KIND)
+        self._fronts = [front + b'"choices":[{"index":%d,"text":' % index for index in range(num_answers)]
+        self._end = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
+        self._goes_on = b',"logprobs":null,"finish_reason":null' + self._end
+        self._logprobs = [OffsetLogprobs() for _ in range(num_answers)]
+
+    def write(self, deltas: Sequence[CompletionDelta]) -> bytes:
+        """The events of these deltas."""
+        parts: list[bytes] = []
+        for delta in deltas:
+            front = self._fronts[delta.index]
+            if isinstance(delta, TextDelta):
+                parts += (front, encode_json(delta.text))
+                if delta.tokens:
+                    told = encode_json(self._logprobs[delta.index].push(delta.tokens))
+                    parts += (b',"logprobs":', told, b',"finish_reason":null', self._end)
+                else:
+                    parts.append(self._goes_on)
+            elif isinstance(delta, AnswerEnded):
+                reason = encode_json(delta.finish_reason)
+                parts += (front, b'"","logprobs":null,"finish_reason":', reason, self._end)
+        return b"".join(parts)
+
+    def usage(self, usage: UsageBody) -> bytes:
+        """The event that tells the tokens."""
+        return self._identity.event(KIND, {"choices": [], "usage": usage})
+
 
 DEFAULT_MAX_TOKENS = 16
 

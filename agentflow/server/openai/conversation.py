@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from agentflow.engine.text.chat_values import read_arguments
+from agentflow.engine.text.chat_template import read_arguments
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
-from agentflow.protocol.given_object import OBJECT_BOUNDS, object_of
-from agentflow.protocol.json_bounds import JsonScan, TooMuchJson, pieces_of
-from agentflow.server.openai.openai_fields import is_given
-from agentflow.server.openai.openai_message_types import (
+from agentflow.protocol.json_bounds import OBJECT_BOUNDS, JsonScan, TooMuchJson, object_of, pieces_of
+from agentflow.server.openai.sampling import faults_named, is_given, refused, wrong
+from agentflow.server.openai.types import (
     AssistantMessage,
     AudioPart,
     ChatMessage,
@@ -33,7 +32,6 @@ from agentflow.server.openai.openai_message_types import (
     ToolMessage,
     UserMessage,
 )
-from agentflow.server.openai.sampling import faults_named, refused, wrong
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _NOT_SEEN = {ImagePart: "images", AudioPart: "sound", FilePart: "files"}

@@ -14,10 +14,8 @@ from agentflow.server.completion.completion import COUNTED_CONTEXTS, Completion
 from agentflow.server.completion.request import CompletionRequest
 from agentflow.server.http.call import ApiCall
 from agentflow.server.openai.conversation import conversation_of, tools_of
-from agentflow.server.openai.openai_fields import TokenId
-from agentflow.server.openai.openai_message_types import ChatMessage, Tool
-from agentflow.server.openai.sampling import faults_named, wrong
-from agentflow.server.openai.types import MAX_MESSAGES, MAX_TOOLS
+from agentflow.server.openai.sampling import TokenId, faults_named, wrong
+from agentflow.server.openai.types import MAX_MESSAGES, MAX_TOOLS, ChatMessage, Tool
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from agentflow.runtime.generator import Usage
-from agentflow.server.request_log import RequestRecord
+from agentflow.protocol.events import Usage
+from agentflow.server.log import RequestRecord
 
 
 class PromptDetails(msgspec.Struct):

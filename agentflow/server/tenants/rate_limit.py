@@ -20,10 +20,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
+from agentflow.engine.tenant import AdmittedRequest, Tenant
 from agentflow.errors import NotAuthorized, RateLimited
-from agentflow.server.tenants.tenant import Tenant
 
 MINUTE_NS = 60_000_000_000
 BYTES_PER_TOKEN = 64
@@ -94,16 +93,6 @@ def _limited(bucket: Bucket | None, per_minute: int | None, now_ns: int) -> Buck
         return Bucket(per_minute, now_ns)
     bucket.set_limit(per_minute, now_ns)
     return bucket
-
-
-@dataclass(slots=True)
-class AdmittedRequest:
-    """What a request turned out to use; counted when it has ended. ``cached_tokens``: of its prompt, whose
-    length may be set anew too, where it was a guess."""
-
-    prompt_tokens: int
-    output_tokens: int = 0
-    cached_tokens: int = 0
 
 
 class TenantGate:

@@ -28,8 +28,8 @@ from agentflow.errors import (
     Overloaded,
     ProtocolError,
     RateLimited,
+    incident,
 )
-from agentflow.incident import incident
 from agentflow.protocol.events import ErrorInfo, Event
 from agentflow.protocol.wire import (
     TAKEN_OVER,
@@ -48,8 +48,7 @@ from agentflow.protocol.wire import (
     op_reader,
 )
 from agentflow.runtime.generator import ContextT, Generator
-from agentflow.server.websocket.frame_scan import check_frame
-from agentflow.server.websocket.frames import event_frames
+from agentflow.server.websocket.frames import check_frame, event_frames
 from agentflow.server.websocket.sessions import IsValid, ServedSession, Sessions, always_valid, revoked
 
 logger = logging.getLogger(__name__)

@@ -25,17 +25,15 @@ from agentflow.errors import (
     Overloaded,
     ProtocolError,
     ServerLost,
+    incident,
 )
-from agentflow.incident import incident
 from agentflow.protocol.ops import Op, Rejected
 from agentflow.protocol.wire import Resume, UnreadOps
 from agentflow.runtime.generator import ContextT, Generator
-from agentflow.runtime.held_memory import HeldMemory
 from agentflow.runtime.interpreter import Interpreter
+from agentflow.runtime.limits import HeldMemory, TenantMemory, part_of
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.config.limits import ServerLimits
-from agentflow.server.tenants.tenant import part_of
-from agentflow.server.tenants.tenant_memory import TenantMemory
 
 logger = logging.getLogger(__name__)
 

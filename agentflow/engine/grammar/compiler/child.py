@@ -1,7 +1,7 @@
 """The compiling of constraints in a process of its own: what runs in that process.
 
-``python -m agentflow.engine.grammar.compiler.child SOCKET LIFELINE``: the numbers of a socket and of a pipe that
-the server left open for it (child_process.py).
+``python -m agentflow.engine.grammar.compiler.child SOCKET LIFELINE``: the numbers of a socket and of a pipe
+that the server left open for it (``process/child.py``).
 It compiles one constraint after the other, at a priority below everything else on the machine, and each
 within limits. There are two fences around a job. Inside, an exception in Python's code where a limit is
 reached, after which the process goes on. Outside, for native code that does not come back to Python: the
@@ -30,7 +30,7 @@ from typing import BinaryIO
 
 import psutil
 
-from agentflow.engine.grammar.compiler.compile_frames import (
+from agentflow.engine.grammar.compiler.compiled import (
     CompileConstraint,
     CompileEnd,
     Ready,
@@ -40,9 +40,8 @@ from agentflow.engine.grammar.compiler.compile_frames import (
     over_limit,
     start_decoder,
 )
-from agentflow.engine.process.message_frames import READ_BYTES, FrameBuffer, to_frame
-from agentflow.errors import AgentflowError
-from agentflow.incident import incident
+from agentflow.engine.process.child import READ_BYTES, FrameBuffer, to_frame
+from agentflow.errors import AgentflowError, incident
 from agentflow.protocol.constraint import Constraint
 
 logger = logging.getLogger(__name__)

@@ -23,20 +23,25 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
 from agentflow.engine.grammar.compiler.schema_check import Schema, read_schema
-from agentflow.engine.grammar.fsm_builder import build_fsm
+from agentflow.engine.grammar.dfa import build_fsm
 from agentflow.engine.grammar.grammar import is_allowed
-from agentflow.engine.grammar.json_schema import schema_to_regex
-from agentflow.engine.grammar.json_values import FREE_WHITESPACE_CHARS
+from agentflow.engine.grammar.json_schema import FREE_WHITESPACE_CHARS, schema_to_regex
 from agentflow.engine.grammar.llguidance import (
     ALL_TOKENS_ALLOWED,
     NOWHERE_TO_GO,
     LlguidanceGrammar,
     LlguidanceVocabulary,
+    TagBody,
+    either_grammar,
     parser_limits,
+    pattern_of,
+    row_grammar,
+    row_regex,
+    tag_alone,
+    tag_grammar,
+    text_apart,
 )
-from agentflow.engine.grammar.llguidance_pattern import pattern_of
-from agentflow.engine.grammar.regex import parse_regex
-from agentflow.engine.grammar.regex_tree import (
+from agentflow.engine.grammar.regex import (
     ANY_CHAR,
     Choice,
     LookAhead,
@@ -44,17 +49,9 @@ from agentflow.engine.grammar.regex_tree import (
     Repeat,
     TooMuchForFsm,
     literal,
+    parse_regex,
 )
-from agentflow.engine.grammar.regex_tree import Sequence as RegexSequence
-from agentflow.engine.grammar.tag_grammar import (
-    TagBody,
-    either_grammar,
-    row_grammar,
-    row_regex,
-    tag_alone,
-    tag_grammar,
-    text_apart,
-)
+from agentflow.engine.grammar.regex import Sequence as RegexSequence
 from agentflow.errors import BadArgument, RequestRefused, faults_of
 from agentflow.protocol.constraint import Constraint, TagRule, Whitespace
 

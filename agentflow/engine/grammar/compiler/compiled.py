@@ -1,10 +1,21 @@
-"""A constraint after compilation: what travels from the compiling process to the engine."""
+"""A constraint after compilation: what travels from the compiling process to the engine.
+
+What goes over the socket between a server and its compiling process.
+
+First ``StartCompiling`` and the answer ``Ready``; then constraints, one a frame and one at a time, each with
+its ``CompileEnd``.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import msgspec
+
+from agentflow.errors import AgentflowError, Overloaded, RequestRefused, from_code
+from agentflow.protocol.constraint import Constraint
+from agentflow.runtime.limits import check_limits
 
 
 class CompiledConstraint(msgspec.Struct, frozen=True, array_like=True):
@@ -15,3 +26,109 @@ class CompiledConstraint(msgspec.Struct, frozen=True, array_like=True):
     key: str
     form: Literal["fsm", "llguidance"]
     payload: bytes
+
+
+class CompileConstraint(Protocol):
+    """What ``StartCompiling.loader`` names."""
+
+    def __call__(self, constraint: Constraint) -> CompiledConstraint: ...
+
+
+class StartCompiling(msgspec.Struct, frozen=True):
+    """``loader``: the name of a ``CompileConstraint``, as in ``package.module:function``. The limits are
+    of one job, as in ``CompileLimits``."""
+
+    loader: str
+    cpu_s: float
+    memory_bytes: int
+    compiled_bytes: int
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """The process waits for constraints; or it ends, because of a ``problem``."""
+
+    problem: str = ""
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """An error of the tree in ``errors.py``. ``is_final``: it would come again if one tried again.
+    ``retry_after_s``: of an ``Overloaded``, when that makes sense. ``param``: ``instead`` where that part of
+    the constraint is wrong."""
+
+    code: str
+    message: str
+    is_final: bool = True
+    retry_after_s: float | None = None
+    param: str | None = None
+
+    def to_error(self) -> AgentflowError:
+        """A new error each time: each gets a traceback of its own."""
+        error = from_code(self.code, self.message)
+        if isinstance(error, Overloaded):
+            error.retry_after_s = self.retry_after_s
+        error.param = self.param
+        return error
+
+
+class CompileEnd(msgspec.Struct, frozen=True):
+    """One of the two. ``is_last``: the process has grown too large and takes no more."""
+
+    compiled: CompiledConstraint | None = None
+    refusal: Refusal | None = None
+    is_last: bool = False
+
+
+start_decoder = msgspec.msgpack.Decoder(StartCompiling)
+ready_decoder = msgspec.msgpack.Decoder(Ready)
+constraint_decoder = msgspec.msgpack.Decoder(Constraint)
+end_decoder = msgspec.msgpack.Decoder(CompileEnd)
+
+
+def over_limit(constraint: Constraint, what: str) -> Refusal:
+    """Of a constraint that reaches a limit: ``what`` says which."""
+    message = f"{constraint.kind}: it {what}, which is the limit for compiling a constraint"
+    return Refusal(RequestRefused.code, message)
+
+
+def over_cpu_time(constraint: Constraint, cpu_s: float) -> Refusal:
+    """Of a constraint that has had so much of a processor, and was not done."""
+    return over_limit(constraint, f"takes more than {cpu_s:g} s of processor time")
+
+
+def megabytes(num_bytes: int) -> str:
+    """For people."""
+    return f"{num_bytes / 1e6:.3g} MB"
+
+
+@dataclass(frozen=True, slots=True)
+class CompileLimits:
+    """Of one constraint: ``cpu_s`` of processor time for compiling it, ``memory_bytes`` for it, and
+    ``compiled_bytes`` of what comes out: only these refuse it for good. After ``wall_s`` on the clock, which
+    also runs while the engine has the processors, a request is answered that it should try again, and so it
+    is when the constraint has had ``contended_s`` of processor time and another tenant waits. Of all:
+    ``cpu_share`` of one processor in the long run, ``max_waiting`` constraints wait at most,
+    ``max_waiting_per_tenant`` of them one tenant's, and ``cache_bytes`` of compiled ones are kept."""
+
+    cpu_s: float = 6.0
+    contended_s: float = 0.25
+    wall_s: float = 30.0
+    memory_bytes: int = 512_000_000
+    compiled_bytes: int = 16_000_000
+    cpu_share: float = 0.2
+    max_waiting: int = 1_024
+    max_waiting_per_tenant: int = 64
+    cache_bytes: int = 64_000_000
+
+    def __post_init__(self) -> None:
+        ranges = (
+            ("cpu_s", self.cpu_s > 0, "more than 0"),
+            ("contended_s", self.contended_s > 0, "more than 0"),
+            ("wall_s", self.wall_s > 0, "more than 0"),
+            ("memory_bytes", self.memory_bytes >= 1, "at least 1"),
+            ("compiled_bytes", self.compiled_bytes >= 1, "at least 1"),
+            ("cpu_share", 0 < self.cpu_share <= 1, "more than 0, and at most 1"),
+            ("max_waiting", self.max_waiting >= 1, "at least 1"),
+            ("max_waiting_per_tenant", self.max_waiting_per_tenant >= 1, "at least 1"),
+            ("cache_bytes", self.cache_bytes >= 0, "0 or more"),
+        )
+        check_limits("compile limits", self, ranges)

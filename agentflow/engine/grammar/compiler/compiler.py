@@ -3,6 +3,15 @@ rest, one constraint at a time.
 
 Compiling is where a hostile request can cost most, so it is fenced in: a process that runs only where a
 processor would be idle, with limits to what one constraint takes there, and a queue for each tenant.
+
+What waits to be compiled: a queue for each tenant, served so that each gets the same time.
+
+How much of a processor something may take: a burst at once, and a share in the long run.
+
+What constraints were compiled to, or why not: the most recently used ones, bounded in bytes.
+
+Each tenant has its own: how long a constraint takes tells nothing of what others have asked. A tenant that
+fills the cache drops what it has itself.
 """
 
 from __future__ import annotations
@@ -10,24 +19,195 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import sys
 import time
-from collections.abc import AsyncIterator
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import anyio
 import msgspec
 
-from agentflow.engine.grammar.compiler.compile_cache import CompileCache, Outcome
-from agentflow.engine.grammar.compiler.compile_frames import CompileEnd, Refusal, over_cpu_time
-from agentflow.engine.grammar.compiler.compile_queue import CompileQueue
-from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
-from agentflow.engine.grammar.compiler.cpu_allowance import CpuAllowance
+from agentflow.engine.grammar.compiler.compiled import (
+    CompiledConstraint,
+    CompileEnd,
+    CompileLimits,
+    Refusal,
+    over_cpu_time,
+)
 from agentflow.engine.grammar.compiler.worker import LAST_WORDS_S, CannotCompile, CompileWorker
 from agentflow.errors import AgentflowError, BadArgument, EngineFailed, Overloaded, RequestRefused
 from agentflow.protocol.constraint import MAX_SOURCE_CHARS, Constraint
+from agentflow.runtime.limits import part_of
 from agentflow.runtime.task_group import open_task_group
-from agentflow.server.config.limits import CompileLimits
+
+ItemT = TypeVar("ItemT", bound=Hashable)
+
+
+class CompileQueue(Generic[ItemT]):
+    """The tenant that has used the least is served next, and of tenants that have used the same the one
+    whose turn was longest ago: with equal costs that is round robin. Each item is one tenant's.
+
+    >>> queue = CompileQueue[str](max_waiting=10, max_waiting_per_tenant=5)
+    >>> for tenant, item in (("ann", "a1"), ("ann", "a2"), ("bob", "b1")):
+    ...     queue.push(tenant, item)
+    >>> [queue.pop(), queue.charge("ann", 2.0), queue.pop(), queue.pop()]
+    [('ann', 'a1'), None, ('bob', 'b1'), ('ann', 'a2')]
+    """
+
+    def __init__(self, *, max_waiting: int, max_waiting_per_tenant: int) -> None:
+        self._max_waiting = max_waiting
+        self._max_per_tenant = max_waiting_per_tenant
+        self._items: dict[str, dict[ItemT, None]] = {}  # no empty ones; in the order of their turns
+        self._tenants: dict[ItemT, str] = {}
+        # Seconds, of tenants that wait or are ahead of ``_served``. Who comes anew begins there: having
+        # asked for nothing so far is no credit.
+        self._used: dict[str, float] = {}
+        self._served = 0.0
+
+    def __len__(self) -> int:
+        """Items that wait."""
+        return len(self._tenants)
+
+    def push(self, tenant: str, item: ItemT) -> None:
+        """Queues the item, unless it waits already. ``Overloaded`` where a queue is full."""
+        waiting = self._items.get(tenant, {})
+        if item in waiting:
+            return
+        if len(waiting) >= self._max_per_tenant:
+            most, whose = self._max_per_tenant, "of this tenant"
+        elif len(self) >= self._max_waiting:
+            most, whose = self._max_waiting, "of all tenants"
+        else:
+            self._items.setdefault(tenant, waiting)[item] = None
+            self._tenants[item] = tenant
+            self._used[tenant] = max(self._used.get(tenant, 0.0), self._served)
+            return
+        raise Overloaded(f"{most} constraints {whose} wait to be compiled, which is the limit: try later")
+
+    def waits_besides(self, tenant: str) -> bool:
+        """Whether another tenant waits."""
+        return any(name != tenant for name in self._items)
+
+    def pop(self) -> tuple[str, ItemT]:
+        """The next item, and the tenant whose turn it was. KeyError when nothing waits."""
+        tenant = min(self._items, key=self._used.__getitem__) if self._items else ""
+        items = self._items[tenant]
+        item = next(iter(items))
+        self._served = self._used[tenant]
+        self.discard(item)
+        if items:
+            self._items[tenant] = self._items.pop(tenant)  # behind those that have used the same
+        return tenant, item
+
+    def charge(self, tenant: str, seconds: float) -> None:
+        """The tenant's item took so long."""
+        self._used[tenant] = max(self._used.get(tenant, 0.0), self._served) + seconds
+        if not self._items:
+            self._used.clear()  # nobody waits who could be behind
+        elif len(self._used) > 2 * self._max_waiting + len(self._items):
+            self._used = {name: self._used[name] for name in self._items}
+
+    def discard(self, item: ItemT) -> None:
+        """The item waits no more."""
+        tenant = self._tenants.pop(item)
+        del self._items[tenant][item]
+        if not self._items[tenant]:
+            del self._items[tenant]
+
+
+class CpuAllowance:
+    """``burst_s`` seconds are there at first, and at most; what is spent comes back at ``share`` of the time
+    that passes by ``clock``."""
+
+    def __init__(self, burst_s: float, share: float, clock: Callable[[], float]) -> None:
+        self._burst_s = burst_s
+        self._share = share
+        self._clock = clock
+        self._left_s = burst_s
+        self._seen_at = clock()
+
+    @property
+    def left_s(self) -> float:
+        """What may be spent now; below 0 where more was spent than there was."""
+        now = self._clock()
+        self._left_s = min(self._burst_s, self._left_s + (now - self._seen_at) * self._share)
+        self._seen_at = now
+        return self._left_s
+
+    def spend(self, seconds: float) -> None:
+        """So much was taken."""
+        self._left_s = self.left_s - seconds
+
+    def wait_s(self, seconds: float) -> float:
+        """How long until so much may be spent."""
+        return max(0.0, (min(seconds, self._burst_s) - self.left_s) / self._share)
+
+
+Outcome = CompiledConstraint | Refusal
+
+# Of an entry, beyond its texts and its payload.
+ENTRY_BYTES = 1_000
+
+
+class CompileCache:
+    """``max_bytes``: of all tenants together; one has at most its part (``part_of``). Looking one up takes
+    microseconds: as long as hashing the constraint's text once."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        # Of each tenant, the least recently used first.
+        self._entries: defaultdict[str, dict[Constraint, tuple[Outcome, int]]] = defaultdict(dict)
+        self._num_bytes_of: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._entries.values()))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tenants."""
+        return self._num_bytes_of.total()
+
+    def get(self, tenant: str, constraint: Constraint) -> Outcome | None:
+        """What is kept of it for the tenant, if anything is; it is the most recently used one then."""
+        entries = self._entries.get(tenant, {})
+        entry = entries.pop(constraint, None)
+        if entry is None:
+            return None
+        entries[constraint] = entry
+        return entry[0]
+
+    def put(self, tenant: str, constraint: Constraint, outcome: Outcome) -> None:
+        """Keeps it, and drops what does not fit beside it: of the tenant's own first, then of the one that
+        has most. One too large for the tenant's part is not kept."""
+        num_bytes, most_bytes = _size(constraint, outcome), part_of(self._max_bytes, tenant)
+        if num_bytes > most_bytes:
+            return
+        entries = self._entries[tenant]
+        _, replaced_bytes = entries.pop(constraint, (None, 0))
+        entries[constraint] = outcome, num_bytes
+        self._num_bytes_of[tenant] += num_bytes - replaced_bytes
+        while self._num_bytes_of[tenant] > most_bytes:
+            self._drop_oldest(tenant)
+        while self.num_bytes > self._max_bytes:
+            self._drop_oldest(max(self._num_bytes_of, key=self._num_bytes_of.__getitem__))
+
+    def _drop_oldest(self, tenant: str) -> None:
+        entries = self._entries[tenant]
+        _, dropped_bytes = entries.pop(next(iter(entries)))
+        self._num_bytes_of[tenant] -= dropped_bytes
+        if not entries:
+            del self._entries[tenant], self._num_bytes_of[tenant]
+
+
+def _size(constraint: Constraint, outcome: Outcome) -> int:
+    texts = sum(map(sys.getsizeof, constraint.texts()))
+    if isinstance(outcome, Refusal):
+        return ENTRY_BYTES + texts + sys.getsizeof(outcome.message)
+    return ENTRY_BYTES + texts + len(outcome.payload) + sys.getsizeof(outcome.key)
+
 
 logger = logging.getLogger(__name__)
 

@@ -3,30 +3,157 @@
 What is written explicitly is narrower than the schema, so that all that is generated is valid under it, and
 is the same whether a machine or a parser keeps it: an object that declares members has no others, and
 numbers are such that readers take them.
+
+Places in a schema where any value may stand: a definition of our own says what that is, so that the
+numbers there, too, are such that readers take them.
+
+Whether a recursive schema has a value that ends: a list whose every item must have a next one has none.
+
+What a schema's ``format`` leaves open: the calendar. Its expression takes every 29th of February, leap
+seconds and the year 0, which readers of dates do not.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Set
 from typing import Any, Final
 
-from agentflow.engine.grammar.compiler.schema_any_value import define_any_value
-from agentflow.engine.grammar.compiler.schema_finite import has_finite_value
-from agentflow.engine.grammar.compiler.schema_formats import CLOSER_PATTERNS
-from agentflow.engine.grammar.json_values import MOST_INTEGER, MOST_NUMBER
-from agentflow.engine.grammar.schema_keywords import (
+from agentflow.engine.grammar.json_schema import (
     ANNOTATIONS,
     HOLD_A_LIST,
     HOLD_A_SCHEMA,
     HOLD_NAMED,
     IN_PLACE,
+    MOST_INTEGER,
+    MOST_NUMBER,
 )
 from agentflow.errors import BadArgument
 
-MOST_DEPTH: Final = 60
-
 Schema = dict[str, Any]
+
+ANY_VALUE: Final = "agentflow:any-value"
+"""The definition's name, and its absolute URI: no ``$id`` around a reference changes where that leads."""
+
+
+def define_any_value(root: Schema, subschemas: Iterable[Schema]) -> None:
+    """Writes the definition into ``root``, and refers to it where a schema says nothing about a value.
+
+    >>> define_any_value(schema := {"type": "array"}, [schema])
+    >>> schema["items"]
+    {'$ref': 'agentflow:any-value'}
+    """
+    for schema in list(subschemas):
+        _replace_true(schema)
+        types = schema.get("type")
+        names = types if isinstance(types, list) else [types]
+        if not set(schema) - ANNOTATIONS:
+            schema["anyOf"] = [{"$ref": ANY_VALUE}]  # beside a $ref, older drafts read no $id
+        if "object" in names and "additionalProperties" not in schema:
+            schema["additionalProperties"] = {"$ref": ANY_VALUE}
+        if "array" in names and "items" not in schema and "additionalItems" not in schema:
+            schema["items"] = {"$ref": ANY_VALUE}
+    root.setdefault("definitions", {})[ANY_VALUE] = _any_value()
+
+
+def _replace_true(schema: Schema) -> None:
+    for key in HOLD_A_SCHEMA:
+        if schema.get(key) is True:
+            schema[key] = {"$ref": ANY_VALUE}
+    for key in HOLD_A_LIST:
+        if isinstance(listed := schema.get(key), list):
+            schema[key] = [{"$ref": ANY_VALUE} if one is True else one for one in listed]
+    for key in HOLD_NAMED:
+        if isinstance(named := schema.get(key), dict):
+            schema[key] = {name: {"$ref": ANY_VALUE} if one is True else one for name, one in named.items()}
+
+
+def _any_value() -> Schema:
+    again = {"$ref": ANY_VALUE}
+    plain = [{"type": name} for name in ("string", "boolean", "null")]
+    number = {"type": "number", "minimum": -MOST_NUMBER, "maximum": MOST_NUMBER}
+    nested = [{"type": "array", "items": again}, {"type": "object", "additionalProperties": again}]
+    # "id" is the older name of "$id" (draft 4), and means nothing in later drafts.
+    return {"id": ANY_VALUE, "$id": ANY_VALUE, "anyOf": [*plain, number, *nested]}
+
+
+_LITERAL: Final = frozenset({"const", "enum"})
+
+
+def has_finite_value(root: Schema) -> bool:
+    """False only where no value can satisfy ``root``, since each would have to contain another one like it.
+
+    >>> has_finite_value({"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]})
+    False
+
+    Each pass finds schemas whose values can be made of those found before; every other pass goes backwards,
+    so that long chains of references need few.
+    """
+    targets = _targets(root)
+    names = list(targets)
+    endless = set(names)
+    while True:
+        num_before = len(endless)
+        for name in names:
+            if name in endless and _is_finite(targets[name], endless):
+                endless.remove(name)
+        if len(endless) == num_before:
+            return "#" not in endless
+        names.reverse()
+
+
+def _targets(root: Schema) -> dict[str, Any]:
+    """What the schema may refer to in itself, by reference."""
+    targets: dict[str, Any] = {"#": root}
+    for holder in ("$defs", "definitions"):
+        named = root.get(holder)
+        if isinstance(named, dict):
+            targets |= {f"#/{holder}/{name}": schema for name, schema in named.items()}
+    return targets
+
+
+def _is_finite(schema: Any, endless: Set[str]) -> bool:
+    """Whether it has a value, where the references that are ``endless`` have none. What is not sure counts
+    as one that has."""
+    if not isinstance(schema, dict) or _LITERAL & schema.keys():
+        return True
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference in endless:
+        return False
+    for key, wanted in (("anyOf", any), ("oneOf", any), ("allOf", all)):
+        options = schema.get(key)
+        if isinstance(options, list) and options and not wanted(_is_finite(one, endless) for one in options):
+            return False
+    types = schema.get("type")
+    names = types if isinstance(types, list) else [types]
+    if names == ["object"]:
+        members, required = schema.get("properties", {}), schema.get("required", [])
+        return all(_is_finite(members.get(name), endless) for name in required)
+    if names == ["array"]:
+        first = schema.get("prefixItems", [])
+        least = schema.get("minItems", 0)
+        least = max(0, int(least)) if isinstance(least, int | float) else 0
+        needed = [*first[:least], *([schema.get("items")] if least > len(first) else [])]
+        return all(_is_finite(one, endless) for one in needed)
+    return True
+
+
+_LEAP_YEAR: Final = (
+    r"([1-9][0-9](0[48]|[2468][048]|[13579][26])"  # every fourth, but not the hundreds
+    r"|(1[26]|[2468][048]|[3579][26])00)"  # of which every fourth is one
+)
+_DATE: Final = rf"([1-9][0-9]{{3}}-(0[13-9]|1[0-2]|02-([01][0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
+
+CLOSER_PATTERNS: Final = {
+    "date": f"^{_DATE}",
+    "date-time": rf"^{_DATE}.*[Tt ][0-9][0-9]:[0-9][0-9]:[0-5]",
+    "time": r"^[0-9][0-9]:[0-9][0-9]:[0-5]",
+    "duration": r"^[^0-9]*([0-9]{1,4}[^0-9]+)+$",  # larger ones overflow what holds them
+}
+"""Patterns that a text of the format has to match, too: years from 1000 on, days that exist."""
+
+
+MOST_DEPTH: Final = 60
 
 
 def read_schema(source: str) -> Schema:

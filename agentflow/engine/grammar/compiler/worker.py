@@ -7,8 +7,9 @@ import signal
 
 import psutil
 
-from agentflow.engine.grammar.compiler.compile_frames import (
+from agentflow.engine.grammar.compiler.compiled import (
     CompileEnd,
+    CompileLimits,
     Refusal,
     StartCompiling,
     end_decoder,
@@ -16,11 +17,9 @@ from agentflow.engine.grammar.compiler.compile_frames import (
     over_cpu_time,
     ready_decoder,
 )
-from agentflow.engine.process.child import ChildProcess
-from agentflow.engine.process.message_frames import to_frame
+from agentflow.engine.process.child import ChildProcess, to_frame
 from agentflow.errors import EngineFailed, RequestRefused
 from agentflow.protocol.constraint import Constraint
-from agentflow.server.config.limits import CompileLimits
 
 # How long a process whose socket has ended may take to say how it ended.
 LAST_WORDS_S = 1.0

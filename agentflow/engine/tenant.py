@@ -1,8 +1,10 @@
-"""A tenant: whom an API key names, and what it may use."""
+"""Whom the engine works for: a tenant, and the gate that its requests pass."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +31,25 @@ class Tenant:
 NOBODY_ELSE = Tenant(sees_metrics=True)
 """The tenant of a server without keys."""
 
-MAX_PART = 0.5
+
+@dataclass(slots=True)
+class AdmittedRequest:
+    """What a request turned out to use; counted when it has ended. ``cached_tokens``: of its prompt, whose
+    length may be set anew too, where it was a guess."""
+
+    prompt_tokens: int
+    output_tokens: int = 0
+    cached_tokens: int = 0
 
 
-def part_of(limit: int, tenant_name: str) -> int:
-    """How much one tenant may take of what all share, ``limit`` of it, so that others are left some: half of
-    it (but at least 1), and all on a server without keys.
+class RequestGate(Protocol):
+    """Decides how much a tenant may ask for; ``RateLimited`` where it asks for more."""
 
-    >>> part_of(1000, "alice"), part_of(1000, "")
-    (500, 1000)
-    """
-    return max(1, int(limit * MAX_PART)) if tenant_name else limit
+    def check(self, tenant: Tenant, num_requests: int = 1) -> None:
+        """Whether so many requests that came now would all be admitted."""
+
+    def is_unlimited(self, tenant: Tenant) -> bool:
+        """Whether the tenant may use as many tokens and requests as it likes."""
+
+    def request(self, tenant: Tenant, prompt_tokens: int) -> AbstractContextManager[AdmittedRequest]:
+        """Around one request, which is charged when it ends."""

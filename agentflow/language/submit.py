@@ -1,5 +1,6 @@
 """A graph goes to the backend in one op, and its result comes back: for ``flow.submit``, and where a graph is
-mapped over inputs or streamed."""
+mapped over inputs or streamed.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agentflow.errors import BadArgument
-from agentflow.language.graph import ROOT, Graph, filled
+from agentflow.language.graph import Graph, filled
 from agentflow.language.run import Run
 from agentflow.language.state import State
 from agentflow.language.variable import Variable
 from agentflow.protocol import ops
-from agentflow.protocol.seeds import run_of
+from agentflow.protocol.op_table import ROOT
+from agentflow.protocol.ops import run_of
 
 if TYPE_CHECKING:
     from agentflow.language.session import Session
