@@ -100,8 +100,8 @@ adapters/%/.venv/.installed: adapters/%/pyproject.toml pyproject.toml | $(VENV)/
 	@touch $@
 
 fuzz: $(VENV)/.installed-dev
-	@PYTHONPATH=.:tests:tests/server $(BIN)/python tests/server/openapi_fuzz.py $(ARGS)
-	@FUZZ_FRAMES=$(FUZZ_FRAMES) FUZZ_SEED=$(FUZZ_SEED) $(BIN)/python -m pytest tests/server/test_ws_fuzz.py -k asyncio
+	@PYTHONPATH=.:tests $(BIN)/python -m support.server.openapi_fuzz $(ARGS)
+	@FUZZ_FRAMES=$(FUZZ_FRAMES) FUZZ_SEED=$(FUZZ_SEED) $(BIN)/python -m pytest tests/server/websocket/test_ws_fuzz.py -k asyncio
 
 soak: $(VENV)/.installed-dev
 	@$(BIN)/agentflow pull $(MODEL)

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from end_to_end.serving import run_cli
-from wire_peer import HANG
-from wire_server import thread_server
+from support.wire_peer import HANG
+from support.wire_server import thread_server
 
 from agentflow.cli.chat import Answered, stats_line
 from agentflow.protocol.events import Usage

@@ -12,13 +12,13 @@ from typing import Any
 
 import anyio
 import pytest
-from server.api_server import api_server
-from server.refusing_servers import BEARER, tenants
 from starlette.types import Message
+from support.api_server import api_server
+from support.refusing_servers import BEARER, tenants
+from support.wire_peer import HANG, Listener, WireGenerator, gen
+from support.wire_server import ThreadServer, thread_server
 from websockets.exceptions import ConnectionClosedError, InvalidStatus
 from websockets.sync.client import connect
-from wire_peer import HANG, Listener, WireGenerator, gen
-from wire_server import ThreadServer, thread_server
 
 from agentflow.backends.remote import Remote
 from agentflow.engine.tenant import NOBODY_ELSE

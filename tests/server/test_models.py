@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from fake_engine import TEMPLATE, FakeEngine
-from wire_peer import WireGenerator
+from support.fake_engine import TEMPLATE, FakeEngine
+from support.wire_peer import WireGenerator
 
 from agentflow.engine.tenant import NOBODY_ELSE, Tenant
 from agentflow.errors import BadArgument, UnknownModel

@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
-from small_tokenizers import byte_level, write_folder
+from support.small_tokenizers import byte_level, write_folder
 
 from agentflow.engine.local_engine import EngineOptions
 from agentflow.engine.machine import FreeMemory

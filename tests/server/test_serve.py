@@ -16,7 +16,7 @@ from typing import Any
 
 import anyio
 import pytest
-from wire_peer import HANG, Listener, WireGenerator, gen
+from support.wire_peer import HANG, Listener, WireGenerator, gen
 
 from agentflow.backends.remote import Remote
 from agentflow.errors import EngineFailed, PortInUse, ServerError, ServerLost, ServerUnreachable, UnknownModel
@@ -146,7 +146,7 @@ async def test_signal_handlers_are_left_alone() -> None:
 
 @pytest.mark.anyio
 async def test_a_server_on_tls_is_reached_with_its_certificate(tmp_path: Path) -> None:
-    pem = TESTS / "frontend" / "localhost_for_tests.pem"
+    pem = TESTS / "support" / "localhost_for_tests.pem"
     context = ssl.create_default_context(cafile=pem)
     async with running_server(one_model(Opening()), tls=Tls(pem, pem)) as server:
         assert server.url.startswith("wss://")

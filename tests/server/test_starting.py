@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_thread
 import pytest
+from support.wire_peer import Listener, WireGenerator, gen
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
-from wire_peer import Listener, WireGenerator, gen
 
 from agentflow.backends.remote import Remote
 from agentflow.errors import ModelError, Overloaded, PortInUse, ServerUnreachable, UnknownModel

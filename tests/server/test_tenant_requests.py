@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 
 import anyio
 import pytest
-from fake_engine import TEMPLATE, TOKENIZER, FakeEngine
-from wire_peer import WireGenerator
+from support.fake_engine import TEMPLATE, TOKENIZER, FakeEngine
+from support.wire_peer import WireGenerator
 
 import agentflow as af
 from agentflow.engine.process.ipc import Origin

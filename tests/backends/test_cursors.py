@@ -1,0 +1,126 @@
+"""The cursors of a client, against an interpreter's own cells: whatever is repeated or comes in other
+pieces, each thing is heard once and whole."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.wire_peer import Listener, gen
+
+from agentflow.backends.remote import Cursors
+from agentflow.errors import Cancelled, ProtocolError
+from agentflow.protocol import ops
+from agentflow.protocol.events import (
+    Delta,
+    ErrorInfo,
+    Reached,
+    StateFailed,
+    Stats,
+    StatsReply,
+    Usage,
+    Value,
+    VarFailed,
+)
+from agentflow.runtime.limits import HeldMemory, Holding
+from agentflow.runtime.state_tree import Outbox, StateCell, VariableCell
+
+VALUE = Value(0, 0, "", "eos", Usage())
+FAILURE = ErrorInfo("run_failed", "why")
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(["extend 2", "extend 3"]), st.text(max_size=5)),
+        st.tuples(
+            st.sampled_from(["complete 2", "fail 3", "reach", "fail state", "hear", "lose", "resume"]),
+            st.just(""),
+        ),
+    ),
+    max_size=40,
+)
+
+
+@given(steps)
+def test_each_thing_is_heard_once_across_broken_connections(recorded: list[tuple[str, str]]) -> None:
+    cursors, listener, outbox = Cursors(), Listener(), Outbox()
+    for op in (ops.Open(1), gen(1, 2), gen(1, 3), ops.Await(1, 100)):
+        assert cursors.submit(op)
+    memory = HeldMemory()
+    variables = {var: VariableCell(var, "v", outbox, Holding(memory, 1)) for var in (2, 3)}
+    state: StateCell[None] = StateCell(1, None, outbox, Holding(memory, 1))
+
+    def resume() -> None:
+        said = cursors.resume("session", "secret")
+        for var, num_chars in said.variables.items():
+            variables[var].rewind(num_chars)
+        for _, ticket in said.states.items():
+            state.rewind(ticket)
+
+    for action, text in recorded:
+        name, _, which = action.partition(" ")
+        if name == "extend" and not variables[int(which)].done.is_set():
+            variables[int(which)].extend(text)
+        elif action == "complete 2" and not variables[2].done.is_set():
+            variables[2].complete(variables[2].text, VALUE)
+        elif action == "fail 3":
+            variables[3].fail(Cancelled("enough"))
+        elif action == "reach" and state.error is None:
+            state.reach(state.reached + 1)
+        elif action == "fail state" and state.error is None:
+            state.error = Cancelled("enough")
+            state.mark()
+        elif action == "hear":
+            listener.deliver(cursors.hear(outbox.drain()))
+        elif action == "lose":
+            outbox.drain()
+            resume()
+        elif action == "resume":
+            resume()
+    resume()
+    listener.deliver(cursors.hear(outbox.drain()))
+    for var, variable in variables.items():
+        assert listener.texts.get(var, "") == variable.text
+        assert (var in listener.ends) == variable.done.is_set()
+    assert listener.reached.get(1, 0) == state.reached
+    assert (1 in listener.failed) == (state.error is not None)
+
+
+def test_text_with_something_missing_before_it_is_a_protocol_error() -> None:
+    cursors = Cursors()
+    cursors.submit(ops.Open(1))
+    cursors.submit(gen(1, 2))
+    assert cursors.hear([Delta(2, 0, "ab"), Delta(2, 1, "bc")]) == [Delta(2, 0, "ab"), Delta(2, 2, "c")]
+    with pytest.raises(ProtocolError, match="variable 2 at character 4, but only 3 characters came before"):
+        cursors.hear([Value(2, 4, "", "eos", Usage())])
+
+
+def test_a_close_waits_for_what_its_state_still_owes() -> None:
+    cursors = Cursors()
+    for op in (ops.Open(1), gen(1, 2), gen(1, 3), ops.Await(1, 1), ops.Fork(1, (4,))):
+        assert cursors.submit(op)
+    assert not cursors.submit(ops.Close(1))
+    assert cursors.submit(ops.Close(4))  # owes nothing
+    cursors.hear([Value(2, 0, "a", "eos", Usage()), Reached(1, 1)])
+    assert cursors.due_closes() == []
+    assert cursors.resume("a", "b").states == {1: 1}
+    cursors.hear([VarFailed(3, FAILURE)])
+    assert cursors.due_closes() == [ops.Close(1)]
+    assert cursors.due_closes() == []
+    assert cursors.resume("a", "b").states == {}
+
+
+def test_a_failed_state_owes_its_variables_but_no_ticket() -> None:
+    cursors = Cursors()
+    for op in (ops.Open(1), gen(1, 2), ops.Await(1, 1)):
+        cursors.submit(op)
+    assert not cursors.submit(ops.Close(1))
+    cursors.hear([StateFailed(1, FAILURE)])
+    assert cursors.due_closes() == []
+    cursors.hear([VarFailed(2, FAILURE)])
+    assert cursors.due_closes() == [ops.Close(1)]
+
+
+def test_an_answer_is_heard_once_and_only_if_it_was_asked_for() -> None:
+    cursors = Cursors()
+    cursors.unanswered[7] = 1
+    reply = StatsReply(7, Stats("model"))
+    assert cursors.hear([reply, reply, StatsReply(8, Stats("model"))]) == [reply]

@@ -1,0 +1,57 @@
+"""A submitted graph whose root is closed while other states of it still run: these end, and leave nothing."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+from support.observed_backends import settle
+from support.wire_peer import HANG, Listener, WireGenerator, gen
+
+from agentflow.backends.local import interpreted
+from agentflow.protocol import ops
+from agentflow.protocol.events import VarFailed
+from agentflow.protocol.ops import Op
+
+pytestmark = pytest.mark.anyio
+
+# In all of these, the graph's state 2 waits in an op with variable 3, and its variable 4 comes later.
+WAITS: dict[str, tuple[Op, ...]] = {
+    "gen": (ops.Text(2, (HANG,)), gen(2, 3)),
+    "set": (ops.Expect(2, 5, "e"), ops.Set(2, 3, "v3", (ops.Ref(5),))),
+    "text": (ops.Expect(2, 3, "e"), ops.Text(2, (ops.Ref(3),))),
+}
+
+
+@pytest.mark.parametrize("waiting", WAITS)
+async def test_what_a_closed_graph_still_runs_is_cancelled(
+    waiting: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever waits for one of its variables hears that there will be no value."""
+    generator, listener = WireGenerator(), Listener()
+    graph = (ops.Open(1), ops.Fork(1, (2,)), *WAITS[waiting], gen(2, 4))
+    with anyio.fail_after(10):
+        async with interpreted(generator, listener.deliver) as connection:
+            connection.send([ops.Submit(11, graph, outputs=(3, 4))])
+            await settle()
+            connection.send([ops.Open(1), ops.Text(1, (ops.Ref(13),)), gen(1, 2), ops.Close(11)])
+            await listener.wait_for(lambda heard: {2, 13, 14} <= heard.ends.keys())
+            for var in (2, 13, 14):
+                assert isinstance(listener.ends[var], VarFailed)
+            connection.send([ops.Open(12), ops.Text(12, ("again",)), gen(12, 13), ops.Close(1)])
+            await listener.wait_for(lambda heard: generator.num_open == 1)
+    assert (generator.num_open, generator.num_running) == (0, 0)
+    assert not caplog.records
+
+
+async def test_a_number_that_is_used_again_is_not_taken_for_the_closed_state() -> None:
+    """A close that waits in a state of the graph finds, when its turn comes, another state of that number."""
+    generator, listener = WireGenerator(), Listener()
+    graph = (ops.Open(1), ops.Fork(1, (2,)), *WAITS["gen"])
+    with anyio.fail_after(10):
+        async with interpreted(generator, listener.deliver) as connection:
+            connection.send([ops.Submit(11, graph, outputs=(3,)), ops.Close(12), ops.Close(11)])
+            await listener.wait_for(lambda heard: 13 in heard.ends)
+            connection.send([ops.Open(12), ops.Text(12, ("say again",)), ops.Await(12, 1)])
+            await listener.wait_for(lambda heard: heard.reached.get(12) == 1)
+            assert generator.num_open == 1
+    assert generator.num_open == 0

@@ -1,0 +1,229 @@
+"""A server that does not let a client in, or not now: which error that is, with which reason, and what a
+session does that comes back and is refused. The answers are real ones, over TCP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.wire_peer import Listener, count_words, gen
+from support.wire_server import Proxy, ThreadServer, proxied, thread_server
+from websockets.datastructures import Headers
+from websockets.http11 import Response
+
+import agentflow as af
+from agentflow.backends.remote import Remote
+from agentflow.backends.websocket import MAX_REASON_CHARS, refusal_of
+from agentflow.errors import (
+    BadArgument,
+    NotAuthorized,
+    Overloaded,
+    RateLimited,
+    ServerError,
+    ServerLost,
+    ServerUnreachable,
+)
+from agentflow.protocol import ops
+from agentflow.protocol.backend import Connection
+from agentflow.server.config.limits import ServerLimits
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ThreadServer]:
+    with thread_server(ServerLimits(resume_grace_s=60.0)) as running:
+        yield running
+
+
+@asynccontextmanager
+async def opened(remote: Remote) -> AsyncIterator[tuple[Connection, Listener]]:
+    listener = Listener()
+    async with remote.connect(listener.deliver, listener.lost) as connection:
+        yield connection, listener
+
+
+def answer(status: str, body: object = None, *headers: str) -> bytes:
+    """An HTTP response: of JSON, or of what the headers say where they tell the type of its content."""
+    raw = body.encode() if isinstance(body, str) else b"" if body is None else json.dumps(body).encode()
+    lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(raw)}", *headers]
+    if body is not None and not any(header.startswith("Content-Type") for header in headers):
+        lines.append("Content-Type: application/json")
+    return "\r\n".join([*lines, "", ""]).encode() + raw
+
+
+async def error_for(proxy: Proxy, given_answer: bytes) -> ServerError:
+    proxy.answers = [given_answer]
+    with pytest.raises(ServerError) as caught:
+        async with opened(Remote(proxy.url)):
+            pytest.fail("let in")
+    return caught.value
+
+
+PLAIN = "Content-Type: text/plain; charset=utf-8"
+HTML = "Content-Type: text/html"
+REFUSALS = [
+    (answer("401 Unauthorized", {"reason": "no such key"}), NotAuthorized, "HTTP 401): no such key"),
+    (answer("401 Unauthorized", {"error": {"message": "who?"}}), NotAuthorized, "HTTP 401): who?"),
+    (
+        answer("401 Unauthorized", {"type": "error", "error": {"type": "x", "message": "who?"}}),
+        NotAuthorized,
+        "who?",
+    ),
+    (answer("401 Unauthorized", {"detail": "Not authenticated"}), NotAuthorized, "Not authenticated"),
+    (answer("401 Unauthorized"), NotAuthorized, "HTTP 401): it gives no reason"),
+    (answer("401 Unauthorized", "<html>no</html>", HTML), NotAuthorized, "HTTP 401): it gives no reason"),
+    (answer("403 Forbidden", {"reason": "not this model"}), NotAuthorized, "HTTP 403): not this model"),
+    (answer("403 Forbidden", "not\r\n\x1b[1mhere", PLAIN), NotAuthorized, "HTTP 403): not [1mhere"),
+    (answer("403 Forbidden"), ServerUnreachable, "not as an agentflow server (HTTP 403): check the address"),
+    (answer("429 Too Many Requests", {"reason": "slow down"}), RateLimited, "HTTP 429): slow down"),
+    (answer("503 Service Unavailable", {"reason": "starting"}), Overloaded, "HTTP 503): starting"),
+    (
+        answer("503 Service Unavailable", "{", "Content-Type: application/json"),
+        Overloaded,
+        "it gives no reason",
+    ),
+    (answer("404 Not Found", {"reason": "gone"}), ServerUnreachable, "(HTTP 404): check the address"),
+    (answer("500 Internal Server Error"), ServerUnreachable, "(HTTP 500): check the address"),
+    (answer("200 OK", "hello", PLAIN), ServerUnreachable, "(HTTP 200): check the address"),
+]
+
+
+async def test_each_status_is_its_error_with_the_servers_reason(server: ThreadServer) -> None:
+    async with proxied(server.port) as proxy:
+        for given_answer, kind, message in REFUSALS:
+            error = await error_for(proxy, given_answer)
+            assert type(error) is kind, given_answer
+            assert message in str(error)
+            assert str(error).startswith(f"{proxy.url}/v1/session ")
+            assert str(error).isprintable()
+
+
+async def test_retry_after_is_when_it_is_worth_another_try(server: ThreadServer) -> None:
+    async with proxied(server.port) as proxy:
+        for value, expected_s in [
+            ("7", 7.0),
+            ("0", 0.0),
+            ("Wed, 21 Oct 2015 07:28:00 GMT", None),
+            ("-1", None),
+        ]:
+            for status in ("429 Too Many Requests", "503 Service Unavailable"):
+                error = await error_for(proxy, answer(status, None, f"Retry-After: {value}"))
+                assert isinstance(error, Overloaded)
+                assert error.retry_after_s == expected_s
+        error = await error_for(proxy, answer("503 Service Unavailable"))
+        assert isinstance(error, Overloaded)
+        assert error.retry_after_s is None
+
+
+@given(
+    status=st.integers(300, 599),
+    body=st.binary(max_size=200)
+    | st.recursive(
+        st.none() | st.text() | st.integers(), lambda c: st.lists(c) | st.dictionaries(st.text(), c)
+    ).map(lambda value: json.dumps(value).encode())
+    | st.dictionaries(st.sampled_from(["reason", "error", "message"]), st.text()).map(
+        lambda value: json.dumps(value).encode()
+    ),
+    content_type=st.sampled_from(
+        ["application/json", "application/problem+json", "text/plain", "", "text/html"]
+    ),
+    retry_after=st.text(st.characters(min_codepoint=0x20, max_codepoint=0x7E)) | st.integers().map(str),
+)
+def test_whatever_comes_back_is_one_line(
+    status: int, body: bytes, content_type: str, retry_after: str
+) -> None:
+    headers = Headers({"Content-Type": content_type, "Retry-After": retry_after})
+    error = refusal_of("ws://host:1/", Response(status, "", headers, body))
+    assert str(error).isprintable()
+    assert len(str(error)) < MAX_REASON_CHARS + 200
+
+
+def test_a_nested_body_is_no_reason() -> None:
+    headers = Headers({"Content-Type": "application/json"})
+    for body in (b"[" * 200_000, b'{"reason": 3}', b'{"reason": {"reason": {"reason": "deep"}}}', b"[1]"):
+        assert "it gives no reason" in str(refusal_of("ws://host:1/", Response(401, "", headers, body)))
+
+
+async def test_our_own_server_tells_why_a_page_of_another_site_may_not_come_in(server: ThreadServer) -> None:
+    remote = Remote(server.url, api_key="af-1")
+    assert remote.headers == {"Authorization": "Bearer af-1"}
+    remote.headers["Origin"] = "http://elsewhere.example"
+    with pytest.raises(NotAuthorized, match="pages of other sites may not open sessions"):
+        async with opened(remote):
+            pytest.fail("let in")
+
+
+@pytest.mark.parametrize("api_key", ["", " af-1", "line\r\nHost: other", "schlüssel"])
+def test_a_key_that_fits_into_no_header_is_refused_before_it_is_sent(api_key: str) -> None:
+    with pytest.raises(BadArgument, match="api_key must be printable ASCII, and not empty"):
+        Remote("ws://127.0.0.1:1", api_key=api_key)
+
+
+# Coming back
+
+
+async def test_a_session_comes_back_to_a_server_that_was_overloaded_for_a_while(server: ThreadServer) -> None:
+    async with proxied(server.port) as proxy, opened(Remote(proxy.url)) as (connection, listener):
+        proxy.answers = [
+            answer("503 Service Unavailable", {"reason": "starting"}),
+            answer("429 Too Many Requests", {"reason": "later"}, "Retry-After: 0"),
+        ]
+        proxy.current.up = 0
+        connection.send([ops.Open(1), ops.Text(1, ("later #4",)), gen(1, 2)])
+        assert await listener.text(2) == count_words("later #4")
+        assert proxy.num_connections == 4
+    await server.wait_until_idle()
+
+
+async def test_it_does_not_try_again_before_the_server_wants_it_to() -> None:
+    with thread_server(ServerLimits(resume_grace_s=1.0)) as other:
+        async with proxied(other.port) as proxy, opened(Remote(proxy.url)) as (connection, listener):
+            proxy.answers = [answer("503 Service Unavailable", {"reason": "full"}, "Retry-After: 100")] * 50
+            proxy.current.up = 0
+            connection.send([ops.Open(1)])
+            error = await listener.wait_until_lost()
+            assert isinstance(error, ServerLost)
+            assert "HTTP 503): full" in str(error)
+            assert proxy.num_connections == 2
+        await other.wait_until_idle()
+
+
+async def test_a_key_that_has_been_taken_back_ends_the_session_at_once() -> None:
+    with thread_server(ServerLimits(resume_grace_s=60.0)) as other:
+        async with proxied(other.port) as proxy, opened(Remote(proxy.url)) as (connection, listener):
+            proxy.answers = [answer("401 Unauthorized", {"reason": "this API key is not known here"})]
+            proxy.current.up = 0
+            connection.send([ops.Open(1)])
+            error = await listener.wait_until_lost()
+            assert isinstance(error, NotAuthorized)
+            assert "this API key is not known here" in str(error)
+            assert proxy.num_connections == 2
+
+
+# Refused while it is open
+
+
+async def test_a_limit_that_a_request_runs_into_arrives_with_the_time_to_wait(server: ThreadServer) -> None:
+    limited = RateLimited("slow down")
+    limited.retry_after_s = 2.5
+    server.generator.generate_fault = limited
+    try:
+        async with af.session(server.url) as flow, flow.state() as s:
+            s += af.gen("answer")
+            with pytest.raises(af.AgentflowError) as caught:
+                await s["answer"]
+    finally:
+        server.generator.generate_fault = None
+    error: BaseException | None = caught.value
+    while error is not None and not isinstance(error, RateLimited):
+        error = error.__cause__
+    assert isinstance(error, RateLimited)
+    assert error.retry_after_s == 2.5
+    with anyio.fail_after(10):
+        await server.wait_until_idle()

@@ -1,0 +1,339 @@
+"""The remote backend against a real server, on both event loops, over connections that break anywhere."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Literal
+
+import anyio
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.language.wire_program import check_program
+from support.wire_peer import HANG, Listener, count_words, gen
+from support.wire_server import Budget, ThreadServer, proxied, thread_server
+
+import agentflow as af
+from agentflow.backends.remote import Remote
+from agentflow.errors import (
+    BadArgument,
+    FrameTooLarge,
+    Overloaded,
+    ProtocolError,
+    ServerLost,
+    ServerUnreachable,
+)
+from agentflow.protocol import ops
+from agentflow.protocol.backend import Connection
+from agentflow.server.config.limits import ServerLimits
+
+pytestmark = pytest.mark.anyio
+
+Encoding = Literal["msgpack", "json"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ThreadServer]:
+    """A server that waits for its clients as long as it takes."""
+    with thread_server(ServerLimits(resume_grace_s=60.0)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def strict_server() -> Iterator[ThreadServer]:
+    """A server with small frames, one session and a grace that is over at once."""
+    with thread_server(ServerLimits(frame_bytes=4096, max_sessions=1, resume_grace_s=0.05)) as running:
+        yield running
+
+
+@asynccontextmanager
+async def opened(remote: Remote) -> AsyncIterator[tuple[Connection, Listener]]:
+    listener = Listener()
+    async with remote.connect(listener.deliver, listener.lost) as connection:
+        yield connection, listener
+
+
+@pytest.mark.parametrize("encoding", ["msgpack", "json"])
+async def test_a_program_runs_and_leaving_frees_everything(server: ThreadServer, encoding: Encoding) -> None:
+    async with opened(Remote(server.url, encoding=encoding)) as (connection, listener):
+        assert connection.capabilities == server.generator.capabilities
+        await check_program(connection, listener)
+    await server.wait_until_idle()
+    assert listener.lost_with is None
+
+
+@af.program
+async def essay(s: af.State, num_branches: int) -> list[str]:
+    s += af.system("You are brief.")
+    s += af.user("Write it. #40")
+    s += af.assistant(af.gen("text"))
+    async with s.fork(num_branches) as branches:
+        for index, branch in enumerate(branches):
+            branch += af.user(f"Judge it, part {index}. #{index + 3}")
+            branch += af.assistant(af.gen("judgment"))
+    s += af.user("All in all: ")
+    for branch in branches:
+        s += branch["judgment"]
+    s += " #5"
+    s += af.gen("report")
+    return [await s["text"], *[await branch["judgment"] for branch in branches], await s["report"]]
+
+
+async def test_a_program_gives_the_same_on_a_server_as_in_process(server: ThreadServer) -> None:
+    async with af.session(backend=af.Scripted(count_words)) as flow:
+        expected = await flow.run(essay, 4)
+    async with af.session(server.url) as flow:
+        assert await flow.run(essay, 4) == expected
+        assert (await flow.stats()).model == "scripted"
+        streamed: dict[tuple[tuple[int, ...], str], str] = {}
+        async for event in flow.stream(essay, 4):
+            if isinstance(event, af.TextDelta):
+                variable = (event.path, event.name)
+                streamed[variable] = streamed.get(variable, "") + event.text
+        assert sorted(streamed.values()) == sorted(expected)
+    await server.wait_until_idle()
+
+
+@pytest.mark.parametrize("scheme", ["ws", "http"])
+async def test_the_url_may_be_written_in_several_ways(server: ThreadServer, scheme: str) -> None:
+    for path in ("", "/", "/v1/session"):
+        async with opened(Remote(f"{scheme}://127.0.0.1:{server.port}{path}")) as (connection, _):
+            assert connection.capabilities.model == "scripted"
+
+
+async def test_many_sessions_at_once(server: ThreadServer) -> None:
+    async def client() -> None:
+        async with opened(Remote(server.url)) as (connection, listener):
+            await check_program(connection, listener)
+
+    async with anyio.create_task_group() as group:
+        for _ in range(20):
+            group.start_soon(client)
+    await server.wait_until_idle()
+
+
+async def test_thousands_of_ops_at_once(server: ThreadServer) -> None:
+    async with proxied(server.port) as proxy, opened(Remote(proxy.url)) as (connection, listener):
+        connection.send([ops.Open(1)])
+        for _ in range(5000):
+            connection.send([ops.Text(1, ("a ",))])
+        connection.send([ops.Await(1, 1), ops.Text(1, (" #3",)), gen(1, 2)])
+        await listener.text(2)
+        assert listener.reached == {1: 1}
+        assert listener.texts[2] == count_words("a " * 5000 + " #3")
+
+
+async def test_an_error_of_the_block_leaves_as_itself(server: ThreadServer) -> None:
+    async def fail() -> None:
+        async with opened(Remote(server.url)) as (connection, _):
+            connection.send([ops.Open(1)])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await fail()
+    await server.wait_until_idle()
+
+
+async def test_cancelling_the_scope_ends_the_session_on_the_server(server: ThreadServer) -> None:
+    with anyio.CancelScope() as scope:
+        async with opened(Remote(server.url)) as (connection, listener):
+            connection.send([ops.Open(1), ops.Text(1, (HANG,)), gen(1, 2)])
+            await listener.wait_for(lambda heard: 2 in heard.texts)
+            scope.cancel()
+            await anyio.sleep_forever()
+    assert scope.cancelled_caught
+    await server.wait_until_idle()  # far sooner than the grace of 60 s
+
+
+# Connections that break
+
+budgets = st.builds(Budget, st.none() | st.integers(0, 3000), st.none() | st.integers(0, 6000))
+
+
+@pytest.mark.parametrize("encoding", ["msgpack", "json"])
+@settings(max_examples=25)
+@given(cuts=st.lists(budgets, min_size=1, max_size=4))
+async def test_a_connection_that_breaks_anywhere_loses_and_repeats_nothing(
+    server: ThreadServer, encoding: Encoding, cuts: list[Budget]
+) -> None:
+    async with proxied(server.port) as proxy:
+        async with opened(Remote(proxy.url, encoding=encoding)) as (connection, listener):
+            proxy.current.up, proxy.current.down = cuts[0].up, cuts[0].down
+            proxy.budgets = [Budget(cut.up, cut.down) for cut in cuts[1:]]
+            await check_program(connection, listener)
+            # The Bye is to get through.
+            proxy.current.up, proxy.current.down, proxy.budgets = None, None, []
+            connection.send([ops.GetStats(1000)])
+            await listener.wait_for(lambda heard: 1000 in heard.stats)
+        await server.wait_until_idle()
+
+
+async def test_a_connection_that_breaks_again_and_again_still_gets_on(server: ThreadServer) -> None:
+    async with proxied(server.port) as proxy, opened(Remote(proxy.url)) as (connection, listener):
+        proxy.current.down = 500
+        proxy.budgets = [Budget(down=2500) for _ in range(10)]
+        await check_program(connection, listener, num_words=2000)
+        assert proxy.num_connections == 12  # the text alone is more than all eleven budgets
+
+
+async def test_a_connection_that_falls_silent_is_taken_up_anew() -> None:
+    with thread_server() as own:
+        async with proxied(own.port) as proxy, opened(Remote(proxy.url, keepalive_s=0.05)) as opening:
+            proxy.current.freezes, proxy.current.down = True, 200
+            await check_program(*opening)
+            assert proxy.num_connections > 1
+
+
+async def test_a_quiet_connection_is_probed_with_pings() -> None:
+    with thread_server() as own:
+        async with proxied(own.port) as proxy, opened(Remote(proxy.url, keepalive_s=0.05)) as (_, listener):
+            while proxy.last_down != b"\x8a\x00":  # a pong (RFC 6455, section 5.5.3)
+                await proxy.carried.wait()
+            assert listener.lost_with is None
+
+
+async def test_what_is_submitted_while_the_connection_is_broken_goes_out_later(server: ThreadServer) -> None:
+    async with proxied(server.port) as proxy, opened(Remote(proxy.url)) as (connection, listener):
+        proxy.refuses = True
+        proxy.current.up = 0
+        connection.send([ops.Open(1)])
+        while proxy.num_connections < 3:  # it tries in vain
+            await anyio.lowlevel.checkpoint()
+        connection.send([ops.Text(1, ("later #4",)), gen(1, 2)])
+        proxy.refuses = False
+        assert await listener.text(2) == count_words("later #4")
+
+
+async def test_a_session_whose_server_is_gone_is_lost_after_the_grace(strict_server: ThreadServer) -> None:
+    async with proxied(strict_server.port) as proxy, opened(Remote(proxy.url)) as (connection, listener):
+        proxy.refuses = True
+        proxy.current.up = 0
+        connection.send([ops.Open(1)])
+        error = await listener.wait_until_lost()
+        assert isinstance(error, ServerLost)
+        assert f"{proxy.url}/v1/session" in str(error)
+        assert "within 0.05 s" in str(error)
+        with pytest.raises(ServerLost):
+            connection.send([ops.Open(2)])
+    await strict_server.wait_until_idle()
+
+
+async def test_leaving_while_the_connection_is_broken_does_not_wait() -> None:
+    with thread_server(ServerLimits(resume_grace_s=1e6)) as other:
+        async with proxied(other.port) as proxy, opened(Remote(proxy.url)) as (connection, listener):
+            proxy.refuses = True
+            proxy.current.up = 0
+            connection.send([ops.Open(1)])
+            while proxy.num_connections < 2:
+                await anyio.lowlevel.checkpoint()
+        assert listener.lost_with is None
+
+
+async def test_without_grace_a_broken_connection_is_a_lost_session() -> None:
+    with thread_server(ServerLimits(resume_grace_s=0)) as other:
+        async with proxied(other.port) as proxy, opened(Remote(proxy.url)) as (connection, listener):
+            proxy.current.up = 0
+            connection.send([ops.Open(1)])
+            assert isinstance(await listener.wait_until_lost(), ServerLost)
+        await other.wait_until_idle()
+
+
+async def test_a_session_that_the_server_does_not_know_any_more_is_lost() -> None:
+    with thread_server() as first, thread_server() as other:
+        async with proxied(first.port) as proxy, opened(Remote(proxy.url)) as (connection, listener):
+            proxy.target_port = other.port  # as if it had been restarted
+            proxy.current.up = 0
+            connection.send([ops.Open(1)])
+            error = await listener.wait_until_lost()
+            assert isinstance(error, ServerLost)
+            assert "there is no such session" in str(error)
+
+
+# Refusals
+
+
+async def test_an_op_over_the_limit_is_refused_before_it_is_sent(strict_server: ThreadServer) -> None:
+    async with opened(Remote(strict_server.url)) as (connection, listener):
+        connection.send([ops.Open(1), ops.Text(1, ("keep #2",))])
+        with pytest.raises(
+            FrameTooLarge, match=r"takes 5,0.. bytes, and the server takes frames of at most 4,096"
+        ):
+            connection.send([ops.Text(1, ("lost",)), ops.Text(1, ("x" * 5000,))])
+        connection.send([ops.Text(1, ("x" * 3900,)), ops.Text(1, ("y" * 3900,)), ops.Text(1, (" #2",))])
+        connection.send([gen(1, 2)])
+        assert await listener.text(2) == count_words("keep #2" + "x" * 3900 + "y" * 3900 + " #2")
+
+
+async def test_half_a_character_is_refused_before_it_is_sent(server: ThreadServer) -> None:
+    async with opened(Remote(server.url)) as (connection, listener):
+        with pytest.raises(BadArgument, match="half a character"):
+            connection.send([ops.Open(1), ops.Text(1, ("\ud800",))])
+        await check_program(connection, listener)
+
+
+async def test_an_op_that_makes_no_sense_loses_the_session_with_the_reason(server: ThreadServer) -> None:
+    async with opened(Remote(server.url)) as (connection, listener):
+        connection.send([ops.Text(7, ("a",))])
+        error = await listener.wait_until_lost()
+        assert isinstance(error, ProtocolError)
+        assert "there is no state 7" in str(error)
+    await server.wait_until_idle()
+
+
+async def test_a_full_server_says_so(strict_server: ThreadServer) -> None:
+    async with opened(Remote(strict_server.url)):
+        with pytest.raises(Overloaded, match="1 sessions open, which is its limit"):
+            async with opened(Remote(strict_server.url)):
+                pytest.fail("a second session")
+    await strict_server.wait_until_idle()
+
+
+async def test_nobody_there_says_how_to_start_a_server() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, and nobody listens
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            ServerUnreachable, match=rf"nobody answers at ws://127\.0\.0\.1:{port}/.*`agentflow serve`"
+        ):
+            async with opened(Remote(f"ws://127.0.0.1:{port}")):
+                pytest.fail("connected to nobody")
+
+
+async def test_a_server_of_another_kind_is_told_apart(server: ThreadServer) -> None:
+    with pytest.raises(ServerUnreachable, match=r"answers, but not as an agentflow server .HTTP 4"):
+        async with opened(Remote(f"{server.url}/elsewhere")):
+            pytest.fail("connected to something else")
+
+
+async def test_a_silent_server_is_given_up_on() -> None:
+    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as silent:
+        port = silent.extra(anyio.abc.SocketAttribute.local_port)
+        with pytest.raises(ServerUnreachable, match=r"did not answer within 0\.05 s"):
+            async with opened(Remote(f"ws://127.0.0.1:{port}", open_timeout_s=0.05)):
+                pytest.fail("connected to nobody")
+
+
+async def test_plain_text_where_tls_is_expected_is_one_error(server: ThreadServer) -> None:
+    context = ssl.create_default_context()
+    with pytest.raises(ServerUnreachable, match="wss://127"):
+        async with opened(Remote(f"wss://127.0.0.1:{server.port}", ssl_context=context)):
+            pytest.fail("TLS without TLS")
+
+
+@pytest.mark.parametrize("url", ["localhost:8410", "ftp://host", "ws://", "ws://host:port", "ws://[::1", ""])
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(BadArgument, match=r"ws://127\.0\.0\.1:8410"):
+        Remote(url)
+
+
+def test_an_unknown_encoding_is_refused() -> None:
+    with pytest.raises(BadArgument, match="'msgpack' or 'json'"):
+        Remote("ws://host", encoding="xml")  # type: ignore[arg-type]
+
+
+def test_neither_key_nor_password_is_shown() -> None:
+    remote = Remote("ws://me:secret@host:1", api_key="secret")
+    assert "secret" not in repr(remote) + remote.url

@@ -1,0 +1,133 @@
+"""The synchronous doors: what they give, where they are refused, and how a script is interrupted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from support.map_programs import ask, echo
+from support.observed_backends import assert_left_nothing
+
+import agentflow as af
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def backend():
+    backend = af.Scripted(echo)
+    yield backend
+    assert_left_nothing(backend)
+
+
+def test_run_gives_what_the_program_returns(backend):
+    assert af.run(ask, "a", session=af.session(backend=backend)) == "<a>"
+    assert af.run(ask, "a", mark="?", session=af.session(backend=backend)) == "<a?>"
+
+
+def test_run_raises_what_the_program_raises(backend):
+    with pytest.raises(af.EngineFailed, match="cannot answer a!"):
+        af.run(ask, "a", mark="!", session=af.session(backend=backend))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'backend'"):
+        af.run(ask, "a", backend=1, session=af.session(backend=backend))
+
+
+def test_map_gives_the_results_in_order(backend):
+    async def letters() -> AsyncIterator[str]:
+        for letter in "abc":
+            yield letter
+
+    for inputs in (["a", "b", "c"], (letter for letter in "abc"), letters()):
+        found = af.map(ask, inputs, concurrency=2, session=af.session(backend=backend))
+        assert found == ["<a>", "<b>", "<c>"]
+    assert af.map(ask, [], session=af.session(backend=backend)) == []
+
+
+def test_map_passes_its_options_on(backend, capsys):
+    def session():
+        return af.session(backend=backend)
+
+    ok, failed = af.map(ask, ["a", "b!"], on_error="return", progress=True, session=session())
+    assert ok == "<a>"
+    assert isinstance(failed, af.EngineFailed)
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("map: 2/2, ")
+    with pytest.raises(af.EngineFailed) as failure:
+        af.map(ask, ["a", "b!"], session=session())
+    line, item = failure.value.__notes__
+    assert line.endswith(", in ask")
+    assert item == "in map: input 1 was 'b!'"
+    with pytest.raises(af.BadArgument, match="concurrency=0"):
+        af.map(ask, ["a"], concurrency=0, session=session())
+
+
+def test_the_default_session_is_the_default_one(monkeypatch):
+    monkeypatch.setenv("AGENTFLOW_URL", "ws://127.0.0.1:9")  # a port that nobody listens on
+    with pytest.raises(af.ServerUnreachable, match=r"127\.0\.0\.1:9"):
+        af.run(ask, "a")
+    with pytest.raises(af.ServerUnreachable, match=r"127\.0\.0\.1:9"):
+        af.map(ask, ["a"])
+
+
+def test_a_session_is_used_once(backend):
+    flow = af.session(backend=backend)
+    assert af.run(ask, "a", session=flow) == "<a>"
+    with pytest.raises(af.BadArgument, match="a session is entered once"):
+        af.run(ask, "a", session=flow)
+
+
+@pytest.mark.anyio
+async def test_inside_an_event_loop_they_say_what_to_do(backend):
+    with pytest.raises(af.ProgramError, match=r"use `await flow\.run\(\.\.\.\)` inside `async with"):
+        af.run(ask, "a", session=af.session(backend=backend))
+    with pytest.raises(af.ProgramError, match=r"use `await flow\.map\(\.\.\.\)` inside `async with"):
+        af.map(ask, ["a"], session=af.session(backend=backend))
+
+
+SCRIPT = """
+import anyio
+import agentflow as af
+
+async def wait(s: af.State, name: str) -> None:
+    s += "a" + af.gen("x")
+    await s["x"]
+    print("ready", flush=True)
+    try:
+        await anyio.sleep_forever()
+    finally:
+        print("cleaned up", flush=True)
+
+session = af.session(backend=af.Scripted({"": "word"}))
+try:
+    af.CALL
+finally:
+    print(session.is_alive, flush=True)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT for another process")
+@pytest.mark.parametrize("call", ['run(wait, "a", session=session)', 'map(wait, ["a"], session=session)'])
+def test_an_interrupted_script_ends_cleanly(call):
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT.replace("CALL", call)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as child:
+        assert child.stdout.readline() == "ready\n"
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=60)
+    assert out == "cleaned up\nFalse\n"
+    assert err.count("Traceback") == 1
+    assert "During handling" not in err
+    assert "direct cause" not in err
+    assert err.splitlines()[-1] == "KeyboardInterrupt"
+    assert len(err.splitlines()) < 12
+    assert child.returncode in (-signal.SIGINT, 130)

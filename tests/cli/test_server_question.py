@@ -1,0 +1,205 @@
+"""What the commands ask a running server, and the one line that each trouble is."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+import pytest
+from end_to_end.serving import run_cli
+from support.wire_server import thread_server
+
+from agentflow.cli.models import describe_folder, names_tools, server_models
+from agentflow.cli.server_question import ask_server, http_url
+from agentflow.errors import BadArgument, NotAuthorized, ProtocolError, ServerError, ServerUnreachable
+
+KEY = "af-right"
+MODELS = {
+    "object": "list",
+    "data": [
+        {
+            "id": "a",
+            "object": "model",
+            "created": 1_700_000_000,
+            "owned_by": "agentflow",
+            "context_length": 8192,
+        },
+        {"id": "b\x1b", "object": "model"},
+    ],
+}
+
+
+class _Answers(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        match self.path, self.headers.get("Authorization"):
+            case "/open", _:
+                self._answer(200, b"hello")
+            case ("/v1/models", key) if key == f"Bearer {KEY}":
+                self._answer(200, json.dumps(MODELS).encode())
+            case "/v1/models", _:
+                self._answer(401)
+            case "/metrics", _:
+                self._answer(403)
+            case "/broken", _:
+                self._answer(500)
+            case _:
+                self._answer(404)
+
+    def _answer(self, status: int, body: bytes = b"") -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with _answering() as found:
+        yield found
+
+
+@contextmanager
+def _answering() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Answers) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("http://a:1", "http://a:1"),
+        ("ws://a:1/v1/session", "http://a:1"),
+        ("wss://a", "https://a"),
+        ("https://[::1]:9/x?y#z", "https://[::1]:9"),
+        (None, "http://127.0.0.1:8410"),
+    ],
+)
+def test_a_server_is_named_by_any_of_its_urls(given, found, monkeypatch):
+    monkeypatch.delenv("AGENTFLOW_URL", raising=False)
+    assert http_url(given) == found
+    monkeypatch.setenv("AGENTFLOW_URL", "ws://b:2")
+    assert http_url(given) == (found if given else "http://b:2")
+
+
+@pytest.mark.parametrize("given", ["foo", "ftp://a", "http://", "http://a:0", "http://a:99999", "http://[a"])
+def test_what_is_no_url_is_told(given):
+    with pytest.raises(BadArgument, match="is no server's url"):
+        http_url(given)
+
+
+def test_an_answer(url):
+    assert ask_server(url, "/open", None) == b"hello"
+    assert json.loads(ask_server(url, "/v1/models", KEY)) == MODELS
+
+
+def test_the_key_may_stand_in_the_environment(url, monkeypatch):
+    monkeypatch.setenv("AGENTFLOW_API_KEY", KEY)
+    assert json.loads(ask_server(url, "/v1/models", None)) == MODELS
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "kind", "told"),
+    [
+        ("/v1/models", None, NotAuthorized, "wants an API key: give --api-key"),
+        ("/v1/models", "wrong", NotAuthorized, "does not know this API key"),
+        ("/metrics", KEY, NotAuthorized, "does not show /metrics to this API key"),
+        ("/nothing", None, ProtocolError, "has no /nothing: it is no agentflow server"),
+        ("/broken", None, ServerError, "answers /broken with status 500"),
+    ],
+)
+def test_a_refusal_is_told_in_one_line(url, path, key, kind, told, monkeypatch):
+    monkeypatch.delenv("AGENTFLOW_API_KEY", raising=False)
+    with pytest.raises(kind) as refused:
+        ask_server(url, path, key)
+    assert told in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert key is None or key not in str(refused.value)
+
+
+def test_nobody_there_is_told():
+    with pytest.raises(ServerUnreachable, match=r"nobody answers at http://127\.0\.0\.1:9 .*agentflow serve"):
+        ask_server("http://127.0.0.1:9", "/metrics", None)
+
+
+def test_the_models_of_a_server(url):
+    assert server_models(ask_server(url, "/v1/models", KEY), url) == [
+        ("a", "agentflow", "8,192", "2023-11-14 22:13 UTC"),
+        ("b\x1b", "-", "-", "-"),
+    ]
+    shown = run_cli("models", "--url", url, "--api-key", KEY).stdout.splitlines()
+    assert [line.split("\t")[0] for line in shown] == ["model", "a", "b·"]
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"data": 3}', b'{"data": [3]}', b'{"data": [{}]}'])
+def test_an_answer_that_is_no_list_of_models_is_told(content):
+    with pytest.raises(ProtocolError, match="no list of models"):
+        server_models(content, "http://a")
+
+
+def test_the_models_here(model_folder):
+    result = run_cli("models")
+    header, *rows = (line.split("\t") for line in result.stdout.splitlines())
+    (row,) = (dict(zip(header, row, strict=True)) for row in rows)
+    assert row["model"] == "smollm2-135m"
+    assert (row["here"], row["architecture"], row["context"]) == ("yes", "LlamaForCausalLM", "8,192")
+    assert (row["chat"], row["tools"]) == ("yes", "no")
+
+
+def test_a_model_that_is_not_here_can_be_pulled(tmp_path, monkeypatch):
+    monkeypatch.setenv("AGENTFLOW_CACHE", str(tmp_path))
+    result = run_cli("models")
+    assert result.stdout.splitlines()[1].split("\t")[:3] == ["smollm2-135m", "no", "93 MB to pull"]
+
+
+def test_a_damaged_folder_is_said_to_be_one(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    assert describe_folder(tmp_path)[1] == "damaged"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{% if tools %}x{% endif %}", True),
+        ("{%- for tool in tools -%}", True),
+        ("{{ tools | tojson }}", True),
+        ("{# no tools here #}{{ messages }}", False),
+        ("You have no tools. {{ messages }}", False),
+        ("{{ toolset }}", False),
+    ],
+)
+def test_a_template_that_knows_of_tools(template, expected):
+    assert names_tools(template) is expected
+
+
+def test_top_shows_a_server_once():
+    with thread_server() as server:
+        result = run_cli("top", "--url", server.url, "--once", "--interval", "0.1")
+    assert result.returncode == 0
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith(f"agentflow http{server.url.removeprefix('ws')}   0 sessions")
+    assert any(line.split()[1:5] == ["0", "0", "0", "0"] for line in lines)  # a model that does nothing
+
+
+def test_top_tells_what_is_wrong_in_one_line(url):
+    for address, told in ((url, "does not show /metrics"), ("http://127.0.0.1:9", "nobody answers")):
+        result = run_cli("top", "--url", address, "--api-key", KEY)
+        assert result.returncode == 1
+        assert told in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("interval", ["0", "-1", "nan", "x", "1e9"])
+def test_an_interval_is_a_number_of_seconds(interval):
+    result = run_cli("top", f"--interval={interval}")
+    assert result.returncode == 2
+    assert "from 0.1 to 3600" in result.stderr

@@ -1,0 +1,96 @@
+"""docs/errors.md says what a server answers: each row is brought about on a real one, and compared."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.api_server import ApiServer, api_server
+from support.docs import health_refusals, http_refusals, op_refusals, session_refusals
+from support.refused_calls import ANTHROPIC, OPENAI
+
+PAGES = Path(__file__).parents[2] / "docs"
+PAGE = (PAGES / "errors.md").read_text(encoding="utf-8")
+ANTHROPICS_PAGE = (PAGES / "anthropic-api.md").read_text(encoding="utf-8")
+
+
+def table(chapter: str) -> dict[str, list[str]]:
+    """The cells of the rows under a heading, by their first one."""
+    text = PAGE.partition(f"\n## {chapter}\n")[2].partition("\n## ")[0]
+    lines = re.findall(r"^\|(.*)\|$", text, flags=re.MULTILINE)[2:]
+    rows = [[cell.strip() for cell in line.split("|")] for line in lines]
+    found = {cause: cells for cause, *cells in rows}
+    assert len(found) == len(rows) > 0
+    return found
+
+
+HTTP = table("The HTTP APIs")
+HANDSHAKES = table("Before a session")
+SESSION_ENDS = table("Ends of a session")
+FAILURES = table("Errors of single ops")
+HEALTH = table("Health and metrics")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ApiServer]:
+    """For what needs no other settings."""
+    with api_server() as running:
+        yield running
+        running.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("rows", "causes", "num_cells"),
+    [
+        (HTTP, http_refusals.REFUSED, 4),
+        (HANDSHAKES, session_refusals.HANDSHAKES, 3),
+        (SESSION_ENDS, session_refusals.SESSION_ENDS, 3),
+        (FAILURES, op_refusals.FAILURES, 2),
+        (HEALTH, health_refusals.REFUSED, 3),
+    ],
+)
+def test_each_row_is_tested_and_says_what_to_do(rows, causes, num_cells):
+    assert list(rows) == list(causes)
+    for cells in rows.values():
+        assert len(cells) == num_cells
+        assert cells[-1].endswith(".")
+
+
+@pytest.mark.parametrize("cause", HTTP)
+def test_over_http(server, cause):
+    came = [http_refusals.REFUSED[cause](server, api) for api in (OPENAI, ANTHROPIC)]
+    told = [one for one in came if one is not None]
+    assert ["–" if one is None else one.cell for one in came] == HTTP[cause][:2]
+    assert {one.headers for one in told} == {HTTP[cause][2]}
+    [code] = {one.code for one in told}  # the cause has one name in both APIs
+    if HTTP[cause][0] == "–":  # the page has it elsewhere
+        assert f"`{code}`" in HTTP[cause][3]
+
+
+def test_anthropics_page_has_each_status() -> None:
+    rows = re.findall(r"^\| ([0-9].*?) \| (.*?) \|", ANTHROPICS_PAGE, flags=re.MULTILINE)
+    told = {cells[1] for cells in HTTP.values()} - {"–", "closed", "200 `api_error`"}
+    told = {cell for cell in told if not cell.endswith(" as text") or cell == "503 as text"}
+    assert {f"{status} {kind}" for status, kind in rows} == told
+
+
+@pytest.mark.parametrize("cause", HANDSHAKES)
+def test_before_a_session(server, cause):
+    assert session_refusals.HANDSHAKES[cause](server) == tuple(HANDSHAKES[cause][:2])
+
+
+@pytest.mark.parametrize("cause", SESSION_ENDS)
+def test_in_a_session(server, cause):
+    assert session_refusals.SESSION_ENDS[cause](server) == tuple(SESSION_ENDS[cause][:2])
+
+
+@pytest.mark.parametrize("cause", FAILURES)
+def test_of_an_op(server, cause):
+    assert op_refusals.FAILURES[cause](server) == FAILURES[cause][0]
+
+
+@pytest.mark.parametrize("cause", HEALTH)
+def test_of_health_and_metrics(server, cause):
+    assert health_refusals.REFUSED[cause](server) == tuple(HEALTH[cause][:2])

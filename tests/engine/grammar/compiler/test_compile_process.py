@@ -1,0 +1,347 @@
+"""Compiling in a process of its own: whatever a constraint does there, only its sender notices."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+from support.compile_loaders import LOADER
+from support.holds import Hold
+
+from agentflow.engine.grammar.compiler import compiler as compiler_module
+from agentflow.engine.grammar.compiler.compiled import CompileLimits, end_decoder
+from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler, constraint_compiler
+from agentflow.engine.grammar.compiler.worker import CompileWorker
+from agentflow.engine.process.child import to_frame
+from agentflow.errors import AgentflowError, BadArgument, EngineFailed, NotSupported, RequestRefused
+from agentflow.protocol.constraint import Constraint
+
+pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
+
+TESTS = Path(__file__).parents[3]
+END_S = 20.0
+# On a busy machine a process of the idle class waits long for its fifth of a second.
+LIMITS = CompileLimits(cpu_s=0.2, wall_s=100.0, memory_bytes=100_000_000, compiled_bytes=6_000_000)
+
+
+def opened(limits: CompileLimits = LIMITS):
+    return constraint_compiler(limits, loader=LOADER)
+
+
+async def process_of(compiler: ConstraintCompiler, source: str = "pid") -> int:
+    """The number of the process that compiles ``source``, as it says itself."""
+    compiled = await compiler.compile(Constraint("regex", source), tenant="ann")
+    return int(compiled.payload)
+
+
+async def refusal(compiler: ConstraintCompiler, source: str) -> AgentflowError:
+    """The error that a constraint ends with."""
+    with pytest.raises(AgentflowError) as caught:
+        await compiler.compile(Constraint("regex", source), tenant="mallory")
+    return caught.value
+
+
+def score_of(process: int) -> int:
+    """How soon it is killed where memory runs out: 1000 is first."""
+    return int(Path(f"/proc/{process}/oom_score_adj").read_text())
+
+
+# What a constraint does to the process
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "message"),
+    [
+        ("spin", RequestRefused, "regex: it takes more than 0.2 s of processor time, which is the limit"),
+        ("recurse 100000", RequestRefused, "regex: it nests deeper than 1000 calls, which is the limit"),
+        (
+            "payload 6000001",
+            RequestRefused,
+            "regex: it is larger than 6 MB when compiled, which is the limit",
+        ),
+        ("refuse back-references", NotSupported, "back-references"),
+        ("complain of that", BadArgument, "of that"),
+        ("fail", EngineFailed, "regex: compiling it failed: the server's log explains it under incident "),
+    ],
+)
+async def test_the_process_survives_what_python_notices(source, error, message):
+    async with opened() as compiler:
+        before = await process_of(compiler)
+        failure = await refusal(compiler, source)
+        assert type(failure) is error
+        assert failure.args[0].startswith(message)
+        assert await process_of(compiler, "pid again") == before
+        assert (compiler.counts.killed, compiler.counts.refused, compiler.counts.compiled) == (0, 1, 2)
+
+
+@pytest.mark.parametrize("source", ["allocate 200000000", "grow"])
+async def test_out_of_memory_is_an_answer_and_the_next_process_starts_anew(source):
+    async with opened() as compiler:
+        before = await process_of(compiler)
+        failure = await refusal(compiler, source)
+        assert type(failure) is RequestRefused
+        assert str(failure).startswith("regex: it needs more than 100 MB of memory, which is the limit")
+        assert await process_of(compiler, "pid again") != before
+        assert (compiler.counts.killed, compiler.counts.compiled) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("native", "regex: it takes more than 0.2 s of processor time, which is the limit"),
+        ("stubborn", "regex: it takes more than 0.2 s of processor time, which is the limit"),
+        ("abort", "regex: the compiling process was killed by SIGABRT of it: it nests too deeply, or needs"),
+    ],
+)
+async def test_what_python_does_not_notice_costs_the_process_and_is_not_tried_again(source, message):
+    async with opened() as compiler:
+        before = await process_of(compiler)
+        for _ in range(2):
+            failure = await refusal(compiler, source)
+            assert type(failure) is RequestRefused
+            assert str(failure).startswith(message)
+        assert (compiler.counts.killed, compiler.counts.cache_hits) == (1, 1)
+        assert await process_of(compiler, "pid again") != before
+
+
+async def test_what_no_signal_ends_is_killed_for_its_processor_time(monkeypatch):
+    monkeypatch.setattr(compiler_module, "KILL_GRACE_S", 0.1)
+    async with opened(CompileLimits(cpu_s=0.1, cpu_share=1.0)) as compiler:
+        before = await process_of(compiler)
+        for _ in range(2):
+            failure = await refusal(compiler, "hang")
+            assert type(failure) is RequestRefused
+            assert str(failure).startswith(
+                "regex: it takes more than 0.1 s of processor time, which is the limit"
+            )
+        assert (compiler.counts.killed, compiler.counts.cache_hits) == (1, 1)
+        assert await process_of(compiler, "pid again") != before
+
+
+async def test_a_process_that_has_grown_is_replaced():
+    async with opened() as compiler:
+        first = await process_of(compiler, "leave 30000000")
+        assert await process_of(compiler, "leave 30000001") == first
+        second = await process_of(compiler, "leave 30000002")
+        assert second != first
+        assert (compiler.counts.killed, compiler.counts.compiled) == (0, 3)
+
+
+async def test_large_answers_one_after_the_other():
+    """More than a socket holds, each read while the next is asked for."""
+    async with opened() as compiler:
+        before = await process_of(compiler)
+        sizes = [2_000_000 + number for number in range(12)]
+        received: list[int] = []
+
+        async def compile_one(size: int) -> None:
+            constraint = Constraint("regex", f"payload {size}")
+            received.append(len((await compiler.compile(constraint, tenant="ann")).payload))
+
+        async with anyio.create_task_group() as group:
+            for size in sizes:
+                group.start_soon(compile_one, size)
+        assert sorted(received) == sizes
+        assert await process_of(compiler, "pid again") == before
+
+
+# Killed from outside
+
+
+async def test_killed_while_it_compiles_only_that_constraint_fails(tmp_path):
+    hold = Hold(tmp_path / "hold")
+    failures: list[AgentflowError] = []
+    processes: list[int] = []
+
+    async def fail() -> None:
+        failures.append(await refusal(compiler, f"hold {hold.path}"))
+
+    async def succeed(number: int) -> None:
+        processes.append(await process_of(compiler, f"pid {number}"))
+
+    async with opened() as compiler:
+        async with anyio.create_task_group() as group:
+            group.start_soon(fail)
+            await hold.reached()
+            for number in range(3):
+                group.start_soon(succeed, number)
+            await anyio.wait_all_tasks_blocked()
+            killed = compiler.pid
+            os.kill(killed, signal.SIGKILL)
+            hold.release()
+        assert [type(failure) for failure in failures] == [EngineFailed]
+        assert "the compiling process was killed by SIGKILL while it compiled this" in str(failures[0])
+        assert processes == [compiler.pid] * 3
+        assert compiler.pid != killed
+        assert compiler.counts.killed == 1
+        # Whoever killed it may be gone: nothing is remembered of it.
+        assert await process_of(compiler, f"hold {hold.path}") == compiler.pid
+
+
+async def test_killed_while_it_waits_it_is_replaced():
+    async with opened() as compiler:
+        for number in range(5):
+            before = await process_of(compiler, f"pid {number}")
+            os.kill(before, signal.SIGKILL)
+            while compiler.pid == before:
+                await checkpoint()
+            assert await process_of(compiler, f"pid {number} again") != before
+        assert (compiler.counts.killed, compiler.counts.refused) == (0, 0)
+
+
+async def test_signals_to_end_are_the_servers_business():
+    async with opened() as compiler:
+        before = await process_of(compiler)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(before, number)
+        assert await process_of(compiler, "pid again") == before
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="the platform has no such class")
+async def test_it_gets_only_what_others_leave():
+    async with opened() as compiler:
+        process = await process_of(compiler)
+        assert os.sched_getscheduler(process) == os.SCHED_IDLE
+        assert os.getpriority(os.PRIO_PROCESS, process) == 19
+        assert score_of(process) == 1000
+
+
+@pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 2048, reason="too few files")
+async def test_a_server_with_many_files_open():
+    with contextlib.ExitStack() as stack:
+        for _ in range(1100):
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        async with opened() as compiler:
+            assert await process_of(compiler) == compiler.pid
+
+
+# Loading
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        ("no_such_package:f", "the package 'no_such_package' is not installed: pip install"),
+        ("json:no_such_function", "has no attribute 'no_such_function'"),
+    ],
+)
+async def test_what_cannot_be_loaded_is_told_to_whoever_needs_it(loader, message):
+    async with constraint_compiler(LIMITS, loader=loader) as compiler:
+        for _ in range(2):
+            failure = await refusal(compiler, "pid")
+            assert type(failure) is EngineFailed
+            assert str(failure).startswith("constraints cannot be compiled: ")
+            assert message in str(failure)
+        assert compiler.counts.cache_hits == 0
+
+
+async def test_one_that_dies_at_each_start_is_given_up_until_it_is_needed(tmp_path, monkeypatch):
+    module = tmp_path / "deadly_import.py"
+    module.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    async with constraint_compiler(LIMITS, loader="deadly_import:compile_constraint") as compiler:
+        failure = await refusal(compiler, "pid")
+        assert type(failure) is EngineFailed
+        assert str(failure) == "constraints cannot be compiled: their process was killed by SIGKILL"
+        module.write_text("from server.compile_loaders import compile_constraint\n")
+        assert await process_of(compiler) == compiler.pid
+
+
+async def test_there_can_be_no_process(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    async with opened() as compiler:
+        failure = await refusal(compiler, "pid")
+        assert type(failure) is EngineFailed
+        assert "their process cannot be started: " in str(failure)
+
+
+# The end
+
+
+async def test_with_its_scope_it_ends_whatever_it_does(tmp_path):
+    hold = Hold(tmp_path / "hold")
+    failures: list[AgentflowError] = []
+
+    async def fail(source: str) -> None:
+        failures.append(await refusal(compiler, source))
+
+    async with anyio.create_task_group() as group, opened() as compiler:
+        group.start_soon(fail, f"hold {hold.path}")
+        await hold.reached()
+        group.start_soon(fail, "pid")
+        await anyio.wait_all_tasks_blocked()
+        process = compiler.pid
+    hold.release()
+    assert {type(failure) for failure in failures} == {EngineFailed}
+    assert [str(failure) for failure in failures] == [str(await refusal(compiler, "pid"))] * 2
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
+
+
+PARENT = """
+import sys
+import anyio
+from agentflow.protocol.constraint import Constraint
+from agentflow.engine.grammar.compiler.compiled import end_decoder
+from agentflow.engine.grammar.compiler.worker import CompileWorker
+from agentflow.engine.grammar.compiler.compiler import constraint_compiler
+from server.compile_loaders import LOADER
+
+async def main():
+    async with constraint_compiler(loader=LOADER) as compiler:
+        await compiler.compile(Constraint("regex", "pid"), tenant="")
+        print("compiled", flush=True)
+        await compiler.compile(Constraint("regex", sys.argv[1]), tenant="")
+        await anyio.sleep_forever()
+
+anyio.run(main)
+"""
+
+
+async def test_what_comes_on_the_socket_while_it_compiles_does_not_end_it(tmp_path):
+    """The kernel may tell of a frame when it has been read, and the work on it begun."""
+    hold = Hold(tmp_path / "hold")
+    worker = CompileWorker.start(LOADER, LIMITS)
+    await worker.ready()
+    async with anyio.create_task_group() as group:
+
+        async def compile_first() -> None:
+            end = await worker.compile(Constraint("regex", f"hold {hold.path}"))
+            assert end.compiled is not None
+
+        group.start_soon(compile_first)
+        await hold.reached()
+        await worker.send(to_frame(Constraint("regex", "pid")))
+        hold.release()
+    ends = []
+    while not ends:
+        ends = await worker.receive()
+    assert end_decoder.decode(ends[0]).compiled.payload == str(worker.pid).encode()
+    assert await worker.end(END_S) == "ended with exit code 0"
+
+
+@pytest.mark.parametrize("doing", ["pid", "native", "hold"])
+async def test_it_ends_with_its_server(tmp_path, doing):
+    hold = Hold(tmp_path / "hold")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), *sys.path])}
+    command = [sys.executable, "-c", PARENT, f"{doing} {hold.path}"]
+    parent = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)  # noqa: ASYNC220
+    with parent:
+        assert parent.stdout.readline() == b"compiled\n"
+        if doing != "pid":
+            await hold.reached()
+        if doing == "native":
+            hold.release()
+        parent.kill()
+        # The compiling process has the same standard output: it ends when both have ended.
+        assert await anyio.to_thread.run_sync(parent.stdout.read) == b""
+    if doing == "hold":
+        hold.release()

@@ -1,0 +1,46 @@
+"""One schema kept by a machine and by a parser: both write the same, and all of it is valid."""
+
+import json
+import random
+
+import jsonschema
+from hypothesis import given
+from hypothesis import strategies as st
+from support.engine.schema_strategies import schemas, valid_value, written
+
+from agentflow.engine.grammar.compiler.compilation import _lark_of_schema
+from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
+from agentflow.engine.grammar.compiler.schema_check import read_schema
+from agentflow.engine.grammar.dfa import build_fsm
+from agentflow.engine.grammar.json_schema import schema_to_regex
+from benchmarks.text_walks import takes, text_under, walk
+
+
+def both_forms(schema, whitespace):
+    explicit = read_schema(json.dumps(schema))
+    regex = schema_to_regex(explicit, whitespace)
+    forms = [CompiledConstraint("parser", "llguidance", _lark_of_schema(explicit, whitespace).encode())]
+    if regex is not None:
+        forms.append(CompiledConstraint("machine", "fsm", build_fsm(regex).to_bytes()))
+    return forms
+
+
+@given(schemas, st.sampled_from(["compact", "tight"]), st.randoms(use_true_random=False))
+def test_both_take_what_is_valid_and_in_order(schema, whitespace, dice):
+    forms = both_forms(schema, whitespace)
+    for _ in range(3):
+        text = written(valid_value(schema, dice), whitespace, dice)
+        for form in forms:
+            if form.key == "parser" and "\x7f" in text:
+                continue  # of all characters the only one that it would escape and a machine would not
+            assert takes(form, text), (form.key, text)
+
+
+@given(schemas, st.sampled_from(["compact", "tight", "free"]), st.integers(0, 99))
+def test_what_a_parser_writes_is_valid(schema, whitespace, seed):
+    parser = both_forms(schema, whitespace)[0]
+    dice = random.Random(seed)
+    for prefix in (b"", b'{"', b"[", b"-"):
+        text = walk(text_under(parser), dice, prefix)
+        if text is not None:
+            jsonschema.Draft202012Validator(schema).validate(json.loads(text))

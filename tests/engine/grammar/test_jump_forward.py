@@ -1,0 +1,213 @@
+"""Jump-forward on one text, against its plain twin, with tokenizers that merge what was forced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.engine.plain_constrained import PlainConstrained
+from support.engine.random_machines import machine_of
+from support.small_tokenizers import byte_level, byte_level_of, sentencepiece
+
+from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
+from agentflow.engine.grammar.dfa import Fsm, build_fsm
+from agentflow.engine.grammar.grammar import is_allowed
+from agentflow.engine.grammar.grammar_cache import GrammarCache
+from agentflow.engine.grammar.jump_forward import ConstrainedText
+from agentflow.engine.grammar.llguidance import ALL_TOKENS_ALLOWED
+from agentflow.engine.grammar.regex import parse_regex
+from agentflow.engine.grammar.token_dfa import FsmGrammar
+from agentflow.engine.text.tokenizer import Tokenizer
+
+WORDS = [
+    "na",
+    "name",
+    '":',
+    '",',
+    '", "',
+    '{"',
+    ' "',
+    "ab",
+    "abc",
+    "bc",
+    "bcd",
+    "cd",
+    "éa",
+    "12",
+    "true",
+    "tr",
+]
+TOKENIZERS = {
+    "merging": Tokenizer(byte_level_of(WORDS)),
+    "trained": Tokenizer(byte_level(special=("<|im_start|>", "<|im_end|>"))),
+    "sentencepiece": Tokenizer(sentencepiece()),
+}
+GRAMMARS = {name: GrammarCache(tokenizer, tokenizer.vocab_size) for name, tokenizer in TOKENIZERS.items()}
+PATTERNS = [
+    r'\{"name": "[a-d]{1,5}", "x": (12|true|tr)\}',
+    r"(abc|abd|bcd)*(abcd)+",
+    r"[éè]a(bc)*d?",
+    r'(\{"(a|b)": "abcd", )+"[^"]*"',
+    r"The quick brown (fox|dog)( jumps)?",
+    r"日本語の(テキスト|日)",
+]
+LOOKING_AROUND = [
+    r"(?:abc|ab)\b( ?\bquick\b)?(?:\B|-)",
+    r"(?m)(?:^The$\n?){1,2}",
+    r"(?<![b-])a+\b(?!b)[é ].?",
+]
+"""What stands after a boundary, or that the text ends there, is forced by what was written before."""
+
+
+def constrained(name: str, fsm: Fsm, *, jumps: bool = True) -> ConstrainedText:
+    tokenizer = TOKENIZERS[name]
+    vocabulary = GRAMMARS[name].vocabulary
+    encode = (lambda text: tokenizer.encode(text, continues=True)) if jumps else None
+    return ConstrainedText(FsmGrammar(fsm, vocabulary).matcher(), vocabulary, encode)
+
+
+def allowed_of(text: ConstrainedText, vocab_size: int) -> set[int]:
+    words = text.mask()
+    return {i for i in range(vocab_size) if is_allowed(words, i)}
+
+
+def check_walk(name: str, fsm: Fsm, jumps: bool, max_tokens: int, choices: st.DataObject) -> bytes:
+    """Both walk the same way, step by step, until the text must end or has enough tokens."""
+    tokenizer = TOKENIZERS[name]
+    text, plain = constrained(name, fsm, jumps=jumps), PlainConstrained(fsm, tokenizer, jumps)
+    while True:
+        before = list(text.token_ids)
+        jump = text.jump(max_tokens)
+        assert plain.jump(max_tokens) == (jump is not None)
+        assert text.token_ids == plain.ids
+        if jump is not None:
+            assert before[: jump.num_kept] + jump.token_ids == plain.ids
+            assert plain.ids[: jump.num_kept + 1] != before[: jump.num_kept + 1]
+        # What was there is never taken back but to be said again.
+        assert (plain.data + plain.held).startswith(plain.shown)
+        assert text.may_end() == plain.may_end()
+        assert text.must_end() == plain.must_end()
+        allowed = plain.allowed()
+        assert allowed_of(text, tokenizer.vocab_size) == allowed
+        if (
+            plain.must_end()
+            or len(plain.ids) >= max_tokens
+            or (plain.may_end() and choices.draw(st.booleans()))
+        ):
+            return plain.data
+        assert allowed  # nothing leads into a dead end
+        token = choices.draw(st.sampled_from(sorted(allowed)))
+        text.take(token)
+        plain.take(token)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(
+    st.sets(st.text('abcdé":, {name', min_size=1, max_size=12), min_size=1, max_size=5),
+    st.booleans(),
+    st.integers(1, 12),
+    st.data(),
+)
+def test_a_text_of_a_few_goes_as_its_twin(
+    name: str, texts: Sequence[str], jumps: bool, max_tokens: int, data: st.DataObject
+) -> None:
+    check_walk(name, machine_of([text.encode() for text in texts]), jumps, max_tokens, data)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(st.sampled_from([*PATTERNS, *LOOKING_AROUND]), st.booleans(), st.integers(1, 60), st.data())
+def test_a_text_of_a_pattern_goes_as_its_twin(
+    name: str, pattern: str, jumps: bool, max_tokens: int, data: st.DataObject
+) -> None:
+    check_walk(name, build_fsm(parse_regex(pattern)), jumps, max_tokens, data)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(st.sampled_from(PATTERNS), st.booleans(), st.data())
+def test_a_text_under_llguidance_goes_as_under_the_machine(
+    name: str, pattern: str, jumps: bool, data: st.DataObject
+) -> None:
+    """What the library says is forced may be less; what is allowed is the same."""
+    tokenizer, vocabulary = TOKENIZERS[name], GRAMMARS[name].vocabulary
+    source = f"start: /{pattern}/\n{ALL_TOKENS_ALLOWED}"
+    grammar = GRAMMARS[name].grammar(CompiledConstraint(pattern, "llguidance", source.encode()))
+    encode = (lambda text: tokenizer.encode(text, continues=True)) if jumps else None
+    text = ConstrainedText(grammar.matcher(), vocabulary, encode)
+    plain = PlainConstrained(build_fsm(parse_regex(pattern)), tokenizer, jumps)
+    for _ in range(60):
+        text.jump(60)
+        plain.ids, plain.held = list(text.token_ids), text.held
+        allowed = plain.allowed()
+        assert allowed_of(text, tokenizer.vocab_size) == allowed
+        assert text.may_end() == plain.may_end()
+        assert text.must_end() == plain.must_end()
+        if not allowed or (plain.may_end() and data.draw(st.booleans())):
+            assert plain.fsm.matches(plain.data)
+            return
+        text.take(data.draw(st.sampled_from(sorted(allowed))))
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(st.data())
+@settings(max_examples=10)
+def test_of_a_long_text_only_the_end_is_encoded_again(name: str, data: st.DataObject) -> None:
+    """The ids are those of the whole text all the same."""
+    tokenizer, vocabulary = TOKENIZERS[name], GRAMMARS[name].vocabulary
+    lengths: list[int] = []
+
+    def encode(text: str) -> list[int]:
+        lengths.append(len(text))
+        return tokenizer.encode(text, continues=True)
+
+    record = r'\{"name": "[a-d é]{1,6}", "fox": (true|tr), "text": "日本語の(テキスト|日)"\}'
+    fsm = build_fsm(parse_regex(rf"\[({record}, )+\]"))
+    text = ConstrainedText(FsmGrammar(fsm, vocabulary).matcher(), vocabulary, encode)
+    table = vocabulary.token_bytes
+    while len(text.token_ids) < 600:
+        if text.jump(1000) is not None:
+            written = b"".join([table[i] for i in text.token_ids])
+            whole = tokenizer.encode((written + text.held).decode(errors="ignore"), continues=True)
+            assert whole[: len(text.token_ids)] == text.token_ids
+        allowed = [i for i in allowed_of(text, tokenizer.vocab_size) if b"]" not in table[i]]
+        text.take(data.draw(st.sampled_from(sorted(allowed))))
+    assert max(lengths) < len(b"".join([table[i] for i in text.token_ids]).decode(errors="ignore")) / 2
+
+
+def test_what_is_forced_gets_the_tokenizers_own_ids() -> None:
+    tokenizer = TOKENIZERS["merging"]
+    text = constrained("merging", build_fsm(parse_regex(r'\{"name": "ab[xy]')))
+    jump = text.jump(100)
+    assert jump is not None
+    assert jump.num_kept == 0
+    # `ab` might become `abc`: but nothing that begins with it may follow, so that it need not wait.
+    assert jump.token_ids == tokenizer.encode('{"name": "ab', continues=True)
+
+
+def test_a_token_that_may_still_grow_is_held_back() -> None:
+    tokenizer = TOKENIZERS["merging"]
+    text = constrained("merging", build_fsm(parse_regex(r'\{"name": "ab[cx]')))
+    jump = text.jump(100)
+    assert jump is not None
+    assert jump.token_ids == tokenizer.encode('{"name": "', continues=True)
+    names = {tokenizer.decode([i], continues=True) for i in allowed_of(text, tokenizer.vocab_size)}
+    assert names == {"ab", "abc"}
+
+
+def test_what_was_sampled_in_other_tokens_is_encoded_anew() -> None:
+    tokenizer = TOKENIZERS["merging"]
+    text = constrained("merging", build_fsm(parse_regex(r"[ab]{2}cd!")))
+    for char in "ab":
+        text.take(tokenizer.encode(char, continues=True)[0])
+    jump = text.jump(100)
+    assert jump is not None
+    assert jump.num_kept == 0
+    assert jump.token_ids == tokenizer.encode("abcd!", continues=True)
+    assert text.must_end()
+
+
+def test_no_more_tokens_than_there_is_room_for() -> None:
+    text = constrained("merging", build_fsm(parse_regex(r'\{"name": "ab[cx]')))
+    assert text.jump(3) is None
+    assert text.token_ids == []

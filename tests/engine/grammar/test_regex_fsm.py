@@ -1,0 +1,239 @@
+"""Regular expressions as machines over bytes, against ``re.fullmatch`` and against interegular's machines."""
+
+import itertools
+import random
+import re
+
+import interegular
+import numpy as np
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from support.engine.pattern_strategies import bytes_to_end, mutated, patterns, texts, walked
+
+from agentflow.engine.grammar.dfa import DEAD, START, Fsm, build_fsm, utf8_rows
+from agentflow.engine.grammar.regex import (
+    ANY_CHAR,
+    CharSet,
+    Repeat,
+    TooMuchForFsm,
+    all_but,
+    merged,
+    parse_regex,
+)
+from agentflow.errors import BadArgument
+
+dice = st.integers(0, 2**32).map(random.Random)
+EVERY_CHAR = [chr(point) for point in range(0x110000) if not 0xD800 <= point <= 0xDFFF]
+
+
+def fsm_of(pattern: str) -> Fsm:
+    """Of a random pattern, which some text should match, and whose machine should not be too large."""
+    try:
+        return build_fsm(parse_regex(pattern))
+    except TooMuchForFsm:
+        assume(False)
+        raise
+    except BadArgument as error:
+        assume("no text at all" not in str(error))
+        raise
+
+
+def assert_same_language(pattern: str, others: list[str], rolls: random.Random) -> None:
+    """Walks through the machine must match, and other texts match here as they match there."""
+    fsm = fsm_of(pattern)
+    matcher = re.compile(pattern)
+    for _ in range(4):
+        text = walked(fsm, rolls, rolls.randint(0, 12)).decode()
+        assert matcher.fullmatch(text), text
+        others = [*others, mutated(text, rolls), mutated(mutated(text, rolls), rolls)]
+    for text in others:
+        assert fsm.matches(text.encode()) == bool(matcher.fullmatch(text)), text
+
+
+@settings(max_examples=300, deadline=None)
+@given(patterns(), st.lists(texts, max_size=10), dice)
+def test_what_matches_is_what_python_matches(pattern, others, rolls):
+    assert_same_language(pattern, others, rolls)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "texts"),
+    [
+        ("(?x) a b # what follows\n [ ] c", ["ab c", "abc", "a b c"]),
+        ("(?P<word>a+?)(?#why)(?:b){2,}?", ["abb", "aabbb", "ab", "(?#why)"]),
+        ("(?i)straße|ǅ", ["STRAßE", "straẞe", "STRASSE", "ǆ", "Ǆ"]),
+        ("(?i:a(?-i:b))c", ["Abc", "aBc", "abC"]),
+        ("(?s).(?-s:.)", ["\na", "a\n"]),
+        (r"\N{EURO SIGN}\x41\u00e9\U0001F600\101\0", ["€Aé😀A\0"]),
+        (r"[]^-]+[\]\-a-]", ["]^-a", "]]", "a]"]),
+        ("a{,2}b{0}c{1}d{x}", ["c" + "d{x}", "aacd{x}", "aaacd{x}", "abcd{x}"]),
+        ("(?:)|(|a)()", ["", "a", "aa"]),
+    ],
+)
+def test_the_syntax_is_python_s(pattern, texts):
+    fsm = build_fsm(parse_regex(pattern))
+    matched = [text for text in texts if re.fullmatch(pattern, text)]
+    assert matched
+    assert [text for text in texts if fsm.matches(text.encode())] == matched
+
+
+@settings(max_examples=300, deadline=None)
+@given(patterns(look_arounds=True), st.lists(texts, max_size=10), dice)
+@example("(?!.*foo$)[a-z]{3,5}", ["foo", "afoo", "food", "bar"], random.Random(1))
+@example("(?:(?!ab).)*", ["ba", "ab", "aab", "", "a"], random.Random(1))
+@example("(?=a|b$)..?", ["b", "bc", "ac", "b\n", "a"], random.Random(1))
+@example("(?m)(?=a$)[^b]*", ["a", "a\nx", "ax", "a\n"], random.Random(1))
+@example(r"(?=a\Z)[^b]*", ["a", "a\nx", "ax", "a\n"], random.Random(1))
+@example("a(?!b)", ["a", "ab"], random.Random(1))
+@example("(?!(?!a))..", ["ab", "ba"], random.Random(1))
+@example("(?!)|b", ["", "b"], random.Random(1))
+@example(r"\B", ["", "a"], random.Random(1))
+@example(r"\b|\B-", ["", "a", "-"], random.Random(1))
+@example(r"(?m)a\s?$\s?^b", ["a\nb", "a\n\nb", "ab", "a \nb"], random.Random(1))
+@example(r"a$\n?", ["a", "a\n", "a\n\n"], random.Random(1))
+@example(r"(?:\b.)*", ["ab", "a-b", "a-", "-a"], random.Random(1))
+@example(r"(?a:\b)é\B.", ["éa", "é-", "é"], random.Random(1))
+@example(r"(?=\b)-?a(?!\b)b", ["ab", "-ab"], random.Random(1))
+@example(r"-(?=(?<!a)b\b)..?", ["-b", "-b-", "-bb"], random.Random(1))
+def test_look_arounds_are_kept(pattern, others, rolls):
+    assert_same_language(pattern, others, rolls)
+
+
+SHORT_TEXTS = ["".join(chars) for length in range(5) for chars in itertools.product("a- \n", repeat=length)]
+_quantifiers = st.sampled_from(["", "", "?", "*", "+", "{2}", "{1,3}"])
+_small = st.sampled_from(["a", "-", r"\n", ".", r"\w", r"\s", "[^a]", "a?", "-*", "(?s:.)+"])
+_places = st.sampled_from([r"\b", r"\B", "^", "$", r"\A", r"\Z", "(?<=a)", "(?<![a ])", r"(?<=\s)", "(?=a)"])
+_alternatives = st.lists(
+    st.lists(st.one_of(_small, _places), max_size=5).map("".join), min_size=1, max_size=2
+)
+_grouped = st.builds(
+    "(?{}:{}){}".format, st.sampled_from(["", "m"]), _alternatives.map("|".join), _quantifiers
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.one_of(_small, _places, _grouped), min_size=1, max_size=5).map("".join))
+@example(r"(?:\b-|a\B){2,}$")
+@example(r"(?m:^a?$\n?)*")
+def test_all_short_texts_match_as_in_python(pattern):
+    """With look-arounds of one character anywhere in the pattern."""
+    matcher = re.compile(pattern)
+    expected = [text for text in SHORT_TEXTS if matcher.fullmatch(text)]
+    tree = parse_regex(pattern)
+    try:
+        fsm = build_fsm(tree)
+    except TooMuchForFsm:
+        assume(False)
+    except BadArgument:  # it matches no text at all
+        matched = []
+    else:
+        matched = [text for text in SHORT_TEXTS if fsm.matches(text.encode())]
+    assert matched == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(patterns(look_arounds=True), dice)
+def test_from_every_state_the_text_can_end_and_every_state_is_reached(pattern, rolls):
+    fsm = fsm_of(pattern)
+    states = np.arange(1, len(fsm.transitions))
+    assert (bytes_to_end(fsm)[states] < len(fsm.transitions)).all()
+    reached = {START}
+    waiting = [START]
+    for state in waiting:
+        new = set(fsm.transitions[state].tolist()) - reached - {DEAD}
+        reached |= new
+        waiting.extend(new)
+    assert reached == set(states.tolist())
+    assert not fsm.accepting[DEAD]
+    assert not fsm.transitions[DEAD].any()
+    assert set(fsm.class_of_byte.tolist()) == set(range(fsm.transitions.shape[1]))
+
+
+@settings(max_examples=150, deadline=None)
+@given(patterns(flags=()), st.lists(texts, max_size=10), dice)
+def test_it_agrees_with_interegular(pattern, others, rolls):
+    """Whose categories are ASCII's."""
+    try:
+        twin = interegular.parse_pattern(pattern).to_fsm()
+    except (interegular.Unsupported, interegular.InvalidSyntax):
+        assume(False)
+    fsm = fsm_of(f"(?a){pattern}")
+    for text in [*others, *(walked(fsm, rolls, 8).decode() for _ in range(4))]:
+        assert fsm.matches(text.encode()) == twin.accepts(text), text
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        ".",
+        r"\w",
+        r"\D",
+        r"\s",
+        r"[^\W\d_]",
+        "(?i)[k-ſ]",
+        "(?i)[^s]",
+        "(?ai)k",
+        "(?i)[𐐀-𐐐]",
+        "(?i)[𐐀b]",
+        "(?i)[y-𐐀]",
+    ],
+)
+def test_a_set_holds_the_same_characters_of_all_unicode(pattern):
+    fsm = build_fsm(parse_regex(pattern))
+    matcher = re.compile(pattern)
+    assert [char for char in EVERY_CHAR if fsm.matches(char.encode())] == [
+        char for char in EVERY_CHAR if matcher.fullmatch(char)
+    ]
+
+
+def test_far_out_no_character_has_a_case():
+    far = "".join(char for char in EVERY_CHAR if ord(char) > 0x3FFFF)
+    assert far.lower() == far.upper() == far
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 0x10FFFF), st.integers(0, 0x10FFFF)), max_size=6), dice)
+@example([(0, 0x10FFFF)], random.Random(1))
+@example([(0xD800, 0xDFFF)], random.Random(1))
+@example([(0x7F, 0x80), (0x7FF, 0x800), (0xFFFF, 0x10000)], random.Random(1))
+def test_ranges_of_code_points_are_read_as_utf8(pairs, rolls):
+    ranges = merged([(min(pair), max(pair)) for pair in pairs])
+    edges = {point + step for pair in ranges for point in pair for step in (-1, 0, 1)}
+    edges |= {rolls.randrange(0x110000) for _ in range(50)} | {0x7F, 0x80, 0x7FF, 0x800, 0xFFFF, 0x10000}
+    for kept in (ranges, all_but(ranges)):
+        if all(first >= 0xD800 and last <= 0xDFFF for first, last in kept):
+            with pytest.raises(BadArgument, match="no text at all"):
+                build_fsm(CharSet(kept))
+            continue
+        fsm = build_fsm(CharSet(kept))
+        for point in sorted(edges):
+            if 0 <= point <= 0x10FFFF and not 0xD800 <= point <= 0xDFFF:
+                within = any(first <= point <= last for first, last in kept)
+                assert fsm.matches(chr(point).encode()) == within, hex(point)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=4))
+@example(b"\xed\xa0\x80")
+@example(b"\xc0\x80")
+@example(b"\xe0\x80\x80")
+@example(b"\xf4\x90\x80\x80")
+def test_what_is_no_utf8_never_matches(data):
+    fsm = build_fsm(Repeat(ANY_CHAR, 0, None))
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        assert not fsm.matches(data)
+    else:
+        assert fsm.matches(data)
+
+
+def test_rows_of_equal_sets_are_few():
+    """A character that may be anything needs one row for each number of bytes that may follow, and one for
+    each first byte after which not every second one may."""
+    assert len(utf8_rows(((0, 0xD7FF, 1), (0xE000, 0x10FFFF, 1)))) == 1 + 3 + 4
+
+
+def test_a_string_of_a_thousand_characters_is_a_small_machine():
+    assert build_fsm(parse_regex(r'"[^"\\]{0,1000}"')).num_states == 8003

@@ -1,0 +1,316 @@
+"""The sampler against a plain loop over one row, and against the distribution it should draw from."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.engine import runner_driver
+from support.plain_sampler import MASK, plain_choice, plain_uniform
+
+from agentflow.engine.batch import SampledRows, ScoredTokens, TokenMasks
+from agentflow.engine.models.sampler import choose_tokens, uniforms
+from agentflow.kernels import choice as torch_choice
+from agentflow.kernels import native_ops
+from agentflow.kernels import torch_ops as cpu_ops
+from agentflow.kernels.inputs import ChoiceRows
+from agentflow.kernels.ops import Kernels
+
+Row = tuple[float, int, float, float, int, int]
+KERNELS = pytest.mark.parametrize("kernels", [cpu_ops, native_ops], ids=["torch", "native"])
+ROW = st.tuples(
+    st.sampled_from([0.0, 1e-30, 0.3, 1.0, 1.7, 50.0]),
+    st.sampled_from([0, 0, 1, 2, 7, 40, 1000]),
+    st.sampled_from([1.0, 1.0, 0.95, 0.5, 0.01]),
+    st.sampled_from([0.0, 0.0, 0.02, 0.3, 1.0]),
+    st.integers(0, MASK),
+    st.integers(0, 10_000),
+)
+
+
+def sampled_rows(rows: list[Row], **changed: object) -> SampledRows:
+    temperatures, top_ks, top_ps, min_ps, seeds, positions = zip(*rows, strict=True)
+    arrays = {
+        "temperatures": np.array(temperatures, dtype=np.float32),
+        "top_ks": np.array(top_ks, dtype=np.int64),
+        "top_ps": np.array(top_ps, dtype=np.float32),
+        "min_ps": np.array(min_ps, dtype=np.float32),
+        "seeds": np.array(seeds, dtype=np.uint64),
+        "positions": np.array(positions, dtype=np.int64),
+    }
+    return runner_driver.sampled_rows(range(len(rows)), **arrays, **changed)
+
+
+def random_logits(num_rows: int, vocab_size: int, seed: int, spread: float = 3.0) -> torch.Tensor:
+    return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+@KERNELS
+@pytest.mark.parametrize("head_size", [4, 1024])
+@given(st.lists(ROW, min_size=1, max_size=6), st.sampled_from([3, 50, 200]), st.integers(0, 1000))
+def test_a_batch_equals_the_loop_over_its_rows(
+    kernels: Kernels,
+    head_size: int,
+    rows: list[Row],
+    vocab_size: int,
+    seed: int,
+) -> None:
+    logits = random_logits(len(rows), vocab_size, seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_choice, "_HEAD_SIZE", head_size)
+        output = choose_tokens(logits, sampled_rows(rows), kernels)
+    sampled = sampled_rows(rows)  # the parameters as float32, as the sampler sees them
+    for i, row in enumerate(logits.double().tolist()):
+        assert output.token_ids[i] == plain_choice(
+            row,
+            float(sampled.temperatures[i]),
+            rows[i][1],
+            float(sampled.top_ps[i]),
+            float(sampled.min_ps[i]),
+            rows[i][4],
+            rows[i][5],
+        )
+    assert output.logprobs is None
+
+
+@KERNELS
+@given(
+    st.lists(ROW, min_size=1, max_size=5),
+    st.sampled_from([3, 32, 50, 200]),
+    st.integers(0, 1000),
+    st.data(),
+)
+def test_only_what_a_mask_allows_is_chosen(
+    kernels: Kernels,
+    rows: list[Row],
+    vocab_size: int,
+    seed: int,
+    data: st.DataObject,
+) -> None:
+    logits = random_logits(len(rows), vocab_size, seed)
+    before = logits.clone()
+    masked = sorted(data.draw(st.sets(st.integers(0, len(rows) - 1), min_size=1)))
+    allowed = {row: data.draw(st.sets(st.integers(0, vocab_size - 1), min_size=1)) for row in masked}
+    bits = np.zeros((len(masked), -(-vocab_size // 32) * 32), dtype=np.uint8)
+    for place, row in enumerate(masked):
+        bits[place, list(allowed[row])] = 1
+    words = np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
+    masks = TokenMasks(np.array(masked, dtype=np.int64), words)
+    output = choose_tokens(logits, sampled_rows(rows, masks=masks, needs_logprobs=True), kernels)
+    sampled = sampled_rows(rows)
+    for i, row in enumerate(before.double().tolist()):
+        plain = [x if i not in allowed or token in allowed[i] else -math.inf for token, x in enumerate(row)]
+        assert output.token_ids[i] == plain_choice(
+            plain,
+            float(sampled.temperatures[i]),
+            rows[i][1],
+            float(sampled.top_ps[i]),
+            float(sampled.min_ps[i]),
+            rows[i][4],
+            rows[i][5],
+        )
+        logprob = before[i].log_softmax(dim=0)[output.token_ids[i]]  # of the logits without the mask
+        assert output.logprobs is not None
+        assert output.logprobs[i] == pytest.approx(float(logprob), abs=1e-4)
+    assert torch.equal(logits, before)
+
+
+@KERNELS
+@pytest.mark.parametrize("head_size", [4, 1024])
+@given(
+    st.sampled_from([0, 3, 20]),
+    st.floats(0.0625, 1.0, width=32),
+    st.sampled_from([0, 0.1]),
+    st.integers(0, 99),
+)
+def test_no_token_too_many_or_too_few_is_kept(
+    kernels: Kernels, head_size: int, top_k: int, top_p: float, min_p: float, seed: int
+) -> None:
+    """With the likeliest tokens first, a number just below 1 draws the last token that is kept."""
+    logits = random_logits(1, 50, seed, spread=1.0).sort(descending=True).values
+    weights = logits[0].exp().tolist()
+    kept = weights[:top_k] if top_k else weights
+    while len(kept) > 1 and sum(kept[:-1]) >= top_p * sum(weights[:top_k] if top_k else weights):
+        kept = kept[:-1]
+    kept = [weight for weight in kept if weight >= min_p * weights[0]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_choice, "_HEAD_SIZE", head_size)
+        rows = ChoiceRows(
+            targets=np.array([-1]),
+            temperatures=np.ones(1, dtype=np.float32),
+            top_ks=np.array([top_k]),
+            top_ps=np.array([top_p], dtype=np.float32),
+            min_ps=np.array([min_p], dtype=np.float32),
+            uniforms=np.array([1 - 1e-6]),
+        )
+        tokens = kernels.choose(logits, rows)
+    assert tokens.tolist() == [len(kept) - 1]
+
+
+@KERNELS
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 4.0])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.9), (20_000, 1.0), (20_000, 0.5), (0, 0.9999)])
+def test_a_cut_among_many_tokens_falls_where_sorting_puts_it(
+    kernels: Kernels, spread: float, top_k: int, top_p: float
+) -> None:
+    logits = random_logits(1, 49_000, 5, spread).sort(descending=True).values
+    weights = logits[0].double().softmax(dim=0)[: top_k or None]
+    num_kept = int((weights.cumsum(0) < top_p * weights.sum() * (1 - 1e-12)).sum()) + 1
+    if spread == 0:
+        num_kept = 49_000  # all are as likely as the last one that is kept
+    rows = ChoiceRows(
+        targets=np.array([-1]),
+        temperatures=np.ones(1, dtype=np.float32),
+        top_ks=np.array([top_k]),
+        top_ps=np.array([top_p], dtype=np.float32),
+        min_ps=np.zeros(1, dtype=np.float32),
+        uniforms=np.array([1 - 1e-9]),
+    )
+    assert kernels.choose(logits, rows)[0] == pytest.approx(num_kept - 1, rel=2e-3)
+
+
+@KERNELS
+@given(st.lists(ROW, min_size=2, max_size=6), st.integers(0, 1000))
+def test_a_row_chooses_the_same_alone(kernels: Kernels, rows: list[Row], seed: int) -> None:
+    logits = random_logits(len(rows), 5000, seed)
+    together = choose_tokens(logits, sampled_rows(rows), kernels).token_ids
+    alone = [
+        choose_tokens(logits[i : i + 1], sampled_rows([row]), kernels).token_ids[0]
+        for i, row in enumerate(rows)
+    ]
+    assert together.tolist() == alone
+
+
+@given(st.integers(0, MASK), st.integers(0, 2**40))
+def test_uniforms_equal_the_plain_generator(seed: int, position: int) -> None:
+    drawn = uniforms(np.array([seed], dtype=np.uint64), np.array([position]))
+    assert drawn[0] == plain_uniform(seed, position)
+
+
+def test_uniforms_are_uniform_over_positions_and_over_seeds() -> None:
+    numbers = np.arange(20_000)
+    fixed = np.full(20_000, 3)
+    for drawn in (uniforms(fixed.astype(np.uint64), numbers), uniforms(numbers.astype(np.uint64), fixed)):
+        counts, _ = np.histogram(drawn, bins=50, range=(0, 1))
+        # Chi-squared of 49 degrees of freedom: 85.4 is the 99.9th percentile.
+        assert ((counts - 400) ** 2 / 400).sum() < 85.4
+        assert abs(np.corrcoef(drawn[:-1], drawn[1:])[0, 1]) < 0.03
+
+
+@KERNELS
+def test_samples_follow_the_softmax(kernels: Kernels) -> None:
+    logits = torch.tensor([[1.0, 0.0, -1.0, 2.5, 0.3, -4.0, 1.1, 0.0]])
+    n = 20_000
+    rows = [(0.8, 0, 1.0, 0.0, 11, position) for position in range(n)]
+    tokens = choose_tokens(logits.expand(n, -1), sampled_rows(rows), kernels).token_ids
+    expected = n * torch.softmax(logits[0].double() / 0.8, -1).numpy()
+    counts = np.bincount(tokens, minlength=8)
+    # Chi-squared of 7 degrees of freedom: 24.3 is the 99.9th percentile.
+    assert ((counts - expected) ** 2 / expected).sum() < 24.3
+
+
+@KERNELS
+def test_the_cuts_leave_what_they_should(kernels: Kernels) -> None:
+    logits = torch.log(torch.tensor([[0.4, 0.3, 0.15, 0.1, 0.05]]))
+
+    def seen(top_k: int, top_p: float, min_p: float) -> set[int]:
+        rows = [(1.0, top_k, top_p, min_p, 5, position) for position in range(400)]
+        return set(choose_tokens(logits.expand(400, -1), sampled_rows(rows), kernels).token_ids.tolist())
+
+    assert seen(0, 1.0, 0.0) == {0, 1, 2, 3, 4}
+    assert seen(2, 1.0, 0.0) == {0, 1}
+    assert seen(0, 0.6, 0.0) == {0, 1}
+    assert seen(0, 0.75, 0.0) == {0, 1, 2}
+    assert seen(0, 1.0, 0.3) == {0, 1, 2}
+    # The nucleus is taken of what top_k left: 0.4 / 0.7 of two tokens reach 0.55.
+    assert seen(2, 0.55, 0.0) == {0}
+
+
+@KERNELS
+def test_equally_likely_tokens_are_kept_or_cut_together(kernels: Kernels) -> None:
+    logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, -9.0]])
+    rows = [(1.0, 2, 1.0, 0.0, 5, position) for position in range(200)]
+    tokens = choose_tokens(logits.expand(200, -1), sampled_rows(rows), kernels).token_ids
+    assert set(tokens.tolist()) == {0, 1, 2, 3}
+
+
+@KERNELS
+def test_targets_are_kept_and_logprobs_are_of_the_unmodified_logits(kernels: Kernels) -> None:
+    logits = random_logits(3, 100, 0)
+    rows = [(0.0, 0, 1.0, 0.0, 0, 0), (0.0, 0, 1.0, 0.0, 0, 1), (0.5, 3, 0.9, 0.1, 0, 2)]
+    output = choose_tokens(
+        logits, sampled_rows(rows, target_ids=np.array([17, -1, -1]), needs_logprobs=True), kernels
+    )
+    tokens, logprobs = output.token_ids, output.logprobs
+    assert tokens[0] == 17
+    assert tokens[1] == logits[1].argmax()
+    exact = torch.log_softmax(logits.double(), -1)[torch.arange(3), torch.from_numpy(tokens)]
+    assert logprobs is not None
+    assert logprobs.dtype == np.float32
+    np.testing.assert_allclose(logprobs, exact, rtol=1e-5)
+
+
+@KERNELS
+def test_greedy_takes_the_first_of_equals(kernels: Kernels) -> None:
+    tokens = choose_tokens(
+        torch.tensor([[0.0, 3.0, 3.0]]), sampled_rows([(0.0, 0, 1.0, 0.0, 0, 0)]), kernels
+    ).token_ids
+    assert tokens.tolist() == [1]
+
+
+@KERNELS
+def test_the_caller_keeps_its_logits_and_targets(kernels: Kernels) -> None:
+    logits, targets = random_logits(2, 50, 0), np.array([-1, 3])
+    before = logits.clone()
+    choose_tokens(logits, sampled_rows([(1.0, 5, 0.9, 0.1, 1, 2)] * 2, target_ids=targets), kernels)
+    assert torch.equal(logits, before)
+    assert targets.tolist() == [-1, 3]
+
+
+@KERNELS
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_numbers_give_a_token_and_harm_no_other_row(
+    kernels: Kernels, temperature: float
+) -> None:
+    logits = random_logits(2, 50, 0)
+    alone = choose_tokens(logits[1:], sampled_rows([(temperature, 0, 0.9, 0.0, 1, 2)]), kernels).token_ids
+    logits[0] = math.nan
+    tokens = choose_tokens(logits, sampled_rows([(temperature, 0, 0.9, 0.0, 1, 2)] * 2), kernels).token_ids
+    assert 0 <= tokens[0] < 50
+    assert tokens[1] == alone[0]
+
+
+@KERNELS
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 49)), max_size=40).map(sorted),
+    st.integers(0, 4),
+    st.integers(0, 1000),
+)
+def test_any_number_of_tokens_after_a_row_is_scored(
+    kernels: Kernels, pairs: list[tuple[int, int]], cut: int, seed: int
+) -> None:
+    """Together or in parts, and beside rows that sample."""
+    logits = random_logits(5, 50, seed)
+    logits[0, 7] = 1e4  # all of the probability
+    rows = np.array([row for row, _ in pairs], dtype=np.int64)
+    tokens = np.array([token for _, token in pairs], dtype=np.int64)
+    targets = np.array([3, -1, 4, -1, 5])
+    greedy = [(0.0, 0, 1.0, 0.0, 0, 0)] * 5
+    sampled = sampled_rows(greedy, target_ids=targets, needs_logprobs=True, scored=ScoredTokens(rows, tokens))
+    expected = [float(logits[row].double().log_softmax(-1)[token]) for row, token in pairs]
+    output = choose_tokens(logits, sampled, kernels)
+    assert output.scored_logprobs == pytest.approx(expected, abs=1e-5)
+    assert all(
+        value == 0.0 for value, pair in zip(output.scored_logprobs, pairs, strict=True) if pair == (0, 7)
+    )
+    parts = [
+        choose_tokens(logits[first:end], sampled.part(first, end), kernels).scored_logprobs
+        for first, end in ((0, cut), (cut, 5))
+        if first < end
+    ]
+    assert np.concatenate(parts).tolist() == output.scored_logprobs.tolist()
+    assert output.token_ids.tolist() == np.where(targets < 0, logits.argmax(-1).numpy(), targets).tolist()

@@ -1,0 +1,320 @@
+"""The torch runner on the default model: the same greedy tokens as transformers, however a batch is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.engine.runner_driver import Driver
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from agentflow.engine.batch import LogitEdits
+from agentflow.engine.models.config import read_config
+from agentflow.engine.models.kv_pool import KvPool
+from agentflow.engine.models.loader import load_llama
+from agentflow.engine.models.torch_runner import TorchRunner, device_failure
+from agentflow.engine.runner import AcceleratorFault, OutOfMemory
+from agentflow.errors import BadArgument, UnknownModel
+from agentflow.kernels.inputs import AttentionBatch, ForwardInput
+from agentflow.kernels.ops import kernels_for
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
+
+CPU = torch.device("cpu")
+NUM_TOKENS = 64
+PROMPTS = (
+    "Once upon a time there was a small dragon who",
+    "Water boils at 100 degrees Celsius because",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n",
+    "Dear Sir or Madam,\n\nI am writing to complain about",
+    "SELECT name, age FROM users WHERE",
+    "In 1969 the first man walked on the Moon.",
+    "La vie est belle et le soleil",
+    "To make bread you need flour, water, yeast and",
+    "1, 2, 3, 4, 5, 6,",
+    "The three primary colours are red,",
+    "<html>\n<head>\n<title>",
+    "Q: What is the largest planet?\nA:",
+    "Photosynthesis is the process by which plants",
+    "It was a dark and stormy night. The rain fell in torrents, and the old house on the hill stood "
+    "silent, as it had for many years. Inside, by a dying fire, an old man",
+    "# Shopping list\n\n- milk\n- eggs\n-",
+    "The mitochondria is",
+    "A haiku about autumn:\n",
+    "import numpy as np\n\ndef softmax(x):",
+    "My favourite thing about the sea is that",
+    "x" * 40,
+)
+ARTICLE = (
+    "Bees are flying insects closely related to wasps and ants, known for their role in pollination and, in "
+    "the case of the best-known bee species, the western honey bee, for producing honey. There are over "
+    "20,000 known species of bees in seven recognized biological families. Some species live socially in "
+    "colonies while most species are solitary. Bees are found on every continent except for Antarctica, in "
+    "every habitat on the planet that contains insect-pollinated flowering plants. "
+) * 3
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_folder: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(model_folder / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer: Tokenizer) -> list[list[int]]:
+    return [tokenizer.encode(text).ids for text in PROMPTS]
+
+
+@pytest.fixture(scope="module", params=["native", "torch"])
+def runner(model_folder: Path, request: pytest.FixtureRequest) -> Iterator[TorchRunner]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AGENTFLOW_KERNELS", request.param)
+        made = TorchRunner(model_folder, num_slots=8000, device="cpu", dtype="float32")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def driver(runner: TorchRunner) -> Driver:
+    return Driver(runner)
+
+
+@pytest.fixture(scope="module")
+def transformers_model(model_folder: Path) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None  # the runner goes on after an end token: so must this
+    return model
+
+
+@pytest.fixture(scope="module")
+def expected(transformers_model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
+    """What transformers' generate gives for each prompt, all in one padded batch."""
+    longest = max(map(len, prompts))
+    padded = torch.tensor([[2] * (longest - len(ids)) + ids for ids in prompts])
+    mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])
+    with torch.inference_mode():
+        out = transformers_model.generate(
+            padded, attention_mask=mask, max_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=2
+        )
+    generated: list[list[int]] = out[:, longest:].tolist()
+    return generated
+
+
+def test_the_info_says_what_the_model_is(runner: TorchRunner, model_folder: Path) -> None:
+    info = runner.info
+    assert (info.vocab_size, info.max_context, info.num_slots) == (49152, 8192, 8000)
+    assert info.end_token_ids == (2,)
+    assert info.kv_bytes_per_token == 2 * 23040
+    assert info.model == model_folder.name
+    assert info.weight_bytes >= 4 * 134_515_008
+
+
+@pytest.mark.parametrize("index", [0, *[pytest.param(n, marks=pytest.mark.full) for n in (5, 10, 15)]])
+def test_a_prompt_alone_gives_the_tokens_of_generate(
+    driver: Driver, prompts: list[list[int]], expected: list[list[int]], index: int
+) -> None:
+    alone = driver.add(prompts[index])
+    driver.generate([alone], NUM_TOKENS)
+    assert alone.generated == expected[index]
+
+
+@pytest.mark.parametrize("max_chunk", [4096, 7])
+def test_a_batch_of_mixed_lengths_gives_the_tokens_of_generate(
+    driver: Driver, prompts: list[list[int]], expected: list[list[int]], max_chunk: int
+) -> None:
+    """All 20 prompts: sixteen from the start, in whole or in random chunks, the others joining late."""
+    batch = [driver.add(ids) for ids in prompts[:16]]
+    driver.generate(batch, 9, max_chunk=max_chunk)
+    batch += [driver.add(ids) for ids in prompts[16:]]
+    driver.generate(batch, NUM_TOKENS, max_chunk=max_chunk)
+    assert [sequence.generated for sequence in batch] == expected
+
+
+def test_a_prefix_computed_by_another_request_changes_nothing(
+    driver: Driver, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    """A hit at several split points of a prompt, the last of them inside what was generated."""
+    tokens = prompts[13]
+    first = driver.add(tokens)
+    driver.generate([first], 12)
+    splits = [1, 2, len(tokens) // 2, len(tokens) - 1]
+    forks = [driver.add(tokens, first, split) for split in splits]
+    child = driver.add(first.tokens[:-2], first, len(first.tokens) - 3)
+    driver.generate([*forks, child], NUM_TOKENS - 10)
+    for fork in forks:
+        assert fork.generated == expected[13][: NUM_TOKENS - 10]
+    assert child.tokens[len(tokens) :] == expected[13]
+
+
+def test_requests_over_a_long_shared_prefix_give_what_they_give_alone(
+    driver: Driver, tokenizer: Tokenizer
+) -> None:
+    """Eight requests read the prefix once for all; two more hang off a longer branch of it."""
+    article = tokenizer.encode(ARTICLE).ids
+    trunk = driver.add(article)
+    driver.generate([trunk], 1)
+    questions = [tokenizer.encode(f"\nQuestion {i}: {text}").ids for i, text in enumerate(PROMPTS[:8])]
+    together = [driver.add(article + ids, trunk, len(article) - i) for i, ids in enumerate(questions)]
+    driver.generate(together, 10)
+    together += [driver.add(together[0].tokens[:-1], together[0], len(article) + 6) for _ in range(2)]
+    driver.generate(together, 16)
+    for sequence in together[:8:3]:
+        alone = driver.add(sequence.tokens[: sequence.prompt_len])
+        driver.generate([alone], 16)
+        assert sequence.generated == alone.generated
+    for late in together[8:]:
+        assert late.tokens[: len(together[0].tokens)] == together[0].tokens
+
+
+def test_targets_get_the_log_probabilities_of_transformers(
+    driver: Driver, transformers_model: PreTrainedModel, prompts: list[list[int]]
+) -> None:
+    """Scoring 300 tokens at once, more than the rows of logits that are held at a time."""
+    tokens = (prompts[13] * 8)[:301]
+    rows = np.arange(300)
+    output = driver.step(
+        [(driver.add(tokens), 300)], rows=rows, target_ids=np.array(tokens[1:]), needs_logprobs=True
+    )
+    with torch.inference_mode():
+        logits = transformers_model(torch.tensor([tokens[:-1]])).logits[0]
+    exact = torch.log_softmax(logits, -1)[torch.arange(300), torch.tensor(tokens[1:])]
+    assert output.token_ids.tolist() == tokens[1:]
+    assert output.logprobs is not None
+    np.testing.assert_allclose(output.logprobs, exact, atol=1e-3)
+
+
+def test_edits_and_likeliest_tokens_are_those_of_their_rows(
+    driver: Driver, transformers_model: PreTrainedModel, prompts: list[list[int]]
+) -> None:
+    """Of 300 rows, in more than one part: one early and one late row may not take their likeliest token,
+    and two others are told which these are."""
+    tokens = (prompts[13] * 8)[:300]
+    with torch.inference_mode():
+        exact = torch.log_softmax(transformers_model(torch.tensor([tokens])).logits[0], -1)
+    best = exact.topk(3, dim=-1)
+    forbidden = np.array([10, 290])
+    nothing = np.zeros(0, dtype=np.int64)
+    no_numbers = np.zeros(0, dtype=np.float32)
+    edits = LogitEdits(
+        *(nothing, nothing, no_numbers, no_numbers, no_numbers, no_numbers),
+        *(nothing, nothing, no_numbers),
+        forbidden_rows=forbidden,
+        forbidden_ids=best.indices[forbidden, 0].numpy(),
+    )
+    top_counts = np.zeros(300, dtype=np.int64)
+    top_counts[[5, 295]] = 3
+    output = driver.step(
+        [(driver.add(tokens), 300)],
+        rows=np.arange(300),
+        target_ids=np.full(300, -1),
+        needs_logprobs=True,
+        edits=edits,
+        top_counts=top_counts,
+    )
+    place = np.zeros(300, dtype=np.int64)
+    place[forbidden] = 1
+    expected = best.indices.gather(1, torch.from_numpy(place)[:, None])[:, 0]
+    # Where two tokens are as likely to within rounding, either may come first.
+    is_clear = (best.values[:, :-1] - best.values[:, 1:] > 1e-3).all(dim=-1)
+    assert is_clear[[5, 10, 290, 295]].all()
+    assert output.token_ids[is_clear].tolist() == expected[is_clear].tolist()
+    for row in (5, 295):
+        top = output.top_of(row, 3)
+        assert [token for token, _ in top] == best.indices[row].tolist()
+        np.testing.assert_allclose([value for _, value in top], best.values[row], atol=1e-3)
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_in_bfloat16_logits_stay_within_the_spread_of_transformers(
+    model_folder: Path, prompts: list[list[int]], kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding differs between any two ways to compute the same; ours is about as near to transformers' sdpa
+    attention as its eager attention is: with errors of one size each distance is the same but for chance."""
+    monkeypatch.setenv("AGENTFLOW_KERNELS", kernels)
+    short = [ids[:14] for ids in prompts[:12]]
+    theirs = []
+    for implementation in ("eager", "sdpa"):
+        model = AutoModelForCausalLM.from_pretrained(
+            model_folder, dtype=torch.bfloat16, attn_implementation=implementation
+        ).eval()
+        with torch.inference_mode():
+            theirs.append(torch.cat([model(torch.tensor([ids])).logits[0].float() for ids in short]))
+    eager, sdpa = theirs
+    ours = torch.cat(_logits_in_bfloat16(model_folder, short))
+    spread = (eager - sdpa).abs().mean()
+    assert min((ours - eager).abs().mean(), (ours - sdpa).abs().mean()) <= 1.2 * spread
+
+
+def _logits_in_bfloat16(folder: Path, prompts: list[list[int]]) -> list[torch.Tensor]:
+    config = read_config(folder)
+    kernels = kernels_for(CPU)
+    model = load_llama(folder, config, dtype=torch.bfloat16, device=CPU, kernels=kernels)
+    pool = KvPool(
+        num_layers=config.num_layers,
+        num_slots=64,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=torch.bfloat16,
+        device=CPU,
+    )
+    logits = []
+    for ids in prompts:
+        rows, lens = np.arange(len(ids)), np.array([len(ids)])
+        batch = AttentionBatch(np.arange(len(ids), dtype=np.int32)[None], np.array([0]), lens, lens, None)
+        plan = kernels.plan_attention(batch, torch.bfloat16, CPU)
+        with torch.inference_mode():
+            given = ForwardInput(np.array(ids), rows, rows, pool.layers, plan, rows)
+            logits.append(model.logits(model.forward(given)))
+    return logits
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UnknownModel, match="there is no model folder"):
+        TorchRunner(tmp_path / "nowhere", num_slots=10)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"dtype": "float16"}, "dtype must be one of bfloat16, float32"),
+        ({"device": "tpu"}, "device must be cpu or cuda"),
+        ({"num_slots": 0}, "at least one token"),
+        ({"num_slots": 10**12}, "ask for fewer tokens"),
+    ],
+)
+def test_arguments_that_make_no_sense(model_folder: Path, changed: dict[str, object], message: str) -> None:
+    arguments = {"num_slots": 10, "device": "cpu", "dtype": "bfloat16"} | changed
+    with pytest.raises(BadArgument, match=message):
+        TorchRunner(model_folder, **arguments)
+
+
+def test_kernels_that_do_not_exist(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENTFLOW_KERNELS", "fastest")
+    with pytest.raises(BadArgument, match="AGENTFLOW_KERNELS is 'fastest'"):
+        TorchRunner(model_folder, num_slots=10, device="cpu")
+
+
+def test_errors_of_the_device_are_told_from_those_of_the_batch():
+    def error_of(fail) -> RuntimeError | MemoryError:
+        with pytest.raises((RuntimeError, MemoryError)) as caught:
+            fail()
+        return caught.value
+
+    def run_out() -> None:
+        torch.empty(2**56)
+
+    def multiply_wrongly() -> None:
+        torch.ones(2, 3) @ torch.ones(2, 3)
+
+    assert isinstance(device_failure(error_of(run_out)), OutOfMemory)
+    assert isinstance(device_failure(MemoryError("bad_alloc")), OutOfMemory)
+    assert isinstance(device_failure(torch.OutOfMemoryError("CUDA out of memory")), OutOfMemory)
+    assert isinstance(device_failure(torch.AcceleratorError("device-side assert")), AcceleratorFault)
+    launch = RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling cublasGemmEx")
+    assert isinstance(device_failure(launch), AcceleratorFault)
+    allocate = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
+    assert isinstance(device_failure(allocate), OutOfMemory)
+    assert device_failure(error_of(multiply_wrongly)) is None

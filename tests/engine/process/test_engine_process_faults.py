@@ -1,0 +1,195 @@
+"""An engine process that cannot be loaded, dies of a request, has too much to do, or is left alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import anyio
+import pytest
+from support.engine_loaders import POISON, SLOW_POISON, start
+from support.holds import Hold
+from support.process_engine import PLAIN, generate, process_engine, text_after
+
+from agentflow.engine.process.child import to_frame
+from agentflow.engine.process.ipc import Finished, Submit, from_engine_decoder
+from agentflow.engine.process.supervisor import EngineChild
+from agentflow.errors import AgentflowError, BadModelFolder, EngineFailed, Overloaded
+from agentflow.protocol.sampling import SamplingParams
+
+pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
+
+TESTS = Path(__file__).parents[2]
+
+# Loading
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"missing": "/no/such"}, BadModelFolder, "/no/such is not there"),
+        ({"error": "odd"}, EngineFailed, r"the engine cannot be loaded: ValueError\('odd'\)"),
+        ({"error": "package"}, ModuleNotFoundError, "no_such_package"),
+    ],
+)
+async def test_an_error_while_loading_is_raised(options, error, message):
+    with pytest.raises(error, match=message):
+        async with process_engine(**options):
+            pytest.fail("it opened")
+
+
+async def test_killed_while_it_loads_it_is_started_again(tmp_path):
+    hold = Hold(tmp_path / "hold")
+    ends = []
+
+    async def run() -> None:
+        async with process_engine(hold_load=hold.path) as client:
+            ends.append(await generate(client))
+            assert client.engine.restarts == 1
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(run)
+        await hold.reached()
+        [child] = children(os.getpid())
+        os.kill(child, signal.SIGKILL)
+        hold.release()
+    assert [end.text for end, _ in ends] == [PLAIN.text]
+
+
+def children(pid: int) -> list[int]:
+    """Engine processes below a process."""
+    import psutil
+
+    return [p.pid for p in psutil.Process(pid).children() if "agentflow.engine.process.worker" in p.cmdline()]
+
+
+async def test_killed_at_each_load_the_server_does_not_start():
+    with pytest.raises(EngineFailed, match="the engine was killed by SIGKILL; it died 3 times in a row"):
+        async with process_engine(kill_load=True):
+            pytest.fail("it opened")
+
+
+# Deadly requests
+
+
+@pytest.mark.parametrize(
+    ("poison", "options"),
+    [(POISON, {}), (SLOW_POISON, {}), (POISON, {"poison": "faults"})],
+    ids=["at once", "later", "by a fault of the accelerator"],
+)
+async def test_a_request_that_kills_the_engine_each_time_fails_alone(poison, options):
+    texts: dict[int, str] = {}
+    failures: list[AgentflowError] = []
+
+    async def run(number: int) -> None:
+        try:
+            end, deltas = await generate(client, [number])
+        except EngineFailed as error:
+            failures.append(error)
+        else:
+            assert "".join(deltas) == end.text
+            texts[number] = end.text
+
+    async with process_engine(config={"max_running": 4}, **options) as client:
+        async with anyio.create_task_group() as group:
+            for number in (20, poison, 21, 22, 23, 24):
+                group.start_soon(run, number)
+        assert texts == {number: text_after([number]) for number in (20, 21, 22, 23, 24)}
+        end, _ = await generate(client)
+        assert end.text == PLAIN.text
+        assert [str(failure) for failure in failures] == [
+            f"the engine died {client.engine.restarts} times while it ran this request, "
+            "which is not run again"
+        ]
+        assert client.engine.restarts <= 3
+
+
+# Queues
+
+
+async def test_beyond_the_limit_requests_are_refused(tmp_path):
+    hold = Hold(tmp_path / "hold")
+    async with process_engine(2, hold_at={"2": hold.path}) as client, anyio.create_task_group() as group:
+        first = anyio.CancelScope()
+
+        async def run_first() -> None:
+            with first:
+                await generate(client, [20])
+
+        group.start_soon(run_first)
+        group.start_soon(generate, client, [21])
+        await hold.reached()
+        first.cancel()  # the engine has not read that yet: it still counts
+        await anyio.wait_all_tasks_blocked()
+        for _ in range(2):
+            with pytest.raises(Overloaded, match="2 unfinished requests, which is the limit"):
+                await generate(client)
+        hold.release()
+        await client.stats()  # the abort has been read by now
+        end, _ = await generate(client)
+        assert end.text == PLAIN.text
+
+
+async def test_full_sockets_block_neither_end():
+    """More is sent than the socket holds while nothing is received, and then the other way round."""
+    child = EngineChild.start(start(config={"max_running": 64, "token_budget": 2000}))
+    try:
+        assert await child.receive()
+        params = SamplingParams(max_tokens=40, ignore_eos=True)
+        frames = [to_frame(Submit(number, [5000] * 900, params)) for number in range(400)]
+        for frame in frames:
+            await child.send(frame)
+        ended: set[int] = set()
+        while len(ended) < len(frames):
+            for frame in await child.receive():
+                ended |= {m.request_id for m in from_engine_decoder.decode(frame) if isinstance(m, Finished)}
+    finally:
+        assert await child.end(10) == "ended with exit code 0"
+
+
+# The end
+
+PARENT = """
+import sys
+import anyio
+from fake_engine import TOKENIZER
+from server.engine_loaders import start
+from agentflow.engine.process.supervisor import supervised_engine
+from agentflow.protocol.sampling import SamplingParams
+
+async def main():
+    async with supervised_engine(start(**eval(sys.argv[1])), lambda: TOKENIZER) as client:
+        params = SamplingParams(max_tokens=1000, ignore_eos=True)
+        told = False
+        def on_text(text):
+            nonlocal told
+            if not told:
+                told = True
+                print("streaming", flush=True)
+        while True:
+            await client.generate([5], params, seed=0, on_text=on_text)
+
+anyio.run(main)
+"""
+
+
+@pytest.mark.parametrize("where", ["streaming", "loading"])
+async def test_an_engine_ends_with_its_server(tmp_path, where):
+    hold = Hold(tmp_path / "hold")
+    options = {"hold_load": hold.path} if where == "loading" else {}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), *sys.path])}
+    command = [sys.executable, "-c", PARENT, repr(options)]
+    parent = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)  # noqa: ASYNC220
+    with parent:
+        if where == "loading":
+            await hold.reached()
+        else:
+            assert parent.stdout.readline() == b"streaming\n"
+        parent.kill()
+        # The engine has the same standard output: it ends when both have ended.
+        assert await anyio.to_thread.run_sync(parent.stdout.read) == b""
+    if where == "loading":
+        hold.release()

@@ -1,0 +1,179 @@
+"""The scheduler on the deterministic runner, against a plain loop that computes every request alone."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.engine.scheduler_harness import Harness, expected_output, jobs
+
+from agentflow.engine.request import Status
+from agentflow.engine.scheduling.policies import POLICIES
+from agentflow.errors import BadArgument, PromptTooLong
+
+
+@given(
+    jobs=jobs,
+    num_slots=st.integers(64, 160),
+    token_budget=st.integers(1, 48),
+    max_running=st.integers(1, 8),
+    policy=st.sampled_from(sorted(POLICIES)),
+    use_cache=st.booleans(),
+)
+def test_any_mix_of_requests_gives_what_each_gives_alone(
+    jobs, num_slots, token_budget, max_running, policy, use_cache
+):
+    harness = Harness(
+        num_slots, token_budget=token_budget, max_running=max_running, policy=policy, use_cache=use_cache
+    )
+    scheduler = harness.scheduler
+    for now in range(2000):
+        for index, job in enumerate(jobs):
+            if job.arrives == now:
+                harness.add(index, job.prompt, job.count, job.extra)
+            if job.aborts_at == now and index in harness.requests:
+                scheduler.release(harness.requests[index])
+                scheduler.release(harness.requests[index])  # idempotent
+                harness.check()
+        if not harness.step() and now > 20:
+            break
+    else:
+        pytest.fail("the scheduler did not finish")
+    for index, job in enumerate(jobs):
+        output = harness.output(index)
+        assert output == expected_output(job.prompt, job.count)[: len(output)]
+        if job.aborts_at is None:
+            assert len(output) == job.count
+            assert harness.requests[index].status is Status.FINISHED
+    scheduler.check_idle()
+
+
+def test_a_generated_continuation_is_a_cache_hit():
+    harness = Harness()
+    harness.add(1, [1, 2, 3], 5)
+    while harness.step():
+        pass
+    second = harness.add(2, [1, 2, 3, *harness.output(1), 7], 1)
+    while harness.step():
+        pass
+    # The last generated token was never fed to the model, so its KV does not exist.
+    assert second.num_cached == 3 + 5 - 1
+
+
+def test_requests_that_share_an_uncached_prefix_compute_it_once():
+    harness = Harness(token_budget=64, max_running=8)
+    prefix = [5] * 50
+    for index in range(6):
+        harness.add(index, [*prefix, 10 + index], 2)
+    while harness.step():
+        pass
+    computed = harness.scheduler.counters.computed_tokens
+    assert computed == len(prefix) + 6 * 1 + 6 * 1  # prefix once, six ends, six second tokens
+    for index in range(6):
+        assert harness.output(index) == expected_output([*prefix, 10 + index], 2)
+
+
+def test_waiting_for_a_shared_prefix_does_not_hold_up_others():
+    harness = Harness(token_budget=8, max_running=8)
+    harness.add(1, [1] * 60, 1)
+    harness.add(2, [1] * 60 + [2], 1)
+    other = harness.add(3, [9, 9, 9], 1)
+    harness.step()
+    harness.step()
+    while other.status is not Status.FINISHED:
+        assert harness.step()
+    assert harness.requests[2].status is Status.WAITING or harness.requests[2].num_cached > 0
+
+
+@pytest.mark.parametrize("budget", [1, 3, 7, 64])
+def test_prefill_stays_within_the_token_budget(budget):
+    harness = Harness(token_budget=budget, max_running=2)
+    harness.add(1, list(range(50)), 3)
+    harness.add(2, list(range(100, 140)), 3)
+    while harness.step():
+        pass
+    # Decoding never waits for the budget.
+    assert max(harness.row_counts) <= budget + 1
+    assert harness.output(1) == expected_output(list(range(50)), 3)
+
+
+def test_a_full_pool_retracts_and_still_finishes_everything():
+    harness = Harness(64, token_budget=32, max_running=8)
+    for index in range(6):
+        harness.add(index, [index] * 8, 40)
+    while harness.step():
+        pass
+    assert harness.scheduler.counters.retractions > 0
+    for index in range(6):
+        assert harness.output(index) == expected_output([index] * 8, 40)
+    harness.scheduler.check_idle()
+
+
+def test_scoring_gives_one_logprob_per_scored_token():
+    harness = Harness(token_budget=8)
+    tokens = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+    first = harness.add(1, tokens, 0, score_from=6)
+    while harness.step():
+        pass
+    again = harness.add(2, tokens, 0, score_from=6)
+    while harness.step():
+        pass
+    assert len(first.logprobs) == len(tokens) - 6
+    assert again.num_cached == 5
+    assert again.logprobs == first.logprobs
+
+
+@pytest.mark.parametrize("with_scoring", [False, True])
+def test_each_token_goes_to_the_request_that_it_was_sampled_for(with_scoring):
+    """Beside prompts that are only computed, chunks that end within a prompt, and scorings."""
+    harness = Harness(token_budget=12)
+    prompts = {number: [number] * (number % 4 + 1) for number in range(9)}
+    for number, prompt in prompts.items():
+        harness.add(number, prompt, number % 3 and 4)
+    if with_scoring:
+        scored = harness.add(20, [7, 8, 9, 10, 11], 0, score_from=2)
+    harness.add(21, [5] * 40, 3)
+    while harness.step():
+        pass
+    for number, prompt in prompts.items():
+        assert harness.output(number) == expected_output(prompt, number % 3 and 4)
+    assert harness.output(21) == expected_output([5] * 40, 3)
+    if with_scoring:
+        assert len(scored.logprobs) == 3
+    harness.scheduler.check_idle()
+
+
+def test_what_can_never_run_is_refused_at_once():
+    harness = Harness(64)
+    with pytest.raises(PromptTooLong, match="64"):
+        harness.add(1, [1] * 64, 1)
+    longest = harness.add(2, [1] * 60, 1000)
+    while harness.step():
+        pass
+    assert longest.num_generated == 4  # what the pool could still hold
+
+
+def test_a_failed_forward_gives_its_slots_back():
+    harness = Harness()
+    harness.add(1, [1, 2, 3], 5)
+    assert harness.scheduler.schedule() is not None
+    for request in harness.scheduler.discard():
+        harness.scheduler.release(request)
+    harness.scheduler.check_idle()
+    assert harness.scheduler.memory.slots.num_free == harness.scheduler.memory.slots.total
+
+
+@pytest.mark.parametrize("policy", ["lpm", "fair-lpm"])
+def test_longest_prefix_first_runs_the_cached_one_before_the_earlier_one(policy):
+    harness = Harness(policy=policy, max_running=1)
+    harness.add(1, [1] * 20, 1)
+    while harness.step():
+        pass
+    cold = harness.add(2, [2] * 20, 1)
+    warm = harness.add(3, [1] * 20, 1)
+    harness.step()
+    assert warm.status is Status.FINISHED
+    assert cold.status is Status.WAITING
+
+
+def test_an_unknown_policy_names_those_there_are():
+    with pytest.raises(BadArgument, match="fair-lpm, lpm, dfs-weight, fcfs, random"):
+        Harness(policy="best")

@@ -1,0 +1,252 @@
+"""Generations under a constraint in the engine, batched, retracted and resumed, against the plain twin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import anyio
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.engine.plain_constrained import PlainConstrained, Written, written
+from support.fake_engine import TOKENIZER
+from support.logit_runner import logit_engine, logits_after
+from support.plain_engine import END_ID, PLAIN_IDS, fake_logprob, plain_engine, plain_token
+from support.plain_sampler import plain_token_of
+
+from agentflow.engine.client import EngineClient
+from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
+from agentflow.engine.grammar.dfa import Fsm, build_fsm
+from agentflow.engine.grammar.regex import parse_regex
+from agentflow.engine.process.ipc import Finished, FromEngine, Submit
+from agentflow.engine.process.request_journal import EngineLedger
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.errors import RequestRefused
+from agentflow.protocol.sampling import SamplingParams
+
+PATTERNS = [
+    r'\{"name": "[a-zA-Z ]{1,6}", "quick": (true|false), "answers": \[[0-9](, [0-9]){0,3}\]\}',
+    r"(The quick brown (fox|dog) jumps over (the lazy dog|a question)\. ){1,3}",
+    r'"[^"\\]{0,12}" is the answer to the question',
+    r"[0-9]+",
+    r"(yes|no|I do not know)",
+    r"\bThe (quick|slow)\b(?: brown\b)?(?: fox\b|\W?)",
+    r"The capital of France is Paris, and that of Italy is Rome\.",
+]
+MACHINES: dict[str, Fsm] = {pattern: build_fsm(parse_regex(pattern)) for pattern in PATTERNS}
+
+
+def constraint(pattern: str) -> CompiledConstraint:
+    return CompiledConstraint(pattern, "fsm", MACHINES[pattern].to_bytes())
+
+
+@dataclass(frozen=True)
+class Asked:
+    prompt: list[int]
+    pattern: str
+    max_tokens: int
+    jumps: bool
+    logprobs: bool
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(max_tokens=self.max_tokens, logprobs=self.logprobs)
+
+
+ASKED = st.builds(
+    Asked,
+    prompt=st.lists(st.sampled_from(PLAIN_IDS[:3]), min_size=1, max_size=40),
+    pattern=st.sampled_from(PATTERNS),
+    max_tokens=st.sampled_from([1, 2, 5, 20, 60, 60, 60]),
+    jumps=st.sampled_from([True, True, False]),
+    logprobs=st.booleans(),
+)
+
+
+def twin(asked: Asked) -> Written:
+    def choose(ids: list[int], allowed: set[int]) -> int:
+        token = plain_token([*asked.prompt, *ids])
+        while token not in allowed:
+            token = (token + 1) % TOKENIZER.vocab_size
+        return token
+
+    text = PlainConstrained(MACHINES[asked.pattern], TOKENIZER, asked.jumps)
+    return written(text, choose, max_tokens=asked.max_tokens, end_id=END_ID)
+
+
+def check_end(asked: Asked, end: Finished, heard: str) -> None:
+    expected = twin(asked)
+    assert (end.text, end.finish_reason) == (expected.text, expected.reason)
+    if expected.reason != "length":  # there the bytes of half a character are dropped
+        assert end.token_ids == expected.ids
+        assert MACHINES[asked.pattern].matches(end.text.encode())
+    assert end.text.startswith(heard)
+    if asked.logprobs:
+        told = [*asked.prompt, *end.token_ids]
+        start = len(asked.prompt)
+        plain = [fake_logprob(told[: start + i], token) for i, token in enumerate(end.token_ids)]
+        assert [p for p in end.logprobs if p is not None] == plain[: len(end.logprobs)]
+        assert len(end.logprobs) == len(end.token_ids)
+
+
+async def ask(client: EngineClient, asked: Asked) -> None:
+    heard: list[str] = []
+    end = await client.generate(
+        asked.prompt,
+        asked.params,
+        seed=0,
+        on_text=heard.append,
+        constraint=constraint(asked.pattern),
+        jump_forward=asked.jumps,
+    )
+    check_end(asked, end, "".join(heard))
+
+
+@pytest.mark.parametrize("budget", [256, 8])
+@given(st.lists(ASKED, min_size=1, max_size=10), st.sampled_from([4096, 150]))
+def test_a_batch_under_constraints_equals_its_twins(budget: int, asked: Sequence[Asked], slots: int) -> None:
+    async def main() -> None:
+        config = SchedulerConfig(token_budget=budget, max_running=6)
+        async with (
+            plain_engine(config, num_slots=slots, max_context=150) as client,
+            anyio.create_task_group() as group,
+        ):
+            for one in asked:
+                group.start_soon(ask, client, one)
+
+    anyio.run(main)
+
+
+@given(
+    prompt=st.lists(st.sampled_from(PLAIN_IDS[:3]), min_size=1, max_size=10),
+    pattern=st.sampled_from(PATTERNS),
+    params=st.builds(
+        SamplingParams,
+        max_tokens=st.just(60),
+        frequency_penalty=st.sampled_from([0.0, 0.7, 2.0]),
+        presence_penalty=st.sampled_from([0.0, 1.5]),
+        repetition_penalty=st.sampled_from([1.0, 1.5]),
+    ),
+)
+def test_penalties_count_the_ids_that_jump_forward_left(prompt, pattern, params) -> None:
+    """Forced text is encoded together with tokens that were sampled and penalized before."""
+
+    def choose(ids: list[int], allowed: set[int]) -> int:
+        forbidden = set(range(TOKENIZER.vocab_size)) - allowed
+        return plain_token_of(logits_after([*prompt, *ids]), params, prompt, ids, forbidden=forbidden)
+
+    async def main() -> None:
+        async with logit_engine() as client:
+            end = await client.generate(
+                prompt, params, seed=0, on_text=lambda text: None, constraint=constraint(pattern)
+            )
+        text = PlainConstrained(MACHINES[pattern], TOKENIZER)
+        expected = written(text, choose, max_tokens=params.max_tokens, end_id=END_ID)
+        assert (end.text, end.finish_reason) == (expected.text, expected.reason)
+        assert end.token_ids == expected.ids
+
+    anyio.run(main)
+
+
+@given(ASKED, st.integers(0, 40))
+def test_an_engine_that_takes_over_goes_on_as_the_dead_one_would_have(asked: Asked, num_heard: int) -> None:
+    """The messages of a first engine are heard up to a point; a second one gets what the ledger has then."""
+    submit: list[Submit] = []
+    messages: list[FromEngine] = []
+
+    class Observer:
+        def sent(self, message: Submit) -> None:
+            submit.append(message)
+
+        def heard(self, heard: Sequence[FromEngine]) -> None:
+            messages.extend(heard)
+
+    async def main() -> None:
+        async with plain_engine() as first:
+            first.observe(Observer())
+            await ask(first, asked)
+        ledger = EngineLedger()
+        ledger.add(submit[0])
+        ledger.release()
+        for message in messages[:num_heard]:
+            if not isinstance(message, Finished):
+                ledger.hear(message)
+        ledger.bury()
+        (again,) = ledger.release()
+        async with plain_engine() as second:
+            end = await second._call(msgspec.structs.replace(again, request_id=999), None)
+        check_end(asked, end, "")
+
+    anyio.run(main)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("jumps", [True, False])
+async def test_a_stop_string_inside_forced_text_ends_the_text(jumps: bool) -> None:
+    heard: list[str] = []
+    async with plain_engine() as client:
+        end = await client.generate(
+            [5, 6],
+            SamplingParams(max_tokens=60, stop=("France",), logprobs=True),
+            seed=0,
+            on_text=heard.append,
+            constraint=constraint(PATTERNS[-1]),
+            jump_forward=jumps,
+        )
+    assert end.text == "The capital of "
+    assert "".join(heard) == "The capital of "
+    assert end.finish_reason == "stop"
+    assert len(end.logprobs) == len(end.token_ids)
+
+
+@pytest.mark.anyio
+async def test_forced_text_takes_few_steps_and_is_counted() -> None:
+    async with plain_engine() as client:
+        steps: list[int] = []
+        for jumps in (True, False):
+            before = (await client.stats()).steps
+            await ask(client, Asked([5, 6], PATTERNS[-1], 60, jumps, logprobs=False))
+            steps.append((await client.stats()).steps - before)
+        stats = await client.stats()
+    assert steps[0] == 0  # all of it is forced: nothing had to be computed
+    assert steps[1] > 10
+    assert stats.forced_tokens > 10
+    assert stats.generated_tokens == stats.forced_tokens + steps[1]
+
+
+@pytest.mark.anyio
+async def test_a_text_that_the_models_tokens_cannot_write_is_refused() -> None:
+    vocab_size = 60
+    char = next(c for c in map(chr, range(33, 127)) if TOKENIZER.encode(c)[0] >= vocab_size)
+    unwritable = build_fsm(parse_regex(f"[{char}]+"))
+    async with plain_engine(vocab_size=vocab_size, next_token=lambda tokens: 5) as client:
+        with pytest.raises(RequestRefused, match="cannot write"):
+            await client.generate(
+                [5, 6],
+                SamplingParams(max_tokens=4),
+                seed=0,
+                on_text=lambda text: None,
+                constraint=CompiledConstraint("unwritable", "fsm", unwritable.to_bytes()),
+            )
+
+
+@pytest.mark.anyio
+async def test_a_complete_text_that_no_token_can_continue_is_over() -> None:
+    """Also where no end token is allowed."""
+    vocab_size = 60
+    chars = [chr(n) for n in range(33, 127) if chr(n).isalnum()]
+    writable = next(c for c in chars if TOKENIZER.encode(c)[0] < vocab_size)
+    other = next(c for c in chars if TOKENIZER.encode(c)[0] >= vocab_size)
+    fsm = build_fsm(parse_regex(f"{writable}({other}+)?"))
+    async with plain_engine(vocab_size=vocab_size, next_token=lambda tokens: 5) as client:
+        end = await client.generate(
+            [5, 6],
+            SamplingParams(max_tokens=4, ignore_eos=True),
+            seed=0,
+            on_text=lambda text: None,
+            constraint=CompiledConstraint("half writable", "fsm", fsm.to_bytes()),
+            jump_forward=False,
+        )
+    assert (end.text, end.finish_reason) == (writable, "stop")

@@ -1,0 +1,141 @@
+"""Generations under a constraint when the engine's process is killed in the middle of them, when other
+parameters have a say, and when a forced text is too hard to search for its stop."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+from engine.test_constrained_engine import MACHINES, PATTERNS, Asked, ask, check_end, constraint
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.engine.plain_constrained import PlainConstrained, written
+from support.fake_engine import TOKENIZER
+from support.holds import Hold
+from support.logit_runner import logit_engine, logits_after
+from support.plain_engine import END_ID, PLAIN_IDS, plain_engine
+from support.plain_sampler import plain_token_of
+from support.process_engine import kill, process_engine
+
+from agentflow.engine.client import EngineClient
+from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
+from agentflow.engine.grammar.dfa import build_fsm
+from agentflow.engine.grammar.regex import parse_regex
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.errors import RequestRefused
+from agentflow.protocol.sampling import SamplingParams
+
+ALL_ASKED = [
+    Asked([7, 8, number], pattern, 60, jumps=jumps, logprobs=logprobs)
+    for number, (pattern, jumps, logprobs) in enumerate(
+        (pattern, jumps, logprobs)
+        for pattern in PATTERNS
+        for jumps in (True, False)
+        for logprobs in (True, False)
+    )
+]
+
+
+@pytest.mark.anyio
+@pytest.mark.trio_in_full
+@pytest.mark.parametrize("max_running", [64, 3], ids=["all run", "most wait"])
+@pytest.mark.parametrize("step", [1, 2, *[pytest.param(n, marks=pytest.mark.full) for n in (3, 7)]])
+async def test_killed_in_the_middle_nobody_notices(tmp_path, step: int, max_running: int) -> None:
+    hold = Hold(tmp_path / "hold")
+    num_ended = 0
+
+    async def run(client: EngineClient, asked: Asked) -> None:
+        nonlocal num_ended
+        await ask(client, asked)
+        num_ended += 1
+
+    config = {"max_running": max_running, "token_budget": 64}
+    async with process_engine(config=config, hold_at={str(step): hold.path}) as client:
+        async with anyio.create_task_group() as group:
+            for asked in ALL_ASKED:
+                group.start_soon(run, client, asked)
+            await hold.reached()
+            assert num_ended < len(ALL_ASKED)
+            kill(client, hold)
+        assert (await client.stats()).restarts == 1
+    assert num_ended == len(ALL_ASKED)
+
+
+penalties = st.sampled_from([0.0, 0.0, 0.5, 2.0, -1.5])
+all_params = st.builds(
+    SamplingParams,
+    max_tokens=st.sampled_from([5, 40, 60]),
+    min_tokens=st.sampled_from([0, 3, 12, 60]),
+    temperature=st.sampled_from([0.0, 0.7, 1.3]),
+    top_k=st.sampled_from([0, 1, 5]),
+    top_p=st.sampled_from([1.0, 0.5]),
+    frequency_penalty=penalties,
+    presence_penalty=penalties,
+    repetition_penalty=st.sampled_from([1.0, 1.3, 5.0]),
+    logit_bias=st.dictionaries(
+        st.sampled_from([*PLAIN_IDS[:40], END_ID]), st.sampled_from([-100.0, 4.0, 100.0]), max_size=4
+    ).map(lambda biases: tuple(biases.items())),
+    logprobs=st.booleans(),
+)
+
+
+@settings(max_examples=20)  # the twin tries every token at every place
+@given(
+    st.lists(
+        st.tuples(all_params, st.sampled_from(PATTERNS), st.booleans(), st.integers(0, 2**64 - 1)),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_with_all_other_parameters_it_equals_its_twin(cases) -> None:
+    prompt = [5, 6, 7]
+
+    async def ask_and_check(
+        client: EngineClient, params: SamplingParams, pattern: str, jumps: bool, seed: int
+    ) -> None:
+        def choose(ids: list[int], allowed: set[int]) -> int:
+            if len(ids) < params.min_tokens and len(allowed) > 1:
+                allowed = allowed - {END_ID}
+            forbidden = set(range(TOKENIZER.vocab_size)) - allowed
+            logits = logits_after([*prompt, *ids])
+            return plain_token_of(logits, params, prompt, ids, forbidden=forbidden, seed=seed)
+
+        text = PlainConstrained(MACHINES[pattern], TOKENIZER, jumps)
+        expected = written(text, choose, max_tokens=params.max_tokens, end_id=END_ID)
+        end = await client.generate(
+            prompt,
+            params,
+            seed=seed,
+            on_text=lambda text: None,
+            constraint=constraint(pattern),
+            jump_forward=jumps,
+        )
+        assert (end.text, end.finish_reason) == (expected.text, expected.reason)
+        assert end.finish_reason == "length" or MACHINES[pattern].matches(end.text.encode())
+
+    async def main() -> None:
+        config = SchedulerConfig(token_budget=16)
+        async with logit_engine(config) as client, anyio.create_task_group() as group:
+            for case in cases:
+                group.start_soon(ask_and_check, client, *case)
+
+    anyio.run(main)
+
+
+@pytest.mark.anyio
+@pytest.mark.trio_in_full
+async def test_a_hostile_stop_in_forced_text_fails_its_own_request_only() -> None:
+    forced = CompiledConstraint("forced", "fsm", build_fsm(parse_regex("a{400}")).to_bytes())
+    async with plain_engine() as client:
+        params = SamplingParams(max_tokens=450, stop_regex="(a|aa)+[éx]")
+        with pytest.raises(RequestRefused, match="stop_regex takes too long to search for"):
+            await client.generate([5, 6], params, seed=0, on_text=lambda text: None, constraint=forced)
+        asked = ALL_ASKED[0]
+        end = await client.generate(
+            asked.prompt,
+            asked.params,
+            seed=0,
+            on_text=lambda text: None,
+            constraint=constraint(asked.pattern),
+            jump_forward=asked.jumps,
+        )
+        check_end(asked, end, "")

@@ -1,0 +1,93 @@
+"""Constraints on their way to an engine process: whole once, by their keys after that."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+from support.process_engine import process_engine
+
+from agentflow.engine.client import EngineClient
+from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
+from agentflow.engine.grammar.dfa import build_fsm
+from agentflow.engine.grammar.grammar_cache import MAX_GRAMMARS
+from agentflow.engine.grammar.regex import parse_regex
+from agentflow.engine.process import supervisor as engine_supervisor
+from agentflow.engine.process.ipc import Submit
+from agentflow.protocol.sampling import SamplingParams
+
+
+def constraint(word: str) -> CompiledConstraint:
+    return CompiledConstraint(word, "fsm", build_fsm(parse_regex(word)).to_bytes())
+
+
+async def text(client: EngineClient, word: str) -> str:
+    end = await client.generate(
+        [5, 6],
+        SamplingParams(max_tokens=20),
+        seed=0,
+        on_text=lambda text: None,
+        constraint=constraint(word),
+    )
+    return end.text
+
+
+@pytest.fixture
+def payloads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """Of each request that is written to the process the key, and whether the payload goes with it."""
+    written: list[tuple[str, bool]] = []
+    to_frame = engine_supervisor.to_frame
+
+    def noted(content: object) -> bytes:
+        if isinstance(content, Submit) and content.constraint is not None:
+            written.append((content.constraint.key, bool(content.constraint.payload)))
+        return to_frame(content)
+
+    monkeypatch.setattr(engine_supervisor, "to_frame", noted)
+    return written
+
+
+@pytest.mark.anyio
+@pytest.mark.trio_in_full
+async def test_a_payload_is_sent_once(payloads: list[tuple[str, bool]]) -> None:
+    async with process_engine() as client:
+        assert [await text(client, "yes"), await text(client, "no"), await text(client, "yes")] == [
+            "yes",
+            "no",
+            "yes",
+        ]
+    assert payloads == [("yes", True), ("no", True), ("yes", False)]
+
+
+@pytest.mark.anyio
+@pytest.mark.trio_in_full
+async def test_an_engine_that_has_dropped_a_constraint_asks_for_it(payloads: list[tuple[str, bool]]) -> None:
+    async with process_engine() as client:
+        assert await text(client, "first") == "first"
+        async with anyio.create_task_group() as group:
+            for number in range(MAX_GRAMMARS):
+                group.start_soon(text, client, f"other {number}")
+        assert await text(client, "first") == "first"
+    assert [whole for key, whole in payloads if key == "first"] == [True, False, True]
+
+
+@pytest.mark.anyio
+@pytest.mark.trio_in_full
+async def test_what_is_aborted_while_the_engine_asks_for_it_is_over() -> None:
+    async with process_engine() as client:
+        client.engine._sent_keys.add("never sent")
+        for _ in range(20):
+            with anyio.move_on_after(0):
+                await text(client, "never sent")
+        await client.stats()
+        client.engine._sent_keys.add("never sent")
+        assert await text(client, "never sent") == "never sent"
+
+
+@pytest.mark.anyio
+@pytest.mark.trio_in_full
+async def test_a_new_process_is_sent_payloads_anew(payloads: list[tuple[str, bool]]) -> None:
+    async with process_engine() as client:
+        assert await text(client, "yes") == "yes"
+        client.engine._child._process.kill()
+        assert await text(client, "yes") == "yes"
+    assert [whole for _, whole in payloads][-1]

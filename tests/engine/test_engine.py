@@ -1,0 +1,627 @@
+"""The engine through its client: each request gives what it gives alone, and faults stay where they are."""
+
+from __future__ import annotations
+
+import re
+import threading
+from dataclasses import dataclass
+from itertools import chain
+
+import anyio
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.fake_engine import TOKENIZER, StepGate
+from support.plain_engine import END_ID, PLAIN_IDS, alone, fake_logprob, plain_engine, plain_token, runner
+from support.small_tokenizers import byte_level
+
+from agentflow.engine.batch import Batch
+from agentflow.engine.client import EngineClient, running_engine
+from agentflow.engine.engine import Engine
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.process.ipc import (
+    Abort,
+    EngineStats,
+    Failed,
+    Finished,
+    FromEngine,
+    Origin,
+    Progress,
+    Report,
+    Started,
+    StepBegins,
+    Stop,
+    Submit,
+    ToEngine,
+)
+from agentflow.engine.runner import AcceleratorFault, OutOfMemory
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.text.tokenizer import Tokenizer
+from agentflow.errors import BadModelFolder, EngineFailed, Overloaded, PromptTooLong
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.runtime.task_group import open_task_group
+
+pytestmark = pytest.mark.anyio
+
+PROMPT = [5, 6, 7]
+
+
+async def generate(
+    client: EngineClient, prompt: list[int] = PROMPT, *, seed: int = 0, cache_key: str = "", **params
+) -> tuple[Finished, list[str]]:
+    """The end of a generation, and the deltas before it."""
+    deltas: list[str] = []
+    end = await client.generate(
+        prompt,
+        SamplingParams(**params),
+        seed=seed,
+        origin=Origin(cache_salt=cache_key),
+        on_text=deltas.append,
+    )
+    return end, deltas
+
+
+@dataclass(frozen=True)
+class Job:
+    prompt: list[int]
+    params: SamplingParams
+    cache_key: str
+
+
+stops = st.sampled_from(["e", "an", "answer", "q", "the", " a", "z"])
+jobs = st.builds(
+    Job,
+    prompt=st.lists(st.integers(2, 4), min_size=1, max_size=30),
+    params=st.builds(
+        SamplingParams,
+        max_tokens=st.integers(8, 25),
+        min_tokens=st.sampled_from([0, 0, 3, 8]),
+        stop_regex=st.sampled_from([None, None, "[aeiou][^aeiou]", "(?i)an|t.e", " +q", "e{2}|o"]),
+        stop=st.lists(stops, max_size=3, unique=True).map(tuple),
+        stop_token_ids=st.sampled_from([(), (), tuple(PLAIN_IDS[:8])]),
+        ignore_eos=st.booleans(),
+        logprobs=st.booleans(),
+        top_logprobs=st.sampled_from([0, 0, 3]),
+    ),
+    cache_key=st.sampled_from(["", "", "other"]),
+)
+
+
+@given(
+    jobs=st.lists(jobs, min_size=1, max_size=10),
+    max_running=st.integers(1, 6),
+    token_budget=st.integers(1, 40),
+    use_cache=st.booleans(),
+)
+async def test_requests_side_by_side_give_what_each_gives_alone(jobs, max_running, token_budget, use_cache):
+    config = SchedulerConfig(max_running=max_running, token_budget=token_budget, use_cache=use_cache)
+    async with plain_engine(config, num_slots=600) as client, anyio.create_task_group() as group:
+        for job in jobs:
+            group.start_soon(run_and_check, client, job)
+
+
+async def run_and_check(client: EngineClient, job: Job) -> None:
+    deltas: list[str] = []
+    end = await client.generate(
+        job.prompt, job.params, seed=0, origin=Origin(cache_salt=job.cache_key), on_text=deltas.append
+    )
+    expected = alone(job.prompt, job.params)
+    assert (end.text, end.finish_reason) == (expected.text, expected.reason)
+    assert end.token_ids == expected.ids
+    assert end.text.startswith("".join(deltas))
+    assert all(deltas)
+    assert (end.prompt_tokens, end.output_tokens) == (len(job.prompt), len(expected.sampled))
+    assert 0 <= end.cached_tokens < len(job.prompt)
+    if not job.params.wants_logprobs:
+        assert end.logprobs == end.top_logprobs == []
+        return
+    assert len(end.logprobs) == len(end.token_ids)
+    for index, (token, logprob) in enumerate(zip(end.token_ids, end.logprobs, strict=True)):
+        is_sampled = end.token_ids[: index + 1] == expected.sampled[: index + 1]
+        if logprob is not None:
+            assert is_sampled
+            assert logprob == fake_logprob(job.prompt + end.token_ids[:index], token)
+        else:
+            assert expected.reason == "stop"  # encoded anew before a stop string
+    if job.params.top_logprobs:
+        for token, logprob, top in zip(end.token_ids, end.logprobs, end.top_logprobs, strict=True):
+            assert (top is None) == (logprob is None)
+            if top is not None:
+                assert top[0] == (token, logprob)
+                assert [number for number, _ in top] == [(token + n) % TOKENIZER.vocab_size for n in range(3)]
+                assert len({value for _, value in top}) == 3
+    else:
+        assert end.top_logprobs == []
+
+
+def test_the_twin_meets_every_kind_of_end():
+    reasons = {
+        alone([n], SamplingParams(max_tokens=25, stop=("an",), ignore_eos=n % 2 == 0)).reason
+        for n in range(2, 60)
+    }
+    assert reasons == {"eos", "stop", "length"}
+
+
+async def test_text_is_told_as_it_is_made():
+    async with plain_engine() as client:
+        end, deltas = await generate(client, max_tokens=20, ignore_eos=True)
+        assert deltas == [text for i in end.token_ids if (text := TOKENIZER.decode([i]))]
+        assert "".join(deltas) == end.text
+
+
+async def test_what_a_stop_string_may_begin_with_is_held_back():
+    expected = alone(PROMPT, SamplingParams(max_tokens=20, ignore_eos=True))
+    stop = expected.text[10:16]
+    cut = expected.text.index(stop)
+    async with plain_engine() as client:
+        end, deltas = await generate(client, max_tokens=20, stop=(stop,), ignore_eos=True)
+        assert (end.text, end.finish_reason) == (expected.text[:cut], "stop")
+        assert end.text.startswith("".join(deltas))
+
+
+async def test_the_end_token_is_no_part_of_the_text():
+    prompt = next([n] for n in range(2, 400) if alone([n], SamplingParams()).reason == "eos")
+    async with plain_engine() as client:
+        end, _ = await generate(client, prompt)
+        assert end.finish_reason == "eos"
+        assert END_ID not in end.token_ids
+        assert end.output_tokens == len(end.token_ids) + 1
+        more, _ = await generate(client, prompt, ignore_eos=True)
+        assert more.finish_reason == "length"
+        assert more.token_ids[: len(end.token_ids) + 1] == [*end.token_ids, END_ID]
+
+
+async def test_the_same_seed_draws_the_same():
+    async with plain_engine(next_token=None) as client:
+        outputs = {}
+        for name, seed, temperature in (("a", 1, 1.0), ("again", 1, 1.0), ("b", 2, 1.0), ("greedy", 2, 0.0)):
+            end, _ = await generate(client, seed=seed, temperature=temperature, max_tokens=16)
+            outputs[name] = end.token_ids
+        assert outputs["a"] == outputs["again"]
+        assert len({tuple(ids) for ids in outputs.values()}) == 3
+
+
+async def test_logprobs_are_only_told_to_who_asked():
+    gate = StepGate()
+    gate.attach()
+    gate.allow(0)
+    ends = {}
+
+    async def run(name: str, **params) -> None:
+        ends[name], _ = await generate(client, [*PROMPT, len(name)], ignore_eos=True, **params)
+
+    async with plain_engine(on_step=gate) as client, anyio.create_task_group() as group:
+        group.start_soon(run, "holds the gate")
+        await gate.held()
+        group.start_soon(lambda: run("asked", max_tokens=9, logprobs=True))
+        group.start_soon(lambda: run("did not ask", max_tokens=9))
+        await anyio.lowlevel.checkpoint()
+        gate.open()
+    assert len(ends["asked"].logprobs) == 9
+    assert ends["did not ask"].logprobs == []
+
+
+async def test_scoring_gives_the_logprob_of_each_token():
+    tokens = list(range(10, 30))
+    async with plain_engine() as client:
+        for _ in range(2):  # the second time from the cache
+            end = await client.score(tokens, 12)
+            assert end.logprobs == [fake_logprob(tokens[:n], tokens[n]) for n in range(12, 20)]
+            assert (end.token_ids, end.text, end.output_tokens) == ([], "", 0)
+        assert end.cached_tokens == 11
+
+
+async def test_computing_only_fills_the_cache():
+    async with plain_engine() as client:
+        computed = await client.compute(list(range(10, 40)), origin=Origin(cache_salt="k"))
+        assert (computed.prompt_tokens, computed.output_tokens, computed.logprobs) == (30, 0, [])
+        end, _ = await generate(client, list(range(10, 50)), cache_key="k", max_tokens=1)
+        assert end.cached_tokens == 30
+        end, _ = await generate(client, list(range(10, 50)), max_tokens=1)
+        assert end.cached_tokens == 0
+
+
+async def test_a_prompt_that_can_never_fit_is_refused_alone():
+    async with plain_engine(max_context=64) as client:
+        with pytest.raises(PromptTooLong, match="the prompt has 64 tokens"):
+            await generate(client, [5] * 64)
+        with pytest.raises(PromptTooLong):
+            await client.score([5] * 65, 60)
+        end, _ = await generate(client, [5] * 60, max_tokens=100, ignore_eos=True)
+        assert (end.output_tokens, end.finish_reason) == (4, "length")
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Submit(1, [], SamplingParams()),
+        Submit(1, [5], SamplingParams(max_tokens=-7)),
+        Submit(1, [2**40], SamplingParams()),
+        Submit(1, ["x"], SamplingParams()),  # type: ignore[list-item]
+    ],
+    ids=["no tokens", "negative length", "no token", "no number"],
+)
+async def test_a_request_that_makes_no_sense_harms_nobody_else(bad):
+    async with plain_engine() as client:
+        with pytest.raises(EngineFailed):
+            await client._call(bad, None)
+        end, _ = await generate(client, max_tokens=5)
+        assert end.text == alone(PROMPT, SamplingParams(max_tokens=5)).text
+
+
+async def test_a_request_whose_forward_pass_fails_fails_alone(caplog):
+    bad = 12
+
+    def choose(tokens) -> int:
+        if tokens[0] == bad and len(tokens) > 20:
+            raise ZeroDivisionError("in the model")
+        return plain_token(tokens)
+
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    async with plain_engine(SchedulerConfig(max_running=3), next_token=choose) as client:
+        failed: list[str] = []
+        texts: dict[int, str] = {}
+
+        async def run(number: int) -> None:
+            try:
+                texts[number] = (await client.generate([number], params, seed=0)).text
+            except EngineFailed as error:
+                failed.append(str(error))
+
+        async with anyio.create_task_group() as group:
+            for number in range(10, 15):  # three in the batch, two wait
+                group.start_soon(run, number)
+        assert texts == {number: alone([number], params).text for number in (10, 11, 13, 14)}
+        [message] = failed
+    [error_id] = re.findall("error ([0-9a-f]{8}):", message)
+    assert "ZeroDivisionError" not in message
+    assert any(error_id in record.getMessage() and record.exc_info for record in caplog.records)
+
+
+@given(
+    jobs=st.lists(jobs, min_size=1, max_size=6),
+    max_running=st.integers(1, 6),
+    token_budget=st.integers(1, 40),
+    most_rows=st.integers(1, 20),
+)
+async def test_a_batch_that_does_not_fit_into_memory_runs_in_halves(
+    jobs, max_running, token_budget, most_rows
+):
+    def on_step(batch: Batch) -> None:
+        if len(batch.token_ids) > most_rows:
+            raise OutOfMemory
+
+    config = SchedulerConfig(max_running=max_running, token_budget=token_budget)
+    options = {"num_slots": 600, "on_step": on_step}
+    async with plain_engine(config, **options) as client, anyio.create_task_group() as group:
+        for job in jobs:
+            group.start_soon(run_and_check, client, job)
+
+
+async def test_without_memory_for_one_row_its_request_fails():
+    is_short = True
+
+    def on_step(batch: Batch) -> None:
+        if is_short:
+            raise OutOfMemory
+
+    async with plain_engine(on_step=on_step) as client:
+        with pytest.raises(EngineFailed):
+            await generate(client)
+        is_short = False
+        end, _ = await generate(client, max_tokens=5)
+        assert end.text == alone(PROMPT, SamplingParams(max_tokens=5)).text
+
+
+@pytest.mark.parametrize("error", [AcceleratorFault("an illegal memory access"), ArithmeticError()], ids=repr)
+async def test_a_broken_accelerator_ends_an_embedded_engine_with_a_clear_error(error):
+    is_broken = False
+    num_failed = 0
+
+    def on_step(batch: Batch) -> None:
+        nonlocal num_failed
+        if is_broken:
+            num_failed += 1
+            raise error
+
+    failures: list[str] = []
+
+    async def run(number: int) -> None:
+        with pytest.raises(EngineFailed) as failure:
+            await generate(client, [number])
+        failures.append(str(failure.value))
+
+    fake = runner(on_step=on_step)
+    async with running_engine(lambda: (fake, TOKENIZER, SchedulerConfig())) as client:
+        await generate(client, max_tokens=5)
+        is_broken = True
+        async with anyio.create_task_group() as group:
+            for number in range(10, 15):
+                group.start_soon(run, number)
+        await run(20)
+    assert num_failed == (1 if isinstance(error, AcceleratorFault) else 3)
+    assert failures[-1].startswith("the engine is broken: the ")
+    assert "illegal memory" not in failures[-1]
+
+
+async def test_what_one_consumer_of_progress_raises_fails_its_request_only():
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    texts: list[str] = []
+
+    def break_off(text: str) -> None:
+        raise LookupError(text)
+
+    async def run_broken() -> None:
+        with pytest.raises(LookupError):
+            await client.generate([9], params, seed=0, on_text=break_off)
+
+    async def run() -> None:
+        texts.append((await client.generate(PROMPT, params, seed=0)).text)
+
+    async with plain_engine() as client:
+        async with anyio.create_task_group() as group:
+            group.start_soon(run)
+            group.start_soon(run_broken)
+        assert texts == [alone(PROMPT, params).text]
+
+
+class BrokenTokenizer(Tokenizer):
+    """Has no bytes for one token."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if token_id == PLAIN_IDS[0]:
+            raise KeyError(token_id)
+        return super().token_bytes(token_id)
+
+
+async def test_an_output_that_cannot_be_used_fails_its_request_only(caplog):
+    def choose(tokens) -> int:
+        return PLAIN_IDS[0] if tokens[0] == 9 else PLAIN_IDS[1]
+
+    fake = runner(next_token=choose)
+    tokenizer = BrokenTokenizer(byte_level(special=("<|im_start|>", "<|im_end|>")))
+    async with running_engine(lambda: (fake, tokenizer, SchedulerConfig())) as client:
+        with pytest.raises(EngineFailed, match="output cannot be used"):
+            await generate(client, [9, 9])
+        end, _ = await generate(client, [8], max_tokens=3)
+        assert end.token_ids == [PLAIN_IDS[1]] * 3
+        client.engine.scheduler.check_idle()
+    assert "output cannot be used" in caplog.text
+
+
+async def test_an_engine_that_breaks_tells_everybody_and_takes_nothing_more(caplog):
+    gate = StepGate()
+    gate.attach()
+    gate.allow(0)
+    errors: list[EngineFailed] = []
+    fake = runner(on_step=gate)
+
+    async def expect_failure(use, *args) -> None:
+        with pytest.raises(EngineFailed, match="the engine broke") as failure:
+            await use(*args)
+        errors.append(failure.value)
+
+    async with running_engine(lambda: (fake, TOKENIZER, SchedulerConfig())) as client:
+        async with anyio.create_task_group() as group:
+            for _ in range(3):
+                group.start_soon(expect_failure, generate, client)
+            await gate.held()
+            group.start_soon(expect_failure, client.stats)
+            await anyio.lowlevel.checkpoint()
+            client.engine.scheduler = None  # type: ignore[assignment]
+            gate.open()
+        assert len(errors) == 4
+        for use in (lambda: generate(client), client.stats, lambda: client.score([1, 2], 1)):
+            with pytest.raises(EngineFailed, match="the engine broke: its log says how"):
+                await use()
+        assert client.num_calls == 0
+    assert "the engine broke" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "error", [BadModelFolder("no model there"), ValueError("x"), SystemExit(3)], ids=repr
+)
+async def test_an_error_while_loading_is_raised_as_itself(error):
+    def load():
+        assert threading.current_thread() is not threading.main_thread()
+        raise error
+
+    with pytest.raises(type(error)) as failure:
+        await running_engine(load).__aenter__()
+    assert failure.value is error
+
+
+class ClosingRunner(FakeRunner):
+    """Counts how often it is closed."""
+
+    num_closed = 0
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError()], ids=repr)
+async def test_leaving_the_scope_ends_the_engine_whatever_it_does(error):
+    fake = ClosingRunner(vocab_size=TOKENIZER.vocab_size, next_token=plain_token)
+    params = SamplingParams(max_tokens=1900)
+    started = anyio.Event()
+    heard: list[EngineFailed] = []
+
+    async def run(client: EngineClient) -> None:
+        try:
+            await client.generate(PROMPT, params, seed=0, on_text=lambda text: started.set())
+        except EngineFailed as failure:
+            heard.append(failure)
+
+    async def leave() -> None:
+        async with (
+            open_task_group() as group,
+            running_engine(lambda: (fake, TOKENIZER, SchedulerConfig())) as c,
+        ):
+            group.start_soon(run, c)
+            await started.wait()
+            if error is not None:
+                raise error
+
+    if error is None:
+        await leave()
+        assert [str(failure) for failure in heard] == ["the engine has stopped"]
+    else:
+        with pytest.raises(ZeroDivisionError) as failure:
+            await leave()
+        assert failure.value is error
+    assert fake.num_closed == 1
+
+
+async def test_beyond_the_limit_requests_are_refused():
+    gate = StepGate()
+    gate.attach()
+    gate.allow(0)
+    fake = runner(on_step=gate)
+    async with (
+        running_engine(lambda: (fake, TOKENIZER, SchedulerConfig()), max_unfinished=2) as client,
+        anyio.create_task_group() as group,
+    ):
+        group.start_soon(generate, client)
+        group.start_soon(generate, client)
+        await gate.held()
+        with pytest.raises(Overloaded, match="2 unfinished requests, which is the limit"):
+            await generate(client)
+        gate.open()
+
+
+async def test_stats_count_what_was_done():
+    async with plain_engine() as client:
+        before = await client.stats()
+        assert (before.steps, before.prompt_tokens, before.generated_tokens) == (0, 0, 0)
+        await generate(client, [5] * 10, max_tokens=4, ignore_eos=True)
+        await generate(client, [5] * 10, max_tokens=4, ignore_eos=True)
+        stats = await client.stats()
+        assert (stats.prompt_tokens, stats.cached_tokens, stats.generated_tokens) == (20, 9, 8)
+        assert stats.computed_tokens == 10 + 3 + 1 + 3
+        assert stats.steps == 8
+        assert (stats.running, stats.waiting, stats.held_slots) == (0, 0, 0)
+        assert stats.cached_slots == 13
+        assert stats.free_slots + stats.cached_slots == stats.total_slots == 4096
+        assert stats.peak_resident_bytes > 1_000_000
+
+
+# The engine by itself, without its thread.
+
+
+class ByHand:
+    """An engine that runs in the test's own thread, until so many lists of messages are delivered, or (for
+    None) a request has ended."""
+
+    def __init__(self, num_deliveries: int | None, **options) -> None:
+        self.engine = Engine(runner(**options), TOKENIZER, SchedulerConfig(), self.deliver)
+        self.delivered: list[list[FromEngine]] = []
+        self._num_deliveries = num_deliveries
+
+    def deliver(self, messages: list[FromEngine]) -> None:
+        self.delivered.append(messages)
+        has_ended = self._num_deliveries is None and isinstance(messages[-1], Finished | Failed)
+        if has_ended or len(self.delivered) == self._num_deliveries:
+            self.engine.send(Stop())
+
+    def run(self, *messages: ToEngine) -> list[list[FromEngine]]:
+        for message in messages:
+            self.engine.send(message)
+        self.engine.run()
+        return self.delivered
+
+
+def test_messages_of_a_step_are_delivered_together():
+    params = SamplingParams(max_tokens=3)
+    prompts = [[n] for n in range(2, 99) if alone([n], params).reason == "length"][:4]
+    submits = [Submit(number, prompt, params) for number, prompt in enumerate(prompts, 1)]
+    before, first, second, third = ByHand(4).run(*submits, Report(9))
+    assert [type(message) for message in before] == [EngineStats, Started, StepBegins]
+    assert before[1] == Started([1, 2, 3, 4])
+    assert before[2] == StepBegins(4)
+    assert [type(message) for message in first] == [Progress] * 4 + [StepBegins]
+    assert [message.request_id for message in second[:-1]] == [1, 2, 3, 4]
+    assert [message.request_id for message in third if isinstance(message, Finished)] == [1, 2, 3, 4]
+
+
+def test_what_a_step_gave_is_delivered_while_the_next_one_runs():
+    delivered_before: list[int] = []
+    by_hand = ByHand(4, on_step=lambda batch: delivered_before.append(len(by_hand.delivered)))
+    by_hand.run(Submit(1, [2], SamplingParams(max_tokens=4, ignore_eos=True)), Report(9))
+    assert delivered_before == [1, 2, 3, 4]
+    assert len(by_hand.delivered) == 5
+
+
+def test_what_cannot_be_delivered_is_not_the_batchs_fault(caplog):
+    def deliver(messages: list[FromEngine]) -> None:
+        raise BrokenPipeError
+
+    engine = Engine(runner(), TOKENIZER, SchedulerConfig(), deliver)
+    engine.send(Submit(1, [2, 3], SamplingParams(max_tokens=4)))
+    with pytest.raises(BrokenPipeError):
+        engine.run()
+    assert not caplog.records
+
+
+@given(job=jobs, at=st.integers(0, 25))
+def test_what_was_generated_before_is_gone_on_from(job, at):
+    submit = Submit(1, job.prompt, job.params)
+    whole = [*chain(*ByHand(None).run(submit))]
+    steps = [message for message in whole if isinstance(message, Progress)]
+    before, after = steps[:at], steps[at:]
+    resumed = msgspec.structs.replace(
+        submit,
+        generated_ids=[i for step in before for i in step.token_ids],
+        generated_logprobs=[value for step in before for value in step.logprobs],
+        generated_top_logprobs=[top for step in before for top in step.top_logprobs],
+    )
+    again = [*chain(*ByHand(None).run(resumed))]
+    assert [message for message in again if isinstance(message, Progress)] == after
+    assert again[-1] == whole[-1]
+    assert isinstance(whole[-1], Finished)
+
+
+def test_a_request_that_was_complete_already_just_ends():
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    ids = alone(PROMPT, params).ids
+    [[end]] = ByHand(1).run(Submit(1, PROMPT, params, generated_ids=ids))
+    assert isinstance(end, Finished)
+    assert (end.token_ids, end.finish_reason, end.output_tokens) == (ids, "length", 4)
+    stop = SamplingParams(stop=(TOKENIZER.decode(ids[2:3]),), ignore_eos=True)
+    [[end]] = ByHand(1).run(Submit(1, PROMPT, stop, generated_ids=ids[:3]))
+    assert isinstance(end, Finished)
+    assert end.finish_reason == "stop"
+
+
+def test_what_is_sent_before_a_stop_is_dropped_with_it():
+    assert ByHand(1).run(Submit(1, PROMPT, SamplingParams()), Stop()) == []
+
+
+def test_aborting_what_is_not_there_is_nothing():
+    by_hand = ByHand(1)
+    submit = Submit(1, PROMPT, SamplingParams())
+    [[aborted, stats]] = by_hand.run(Abort(7), submit, Abort(1), Abort(1), Report(2))
+    assert aborted == Failed(1, "cancelled", "the request was aborted")
+    assert isinstance(stats, EngineStats)
+    assert (stats.waiting, stats.running, stats.steps) == (0, 0, 0)
+
+
+def test_nothing_of_a_request_is_kept_after_its_end():
+    by_hand = ByHand(3)
+    first, second, third = by_hand.run(
+        Submit(1, PROMPT, SamplingParams(max_tokens=2, ignore_eos=True)),
+        Submit(2, [5] * 600, SamplingParams()),
+        Submit(3, [4], None),
+        Submit(4, [4, 4], None, score_from=1),
+    )
+    messages = first + second + third
+    ends = [message for message in messages if not isinstance(message, Progress | Started | StepBegins)]
+    assert sorted((type(end).__name__, end.request_id) for end in ends) == [
+        ("Failed", 2),
+        ("Finished", 1),
+        ("Finished", 3),
+        ("Finished", 4),
+    ]
+    assert (by_hand.engine._requests, by_hand.engine._texts, by_hand.engine._started) == ({}, {}, set())
+    by_hand.engine.scheduler.check_idle()

@@ -1,0 +1,576 @@
+"""States in the engine: token-exact from turn to turn, shared between forks, apart between tenants."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.fake_engine import TEMPLATE, TOKENIZER, FakeEngine, StepGate
+from support.plain_engine import alone, fake_logprob, plain_engine, plain_token
+
+import agentflow as af
+from agentflow.engine.client import EngineClient
+from agentflow.engine.context import EngineContext
+from agentflow.engine.generator import MAX_INLINE_CHARS, EngineGenerator
+from agentflow.engine.process.ipc import Submit
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.tenant import Tenant
+from agentflow.engine.text import token_state
+from agentflow.engine.text import token_state as token_spans
+from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.protocol.events import Stats
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.runtime.generator import StateHint
+
+pytestmark = pytest.mark.anyio
+
+SPECIAL_IDS = {TOKENIZER.encode_markup(text)[0] for text in ("<|im_start|>", "<|im_end|>")}
+CHOICES = ("yes, an", "no, an", "the question an")
+
+
+def generator_on(client: EngineClient, tenant: str = "") -> EngineGenerator:
+    return EngineGenerator(client, TEMPLATE, tenant=Tenant(tenant, sees_metrics=True))
+
+
+def prompt_of(context: EngineContext) -> list[int]:
+    """The ids that a gen would now be given."""
+    context.tokens.cut()
+    return context.tokens.ids()
+
+
+def fill_turn(generator: EngineGenerator, context: EngineContext, role: str, text: str) -> None:
+    generator.begin_role(context, role)
+    generator.fill(context, text)
+    generator.end_role(context)
+
+
+async def generate(generator: EngineGenerator, context: EngineContext, **params) -> tuple:
+    deltas: list[str] = []
+    end = await generator.generate(context, SamplingParams(**params), deltas.append)
+    assert end.text.startswith("".join(deltas))
+    return end
+
+
+@dataclass
+class Conversations:
+    """Contexts of one generator, and what the twin knows of the engine's cache: every sequence that
+    was computed, for ever."""
+
+    generator: EngineGenerator
+    contexts: list[EngineContext] = field(default_factory=list)
+    computed: dict[str, list[list[int]]] = field(default_factory=dict)
+
+    def open(self, cache_salt: str) -> None:
+        # Somebody has to speak before the assistant: the template would put a system turn before it later.
+        self.contexts.append(self.generator.open(cache_salt))
+        fill_turn(self.generator, self.contexts[-1], "user", "Hello.")
+
+    def cached(self, context: EngineContext, prompt: list[int]) -> int:
+        """How many leading tokens of ``prompt`` were computed before; the last one is always computed."""
+        known = self.computed.get(context.origin.cache_salt, [])
+        return max((common_prefix(prompt[:-1], tokens) for tokens in known), default=0)
+
+    def note(self, context: EngineContext, tokens: list[int]) -> None:
+        self.computed.setdefault(context.origin.cache_salt, []).append(tokens)
+
+    async def ask(self, context: EngineContext, text: str, params: SamplingParams) -> None:
+        """An assistant's turn with a text and a gen, against the twin."""
+        self.generator.begin_role(context, "assistant")
+        self.generator.fill(context, text)
+        prompt = prompt_of(context)
+        expected = alone(prompt, params)
+        end = await generate(
+            self.generator, context, max_tokens=params.max_tokens, stop=params.stop, logprobs=params.logprobs
+        )
+        assert (end.text, end.finish_reason) == (expected.text, expected.reason)
+        assert context.tokens.ids() == prompt + expected.ids
+        assert end.usage == af.Usage(len(prompt), self.cached(context, prompt), len(expected.sampled))
+        assert (end.logprobs is None) == (not params.logprobs)
+        self.note(context, prompt + expected.sampled[:-1])
+        self.generator.end_role(context)
+        assert prompt_of(context)[: len(prompt) + len(expected.ids)] == prompt + expected.ids
+        assert context.tokens.num_rerendered_tokens == 0
+
+    async def choose(self, context: EngineContext, text: str) -> None:
+        """An assistant's turn with a text and a select, against the twin."""
+        self.generator.begin_role(context, "assistant")
+        settled = prompt_of(context)
+        self.generator.fill(context, text)
+        encoded = [settled + TOKENIZER.encode(text + choice, continues=True) for choice in CHOICES]
+        start = min(len(encoded[0]), *(common_prefix(encoded[0], ids) for ids in encoded[1:]))
+        start = min(start, *(len(ids) - 1 for ids in encoded))
+        logprobs = [sum(fake_logprob(ids[:n], ids[n]) for n in range(start, len(ids))) for ids in encoded]
+        scores = [total / (len(ids) - start) for total, ids in zip(logprobs, encoded, strict=True)]
+        prefix = encoded[0][:start]
+        num_cached = self.cached(context, prefix)
+        end = await self.generator.score(context, CHOICES, "token_length_normalized")
+        assert end.scores == pytest.approx(scores)
+        assert end.index == max(range(len(CHOICES)), key=scores.__getitem__)
+        self.generator.fill(context, "swer")  # is not encoded together with what was chosen
+        assert prompt_of(context) == encoded[end.index] + TOKENIZER.encode("swer", continues=True)
+        assert context.tokens.text_view().endswith(text + CHOICES[end.index] + "swer")
+        assert end.usage == af.Usage(len(prefix), num_cached, 0)
+        self.note(context, prefix)
+        self.generator.end_role(context)
+        assert prompt_of(context)[: len(encoded[end.index])] == encoded[end.index]
+        assert context.tokens.num_rerendered_tokens == 0
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+texts = st.text(st.sampled_from("the an<|im_start|>\n日"), max_size=10) | st.just(
+    "<|im_end|>\n<|im_start|>user\n"
+)
+steps = st.one_of(
+    st.tuples(st.just("open"), st.sampled_from(["", "", "salt"])),
+    st.tuples(st.just("say"), texts),
+    st.tuples(
+        st.just("ask"), texts, st.integers(1, 12), st.sampled_from([(), ("e",), ("an", " t")]), st.booleans()
+    ),
+    st.tuples(st.just("choose"), texts),
+    st.tuples(st.just("fork"), st.integers(1, 3)),
+)
+
+
+@given(plan=st.lists(st.tuples(st.integers(0, 5), steps), min_size=4, max_size=12))
+async def test_conversations_are_token_exact_and_reuse_all_that_was_computed(plan):
+    async with plain_engine(SchedulerConfig(token_budget=32), max_context=2048, num_slots=16384) as client:
+        talk = Conversations(generator_on(client))
+        for which, (kind, *args) in plan:
+            if kind == "open" or not talk.contexts:
+                talk.open(args[0] if kind == "open" else "")
+                continue
+            context = talk.contexts[which % len(talk.contexts)]
+            match kind:
+                case "say":
+                    fill_turn(talk.generator, context, "user", args[0])
+                case "ask":
+                    text, max_tokens, stop, logprobs = args
+                    await talk.ask(
+                        context, text, SamplingParams(max_tokens=max_tokens, stop=stop, logprobs=logprobs)
+                    )
+                case "choose":
+                    await talk.choose(context, args[0])
+                case "fork":
+                    ahead = context.computing_ahead
+                    talk.contexts += await talk.generator.fork(context, args[0])
+                    if context.computing_ahead != ahead:
+                        talk.note(context, prompt_of(context))
+        for context in talk.contexts:
+            talk.generator.free(context)
+        await talk.generator.stats()  # by now the engine has read that
+        # Nothing that was said is a mark of a turn: those come from roles alone.
+        for context in talk.contexts:
+            ids = prompt_of(context)
+            starts = ids.count(TOKENIZER.encode_markup("<|im_start|>")[0])
+            roles = [message["role"] for message in context.tokens.messages()]
+            assert starts == len(roles) + (roles[:1] != [] and roles[0] != "system")
+
+
+async def test_the_next_turn_begins_with_exactly_what_was_generated():
+    """A turn whose output is not how the tokenizer would write it stays as it was generated."""
+
+    def spelled(tokens) -> int:  # one character at a time, always
+        return TOKENIZER.encode("answer"[len(tokens) % 6])[0]
+
+    async with plain_engine(next_token=spelled) as client:
+        generator = generator_on(client)
+        context = generator.open("")
+        fill_turn(generator, context, "user", "Spell it.")
+        generator.begin_role(context, "assistant")
+        prompt = prompt_of(context)
+        end = await generate(generator, context, max_tokens=6)
+        generated = context.tokens.ids()[len(prompt) :]
+        assert len(generated) == 6 > len(TOKENIZER.encode(end.text))
+        generator.end_role(context)
+        fill_turn(generator, context, "user", "Again.")
+        generator.begin_role(context, "assistant")
+        again = await generate(generator, context, max_tokens=6)
+        # All but the last token of the first answer, which was never fed to the model.
+        assert again.usage.cached_tokens == len(prompt) + 5
+        assert prompt_of(context)[: len(prompt) + 6] == prompt + generated
+
+
+async def test_forks_compute_what_they_share_once():
+    async with plain_engine(SchedulerConfig(token_budget=16)) as client:
+        generator = generator_on(client)
+        context = generator.open("")
+        fill_turn(generator, context, "user", "the answer to the question is " * 10)
+        before = len(prompt_of(context))
+        branches = await generator.fork(context, 5)
+        ends = {}
+
+        async def run(number: int) -> None:
+            fill_turn(generator, branches[number], "user", str(number))
+            generator.begin_role(branches[number], "assistant")
+            ends[number] = await generate(generator, branches[number], max_tokens=2, ignore_eos=True)
+
+        async with anyio.create_task_group() as group:
+            for number in range(5):
+                group.start_soon(run, number)
+        stats = await generator.stats()
+        own = [end.usage.prompt_tokens - before for end in ends.values()]
+        # Besides its own end each branch computes one generated token. What follows the shared text is
+        # markup that the branches have in common too, so some of that may be shared as well.
+        assert stats.computed_tokens <= before + sum(own) + 5
+        assert stats.computed_tokens > before + max(own)
+        # What they share was computed before the first of them asked for it.
+        assert all(end.usage.cached_tokens >= before for end in ends.values())
+        assert stats.rerendered_tokens == 0
+
+
+async def test_salts_and_tenants_have_caches_of_their_own():
+    keys = [("", ""), ("a", ""), ("", "a"), ("a", "b/c"), ("a/b", "c"), ("1/a", ""), ("", "1/a/")]
+    async with plain_engine() as client:
+        for round_number in range(2):
+            for tenant, salt in keys:
+                generator = generator_on(client, tenant)
+                context = generator.open(salt)
+                generator.fill(context, "the same question for all of them")
+                [fork] = await generator.fork(context, 1)
+                end = await generate(generator, fork, max_tokens=1)
+                assert end.usage.cached_tokens == round_number * (end.usage.prompt_tokens - 1)
+
+
+@given(chunks=st.lists(texts, max_size=5))
+async def test_text_is_the_same_in_one_piece_or_in_many(chunks):
+    async with plain_engine() as client:
+        generator = generator_on(client)
+        one, many = generator.open(""), generator.open("")
+        generator.fill(one, "".join(chunks))
+        for chunk in chunks:
+            generator.fill(many, chunk)
+        assert prompt_of(one) == prompt_of(many)
+        assert not SPECIAL_IDS & set(prompt_of(one))
+
+
+async def test_a_long_text_is_encoded_beside_the_loop_and_the_same():
+    text = "the answer to the question " * (MAX_INLINE_CHARS // 20)
+    async with plain_engine(max_context=4096) as client:
+        generator = generator_on(client)
+        context = generator.open("")
+        generator.fill(context, text)
+        with anyio.CancelScope() as scope:  # a fork that is given up while its text is encoded
+            scope.cancel()
+            await generator.fork(context, 2)
+        assert scope.cancelled_caught
+        end = await generate(generator, context, max_tokens=1)
+        assert end.usage.prompt_tokens == len(TOKENIZER.encode(text))
+        assert context.num_unencoded_chars == 0
+
+
+async def test_many_turns_are_laid_out_beside_the_loop_and_no_more_than_the_context_has_tokens(monkeypatch):
+    threads: list[int] = []
+    settle = token_state.TokenState._settle
+
+    def settled(state: token_state.TokenState) -> None:
+        threads.append(threading.get_ident())
+        settle(state)
+
+    monkeypatch.setattr(token_state.TokenState, "_settle", settled)
+    async with plain_engine(max_context=300) as client:
+        generator = generator_on(client)
+        context = generator.open("")
+        for _ in range(300):
+            fill_turn(generator, context, "user", "")
+        with pytest.raises(af.PromptTooLong, match="more than 300 turns"):
+            generator.begin_role(context, "user")
+        branches = await generator.fork(context, 2, ahead=False)
+        assert threading.get_ident() != threads[0]
+        with pytest.raises(af.PromptTooLong, match="more than 300 turns"):
+            generator.begin_role(branches[0], "user")
+        for one in (context, *branches):
+            generator.free(one)
+
+
+async def test_reading_the_ids_of_a_long_text_encodes_it_once_and_beside_the_loop(monkeypatch):
+    encoded_in: list[int] = []
+
+    def encode_spans(*args: Any) -> Any:
+        encoded_in.append(threading.get_ident())
+        return token_spans.encode_spans(*args)
+
+    monkeypatch.setattr(token_state, "encode_spans", encode_spans)
+    text = "the answer to the question " * (MAX_INLINE_CHARS // 20)
+    async with plain_engine(max_context=4096) as client:
+        generator = generator_on(client)
+        context = generator.open("")
+        generator.fill(context, text)
+        for _ in range(3):
+            assert await generator.token_ids(context) == TOKENIZER.encode(text)
+        assert len(encoded_in) == 1
+        assert encoded_in[0] != threading.get_ident()
+        generator.fill(context, "is the")
+        assert await generator.token_ids(context) == TOKENIZER.encode(text + "is the")
+        [child] = await generator.fork(context, 1)
+        assert await generator.token_ids(child) == TOKENIZER.encode(text + "is the")
+        assert len(encoded_in) == 3
+
+
+async def test_a_generation_that_is_given_up_leaves_its_context_as_it_was():
+    gate = StepGate()
+    gate.attach()
+    async with plain_engine(on_step=gate) as client:
+        generator = generator_on(client)
+        context = generator.open("")
+        generator.fill(context, "the question")
+        prompt = prompt_of(context)
+        gate.allow(3)
+        with anyio.CancelScope() as scope:
+            async with anyio.create_task_group() as group:
+                group.start_soon(lambda: generate(generator, context, max_tokens=50, ignore_eos=True))
+                await gate.held()
+                scope.cancel()
+        gate.open()
+        assert prompt_of(context) == prompt
+        end = await generate(generator, context, max_tokens=4)
+        assert end.text == alone(prompt, SamplingParams(max_tokens=4)).text
+
+
+@pytest.mark.parametrize("call", ["generate", "score"])
+async def test_of_a_call_that_was_given_up_before_it_asks_the_engine_hears_nothing(call):
+    sent: list[object] = []
+    async with plain_engine() as client:
+        client.observe(SimpleNamespace(sent=sent.append, heard=lambda messages: None))
+        generator = generator_on(client)
+        context = generator.open("")
+        generator.fill(context, "the question")
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            if call == "generate":
+                await generate(generator, context, max_tokens=4)
+            else:
+                await generator.score(context, CHOICES, "token_length_normalized")
+        assert scope.cancelled_caught
+        assert sent == []
+        assert (await generate(generator, context, max_tokens=4)).usage.output_tokens == 4
+        assert len(sent) == 1
+
+
+async def test_an_empty_state_cannot_be_continued():
+    async with plain_engine() as client:
+        generator = generator_on(client)
+        with pytest.raises(af.BadArgument, match="gen on an empty state: append some text or a turn first"):
+            await generate(generator, generator.open(""))
+        with pytest.raises(af.BadArgument, match="select on an empty state"):
+            await generator.score(generator.open(""), CHOICES, "token_length_normalized")
+
+
+async def test_a_select_that_cannot_run_says_why_once():
+    async with plain_engine(max_context=64) as client:
+        generator = generator_on(client)
+        context = generator.open("")
+        generator.fill(context, "x " * 100)
+        with pytest.raises(af.PromptTooLong, match="fit into 64"):
+            await generator.score(context, CHOICES, "token_length_normalized")
+        with pytest.raises(af.PromptTooLong, match="fit into 64"):
+            await generator.score(context, CHOICES, "unconditional_likelihood_normalized")
+        assert client.num_calls == 0
+
+
+async def test_a_select_whose_forward_pass_fails_says_why_once(caplog):
+    def fail(batch) -> None:
+        raise ZeroDivisionError
+
+    async with plain_engine(on_step=fail) as client:
+        generator = generator_on(client)
+        context = generator.open("")
+        generator.fill(context, "the question")
+        with pytest.raises(af.EngineFailed, match="the forward pass failed"):
+            await generator.score(context, CHOICES, "token_length_normalized")
+        assert prompt_of(context) == TOKENIZER.encode("the question")
+
+
+async def test_a_model_without_a_template_has_no_roles():
+    async with plain_engine() as client:
+        generator = EngineGenerator(client, ChatTemplate(None))
+        assert generator.capabilities == af.generator.Capabilities("fake", roles=False, max_context=512)
+        assert generator_on(client).capabilities.roles
+        with pytest.raises(af.NotSupported, match="no chat template"):
+            generator.begin_role(generator.open(""), "user")
+
+
+async def test_the_seed_of_a_gen_reaches_the_engine():
+    async with plain_engine(next_token=None) as client:
+        generator = generator_on(client)
+        context = generator.open("")
+        generator.fill(context, "the question")
+        outputs = []
+        for seed, branch in zip((1, 1, 2), await generator.fork(context, 3), strict=True):
+            await generate(generator, branch, max_tokens=8, temperature=1.0, seed=seed)
+            outputs.append(branch.tokens.ids())
+        assert outputs[0] == outputs[1] != outputs[2]
+
+
+# The same through the whole frontend.
+
+
+def plain(engine: FakeEngine) -> FakeEngine:
+    engine.runner._next_token = plain_token
+    return engine
+
+
+async def test_what_a_program_says_next_is_cached_up_to_its_last_token():
+    engine = plain(FakeEngine())
+    async with af.session(backend=engine) as flow, flow.state() as s:
+        s += af.system("Be brief.")
+        usages = []
+        for number in range(5):
+            s += af.user(f"question {number}")
+            s += af.assistant(af.gen("answer", max_tokens=10, ignore_eos=True))
+            await s
+            usages.append(s["answer"].usage)
+        for earlier, later in pairwise(usages):
+            assert later.cached_tokens == earlier.prompt_tokens + earlier.output_tokens - 1
+        await engine.assert_idle()
+
+
+async def test_wired_values_are_encoded_as_the_text_that_they_are():
+    """A value that is wired gives the very same prompt as the same text appended by hand."""
+    engine = plain(FakeEngine())
+    async with af.session(backend=engine) as flow, flow.state() as source:
+        source += "begin " + af.gen("x", max_tokens=10)
+        prompts = []
+        for wired in (source["x"], await source["x"]):
+            async with flow.state() as s:
+                s += af.user("Say: ", wired, " twice")
+                s += af.assistant(af.gen("y", max_tokens=1))
+                await s
+                prompts.append(s["y"].usage)
+        assert prompts[0].prompt_tokens == prompts[1].prompt_tokens == prompts[1].cached_tokens + 1
+
+
+async def test_states_under_different_salts_share_nothing():
+    engine = plain(FakeEngine())
+    async with af.session(backend=engine) as flow:
+        cached = []
+        for salt in ("a", "b", "a"):
+            async with flow.state(cache_salt=salt) as s:
+                branch = s.fork(1)[0]
+                branch += "the same question" + af.gen("x", max_tokens=1)
+                await branch
+                cached.append(branch["x"].usage.cached_tokens > 0)
+        assert cached == [False, False, True]
+
+
+async def test_a_prompt_that_is_too_long_fails_its_own_state_only():
+    engine = plain(FakeEngine())
+    async with af.session(backend=engine) as flow, flow.state() as s:
+        long, short = s.fork(2)
+        for branch, text in ((long, "x " * 2000), (short, "x ")):
+            branch += text + af.gen("x", max_tokens=3) + af.select("y", list(CHOICES))
+        assert await short["y"] in CHOICES
+        with pytest.raises(af.PromptTooLong, match="shorten it"):
+            await long["x"]
+        with pytest.raises(af.RunFailed, match="'y' was not generated: the prompt has"):
+            await long["y"]
+        await engine.assert_idle()
+
+
+async def test_a_forward_pass_that_fails_is_survived(caplog):
+    engine = plain(FakeEngine())
+    num_steps = 0
+
+    def on_step(batch) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 2:
+            raise MemoryError("no room")
+
+    engine.runner._on_step = on_step
+    async with af.session(backend=engine) as flow:
+
+        @af.program
+        async def ask(s: af.State) -> str:
+            s += "the question" + af.gen("x", max_tokens=5, ignore_eos=True)
+            return await s["x"]
+
+        with pytest.raises(af.EngineFailed, match="the forward pass failed"):
+            await flow.run(ask)
+        assert len(await flow.run(ask)) >= 5
+        await engine.assert_idle()
+
+
+class Overhearing:
+    """What is sent to the engine."""
+
+    def __init__(self) -> None:
+        self.submits: list[Submit] = []
+
+    def sent(self, submit: Submit) -> None:
+        self.submits.append(submit)
+
+    def heard(self, messages) -> None:
+        pass
+
+
+async def test_states_that_name_one_program_are_siblings():
+    async with plain_engine(SchedulerConfig(), max_context=2048, num_slots=4096) as client:
+        generator = generator_on(client)
+        first, second = generator.open("", program="p"), generator.open("salt", program="p")
+        other, alone = generator.open("", program="q"), generator.open("")
+        assert first.origin.task_group == second.origin.task_group != 0
+        assert len({context.origin.task_group for context in (first, other, alone)}) == 3
+        assert alone.origin.task_group == 0
+        [copy] = await generator.fork(first, 1)
+        branches = await generator.fork(first, 2)
+        assert copy.origin.task_group == first.origin.task_group
+        assert len({context.origin.task_group for context in (first, *branches)}) == 2
+        told_nothing = EngineGenerator(client, generator.template, use_hints=False)
+        assert told_nothing.open("", program="p").origin.task_group == 0
+
+
+async def test_hints_go_with_the_requests_that_follow():
+    heard = Overhearing()
+    async with plain_engine(SchedulerConfig(), max_context=2048, num_slots=4096) as client:
+        generator = generator_on(client)
+        generator.observe(heard)
+        context = generator.open("")
+        generator.fill(context, "one two three " * 20)
+        await generator.generate(context, SamplingParams(max_tokens=2), lambda text: None)
+        generator.hint(context, StateHint("throughput", 7, None, 60.0))
+        await generator.generate(context, SamplingParams(max_tokens=2), lambda text: None)
+        generator.fill(context, "four five six " * 20)
+        generator.hint(context, StateHint(None, None, 3))
+        before = len(heard.submits)
+        children = await generator.fork(context, 3)
+        await generator.generate(children[0], SamplingParams(max_tokens=2), lambda text: None)
+        for one in (context, *children):
+            generator.free(one)
+    first, second, ahead, last = heard.submits
+    assert (first.origin.objective, first.origin.output_tokens) == ("latency", 0)
+    assert first.origin.deadline_s is None
+    for later in (second, ahead, last):
+        assert 0 < later.origin.deadline_s <= 60.0
+        assert (later.origin.objective, later.origin.output_tokens) == ("throughput", 7)
+    assert before == 3  # the prefix was computed when the forks were announced, and not again
+    assert ahead.params is None
+    assert last.token_ids[: len(ahead.token_ids)] == ahead.token_ids
+
+
+async def test_a_tenant_that_sees_no_metrics_has_only_its_own_counters():
+    async with FakeEngine().open_client() as client:
+        ann = EngineGenerator(client, TEMPLATE, tenant=Tenant("ann"))
+        eve = EngineGenerator(client, TEMPLATE, tenant=Tenant("eve", sees_metrics=True))
+        for generator in (ann, ann, eve):
+            context = generator.open("")
+            generator.fill(context, "some words")
+            await generator.generate(context, SamplingParams(max_tokens=3), lambda text: None)
+            generator.free(context)
+        everything, own = await eve.stats(), await ann.stats()
+    assert everything.steps > 0
+    assert everything.generated_tokens == 9
+    prompt_tokens = everything.prompt_tokens * 2 // 3
+    assert own == Stats(
+        "fake", prompt_tokens=prompt_tokens, cached_tokens=everything.cached_tokens, generated_tokens=6
+    )

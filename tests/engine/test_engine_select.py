@@ -1,0 +1,204 @@
+"""Selects through the whole engine: every choice in one pass, against a scoring request for each."""
+
+from __future__ import annotations
+
+import anyio
+import anyio.lowlevel
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.fake_engine import TEMPLATE, TOKENIZER, FakeEngine, StepGate
+from support.plain_engine import fake_logprob, plain_engine, runner
+from support.process_engine import Hold, kill, process_engine
+
+import agentflow as af
+from agentflow.engine.client import EngineClient
+from agentflow.engine.context import EngineContext
+from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.process.ipc import Finished
+from agentflow.engine.runner import OutOfMemory
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.text.choices import scores_of
+from agentflow.protocol.sampling import SamplingParams
+
+pytestmark = pytest.mark.anyio
+
+PROMPT = list(range(10, 30))
+CHOICES = [[1, 2, 3], [1, 2], [4], [1, 5, 6, 7]]
+METHODS = ["token_length_normalized", "greedy_token_selection", "unconditional_likelihood_normalized"]
+
+
+def expected_logprobs(prompt: list[int], choices: list[list[int]]) -> list[list[float]]:
+    return [[fake_logprob(prompt + choice[:n], choice[n]) for n in range(len(choice))] for choice in choices]
+
+
+async def one_by_one(client: EngineClient, prompt: list[int], choices: list[list[int]]) -> list[list[float]]:
+    """The twin: a scoring request for each choice."""
+    ends = [await client.score(prompt + choice, len(prompt)) for choice in choices]
+    return [end.logprobs for end in ends]
+
+
+async def test_choices_are_scored_as_one_by_one():
+    async with plain_engine() as client:
+        for num_cached in (0, len(PROMPT) - 1):
+            end = await client.score_choices(PROMPT, CHOICES)
+            assert end.choice_logprobs == expected_logprobs(PROMPT, CHOICES)
+            assert (end.prompt_tokens, end.cached_tokens, end.output_tokens) == (20, num_cached, 0)
+            assert (end.token_ids, end.text, end.logprobs) == ([], "", [])
+        stats = await client.stats()
+        assert (stats.steps, stats.cached_slots) == (2, len(PROMPT))  # each in one forward pass
+        assert end.choice_logprobs == await one_by_one(client, PROMPT, CHOICES)
+
+
+@pytest.mark.parametrize(("prompt", "choices"), [(PROMPT, [[1], []]), ([], [[1]])])
+async def test_what_cannot_be_scored_is_refused_alone(prompt, choices):
+    async with plain_engine() as client:
+        with pytest.raises((af.BadArgument, af.EngineFailed), match="without a single token"):
+            await client.score_choices(prompt, choices)
+        with pytest.raises(af.PromptTooLong, match="with the 4 of its longest choice it must fit into 512"):
+            await client.score_choices([5] * 509, CHOICES)
+        end = await client.score_choices(PROMPT, CHOICES)
+        assert end.choice_logprobs == expected_logprobs(PROMPT, CHOICES)
+
+
+async def test_a_select_that_is_given_up_gives_all_slots_back():
+    """In the middle of its tree, while others run."""
+    gate = StepGate()
+    gate.attach()
+    choices = [[a, b, 0] for a in range(5) for b in range(5)]
+    ends: dict[str, Finished] = {}
+
+    async def beside() -> None:
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        ends["beside"] = await client.generate([9], params, seed=0, on_text=lambda text: None)
+
+    async with plain_engine(SchedulerConfig(token_budget=8), on_step=gate) as client:
+        gate.allow(5)
+        async with anyio.create_task_group() as group:
+            group.start_soon(beside)
+            with anyio.CancelScope() as scope:
+                async with anyio.create_task_group() as inner:
+                    inner.start_soon(client.score_choices, PROMPT, choices)
+                    await gate.held()
+                    [request] = [r for r in client.engine.scheduler.running.values() if r.tree is not None]
+                    assert 0 < request.num_nodes_computed < request.num_nodes
+                    scope.cancel()
+            gate.open()
+        assert ends["beside"].output_tokens == 20
+        stats = await client.stats()
+        assert stats.held_slots == 0
+        end = await client.score_choices(PROMPT, choices)
+        assert end.choice_logprobs == expected_logprobs(PROMPT, choices)
+
+
+async def test_a_select_whose_forward_pass_fails_gives_all_slots_back(caplog):
+    def fail_late(batch) -> None:
+        if batch.branches is not None and batch.branches.query_lens.sum() == 3:  # the tree's last piece
+            raise ZeroDivisionError
+
+    async with plain_engine(SchedulerConfig(token_budget=8), on_step=fail_late) as client:
+        with pytest.raises(af.EngineFailed, match="the forward pass failed"):
+            await client.score_choices(PROMPT[:7], [[a, 0] for a in range(12)])
+        stats = await client.stats()
+        assert (stats.held_slots, stats.cached_slots) == (0, 7)
+
+
+@pytest.mark.parametrize("most_rows", [1, 3, 5, 7])
+async def test_a_select_that_does_not_fit_into_memory_runs_in_halves(most_rows):
+    choices = [[a, b, 0] for a in range(5) for b in range(5)]
+
+    def on_step(batch) -> None:
+        if len(batch.token_ids) > most_rows:
+            raise OutOfMemory
+
+    async with plain_engine(SchedulerConfig(token_budget=8), on_step=on_step) as client:
+        end = await client.score_choices(PROMPT, choices)
+        assert end.choice_logprobs == expected_logprobs(PROMPT, choices)
+
+
+async def test_a_select_is_run_again_when_its_process_dies(tmp_path):
+    hold = Hold(tmp_path / "hold")
+    ends: list[Finished] = []
+
+    async def score() -> None:
+        ends.append(await client.score_choices(PROMPT, CHOICES))
+
+    async with process_engine(hold_at={"1": hold.path}) as client, anyio.create_task_group() as group:
+        group.start_soon(score)
+        await hold.reached()
+        kill(client, hold)
+    assert [end.choice_logprobs for end in ends] == [expected_logprobs(PROMPT, CHOICES)]
+
+
+words = st.lists(st.sampled_from(["the", " an", "swer", " question", "s", "é"]), min_size=1, max_size=3).map(
+    "".join
+)
+
+
+def opened(client: EngineClient, text: str, *, with_role: bool) -> tuple[EngineGenerator, EngineContext]:
+    generator = EngineGenerator(client, TEMPLATE)
+    context = generator.open("")
+    if with_role:
+        for role, said in (("user", "What?"), ("assistant", "")):
+            generator.begin_role(context, role)
+            generator.fill(context, said)
+            if said:
+                generator.end_role(context)
+    generator.fill(context, text)
+    return generator, context
+
+
+@pytest.mark.parametrize("method", METHODS)
+@given(text=words, choices=st.lists(words, min_size=1, max_size=6, unique=True), with_role=st.booleans())
+async def test_every_method_scores_what_is_appended(method, text, choices, with_role):
+    async with plain_engine() as client:
+        generator, context = opened(client, text, with_role=with_role)
+        encoded = context.tokens.encode_choices(choices)
+        end = await generator.score(context, choices, method)
+        given = await one_by_one(client, encoded.prefix, encoded.ends)
+        unconditional = []
+        if method == "unconditional_likelihood_normalized":
+            unconditional = await one_by_one(client, [client.info.end_token_ids[0]], encoded.ends)
+        assert list(end.scores) == scores_of(method, encoded.ends, given, unconditional)
+        assert end.scores[end.index] == max(end.scores)
+        assert context.tokens.ids() == encoded.prefix + encoded.ends[end.index]
+        assert end.usage.prompt_tokens == len(encoded.prefix)  # once, whatever the method and the choices
+
+
+@pytest.mark.parametrize("method", METHODS)
+@given(text=words, choices=st.lists(words, min_size=1, max_size=8, unique=True))
+async def test_the_selected_choice_is_the_one_with_the_best_score(method, text, choices):
+    """As a program sees it, whatever the method compares: choices of different lengths in tokens, too."""
+    async with af.session(backend=FakeEngine(runner=runner())) as flow, flow.state() as s:
+        s += text + af.select("x", choices, method=method)
+        chosen = await s["x"]
+        scores = s["x"].choices
+    assert list(scores) == choices
+    assert max(scores, key=scores.__getitem__) == chosen
+
+
+async def test_the_pass_after_nothing_is_not_what_the_state_needs_next():
+    """A state's prompt is kept longer than other cache; the start token alone is not its prompt."""
+    async with plain_engine() as client:
+        generator, context = opened(client, "the question", with_role=True)
+        await generator.score(context, ["the", "an"], METHODS[2])
+        await client.stats()
+        [end] = client.engine.scheduler.memory.liveness._ends.values()
+        assert end.match.num_tokens == len(context.tokens.ids()) - 1
+
+
+async def test_a_select_over_a_thousand_choices_after_a_long_text():
+    """Encoded in a thread, scored in two passes, and the text's ids are computed once."""
+    text, choices = "the answer to the question is " * 150, [f"{number}" for number in range(1000)]
+    async with plain_engine(SchedulerConfig(token_budget=2048), max_context=4096, num_slots=16384) as client:
+        generator, context = opened(client, text, with_role=False)
+        end = await generator.score(context, choices, METHODS[0])
+        stats = await client.stats()
+        whole = [TOKENIZER.encode(text + choice) for choice in choices]
+        assert context.tokens.ids() == whole[end.index]
+        prefix = end.usage.prompt_tokens
+        nodes = {tuple(ids[prefix:n]) for ids in whole for n in range(prefix + 1, len(ids))}
+        assert stats.computed_tokens == prefix + len(nodes)
+        assert stats.steps <= 1 + stats.computed_tokens // 2048
+        values = [fake_logprob(whole[7][:n], whole[7][n]) for n in range(prefix, len(whole[7]))]
+        assert end.scores[7] == pytest.approx(sum(values) / len(values))

@@ -1,0 +1,294 @@
+"""Every sampling parameter from the table of the scheduler to the token, against the plain sampler; then
+through the engine, in any batch, with requests that give way and engines that die."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import anyio
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.fake_engine import TOKENIZER
+from support.logit_runner import alone_by_logits, logit_engine, logit_runner, logits_after
+from support.plain_engine import END_ID, PLAIN_IDS
+from support.plain_sampler import MASK, plain_token_of
+
+from agentflow.engine.batch import SampledRows
+from agentflow.engine.engine import Engine
+from agentflow.engine.models.sampler import choose_tokens
+from agentflow.engine.process.ipc import Finished, Origin, Progress, Stop, Submit
+from agentflow.engine.request import Request
+from agentflow.engine.scheduling.sampling_table import SamplingTable
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.errors import BadArgument
+from agentflow.kernels import native_ops
+from agentflow.kernels import torch_ops as cpu_ops
+from agentflow.protocol.sampling import SamplingParams
+
+VOCAB = 24
+tokens = st.integers(0, VOCAB - 1)
+penalties = st.sampled_from([0.0, 0.0, 0.5, 2.0, -1.5])
+random_params = st.builds(
+    SamplingParams,
+    max_tokens=st.just(64),
+    min_tokens=st.sampled_from([0, 0, 4, 60]),
+    temperature=st.sampled_from([0.0, 0.0, 0.3, 1.0, 1.7]),
+    top_p=st.sampled_from([1.0, 1.0, 0.9, 0.5]),
+    top_k=st.sampled_from([0, 0, 1, 5]),
+    min_p=st.sampled_from([0.0, 0.0, 0.1]),
+    frequency_penalty=penalties,
+    presence_penalty=penalties,
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.3, 0.7, 5.0]),
+    logit_bias=st.dictionaries(tokens, st.sampled_from([-100.0, -2.5, 0.5, 4.0, 100.0]), max_size=4).map(
+        lambda biases: tuple(biases.items())
+    ),
+    logprobs=st.booleans(),
+    top_logprobs=st.sampled_from([0, 0, 1, 5, 20]),
+)
+
+
+@dataclass
+class Row:
+    params: SamplingParams
+    prompt: list[int]
+    generated: list[int]
+    end_ids: tuple[int, ...]
+    seed: int
+
+    def request(self, number: int) -> Request:
+        prompt = np.array(self.prompt, dtype=np.int32)
+        request = Request.create(number, prompt, 64, self.params, seed=self.seed, end_ids=self.end_ids)
+        end = len(self.prompt) + len(self.generated)
+        request.tokens[len(self.prompt) : end] = self.generated
+        request.num_tokens = end
+        return request
+
+    def expected(self, logits: np.ndarray) -> int:
+        forbidden = self.end_ids if len(self.generated) < self.params.min_tokens else ()
+        return plain_token_of(
+            logits, self.params, self.prompt, self.generated, forbidden=forbidden, seed=self.seed
+        )
+
+
+rows = st.builds(
+    Row,
+    params=random_params,
+    prompt=st.lists(tokens, min_size=1, max_size=12),
+    generated=st.lists(tokens, max_size=12),
+    end_ids=st.lists(tokens, max_size=3, unique=True).map(tuple),
+    seed=st.integers(0, MASK),
+)
+
+
+def sampled(batch: list[Row], page_rows: list[int]) -> SampledRows:
+    """As the scheduler makes it: attached to page rows, then gathered for a step."""
+    table = SamplingTable(32)
+    for number, (row, page_row) in enumerate(zip(batch, page_rows, strict=True)):
+        request = row.request(number)
+        request.page_row = page_row
+        table.attach(request)
+    positions = [len(row.prompt) + len(row.generated) for row in batch]
+    return table.sampled_rows(np.arange(len(batch)), np.array(page_rows), np.array(positions))
+
+
+def random_logits(num_rows: int, seed: int) -> torch.Tensor:
+    return torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+@pytest.mark.parametrize("kernels", [cpu_ops, native_ops], ids=["torch", "native"])
+@given(st.lists(rows, min_size=1, max_size=6), st.permutations(range(32)), st.integers(0, 1000), st.data())
+def test_the_pipeline_equals_the_loop_over_rows_and_tokens(kernels, batch, places, seed, data) -> None:
+    logits = random_logits(len(batch), seed)
+    before = logits.clone()
+    steps = sampled(batch, places[: len(batch)])
+    output = choose_tokens(logits, steps, kernels)
+    assert torch.equal(logits, before)
+    assert output.token_ids.tolist() == [
+        row.expected(values) for row, values in zip(batch, before.numpy(), strict=True)
+    ]
+    assert (output.logprobs is not None) == any(row.params.wants_logprobs for row in batch)
+    exact = torch.log_softmax(before.double(), -1).numpy()
+    for index, row in enumerate(batch):
+        top = output.top_of(index, row.params.top_logprobs)
+        best = np.argsort(-exact[index], kind="stable")[: row.params.top_logprobs]
+        assert [token for token, _ in top] == best.tolist()
+        np.testing.assert_allclose([value for _, value in top], exact[index][best], rtol=1e-4, atol=1e-5)
+        if output.logprobs is not None:
+            chosen = output.token_ids[index]
+            assert dict(top).get(chosen, output.logprobs[index]) == output.logprobs[index]
+    # Neither the cut into parts nor the company changes a row.
+    cut = data.draw(st.integers(0, len(batch)))
+    parts = [(0, cut), (cut, len(batch))]
+    apart = [choose_tokens(logits[a:b], steps.part(a, b), kernels).token_ids for a, b in parts if a < b]
+    assert np.concatenate(apart).tolist() == output.token_ids.tolist()
+
+
+def test_a_batch_without_special_requests_pays_nothing_for_them() -> None:
+    plain = Row(SamplingParams(temperature=1.0, logprobs=True), [1], [2], (3,), 5)
+    assert (sampled([plain], [4]).edits, sampled([plain], [4]).top_counts) == (None, None)
+    # Enough tokens are there, so that nothing is forbidden any more.
+    later = Row(SamplingParams(min_tokens=1), [1], [2], (3,), 5)
+    assert sampled([plain, later], [4, 9]).edits is None
+
+
+def test_a_page_row_forgets_its_last_request() -> None:
+    table = SamplingTable(2)
+    first = Row(SamplingParams(logit_bias=((1, 5.0),), top_logprobs=2), [1], [], (), 5).request(1)
+    second = Row(SamplingParams(), [1], [], (), 6).request(2)
+    scoring = Request.create(3, np.array([1, 2], dtype=np.int32), 0, SamplingParams(), score_from=1)
+    for request in (first, scoring, second):
+        request.page_row = 1
+        table.attach(request)
+        assert table.num_scoring == (request is scoring)
+        assert table.num_silent == (request is scoring)
+        got = table.sampled_rows(np.array([0]), np.array([1]), np.array([1]))
+        assert (got.edits is not None) == (got.top_counts is not None) == (request is first)
+        table.detach(request)
+    assert got.seeds.tolist() == [6]
+
+
+# Through the engine
+
+
+@dataclass(frozen=True)
+class Job:
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+
+
+plain_ids = st.sampled_from(PLAIN_IDS)
+jobs = st.builds(
+    Job,
+    prompt=st.lists(plain_ids, min_size=1, max_size=20),
+    seed=st.integers(0, 2**40),
+    params=st.builds(
+        SamplingParams,
+        max_tokens=st.integers(8, 25),
+        min_tokens=st.sampled_from([0, 0, 3, 8]),
+        temperature=st.sampled_from([0.0, 1.0]),
+        top_p=st.sampled_from([1.0, 0.9]),
+        frequency_penalty=penalties,
+        presence_penalty=penalties,
+        repetition_penalty=st.sampled_from([1.0, 1.0, 1.3]),
+        logit_bias=st.dictionaries(plain_ids, st.sampled_from([-100.0, 3.0]), max_size=3).map(
+            lambda biases: tuple(biases.items())
+        ),
+        stop_token_ids=st.sampled_from([(), (), tuple(PLAIN_IDS[:8])]),
+        ignore_eos=st.booleans(),
+        top_logprobs=st.sampled_from([0, 0, 4]),
+    ),
+)
+
+
+@pytest.mark.anyio
+@given(
+    work=st.lists(jobs, min_size=1, max_size=8),
+    num_slots=st.integers(64, 200),
+    max_running=st.integers(1, 6),
+    token_budget=st.integers(1, 40),
+)
+async def test_in_any_batch_each_request_draws_what_it_draws_alone(
+    work, num_slots, max_running, token_budget
+):
+    """With few slots, requests give way and begin anew: what was generated still counts."""
+    config = SchedulerConfig(max_running=max_running, token_budget=token_budget)
+
+    async def run(client, job: Job) -> None:
+        end = await client.generate(
+            job.prompt, job.params, seed=job.seed, origin=Origin(), on_text=lambda text: None
+        )
+        expected = alone_by_logits(job.prompt, job.params, job.seed)
+        assert (end.token_ids, end.text, end.finish_reason) == (expected.ids, expected.text, expected.reason)
+        check_tops(job, end)
+
+    async with logit_engine(config, num_slots=num_slots) as client, anyio.create_task_group() as group:
+        for job in work:
+            group.start_soon(run, client, job)
+
+
+def check_tops(job: Job, end: Finished) -> None:
+    """The likeliest tokens are those of the logits as they were."""
+    assert len(end.top_logprobs) == (len(end.token_ids) if job.params.top_logprobs else 0)
+    for index, top in enumerate(end.top_logprobs):
+        logits = logits_after([*job.prompt, *end.token_ids[:index]])
+        exact = torch.log_softmax(torch.from_numpy(logits).double(), -1).numpy()
+        assert [token for token, _ in top] == np.argsort(-exact, kind="stable")[:4].tolist()
+        np.testing.assert_allclose([value for _, value in top], np.sort(exact)[::-1][:4], rtol=1e-4)
+        token = end.token_ids[index]
+        assert end.logprobs[index] == pytest.approx(exact[token], rel=1e-4)
+
+
+@pytest.mark.anyio
+async def test_requests_that_give_way_are_among_them():
+    params = SamplingParams(max_tokens=40, ignore_eos=True, frequency_penalty=1.0, repetition_penalty=1.2)
+    ends: dict[int, Finished] = {}
+
+    async def run(number: int) -> None:
+        prompt = [PLAIN_IDS[number]] * 8
+        ends[number] = await client.generate(prompt, params, seed=0, on_text=lambda text: None)
+
+    async with logit_engine(num_slots=80) as client:
+        async with anyio.create_task_group() as group:
+            for number in range(6):
+                group.start_soon(run, number)
+        assert (await client.stats()).retractions > 0
+    for number, end in ends.items():
+        assert end.token_ids == alone_by_logits([PLAIN_IDS[number]] * 8, params).ids
+
+
+def run_by_hand(submit: Submit) -> list[object]:
+    """One request on an engine that is not in a thread; all that it tells."""
+    told: list[object] = []
+
+    def deliver(messages: list) -> None:
+        told.extend(messages)
+        if any(isinstance(message, Finished) for message in messages):
+            engine.send(Stop())
+
+    engine = Engine(logit_runner(), TOKENIZER, SchedulerConfig(), deliver)
+    engine.send(submit)
+    engine.run()
+    return told
+
+
+@given(job=jobs, at=st.integers(0, 25))
+def test_an_engine_that_takes_over_draws_as_the_first_would_have(job, at):
+    submit = Submit(1, job.prompt, job.params, seed=job.seed)
+    whole = run_by_hand(submit)
+    steps = [message for message in whole if isinstance(message, Progress)]
+    before, after = steps[:at], steps[at:]
+    resumed = msgspec.structs.replace(
+        submit,
+        generated_ids=[i for step in before for i in step.token_ids],
+        generated_logprobs=[value for step in before for value in step.logprobs],
+        generated_top_logprobs=[top for step in before for top in step.top_logprobs],
+    )
+    again = run_by_hand(resumed)
+    assert [message for message in again if isinstance(message, Progress)] == after
+    assert again[-1] == whole[-1]
+
+
+@pytest.mark.anyio
+async def test_a_bias_beyond_the_vocabulary_fails_its_request_only():
+    async with logit_engine() as client:
+        wrong = SamplingParams(logit_bias=((10**6, 1.0),))
+        with pytest.raises(BadArgument, match=r"logit_bias names token 1000000; this model's ids are 0 to "):
+            await client.generate([5], wrong, seed=0, on_text=lambda text: None)
+        # Token ids that the model hasn't got can't end a text, nor be forbidden.
+        fine = SamplingParams(max_tokens=9, min_tokens=9, stop_token_ids=(10**6,))
+        end = await client.generate([PLAIN_IDS[0]], fine, seed=0, on_text=lambda text: None)
+        assert end.token_ids == alone_by_logits([PLAIN_IDS[0]], fine).ids
+
+
+def test_the_twin_meets_the_end_token_only_after_min_tokens():
+    params = SamplingParams(max_tokens=40)
+    short = next([n] for n in PLAIN_IDS if 0 < len(alone_by_logits([n], params).ids) < 5)
+    assert alone_by_logits(short, params).reason == "eos"
+    longer = alone_by_logits(short, SamplingParams(max_tokens=40, min_tokens=6))
+    assert len(longer.ids) >= 6
+    assert END_ID not in longer.ids

@@ -1,0 +1,317 @@
+"""The end of a generation against a plain search in the text of all its tokens."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import re
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import small_tokenizers
+
+from agentflow.engine.text import detokenizer as stop_pattern
+from agentflow.engine.text.detokenizer import TextEnd
+from agentflow.engine.text.tokenizer import Tokenizer
+from agentflow.errors import BadArgument, RequestRefused
+
+# Words over a, b and é, so that stops occur, overlap and straddle tokens; é and 👩 also in halves.
+WORDS = ["ab", "ba", "aab", "abab", "bbé", "éa", "é", "b👩a"]
+TINY = Tokenizer(small_tokenizers.byte_level_of(WORDS))
+TINY_IDS = [i for i in range(TINY.vocab_size) if set(TINY.token_bytes(i)) <= set("abé👩".encode())]
+SENTENCEPIECE = Tokenizer(small_tokenizers.sentencepiece("every"))
+
+stops = st.lists(st.text(st.sampled_from("abé\ufffd"), min_size=1, max_size=7), max_size=4)
+tokens = st.lists(st.sampled_from(TINY_IDS), max_size=14)
+
+
+@dataclass
+class Expected:
+    text: str
+    kept: int
+    num_read: int
+    delivered: list[int]
+
+
+def certain(tokenizer: Tokenizer, ids: list[int]) -> str:
+    return codecs.utf_8_decode(b"".join(map(tokenizer.token_bytes, ids)), "replace", False)[0]
+
+
+def search(text: str, stop: list[str], pattern: str | None = None, first: int = 0) -> int | None:
+    """Where the text ends: before the stop that is complete first, and of these the one that begins first;
+    none begins before ``first``."""
+    for end in range(first + 1, len(text) + 1):
+        begins = [end - len(s) for s in stop if text.endswith(s, first, end)]
+        found = None if pattern is None else re.compile(pattern).search(text, first, end)
+        begins += [] if found is None else [found.start()]
+        if begins:
+            return min(begins)
+    return None
+
+
+def brute_force(tokenizer: Tokenizer, ids: list[int], stop: list[str]) -> Expected:
+    """Decodes everything after each token, searches it from the start, and cuts."""
+    delivered = []
+    num_read = 0
+    cut = None
+    for num_read in range(1, len(ids) + 1):
+        text = certain(tokenizer, ids[:num_read])
+        cut = search(text, stop)
+        if cut is not None:
+            delivered.append(cut)
+            break
+        starts = [n for s in stop for n in range(1, len(s)) if text.endswith(s[:n])]
+        delivered.append(len(text) - max(starts, default=0))
+    text = certain(tokenizer, ids[:num_read])[:cut]
+    whole = [tokenizer.decode(ids[:n], continues=True) for n in range(num_read + 1)]
+    clean = [n for n in range(num_read + 1) if whole[n] == certain(tokenizer, ids[:n])]
+    kept = max(n for n in clean if len(whole[n]) <= len(text))
+    return Expected(text, kept, num_read, delivered)
+
+
+@settings(max_examples=300)
+@given(ids=tokens, stop=stops)
+def test_like_brute_force(ids: list[int], stop: list[str]) -> None:
+    expected = brute_force(TINY, ids, stop)
+    end = TextEnd(TINY, stop)
+    delivered = ""
+    for n, token_id in enumerate(ids):
+        delta = end.push(token_id)
+        delivered += delta
+        if n < expected.num_read:
+            assert len(delivered) == expected.delivered[n]
+        else:
+            assert delta == ""
+    assert end.stopped == (search(certain(TINY, ids), stop) is not None)
+    ending = end.finish()
+    assert ending.text == expected.text == delivered + ending.rest
+    assert ending.kept == expected.kept
+    assert ending.ids[: ending.kept] == ids[: ending.kept]
+    assert TINY.decode(ending.ids, continues=True) == ending.text
+    assert end.finish() == ending
+
+
+@settings(max_examples=150)
+@given(data=st.data(), continues=st.booleans())
+def test_ids_stand_for_the_text_in_the_other_family(data: st.DataObject, continues: bool) -> None:
+    ids = data.draw(st.lists(st.integers(3, SENTENCEPIECE.vocab_size - 1), max_size=10))
+    stop = data.draw(st.lists(st.sampled_from([" ", "e", "th", "the", "an ", "\n", "é"]), max_size=3))
+    end = TextEnd(SENTENCEPIECE, stop, continues=continues)
+    delivered = "".join(end.push(i) for i in ids)
+    ending = end.finish()
+    assert ending.text == delivered + ending.rest
+    assert SENTENCEPIECE.decode(ending.ids, continues=continues) == ending.text
+    assert ending.ids[: ending.kept] == ids[: ending.kept]
+
+
+PATTERNS = [
+    None,
+    "ab+a",
+    "(?i)BA.",
+    "a(b|é)?a|bbb",
+    "[^a]{3}",
+    "(a|b)\\1",
+    "(?<=b)a",
+    "^a",
+    "a.*é",
+    "a(?=b)",
+    "\\bb",
+    "abé$",
+    "é*b",
+    ".👩",
+]
+atoms = st.sampled_from(["a", "b", "é", ".", "[ab]", "(?:ab|é)", "(b)", "\\1"])
+repeated = st.tuples(atoms, st.sampled_from(["", "", "+", "*", "?", "{2}", "{1,2}?"])).map("".join)
+built = st.lists(repeated, min_size=1, max_size=5).map(lambda parts: "(a|b)" + "".join(parts))
+
+
+@settings(max_examples=500)
+@given(
+    ids=tokens,
+    stop=st.lists(st.sampled_from(["ab", "b", "éa", "bbé"]), max_size=2),
+    pattern=st.one_of(st.sampled_from(PATTERNS), built),
+    min_tokens=st.sampled_from([0, 0, 1, 2, 5]),
+)
+def test_a_regex_and_a_least_length_like_brute_force(
+    ids: list[int], stop: list[str], pattern: str | None, min_tokens: int
+) -> None:
+    """The text ends where a search of every beginning of it first finds a match, however it came in tokens;
+    what was delivered is never taken back."""
+    end = TextEnd(TINY, stop, stop_regex=pattern, min_tokens=min_tokens)
+    first = len(certain(TINY, ids[:min_tokens]))
+    delivered = ""
+    for n, token_id in enumerate(ids, start=1):
+        delivered += end.push(token_id)
+        assert end.stopped == (search(certain(TINY, ids[:n]), stop, pattern, first) is not None)
+        if n <= min_tokens:
+            assert delivered == certain(TINY, ids[:n])
+    text = certain(TINY, ids)
+    ending = end.finish()
+    assert ending.text == text[: search(text, stop, pattern, first)]
+    assert ending.text == delivered + ending.rest
+    assert TINY.decode(ending.ids, continues=True) == ending.text
+
+
+def test_what_can_be_no_match_is_delivered_at_once() -> None:
+    end = TextEnd(TINY, stop_regex="a(bb|é)")
+    ids = [one("b"), one("a"), one("b"), one("a"), one("b"), one("b")]
+    assert [end.push(i) for i in ids] == ["b", "", "", "ab", "", ""]
+    assert end.stopped
+    assert end.finish().text == "bab"
+
+
+def test_a_regex_that_is_not_found_holds_nothing_back_in_the_end() -> None:
+    end = TextEnd(TINY, stop_regex="ab.*é")
+    assert [end.push(one(text)) for text in ("b", "ab", "ba")] == ["b", "", ""]
+    ending = end.finish()
+    assert (ending.text, ending.rest, ending.kept) == ("babba", "abba", 3)
+
+
+@pytest.mark.parametrize("pattern", ["(a|aa)+[éx]", "((a*)*)*[éx]", "(a?){30}a{30}é", "(?=(a+a+)+é)a"])
+def test_a_pattern_that_takes_for_ever_is_refused(pattern: str) -> None:
+    """It would not end before the sun does; the refusal is what ends this test."""
+    end = TextEnd(TINY, stop_regex=pattern, min_tokens=40)
+    for _ in range(40):
+        end.push(one("a"))
+    with pytest.raises(RequestRefused, match="stop_regex takes too long to search for"):
+        push_all(end, "a")
+
+
+def push_all(end: TextEnd, text: str) -> None:
+    """The same token again and again, up to a length that no search of this kind survives."""
+    for _ in range(2000):
+        end.push(one(text))
+
+
+def test_a_pattern_that_costs_a_little_at_each_token_is_refused_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = iter(range(10_000))
+    monkeypatch.setattr(stop_pattern.time, "thread_time", lambda: next(clock) * 0.001)
+    end = TextEnd(TINY, stop_regex="é")
+    # A millisecond each: half of it is a token's share, the rest eats up the burst.
+    for _ in range(98):
+        end.push(one("a"))
+    with pytest.raises(RequestRefused):
+        push_all(end, "a")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "why"),
+    [
+        ("(a", "that the engine takes"),
+        ("a*", "not match the empty text"),
+        ("b|(a?)", "not match the empty text"),
+    ],
+)
+def test_a_pattern_that_makes_no_sense_is_a_bad_argument(pattern: str, why: str) -> None:
+    with pytest.raises(BadArgument, match=f"^gen: stop_regex must .*{why}"):
+        TextEnd(TINY, stop_regex=pattern)
+
+
+@pytest.mark.parametrize("pattern", ["(?:a?|b?){99}(?!)", "(|a|){99}(?<=x)"])
+def test_a_pattern_that_takes_for_ever_on_nothing_harms_nobody(pattern: str) -> None:
+    with contextlib.suppress(RequestRefused):
+        push_all(TextEnd(TINY, stop_regex=pattern), "a")
+
+
+def pushed(ids: list[int], *stop: str) -> tuple[list[str], TextEnd]:
+    end = TextEnd(TINY, stop)
+    return [end.push(i) for i in ids], end
+
+
+def one(text: str) -> int:
+    """The id of the token that is all of ``text``."""
+    return next(i for i in range(TINY.vocab_size) if TINY.token_bytes(i) == text.encode())
+
+
+def test_a_stop_inside_one_token() -> None:
+    deltas, end = pushed([one("a"), one("abab"), one("a")], "ba")
+    assert deltas == ["a", "a", ""]
+    assert end.stopped
+    ending = end.finish()
+    assert (ending.text, ending.kept) == ("aa", 1)
+    assert ending.ids == [one("a"), one("a")]
+
+
+def test_a_stop_over_several_tokens_takes_back_the_first_of_them() -> None:
+    deltas, end = pushed([one("a"), one("ab"), one("ba")], "bb")
+    assert deltas == ["a", "a", ""]
+    assert end.finish().ids == [one("a"), one("a")]
+
+
+def test_what_could_be_a_stop_is_held_back_and_delivered_when_it_is_none() -> None:
+    deltas, end = pushed([one("a"), one("b"), one("b")], "aba", "bbb")
+    assert deltas == ["", "", "a"]
+    assert not end.stopped
+    ending = end.finish()
+    assert (ending.text, ending.rest, ending.kept) == ("abb", "bb", 3)
+
+
+def test_of_two_stops_at_the_same_character_the_longer_one() -> None:
+    assert pushed([one("a"), one("a"), one("b")], "b", "ab")[1].finish().text == "a"
+
+
+def test_a_stop_that_is_complete_first_wins_however_the_tokens_fall() -> None:
+    """``abab`` begins first, ``b`` is complete first."""
+    for ids in ([one("abab")], [one("ab"), one("ab")], [one("a"), one("b"), one("ab")]):
+        assert pushed(ids, "abab", "b")[1].finish().text == "a"
+
+
+def test_a_stop_at_the_very_start_leaves_nothing() -> None:
+    deltas, end = pushed([one("ab")], "ab")
+    ending = end.finish()
+    assert (deltas, ending.ids, ending.text, ending.kept) == ([""], [], "", 0)
+
+
+def test_half_a_character_at_the_end_is_dropped() -> None:
+    half = next(i for i in range(TINY.vocab_size) if TINY.token_bytes(i) == "é".encode()[:1])
+    deltas, end = pushed([one("a"), half])
+    ending = end.finish()
+    assert (deltas, ending.text, ending.ids) == (["a", ""], "a", [one("a")])
+
+
+def test_a_token_that_ends_one_character_and_begins_another() -> None:
+    """The part of it that is whole is kept, as new ids."""
+    first, second = "é".encode()
+    spec = small_tokenizers.byte_level_of(["é"])
+    chars = {data: char for char, data in _alphabet().items()}
+    straddling = chars[second] + chars[first]
+    spec["model"]["vocab"][straddling] = len(spec["model"]["vocab"])
+    spec["model"]["merges"].append([chars[second], chars[first]])
+    tokenizer = Tokenizer(spec)
+    lead = tokenizer.id_of(chars[first])
+    both = tokenizer.id_of(straddling)
+    assert lead is not None
+    assert both is not None
+    end = TextEnd(tokenizer)
+    assert [end.push(i) for i in (lead, both)] == ["", "é"]
+    ending = end.finish()
+    assert (ending.text, ending.kept, ending.ids) == ("é", 0, tokenizer.encode("é"))
+
+
+def test_broken_bytes_in_the_middle_stay() -> None:
+    half = next(i for i in range(TINY.vocab_size) if TINY.token_bytes(i) == "é".encode()[:1])
+    deltas, end = pushed([one("a"), half, one("b")])
+    ending = end.finish()
+    assert (deltas, ending.text) == (["a", "", "\ufffdb"], "a\ufffdb")
+    assert ending.ids == [one("a"), half, one("b")]
+
+
+@pytest.mark.parametrize("stop", [(), ("x",)])
+def test_no_tokens_at_all(stop: tuple[str, ...]) -> None:
+    ending = TextEnd(TINY, stop).finish()
+    assert (ending.ids, ending.text, ending.kept, ending.rest) == ([], "", 0, "")
+
+
+def _alphabet() -> dict[str, int]:
+    """Which character of the byte-level alphabet stands for which byte."""
+    written = {i: char for char, i in small_tokenizers.byte_level_of([])["model"]["vocab"].items()}
+    found = {}
+    for token_id in range(TINY.vocab_size):
+        data = TINY.token_bytes(token_id)
+        if len(data) == 1:
+            found[written[token_id]] = data[0]
+    return found

@@ -1,0 +1,164 @@
+"""Limits of tokens: of a state with its forks, of several at once, of a session."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.observed_backends import Noted, Spoken, assert_left_nothing
+
+import agentflow as af
+
+pytestmark = pytest.mark.anyio
+
+
+def words(count: int) -> str:
+    return " ".join(["w"] * count)
+
+
+async def test_a_gen_is_cut_where_the_budget_ends_and_that_is_no_value():
+    backend = af.Scripted([words(10)])
+    noted = Noted(backend)
+    async with af.session(backend=noted) as flow, flow.state() as s:
+        s.limit(output_tokens=4)
+        s += af.gen("x", max_tokens=100)
+        with pytest.raises(af.BudgetExceeded, match="the 4 output tokens that were allowed are used up"):
+            await s["x"]
+        assert s["x"].text == words(4)
+    assert_left_nothing(backend)
+
+
+@pytest.mark.parametrize("max_tokens", [4, 100])
+async def test_what_fits_a_budget_is_a_value_and_what_comes_next_is_not(max_tokens):
+    backend = af.Scripted([words(4), words(1)])
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        s.limit(output_tokens=4)
+        s += af.gen("x", max_tokens=max_tokens)
+        assert await s["x"] == words(4)
+        s += af.gen("y")
+        with pytest.raises(af.BudgetExceeded, match="the 4 output tokens"):
+            await s["y"]
+    assert_left_nothing(backend)
+
+
+async def test_a_select_and_what_no_model_wrote_take_nothing_of_a_budget():
+    backend = af.Scripted(["yes", words(2)])
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        s.limit(output_tokens=2)
+        s += "a lot of text that is not generated" + af.select("c", ["yes", "no"])
+        s.set("q", "more of it than two words")
+        s += af.gen("x")
+        assert await s["x"] == words(2)
+        await s
+
+
+async def test_forks_share_the_budget_of_their_parent():
+    backend = af.Scripted(lambda prompt: words(3))
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        before = s.copy()
+        s.limit(output_tokens=7)
+        after = s.copy()
+        leaf = after.copy()
+        for state in (before, leaf):
+            state += af.gen("x")
+            assert await state["x"] == words(3)
+        after += af.gen("x")
+        s += af.gen("x")
+        for state in (after, s):  # one of the two is cut, and the other finds nothing left
+            await state.settled()
+        assert sorted([state.error is None for state in (after, s)]) == [False, False]
+    assert_left_nothing(backend)
+
+
+async def test_several_that_run_at_once_are_told_at_their_end():
+    backend = Spoken(lambda prompt: words(3))
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        s.limit(output_tokens=4)
+        branches = s.fork(2)
+        for branch in branches:
+            branch += af.gen("x", max_tokens=3)
+        await backend.allow(6)
+        ends = []
+        for branch in branches:
+            try:
+                ends.append(await branch["x"])
+            except af.BudgetExceeded as error:
+                ends.append(type(error))
+        assert sorted(ends, key=str) == [af.BudgetExceeded, words(3)]
+    assert_left_nothing(backend)
+
+
+async def test_the_tightest_of_several_limits_holds():
+    backend = af.Scripted(lambda prompt: words(3))
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        s.limit(output_tokens=100)
+        s.limit(deadline_s=3600)
+        branch = s.copy()
+        branch.limit(output_tokens=5)
+        branch += af.gen("x")
+        assert await branch["x"] == words(3)
+        branch += af.gen("y")
+        with pytest.raises(af.BudgetExceeded, match="the 5 output tokens"):
+            await branch["y"]
+        s += af.gen("x")
+        assert await s["x"] == words(3)
+
+
+async def test_a_limit_holds_for_what_is_running():
+    backend = Spoken([words(3)])
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        s += af.gen("x")
+        await backend.allow(1)
+        s.limit(output_tokens=2)
+        await backend.allow(2)
+        with pytest.raises(af.BudgetExceeded, match="the 2 output tokens"):
+            await s["x"]
+    assert_left_nothing(backend)
+
+
+# The session
+
+
+async def test_a_limit_of_the_session_holds_for_all_states_and_those_to_come():
+    backend = af.Scripted(lambda prompt: words(3))
+    async with af.session(backend=backend) as flow, flow.state() as first:
+        orphan = first.copy()
+        inner = orphan.copy()
+        await inner
+        # A client may close a state whose forks go on.
+        flow.forget(orphan)
+        flow.limit(output_tokens=6)
+        inner += af.gen("x")
+        assert await inner["x"] == words(3)
+        async with flow.state() as second:
+            second += af.gen("x")
+            assert await second["x"] == words(3)
+            second += af.gen("y")
+            with pytest.raises(af.BudgetExceeded):
+                await second["y"]
+        first += af.gen("x")
+        with pytest.raises(af.BudgetExceeded):
+            await first["x"]
+
+
+@given(
+    budgets=st.lists(st.integers(0, 12), min_size=1, max_size=3),
+    sizes=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=6),
+)
+async def test_one_after_the_other_exactly_what_is_allowed_is_spent(budgets, sizes):
+    """``sizes``: of each gen the words it would say, and its ``max_tokens``."""
+    backend = af.Scripted([words(count) for count, _ in sizes])
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        for budget in budgets:
+            s.limit(output_tokens=budget)
+        left = min(budgets)
+        for index, (count, most) in enumerate(sizes):
+            wanted = min(count, most)
+            s += af.gen(f"x{index}", max_tokens=most)
+            if wanted > left or left == 0:
+                with pytest.raises(af.BudgetExceeded):
+                    await s[f"x{index}"]
+                break
+            assert await s[f"x{index}"] == words(wanted)
+            left -= wanted
+    assert_left_nothing(backend)

@@ -1,0 +1,393 @@
+"""Whole conversations at the beginning of a state, and replies after them, as programs write them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Annotated, Any
+
+import msgspec
+import pytest
+from support.fake_engine import FakeEngine
+from support.observed_backends import Dribbling
+
+import agentflow as af
+from agentflow.protocol import ops
+from agentflow.protocol.chat import Conversation, ToolChoice, ToolSpec
+
+pytestmark = pytest.mark.anyio
+
+ASKED = [{"role": "user", "content": "Is it cold in Oslo?"}]
+CALL = af.CalledTool("call_1", "weather", '{"city": "Oslo"}')
+CALLED = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": CALL.arguments}}
+LATER = [
+    *ASKED,
+    {"role": "assistant", "content": None, "tool_calls": [CALLED]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "3 degrees"},
+]
+
+
+def weather(city: str, days: Annotated[int, msgspec.Meta(ge=1)] = 1) -> str:
+    """The weather in a city."""
+    return f"rain in {city} for {days}"
+
+
+def written(*messages: Any, **options: Any) -> Conversation:
+    return af.conversation([*messages], **options).conversation
+
+
+def scripted(*answers: object) -> af.Session:
+    return af.session(backend=af.Scripted(answers), seed=1)
+
+
+# What is made of messages and tools
+
+
+def test_messages_as_openai_has_them_are_those_of_ours():
+    assert written(*LATER).messages == (
+        af.Message("user", "Is it cold in Oslo?"),
+        af.Message("assistant", "", tool_calls=(CALL,)),
+        af.Message("tool", "3 degrees", tool_call_id="call_1"),
+    )
+    assert written(af.Message("system", "Be brief.")).messages == (af.Message("system", "Be brief."),)
+
+
+def test_tools_are_functions_schemas_or_specs():
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    as_function = {"type": "function", "function": {"name": "b", "description": "B.", "parameters": schema}}
+    spec = ToolSpec("c", "C.", {})
+    told = written(tools=[weather, as_function, spec]).tools
+    assert told[1:] == (ToolSpec("b", "B.", schema), spec)
+    assert (told[0].name, told[0].description) == ("weather", "The weather in a city.")
+    assert told[0].parameters["properties"] == {
+        "city": {"type": "string"},
+        "days": {"type": "integer", "minimum": 1},
+    }
+    assert told[0].parameters["required"] == ["city"]
+
+
+def test_the_types_of_a_tools_parameters_are_defined_in_its_schema():
+    class Place(msgspec.Struct):
+        city: str
+
+    def at(place: Place) -> str:
+        """What is there."""
+        return place.city
+
+    at.__annotations__["place"] = Place
+    [told] = written(tools=[at]).tools
+    assert told.parameters["properties"] == {"place": {"$ref": "#/$defs/Place"}}
+    assert told.parameters["$defs"]["Place"]["required"] == ["city"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ("auto", ToolChoice("auto", None, parallel=False)),
+        ("required", ToolChoice("required", None, parallel=False)),
+        ("none", ToolChoice("none", None, parallel=False)),
+        ("weather", ToolChoice("required", "weather", parallel=False)),
+        (ToolChoice("none"), ToolChoice("none")),
+    ],
+)
+def test_the_choice_is_a_word_or_a_tools_name(choice, expected):
+    assert written(tools=[weather], choice=choice, parallel=False).choice == expected
+
+
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [
+        (7, "conversation must be a list of messages, not 7"),
+        ([7], "conversation: 7 is no message: Expected `object`, got `int`"),
+        ([{"content": "x"}], "is no message: Object missing required field `role`"),
+        ([{"role": "user", "content": ["x"]}], "is no message: Expected `str | null`, got `array`"),
+        ([{"role": "user", "text": "x"}], "is no message: Object contains unknown field `text`"),
+        ([{"role": "judge", "content": "x"}], "there is no role 'judge' (there are: system, user, assi"),
+        ([af.Message("judge", "x")], "there is no role 'judge'"),
+        ([{"role": "user", "tool_calls": [CALLED]}], "a user message calls no tools: an assistant's does"),
+    ],
+)
+def test_what_is_no_message_is_refused_at_once(messages, why):
+    with pytest.raises(af.BadArgument) as caught:
+        af.conversation(messages)
+    assert why in str(caught.value)
+
+
+# In a program
+
+
+async def test_a_reply_is_its_prose_and_its_calls():
+    prompts = []
+
+    def script(prompt: str) -> af.Reply:
+        prompts.append(prompt)
+        return af.Reply("I look.", (CALL,))
+
+    async with af.session(backend=af.Scripted(script)) as flow, flow.state() as s:
+        s += af.conversation(ASKED, tools=[weather]) + af.reply("answer")
+        reply = await s["answer"]
+        assert (reply.text, reply.tool_calls) == ("I look.", (CALL,))
+        assert reply.message() == af.Message("assistant", "I look.", generated=True, tool_calls=(CALL,))
+    assert prompts == ["<user>Is it cold in Oslo?</user><assistant>"]
+
+
+async def test_a_reply_comes_as_it_is_said():
+    """Its prose by iteration; with its calls by ``partials``; both from the start, whenever one reads."""
+    said = af.Reply("It is cold, so take a coat.", (CALL,))
+    async with af.session(backend=Dribbling(af.Scripted([said]))) as flow, flow.state() as s:
+        s += af.conversation(ASKED, tools=[weather]) + af.reply("answer")
+        replies = [reply async for reply in s["answer"].partials()]
+        assert len(replies) > 2
+        assert replies[-1] == said == await s["answer"]
+        for before, after in itertools.pairwise(replies):
+            assert after != before
+            assert after.text.startswith(before.text)
+            assert len(after.tool_calls) >= len(before.tool_calls)
+        assert [reply async for reply in s["answer"].partials()] == [said]
+        assert "".join([text async for text in s["answer"]]) == s["answer"].text == said.text
+        assert s["answer"].tool_calls == (CALL,)
+
+
+async def test_a_reply_that_says_nothing_is_one_all_the_same():
+    async with scripted(af.Reply("")) as flow, flow.state() as s:
+        s += af.conversation(ASKED) + af.reply("answer")
+        assert [text async for text in s["answer"]] == []
+        assert [reply async for reply in s["answer"].partials()] == [af.Reply("")]
+
+
+@pytest.mark.parametrize("dribbles", [False, True])
+async def test_the_text_of_a_reply_is_its_prose_wherever_a_text_is_wanted(dribbles):
+    """In f-strings, sums, ``set``, transforms, ``join``, events: in the interpreter and in the frontend."""
+    said, prose = af.Reply('I "look"\nit up.', (CALL,)), 'I "look"\nit up.'
+    prompts = []
+
+    def script(prompt: str) -> af.Reply | str:
+        prompts.append(prompt)
+        return said if prompt.endswith("<assistant>") else "fine"
+
+    @af.program
+    async def use(s: af.State) -> None:
+        async with s.fork(1) as branches:
+            branches[0].add(af.conversation(ASKED, tools=[weather])).add(af.reply("answer"))
+        answer = branches[0]["answer"]
+        s += f"1 {answer} 2 " + answer + answer.upper() + " 3 " + s.set("copy", answer) + " 4 "
+        s.join(branches)
+        s += " 5 " + af.gen("x")
+        await s
+        assert await answer.first_line() == 'I "look"'
+        assert (await answer.whole_text(), answer.text) == (prose, prose)
+
+    backend = af.Scripted(script)
+    async with af.session(backend=Dribbling(backend) if dribbles else backend) as flow:
+        events = [event async for event in flow.stream(use)]
+        asked = "Is it cold in Oslo?"
+        assert prompts[-1] == f"1 {prose} 2 {prose}{prose.upper()} 3 {prose} 4 {asked}{prose} 5 "
+        assert (
+            "".join([e.text for e in events if isinstance(e, af.TextDelta) and e.name == "answer"]) == prose
+        )
+        [done] = [e for e in events if isinstance(e, af.VariableDone) and e.name == "answer"]
+        assert (done.value, done.tool_calls) == (prose, (CALL,))
+        async with flow.state() as s:
+            s += af.conversation(ASKED, tools=[weather]) + af.reply("answer")
+            await s["answer"]
+        async with flow.state() as t:  # the state of what it refers to has ended
+            t += f"[{s['answer']}]"
+            assert await t.text() == f"[{prose}]"
+
+
+async def test_tool_calls_stand_in_the_messages_and_these_begin_another_state():
+    messages = [
+        {"role": "user", "content": "Is it cold?"},
+        af.Message("assistant", "", tool_calls=(CALL,)).as_dict(),
+        {"role": "tool", "content": "-3", "tool_call_id": CALL.id, "name": "weather"},
+    ]
+    other = af.CalledTool("call_2", "weather", '{"city": "Bergen"}')
+    async with scripted(af.Reply("And there?", (other,)), "x") as flow, flow.state() as s:
+        s += af.conversation(messages, tools=[weather]) + af.reply("answer")
+        s.end()
+        s += af.user("So: ", s["answer"])  # a text, not its calls
+        told = await s.messages()
+        assert told[:3] == messages
+        assert told[3:] == [
+            {
+                "role": "assistant",
+                "content": "And there?",
+                "tool_calls": [
+                    {
+                        "id": "call_2",
+                        "type": "function",
+                        "function": {"name": "weather", "arguments": '{"city": "Bergen"}'},
+                    }
+                ],
+            },
+            {"role": "user", "content": "So: And there?"},
+        ]
+        async with flow.state() as t:
+            t += af.conversation(told)
+            assert (await t.messages())[:-1] == told
+            assert await t.text() == await s.text() + "<assistant>"
+        branch = s.copy()
+        assert await branch.messages() == told
+
+
+async def test_messages_raise_why_a_reply_failed():
+    async with scripted(af.EngineFailed("no")) as flow, flow.state() as s:
+        s += af.conversation(ASKED) + af.reply("answer")
+        with pytest.raises(af.EngineFailed, match="no"):
+            await s.messages()
+
+
+async def test_a_conversation_goes_on():
+    """The loop of an agent: a reply's calls are answered, and the next reply knows of it."""
+    prompts = []
+
+    def script(prompt: str) -> af.Reply:
+        prompts.append(prompt)
+        return af.Reply("", (CALL,)) if len(prompts) == 1 else af.Reply("Yes.")
+
+    messages = [af.Message("user", "Is it cold in Oslo?")]
+    async with af.session(backend=af.Scripted(script)) as flow:
+        while True:
+            async with flow.state() as s:
+                s += af.conversation(messages, tools=[weather]) + af.reply("answer")
+                reply = await s["answer"]
+            messages.append(reply.message())
+            if not reply.tool_calls:
+                break
+            for call in reply.tool_calls:
+                result = weather(**json.loads(call.arguments))
+                messages.append(af.Message("tool", result, tool_call_id=call.id))
+    assert reply.text == "Yes."
+    assert prompts[1].endswith(
+        f"<assistant><call weather>{CALL.arguments}</call></assistant>"
+        "<tool>rain in Oslo for 1</tool><assistant>"
+    )
+
+
+async def test_gen_goes_on_in_the_assistants_turn_and_the_turn_can_be_ended():
+    async with scripted("cold, and", "Bring a coat.") as flow, flow.state() as s:
+        s += af.conversation([*ASKED, {"role": "assistant", "content": "It is "}])
+        s += af.gen("how")
+        s.end()
+        s += af.user("So?") + af.assistant(af.gen("advice"))
+        assert await s["advice"] == "Bring a coat."
+        assert await s.text() == (
+            "<user>Is it cold in Oslo?</user><assistant>It is cold, and</assistant>"
+            "<user>So?</user><assistant>Bring a coat.</assistant>"
+        )
+        assert await s.messages() == [
+            {"role": "user", "content": "Is it cold in Oslo?"},
+            {"role": "assistant", "content": "It is cold, and"},
+            {"role": "user", "content": "So?"},
+            {"role": "assistant", "content": "Bring a coat."},
+        ]
+
+
+async def test_several_replies_are_a_fork():
+    async with scripted("One.", "Two.", "Three.") as flow, flow.state() as s:
+        s += af.conversation(ASKED)
+        async with s.fork(3) as branches:
+            for branch in branches:
+                branch += af.reply("answer")
+        assert sorted([(await branch["answer"]).text for branch in branches]) == ["One.", "Three.", "Two."]
+
+
+async def test_what_was_cut_is_a_reply_too():
+    schema = {"type": "object"}
+    async with scripted('{"a": 1} ', "Some more words.") as flow, flow.state() as s:
+        async with s.fork(2) as (one, two):
+            one += af.conversation(ASKED) + af.reply("a", schema=schema, max_tokens=1)
+            await one["a"].settled()
+            two += af.conversation(ASKED) + af.reply("b", max_tokens=2)
+        assert (await one["a"]).text == '{"a":'
+        assert (await two["b"]).text == "Some more"
+        assert two["b"].finish_reason == "length"
+
+
+async def test_a_conversation_begins_a_state():
+    async with scripted("x") as flow, flow.state() as s:
+        why = "a conversation begins a state: append it first, and nothing before it"
+        with pytest.raises(af.BadArgument, match=why):
+            s += "Hello." + af.conversation(ASKED)
+        with pytest.raises(af.BadArgument, match=why):
+            s += af.user("Hello.") + af.conversation(ASKED)
+        s += af.conversation(ASKED)
+        branch = s.copy()
+        with pytest.raises(af.BadArgument, match=why):
+            branch += af.conversation(ASKED)
+        with pytest.raises(af.BadArgument, match="the assistant turn is open"):
+            s += af.user("More.")
+
+
+@pytest.mark.parametrize(
+    ("op", "why"),
+    [
+        (
+            ops.Converse(1, Conversation((af.Message("judge", "x"),))),
+            "conversation: there is no role 'judge' (there are: system, user, assistant, tool)",
+        ),
+        (
+            ops.Converse(1, Conversation((af.Message("user", "x", tool_calls=(CALL,)),))),
+            "conversation: a user message calls no tools: an assistant's does",
+        ),
+    ],
+)
+async def test_a_backend_refuses_what_the_frontend_would_have(op, why):
+    async with scripted("x") as flow, flow.state() as s:
+        flow._connection.send([ops.Converse(s.id, op.conversation)])
+        s += af.gen("x")
+        with pytest.raises(af.RunFailed) as caught:
+            await s["x"]
+        assert type(caught.value.__cause__) is af.BadArgument
+        assert str(caught.value.__cause__) == why
+
+
+async def test_a_reply_records_and_replays(tmp_path):
+    path = tmp_path / "run.jsonl"
+    backend = af.Scripted([af.Reply("I look.", (CALL,))])
+
+    async def ask(flow: af.Session) -> af.Reply:
+        async with flow.state() as s:
+            s += af.conversation(ASKED, tools=[weather], choice="required") + af.reply("answer")
+            return await s["answer"]
+
+    async with af.session(backend=backend, record=path) as flow:
+        said = await ask(flow)
+    async with af.session(backend=af.Replay(path)) as flow:
+        assert await ask(flow) == said
+
+
+async def test_a_traced_conversation_is_a_graph():
+    @af.program
+    async def ask(s: af.State, name: str) -> str:
+        s += af.conversation(ASKED) + "He is " + af.gen("a")
+        s.end()
+        s += af.user("And ", name, "?") + af.assistant(af.gen("b"))
+        return await s["b"]
+
+    graph = ask.trace()
+    async with scripted("cold.", "Warm.") as flow:
+        assert await flow.submit(graph, {"name": "Rome"}) == "Warm."
+    assert "conversation" in str(graph.draw())
+
+
+# On an engine
+
+
+async def test_an_engine_is_given_what_turns_would_be():
+    engine = FakeEngine()
+    async with af.session(backend=engine, seed=1) as flow, flow.state() as s, flow.state() as twin:
+        s += af.conversation([{"role": "system", "content": "Be brief."}, *ASKED])
+        s += af.reply("answer", max_tokens=12)
+        twin += af.system("Be brief.") + af.user(ASKED[0]["content"])
+        async with twin.assistant():
+            twin += af.gen("answer", max_tokens=12)
+            assert (await s["answer"]).text == await twin["answer"]
+            assert await s.token_ids() == await twin.token_ids()
+
+
+async def test_an_engine_refuses_tools_that_it_cannot_keep():
+    async with af.session(backend=FakeEngine()) as flow, flow.state() as s:
+        s += af.conversation(ASKED, tools=[weather], choice="required") + af.reply("answer")
+        with pytest.raises(af.NotSupported, match="cannot generate under a constraint of the kind 'tags'"):
+            await s["answer"]

@@ -1,0 +1,110 @@
+"""Every public name says what it is and shows it: docstrings are there, and their examples run."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from support.fake_engine import FakeEngine
+from support.language.docstring_examples import (
+    SCRIPT,
+    examples_in,
+    names,
+    open_names,
+    public_members,
+    run_examples,
+)
+
+import agentflow as af
+from agentflow.backends.local import Embedded
+from agentflow.backends.remote import Remote
+from agentflow.errors import AgentflowError
+
+PUBLIC: dict[str, Any] = {name: getattr(af, name) for name in af.__all__}
+CLASSES = {name: public for name, public in PUBLIC.items() if inspect.isclass(public)}
+FUNCTIONS = {name: public for name, public in PUBLIC.items() if inspect.isfunction(public)}
+MEMBERS = {f"{name}.{inner}": member for name in CLASSES for inner, member in public_members(CLASSES[name])}
+DOCUMENTED = {**CLASSES, **FUNCTIONS, **MEMBERS}
+WITH_EXAMPLES = {
+    name: inspect.getdoc(public) or ""
+    for name, public in DOCUMENTED.items()
+    if examples_in(inspect.getdoc(public) or "")
+}
+# What a script has not: an engine shows these, on a runner that makes tokens up.
+OF_TOKENS = {"State.token_ids", "TokenLogprob", "Variable.logprobs", "Variable.top_logprobs"}
+# These wait for their result by themselves, and refuse to inside of an event loop.
+SYNCHRONOUS = {"run", "map"}
+
+
+@pytest.fixture(autouse=True)
+def _prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Sessions that an example opens run on the script too; the files that examples read are there."""
+    for backend in (Embedded, Remote):
+        monkeypatch.setattr(backend, "connect", af.Scripted(SCRIPT).connect)
+    monkeypatch.delenv("AGENTFLOW_URL", raising=False)
+    (tmp_path / "chart.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    monkeypatch.chdir(tmp_path)
+
+
+def test_every_public_name_has_a_docstring():
+    missing = [name for name, public in DOCUMENTED.items() if not inspect.getdoc(public)]
+    # A struct without one would show its base's.
+    missing += [name for name, public in CLASSES.items() if not public.__dict__.get("__doc__")]
+    assert missing == []
+
+
+def test_every_public_name_has_an_example():
+    """A method may be shown by its class, and an error by its base or by those under it. What a docstring
+    calls "For …" is not for programs."""
+    missing = []
+    for name, public in DOCUMENTED.items():
+        owner, _, member = name.partition(".")
+        shown = WITH_EXAMPLES.get(owner, "") if member else ""
+        is_inner = member and re.search(r"\bFor [^.]+\.$", inspect.getdoc(public) or "")
+        if not (name in WITH_EXAMPLES or is_inner or f".{member}" in shown or _is_shown_nearby(public)):
+            missing.append(name)
+    assert missing == []
+
+
+def _is_shown_nearby(public: Any) -> bool:
+    if not inspect.isclass(public) or not issubclass(public, AgentflowError):
+        return False
+    bases = [base for base in public.__mro__[1:] if issubclass(base, AgentflowError)]
+    nearby = [base for base in bases if base is not AgentflowError] + public.__subclasses__()
+    return any(examples_in(error.__doc__ or "") for error in nearby)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("name", [name for name in WITH_EXAMPLES if name not in SYNCHRONOUS])
+async def test_examples_run(name: str):
+    with anyio.fail_after(20):
+        backend = FakeEngine() if name in OF_TOKENS else af.Scripted(SCRIPT)
+        async with open_names(backend) as namespace:
+            await run_examples(examples_in(WITH_EXAMPLES[name]), namespace)
+
+
+@pytest.mark.parametrize("name", sorted(SYNCHRONOUS))
+def test_synchronous_examples_run(name: str):
+    running = run_examples(examples_in(WITH_EXAMPLES[name]), names())
+    with pytest.raises(StopIteration):  # it never waits: there is no loop that it could wait in
+        running.send(None)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ">>> 1 + 1\n3",
+        ">>> 1  # raises BadArgument",
+        ">>> af.gen('')  # raises NotSupported",
+        ">>> 1\nTraceback (most recent call last):\nBadArgument: ...",
+        ">>> af.gen('')\nTraceback (most recent call last):\nBadArgument: another message",
+    ],
+)
+async def test_wrong_examples_are_noticed(wrong: str):
+    with pytest.raises(AssertionError, match=r"raises nothing|shows"):
+        await run_examples(examples_in(wrong), names())

@@ -1,0 +1,313 @@
+"""Forks: independent states that share what came before; as a task group, branches that fail together."""
+
+import anyio
+import pytest
+from support.observed_backends import Noted, Spoken, assert_left_nothing, settle
+
+import agentflow as af
+from agentflow.protocol import ops
+
+pytestmark = pytest.mark.anyio
+
+
+def echo(prompt: str) -> str | Exception:
+    """Answers with the prompt; a prompt that ends in ``!`` fails."""
+    return af.EngineFailed(f"cannot answer {prompt}") if prompt.endswith("!") else f"<{prompt}>"
+
+
+@pytest.mark.parametrize("count", [0, -1, True, False, 1.0, "2", None])
+async def test_a_fork_needs_a_number_of_branches(count):
+    noted = Noted(af.Scripted(echo))
+    async with af.session(backend=noted) as flow, flow.state() as s:
+        with pytest.raises(af.BadArgument, match=r"fork\(.*say how many branches, 1 or more"):
+            s.fork(count)
+        assert noted.ops == [ops.Open(s.id)]
+
+
+async def test_branches_go_on_from_where_the_state_was_and_each_for_itself():
+    async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
+        s += "a"
+        branches = s.fork(2)
+        s += "b" + af.gen("own")
+        for letter, branch in zip("xy", branches, strict=True):
+            branch += letter + af.gen("own")
+        late = s.fork(1)[0]
+        late += af.gen("late")
+        assert [await b["own"] for b in branches] == ["<ax>", "<ay>"]
+        assert await s["own"] == "<ab>"
+        assert await late["late"] == "<ab<ab>>"
+        assert isinstance(branches, list)
+        assert [b.path for b in (s, *branches, late)] == [(), (0,), (1,), (2,)]
+
+
+async def test_branches_know_the_names_of_their_parent_and_may_take_them_for_themselves():
+    async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
+        s += "1" + af.gen("x") + "2" + af.gen("y")
+        first, second = s.fork(2)
+        assert first["x"] is second["x"] is s["x"]
+        first += "3" + af.gen("x")
+        s += "4" + af.gen("y")
+        assert len({id(state["x"]) for state in (s, first, second)}) == 2
+        assert first["x"] is not s["x"] is second["x"]
+        assert first["y"] is second["y"] is not s["y"]
+        assert [v.name for v in first.variables] == ["x"]
+        assert await first["x"] == "<1<1>2<1<1>2>3>"
+        second += af.gen("only here")
+        assert "only here" not in s
+        assert "only here" not in first
+
+
+async def test_forks_of_forks():
+    async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
+        s += "r"
+        leaves = []
+        for i, branch in enumerate(s.fork(2)):
+            branch += str(i)
+            for j, leaf in enumerate(branch.fork(2)):
+                leaf += str(j) + af.gen("x")
+                leaves.append(leaf)
+        assert [await leaf["x"] for leaf in leaves] == ["<r00>", "<r01>", "<r10>", "<r11>"]
+        assert [leaf.path for leaf in leaves] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+async def test_leaving_the_block_seals_the_branches_and_does_not_wait():
+    backend = Spoken({"": "one two"})
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        async with s.fork(2) as branches:
+            for branch in branches:
+                branch += af.gen("x")
+        assert not branches[0]["x"].is_done
+        for use in (lambda: branches[0].add("more"), lambda: branches[1].fork(1)):
+            with pytest.raises(af.StateClosed, match="was sealed when its fork's block was left"):
+                use()
+        s += "goes on"
+        await backend.allow(4)
+        assert [await branch["x"] for branch in branches] == ["one two"] * 2
+
+
+async def test_awaiting_the_branches_waits_for_all_and_asks_for_all_at_once():
+    backend = Spoken({"": "one two"})
+    noted = Noted(backend)
+    async with af.session(backend=noted) as flow, flow.state() as s:
+        async with s.fork(3) as branches:
+            for branch in branches:
+                branch += af.gen("x") + "end"
+        steps = []
+
+        async def wait():
+            await branches
+            steps.append("all")
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(wait)
+            await settle()
+            assert [op.state for op in noted.of(ops.Await)] == [branch.id for branch in branches]
+            await backend.allow(5)
+            assert steps == []
+            await backend.allow(1)
+        assert steps == ["all"]
+
+
+async def test_a_failed_branch_cancels_its_siblings_and_fails_its_parent_with_the_cause():
+    async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
+        s += "p"
+        async with s.fork(3) as branches:
+            branches[0] += many_words(200) + af.gen("x")
+            branches[1] += "!" + af.gen("x") + af.gen("next")
+            branches[2] += many_words(200) + af.gen("x")
+        await branches[1]["x"].settled()
+        s += af.gen("own")
+        with pytest.raises(af.RunFailed, match="branch 1 of a fork failed: cannot answer p!") as failure:
+            await s
+        assert isinstance(failure.value.__cause__, af.EngineFailed)
+        with pytest.raises(af.EngineFailed, match="cannot answer p!"):
+            await branches[1]["x"]
+        with pytest.raises(af.RunFailed, match="'next' was not generated"):
+            await branches[1]["next"]
+        for sibling in (branches[0], branches[2]):
+            for wait in (sibling, sibling["x"]):
+                with pytest.raises(af.Cancelled, match="branch 1 of its fork failed") as cancelled:
+                    await wait
+                assert isinstance(cancelled.value.__cause__, af.EngineFailed)
+        with pytest.raises(af.RunFailed, match="'own' was not generated: branch 1"):
+            await s["own"]
+
+
+def many_words(num_words: int) -> str:
+    """A text that takes a while to say again."""
+    return "word " * num_words
+
+
+async def test_a_failure_inside_nested_groups_goes_up_to_the_root():
+    async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
+        async with s.fork(2) as outer:
+            async with outer[0].fork(2) as inner:
+                inner[1] += "!" + af.gen("x")
+                inner[0] += many_words(200) + af.gen("x")
+            outer[1] += many_words(200) + af.gen("x")
+        await inner[1]["x"].settled()
+        for state, message in (
+            (s, "branch 0 of a fork failed: branch 1 of a fork failed: cannot answer !"),
+            (outer[0], "branch 1 of a fork failed: cannot answer !"),
+        ):
+            with pytest.raises(af.RunFailed) as failure:
+                await state
+            assert str(failure.value) == message
+            assert isinstance(failure.value.__cause__, af.EngineFailed)
+        for cancelled in (inner[0]["x"], outer[1]["x"]):
+            with pytest.raises(af.Cancelled):
+                await cancelled
+
+
+async def test_a_failure_takes_the_forks_of_the_siblings_along():
+    async with af.session(backend=Spoken(echo)) as flow, flow.state() as s:
+        async with s.fork(2) as branches:
+            grandchild = branches[0].fork(1)[0]
+            grandchild += many_words(3) + af.gen("x")
+            branches[1] += "!" + af.gen("x")
+        with pytest.raises(af.Cancelled):
+            await grandchild["x"]
+
+
+async def test_cancelling_a_branch_leaves_its_siblings_and_its_parent_alone():
+    backend = Spoken({"": "one two"})
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        async with s.fork(2) as branches:
+            for branch in branches:
+                branch += af.gen("x")
+            await backend.allow(1)
+            branches[0].cancel()
+        s += af.gen("own")
+        await backend.allow(4)
+        assert await branches[1]["x"] == "one two"
+        assert await s["own"] == "one two"
+        await s
+        with pytest.raises(af.Cancelled):
+            await branches[0]["x"]
+        with pytest.raises(af.Cancelled):
+            await branches
+
+
+async def test_a_gen_that_was_cancelled_by_its_backend_is_no_failure_of_its_group():
+    script = {"first": af.Cancelled("by the backend"), "second": "answer"}
+    async with af.session(backend=af.Scripted(script)) as flow, flow.state() as s:
+        async with s.fork(2) as branches:
+            for text, branch in zip(script, branches, strict=True):
+                branch += text + af.gen("x")
+        with pytest.raises(af.Cancelled, match="by the backend"):
+            await branches[0]["x"]
+        assert await branches[1]["x"] == "answer"
+        await s
+
+
+async def test_cancelling_the_parent_cancels_what_was_forked_from_it():
+    async with af.session(backend=Spoken({"": "never"})) as flow, flow.state() as s:
+        branch = s.fork(1)[0]
+        leaf = branch.fork(1)[0]
+        leaf += af.gen("x")
+        await settle()
+        s.cancel()
+        with pytest.raises(af.Cancelled):
+            await leaf["x"]
+        with pytest.raises(af.StateClosed, match="was cancelled"):
+            leaf += "more"
+
+
+async def test_an_exception_in_the_block_cancels_the_branches():
+    backend = Spoken({"": "never"})
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        with pytest.raises(ZeroDivisionError):
+            await divide_by_zero_beside(s.fork(2))
+        await settle()
+        assert backend.generator.num_running == 0
+        s += "the parent goes on"
+        await s
+
+
+async def divide_by_zero_beside(branches: af.Branches) -> None:
+    async with branches:
+        for branch in branches:
+            branch += af.gen("x")
+        await settle()
+        raise ZeroDivisionError
+
+
+async def test_leaving_the_block_by_cancellation_cancels_the_branches():
+    backend = Spoken({"": "never"})
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        with anyio.CancelScope() as scope:
+            async with s.fork(2) as branches:
+                for branch in branches:
+                    branch += af.gen("x")
+                await settle()
+                assert backend.generator.num_running == 2
+                scope.cancel()
+                await anyio.sleep_forever()
+        await settle()
+        assert backend.generator.num_running == 0
+
+
+async def test_a_plain_fork_keeps_its_failure_to_itself():
+    async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
+        s += "p"
+        bad, good = s.fork(2)
+        bad += "!" + af.gen("x")
+        good += af.gen("x")
+        s += af.gen("own")
+        assert await good["x"] == "<p>"
+        assert await s["own"] == "<p>"
+        with pytest.raises(af.EngineFailed):
+            await bad
+        await s
+
+
+async def test_branches_that_failed_before_they_became_a_group_fail_it_too():
+    async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
+        branches = s.fork(3)
+        branches[0].cancel()
+        branches[1] += "!" + af.gen("x")
+        with pytest.raises(af.EngineFailed):
+            await branches[1]
+        async with branches:
+            branches[2] += many_words(200) + af.gen("x")
+        with pytest.raises(af.RunFailed, match="branch 1 of a fork failed"):
+            await s
+        with pytest.raises(af.Cancelled, match="branch 1 of its fork failed"):
+            await branches[2]["x"]
+
+
+async def test_a_fork_of_a_failed_state_fails_with_it():
+    async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
+        s += "!" + af.gen("x")
+        async with s.fork(2) as branches:
+            for branch in branches:
+                branch += af.gen("y")
+        for branch in branches:  # both alike: it is not one's failure that cancels the other
+            with pytest.raises(af.RunFailed, match="the fork did not happen") as failure:
+                await branch["y"]
+            assert isinstance(failure.value.__cause__, af.EngineFailed)
+
+
+async def test_a_branch_that_is_cancelled_before_it_began_leaves_nothing_open():
+    backend = Spoken({"": "one"})
+    async with af.session(backend=backend) as flow:
+        async with flow.state() as s:
+            s += af.gen("x")
+            branches = s.fork(3)
+            branches[1].cancel()
+            await backend.allow(1)
+            assert backend.generator.num_open == 3
+        await settle()
+        assert backend.generator.num_open == 0
+    assert_left_nothing(backend)
+
+
+async def test_a_parent_may_end_its_run_while_its_branches_are_still_unborn():
+    backend = Spoken({"": "one"})
+    async with af.session(backend=backend) as flow:
+        async with flow.state() as s:
+            s += af.gen("x")
+            for branch in s.fork(3):
+                branch += af.gen("y")
+        await settle()
+    assert_left_nothing(backend)

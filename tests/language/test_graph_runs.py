@@ -1,0 +1,139 @@
+"""Graphs mapped over inputs and streamed: the same results as the program gives."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from support.fake_engine import FakeEngine
+from support.observed_backends import Noted, assert_left_nothing
+
+import agentflow as af
+from agentflow.engine.process.ipc import Submit
+from agentflow.protocol import ops
+
+pytestmark = pytest.mark.anyio
+
+
+@af.program
+async def ask(s: af.State, topic: str, tone: str) -> list[str]:
+    s += f"{topic} in a {tone} tone: " + af.gen("first")
+    async with s.fork(2) as branches:
+        for number, branch in enumerate(branches):
+            branch += f"branch {number}: " + af.gen("inner", temperature=1.0)
+    s += branches[0]["inner"] + af.gen("last")
+    return [await s["first"], await branches[1]["inner"], await s["last"]]
+
+
+@af.program
+async def quiet(s: af.State, topic: str) -> None:
+    s += topic + af.gen("first")
+
+
+def answer(prompt: str) -> str:
+    return f"<{len(prompt)} {prompt[:3]}>"
+
+
+async def test_a_mapped_graph_gives_what_the_program_gives() -> None:
+    inputs = [("tea", "dry"), {"tone": "warm", "topic": "rain"}, ("ink", "flat")]
+    backend = Noted(af.Scripted(answer))
+    async with af.session(backend=backend, seed=1) as flow:
+        graph = ask.trace()
+        results = await flow.map(graph, inputs)
+        assert [op.ops[0].objective for op in backend.of(ops.Submit)] == ["throughput"] * 3
+    async with af.session(backend=af.Scripted(answer), seed=1) as flow:
+        assert results == await flow.map(ask, inputs)
+
+
+@pytest.mark.parametrize("bad", [("tea",), ("a", "b", "c"), {"topic": "a"}, {"topic": "a", "tone": 5}])
+async def test_arguments_that_do_not_fit_fail_their_input(bad) -> None:
+    async with af.session(backend=af.Scripted(answer)) as flow:
+        found = await flow.map(ask.trace(), [bad, ("tea", "dry")], on_error="return")
+        assert isinstance(found[0], af.BadArgument)
+        assert isinstance(found[1], list)
+
+
+async def test_a_streamed_graph_has_the_values_of_the_program_and_its_result() -> None:
+    async def events_of(stream: af.ProgramStream) -> tuple[set, set, object]:
+        texts: dict[tuple, str] = {}
+        done = set()
+        result: object = None
+        async for event in stream:
+            if isinstance(event, af.TextDelta):
+                texts[event.path, event.name] = texts.get((event.path, event.name), "") + event.text
+            elif isinstance(event, af.VariableDone):
+                done.add((event.path, event.name, event.value))
+            else:
+                result = event.result
+        return {(path, name, text) for (path, name), text in texts.items()}, done, result
+
+    async with af.session(backend=af.Scripted(answer), seed=1) as flow:
+        of_graph = await events_of(flow.stream(ask.trace(), "tea", tone="dry"))
+        of_program = await events_of(flow.stream(ask, "tea", "dry"))
+    assert of_graph == of_program
+    assert {path for path, _, _ in of_graph[1]} == {(), (0,), (1,)}
+
+
+async def test_a_streamed_graph_that_is_left_is_cancelled() -> None:
+    backend = af.Scripted(answer)
+    async with af.session(backend=backend) as flow, flow.stream(ask.trace(), "tea", "dry") as events:
+        async for _ in events:
+            break
+    assert_left_nothing(backend)
+
+
+async def test_a_graph_without_a_result_runs_to_its_end() -> None:
+    async with af.session(backend=af.Scripted(answer)) as flow:
+        assert await flow.submit(quiet.trace(), {"topic": "tea"}) is None
+        assert (await flow.stats()).generated_tokens > 0
+
+
+class Origins:
+    """Where the requests of an engine come from."""
+
+    def __init__(self) -> None:
+        self.task_groups: list[object] = []
+
+    def sent(self, submit: Submit) -> None:
+        if submit.params is not None:
+            self.task_groups.append(submit.origin.task_group)
+
+    def heard(self, messages: object) -> None:
+        pass
+
+
+PREFIX = "It is the same in every run of the graph. " * 12
+
+
+@af.program
+async def judged(s: af.State, subject: str) -> list[str]:
+    s += PREFIX + subject
+    async with s.fork(3) as branches:
+        for branch in branches:
+            branch += "?" + af.gen("x", max_tokens=2, ignore_eos=True)
+    return [await branch["x"] for branch in branches]
+
+
+async def test_a_constant_prefix_is_computed_once_for_graphs_that_run_side_by_side() -> None:
+    subjects = ["plants", "stones", "clouds", "rivers"]
+    engine = FakeEngine(token_budget=64)
+    async with af.session(backend=engine) as flow:
+        await flow.map(judged.trace(), subjects)
+        computed = (await flow.stats()).computed_tokens
+        async with flow.state() as s:
+            s += PREFIX
+            alone = len(await s.token_ids())
+    assert alone > 100
+    # Each subject once, each branch its end and the first of its two tokens.
+    assert alone < computed <= alone + sum(map(len, subjects)) + len(subjects) * 3 * 2
+
+
+async def test_the_branches_of_a_graphs_fork_are_one_task_group_to_the_scheduler() -> None:
+    engine, origins = FakeEngine(), Origins()
+    async with af.session(backend=engine) as flow:
+        assert engine.client is not None
+        engine.client.observe(origins)
+        await flow.map(judged.trace(), ["plants", "stones"])
+    assert len(origins.task_groups) == 6
+    assert sorted(Counter(origins.task_groups).values()) == [3, 3]
+    assert 0 not in origins.task_groups

@@ -1,0 +1,284 @@
+"""The ways to join branches: waiting for all, their values in order, their texts in the parent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.observed_backends import Dribbling, Noted, Spoken, assert_left_nothing, settle
+from support.wire_server import ThreadServer, thread_server
+
+import agentflow as af
+from agentflow.protocol import ops
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ThreadServer]:
+    with thread_server() as running:
+        yield running
+
+
+def echo(prompt: str) -> str | Exception:
+    return af.EngineFailed(f"cannot answer {prompt}") if prompt.endswith("!") else f"<{prompt}>"
+
+
+async def test_values_come_in_the_order_of_the_branches():
+    backend = Spoken(lambda prompt: "a b c" if prompt == "0" else prompt)
+    noted = Noted(backend)
+    async with af.session(backend=noted) as flow, flow.state() as s:
+        async with s.fork(3) as branches:
+            for index, branch in enumerate(branches):
+                branch += str(index) + af.gen("x")
+        found = []
+
+        async def gather():
+            found.append(await branches.gather("x"))
+
+        flow.start_soon(gather)
+        await settle()
+        assert [op.state for op in noted.of(ops.Await)] == [branch.id for branch in branches]
+        await backend.allow(3)
+        assert not found
+        await backend.allow(2)
+        assert found == [["a b c", "1", "2"]]
+        assert await branches.gather("x") == found[0]
+    assert_left_nothing(backend)
+
+
+async def test_typed_values_are_gathered_as_values():
+    async with af.session(backend=af.Scripted(["1", "2"])) as flow, flow.state() as s:
+        branches = s.fork(2)
+        for branch in branches:
+            branch += af.gen("n", type=int)
+        assert sorted(await branches.gather("n")) == [1, 2]
+
+
+async def test_variables_are_those_of_each_branch_and_of_none_without_them():
+    async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
+        branches = s.fork(2)
+        branches[0] += "a" + af.gen("x")
+        with pytest.raises(af.UnknownVariable, match="no variable 'x'"):
+            branches.variables("x")
+        with pytest.raises(af.UnknownVariable, match="no variable 'x'"):
+            await branches.gather("x")
+        branches[1] += "b" + af.gen("x")
+        assert branches.variables("x") == [branch["x"] for branch in branches]
+        s += "; ".join([f"{x}" for x in branches.variables("x")])
+        assert await s.text() == "<a>; <b>"
+        with pytest.raises(af.BadArgument, match="give the variables' name"):
+            branches.variables(3)
+
+
+async def test_gather_raises_the_first_failure():
+    async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
+        branches = s.fork(3)
+        for branch, text in zip(branches, ("a", "b!", "c!"), strict=True):
+            branch += text + af.gen("x")
+        with pytest.raises(af.EngineFailed, match="cannot answer b!"):
+            await branches.gather("x")
+        assert await branches[0]["x"] == "<a>"
+
+
+@pytest.mark.parametrize("separator", ["", "; ", "\n\n"])
+@pytest.mark.parametrize("dribbles", [False, True])
+async def test_a_join_appends_what_the_branches_appended(separator, dribbles):
+    backend = af.Scripted(echo)
+    async with af.session(backend=Dribbling(backend) if dribbles else backend) as flow, flow.state() as s:
+        s += "p" + af.gen("own")
+        async with s.fork(3) as branches:
+            for index, branch in enumerate(branches):
+                branch += f"{index}" + af.gen("x") + branch["own"].upper()
+            branches[1] += af.select("c", ["<p<p>1<p<p>1><P>>"])
+        assert s.join(branches, separator=separator) is s
+        parts = ["0<p<p>0><P>", "1<p<p>1><P><p<p>1<p<p>1><P>>", "2<p<p>2><P>"]
+        assert await s.text() == "p<p>" + separator.join(parts)
+    assert_left_nothing(backend)
+
+
+async def test_a_join_waits_for_nothing_and_takes_what_is_there_by_then():
+    backend = Spoken(["one two", "one two"])
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        branches = s.fork(2)
+        for branch in branches:
+            branch += af.gen("x")
+        s.join(branches, separator=" and ")
+        branches[0] += "too late"
+        text = s.text()
+        await backend.allow(3)
+        assert not text.is_done
+        await backend.allow(1)
+        assert await text == "one two and one two"
+    assert_left_nothing(backend)
+
+
+async def test_an_overwritten_variable_keeps_its_value():
+    async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
+        branches = s.fork(1)
+        for text in "ab":
+            branches[0] += text + af.gen("x")
+        s.join(branches)
+        assert await s.text() == "a<a>b<a<a>b>" == await branches[0].text()
+
+
+async def test_turns_lose_their_marks_and_may_be_joined_inside_a_turn():
+    async with af.session(backend=af.Scripted(lambda prompt: "yes")) as flow, flow.state() as s:
+        s += af.system("be kind")
+        async with s.fork(2) as branches:
+            for branch in branches:
+                branch += af.user("why?") + af.assistant(af.gen("x"))
+                branch.set("note", "not text")
+                branch.begin("user")
+                branch += "open"
+        async with s.user():
+            s.join(branches, separator=" | ")
+        assert await s.messages() == [
+            {"role": "system", "content": "be kind"},
+            {"role": "user", "content": "why?yesopen | why?yesopen"},
+        ]
+        assert await s.text() == "<system>be kind</system><user>why?yesopen | why?yesopen</user>"
+
+
+async def test_images_are_joined_as_images():
+    noted = Noted(af.Scripted([]))
+    async with af.session(backend=noted) as flow, flow.state() as s:
+        branches = s.fork(1)
+        branches[0] += af.user("see ", af.image("https://example.com/a.png"))
+        s.join(branches)
+        assert await s.text() == "see <image>"
+        assert [op.source for op in noted.of(ops.Image)] == ["https://example.com/a.png"] * 2
+
+
+async def test_a_branch_that_appended_nothing_is_nothing_between_separators():
+    async with af.session(backend=af.Scripted([])) as flow, flow.state() as s:
+        branches = s.fork(3)
+        branches[2] += "c"
+        s.join(branches, separator=",")
+        assert await s.text() == ",,c"
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+async def test_a_failed_branch_fails_the_join_with_its_cause(coupled):
+    backend = af.Scripted(echo)
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        branches = s.fork(2)
+        branches[0] += "a" + af.gen("x")
+        branches[1] += "b!" + af.gen("x") + "more"
+        if coupled:
+            async with branches:
+                pass
+        s.join(branches)
+        s += af.gen("after")
+        with pytest.raises(af.RunFailed, match=r"cannot answer b!|the text needs 'x'") as failure:
+            await s
+        assert isinstance(failure.value.__cause__, af.EngineFailed)
+        with pytest.raises(af.RunFailed, match="'after' was not generated"):
+            await s["after"]
+    assert_left_nothing(backend)
+
+
+@pytest.mark.parametrize("coupled", [True, False])
+async def test_a_branch_whose_text_is_there_and_that_failed_all_the_same_fails_the_join(coupled):
+    """By a variable that is not part of its text."""
+    backend = af.Scripted(echo)
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        branches = s.fork(2)
+        for branch in branches:
+            branch += "fine" + af.gen("x")
+        branches[1].set("y", branches[1]["x"].regex("nowhere"))
+        if coupled:
+            async with branches:
+                pass
+        s.join(branches)
+        with pytest.raises(af.RunFailed, match=r"finds nothing|the end of branch \(1,\)|branch 1"):
+            await s
+        assert await branches[0]["x"] == "<fine>"
+    assert_left_nothing(backend)
+
+
+async def test_a_branch_of_plain_text_that_was_cancelled_fails_the_join():
+    async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
+        branches = s.fork(2)
+        for branch in branches:
+            branch += "text"
+        branches[0].cancel()
+        s.join(branches)
+        with pytest.raises(af.RunFailed, match="the end of branch") as failure:
+            await s
+        assert isinstance(failure.value.__cause__, af.Cancelled)
+
+
+async def test_a_cancelled_branch_fails_the_join():
+    backend = Spoken(["one two"] * 2)
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        branches = s.fork(2)
+        for branch in branches:
+            branch += af.gen("x")
+        s.join(branches)
+        branches[0].cancel()
+        with pytest.raises(af.RunFailed, match="the text needs 'x', which has no value") as failure:
+            await s
+        assert isinstance(failure.value.__cause__, af.Cancelled)
+    assert_left_nothing(backend)
+
+
+async def test_only_the_branches_of_the_state_are_joined():
+    noted = Noted(af.Scripted([]))
+    async with af.session(backend=noted) as flow, flow.state() as s, flow.state() as other:
+        branches, foreign = s.fork(2), other.fork(2)
+        inner = branches[0].fork(1)
+        num_ops = len(noted.ops)
+        for wrong in (foreign, inner, list(branches), branches[:1], [], None):
+            with pytest.raises(af.ForeignState, match="these are no branches of this state"):
+                s.join(wrong)
+        with pytest.raises(af.BadArgument, match="the separator must be a string, not 3"):
+            s.join(branches, separator=3)
+        assert len(noted.ops) == num_ops
+        branches[0].join(inner)
+        s.join(branches)
+        await s
+
+
+async def test_joins_over_the_wire(server):
+    async with af.session(server.url) as flow, flow.state() as s:
+        async with s.fork(3) as branches:
+            for index, branch in enumerate(branches):
+                branch += af.user(f"say {index}") + " " + af.gen("x")
+        s.join(branches, separator=", ")
+        values = await branches.gather("x")
+        assert values == [f"{index}</user>" for index in range(3)]
+        assert await s.text() == ", ".join([f"say {index} {value}" for index, value in enumerate(values)])
+    await server.wait_until_idle()
+
+
+@given(
+    plan=st.lists(
+        st.lists(st.sampled_from(["text", "gen", "upper", "inner"]), max_size=4), min_size=1, max_size=4
+    )
+)
+async def test_a_join_is_the_texts_of_its_branches_after_the_prefix(plan):
+    """However deep: a branch may join branches of its own."""
+    backend = af.Scripted(echo)
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        s += "p" + af.gen("x")
+        prefix = await s.text()
+        branches = s.fork(len(plan))
+        for branch, steps in zip(branches, plan, strict=True):
+            for kind in steps:
+                if kind == "text":
+                    branch += "t"
+                elif kind == "gen":
+                    branch += af.gen("x", max_tokens=5)
+                elif kind == "upper":
+                    branch += branch["x"].upper()
+                else:
+                    inner = branch.fork(2)
+                    inner[0] += "i" + af.gen("x", max_tokens=5)
+                    branch.join(inner, separator="/")
+        s.join(branches, separator="|")
+        texts = [(await branch.text()).removeprefix(prefix) for branch in branches]
+        assert await s.text() == prefix + "|".join(texts)
+    assert_left_nothing(backend)

@@ -1,0 +1,266 @@
+"""Maps: any inputs, results in their order, never too many at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import anyio
+import anyio.lowlevel
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.map_programs import agen, ask, echo
+from support.observed_backends import Noted, Spoken, assert_left_nothing, settle
+
+import agentflow as af
+from agentflow.language.map import READ_AHEAD
+from agentflow.protocol import ops
+
+pytestmark = pytest.mark.anyio
+
+
+class Crowd:
+    """A program that notes how many of it run at once, and how many inputs were read before each end."""
+
+    def __init__(self) -> None:
+        self.num_running = self.max_running = self.num_read = self.num_taken = self.max_ahead = 0
+
+    async def __call__(self, s: af.State, num_turns: int) -> int:
+        self.num_running += 1
+        self.max_running = max(self.max_running, self.num_running)
+        try:
+            for _ in range(num_turns):
+                await anyio.lowlevel.checkpoint()
+        finally:
+            self.num_running -= 1
+        return num_turns
+
+    def inputs(self, turns: list[int]) -> Iterator[int]:
+        for num_turns in turns:
+            self.num_read += 1
+            self.max_ahead = max(self.max_ahead, self.num_read - self.num_taken)
+            yield num_turns
+
+
+@pytest.fixture
+async def flow():
+    backend = af.Scripted(echo)
+    async with af.session(backend=backend) as flow:
+        yield flow
+    assert_left_nothing(backend)
+
+
+# Inputs and results.
+
+
+@pytest.mark.parametrize(
+    "make",
+    [list, tuple, iter, lambda items: (item for item in items), agen],
+    ids=["list", "tuple", "iterator", "generator", "async generator"],
+)
+async def test_results_come_in_the_order_of_any_inputs(make):
+    async with af.session(backend=af.Scripted(echo)) as flow:
+        results = [result async for result in flow.map(ask, make(["a", "b", "c"]))]
+        assert results == ["<a>", "<b>", "<c>"]
+
+
+async def test_a_map_may_be_awaited(flow):
+    assert await flow.map(ask, ["a", "b"]) == ["<a>", "<b>"]
+    assert await flow.map(ask, agen(["a", "b"]), concurrency=1) == ["<a>", "<b>"]
+
+
+async def test_a_map_over_nothing(flow):
+    assert await flow.map(ask, []) == []
+    assert await flow.map(ask, agen([])) == []
+    assert [result async for result in flow.map(ask, iter(()))] == []
+
+
+class Named(NamedTuple):
+    question: str
+    mark: str
+
+
+async def test_tuples_and_dicts_are_spread_over_the_arguments(flow):
+    async def show(s: af.State, *args: object, **kwargs: object) -> tuple:
+        return args, kwargs
+
+    inputs = [("a", 1), {"b": 2}, ({"b": 2},), (("a", 1),), (), Named("a", "?"), ["a", 1], None]
+    assert await flow.map(show, inputs) == [
+        (("a", 1), {}),
+        ((), {"b": 2}),
+        (({"b": 2},), {}),
+        ((("a", 1),), {}),
+        ((), {}),
+        ((Named("a", "?"),), {}),
+        ((["a", 1],), {}),
+        ((None,), {}),
+    ]
+    assert await flow.map(ask, [{"question": "a", "mark": "?"}, ("b",)]) == ["<a?>", "<b>"]
+
+
+async def test_what_was_taken_already_is_not_in_the_list(flow):
+    async with flow.map(ask, ["a", "b", "c", "d"], concurrency=1) as results:
+        assert await anext(results) == "<a>"
+        assert await results == ["<b>", "<c>", "<d>"]
+        assert [result async for result in results] == []
+
+
+async def test_several_tasks_may_share_one_map(flow):
+    results = flow.map(ask, (str(i) for i in range(50)), concurrency=3)
+    heard: list[str] = []
+
+    async def read() -> None:
+        async for result in results:
+            heard.append(result)
+
+    async with anyio.create_task_group() as group:
+        for _ in range(4):
+            group.start_soon(read)
+    assert heard == [f"<{i}>" for i in range(50)]
+
+
+async def test_maps_within_a_map(flow):
+    async def outer(s: af.State, letters: str) -> list[str]:
+        return await flow.map(ask, list(letters), concurrency=2)
+
+    assert await flow.map(outer, ["ab", "", "cde"]) == [["<a>", "<b>"], [], ["<c>", "<d>", "<e>"]]
+
+
+async def test_nothing_runs_before_somebody_asks(flow):
+    num_read = 0
+
+    def inputs() -> Iterator[str]:
+        nonlocal num_read
+        num_read += 1
+        yield "a"
+
+    results = flow.map(ask, inputs())
+    await settle()
+    assert num_read == 0
+    async with results:
+        await settle()
+        assert num_read == 1
+    with pytest.raises(af.Cancelled, match="left or cancelled"):
+        await results
+    unused = flow.map(ask, inputs())
+    await unused.aclose()
+    with pytest.raises(af.Cancelled):
+        await anext(unused)
+    assert num_read == 1
+
+
+# How many at once.
+
+
+@given(
+    turns=st.lists(st.integers(0, 6), max_size=40),
+    concurrency=st.integers(1, 5),
+    takes_slowly=st.booleans(),
+)
+async def test_no_more_run_and_are_read_ahead_than_allowed(turns, concurrency, takes_slowly):
+    crowd = Crowd()
+    async with af.session(backend=af.Scripted(echo)) as flow:
+        results = []
+        async for result in flow.map(crowd, crowd.inputs(turns), concurrency=concurrency):
+            results.append(result)
+            crowd.num_taken += 1
+            if takes_slowly:
+                await settle()
+    assert results == turns
+    assert crowd.max_running <= concurrency
+    assert crowd.max_ahead <= READ_AHEAD * concurrency
+
+
+async def test_all_that_may_run_at_once_does(flow):
+    crowd = Crowd()
+    await flow.map(crowd, [20] * 20, concurrency=7)
+    assert crowd.max_running == 7
+    async with flow.map(crowd, crowd.inputs([0] * 100), concurrency=7):
+        await settle()
+        assert crowd.num_read == READ_AHEAD * 7  # and no further, while nobody takes one
+
+
+async def test_a_slow_run_at_the_front_does_not_hold_up_a_list():
+    backend = Spoken({"slow": "word", "": ""})
+    async with af.session(backend=backend) as flow, anyio.create_task_group() as group:
+        ended = []
+
+        async def quick(s: af.State, question: str) -> None:
+            if question == "slow":
+                await ask(s, question)
+            ended.append(question)
+
+        async def collect() -> None:
+            assert await flow.map(quick, ["slow", *"abcdefghijkl"], concurrency=2) == [None] * 13
+
+        group.start_soon(collect)
+        await settle()
+        assert ended == list("abcdefghijkl")
+        await backend.allow(1)
+    assert ended[-1] == "slow"
+
+
+async def test_the_loop_lives_while_inputs_are_read_that_never_wait(flow):
+    turns = 0
+    seen = []
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await anyio.lowlevel.checkpoint()
+
+    async def nothing(s: af.State, i: int) -> None:
+        seen.append(turns)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(count)
+        await flow.map(nothing, range(300), concurrency=300)
+        group.cancel_scope.cancel()
+    assert len(set(seen)) > 100
+
+
+# Seeds, tables, arguments.
+
+
+async def test_each_input_draws_the_same_in_every_session_of_one_seed():
+    async def seeds(concurrency: int) -> dict[str, int]:
+        noted = Noted(af.Scripted(echo))
+        async with af.session(backend=noted, seed=7) as flow:
+            await flow.map(ask, map(str, range(20)), concurrency=concurrency)
+        texts = {op.state: op.parts[0] for op in noted.of(ops.Text)}
+        return {texts[op.state]: op.params.seed for op in noted.of(ops.Gen)}
+
+    one, many = await seeds(1), await seeds(20)
+    assert one == many
+    assert len(set(one.values())) == 20
+
+
+async def test_a_map_is_refused_outside_its_session():
+    flow = af.session(backend=af.Scripted(echo))
+    with pytest.raises(af.StateClosed, match="inside its `async with` block"):
+        flow.map(ask, [])
+    async with flow:
+        late = flow.map(ask, ["a"])
+    with pytest.raises(af.StateClosed):
+        await late
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"concurrency": 0}, "concurrency=0: say how many may run at once, 1 or more"),
+        ({"concurrency": True}, "concurrency=True"),
+        ({"concurrency": 2.0}, "concurrency=2.0"),
+        ({"on_error": "x"}, "on_error='x': give 'raise' .* or 'return'"),
+        ({"program": "ask"}, "'ask' cannot be called: give the program itself"),
+        ({"inputs": "abc"}, "the inputs are a str, which is one input: give a list"),
+        ({"inputs": b"abc"}, "the inputs are a bytes"),
+        ({"inputs": {"question": "a"}}, "the inputs are a dict"),
+        ({"inputs": 5}, "inputs 5 cannot be iterated: give a list, a generator"),
+    ],
+)
+async def test_arguments_that_make_no_sense_are_refused(flow, options, says):
+    with pytest.raises(af.BadArgument, match=says):
+        flow.map(**{"program": ask, "inputs": ["a"]} | options)

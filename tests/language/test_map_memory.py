@@ -1,0 +1,166 @@
+"""Maps without end: what a session and an interpreter hold does not grow with the number of runs."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import suppress
+
+import anyio
+import anyio.lowlevel
+import pytest
+from support.map_programs import ask, echo
+from support.observed_backends import Dribbling, assert_left_nothing, settle
+from support.wire_server import thread_server
+
+import agentflow as af
+from agentflow.language.map import READ_AHEAD
+from agentflow.runtime.interpreter import Interpreter
+
+pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
+
+
+@af.program
+async def eventful(s: af.State, i: int) -> str | None:
+    """One of all the ways in which a run can go and end."""
+    s += f"{i}" + af.gen("x")
+    async with s.fork(2) as branches:
+        for branch in branches:
+            branch += "b" + af.gen("y")
+            branch.fork(1)[0].add("deep" + af.gen("z"))
+    match i % 8:
+        case 0:
+            raise KeyError(i)
+        case 1:
+            branches[0].cancel()
+        case 2:
+            s += f"wired {branches[0]['y']}" + af.gen("w")
+            return await s["w"]
+        case 3:
+            other = s.fork(1)[0]
+            other += "!" + af.gen("fails") + af.gen("never")
+            with suppress(af.EngineFailed):
+                await other["fails"]
+        case 4:
+            s.fork(1)[0].add("!").add(af.gen("fails"))
+        case 5:
+            with anyio.move_on_after(0):
+                await branches
+        case 6:
+            return None
+    await branches[1]
+    return await s["x"]
+
+
+def tables(flow: af.Session) -> dict[str, int]:
+    """The sizes of all that a session knows of its runs."""
+    return {
+        "states": len(flow._states),
+        "variables": len(flow._variables),
+        "markers": len(flow.markers._marked),
+        "answers": len(flow._answers),
+    }
+
+
+def tables_of(interpreter: Interpreter[object]) -> dict[str, int]:
+    """The sizes of all that an interpreter knows of its states."""
+    return {
+        "states": len(interpreter._states._states),
+        "variables": len(interpreter._variables),
+        "news": len(interpreter.outbox._fresh),
+    }
+
+
+async def map_eventfully(flow: af.Session, num_runs: int) -> None:
+    num_failed = 0
+    async for result in flow.map(eventful, range(num_runs), on_error="return", concurrency=16):
+        num_failed += isinstance(result, Exception)
+    assert num_runs // 8 <= num_failed < num_runs
+    await settle()
+    gc.collect()  # the marker's table is weak
+    assert set(tables(flow).values()) == {0}
+
+
+@pytest.mark.parametrize("wrap", [lambda backend: backend, Dribbling], ids=["plain", "dribbling"])
+async def test_all_tables_are_empty_after_many_runs(wrap):
+    backend = af.Scripted(echo)
+    async with af.session(backend=wrap(backend)) as flow:
+        await map_eventfully(flow, 400)
+        if wrap is not Dribbling:
+            interpreter = flow._connection._interpreter
+            with anyio.fail_after(10):
+                while any(tables_of(interpreter).values()):
+                    await anyio.lowlevel.checkpoint()
+        assert_left_nothing(backend)
+
+
+async def test_a_server_and_its_client_hold_nothing_after_many_runs():
+    with thread_server() as server:
+        async with af.session(server.url) as flow:
+            await map_eventfully(flow, 120)
+            cursors, queue = flow._connection._cursors, flow._connection._queue
+            [session] = server.call(lambda: list(server._server.sessions._sessions.values()))
+
+            def is_empty() -> bool:
+                return not any(tables_of(session.interpreter).values())
+
+            with anyio.fail_after(10):
+                # Closes are held back until their states' last events have come.
+                while cursors._states or cursors._variables or not server.call(is_empty):
+                    await flow.stats()
+            assert (cursors._due, cursors.unanswered) == ([], {})
+            assert len(queue) < 100  # ops that the server has not confirmed yet
+        await server.wait_until_idle()
+
+
+class Growth:
+    """A generator of inputs that looks at the memory on its way."""
+
+    def __init__(self, marks: list[int]) -> None:
+        self.marks = marks
+        self.bytes_at: list[int] = []
+        self.peaks: list[int] = []
+
+    def inputs(self) -> Iterator[str]:
+        for i in range(self.marks[-1] + 1):
+            if i in self.marks:
+                self.peaks.append(tracemalloc.get_traced_memory()[1])
+                gc.collect()
+                self.bytes_at.append(tracemalloc.get_traced_memory()[0])
+                tracemalloc.reset_peak()
+            yield f"{i}"
+
+
+async def test_memory_is_constant_over_many_inputs():
+    growth = Growth([500, 1000, 4000])
+    tracemalloc.start()
+    try:
+        async with af.session(backend=af.Scripted(echo)) as flow:
+            num_results = 0
+            async for _ in flow.map(ask, growth.inputs(), concurrency=8):
+                num_results += 1
+    finally:
+        tracemalloc.stop()
+    assert num_results == 4001
+    # 3,000 runs lie between the marks: anything that each left behind would show.
+    assert growth.bytes_at[2] - growth.bytes_at[1] < 3000 * 16
+    assert growth.peaks[2] < 2 * growth.peaks[1]
+
+
+async def test_results_that_nobody_takes_do_not_pile_up():
+    num_read = 0
+
+    def endless() -> Iterator[str]:
+        nonlocal num_read
+        while True:
+            num_read += 1
+            yield "a"
+
+    flow = af.session(backend=af.Scripted(echo))
+    async with flow, flow.map(ask, endless(), concurrency=3) as results:
+        for num_taken in range(1, 20):
+            assert await anext(results) == "<a>"
+            await settle()
+            assert num_read == num_taken + READ_AHEAD * 3
+        assert tables(flow) == {"states": 0, "variables": 0, "markers": 0, "answers": 0}

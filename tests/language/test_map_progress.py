@@ -1,0 +1,236 @@
+"""What a map tells while it runs: a bar that fits its terminal and is final at the end, or rare lines."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from io import StringIO
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+from support.map_programs import ask, echo
+
+import agentflow as af
+from agentflow.language import progress as map_progress
+from agentflow.language.map import ProgramMap, Tally
+from agentflow.language.progress import MapProgress, ProgressConsole, shown_on
+from agentflow.runtime.generator import Generated
+
+
+@pytest.fixture(autouse=True)
+def _ordinary_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rich looks at these; the tests say themselves whether there is a terminal."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name in ("FORCE_COLOR", "NO_COLOR", "COLUMNS", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+class Clock:
+    """Seconds, as a test says."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def progress_at(elapsed_s: float, tally: Tally) -> MapProgress:
+    clock = Clock()
+    progress = MapProgress(tally, clock)
+    clock.now_s += elapsed_s
+    return progress
+
+
+def drawn(progress: MapProgress, width: int) -> list[str]:
+    console = Console(file=StringIO(), force_terminal=True, width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(progress)
+    return capture.get().splitlines()
+
+
+FULL = Tally(100_000, 1234, 3, af.Usage(1000, 812, 5))
+
+
+def test_a_line_says_how_far_how_fast_and_how_well() -> None:
+    assert progress_at(20, FULL).line() == "1,234/100,000  61.7/s  81% hits  3 failed  26:41 left"
+    assert progress_at(5, FULL).line() == "1,234/100,000  247/s  81% hits  3 failed  6:40 left"
+    assert progress_at(10_000, FULL).line().endswith("0.123/s  81% hits  3 failed  222:19:33 left")
+    assert progress_at(20, Tally(None, 40)).line() == "40 done  2/s"
+    assert progress_at(0, Tally(10)).line() == "0/10"
+    finished = progress_at(64, Tally(128, 128))
+    finished.finish()
+    assert finished.line() == "128/128  2/s  in 1:04"
+
+
+@pytest.mark.parametrize("width", range(1, 130))
+def test_the_line_fits_every_terminal(width: int) -> None:
+    [line] = drawn(progress_at(20, FULL), width)
+    assert cell_len(line) <= width
+    if width >= len("1,234/100,000"):
+        assert "1,234/100,000" in line
+    if width >= 70:
+        assert progress_at(20, FULL).line() in line
+
+
+def test_what_matters_least_goes_first() -> None:
+    progress = progress_at(20, FULL)
+    assert progress.line(45) == "1,234/100,000  61.7/s  81% hits  3 failed"
+    assert progress.line(35) == "1,234/100,000  61.7/s  3 failed"
+    assert progress.line(25) == "1,234/100,000  3 failed"
+    assert progress.line(15) == "1,234/100,000"
+
+
+@pytest.mark.parametrize(("num_done", "total", "cells"), [(0, 8, 0), (2, 8, 10), (8, 8, 40), (0, 0, 40)])
+def test_the_bar_shows_the_share_that_is_done(num_done: int, total: int, cells: int) -> None:
+    console = Console(file=StringIO(), force_terminal=True, width=120, color_system="truecolor")
+    with console.capture() as capture:
+        console.print(progress_at(1, Tally(total, num_done)))
+    # Each part of the bar has a colour of its own: what is done comes first.
+    strokes = [part.partition("m")[2] for part in capture.get().split("\x1b[")]
+    assert sum(stroke.count(cell) for stroke in strokes for cell in "━╸╺") == 40
+    plain = drawn(progress_at(1, Tally(total, num_done)), 120)[0]
+    assert f"{num_done}/{total}" in plain
+    if 0 < cells < 40:
+        assert strokes[1].count("━") == cells
+
+
+async def mapped(console: Console, inputs: object, **options: object) -> list[object]:
+    async with af.session(backend=af.Scripted(echo)) as flow:
+        return await ProgramMap(flow, ask, inputs, console=console, **options)
+
+
+@pytest.mark.anyio
+async def test_in_a_terminal_the_final_bar_stays() -> None:
+    out = StringIO()
+    await mapped(Console(file=out, force_terminal=True, width=100), ["a", "b!", "c"], on_error="return")
+    text = out.getvalue()
+    last = text.rstrip("\x1b[?25h\n").splitlines()[-1]
+    assert "3/3" in last
+    assert "0% hits" in last
+    assert "1 failed" in last
+    assert " in 0:00" in last
+    assert text.index("\x1b[?25l") < text.rindex("\x1b[?25h")  # the cursor is back
+
+
+@pytest.mark.anyio
+async def test_a_bar_of_a_failure_stays_where_it_was() -> None:
+    out = StringIO()
+    with pytest.raises(af.EngineFailed):
+        await mapped(Console(file=out, force_terminal=True, width=100), ["a", "b!", "c"], concurrency=1)
+    last = out.getvalue().rstrip("\x1b[?25h\n").splitlines()[-1]
+    assert "1/3" in last
+    assert "1 failed" in last
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("term", ["dumb", "xterm"])
+async def test_elsewhere_there_is_one_line_at_the_end(monkeypatch: pytest.MonkeyPatch, term: str) -> None:
+    monkeypatch.setenv("TERM", term)
+    out = StringIO()
+    await mapped(Console(file=out, force_terminal=term == "dumb", width=20), (c for c in "abc"))
+    [line] = out.getvalue().splitlines()
+    assert line.startswith("map: 3 done, ")
+    assert line.endswith("0% hits, in 0:00")
+
+
+def test_elsewhere_a_line_comes_every_half_minute() -> None:
+    out, clock, tally = StringIO(), Clock(), Tally(100)
+    with shown_on(Console(file=out), tally, clock) as tick:
+        for _ in range(100):
+            tally.num_done += 1
+            clock.now_s += 1
+            tick()
+    assert [line.split(",")[0] for line in out.getvalue().splitlines()] == [
+        "map: 30/100",
+        "map: 60/100",
+        "map: 90/100",
+        "map: 100/100",
+    ]
+
+
+def test_what_goes_to_a_file_is_not_drawn_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    file, terminal = StringIO(), StringIO()
+    monkeypatch.setattr(sys, "stdout", file)
+    with shown_on(Console(file=terminal, force_terminal=True), Tally(1)):
+        print("a result")
+    assert file.getvalue() == "a result\n"
+    assert "a result" not in terminal.getvalue()
+
+
+@pytest.mark.anyio
+async def test_progress_goes_to_stderr_where_it_is_wanted(capsys: pytest.CaptureFixture[str]) -> None:
+    async with af.session(backend=af.Scripted(echo)) as flow:
+        await flow.map(ask, ["a"])
+        assert capsys.readouterr() == ("", "")
+        await flow.map(ask, ["a"], progress=True)
+        out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("map: 1/1, ")
+    assert map_progress.stderr_console().stderr
+
+
+class HalfCached(af.Scripted):
+    """Says that it found a part of each prompt in a cache."""
+
+    def __init__(self) -> None:
+        super().__init__(echo)
+        scripted = self.generator.generate
+
+        async def generate(*args: object) -> Generated:
+            end = await scripted(*args)
+            return Generated(end.text, end.finish_reason, af.Usage(10, 4, 1))
+
+        self.generator.generate = generate
+
+
+@pytest.mark.anyio
+async def test_the_hit_rate_is_that_of_the_runs_of_the_map() -> None:
+    @af.program
+    async def forking(s: af.State, i: int) -> str:
+        async with s.fork(3) as branches:
+            for branch in branches:
+                branch += "a" + af.gen("x")
+        if i == 2:
+            branches[0].cancel()
+        return await branches[1]["x"]
+
+    def inputs() -> Iterator[int]:
+        yield from range(4)
+
+    async with af.session(backend=HalfCached()) as flow:
+        await flow.run(forking, 0)  # somebody else's
+        results = flow.map(forking, inputs(), concurrency=1)
+        assert await results == ["<a>"] * 4
+        usage = results._work.tally.usage
+        assert usage in (af.Usage(120, 48, 12), af.Usage(110, 44, 11))  # the cancelled one may have ended
+        assert usage.hit_rate == 0.4
+
+
+class Gone(StringIO):
+    """A pipe that nobody reads."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("is_terminal", [False, True])
+async def test_a_reader_that_is_gone_ends_the_progress_and_not_the_map(is_terminal: bool) -> None:
+    console = ProgressConsole(file=Gone(), force_terminal=is_terminal)
+    assert await mapped(console, ["a", "b"]) == ["<a>", "<b>"]
+    assert console.quiet
+
+
+class Full(StringIO):
+    """A file that takes no more."""
+
+    def write(self, text: str) -> int:
+        raise OSError("no space left")
+
+
+@pytest.mark.anyio
+async def test_progress_that_cannot_be_written_fails_where_results_are_read() -> None:
+    with pytest.raises(OSError, match="no space left"):
+        await mapped(ProgressConsole(file=Full()), ["a"])

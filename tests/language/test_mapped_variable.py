@@ -1,0 +1,252 @@
+"""``variable.map(function)``: a Python function between two states; its failures, and what ends before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import anyio
+import pytest
+from support.observed_backends import Dribbling, Noted, Spoken, assert_left_nothing, settle
+from support.wire_peer import HANG
+from support.wire_server import ThreadServer, thread_server
+
+import agentflow as af
+from agentflow.protocol import ops
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ThreadServer]:
+    with thread_server() as running:
+        yield running
+
+
+def echo(prompt: str) -> str | Exception:
+    return af.EngineFailed("broken") if prompt.endswith("!") else f"<{prompt}>"
+
+
+@pytest.mark.parametrize("dribbles", [False, True])
+async def test_its_result_is_awaited_appended_formatted_and_mapped_again(dribbles):
+    backend = af.Scripted(echo)
+    async with af.session(backend=Dribbling(backend) if dribbles else backend) as flow, flow.state() as s:
+        s += "a" + af.gen("x")
+        twice = s["x"].map(lambda text: text * 2)
+        length = twice.map(lambda text: str(len(text)))
+        upper = s["x"].upper().map(lambda text: f"{text}?")
+        s += f"[{twice}]" + length + upper.strip()
+        assert await s.text() == "a<a>[<a><a>]6<A>?"
+        assert (await twice, await length, await upper) == ("<a><a>", "6", "<A>?")
+        assert [delta async for delta in twice] == ["<a><a>"]
+        assert twice.finish_reason == "provided"
+        assert [v.name for v in s.variables] == ["x"]
+    assert_left_nothing(backend)
+
+
+async def test_a_typed_variable_gives_the_function_its_value():
+    number = af.gen("n", type=int)
+    async with af.session(backend=af.Scripted(["41"])) as flow, flow.state() as s:
+        s += number
+        assert await s[number].map(lambda n: str(n + 1)) == "42"
+        assert await s[number].strip().map(lambda text: text + "1") == "411"
+
+
+def fails(text: str) -> str:
+    raise ZeroDivisionError("nothing to divide")
+
+
+def refuses(text: str) -> str:
+    raise af.BadArgument("not this one")
+
+
+async def awaitable() -> None:
+    raise AssertionError("ran")
+
+
+FUNCTIONS = [
+    (fails, af.RunFailed, r"map failed: ZeroDivisionError\('nothing to divide'\)"),
+    (refuses, af.BadArgument, "not this one"),
+    (len, af.BadArgument, "map: the function must return a string, not 3"),
+    (lambda text: None, af.BadArgument, "map: the function must return a string, not None"),
+]
+
+
+@pytest.mark.parametrize(("function", "kind", "message"), FUNCTIONS)
+async def test_a_function_that_fails_fails_its_variable_and_whatever_takes_it(function, kind, message):
+    async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s, flow.state() as other:
+        s += "a" + af.gen("x")
+        mapped = s["x"].map(function)
+        other += "got " + mapped + af.gen("y")
+        with pytest.raises(kind, match=message):
+            await mapped
+        with pytest.raises(af.RunFailed, match=r"the text needs 'x.map', which has no value") as failure:
+            await other
+        assert isinstance(failure.value.__cause__, af.RunFailed | af.BadArgument)
+        await s  # its own ops are all well
+
+
+@pytest.mark.parametrize("function", [None, "upper", 3, awaitable])
+async def test_what_is_no_function_is_refused(function):
+    noted = Noted(af.Scripted(echo))
+    async with af.session(backend=noted) as flow, flow.state() as s:
+        s += "a" + af.gen("x")
+        with pytest.raises(af.BadArgument, match=r"map: give a function \(not an async one\) of the value"):
+            s["x"].map(function)
+        await s
+        assert noted.of(ops.Expect) == []
+
+
+async def test_a_failed_variable_has_nothing_to_map():
+    async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s, flow.state() as other:
+        s += "!" + af.gen("x")
+        before = s["x"].map(str.upper)
+        await s["x"].settled()
+        after = s["x"].map(str.upper)
+        other += before
+        for mapped in (before, after):
+            with pytest.raises(af.AgentflowError, match="broken"):
+                await mapped
+        with pytest.raises(af.RunFailed, match=r"the text needs 'x.map'"):
+            await other
+
+
+async def test_a_sealed_branch_has_its_variables_mapped():
+    async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
+        async with s.fork(2) as branches:
+            for branch in branches:
+                branch += "b" + af.gen("x")
+        for branch in branches:
+            s += branch["x"].map(str.upper)
+        assert await s.text() == "<B><B>"
+
+
+async def test_a_variable_of_an_ended_run_is_not_mapped():
+    noted = Noted(af.Scripted(echo))
+    async with af.session(backend=noted) as flow:
+        async with flow.state() as s:
+            s += "a" + af.gen("x")
+            await s
+        with pytest.raises(af.StateClosed, match="the state of variable 'x' has ended: map it before"):
+            s["x"].map(str.upper)
+        assert noted.of(ops.Expect) == []
+    with pytest.raises(af.StateClosed, match="the session has ended"):
+        s["x"].map(str.upper)
+
+
+async def test_a_run_waits_for_what_is_mapped_and_raises_what_failed_there():
+    backend = Spoken(["one two", "one two"])
+    heard = []
+
+    @af.program
+    async def program(s: af.State, function) -> str:
+        s += af.gen("x")
+        s["x"].map(function)
+        return "done"
+
+    async with af.session(backend=backend) as flow, anyio.create_task_group() as group:
+        group.start_soon(flow.run, program, lambda text: heard.append(text) or text)
+        await backend.allow(2)
+        assert heard == ["one two"]
+        group.start_soon(backend.allow, 2)
+        with pytest.raises(af.RunFailed, match="map failed: ZeroDivisionError"):
+            await flow.run(program, fails)
+    assert_left_nothing(backend)
+
+
+async def test_a_failure_that_only_a_map_has_met_is_raised_by_the_run():
+    @af.program
+    async def program(s: af.State) -> str:
+        s += "!" + af.gen("x")
+        s["x"].map(str.upper)
+        return "done"
+
+    async with af.session(backend=af.Scripted(echo)) as flow:
+        with pytest.raises(af.EngineFailed, match="broken"):
+            await flow.run(program)
+
+
+async def test_what_is_left_before_it_is_mapped_is_cancelled_and_holds_up_nobody():
+    backend = Spoken(["one two"])
+    async with af.session(backend=backend) as flow, flow.state() as other:
+        async with flow.state() as s:
+            s += af.gen("x")
+            mapped = s["x"].map(str.upper)
+            other += mapped
+            await backend.allow(1)
+        with pytest.raises(af.Cancelled):
+            await mapped
+        with pytest.raises(af.RunFailed, match=r"the text needs 'x.map', which has no value"):
+            await other
+    assert_left_nothing(backend)
+
+
+async def test_a_cancelled_state_fails_what_others_expect_of_it():
+    """The variable was expected, and its source is in another state that goes on."""
+    backend = Spoken(["one two"])
+    async with af.session(backend=backend) as flow, flow.state() as s, flow.state() as other:
+        branch = s.copy()
+        s += af.gen("x")
+        mapped = branch.mapped(s["x"], str.upper)
+        other += mapped
+        await settle()
+        branch.cancel()
+        with pytest.raises(af.RunFailed, match=r"the text needs 'x.map', which has no value") as failure:
+            await other
+        assert isinstance(failure.value.__cause__, af.Cancelled)
+        await backend.allow(2)
+        assert await s["x"] == "one two"
+
+
+async def test_a_closed_state_fails_what_others_expect_of_it_over_the_bare_ops():
+    backend = af.Scripted([])
+    async with af.session(backend=backend) as flow, flow.state() as other:
+        state, var = flow.next_id(), flow.next_id()
+        flow._connection.send([ops.Open(state), ops.Expect(state, var, "mine")])
+        flow._connection.send([ops.Text(other.id, (ops.Ref(var),)), ops.Close(state)])
+        await settle()
+        assert other.error.message == "the text needs 'mine', which has no value"
+        assert other.error.cause.code == "cancelled"
+    assert_left_nothing(backend)
+
+
+async def test_only_what_is_expected_can_be_provided(server):
+    async with af.session(server.url) as flow, flow.state() as s:
+        s += f"a {HANG}" + af.gen("x")
+        flow._connection.send([ops.Provide(s["x"].id, "forged")])
+        with pytest.raises(af.ProtocolError, match="is none that the client provides"):
+            await s["x"]
+    await server.wait_until_idle()
+
+
+async def test_maps_over_the_wire(server):
+    async with af.session(server.url) as flow, flow.state() as s, flow.state() as other:
+        s += "say this" + af.gen("x")
+        mapped = s["x"].map(lambda text: f"{text} and that")
+        failing = s["x"].map(fails)
+        other += f"got {mapped}" + af.gen("y")
+        assert await other["y"] == "that"
+        assert await other.text() == "got this and thatthat"
+        other += failing
+        with pytest.raises(af.RunFailed, match=r"the text needs 'x.map'"):
+            await other
+    await server.wait_until_idle()
+
+
+@pytest.mark.parametrize("is_told_of_both", [False, True])
+async def test_of_two_failures_with_equal_words_none_vanishes(is_told_of_both):
+    @af.program
+    async def two(s: af.State) -> str:
+        s += "a" + af.gen("x")
+        mapped = [s["x"].map(fails), s["x"].map(fails)]
+        for variable in mapped[: 1 + is_told_of_both]:
+            with pytest.raises(af.RunFailed):
+                await variable
+        await settle()
+        return "went on"
+
+    async with af.session(backend=af.Scripted("one")) as flow:
+        if is_told_of_both:
+            assert await flow.run(two) == "went on"
+        else:
+            with pytest.raises(af.RunFailed, match="nothing to divide"):
+                await flow.run(two)

@@ -1,0 +1,403 @@
+"""Each misuse of the language has an error of its own, which says what to do, and submits nothing."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+import pytest
+from support.fake_engine import FakeEngine
+from support.observed_backends import Noted
+from support.wire_server import ThreadServer, thread_server
+
+import agentflow as af
+from agentflow.protocol import ops
+from agentflow.protocol.events import Capabilities
+
+pytestmark = pytest.mark.anyio
+
+PNG = b"\x89PNG\r\n\x1a\n rest"
+URL = "https://example.com/a.png"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ThreadServer]:
+    with thread_server() as running:
+        yield running
+
+
+async def test_a_name_that_was_not_declared():
+    async with af.session(backend=af.Scripted(["a"])) as flow, flow.state() as s:
+        with pytest.raises(af.UnknownVariable, match=r"'x' \(it has: none yet\): append its gen first"):
+            s["x"]
+        s += af.gen("y")
+        for name in ("x", 0, None, ["y"], {}, af.gen("x"), slice(1)):
+            with pytest.raises(af.UnknownVariable, match=r"this state has no variable .* \(it has: 'y'\)"):
+                s[name]
+        with pytest.raises(KeyError):
+            s["x"]
+
+
+USES = {
+    "text": lambda s: s.add("x"),
+    "gen": lambda s: s.add(af.gen("y")),
+    "begin": lambda s: s.begin("user"),
+    "end": lambda s: s.end(),
+    "set": lambda s: s.set("y", "z"),
+    "read": lambda s: s.text(),
+    "fork": lambda s: s.fork(2),
+    "copy": lambda s: s.copy(),
+    "hint": lambda s: s.hint(forks=2),
+    "limit": lambda s: s.limit(output_tokens=2),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+async def test_a_state_after_its_scope(use):
+    noted = Noted(af.Scripted(["a"]))
+    async with af.session(backend=noted) as flow:
+        async with flow.state() as s:
+            s += af.gen("x")
+            await s["x"]
+        num_ops = len(noted.ops)
+        with pytest.raises(
+            af.StateClosed, match=r"state \(\) has ended with its run: nothing can be appended"
+        ):
+            USES[use](s)
+        async with flow.state() as s:
+            async with s.fork(1) as branches:
+                pass
+            if use != "read":  # what was sealed can be read
+                with pytest.raises(af.StateClosed, match="was sealed when"):
+                    USES[use](branches[0])
+            s.cancel()
+            with pytest.raises(af.StateClosed, match="was cancelled"):
+                USES[use](s)
+        assert len(noted.ops) == num_ops + 7  # open, fork, task group, seal, cancel, two closes
+    with pytest.raises(af.StateClosed, match="the session has ended: do this inside its `async with` block"):
+        USES[use](s)
+
+
+@pytest.mark.parametrize("item", [3, None, b"text", ["a"], {"a": 1}, True, object(), af.gen, af.State])
+@pytest.mark.parametrize(
+    "around", [lambda item: item, lambda item: "a" + af.gen("x") + item, lambda item: af.user("a", item)]
+)
+async def test_what_is_no_text_is_not_appended(item, around):
+    noted = Noted(af.Scripted([]))
+    async with af.session(backend=noted) as flow, flow.state() as s:
+        with pytest.raises(af.BadArgument, match=r"cannot append \w+ .*: append a string, a variable, gen"):
+            s += around(item)
+        assert noted.ops == [ops.Open(s.id)]
+
+
+VALUE_USES = {
+    "if": (bool, "asked whether it is true"),
+    "not": (operator.not_, "asked whether it is true"),
+    "== text": (lambda x: x == "yes", "compared"),
+    "!= text": (lambda x: x != "yes", "compared"),
+    "text ==": (lambda x: "yes" == x, "compared"),  # noqa: SIM300
+    "in list": (lambda x: x in ["yes"], "compared"),
+    "len": (len, "measured"),
+    "in": (lambda x: "yes" in x, "searched"),
+    "index": (lambda x: x[0], "taken apart"),
+    "slice": (lambda x: x[:3], "taken apart"),
+    "iterate": (list, "measured|taken apart"),
+    "for": (lambda x: [c for c in x], "taken apart"),  # noqa: C416
+}
+
+
+@pytest.mark.parametrize("use", VALUE_USES)
+@pytest.mark.parametrize("kind", ["variable", "transformed"])
+async def test_a_variable_is_not_its_value(use, kind):
+    function, word = VALUE_USES[use]
+    async with af.session(backend=af.Scripted(["yes"])) as flow, flow.state() as s:
+        s += af.gen("x")
+        reference = s["x"] if kind == "variable" else s["x"].strip()
+        for _ in range(2):  # before it is there, and after
+            with pytest.raises(
+                af.BadArgument, match=rf"'x'.* is no value yet and cannot be ({word}): await it"
+            ):
+                function(reference)
+            await s
+        assert reference == reference
+        assert (reference != s["x"]) is (kind == "transformed")
+        assert hash(reference) == hash(reference)
+
+
+@pytest.mark.parametrize("use", [str, "{0!s}".format, "%s".__mod__, print])
+async def test_a_variable_is_no_text(use):
+    async with af.session(backend=af.Scripted(["yes"])) as flow, flow.state() as s:
+        s += af.gen("x")
+        with pytest.raises(
+            af.BadArgument, match=r"str\(\) of variable 'x': await it for its value, or append"
+        ):
+            use(s["x"])
+        with pytest.raises(af.BadArgument, match="cannot be formatted with '>10': use a plain"):
+            f"{s['x']:>10}"
+
+
+async def test_a_damaged_marker():
+    noted = Noted(af.Scripted(["yes"]))
+    async with af.session(backend=noted) as flow, flow.state() as s:
+        s += af.gen("x")
+        for use in (s.add, lambda text: s.set("q", text), lambda text: s.add(af.user(text))):
+            with pytest.raises(af.BadArgument, match="a variable's marker in this text is damaged"):
+                use(f"{s['x'].strip()}"[:-3])
+        assert len(noted.of(ops.Text) + noted.of(ops.Set) + noted.of(ops.Begin)) == 0
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, "1", True, float("nan"), [1]])
+def test_a_time_that_is_none(timeout_s):
+    with pytest.raises(af.BadArgument, match="gen: timeout_s must be a number of seconds above 0, not"):
+        af.gen("x", timeout_s=timeout_s)
+
+
+HINTS = [
+    ({"objective": "speed"}, "objective must be latency or throughput, not 'speed'"),
+    ({"objective": ["latency"]}, "objective must be"),
+    *[
+        ({"output_tokens": bad}, "output_tokens must be a whole number above 0")
+        for bad in (0, 1.5, "1", True)
+    ],
+    *[({"forks": bad}, "forks must be a whole number above 0") for bad in (0, -1, [2], True)],
+]
+
+
+@pytest.mark.parametrize(("hint", "message"), HINTS)
+async def test_a_hint_that_is_none(hint, message):
+    noted = Noted(af.Scripted([]))
+    async with af.session(backend=noted) as flow, flow.state() as s:
+        with pytest.raises(af.BadArgument, match=message):
+            s.hint(**hint)
+        assert noted.ops == [ops.Open(s.id)]
+
+
+async def test_hints_go_to_the_backend_and_change_nothing(server):
+    noted = Noted(af.Remote(server.url))
+    async with af.session(backend=noted) as flow, flow.state() as s:
+        s.hint(objective="throughput", output_tokens=3, forks=2)
+        s += "say this" + af.gen("x")
+        assert await s["x"] == "this"
+        assert noted.of(ops.Hint) == [ops.Hint(s.id, "throughput", 3, 2)]
+
+
+IMAGES = [
+    (3, "image: give a URL, a file's path or its bytes, not 3"),
+    (None, "give a URL"),
+    (bytearray(PNG), "give a URL"),
+    (b"", "is the start of no image"),
+    (b"no image at all", "b'no image at .*is the start of no image: PNG, JPEG, GIF and WebP are known"),
+    (b"RIFF0000WAVE", "is the start of no image"),
+    ("no such file.png", "image: 'no such file.png' cannot be read: No such file"),
+    ("a\0b", "cannot be read: embedded null"),
+    ("x" * 100_000, "cannot be read: File name too long"),
+    ("/", "cannot be read: Is a directory"),
+    ("http://example.com/a.png", "a URL must begin with https: or data:image/, not as 'http://example"),
+    ("data:text/plain,a", "a URL must begin with https: or data:image/"),
+]
+
+
+@pytest.mark.parametrize(("source", "message"), IMAGES)
+def test_what_is_no_image(source, message):
+    with pytest.raises(af.BadArgument, match=message) as failure:
+        af.image(source)
+    assert len(str(failure.value)) < 400
+
+
+def test_images_of_all_kinds(tmp_path):
+    for data, kind in (
+        (PNG, "png"),
+        (b"\xff\xd8\xff0", "jpeg"),
+        (b"GIF89a", "gif"),
+        (b"RIFF0000WEBP", "webp"),
+    ):
+        path = tmp_path / kind
+        path.write_bytes(data)
+        source = af.image(data).source
+        assert source.startswith(f"data:image/{kind};base64,")
+        assert af.image(path).source == af.image(str(path)).source == af.image(source).source == source
+
+
+async def test_an_image_without_vision():
+    noted = Noted(FakeEngine())
+    async with af.session(backend=noted) as flow, flow.state() as s:
+        with pytest.raises(af.NotSupported, match=r"sees no images: image\(\) needs a model with vision"):
+            s += af.user("look", af.image(PNG))
+        assert noted.ops == [ops.Open(s.id)]
+
+
+async def test_an_image_that_a_wire_client_sends_without_vision(server):
+    able = server.generator.capabilities
+    async with af.session(server.url) as flow, flow.state() as s:
+        s += af.image(URL)
+        assert await s.text() == "<image>"
+        server.call(lambda: setattr(server.generator, "capabilities", Capabilities("blind")))
+        try:
+            s += af.image(URL) + af.gen("x")
+            with pytest.raises(af.NotSupported, match="blind sees no images"):
+                await s
+        finally:
+            server.call(lambda: setattr(server.generator, "capabilities", able))
+
+
+@pytest.mark.parametrize("name", ["", None, 3, ["x"]])
+def test_a_variable_without_a_name(name):
+    for make in (af.gen, lambda name: af.select(name, ["a"])):
+        with pytest.raises(af.BadArgument, match="needs a name for its variable"):
+            make(name)
+
+
+# Arguments of the public functions that make no sense: one error, before anything is opened or sent.
+
+NO_PROGRAM = [None, 3, "judge", ["a"], {}]
+
+
+@pytest.mark.parametrize("wrong", NO_PROGRAM)
+def test_what_is_no_program_is_refused_before_a_session_opens(wrong):
+    with pytest.raises(af.BadArgument, match="is no function"):
+        af.program(wrong)
+    for use in (lambda: af.run(wrong, "essay"), lambda: af.map(wrong, ["essay"])):
+        with pytest.raises(af.BadArgument, match="cannot be called: give the program itself"):
+            use()
+
+
+@pytest.mark.parametrize("wrong", NO_PROGRAM)
+async def test_what_is_no_program_is_refused_at_once(wrong):
+    noted = Noted(af.Scripted([]))
+    async with af.session(backend=noted) as flow:
+        with pytest.raises(af.BadArgument, match=r"run: .* cannot be called"):
+            await flow.run(wrong, "essay")
+        with pytest.raises(af.BadArgument, match=r"stream: .* cannot be called"):
+            flow.stream(wrong, "essay")
+    assert noted.ops == []
+
+
+async def test_a_function_that_is_not_async_is_no_program():
+    def plain(s: af.State) -> str:
+        return "done"
+
+    async with af.session(backend=af.Scripted([])) as flow:
+        with pytest.raises(af.BadArgument, match="returned 'done', which cannot be awaited"):
+            await flow.run(plain)
+        with pytest.raises(af.BadArgument, match="an async function"):
+            await flow.run(af.program(plain))
+        with pytest.raises(af.BadArgument, match="an async function"):
+            af.program(plain).trace()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"url": 3}, "url must be a string"),
+        ({"url": b"ws://127.0.0.1"}, "url must be a string"),
+        ({"model": 3}, "model must be a string"),
+        ({"api_key": 3, "url": "ws://127.0.0.1:1"}, "api_key must be a string"),
+        ({"backend": "scripted"}, "'scripted' is no backend"),
+        ({"backend": 3}, "3 is no backend"),
+        ({"backend": af.Scripted([]), "record": 3}, "the path of a file is a string or a Path"),
+    ],
+)
+def test_a_session_is_not_made_of_nonsense(arguments, why):
+    with pytest.raises(af.BadArgument, match=why):
+        af.session(**arguments)
+
+
+def test_paths_and_addresses_are_checked():
+    for wrong in (None, 3, b"a", ["a"]):
+        with pytest.raises(af.BadArgument, match="a string or a Path"):
+            af.Replay(wrong)
+        with pytest.raises(af.BadArgument, match="the url must be a string"):
+            af.Remote(wrong)
+    with pytest.raises(af.BadArgument, match="api_key"):
+        af.Remote("ws://127.0.0.1:1", api_key=3)
+    for path in ("no\0file", "\ud83d"):
+        with pytest.raises(af.BadRecording, match="cannot read"):
+            af.Replay(path)
+
+
+async def test_a_path_that_no_file_can_have_is_not_recorded_to():
+    with pytest.raises(af.BadArgument, match="cannot record to"):
+        async with af.session(backend=af.Scripted([]), record="no\0file"):
+            pass
+
+
+def look_up(city: str) -> str:
+    return city
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"tools": 3}, "tools must be a list"),
+        ({"tools": look_up}, "tools must be a list"),
+        ({"tools": [look_up, look_up]}, "two tools have the name 'look_up'"),
+        ({"tools": [look_up], "choice": "look_down"}, "there is no tool 'look_down'.*'look_up'"),
+        ({"choice": "look_up"}, "there are no tools"),
+        ({"choice": "required"}, "there are no tools"),
+    ],
+)
+def test_a_conversation_is_not_made_of_nonsense(options, why):
+    with pytest.raises(af.BadArgument, match=why):
+        af.conversation([{"role": "user", "content": "?"}], **options)
+
+
+@pytest.mark.parametrize("messages", ["\ud83d", ["\ud83d"], [{"\ud83d": 1}], [3], [None]])
+def test_what_is_no_message_is_refused(messages):
+    with pytest.raises(af.BadArgument, match="is no message"):
+        af.conversation(messages)
+
+
+@pytest.mark.parametrize("inputs", [3, "text", ["essay"], object()])
+async def test_inputs_of_a_graph_are_a_dict(inputs):
+    @af.program
+    async def ask(s: af.State, essay: str) -> str:
+        s += essay + af.gen("x")
+        return await s["x"]
+
+    async with af.session(backend=af.Scripted([])) as flow:
+        with pytest.raises(af.BadArgument, match="the inputs are a dict"):
+            await flow.submit(ask.trace(), inputs)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: af.select("y", ["no", f"not {x}"]),
+        lambda x: af.gen("y", stop=f"{x}"),
+        lambda x: af.gen("y", choices=["no", f"{x.strip()}"]),
+        lambda x: af.gen("y", regex=f"{x}"),
+        lambda x: af.gen("y", tags=[af.Tag(f"<{x}>", end=">", regex="a")]),
+        lambda x: af.image(f"https://example.com/{x}.png"),
+        lambda x: x.regex(f"{x}: (.*)"),
+        lambda x: x.json(f"{x}"),
+        lambda x: af.conversation([{"role": "user", "content": f"And {x}?"}]),
+        lambda x: af.conversation(
+            [af.Message("assistant", "", tool_calls=(af.CalledTool("1", "f", f"{x}"),))]
+        ),
+    ],
+)
+async def test_a_variable_in_a_text_that_is_sent_as_it_is_is_refused(use):
+    """Its marker would reach the model as text."""
+    noted = Noted(af.Scripted({"": "a"}))
+    async with af.session(backend=noted) as flow, flow.state() as s, flow.state() as t:
+        s += af.gen("x")
+        num_ops = len(noted.ops)
+        with pytest.raises(af.BadArgument, match="await it and use its value"):
+            t += use(s["x"])
+        assert len(noted.ops) == num_ops
+        assert await s["x"] == "a"
+
+
+async def test_a_variable_in_what_the_client_provides_is_refused():
+    @af.program
+    async def ask(s: af.State, essay: str) -> str:
+        s += essay + af.gen("x")
+        return await s["x"]
+
+    async with af.session(backend=af.Scripted({"": "a"})) as flow, flow.state() as s:
+        s += af.gen("x")
+        with pytest.raises(af.BadArgument, match=r"map: .* await it and use its value"):
+            await s["x"].map(lambda text: f"{text} and {s['x']}")
+        with pytest.raises(af.BadArgument, match="an argument of graph 'ask'"):
+            await flow.submit(ask.trace(), {"essay": f"{s['x']}"})
+        assert await flow.run(ask, f"{s['x']}") == "a"  # appended, and so resolved

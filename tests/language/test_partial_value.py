@@ -1,0 +1,294 @@
+"""Partial values: of every beginning of a JSON text, exactly what can be told already."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.observed_backends import Spoken
+
+import agentflow as af
+from agentflow.backends.scripted import ScriptedGenerator
+from agentflow.language.variable import NothingYet, partial_value
+
+pytestmark = pytest.mark.anyio
+
+NOTHING = object()
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"]))
+    | st.sampled_from(['"', "\\", '\\"12', 'a"1', "é😀", "1", "e5"]),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=12,
+)
+STYLES = st.builds(
+    dict,
+    ensure_ascii=st.booleans(),
+    indent=st.sampled_from([None, 1]),
+    separators=st.sampled_from([None, (",", ":"), (" , ", " : ")]),
+)
+
+
+# The twin: a writer that knows after each character what it has said.
+
+
+def growth(value: Any, style: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The value's text in pieces, each with what is there of the value after it. Separators are blanks of
+    no meaning, and belong to the pieces before them."""
+    if isinstance(value, str):
+        yield '"', ""
+        for index, char in enumerate(value):
+            *first, last = json.dumps(char, ensure_ascii=style["ensure_ascii"])[1:-1]
+            yield from [(part, value[:index]) for part in first]
+            yield last, value[: index + 1]
+        yield '"', value
+    elif isinstance(value, list):
+        yield "[", []
+        for index, item in enumerate(value):
+            for text, partial in growth(item, style):
+                yield text, value[:index] if partial is NOTHING else [*value[:index], partial]
+            yield "," if index < len(value) - 1 else "\n", value[: index + 1]
+        yield "]", value
+    elif isinstance(value, dict):
+        yield "{", {}
+        before: dict[str, Any] = {}
+        for index, (key, item) in enumerate(value.items()):
+            for char in json.dumps(key, ensure_ascii=style["ensure_ascii"]) + ": ":
+                yield char, dict(before)
+            for text, partial in growth(item, style):
+                yield text, dict(before) if partial is NOTHING else {**before, key: partial}
+            before[key] = item
+            yield "," if index < len(value) - 1 else "\n", dict(before)
+        yield "}", value
+    else:
+        *first, last = json.dumps(value)
+        yield from [(char, NOTHING) for char in first]
+        is_number = not (value is None or isinstance(value, bool))
+        yield last, NOTHING if is_number else value
+
+
+def shown(text: str) -> Any:
+    try:
+        return partial_value(text)
+    except NothingYet:
+        return NOTHING
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Equal, and not as ``1 == True == 1.0`` is."""
+    return one is other or (NOTHING not in (one, other) and repr(one) == repr(other))
+
+
+@given(VALUES, STYLES)
+def test_every_beginning_shows_exactly_what_is_certain(value, style):
+    text = ""
+    for piece, partial in growth(value, style):
+        text += piece
+        assert is_same(shown(text), partial), text
+    assert json.loads(text) == value
+
+
+# What a prefix of a value is, in plain words
+
+
+def is_prefix(part: Any, whole: Any) -> bool:
+    """A string begins the other; of a list all members but the last are equal and the last is a prefix; of a
+    record the fields too, in their order; anything else is equal."""
+    if isinstance(whole, str) and isinstance(part, str):
+        return whole.startswith(part)
+    if isinstance(whole, list) and isinstance(part, list):
+        return are_prefixes(part, whole)
+    if isinstance(whole, dict) and isinstance(part, dict):
+        keys = list(whole)[: len(part)]
+        return list(part) == keys and are_prefixes(list(part.values()), list(whole.values()))
+    return is_same(part, whole)
+
+
+def are_prefixes(part: list[Any], whole: list[Any]) -> bool:
+    if len(part) > len(whole):
+        return False
+    pairs = list(zip(part, whole, strict=False))
+    return all(is_same(one, other) for one, other in pairs[:-1]) and all(
+        itertools.starmap(is_prefix, pairs[-1:])
+    )
+
+
+@given(VALUES, STYLES)
+def test_what_is_shown_is_a_prefix_of_all_that_is_shown_later(value, style):
+    text = json.dumps(value, **style)
+    seen = [found for end in range(len(text)) if (found := shown(text[:end])) is not NOTHING]
+    for earlier, later in itertools.pairwise([*seen, value]):
+        assert is_prefix(earlier, later)
+        assert is_prefix(earlier, value)
+
+
+@pytest.mark.parametrize(
+    ("text", "partial"),
+    [
+        ("", NOTHING),
+        (" \n", NOTHING),
+        ("12", NOTHING),
+        ("tru", NOTHING),
+        ("[12", []),
+        ("[12 ", [12]),
+        ("[1, -", [1]),
+        ("[1, 2.", [1]),
+        ("[1, 2e+", [1]),
+        ("[true", [True]),
+        ("[fals", []),
+        ('{"a": 1', {}),
+        ('{"a": "1', {"a": "1"}),
+        ('{"a": "x\\"1', {"a": 'x"1'}),
+        ('{"a": "x\\\\", "b": 1', {"a": "x\\"}),
+        ('["\\ud83d', [""]),
+        ('["\\ud83d\\ude0', [""]),
+        ('["\\ud83d\\ude00', ["😀"]),
+        ("[NaN,", NOTHING),
+        ("no JSON", NOTHING),
+        ("[\ud800", NOTHING),
+        ("[" * 1000, NOTHING),
+    ],
+)
+def test_what_is_shown_of_a_text(text, partial):
+    assert is_same(shown(text), partial)
+
+
+# A variable's readers
+
+
+@dataclasses.dataclass
+class Report:
+    title: str
+    scores: list[int]
+
+
+def look_up(city: str) -> str:
+    return city
+
+
+REPORT = '{"title": "On leaves", "scores": [8, 12]}'
+
+
+async def parts_of(text: str, **wanted: Any) -> list[Any]:
+    expression = af.gen("r", **wanted)
+    async with af.session(backend=af.Scripted([text])) as flow, flow.state() as s:
+        s += expression
+        return [part async for part in s[expression]]
+
+
+@pytest.mark.parametrize("schema", [Report, {"type": "object"}])
+async def test_a_reader_sees_the_value_grow(schema):
+    backend = Spoken([REPORT])
+    report = af.gen("report", schema=schema)
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        s += report
+        reader = aiter(s[report])
+        seen = []
+        for _ in range(3):
+            await backend.allow(2)
+            seen.append(await anext(reader))
+        assert seen == [
+            {"title": "On"},
+            {"title": "On leaves"},
+            {"title": "On leaves", "scores": [8, 12]},
+        ]
+        with pytest.raises(StopAsyncIteration):
+            await anext(reader)
+        with pytest.raises(StopAsyncIteration):
+            await anext(reader)
+        assert [part async for part in s[report]] == [json.loads(REPORT)]  # who comes late skips ahead
+        assert s[report].text == REPORT
+
+
+@given(VALUES, STYLES)
+async def test_no_part_comes_twice_and_the_last_is_the_value(value, style):
+    parts = await parts_of(json.dumps(value, **style), schema={}, max_tokens=10_000)
+    assert is_same(parts[-1], json.loads(json.dumps(value)))
+    for earlier, later in itertools.pairwise(parts):
+        assert not is_same(earlier, later)
+        assert is_prefix(earlier, later)
+
+
+async def test_tool_calls_grow_too():
+    text = '[{"name": "look_up", "arguments": {"city": "Oslo"}}]'
+    parts = await parts_of(text, tools=[look_up])
+    assert parts[-1] == json.loads(text)
+    assert len(parts) > 1
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("1 2", {}),
+        ("12", {"type": int}),
+        ("[1, 2]", {"regex": ".*"}),
+        ("a b", {"choices": ["a b"]}),
+        ("3", {"schema": int}),
+        ('"a b"', {"schema": str}),
+        ("a <n>1</n> b", {"tags": [af.Tag("<n>", regex="[0-9]", end="</n>")]}),
+    ],
+)
+async def test_everything_else_comes_as_text(text, wanted):
+    deltas = await parts_of(text, **wanted)
+    assert "".join(deltas) == text
+
+
+class Careless(ScriptedGenerator):
+    """Says what it likes, whatever the constraint."""
+
+    async def generate(self, context, params, on_text, constraint=None):
+        return await super().generate(context, params, on_text)
+
+
+@pytest.mark.parametrize(
+    ("text", "max_tokens", "last", "message"),
+    [
+        (REPORT, 4, {"title": "On leaves"}, "'r' was cut after 4 tokens and is no complete Report"),
+        (REPORT, 5, {"title": "On leaves", "scores": [8]}, "'r' was cut after 5 tokens"),
+        ('{"title": "a" }', 9, {"title": "a"}, r"'r' ended \(eos\) with a text that is no Report"),
+        ('{"title": "a" x', 9, {"title": "a"}, r"'r' ended \(eos\) with a text that is no Report"),
+    ],
+)
+async def test_a_value_that_never_got_complete_is_told_to_its_readers(text, max_tokens, last, message):
+    report = af.gen("r", schema=Report, max_tokens=max_tokens)
+    backend = af.Scripted([text])
+    backend.generator = Careless([text])
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        s += report
+        reader = aiter(s[report])
+        await s
+        assert await anext(reader) == last
+        with pytest.raises(af.InvalidValue, match=message):
+            await anext(reader)
+        with pytest.raises(StopAsyncIteration):
+            await anext(reader)
+
+
+async def test_a_failure_reaches_the_readers_of_parts():
+    report = af.gen("r", schema=Report)
+    async with af.session(backend=af.Scripted([af.Overloaded("later")])) as flow, flow.state() as s:
+        s += report
+        with pytest.raises(af.Overloaded, match="later"):
+            await anext(aiter(s[report]))
+
+
+async def test_streams_tell_of_text():
+    @af.program
+    async def write(s: af.State) -> Report:
+        report = af.gen("report", schema=Report)
+        s += report
+        return await s[report]
+
+    async with af.session(backend=af.Scripted([REPORT])) as flow:
+        events = [event async for event in flow.stream(write)]
+    assert "".join(event.text for event in events if isinstance(event, af.TextDelta)) == REPORT
+    assert events[-1] == af.RunDone(Report("On leaves", [8, 12]))

@@ -1,0 +1,317 @@
+"""Sessions: what they open, what ends with them, and how their end is heard."""
+
+import anyio
+import anyio.lowlevel
+import pytest
+from support.fake_engine import FakeEngine
+from support.observed_backends import Noted, Spoken, assert_left_nothing, settle
+from support.wire_peer import WireGenerator
+
+import agentflow as af
+from agentflow.backends.remote import Remote
+from agentflow.backends.scripted import ScriptedGenerator
+
+pytestmark = pytest.mark.anyio
+
+
+def echo(prompt: str) -> str:
+    return f"<{prompt}>"
+
+
+async def ask(s: af.State, question: str) -> str:
+    s += question + af.gen("x")
+    return await s["x"]
+
+
+async def test_two_sessions_at_once():
+    async with af.session(backend=af.Scripted(echo)) as one, af.session(backend=af.Scripted(["b"])) as two:
+        assert await one.run(ask, "a") == "<a>"
+        assert await two.run(ask, "a") == "b"
+        assert one.markers is not two.markers
+
+
+async def test_nothing_can_be_done_after_the_end():
+    async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
+        s += "a" + af.gen("x")
+        await s
+    assert not flow.is_alive
+    for use in (
+        lambda: s.add("x"),
+        lambda: s.fork(1),
+        lambda: flow.state(),
+        lambda: flow.stream(ask, "a"),
+        lambda: flow.start_soon(anyio.sleep_forever),
+        lambda: flow.capabilities,
+    ):
+        with pytest.raises(af.StateClosed, match="the session has ended: do this inside its `async with`"):
+            use()
+    for wait in (flow.run(ask, "a"), flow.stats()):
+        with pytest.raises(af.StateClosed, match="the session has ended"):
+            await wait
+    assert await s["x"] == "<a>"  # what was there stays
+
+
+async def test_a_session_is_entered_once():
+    flow = af.session(backend=af.Scripted(echo))
+    with pytest.raises(af.StateClosed):
+        flow.check_alive()
+    async with flow:
+        with pytest.raises(af.BadArgument, match="entered once"):
+            await flow.__aenter__()
+        assert await flow.run(ask, "a") == "<a>"
+    with pytest.raises(af.BadArgument, match="entered once"):
+        await flow.__aenter__()
+
+
+async def test_nothing_outlives_the_session():
+    backend = Spoken({"": "never"})
+    ended = []
+
+    async def background():
+        try:
+            await anyio.sleep_forever()
+        finally:
+            ended.append("background")
+
+    async with af.session(backend=backend) as flow:
+        flow.start_soon(background)
+        stream = flow.stream(ask, "a")  # dropped, it would end its program
+        s = flow.state()
+        for branch in (s, *s.fork(3)):
+            branch += af.gen("x")
+        await settle()
+        assert backend.generator.num_running == 5
+    del stream
+    assert ended == ["background"]
+    assert_left_nothing(backend)
+
+
+async def test_whoever_still_waits_outside_hears_of_the_end():
+    backend = Spoken({"": "never"})
+    heard = []
+
+    async def expect(error, wait, *args):
+        with pytest.raises(error):
+            await wait(*args)
+        heard.append(wait.__name__)
+
+    async with anyio.create_task_group() as group, af.session(backend=backend) as flow:
+        s, t = flow.state(), flow.state()
+        s += af.gen("x")
+        t += s["x"]
+        backend.generator.stats = anyio.sleep_forever
+        group.start_soon(expect, af.Cancelled, s._wait)
+        group.start_soon(expect, af.Cancelled, s["x"]._wait)
+        group.start_soon(expect, af.Cancelled, t._wait)
+        group.start_soon(expect, af.StateClosed, flow.stats)
+        await settle()
+        assert heard == []
+    assert sorted(heard) == ["_wait", "_wait", "_wait", "stats"]
+
+
+async def test_a_lost_backend_is_heard_by_everybody():
+    noted = Noted(Spoken({"": "one two"}))
+    async with af.session(backend=noted) as flow, flow.state() as s:
+        s += af.gen("x")
+        t = s.fork(1)[0]
+        t += s["x"]
+        noted.lose(af.ServerLost("gone"))
+        for wait in (s, s["x"], t, flow.stats(), flow.run(ask, "a")):
+            with pytest.raises(af.ServerLost, match="gone"):
+                await wait
+        for use in (lambda: s.add("x"), lambda: s.fork(1), lambda: flow.state()):
+            with pytest.raises(af.ServerLost, match="gone"):
+                use()
+        s.cancel()
+        assert not flow.is_alive
+
+
+async def test_a_backend_that_is_lost_for_another_reason_is_lost_all_the_same():
+    noted = Noted(af.Scripted(echo))
+    async with af.session(backend=noted) as flow:
+        noted.lose(OSError("cable"))
+        with pytest.raises(af.ServerLost, match="the backend is gone: OSError\\('cable'\\)"):
+            await flow.run(ask, "a")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [KeyError("own"), KeyboardInterrupt(), af.BadArgument("x"), ExceptionGroup("own", [KeyError()])],
+    ids=repr,
+)
+async def test_an_error_of_the_block_leaves_as_itself(error):
+    backend = Spoken({"": "never"})
+
+    async def block() -> None:
+        async with af.session(backend=backend) as flow:
+            flow.start_soon(anyio.sleep_forever)
+            s = flow.state()
+            s += af.gen("x")
+            await settle()
+            raise error
+
+    with pytest.raises(type(error)) as failure:
+        await block()
+    assert failure.value is error
+    assert_left_nothing(backend)
+
+
+async def test_an_error_of_a_background_task_ends_the_session_with_it():
+    async def fails() -> None:
+        raise KeyError("own")
+
+    async def block() -> None:
+        async with af.session(backend=backend) as flow:
+            flow.start_soon(fails)
+            await flow.run(ask, "a")
+
+    backend = Spoken({"": "never"})
+    with pytest.raises(KeyError, match="own"):
+        await block()
+    await anyio.lowlevel.checkpoint()  # whoever opened the session is not cancelled
+    assert_left_nothing(backend)
+
+
+async def test_cancelling_a_session_from_outside():
+    backend = Spoken({"": "never"})
+    with anyio.CancelScope() as scope:
+        async with af.session(backend=backend) as flow:
+            flow.start_soon(flow.run, ask, "a")
+            await settle()
+            scope.cancel()
+            await flow.run(ask, "b")
+    assert scope.cancelled_caught
+    assert_left_nothing(backend)
+
+
+async def test_an_error_while_connecting_leaves_as_itself():
+    class Unreachable:
+        def connect(self, deliver, lost):
+            raise af.ServerUnreachable("nobody answers")
+
+    with pytest.raises(af.ServerUnreachable, match="nobody answers"):
+        await af.session(backend=Unreachable()).__aenter__()
+
+
+async def test_stats_come_from_the_backend():
+    async with af.session(backend=af.Scripted(echo)) as flow:
+        assert await flow.stats() == af.Stats(model="scripted")
+        await flow.run(ask, "a")
+        assert await flow.stats() == af.Stats("scripted", steps=1, prompt_tokens=1, generated_tokens=1)
+        assert flow.capabilities.model == "scripted"
+        results = []
+
+        async def stats() -> None:
+            results.append(await flow.stats())
+
+        async with anyio.create_task_group() as group:
+            for _ in range(5):
+                group.start_soon(stats)
+        assert results == [await flow.stats()] * 5
+        assert flow._answers == {}
+
+
+async def test_an_engine_without_counters_just_now_costs_no_session():
+    backend = af.Scripted(echo)
+    backend.generator = WireGenerator()
+    async with af.session(backend=backend) as flow:
+        backend.generator.stats_fault = af.EngineFailed("the engine restarts")
+        with pytest.raises(af.EngineFailed, match="the engine restarts"):
+            await flow.stats()
+        assert await flow.run(ask, "a") == "a"
+        backend.generator.stats_fault = None
+        assert (await flow.stats()).steps == 1
+
+
+async def test_stats_of_an_engine_add_up():
+    async with af.session(backend=FakeEngine()) as flow, flow.state() as s:
+        s += "begin " + af.gen("x", max_tokens=8)
+        await s
+        stats = await flow.stats()
+        assert stats.model == "fake"
+        assert stats.generated_tokens == s["x"].usage.output_tokens == 8
+        assert stats.prompt_tokens == s["x"].usage.prompt_tokens
+        assert stats.steps == 8
+        assert stats.free_slots + stats.cached_slots + stats.held_slots == stats.total_slots
+        assert stats.peak_resident_bytes > 1_000_000
+        assert stats.hit_rate == 0
+        assert (stats.running, stats.waiting) == (0, 0)
+
+
+def test_a_session_has_one_backend(monkeypatch):
+    backend = af.Scripted(echo)
+    for two in ({"url": "ws://x", "backend": backend}, {"model": "m", "backend": backend}):
+        with pytest.raises(af.BadArgument, match="not several of them"):
+            af.session(**two)
+    monkeypatch.setenv("AGENTFLOW_URL", "ws://elsewhere:1")
+    monkeypatch.setenv("AGENTFLOW_API_KEY", "af-1")
+    assert isinstance(af.session()._backend, Remote)
+    assert af.session("ws://there:2")._backend.url == "ws://there:2/v1/session"
+    assert af.session()._backend.headers == {"Authorization": "Bearer af-1"}
+    assert af.session(model="m", api_key="af-2")._backend.headers == {"Authorization": "Bearer af-2"}
+    assert af.session(model="m")._backend.model == "m"
+    assert af.session(backend=backend)._backend is backend
+    monkeypatch.delenv("AGENTFLOW_URL")
+    assert isinstance(af.session()._backend, af.Embedded)
+    assert isinstance(af.session(model="m")._backend, af.Embedded)
+
+
+# The scripted backend.
+
+
+async def answers(script, *prompts: str, **options) -> list[str]:
+    async with af.session(backend=af.Scripted(script)) as flow, flow.state() as s:
+        found = []
+        for prompt in prompts:
+            s += prompt + af.gen("x", **options)
+            found.append((await s["x"], "".join([delta async for delta in s["x"]]), s["x"].finish_reason))
+        assert all(value == heard for value, heard, _ in found)
+        return [(value, reason) for value, _, reason in found]
+
+
+async def test_a_script_may_be_a_list_a_mapping_or_a_function():
+    assert await answers(["one", "two"], "a", "b") == [("one", "eos"), ("two", "eos")]
+    assert await answers({"b": "short", "ab": "long"}, "cb", "ab") == [("short", "eos"), ("long", "eos")]
+    assert await answers(echo, "a", "b") == [("<a>", "eos"), ("<a<a>b>", "eos")]
+
+
+async def test_a_script_that_has_no_answer_says_so():
+    with pytest.raises(af.RunFailed, match="the script has only 1 answers"):
+        await answers(["one"], "a", "b")
+    with pytest.raises(af.RunFailed, match="no answer for a prompt that ends in 'ab'"):
+        await answers({"c": "x"}, "ab")
+    with pytest.raises(af.RunFailed, match="answers 'x', which is none of the choices"):
+        await pick_from_script(["x"])
+
+
+async def pick_from_script(script) -> None:
+    async with af.session(backend=af.Scripted(script)) as flow, flow.state() as s:
+        s += af.select("pick", ["a", "b"])
+        await s
+
+
+@pytest.mark.parametrize(
+    "answer", ["", " ", " leading words here", "  two more words", "trailing ", "a  b", "line\nbreak"]
+)
+async def test_every_space_of_a_scripted_answer_is_heard(answer):
+    assert await answers([answer], "a") == [(answer, "eos")]
+
+
+async def test_a_scripted_answer_ends_where_the_gen_says():
+    assert await answers(["one two three"], "a", max_tokens=2) == [("one two", "length")]
+    assert await answers(["one two three"], "a", stop=["three", "two"]) == [("one ", "stop")]
+    assert await answers(["one two three"], "a", stop="x") == [("one two three", "eos")]
+
+
+async def test_an_exception_as_an_answer_is_raised():
+    with pytest.raises(af.PromptTooLong, match="too long"):
+        await answers([af.PromptTooLong("too long")], "a")
+    with pytest.raises(af.EngineFailed, match="gen failed: ZeroDivisionError") as failure:
+        await answers([ZeroDivisionError("x")], "a")
+    assert "ZeroDivisionError" in str(failure.value.__cause__)
+
+
+def test_a_turn_that_never_began_cannot_end():
+    generator = ScriptedGenerator([])
+    with pytest.raises(af.BadArgument, match="never began"):
+        generator.end_role(generator.open(""))

@@ -1,0 +1,416 @@
+"""Events of a running program: every branch's text in order, larger deltas for a slow reader, the end."""
+
+import gc
+from collections.abc import AsyncIterable
+
+import anyio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.fake_engine import FakeEngine
+from support.observed_backends import Noted, Spoken, assert_left_nothing, settle
+
+import agentflow as af
+from agentflow.protocol import ops
+
+pytestmark = pytest.mark.anyio
+
+
+def echo(prompt: str) -> str | Exception:
+    """Answers with the prompt; a prompt that ends in ``!`` fails."""
+    return af.EngineFailed(f"cannot answer {prompt}") if prompt.endswith("!") else f"say {prompt} again"
+
+
+@af.program
+async def tree(s: af.State, letters: str) -> dict[str, str]:
+    """A branch for each letter, and a gen and a select of its own."""
+    s += "p" + af.gen("x")
+    async with s.fork(len(letters)) as branches:
+        for letter, branch in zip(letters, branches, strict=True):
+            branch += letter + af.gen("x") + af.gen("y")
+    for branch in branches:
+        s += branch["y"]
+    s += af.gen("x")
+    return {"root": await s["x"]} | {b.path[0]: await b["y"] for b in branches}
+
+
+async def events_of(stream: AsyncIterable[af.ProgramEvent]) -> list[af.ProgramEvent]:
+    return [event async for event in stream]
+
+
+async def hear(stream: AsyncIterable[af.ProgramEvent], heard: list[af.ProgramEvent]) -> None:
+    """Keeps what came before a failure."""
+    async for event in stream:
+        heard.append(event)
+
+
+@given(letters=st.text("abc", min_size=1, max_size=4))
+async def test_deltas_add_up_to_the_values_of_every_variable(letters):
+    async with af.session(backend=af.Scripted(echo)) as flow:
+        *events, last = await events_of(flow.stream(tree, letters))
+        assert last == af.RunDone(await flow.run(tree, letters))
+    heard: dict[tuple, str] = {}
+    done: list[tuple] = []
+    for event in events:
+        key = (event.path, event.name)
+        if isinstance(event, af.TextDelta):
+            assert event.text
+            heard[key] = heard.get(key, "") + event.text
+        else:
+            assert heard.pop(key) == event.value  # complete, and told before
+            assert event.usage.output_tokens == len(event.value.split())
+            assert event.finish_reason == "eos"
+            done.append(key)
+    branches = [((i,), name) for i in range(len(letters)) for name in "xy"]
+    assert sorted(done) == sorted([((), "x"), ((), "x"), *branches])
+    assert heard == {}
+
+
+async def test_branches_stream_side_by_side():
+    backend = Spoken({"": "one two three"})
+
+    @af.program
+    async def program(s: af.State) -> None:
+        for branch in s.fork(2):
+            branch += af.gen("x")
+
+    async with af.session(backend=backend) as flow, flow.stream(program) as stream:
+        heard = []
+        for _ in range(2):
+            await backend.allow(2)
+            heard.append({(await anext(stream)).path for _ in range(2)})
+        assert heard == [{(0,), (1,)}] * 2
+
+
+async def test_branches_that_both_have_news_take_turns():
+    backend = Spoken({"": "a b c d e f g h"})
+
+    @af.program
+    async def program(s: af.State) -> None:
+        for branch in s.fork(2):
+            branch += af.gen("x")
+
+    async with af.session(backend=backend) as flow, flow.stream(program) as stream:
+        paths = []
+        for _ in range(6):
+            await backend.allow(2)  # a word of each
+            paths.append((await anext(stream)).path)
+        assert paths in ([(0,), (1,)] * 3, [(1,), (0,)] * 3)
+
+
+async def all_runs_ended(flow: af.Session) -> None:
+    with anyio.fail_after(10):
+        while flow._states:
+            await anyio.lowlevel.checkpoint()
+
+
+async def test_a_slow_reader_gets_larger_deltas_and_slows_nobody():
+    engine = FakeEngine()
+
+    @af.program
+    async def program(s: af.State) -> str:
+        s += "begin " + af.gen("x", max_tokens=60)
+        return await s["x"]
+
+    async with af.session(backend=engine) as flow:
+        stream = flow.stream(program)
+        engine.gate.allow(5)
+        first = await anext(stream)
+        engine.gate.open()
+        await all_runs_ended(flow)  # though nobody reads
+        second, end, last = [event async for event in stream]
+        assert isinstance(first, af.TextDelta)
+        assert isinstance(second, af.TextDelta)
+        assert first.text + second.text == end.value == last.result
+        assert len(second.text) > len(first.text)
+
+
+async def test_a_failure_of_the_program_is_raised_after_what_came_before():
+    @af.program
+    async def program(s: af.State) -> None:
+        s += "a" + af.gen("x")
+        s += "!" + af.gen("y")
+        await s
+
+    async with af.session(backend=af.Scripted(echo)) as flow:
+        stream = flow.stream(program)
+        heard: list[af.ProgramEvent] = []
+        with pytest.raises(af.EngineFailed, match="cannot answer"):
+            await hear(stream, heard)
+        assert heard[-1] == af.VariableDone((), "x", "say a again", "eos", af.Usage(1, 0, 3))
+        assert await events_of(stream) == []  # it was raised once
+
+
+async def test_a_foreign_failure_is_raised_as_itself_and_leaves_the_session_alone():
+    error = KeyError("own")
+
+    @af.program
+    async def program(s: af.State) -> None:
+        raise error
+
+    async with af.session(backend=af.Scripted(echo)) as flow:
+        with pytest.raises(KeyError) as failure:
+            await events_of(flow.stream(program))
+        assert failure.value is error
+        assert len(await events_of(flow.stream(tree, "a"))) > 1
+
+
+async def test_a_failure_that_nobody_awaited_is_raised_at_the_end():
+    @af.program
+    async def program(s: af.State) -> None:
+        s.fork(1)[0].add("!").add(af.gen("x"))
+
+    async with af.session(backend=af.Scripted(echo)) as flow:
+        with pytest.raises(af.EngineFailed):
+            await events_of(flow.stream(program))
+
+
+@af.program
+async def endless(s: af.State, log: list[str]) -> None:
+    s += af.gen("x")
+    try:
+        await s["x"]
+    finally:
+        log.append("ended")
+
+
+async def test_leaving_the_block_of_a_stream_ends_its_program_at_once():
+    backend = Spoken({"": "one two"})
+    async with af.session(backend=backend) as flow:
+        log: list[str] = []
+        async with flow.stream(endless, log) as stream:
+            await backend.allow(1)
+            async for event in stream:
+                assert event == af.TextDelta((), "x", "one")
+                break
+        assert log == ["ended"]
+        await stream.aclose()  # may be repeated
+        assert await events_of(stream) == []
+        await settle()
+        assert_left_nothing(backend)
+
+
+async def test_a_stream_that_is_just_left_ends_with_the_session():
+    backend = Spoken({"": "one two"})
+    log: list[str] = []
+    async with af.session(backend=backend) as flow:
+        stream = flow.stream(endless, log)
+        await backend.allow(1)
+        async for _ in stream:
+            break
+        await settle()
+        assert log == []  # the program goes on
+    assert log == ["ended"]
+    assert_left_nothing(backend)
+
+
+async def test_a_stream_that_nobody_reads_runs_to_its_end():
+    async with af.session(backend=af.Scripted(echo)) as flow:
+        stream = flow.stream(tree, "ab")
+        await all_runs_ended(flow)
+        await stream.aclose()
+        assert isinstance((await events_of(stream))[-1], af.RunDone)
+
+
+async def test_a_stream_ends_with_an_error_when_the_session_ends_beneath_it():
+    backend = Spoken({"": "one two"})
+    heard: list[af.ProgramEvent] = []
+
+    async def read(stream: af.ProgramStream) -> None:
+        with pytest.raises(af.Cancelled, match="the session ended while the program ran"):
+            await hear(stream, heard)
+
+    async with anyio.create_task_group() as group, af.session(backend=backend) as flow:
+        group.start_soon(read, flow.stream(endless, []))
+        await backend.allow(1)
+    assert heard == [af.TextDelta((), "x", "one")]
+
+
+async def test_two_streams_at_once():
+    async with af.session(backend=af.Scripted(echo)) as flow, anyio.create_task_group() as group:
+        results = []
+
+        async def run(letters: str) -> None:
+            results.append((await events_of(flow.stream(tree, letters)))[-1])
+
+        for letters in ("a", "bc"):
+            group.start_soon(run, letters)
+    assert len(results) == 2
+    assert {len(done.result) for done in results} == {2, 3}
+
+
+async def test_events_of_a_state_are_those_of_its_own_variables():
+    async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
+        s += "a" + af.gen("x")
+        branch = s.fork(1)[0]
+        branch += af.gen("not mine")
+        s += af.gen("y")
+        events = [event async for event in s]
+        assert {event.path for event in events} == {()}
+        values = {event.name: event.value for event in events if isinstance(event, af.VariableDone)}
+        assert values == {"x": await s["x"], "y": await s["y"]}
+        again = [event async for event in s]  # replayed, in larger deltas
+        assert [type(event) for event in again] == [af.TextDelta, af.VariableDone] * 2
+        assert [event async for event in s.fork(1)[0]] == []
+
+
+async def test_events_of_a_state_that_fails_end_with_the_failure():
+    async with af.session(backend=af.Scripted(echo)) as flow, flow.state() as s:
+        s += "a" + af.gen("x") + "!" + af.gen("y")
+        stream = aiter(s)
+        heard: list[af.ProgramEvent] = []
+        with pytest.raises(af.EngineFailed):
+            await hear(stream, heard)
+        assert [event.name for event in heard if isinstance(event, af.VariableDone)] == ["x"]
+        assert [event async for event in stream] == []
+
+
+async def test_several_tasks_may_share_one_stream():
+    async with af.session(backend=af.Scripted(echo)) as flow, anyio.create_task_group() as group:
+        stream = flow.stream(tree, "abc")
+        heard = []
+
+        async def read() -> None:
+            heard.extend([event async for event in stream])
+
+        for _ in range(3):
+            group.start_soon(read)
+    assert sum(isinstance(event, af.RunDone) for event in heard) == 1
+    assert sum(isinstance(event, af.VariableDone) for event in heard) == 8
+
+
+async def test_a_stream_asks_the_backend_for_nothing():
+    noted = Noted(af.Scripted(echo))
+    async with af.session(backend=noted) as flow:
+        await events_of(flow.stream(tree, "ab"))
+    assert noted.of(ops.Await) == []
+
+
+# Where an event comes from.
+
+TREES = st.recursive(st.just([]), lambda children: st.lists(children, max_size=3), max_leaves=12)
+"""A fork tree as nested lists: each state has as many forks as its list is long."""
+
+
+def paths_of(shape: list, path: tuple[int, ...] = ()) -> dict[tuple[int, ...], str]:
+    """The twin: each state's path, and what a gen there says, which is all that stands before it."""
+    found = {path: "".join(f"/{index}" for index in path)}
+    for index, child in enumerate(shape):
+        found |= paths_of(child, (*path, index))
+    return found
+
+
+@given(shape=TREES, coupled=st.booleans(), at_once=st.booleans())
+async def test_every_event_carries_the_path_of_its_branch(shape, coupled, at_once):
+    async def grow(s: af.State, shape: list) -> None:
+        groups = [shape] if at_once else [[child] for child in shape]  # paths go on from fork to fork
+        for group in filter(None, groups):
+            branches = s.fork(len(group))
+            if coupled:
+                async with branches:
+                    await plant(branches, group)
+            else:
+                await plant(branches, group)
+        s += af.gen("x")
+
+    async def plant(branches: list[af.State], group: list) -> None:
+        for branch, child in zip(branches, group, strict=True):
+            branch += f"/{branch.path[-1]}"
+            await grow(branch, child)
+
+    async with af.session(backend=af.Scripted(lambda prompt: f"I am {prompt}")) as flow:
+        *events, last = await events_of(flow.stream(grow, shape))
+    assert isinstance(last, af.RunDone)
+    heard: dict[tuple[int, ...], str] = {}
+    for event in events:
+        if isinstance(event, af.TextDelta):
+            heard[event.path] = heard.get(event.path, "") + event.text
+    done = {event.path: event.value for event in events if isinstance(event, af.VariableDone)}
+    assert done == heard == {path: f"I am {says}" for path, says in paths_of(shape).items()}
+
+
+async def test_a_program_within_a_program_has_the_paths_of_the_state_it_runs_on():
+    @af.program
+    async def inner(s: af.State) -> None:
+        for branch in s.fork(2):
+            branch += af.gen("leaf")
+
+    @af.program
+    async def outer(s: af.State) -> None:
+        for branch in s.fork(2):
+            await inner(branch)
+        await inner(s)
+
+    async with af.session(backend=af.Scripted(echo)) as flow:
+        events = await events_of(flow.stream(outer))
+    done = [event.path for event in events if isinstance(event, af.VariableDone)]
+    assert sorted(done) == [(0, 0), (0, 1), (1, 0), (1, 1), (2,), (3,)]
+
+
+async def leave_by_break(flow: af.Session) -> None:
+    async for _ in flow.stream(going_on):
+        break
+
+
+async def leave_by_dropping(flow: af.Session) -> None:
+    stream = flow.stream(going_on)
+    await anext(stream)
+
+
+@af.program
+async def going_on(s: af.State) -> None:
+    s += "a" + af.gen("x")
+    await s["x"]
+    try:
+        await anyio.sleep_forever()
+    finally:
+        ended.append(1)
+
+
+ended: list[int] = []
+
+
+@pytest.mark.parametrize("leave", [leave_by_break, leave_by_dropping])
+async def test_a_stream_that_is_left_without_a_block_ends_its_program(leave):
+    ended.clear()
+    backend = af.Scripted({"": "word"})
+    async with af.session(backend=backend) as flow:
+        await leave(flow)
+        gc.collect()
+        await settle()
+        assert ended == [1]
+        assert backend.generator.num_open == 0  # before the session ends
+
+
+async def test_a_failure_that_nobody_reads_is_logged(caplog):
+    @af.program
+    async def failing(s: af.State) -> None:
+        s += "a" + af.gen("x")
+        await s["x"]
+        raise ValueError("lost without this")
+
+    async with af.session(backend=af.Scripted({"": "word"})) as flow:
+        stream = flow.stream(failing)
+        await anext(stream)
+        await settle()
+        del stream
+        gc.collect()
+        await settle()
+    assert "lost without this" in caplog.text
+
+
+async def test_a_failure_of_cleaning_up_after_a_break_is_logged(caplog):
+    @af.program
+    async def failing(s: af.State) -> None:
+        s += "a" + af.gen("x")
+        try:
+            await anyio.sleep_forever()
+        finally:
+            raise ValueError("lost without this")
+
+    async with af.session(backend=af.Scripted({"": "word"})) as flow:
+        async for _ in flow.stream(failing):
+            break
+        gc.collect()
+        await settle()
+    assert "lost without this" in caplog.text

@@ -1,0 +1,224 @@
+"""Tools: functions and schemas that a model may ask to have called, and the calls made of its text."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+import pytest
+from pydantic import BaseModel
+from support.observed_backends import assert_left_nothing
+from support.wire_server import ThreadServer, thread_server
+
+import agentflow as af
+from agentflow.language.values import Toolbox
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ThreadServer]:
+    with thread_server() as running:
+        yield running
+
+
+@dataclass
+class Place:
+    city: str
+    country: str = "DE"
+
+
+def weather(place: Place, unit: Literal["C", "F"] = "C") -> str:
+    return f"{place.city}, {place.country}: 20 {unit}"
+
+
+async def search(query: str, *, limit: Annotated[int, msgspec.Meta(ge=1)] = 3) -> list[str]:
+    return [query] * limit
+
+
+class Shop:
+    def buy(self, items: list[str]) -> int:
+        return len(items)
+
+    def __call__(self, item: str) -> str:
+        return item
+
+
+class Address(BaseModel):
+    street: str
+
+
+class Order(BaseModel):
+    """Refers to a definition."""
+
+    to: Address
+    notes: list[Address] = []
+
+
+ORDER = {
+    "type": "function",
+    "function": {"name": "order", "description": "…", "parameters": Order.model_json_schema()},
+}
+PING = {"name": "ping"}
+
+
+async def called(tools: list[Any], *calls: dict[str, Any]) -> list[af.ToolCall]:
+    backend = af.Scripted([json.dumps(calls)])
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        expression = af.gen("calls", tools=tools)
+        s += expression
+        found = await s[expression]
+    assert_left_nothing(backend)
+    return found
+
+
+async def test_functions_are_called_with_arguments_of_their_types():
+    tools = [weather, search, Shop().buy, functools.partial(weather, unit="F")]
+    found = await called(
+        tools[:3],
+        {"name": "weather", "arguments": {"place": {"city": "Köln"}}},
+        {"name": "search", "arguments": {"query": "x", "limit": 2}},
+        {"name": "buy", "arguments": {"items": ["a", "b"]}},
+    )
+    assert [call.name for call in found] == ["weather", "search", "buy"]
+    assert found[0].arguments == {"place": Place("Köln"), "unit": "C"}
+    assert found[0]() == "Köln, DE: 20 C"
+    assert await found[1]() == ["x", "x"]
+    assert found[2]() == 2
+    assert found[0].function is weather
+
+
+async def test_a_partial_function_and_a_callable_object_are_tools():
+    [first, second] = await called(
+        [functools.partial(weather, unit="F"), Shop()],
+        {"name": "partial", "arguments": {"place": {"city": "Rome", "country": "IT"}}},
+        {"name": "Shop", "arguments": {"item": "nail"}},
+    )
+    assert (first(), second()) == ("Rome, IT: 20 F", "nail")
+
+
+async def test_no_call_is_a_value_too():
+    assert await called([weather]) == []
+
+
+async def test_schemas_give_calls_that_the_program_makes_itself():
+    [order, ping] = await called(
+        [ORDER, PING],
+        {"name": "order", "arguments": {"to": {"street": "a"}}},
+        {"name": "ping", "arguments": {}},
+    )
+    assert (order.arguments, ping.arguments, ping.function) == ({"to": {"street": "a"}}, {}, None)
+    with pytest.raises(af.BadArgument, match="tool 'order' was given as a schema: call what it stands for"):
+        order()
+
+
+def resolved(schema: Any, root: dict[str, Any]) -> Any:
+    """The schema with every reference replaced by what it refers to in ``root``."""
+    if isinstance(schema, list):
+        return [resolved(item, root) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if isinstance(reference := schema.get("$ref"), str):
+        target = root
+        for step in reference.removeprefix("#/").split("/"):
+            target = target[step]
+        return resolved(target, root)
+    return {key: resolved(value, root) for key, value in schema.items() if key != "$defs"}
+
+
+def test_the_schema_of_many_tools_refers_to_what_each_of_them_defines():
+    class Other(BaseModel):
+        to: Address
+        size: int
+
+    other = {"name": "other", "parameters": Other.model_json_schema()}
+    schema = Toolbox([weather, ORDER, other, search]).schema()
+    calls = schema["items"]["anyOf"]
+    assert [call["properties"]["name"] for call in calls] == [
+        {"const": name} for name in ("weather", "order", "other", "search")
+    ]
+    arguments = [resolved(call["properties"]["arguments"], schema) for call in calls]
+    for model, found in ((Order, arguments[1]), (Other, arguments[2])):
+        alone = model.model_json_schema()
+        assert found == resolved(alone, alone)
+    place = arguments[0]["properties"]["place"]
+    assert place["properties"] == {"city": {"type": "string"}, "country": {"type": "string", "default": "DE"}}
+    assert (arguments[0]["required"], arguments[3]["required"]) == (["place"], ["query"])
+    assert arguments[3]["properties"]["limit"]["minimum"] == 1
+    assert arguments[3]["additionalProperties"] is False
+
+
+def test_a_schema_that_refers_to_its_own_root_is_refused():
+    tree = {"type": "object", "properties": {"inner": {"$ref": "#"}}}
+    with pytest.raises(af.BadArgument, match=r"tool 'tree': its schema may only refer to its \$defs"):
+        af.gen("x", tools=[{"name": "tree", "parameters": tree}])
+
+
+NO_CALLS = [
+    ('{"name": "weather"}', "Expected `array`"),
+    ('[{"name": "weather"}]', "missing required field `arguments`"),
+    ('[{"name": "weather", "arguments": {}}]', "missing required field `place`"),
+    ('[{"name": "weather", "arguments": {"place": {"city": 3}}}]', "Expected `str`, got `int`"),
+    ('[{"name": "weather", "arguments": {"place": {"city": "a"}, "unit": "K"}}]', "Invalid enum value"),
+    ('[{"name": "weather", "arguments": {"place": {"city": "a"}, "x": 1}}]', "unknown field `x`"),
+    ('[{"name": "rain", "arguments": {}}]', r"there is no tool 'rain' \(there are: weather, order\)"),
+    ('[{"name": "order", "arguments": 3}]', "Expected `object`, got `int`"),
+]
+
+
+@pytest.mark.parametrize(("text", "cause"), NO_CALLS)
+async def test_a_text_that_is_no_list_of_calls_is_told_with_its_fault(text, cause):
+    async with af.session(backend=af.Scripted([text])) as flow, flow.state() as s:
+        expression = af.gen("calls", tools=[weather, ORDER])
+        s += expression
+        with pytest.raises(af.InvalidValue, match="a text that is no list of tool calls: ") as failure:
+            await s[expression]
+        assert failure.value.args[0].endswith(repr(text))
+        with pytest.raises(ValueError, match=cause):
+            raise failure.value.__cause__
+
+
+def positional(x: int, /) -> None: ...
+def many(*xs: int) -> None: ...
+def untyped(x) -> None: ...
+def unknown(x: Nowhere) -> None: ...  # noqa: F821
+def inexpressible(x: inspect.Signature) -> None: ...
+
+
+REFUSED = [
+    ([], "tools: there must be at least one"),
+    (weather, "tools must be a list of functions or schemas"),
+    (PING, "tools must be a list"),
+    ("ping", "tools must be a list"),
+    (3, "tools must be a list"),
+    (object(), "tools must be a list"),
+    ([PING, PING], "two tools have the name 'ping'"),
+    ([3], "a tool is a function or a schema, not 3"),
+    ([{}], "a tool's schema needs a name, and parameters"),
+    ([{"name": "x", "parameters": 3}], "a tool's schema needs a name, and parameters"),
+    ([positional], "tool 'positional': parameter 'x' cannot be given by its name"),
+    ([many], "tool 'many': parameter 'xs' cannot be given by its name"),
+    ([untyped], "tool 'untyped': parameter 'x' has no type annotation"),
+    ([unknown], "tool 'unknown': its signature cannot be read: name 'Nowhere' is not defined"),
+    ([inexpressible], "tool 'inexpressible': its parameters cannot be expressed as JSON"),
+]
+
+
+@pytest.mark.parametrize(("tools", "message"), REFUSED)
+def test_what_is_no_tool_is_refused_where_it_is_written(tools, message):
+    with pytest.raises(af.BadArgument, match=message):
+        af.gen("x", tools=tools)
+
+
+async def test_tools_over_the_wire(server):
+    async with af.session(server.url) as flow, flow.state() as s:
+        expression = af.gen("calls", tools=[weather, ORDER])
+        s += 'say [{"name":"weather","arguments":{"place":{"city":"Köln"}}}]' + expression
+        [call] = await s[expression]
+        s += af.tool(call())
+        assert (await s.messages())[-1] == {"role": "tool", "content": "Köln, DE: 20 C"}

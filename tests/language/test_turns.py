@@ -1,0 +1,302 @@
+"""Turns: as calls, as blocks, by begin and end; none inside another; and the conversation read back."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.fake_engine import FakeEngine
+from support.observed_backends import Dribbling, Noted, Spoken
+from support.wire_server import ThreadServer, thread_server
+
+import agentflow as af
+from agentflow.protocol import ops
+
+pytestmark = pytest.mark.anyio
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ThreadServer]:
+    with thread_server() as running:
+        yield running
+
+
+def answer(prompt: str) -> str:
+    """What follows from the prompt and from nothing else."""
+    return f"so {zlib.crc32(prompt.encode()) % 1000}"
+
+
+@pytest.mark.parametrize("role", ROLES)
+async def test_a_call_a_block_and_begin_and_end_make_the_same_turn(role):
+    noted = Noted(af.Scripted(answer))
+    async with af.session(backend=noted, seed=1) as flow:
+        texts = []
+        for way in range(3):
+            async with flow.state() as s:
+                if way == 0:
+                    s += getattr(af, role)("a", af.gen("x"), "b")
+                elif way == 1:
+                    async with getattr(s, role)() as inner:
+                        assert inner is s
+                        s += "a" + af.gen("x")
+                        s += "b"
+                else:
+                    s.begin(role)
+                    s += "a"
+                    s += af.gen("x")
+                    s += "b"
+                    s.end()
+                texts.append(await s.text())
+                assert await s.messages() == [{"role": role, "content": f"a{answer(f'<{role}>a')}b"}]
+    assert texts == [f"<{role}>a{answer(f'<{role}>a')}b</{role}>"] * 3
+    assert [op.role for op in noted.of(ops.Begin)] == [role] * 3
+
+
+OPENINGS = {
+    "begin": lambda s: s.begin("user"),
+    "call": lambda s: s.add(af.user("x")),
+    "call in a sum": lambda s: s.add("a" + af.tool("x")),
+    "call in a call": lambda s: s.add(af.system(af.user("x"))),
+}
+
+
+@pytest.mark.parametrize("how", OPENINGS)
+async def test_no_turn_stands_in_another(how):
+    noted = Noted(af.Scripted(answer))
+    async with af.session(backend=noted) as flow, flow.state() as s:
+        s += "before"
+        async with s.assistant():
+            num_ops = len(noted.ops)
+            with pytest.raises(af.BadArgument, match=r"a \w+ turn cannot stand inside another turn: the"):
+                OPENINGS[how](s)
+            with pytest.raises(af.BadArgument, match="the assistant turn is open"):
+                async with s.tool():
+                    raise AssertionError("entered")
+            branch = s.fork(1)[0]
+            num_ops += 1
+            with pytest.raises(af.BadArgument, match="turn cannot stand inside another turn"):
+                OPENINGS[how](branch)
+            assert len(noted.ops) == num_ops, "something was submitted"
+        s += af.user("y")
+        assert await s.text() == "before<assistant></assistant><user>y</user>"
+
+
+async def test_a_turn_inside_a_call_is_refused_before_anything_is_appended():
+    noted = Noted(af.Scripted(answer))
+    async with af.session(backend=noted) as flow, flow.state() as s:
+        with pytest.raises(af.BadArgument, match="the user turn is open"):
+            s += "text" + af.user("a", af.gen("x"), af.assistant("b"))
+        assert noted.ops == [ops.Open(s.id)]
+        assert "x" not in s
+        s += af.user("no turn is open")
+        assert await s.messages() == [{"role": "user", "content": "no turn is open"}]
+
+
+async def test_what_never_began_cannot_end():
+    async with af.session(backend=af.Scripted(answer)) as flow, flow.state() as s:
+        with pytest.raises(af.BadArgument, match="a turn ends that never began"):
+            s.end()
+        s += af.user("x")
+        with pytest.raises(af.BadArgument, match="a turn ends that never began"):
+            s.end()
+        assert await s.text() == "<user>x</user>"
+
+
+@pytest.mark.parametrize("role", ["User", "", "developer", None, 3, ["user"]])
+async def test_a_turn_is_of_a_known_role(role):
+    async with af.session(backend=af.Scripted(answer)) as flow, flow.state() as s:
+        with pytest.raises(af.BadArgument, match="a turn is one of system, user, assistant, tool"):
+            s.begin(role)
+
+
+async def test_branches_inherit_an_open_turn_and_end_it_for_themselves():
+    async with af.session(backend=af.Scripted(answer)) as flow, flow.state() as s:
+        s += af.system("s")
+        async with s.user():
+            s += "p"
+            first, second = s.fork(2)
+            first += "1"
+            first.end()
+            first += af.assistant("a")
+            leaf = second.fork(1)[0]
+            leaf += "3"
+            s += "q"
+        assert await first.text() == "<system>s</system><user>p1</user><assistant>a</assistant>"
+        assert await leaf.messages() == [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": "p3"},
+        ]
+        assert await s.text() == "<system>s</system><user>pq</user>"
+        assert (await first.messages())[1:] == [
+            {"role": "user", "content": "p1"},
+            {"role": "assistant", "content": "a"},
+        ]
+
+
+async def test_in_the_engine_a_turn_that_was_forked_has_the_ids_of_one_that_was_not():
+    engine = FakeEngine()
+    async with af.session(backend=engine) as flow, flow.state() as s, flow.state() as plain:
+        s += af.system("Be brief.")
+        s.begin("user")
+        s += "the question is"
+        branches = s.fork(2)
+        s += " mine"
+        for branch, text in zip((*branches, s), (" an", " the", ""), strict=True):
+            branch += text
+            branch.end()
+        plain += af.system("Be brief.")
+        async with plain.user():
+            plain += "the question is"
+            plain.copy()  # a fork ends a run of text, wherever it goes
+            plain += " mine"
+        assert await s.token_ids() == await plain.token_ids()
+        assert await s.text() == await plain.text()
+        assert (await branches[0].messages())[-1] == {"role": "user", "content": "the question is an"}
+        branches[1] += af.assistant(af.gen("x", max_tokens=4))
+        assert (await branches[1].messages())[1:] == [
+            {"role": "user", "content": "the question is the"},
+            {"role": "assistant", "content": await branches[1]["x"]},
+        ]
+    assert engine.client.num_calls == 0
+
+
+async def test_a_block_that_raises_leaves_its_turn_open():
+    async with af.session(backend=af.Scripted(answer)) as flow, flow.state() as s:
+        with suppress(ZeroDivisionError):
+            async with s.user():
+                s += "half"
+                raise ZeroDivisionError
+        with pytest.raises(af.BadArgument, match="the user turn is open"):
+            s += af.assistant("x")
+        s += " and whole"
+        s.end()
+        assert await s.messages() == [{"role": "user", "content": "half and whole"}]
+
+
+async def test_the_conversation_waits_for_what_is_being_generated_and_is_that_of_the_call():
+    backend = Spoken(["one two", "three"])
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        s += af.assistant("a ", af.gen("x"))
+        reading = s.messages()
+        heard = []
+
+        async def read():
+            heard.append(await reading)
+
+        flow.start_soon(read)
+        await backend.allow(1)
+        assert not heard
+        await backend.allow(1)
+        s += af.user("later")
+        assert heard == [[{"role": "assistant", "content": "a one two"}]]
+
+
+async def test_the_conversation_of_a_state_that_failed_raises_what_failed():
+    async with af.session(backend=af.Scripted([af.EngineFailed("broken")])) as flow, flow.state() as s:
+        s += af.assistant(af.gen("x"))
+        with pytest.raises(af.EngineFailed, match="broken"):
+            await s.messages()
+
+
+async def test_a_conversation_with_an_image_is_not_told_without_it():
+    async with af.session(backend=af.Scripted(answer)) as flow, flow.state() as s:
+        s += af.image("https://example.com/outside.png")
+        s += af.user("look")
+        assert await s.messages() == [{"role": "user", "content": "look"}]
+        s += af.user(af.image("https://example.com/a.png"))
+        with pytest.raises(af.NotSupported, match="holds an image"):
+            await s.messages()
+
+
+async def test_turns_over_the_wire(server):
+    async with af.session(server.url) as flow, flow.state() as s:
+        s += af.system("be kind")
+        async with s.user():
+            s += "a question"
+            branch = s.copy()
+            branch += " of mine"
+            branch.end()
+        branch += af.assistant(af.gen("x"))
+        assert await branch.messages() == [
+            {"role": "system", "content": "be kind"},
+            {"role": "user", "content": "a question of mine"},
+            {"role": "assistant", "content": "mine</user><assistant>"},
+        ]
+        assert await s.text() == "<system>be kind</system><user>a question</user>"
+
+
+# Random conversations against their twin
+
+
+@dataclass
+class Twin:
+    """A state as plain text and plain messages."""
+
+    text: str = ""
+    messages: list[dict[str, str]] = field(default_factory=list)
+    open_role: str | None = None
+    last: str | None = None  # the value of its variable x
+
+    def append(self, piece: str) -> None:
+        self.text += piece
+        if self.open_role is not None:
+            self.messages[-1]["content"] += piece
+
+    def turn(self, role: str | None) -> None:
+        if role is None:
+            self.text += f"</{self.open_role}>"
+        else:
+            self.text += f"<{role}>"
+            self.messages.append({"role": role, "content": ""})
+        self.open_role = role
+
+
+def step(kind: str, number: int, states: list[tuple[af.State, Twin]]) -> None:
+    """Does the same to a state and to its twin."""
+    state, twin = states[number % len(states)]
+    if kind == "text":
+        state.add(f"t{number} ")
+        twin.append(f"t{number} ")
+    elif kind == "gen":
+        twin.last = answer(twin.text)
+        twin.append(twin.last)
+        state.add(af.gen("x"))
+    elif kind in ("upper", "marker", "sum") and twin.last is not None:
+        x, value = state["x"].upper(), twin.last.upper()
+        state.add({"upper": x, "marker": f"{x}: {x}", "sum": "(" + x + ")"}[kind])
+        twin.append({"upper": value, "marker": f"{value}: {value}", "sum": f"({value})"}[kind])
+    elif kind == "set":
+        state.set("note", "not part of it")
+    elif kind == "fork":
+        states.append((state.copy(), copy.deepcopy(twin)))
+    elif kind == "turn":
+        role = ROLES[number % 4] if twin.open_role is None else None
+        twin.turn(role)
+        state.begin(role) if role else state.end()
+
+
+KINDS = ["text", "gen", "upper", "marker", "sum", "set", "fork", "turn", "turn"]
+
+
+@given(
+    steps=st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 20)), min_size=5, max_size=40),
+    dribbles=st.booleans(),
+)
+async def test_conversations_are_as_their_twin_has_them(steps, dribbles):
+    backend = af.Scripted(answer)
+    async with af.session(backend=Dribbling(backend) if dribbles else backend) as flow, flow.state() as root:
+        states = [(root, Twin())]
+        for kind, number in steps:
+            step(kind, number, states)
+        for state, twin in reversed(states):
+            assert await state.messages() == twin.messages
+            assert await state.text() == twin.text
+    assert backend.generator.num_open == 0

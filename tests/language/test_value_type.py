@@ -1,0 +1,308 @@
+"""Typed values: what each kind of type asks of a backend, what it makes of the text, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, TypedDict
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, Field
+from support.observed_backends import assert_left_nothing
+from support.wire_server import ThreadServer, thread_server
+
+import agentflow as af
+from agentflow.backends.scripted import ScriptedGenerator
+from agentflow.language.values import value_type
+from agentflow.protocol.constraint import MAX_SOURCE_CHARS, Constraint
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ThreadServer]:
+    with thread_server() as running:
+        yield running
+
+
+class Part(BaseModel):
+    name: str
+
+
+class Report(BaseModel):
+    grade: int = Field(ge=1, le=6)
+    parts: list[Part] = []
+
+
+@dataclasses.dataclass
+class Point:
+    x: float
+    label: str = "here"
+
+
+class City(TypedDict):
+    name: str
+    size: int | None
+
+
+class Shape(msgspec.Struct):
+    kind: Literal["circle", "square"]
+
+
+async def valued(text: str, **wanted: Any) -> Any:
+    """The value of a gen that says ``text``."""
+    backend = af.Scripted([text])
+    try:
+        async with af.session(backend=backend) as flow, flow.state() as s:
+            expression = af.gen("r", max_tokens=200_000, **wanted)
+            s += af.assistant(expression)
+            assert await s[expression].whole_text() == text
+            return await s[expression]
+    finally:
+        assert_left_nothing(backend)
+
+
+VALUES = [
+    ({"schema": Report}, '{"grade": 2, "parts": [{"name": "a"}]}', Report(grade=2, parts=[Part(name="a")])),
+    ({"schema": Point}, '{"x": 1.5}', Point(1.5)),
+    ({"schema": City}, '{"name": "Köln", "size": null}', {"name": "Köln", "size": None}),
+    ({"schema": Shape}, '{"kind": "circle"}', Shape("circle")),
+    ({"schema": list[int]}, "[1, 2]", [1, 2]),
+    ({"schema": {"type": "object"}}, '{"a": [1, null]}', {"a": [1, None]}),
+    ({"schema": {}}, "3", 3),
+    ({"type": int}, "-12", -12),
+    ({"type": float}, "1.5e3", 1500.0),
+    ({"type": float}, "-0", 0.0),
+    ({"type": bool}, "false", False),
+    ({"type": str}, " as it is ", " as it is "),
+    ({"choices": ["a", "b"]}, "b", "b"),
+    ({"regex": "[0-9]{3}"}, "123", "123"),
+    ({"grammar": 'start: "a"'}, "a", "a"),
+    ({}, "text", "text"),
+]
+
+
+@pytest.mark.parametrize(("wanted", "text", "value"), VALUES)
+async def test_the_value_of_a_text(wanted, text, value):
+    found = await valued(text, **wanted)
+    assert (found, type(found)) == (value, type(value))
+
+
+INVALID = [
+    ({"schema": Report}, '{"grade": 7}', r"no Report: '{\"grade\": 7}'", "less than or equal to 6"),
+    ({"schema": Report}, '{"grade": ', "no Report", "EOF"),
+    ({"schema": Point}, '{"x": "far"}', "no Point", r"Expected `float`, got `str` - at `\$.x`"),
+    ({"schema": City}, '{"name": "a"}', "no City", "missing required field `size`"),
+    ({"schema": {"type": "object"}}, "[" * 100_000, r"no JSON value: '\[{199}…'", "recursion"),
+    ({"schema": list[int]}, "[" * 100_000, "no list", "Expected `int`, got `array`"),
+]
+
+
+def len_of(text: str) -> int:
+    return len(text)
+
+
+class Careless(ScriptedGenerator):
+    """Says what it likes, whatever the constraint: as a model does whose tokens are used up."""
+
+    async def generate(self, context, params, on_text, constraint=None):
+        return await super().generate(context, params, on_text)
+
+
+def careless(script: Any) -> af.Scripted:
+    backend = af.Scripted(script)
+    backend.generator = Careless(script)
+    return backend
+
+
+@pytest.mark.parametrize(("wanted", "text", "message", "cause"), INVALID)
+async def test_a_text_that_is_no_such_value(wanted, text, message, cause):
+    expression = af.gen("r", max_tokens=200_000, **wanted)
+    backend = careless([text])
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        s += expression
+        with pytest.raises(
+            af.InvalidValue, match=r"'r' ended \(eos\) with a text that is " + message
+        ) as failed:
+            await s[expression]
+        with pytest.raises(type(failed.value.__cause__), match=cause):
+            raise failed.value.__cause__
+        assert isinstance(failed.value, ValueError)
+        await s  # the state holds the text and goes on
+        assert await s[expression].upper() == text.upper()
+        assert await s.text() == text
+    assert_left_nothing(backend)
+
+
+CUT = [
+    ({"type": int}, "12", "34", "no complete int"),
+    ({"type": float}, "1.5", "6", "no complete float"),
+    ({"type": bool}, "true", "st", "no complete bool"),
+    ({"regex": "[0-9 ]+"}, "12", "3", "no complete text"),
+    ({"choices": ["a", "a b"]}, "a", "b", "no complete choice"),
+    ({"grammar": 'start: "a" " b"'}, "a", "b", "no complete text"),
+    ({"schema": {"type": "integer"}}, "1", "", "no complete JSON value"),
+    ({"schema": Point}, '{"x": 1}', "", "no complete Point"),
+    ({"tools": [len_of]}, "[]", "", "no complete list of tool calls"),
+]
+
+
+@pytest.mark.parametrize(("wanted", "text", "rest", "message"), CUT)
+async def test_a_text_that_was_cut_is_no_value_even_where_it_could_be_one(wanted, text, rest, message):
+    num_tokens = len(text.split(" "))
+    expression = af.gen("r", max_tokens=num_tokens, **wanted)
+    script = [f"{text} {rest}"]
+    # No number is of two words: only a careless script is cut in one.
+    backend = careless(script) if "type" in wanted else af.Scripted(script)
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        s += expression
+        told = rf"'r' was cut after {num_tokens} tokens? and is {message}, raise max_tokens: "
+        for _ in range(2):
+            with pytest.raises(af.InvalidValue, match=told + re.escape(repr(text))) as failed:
+                await s[expression]
+        (note,) = failed.value.__notes__
+        assert note.startswith("what failed was appended at test_value_type.py:")
+        assert await s[expression].whole_text() == s[expression].text == text
+        assert s[expression].finish_reason == "length"
+        s += f" and {s[expression]}"  # by reference, the text is what there is
+        assert await s.text() == f"{text} and {text}"
+
+
+async def test_free_text_may_be_cut():
+    async with af.session(backend=af.Scripted(["one two", "one two"])) as flow, flow.state() as s:
+        s += af.gen("r", max_tokens=1) + af.gen("typed", max_tokens=1, type=str)
+        assert (await s["r"], await s["typed"]) == ("one", "one")
+
+
+async def test_a_map_tells_which_input_was_cut():
+    @af.program
+    async def counted(s: af.State, text: str) -> int:
+        count = af.gen("count", type=int, max_tokens=1)
+        s += text + count
+        return await s[count]
+
+    async with af.session(backend=careless({"a": "1", "b": "2 3"})) as flow:
+        with pytest.raises(af.InvalidValue, match="was cut after 1 token") as failed:
+            await flow.map(counted, ["a", "b"])
+        (line, which) = failed.value.__notes__
+        assert line.endswith("in counted")
+        assert which == "in map: input 1 was 'b'"
+        assert await flow.map(counted, ["a"]) == [1]
+
+
+@given(value=st.integers(-(10**17), 10**17))
+async def test_whole_numbers_keep_their_constraint(value):
+    assert await valued(str(value), type=int) == value
+
+
+@given(value=st.floats(-1e15, 1e15, allow_nan=False))
+async def test_numbers_keep_their_constraint(value):
+    assert await valued(json.dumps(value), type=float) == value
+
+
+def constraint_of(**wanted: Any) -> Constraint | None:
+    return af.gen("r", **wanted).value_type.constraint
+
+
+def test_what_a_backend_is_asked_for():
+    assert constraint_of() is None
+    assert constraint_of(type=str) is None
+    assert constraint_of(regex="a+") == Constraint("regex", "a+")
+    assert constraint_of(grammar="start: a") == Constraint("grammar", "start: a")
+    assert constraint_of(choices=["a", "b"]) == Constraint("choices", choices=("a", "b"))
+    assert constraint_of(type=bool) == Constraint("choices", choices=("true", "false"))
+    assert constraint_of(type=int).kind == constraint_of(type=float).kind == "regex"
+    for schema, described in ((Report, Report.model_json_schema()), (Point, msgspec.json.schema(Point))):
+        found = constraint_of(schema=schema)
+        assert (found.kind, json.loads(found.source)) == ("schema", described)
+    assert json.loads(constraint_of(schema={"type": "object"}).source) == {"type": "object"}
+
+
+class WithFunction(BaseModel):
+    function: Callable[[int], int]
+
+
+@dataclasses.dataclass
+class WithUnknown:
+    x: Nowhere  # noqa: F821
+
+
+CIRCLE: dict[str, Any] = {}
+CIRCLE["inner"] = CIRCLE
+
+REFUSED = [
+    ({"schema": Report, "type": int}, "schema and type exclude each other: give one of them"),
+    ({"regex": "a", "choices": ["a"]}, "regex and choices exclude each other"),
+    ({"tools": [], "grammar": "a"}, "tools and grammar exclude each other"),
+    ({"schema": WithFunction}, "schema 'WithFunction' cannot be expressed as JSON"),
+    ({"schema": WithUnknown}, "'WithUnknown' cannot be expressed as JSON .*Nowhere"),
+    ({"schema": object()}, "cannot be expressed as JSON"),
+    ({"schema": Callable}, "cannot be expressed as JSON"),
+    ({"schema": {"type": object()}}, "is no JSON schema"),
+    ({"schema": CIRCLE}, "is no JSON schema"),
+    ({"schema": "Report"}, "cannot be expressed as JSON"),
+    ({"schema": {"title": "x" * MAX_SOURCE_CHARS}}, "schema: a string of 1 to 200000 characters is needed"),
+    ({"type": list}, "type must be int, float, bool or str, not <class 'list'>; for others use schema"),
+    ({"type": "int"}, "type must be int"),
+    ({"type": []}, "type must be int"),
+    ({"choices": "ab"}, "choices must be a list of strings"),
+    ({"choices": 3}, "choices must be a list of strings"),
+    ({"choices": []}, "choices: 1 to 1000 of them, each once"),
+    ({"choices": ["a", "a"]}, "each once"),
+    ({"choices": ["a", ""]}, "each must be a string, and not an empty one"),
+    ({"choices": ["a", 3]}, "each must be a string"),
+    ({"choices": [["a"]]}, "each must be a string"),
+    ({"choices": [str(n) for n in range(1001)]}, "1 to 1000"),
+    ({"regex": ""}, "regex: a string of 1 to 200000 characters is needed"),
+    ({"regex": 3}, "regex: a string of 1"),
+    ({"grammar": "x" * (MAX_SOURCE_CHARS + 1)}, "grammar: a string of 1"),
+]
+
+
+@pytest.mark.parametrize(("wanted", "message"), REFUSED)
+def test_what_makes_no_sense_is_refused_where_it_is_written(wanted, message):
+    with pytest.raises(af.BadArgument, match=message):
+        af.gen("r", **wanted)
+
+
+async def test_typed_values_over_the_wire(server):
+    report, number = af.gen("report", schema=Report), af.gen("number", type=int)
+    async with af.session(server.url) as flow, flow.state() as s:
+        s += 'say {"grade":3}' + report + " 42" + number
+        assert await s[report] == Report(grade=3)
+        assert await s[number] == 42
+        assert await s[report].json("grade") == "3"
+        s += " x" + af.gen("bad", type=int)
+        with pytest.raises(af.RunFailed, match="which is not what the regex asks for"):
+            await s["bad"]
+
+
+# Which variable an expression names
+
+
+async def test_an_expression_names_the_variable_that_it_made_and_no_other_of_that_name():
+    number = af.gen("x", type=int)
+    async with af.session(backend=af.Scripted(["text", "1", "text"])) as flow, flow.state() as s:
+        with pytest.raises(af.UnknownVariable, match="no variable 'x'"):
+            s[number]
+        s += af.gen("x")
+        with pytest.raises(af.UnknownVariable, match="variable 'x' is not of this gen"):
+            s[number]
+        s += number
+        found = s[number]
+        assert s.copy()[number] is found
+        s += af.gen("x")
+        with pytest.raises(af.UnknownVariable, match="look its variable up before another of that name"):
+            s[number]
+        assert (await found, await s["x"]) == (1, "text")
+
+
+@pytest.mark.parametrize("kind", ["text", "regex"])
+def test_a_type_without_a_reader_gives_the_text(kind):
+    made = value_type() if kind == "text" else value_type(regex="a")
+    assert (made.shown, made.read("a")) == ("text", "a")

@@ -1,0 +1,261 @@
+"""Variables: one value, many readers, before and after it is there; by reference into other states."""
+
+import anyio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.fake_engine import TOKENIZER, FakeEngine
+from support.observed_backends import Noted, Spoken, settle
+
+import agentflow as af
+from agentflow.protocol import ops
+
+pytestmark = pytest.mark.anyio
+
+PROMPTS = {"numbers:": "one two three four", "fail": af.EngineFailed("broken")}
+
+
+async def read(variable: af.Variable, into: list[str]) -> None:
+    async for delta in variable:
+        into.append(delta)
+
+
+async def test_a_value_can_be_awaited_any_number_of_times():
+    async with af.session(backend=af.Scripted(PROMPTS)) as flow, flow.state() as s:
+        s += "numbers:" + af.gen("x")
+        values = []
+
+        async def wait():
+            values.append(await s["x"])
+
+        async with anyio.create_task_group() as group:
+            for _ in range(10):
+                group.start_soon(wait)
+        values += [await s["x"], await s["x"]]
+        assert values == ["one two three four"] * 12
+
+
+async def test_every_reader_hears_all_of_the_text_from_the_start():
+    backend = Spoken(PROMPTS)
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        s += "numbers:" + af.gen("x")
+        early, middle, late = [], [], []
+        async with anyio.create_task_group() as group:
+            group.start_soon(read, s["x"], early)
+            await backend.allow(1)
+            assert early == ["one"]
+            await backend.allow(1)
+            group.start_soon(read, s["x"], middle)
+            await settle()
+            assert (early, middle) == (["one", " two"], ["one two"])
+            await backend.allow(2)
+        await read(s["x"], late)
+        assert early == ["one", " two", " three", " four"]
+        assert middle == ["one two", " three", " four"]
+        assert late == ["one two three four"]
+
+
+async def test_a_reader_may_leave_at_any_word():
+    backend = Spoken(PROMPTS)
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        s += "numbers:" + af.gen("x")
+        await backend.allow(2)
+        async for delta in s["x"]:
+            assert delta == "one two"
+            break
+        with anyio.move_on_after(0):
+            async for _ in s["x"]:
+                pass
+        await backend.allow(2)
+        assert await s["x"] == "one two three four"
+
+
+async def test_what_is_known_at_the_end_is_not_known_before():
+    backend = Spoken({"": "yes no"})
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        s += af.gen("x")
+        await backend.allow(1)
+        for field in ("finish_reason", "usage", "logprobs", "top_logprobs", "choices"):
+            with pytest.raises(af.BadArgument, match="'x' is not complete yet: await it first"):
+                getattr(s["x"], field)
+        assert (s["x"].text, s["x"].is_done, s["x"].has_value) == ("yes", False, False)
+        assert repr(s["x"]) == "<Variable 'x' of (): 3 chars so far>"
+        await backend.allow(1)
+        assert s["x"].finish_reason == "eos"
+        assert s["x"].usage == af.Usage(1, 0, 2)
+        assert (s["x"].logprobs, s["x"].top_logprobs) == (None, None)
+        with pytest.raises(af.BadArgument, match="only a select has choices"):
+            _ = s["x"].choices
+        assert (s["x"].is_done, s["x"].has_value) == (True, True)
+        assert repr(s["x"]) == "<Variable 'x' of (): done>"
+
+
+async def test_a_select_knows_its_choices():
+    async with af.session(backend=af.Scripted({"": "no"})) as flow, flow.state() as s:
+        s += af.select("x", ["yes", "no"])
+        heard: list[str] = []
+        await read(s["x"], heard)
+        assert heard == ["no"]
+        assert s["x"].choices == {"yes": -10.0, "no": 0.0}
+        assert s["x"].finish_reason == "choice"
+        s["x"].choices["yes"] = 1.0  # a copy
+        assert s["x"].choices["yes"] == -10.0
+
+
+async def test_a_failure_reaches_every_reader():
+    async with af.session(backend=af.Scripted(PROMPTS)) as flow, flow.state() as s:
+        s += "fail" + af.gen("x")
+        for _ in range(2):
+            with pytest.raises(af.EngineFailed, match="broken"):
+                await s["x"]
+            with pytest.raises(af.EngineFailed, match="broken"):
+                await read(s["x"], [])
+            with pytest.raises(af.EngineFailed, match="broken"):
+                _ = s["x"].usage
+        assert (s["x"].is_done, s["x"].has_value) == (True, False)
+        assert repr(s["x"]) == "<Variable 'x' of (): failed>"
+
+
+async def test_a_reader_hears_what_came_before_the_failure():
+    backend = Spoken(PROMPTS)
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        s += "numbers:" + af.gen("x")
+        await backend.allow(2)
+        s.cancel()
+        heard: list[str] = []
+        with pytest.raises(af.Cancelled):
+            await read(s["x"], heard)
+        assert heard == ["one two"]
+
+
+async def test_str_and_format_specs_are_refused():
+    async with af.session(backend=af.Scripted(PROMPTS)) as flow, flow.state() as s:
+        s += "numbers:" + af.gen("x")
+        for _ in range(2):  # before and after it has a value
+            for use in (str, "{!s}".format, lambda x: f"{x!s}"):
+                with pytest.raises(af.BadArgument, match=r"str\(\) of variable 'x': await it"):
+                    use(s["x"])
+            for spec in (">10", "s", "\n"):
+                with pytest.raises(af.BadArgument, match="cannot be formatted with"):
+                    format(s["x"], spec)
+            await s["x"]
+
+
+async def test_formatting_and_adding_keep_a_reference():
+    noted = Noted(af.Scripted(PROMPTS))
+    async with af.session(backend=noted) as flow, flow.state() as s, flow.state() as other:
+        s += "numbers:" + af.gen("x")
+        x = s["x"]
+        ref = ops.Ref(x.id)
+        other += f"a{x}b{x}" + ("c" + x + "d") + (x + x) + af.user(x, f"{x}")
+        assert [op.parts for op in noted.of(ops.Text) if op.state == other.id] == [
+            ("a", ref, "b", ref, "c", ref, "d", ref, ref),
+            (ref, ref),
+        ]
+
+
+async def test_a_damaged_marker_is_refused_and_nothing_is_appended():
+    noted = Noted(af.Scripted(PROMPTS))
+    async with af.session(backend=noted) as flow, flow.state() as s:
+        s += "numbers:" + af.gen("x")
+        sent = list(noted.ops)
+        marker = f"{s['x']}"
+        for damaged in (marker[:-5], marker[9:], marker.upper(), marker[:20] + marker):
+            with pytest.raises(af.BadArgument, match="marker in this text is damaged"):
+                s += af.user("a", f"<{damaged}>")
+        assert noted.ops == sent
+
+
+async def test_a_marker_of_another_session_is_text():
+    backend = af.Scripted(lambda prompt: prompt)
+    async with af.session(backend=af.Scripted(PROMPTS)) as other, other.state() as o:
+        o += "numbers:" + af.gen("x")
+        async with af.session(backend=backend) as flow, flow.state() as s:
+            text = f"a{o['x']}b"
+            s += text + af.gen("echo", max_tokens=1000)
+            assert await s["echo"] == text
+
+
+# Wiring: the client asks for nothing in between.
+
+
+async def test_a_variable_of_a_branch_is_wired_into_its_parent():
+    noted = Noted(af.Scripted(lambda prompt: f"({prompt})"))
+    async with af.session(backend=noted) as flow, flow.state() as s:
+        s += "p"
+        async with s.fork(2) as branches:
+            for letter, branch in zip("ab", branches, strict=True):
+                branch += letter + af.gen("part")
+        for branch in branches:
+            s += branch["part"]
+        s += af.gen("whole")
+        assert await s["whole"] == "(p(pa)(pb))"
+        assert noted.of(ops.Await) == []
+
+
+async def test_a_chain_of_wired_gens():
+    noted = Noted(af.Scripted(lambda prompt: f"{prompt}."))
+    async with af.session(backend=noted) as flow:
+        states = [flow.state() for _ in range(10)]
+        previous: af.Variable | str = "go"
+        for state in states:
+            state += previous + af.gen("x")
+            previous = state["x"]
+        assert await previous == "go.........."
+        assert noted.of(ops.Await) == []
+        for state in states:
+            state.run.close()
+
+
+async def test_a_value_that_was_wired_outlives_its_run():
+    """The consumer's op keeps what it refers to, whenever its turn comes."""
+    backend = Spoken({"source": "value", "first": "slow", "value": "consumed"})
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        s += "first" + af.gen("slow")
+        async with flow.state() as short:
+            short += "source" + af.gen("x")
+            s += short["x"]
+            s += af.gen("sink")
+            await backend.allow(2)
+            assert short["x"].is_done
+        await backend.allow(3)
+        assert await s["sink"] == "consumed"
+
+
+async def test_a_long_chain_that_fails_fails_everywhere_with_the_first_cause():
+    async with af.session(backend=af.Scripted(PROMPTS)) as flow, flow.state() as s:
+        branches = s.fork(1500)
+        previous: af.Variable | str = "fail"
+        for branch in branches:
+            branch += previous + af.gen("x")
+            previous = branch["x"]
+        with pytest.raises(af.RunFailed, match="'x' was not generated: the text needs 'x'") as failure:
+            await previous
+        assert isinstance(failure.value.__cause__, af.EngineFailed)
+
+
+def special_ids(engine: FakeEngine) -> list[int]:
+    """How many special tokens each prompt has that the engine was given."""
+    special = [TOKENIZER.encode_markup(text)[0] for text in ("<|im_start|>", "<|im_end|>")]
+    return [sum(int((batch.token_ids == i).sum()) for i in special) for batch in engine.gate.batches]
+
+
+@given(
+    value=st.text(st.sampled_from("a<|im_start|>\n"), max_size=12)
+    | st.just("<|im_end|>\n<|im_start|>system\n")
+)
+async def test_markup_in_a_wired_value_is_plain_text(value):
+    """The engine sees the turns' own markup only, whatever the value holds."""
+    counts = []
+    for text in ("plain", value):
+        engine = FakeEngine(use_cache=False, token_budget=1000)
+        async with af.session(backend=engine) as flow, flow.state() as s, flow.state() as source:
+            source += "x" + af.select("x", [text or "plain"])
+            s += af.user("Say: ", source["x"], f"{source['x']}")
+            await source["x"]
+            engine.gate.batches.clear()
+            s += af.assistant(af.gen("sink", max_tokens=1))
+            await s["sink"]
+            counts.append(sum(special_ids(engine)))
+    assert counts[0] == counts[1]
+    assert counts[0] > 0

@@ -1,0 +1,136 @@
+"""Constraints that a backend cannot keep: the client refuses before anything runs, and so does a server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from support.observed_backends import Noted
+from support.wire_server import ThreadServer, thread_server
+
+import agentflow as af
+from agentflow.protocol import ops
+from agentflow.protocol.constraint import Constraint, TagRule
+from agentflow.protocol.events import Capabilities
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ThreadServer]:
+    with thread_server() as running:
+        yield running
+
+
+KINDS = {
+    "regex": {"regex": "a+"},
+    "schema": {"schema": {"type": "object"}},
+    "choices": {"choices": ["a"]},
+    "grammar": {"grammar": "start: a"},
+}
+
+
+def tags(*rules: dict) -> Constraint:
+    return Constraint("tags", msgspec.json.encode(rules).decode())
+
+
+AGE = {"begin": "<age>", "kind": "regex", "source": "[0-9]+", "end": "</age>"}
+WHO = {"begin": "<who>", "kind": "schema", "source": '{"type": "string"}', "end": "</who>"}
+
+
+def test_what_can_be_asked_for():
+    for whitespace in ("compact", "tight", "free"):
+        for made in (Constraint("schema", "{}"), tags(AGE, WHO)):
+            asked = msgspec.structs.replace(made, whitespace=whitespace, jump_forward=False)
+            assert asked.check() is asked
+            assert msgspec.json.decode(msgspec.json.encode(asked), type=Constraint) == asked
+    assert tags(AGE, WHO).tags() == (TagRule(**AGE), TagRule(**WHO))
+    assert (tags(AGE).has_schema, tags(AGE, WHO).has_schema) == (False, True)
+
+
+def test_what_was_recorded_before_there_was_more_to_say_still_reads():
+    old = b'{"kind":"schema","source":"{}"}'
+    assert msgspec.json.decode(old, type=Constraint) == Constraint("schema", "{}")
+    assert msgspec.json.encode(Constraint("schema", "{}")) == old
+
+
+REFUSED = [
+    (tags(), "tags: 1 to 100 of them"),
+    (tags(*[{**AGE, "begin": f"<{n:03}>"} for n in range(101)]), "tags: 1 to 100 of them"),
+    (tags({**AGE, "begin": ""}), "tags: begin must be a string of 1 to 200 characters"),
+    (tags({**AGE, "end": "x" * 201}), "tags: end must be a string of 1 to 200"),
+    (tags({**AGE, "source": ""}), "regex: a string of 1 to 200000 characters is needed"),
+    (tags({**AGE, "kind": "choices"}), "the source is no list of tags: Invalid enum value 'choices'"),
+    (tags({"begin": "<age>"}), "the source is no list of tags: .* missing required field `kind`"),
+    (Constraint("tags", "<age>"), "the source is no list of tags"),
+    (Constraint("tags", '"\ud800"'), "the source is no list of tags"),
+    (tags(AGE, AGE), "tags: '<age>' begins a tag, and is part of '<age>', which begins another"),
+    (tags(AGE, {**AGE, "begin": "x<age>"}), "tags: '<age>' begins a tag, and is part of 'x<age>'"),
+    (Constraint("schema", "{}", whitespace="none"), "whitespace must be one of 'compact', 'tight', 'free'"),
+    (Constraint("regex", "a", whitespace="tight"), "whitespace='tight' is for JSON schemas, not for regex"),
+    (
+        msgspec.structs.replace(tags(AGE), whitespace="free"),
+        "whitespace='free' is for JSON schemas, not for tags",
+    ),
+    (Constraint("regex", "a", instead=Constraint("regex", "")), "regex: a string of 1 to 200000 characters"),
+    (Constraint("regex", "a", apart=("b",)), "apart: at most 100, and only with instead"),
+    (Constraint("regex", "a", instead=Constraint("regex", "b"), apart=("",)), "apart: each must be a string"),
+    (Constraint("regex", "a", instead=tags(AGE)), "instead: one constraint, and not of tags"),
+    (
+        Constraint("regex", "a", instead=Constraint("regex", "a", instead=Constraint("regex", "b"))),
+        "instead: one constraint, and not of tags",
+    ),
+    (
+        msgspec.structs.replace(tags(AGE), instead=Constraint("regex", "a")),
+        "instead: tags in free text leave nothing else to be said",
+    ),
+    (Constraint("regex", "a", jump_forward=1), "jump_forward must be True or False, not 1"),
+]
+
+
+@pytest.mark.parametrize(("constraint", "message"), REFUSED)
+def test_what_makes_no_sense_is_refused(constraint, message):
+    with pytest.raises(af.BadArgument, match=message):
+        constraint.check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_backend_that_cannot_keep_it_refuses_before_anything_is_submitted(kind):
+    backend = af.Scripted(["a"])
+    others = tuple(other for other in KINDS if other != kind)
+    backend.generator.capabilities = Capabilities("small", constraints=others)
+    noted = Noted(backend)
+    async with af.session(backend=noted) as flow, flow.state() as s:
+        told = rf"small cannot generate under a constraint of the kind '{kind}' \(it can: {', '.join(others)}"
+        with pytest.raises(af.NotSupported, match=told):
+            s += af.user("first") + af.assistant(af.gen("r", **KINDS[kind]))
+        assert noted.ops == [ops.Open(s.id)]
+        assert await s.messages() == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_server_that_cannot_keep_it_refuses_what_is_sent_anyway(server, kind):
+    able = server.generator.capabilities
+    unable = msgspec.structs.replace(able, constraints=())
+    async with af.session(server.url) as flow, flow.state() as s:
+        await s
+        server.call(lambda: setattr(server.generator, "capabilities", unable))
+        try:
+            s += "a" + af.gen("r", **KINDS[kind])
+            with pytest.raises(af.NotSupported, match=rf"a constraint of the kind '{kind}' \(it can: none\)"):
+                await s["r"]
+        finally:
+            server.call(lambda: setattr(server.generator, "capabilities", able))
+    await server.wait_until_idle()
+
+
+async def test_a_constraint_that_a_wire_client_made_up_fails_its_state(server):
+    async with af.session(server.url) as flow, flow.state() as s:
+        bad = Constraint("choices", choices=("a", "a"))
+        gen = ops.Gen(s.id, flow.next_id(), "bad", af.gen("bad").params, bad)
+        flow._connection.send([gen])
+        s += "more"
+        with pytest.raises(af.BadArgument, match="choices: 1 to 1000 of them, each once"):
+            await s
+    await server.wait_until_idle()

@@ -1,0 +1,144 @@
+"""Arguments that make no sense are refused in the line that has them, on every backend alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+from support.wire_server import ThreadServer, thread_server
+
+import agentflow as af
+from agentflow.backends.scripted import ScriptedGenerator
+from agentflow.protocol import ops
+from agentflow.protocol.events import Capabilities
+from agentflow.protocol.op_table import check_supported
+
+pytestmark = pytest.mark.anyio
+HALF = "\ud800"
+
+BAD: dict[str, Callable[[af.Session, af.State], Any]] = {
+    "a long salt": lambda flow, s: flow.state(cache_salt="x" * 257),
+    "a salt that is a number": lambda flow, s: flow.state(cache_salt=5),  # type: ignore[arg-type]
+    "a long program": lambda flow, s: flow.state(program="x" * 257),
+    "a program that is none": lambda flow, s: flow.state(program=None),  # type: ignore[arg-type]
+    "an objective": lambda flow, s: flow.state(objective="speed"),  # type: ignore[arg-type]
+    "a path": lambda flow, s: s["x"].json(0),  # type: ignore[arg-type]
+    "a role": lambda flow, s: s.add(af.conversation([af.Message("judge", "a")])),
+    "a role that is a number": lambda flow, s: s.add(af.conversation([af.Message(1, "a")])),  # type: ignore[arg-type]
+    "a content": lambda flow, s: s.add(af.conversation([af.Message("user", None)])),  # type: ignore[arg-type]
+    "a call": lambda flow, s: s.add(af.conversation([af.Message("assistant", "", tool_calls=("x",))])),  # type: ignore[arg-type]
+    "a call's arguments": lambda flow, s: s.add(
+        af.conversation([af.Message("assistant", "", tool_calls=(af.CalledTool("c", "f", {}),))])  # type: ignore[arg-type]
+    ),
+    "half a character": lambda flow, s: s.add(HALF),
+    "half a character in a turn": lambda flow, s: s.add(af.conversation([af.Message("user", HALF)])),
+    "half a character to stop at": lambda flow, s: s.add(af.gen("y", stop=HALF)),
+    "a name with half a character": lambda flow, s: s.add(af.gen(HALF)),
+}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with thread_server() as running:
+        yield running
+
+
+def opened(server: ThreadServer | None) -> af.Session:
+    return af.session(server.url) if server is not None else af.session(backend=af.Scripted(["a", "b"]))
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+async def test_a_bad_argument_is_refused_where_it_is_written(server, is_remote: bool) -> None:
+    async with opened(server if is_remote else None) as flow, flow.state() as s:
+        s += "say #1" + af.gen("x")
+        for write in BAD.values():
+            with pytest.raises(af.BadArgument):
+                write(flow, s)
+        s += "say #1" + af.gen("z")  # the state has taken none of it
+        await s["z"]
+        assert [variable.name for variable in s.variables] == ["x", "z"]
+    if is_remote:
+        await server.wait_until_idle()
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+async def test_a_mapping_function_that_gives_half_a_character_fails_its_variable_only(
+    server, is_remote: bool
+) -> None:
+    async with opened(server if is_remote else None) as flow, flow.state() as s:
+        s += "say #1" + af.gen("x")
+        with pytest.raises(af.BadArgument):
+            await s["x"].map(lambda text: HALF)
+        s += af.gen("y")
+        await s["y"]
+
+
+class Limited(ScriptedGenerator):
+    """A scripted backend that can do little."""
+
+    def __init__(self, **can: bool) -> None:
+        super().__init__(["a"] * 9)
+        self.capabilities = msgspec.structs.replace(self.capabilities, **can)
+
+
+class LimitedBackend(af.Scripted):
+    def __init__(self, **can: bool) -> None:
+        super().__init__([])
+        self.generator = Limited(**can)
+
+
+@af.program
+async def with_a_turn(s: af.State) -> None:
+    s += af.user("a")
+
+
+@af.program
+async def with_logprobs(s: af.State) -> None:
+    s += "a" + af.gen("x", logprobs=True)
+
+
+@af.program
+async def with_a_select(s: af.State) -> None:
+    s += "a" + af.select("x", ["a", "b"])
+
+
+@af.program
+async def with_a_conversation(s: af.State) -> None:
+    s += af.conversation([af.Message("user", "a")])
+
+
+@af.program
+async def with_token_ids(s: af.State) -> None:
+    s += "a"
+    s.token_ids()
+
+
+UNSUPPORTED = [
+    (with_a_turn, "roles"),
+    (with_logprobs, "logprobs"),
+    (with_a_select, "select"),
+    (with_a_conversation, "conversations"),
+    (with_token_ids, "token_ids"),
+]
+
+
+@pytest.mark.parametrize("is_graph", [False, True])
+@pytest.mark.parametrize(("program", "ability"), UNSUPPORTED)
+async def test_what_a_backend_cannot_do_is_refused_before_anything_runs(program, ability, is_graph) -> None:
+    backend = LimitedBackend(**{ability: False})
+    async with af.session(backend=backend) as flow:
+        with pytest.raises(af.NotSupported):
+            await (flow.submit(program.trace()) if is_graph else flow.run(program))
+        await anyio.wait_all_tasks_blocked()
+        assert (await flow.stats()).steps == 0
+    assert backend.generator.num_open == 0
+
+
+def test_every_kind_of_op_is_looked_at() -> None:
+    """An op that asks for nothing special is supported by a backend that can do nothing special."""
+    nothing = Capabilities("nothing", False, False, False, False, None, (), False, False, False)
+    for op in (ops.Open(1), ops.Text(1, ("a",)), ops.Read(1, 2, "text()", "text"), ops.Close(1)):
+        check_supported(op, nothing)

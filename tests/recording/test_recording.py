@@ -1,0 +1,325 @@
+"""Recordings: every op and event is in the file, the file survives whatever ends the session, and the
+command shows it."""
+
+import io
+import os
+from collections.abc import Iterable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import anyio
+import anyio.lowlevel
+import msgspec
+import pytest
+from rich.console import Console
+from support.fake_engine import FakeEngine
+from support.observed_backends import Noted, Spoken, settle
+
+import agentflow as af
+from agentflow.cli.main import main
+from agentflow.cli.replay import run_replay
+from agentflow.protocol import ops
+from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
+from agentflow.protocol.events import Event, Value
+from agentflow.protocol.op_table import SHAPES
+from agentflow.recording.file import VERSION, read_recording
+
+pytestmark = pytest.mark.anyio
+
+SELECT = "really?"
+
+
+def answer(prompt: str) -> str | Exception:
+    if prompt.endswith(SELECT):
+        return "yes"
+    return af.EngineFailed(f"cannot answer {prompt[-8:]}") if prompt.endswith("!") else "a short answer"
+
+
+@af.program
+async def judge(s: af.State, essay: str) -> str:
+    s += af.system("You are strict.") + af.user(essay) + SELECT + af.select("related", ["yes", "no"])
+    assert await s["related"] == "yes"
+    async with s.fork(2) as branches:
+        for branch, what in zip(branches, ["clarity", "evidence"], strict=True):
+            branch += af.user(what) + af.assistant(af.gen("judgment", max_tokens=5))
+    s += af.user(*[branch["judgment"] for branch in branches]) + af.assistant(af.gen("report"))
+    return await s["report"]
+
+
+async def record_judge(path: Path, *, seed: int | None = None) -> None:
+    async with af.session(backend=af.Scripted(answer), record=path, seed=seed) as flow:
+        await flow.run(judge, "an essay")
+        await flow.stats()
+
+
+def test_every_op_has_a_shape_that_names_all_numbers():
+    """A new op must be listed: with all its fields that hold numbers of the client's making."""
+    assert set(SHAPES) == set(ops.Op.__args__)
+    for op, shape in SHAPES.items():
+        fields = {field.name: field.type for field in msgspec.structs.fields(op)}
+        named = shape.numbers - ({"state"} if "state" not in fields else set())
+        assert named <= set(fields), op
+        for name, kind in fields.items():
+            # The numbers in a graph are its own.
+            if kind in (int, tuple[int, ...]) and (op, name) != (ops.Submit, "outputs"):
+                assert name in named, f"{op.__name__}.{name}: a number of a state or variable, or content?"
+
+
+class Overheard:
+    """Another backend whose events are noted on their way."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.events: list[Event] = []
+        self._backend = backend
+
+    def connect(self, deliver: Deliver, lost: Lost) -> AbstractAsyncContextManager[Connection]:
+        def hear(events: Iterable[Event]) -> None:
+            told = list(events)
+            self.events += told
+            deliver(iter(told))
+
+        return self._backend.connect(hear, lost)
+
+
+async def test_everything_that_passes_is_recorded(tmp_path):
+    path = tmp_path / "run.jsonl"
+    overheard = Overheard(af.Scripted(answer))
+    backend = Noted(overheard)
+    async with af.session(backend=backend, record=path, seed=7) as flow:
+        assert await flow.run(judge, "an essay") == "a short answer"
+        with pytest.raises(af.EngineFailed):
+            await flow.run(failing)
+        await flow.stats()
+        async with flow.state() as s:
+            s += "text"
+            await s
+    recording = read_recording(path)
+    assert (recording.header.recording, recording.header.agentflow) == (VERSION, af.__version__)
+    assert (recording.header.seed, recording.header.capabilities.model) == (7, "scripted")
+    assert [entry.sent for entry in recording.entries if entry.sent is not None] == backend.ops
+    assert [entry.heard for entry in recording.entries if entry.heard is not None] == overheard.events
+    assert {type(event) for event in overheard.events} == set(Event.__args__)
+    times = [entry.at_s for entry in recording.entries]
+    assert times == sorted(times)
+    assert (recording.ending, recording.is_cut) == ("complete", False)
+
+
+async def test_the_seed_is_recorded_where_none_was_given(tmp_path):
+    async with af.session(backend=af.Scripted(answer), record=tmp_path / "run.jsonl") as flow:
+        pass
+    assert read_recording(tmp_path / "run.jsonl").header.seed == flow.seed
+
+
+async def test_the_real_engine_is_recorded(tmp_path):
+    path = tmp_path / "run.jsonl"
+    async with af.session(backend=FakeEngine(), record=path) as flow, flow.state() as s:
+        s += af.user("a question") + af.assistant(af.gen("x", max_tokens=6, ignore_eos=True))
+        text = await s["x"]
+        usage = s["x"].usage
+    ends = [entry.heard for entry in read_recording(path).entries if isinstance(entry.heard, Value)]
+    assert [end.usage for end in ends] == [usage]
+    async with af.session(backend=af.Replay(path)) as flow, flow.state() as s:
+        s += af.user("a question") + af.assistant(af.gen("x", max_tokens=6, ignore_eos=True))
+        assert (await s["x"], s["x"].usage) == (text, usage)
+
+
+async def test_how_the_session_ended_is_recorded(tmp_path):
+    path = tmp_path / "run.jsonl"
+    with pytest.raises(ZeroDivisionError):
+        async with af.session(backend=af.Scripted(answer), record=path):
+            raise ZeroDivisionError
+    assert (read_recording(path).ending, read_recording(path).is_cut) == ("failed", False)
+    with anyio.CancelScope() as scope:
+        async with af.session(backend=af.Scripted(answer), record=path):
+            scope.cancel()
+            await anyio.lowlevel.checkpoint()
+    assert (read_recording(path).ending, read_recording(path).is_cut) == ("cancelled", True)
+
+
+async def test_an_exception_handled_outside_is_no_failure_of_the_session(tmp_path):
+    path = tmp_path / "run.jsonl"
+    try:
+        raise ZeroDivisionError
+    except ZeroDivisionError:
+        await record_judge(path)
+    assert (read_recording(path).ending, read_recording(path).is_cut) == ("complete", False)
+
+
+async def test_a_replay_can_be_recorded(tmp_path):
+    """A replay that is recorded ends as its session does."""
+    first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    await record_judge(first)
+    with pytest.raises(af.ReplayDiffers, match="nothing came for run 0"):
+        async with af.session(backend=af.Replay(first), record=second):
+            pass
+    with pytest.raises(ZeroDivisionError):
+        async with af.session(backend=af.Replay(first), record=second):
+            raise ZeroDivisionError
+    assert read_recording(second).ending == "failed"
+
+
+async def test_a_lost_backend_is_recorded(tmp_path):
+    path, backend = tmp_path / "run.jsonl", Noted(Spoken({"": "one two"}))
+    async with af.session(backend=backend, record=path) as flow, flow.state() as s:
+        s += af.gen("x")
+        backend.lose(af.ServerLost("it is gone"))
+        with pytest.raises(af.ServerLost):
+            await s["x"]
+    assert [entry.lost.code for entry in read_recording(path).entries if entry.lost] == ["server_lost"]
+
+
+async def test_what_cannot_be_recorded_is_not_run(tmp_path):
+    backend = Noted(af.Scripted(answer))
+    async with af.session(backend=backend, record=tmp_path / "run.jsonl") as flow, flow.state() as s:
+        with pytest.raises(af.BadArgument, match="half a character"):
+            s += "\ud800"
+    assert not backend.of(ops.Text)
+
+
+async def test_a_file_that_cannot_be_written_is_told_before_anything_opens(tmp_path):
+    backend = Noted(af.Scripted(answer))
+    with pytest.raises(af.BadArgument, match=r"cannot record to .*nowhere"):
+        async with af.session(backend=backend, record=tmp_path / "nowhere" / "run.jsonl"):
+            pass
+    assert not hasattr(backend, "lose")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a disk that is always full")
+async def test_a_full_disk_ends_the_recording_and_not_the_program(caplog):
+    async with af.session(backend=af.Scripted(answer), record="/dev/full") as flow:
+        assert await flow.run(judge, "an essay" * 10_000) == "a short answer"
+    assert [record.message for record in caplog.records] == [
+        "the recording /dev/full ends here: [Errno 28] No space left on device"
+    ]
+
+
+async def test_a_file_that_was_cut_is_read_up_to_its_last_whole_line(tmp_path):
+    path = tmp_path / "run.jsonl"
+    await record_judge(path)
+    whole = path.read_bytes()
+    entries = read_recording(path).entries
+    for num_bytes in range(whole.index(b"\n") + 1, len(whole), 97):
+        path.write_bytes(whole[:num_bytes])
+        cut = read_recording(path)
+        assert cut.entries == entries[: whole[:num_bytes].count(b"\n") - 1]
+        assert cut.is_cut
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "it has no whole line"),
+        (b"# a page\nof text\n", "its first line is no header"),
+        (b'{"at_s": 1}\n', "its first line is no header"),
+        (b'{"recording": 99}\n', "is a recording of version 99, and this agentflow reads version 1"),
+        (b"HEADER\nnonsense\n", "line 2: not a line of a recording"),
+        (b'HEADER\n{"at_s": 1, "sent": {"op": "end", "state": 5}}\n', "line 2: there is no state 5"),
+        (
+            b'HEADER\n{"at_s": 1, "heard": {"event": "delta", "var": 5, "at": 0, "text": ""}}\n',
+            "line 2: there is no variable 5",
+        ),
+    ],
+)
+async def test_a_foreign_or_broken_file_is_told_in_one_line(tmp_path, capsys, content, message):
+    path = tmp_path / "run.jsonl"
+    await record_judge(path)
+    path.write_bytes(content.replace(b"HEADER", path.read_bytes().splitlines()[0]))
+    with pytest.raises(af.BadRecording, match=message):
+        af.Replay(path)
+    assert main(["replay", str(path)]) == 1
+    captured = capsys.readouterr()
+    assert (captured.out, len(captured.err.splitlines())) == ("", 1)
+    assert message in captured.err
+
+
+def test_a_missing_file_is_told_in_one_line(tmp_path, capsys):
+    assert main(["replay", str(tmp_path / "none.jsonl")]) == 1
+    assert "No such file" in capsys.readouterr().err
+
+
+def shown(path: Path, width: int = 80) -> list[str]:
+    """What the command prints to a pipe."""
+    output = io.StringIO()
+    run_replay(path, Console(file=output, width=width))
+    return [line.rstrip() for line in output.getvalue().splitlines()]
+
+
+async def test_the_command_shows_the_fork_tree(tmp_path):
+    path = tmp_path / "run.jsonl"
+    await record_judge(path)
+    lines = shown(path)
+    assert all(len(line) <= 80 for line in lines)
+    assert lines[0].startswith(str(path)[:60])
+    table = [line for line in lines if line.startswith(("run", "├", "│", "└"))]
+    first_words = [" ".join(line.split()[:3]) for line in table]
+    assert first_words == [
+        "run 0 You",
+        "├ related yes",
+        "├ state (0,)",
+        "│ └ judgment",
+        "├ state (1,)",
+        "│ └ judgment",
+        "└ report a",
+    ]
+    async with af.session(backend=af.Scripted(answer)) as flow, flow.state() as s:
+        s += af.system("You are strict.") + af.user("an essay") + SELECT + af.select("related", ["yes", "no"])
+        await s["related"]
+        prompt_tokens = s["related"].usage.prompt_tokens
+    numbers = table[1].split()[3:]
+    assert numbers[:4] == ["choice", str(prompt_tokens), "0", "0"]
+    start, first, end = map(float, numbers[4:])
+    assert start <= first <= end
+    assert any(line.startswith("1 run, 3 states, 4 variables, ") for line in lines)
+
+
+async def test_the_command_shows_what_a_reply_says(tmp_path):
+    path = tmp_path / "run.jsonl"
+    said = af.Reply("It is cold.", (af.CalledTool("c1", "weather", '{"city": "Oslo"}'),))
+    async with af.session(backend=af.Scripted([said]), record=path) as flow, flow.state() as s:
+        s += af.conversation([{"role": "user", "content": "?"}]) + af.reply("answer")
+        await s
+    assert 'It is cold. weather({"city": "Oslo"})' in "\n".join(shown(path, width=160))
+
+
+async def test_the_command_shows_failures_cancellations_and_strange_text(tmp_path):
+    path = tmp_path / "run.jsonl"
+    backend = Spoken({"": "[bold]one\x1b[31m\ntwo three"})
+    async with af.session(backend=backend, record=path) as flow, flow.state() as s:
+        doomed, idle = s.fork(2)
+        doomed += "x" + af.gen("said")
+        await backend.allow(1)
+        doomed.cancel()
+        idle += af.gen("waiting")
+        await settle()
+    lines = "\n".join(shown(path, width=120))
+    assert "[bold]one·[31m two" not in lines  # it failed: why is more than the text that there was
+    assert "\x1b" not in lines
+    assert "cancelled" in lines
+    async with af.session(backend=af.Scripted(answer), record=path) as flow:
+        with pytest.raises(af.EngineFailed):
+            await flow.run(failing)
+    lines = "\n".join(shown(path, width=120))
+    assert "engine_failed: cannot answer a!" in lines
+    assert "(1 without a value)" in lines
+    async with af.session(backend=af.Scripted({"": "[bold]one\x1b[31m\ntwo"}), record=path) as flow:
+        await flow.run(lambda s: s.add(af.gen("x"))["x"].settled())
+    assert "[bold]one·[31m two" in "\n".join(shown(path, width=120))
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+    assert shown(path)[-1] == "The recording ends before the session did."
+
+
+async def failing(s: af.State) -> None:
+    s += "a!" + af.gen("x")
+    await s["x"]
+
+
+async def test_the_command_shows_a_chain_of_forks_deeper_than_the_stack(tmp_path):
+    path = tmp_path / "run.jsonl"
+    async with af.session(backend=af.Scripted(answer), record=path) as flow, flow.state() as s:
+        for _ in range(1200):
+            s = s.fork(1)[0]
+        s += af.gen("deep")
+        await s["deep"]
+    lines = shown(path, width=120)
+    assert any("deep" in line and "a short answer" in line for line in lines)
+    assert any(line.startswith("1 run, 1,201 states, 1 variable,") for line in lines)

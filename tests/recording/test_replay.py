@@ -1,0 +1,399 @@
+"""Replays: the same program gets the same answers without a model, whatever its branches' timing; another
+program is told at once where it differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.language.random_recorded_programs import Branch, Clumsy, ClumsyBackend, branches, play
+from support.observed_backends import Noted, Spoken
+from support.wire_peer import HANG
+from support.wire_server import thread_server
+
+import agentflow as af
+from agentflow.backends.local import interpreted
+from agentflow.backends.scripted import ScriptedGenerator
+from agentflow.protocol import ops
+from agentflow.protocol.events import Delta, Usage
+from agentflow.recording.file import read_recording
+from agentflow.runtime.generator import Generated
+
+pytestmark = pytest.mark.anyio
+
+
+def answer(prompt: str) -> str | Exception:
+    if prompt.endswith("yes or no? "):
+        return "yes"
+    return af.EngineFailed(f"cannot answer {prompt[-6:]}") if prompt.endswith("!") else f"{len(prompt)} chars"
+
+
+class Detailed:
+    """A scripted backend with log-probabilities and cached tokens, so that a replay has them to lose."""
+
+    def connect(self, deliver, lost):
+        return interpreted(DetailedGenerator(answer), deliver)
+
+
+class DetailedGenerator(ScriptedGenerator):
+    def __init__(self, script) -> None:
+        super().__init__(script)
+        self.capabilities = msgspec.structs.replace(self.capabilities, logprobs=True)
+
+    async def generate(self, context, params, on_text, constraint=None) -> Generated:
+        params = msgspec.structs.replace(params, logprobs=False)
+        end = await super().generate(context, params, on_text, constraint)
+        return Generated(end.text, end.finish_reason, Usage(end.usage.prompt_tokens, 1, 2), (-0.5, None))
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    return tmp_path / "run.jsonl"
+
+
+@af.program
+async def small(s: af.State, subject: str) -> list[str]:
+    s += subject + af.gen("x", temperature=1.0)
+    branch = s.copy()
+    branch += af.gen("y")
+    return [await s["x"], await branch["y"]]
+
+
+compiled = small.trace()
+
+
+async def everything(s: af.State) -> list[Any]:
+    """A program of every primitive; all that it can see."""
+    seen: list[Any] = []
+    s += "some text, " + af.system("strict") + af.user("an essay ")
+    s += "yes or no? " + af.select("related", ["yes", "no"])
+    seen += [await s["related"], s["related"].choices, s["related"].usage]
+    s += af.assistant("so ", af.gen("first", max_tokens=3, temperature=0.7, stop="x", logprobs=True))
+    seen.append("".join([text async for text in s["first"]]))
+    seen += [s["first"].finish_reason, s["first"].usage, s["first"].logprobs]
+    async with s.fork(2) as group:
+        for branch, what in zip(group, ["clarity", "evidence"], strict=True):
+            branch += af.user(what, f" after {s['first']}") + af.assistant(af.gen("judgment"))
+    s += af.user(*[branch["judgment"] for branch in group]) + af.gen("report")
+    s.hint(objective="throughput", forks=3)
+    s.limit(output_tokens=10_000)
+    s.set("both", "<" + s["first"].strip() + f"|{s['report'].upper()}>")
+    s += s["both"].regex("[0-9a-z]+") + s["report"].map(lambda text: f"{len(text)} ")
+    seen.append(await s.messages())
+    async with s.user():
+        s += af.image("https://example.org/x.png") + af.gen("seen", choices=None, timeout_s=60)
+    seen += [await s["both"], await s.text()]
+    seen.append(await s.session.submit(compiled, {"subject": "stars"}))
+    plain = s.fork(3)
+    plain[0] += "left " + af.gen("x")
+    plain[1] += "broken!" + af.gen("x")
+    plain[2] += "idle " + af.gen("x")
+    plain[2].cancel()
+    for branch in plain:
+        try:
+            seen.append(await branch["x"])
+        except af.AgentflowError as error:
+            seen.append(repr(error))
+    await s
+    try:
+        async with s.fork(2) as failing:
+            failing[0] += "bad!" + af.gen("x")
+            failing[1] += "good " + af.gen("x")
+        s += failing[0]["x"]
+        await s
+    except af.AgentflowError as error:
+        seen.append(repr(error))
+    seen.append((await s.session.stats()).steps > 0)
+    return seen
+
+
+async def test_every_primitive_is_replayed(path):
+    async with af.session(backend=Detailed(), record=path) as flow:
+        first = await flow.run(everything)
+    replay = af.Replay(path)
+    for _ in range(2):
+        async with af.session(backend=replay) as flow:
+            assert flow.seed == replay.seed
+            assert flow.capabilities.model == "scripted"
+            assert await flow.run(everything) == first
+
+
+async def test_the_stream_of_events_is_replayed(path):
+    @af.program
+    async def talk(s: af.State) -> str:
+        s += "a question" + af.gen("x", max_tokens=9) + af.gen("y")
+        return await s["y"]
+
+    def script(prompt: str) -> str:
+        return "many words in one answer"
+
+    async def events(flow: af.Session) -> list[af.ProgramEvent]:
+        """How much a reader hears at a time is its own matter."""
+        heard: list[af.ProgramEvent] = []
+        async for event in flow.stream(talk):
+            last = heard[-1] if heard else None
+            if isinstance(last, af.TextDelta) and isinstance(event, af.TextDelta) and last.name == event.name:
+                event = af.TextDelta(event.path, event.name, heard.pop().text + event.text)
+            heard.append(event)
+        return heard
+
+    async with af.session(backend=af.Scripted(script), record=path) as flow:
+        first = await events(flow)
+    assert [type(event) for event in first] == [af.TextDelta, af.VariableDone] * 2 + [af.RunDone]
+    deltas = [entry.heard for entry in read_recording(path).entries if isinstance(entry.heard, Delta)]
+    assert len(deltas) > 2
+    async with af.session(backend=af.Replay(path)) as flow:
+        assert await events(flow) == first
+
+
+async def test_what_was_recorded_on_a_server_is_replayed_without_it(path):
+    async def ask(s: af.State) -> list[str]:
+        s += af.user("count #12") + af.gen("x")
+        async with s.fork(2) as group:
+            for branch in group:
+                branch += "again #4" + af.gen("x")
+        return [await s["x"], *[await branch["x"] for branch in group]]
+
+    with thread_server() as server:
+        async with af.session(server.url, record=path) as flow:
+            first = await flow.run(ask)
+            with anyio.CancelScope() as scope:
+                async with flow.state() as s:
+                    s += HANG + af.gen("x")
+                    scope.cancel()
+                    await s["x"]
+        await server.wait_until_idle()
+    async with af.session(backend=af.Replay(path)) as flow:
+        assert await flow.run(ask) == first
+        with anyio.CancelScope() as scope:
+            async with flow.state() as s:
+                s += HANG + af.gen("x")
+                scope.cancel()
+                await s["x"]
+
+
+async def test_a_replay_can_be_recorded(path, tmp_path):
+    async with af.session(backend=Detailed(), record=path) as flow:
+        first = await flow.run(everything)
+    async with af.session(backend=af.Replay(path), record=tmp_path / "again.jsonl") as flow:
+        await flow.run(everything)
+    again = read_recording(tmp_path / "again.jsonl")
+    assert again.header.seed == read_recording(path).header.seed
+    async with af.session(backend=af.Replay(tmp_path / "again.jsonl")) as flow:
+        assert await flow.run(everything) == first
+
+
+# Timing.
+
+
+async def side_by_side(programs: Sequence[Branch], timing: int, session: af.Session) -> dict[int, list]:
+    """Runs all at once, each with pauses of its own."""
+    outcomes: dict[int, list] = {}
+    async with session as flow:
+
+        async def run(index: int, branch: Branch) -> None:
+            pause = Clumsy(timing * 31 + index)
+            await pause()
+            outcomes[index] = await play(flow, branch, pause)
+
+        async with anyio.create_task_group() as group:
+            for index, branch in enumerate(programs):
+                group.start_soon(run, index, Branch([("text", 100 + index), *branch.steps]))
+    return outcomes
+
+
+def record_and_replay(path: Path, programs, timings, loops, *, fails: bool) -> None:
+    """The outcomes are equal."""
+
+    async def replay() -> dict[int, list]:
+        with anyio.fail_after(20):
+            return await side_by_side(programs, timings[1], af.session(backend=af.Replay(path)))
+
+    session = af.session(backend=ClumsyBackend(timings[0], fails=fails), record=path)
+    first = anyio.run(side_by_side, programs, timings[0], session, backend=loops[0])
+    again = anyio.run(replay, backend=loops[1])
+    assert again == first
+
+
+PROGRAMS = st.lists(branches(), min_size=1, max_size=2)
+TIMINGS = st.tuples(st.integers(0, 10**6), st.integers(0, 10**6))
+
+
+@given(programs=PROGRAMS, timings=TIMINGS)
+def test_programs_are_replayed_whatever_the_timing(tmp_path_factory, programs, timings):
+    """With failures, on asyncio: on trio, whether a branch hears of its sibling's failure before or after
+    something else that came at nearly the same time is drawn anew in each run."""
+    path = tmp_path_factory.mktemp("replay") / "run.jsonl"
+    record_and_replay(path, programs, timings, ("asyncio", "asyncio"), fails=True)
+
+
+@given(
+    programs=PROGRAMS,
+    timings=TIMINGS,
+    loops=st.sampled_from([("trio", "trio"), ("trio", "asyncio"), ("asyncio", "trio")]),
+)
+def test_programs_are_replayed_on_either_loop(tmp_path_factory, programs, timings, loops):
+    path = tmp_path_factory.mktemp("replay") / "run.jsonl"
+    record_and_replay(path, programs, timings, loops, fails=False)
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # trio draws who runs between two answers
+@pytest.mark.parametrize("timing", range(8))
+async def test_the_same_branch_is_first(path, timing):
+    async def race(s: af.State) -> list[int]:
+        runners = s.fork(3)
+        for number, runner in enumerate(runners):
+            runner += f"runner {number} " + af.gen("x")
+
+        async def watch(runner: af.State, scope: anyio.CancelScope) -> None:
+            await runner["x"]
+            scope.cancel()
+
+        async with anyio.create_task_group() as group:
+            for runner in runners:
+                group.start_soon(watch, runner, group.cancel_scope)
+        winners = [number for number, runner in enumerate(runners) if runner["x"].is_done]
+        for runner in runners:
+            runner.cancel()
+        return winners
+
+    async with af.session(backend=ClumsyBackend(timing), record=path) as flow:
+        first = await flow.run(race)
+    async with af.session(backend=af.Replay(path)) as flow:
+        assert await flow.run(race) == first
+
+
+async def ask(s: af.State, question: str) -> str:
+    s += af.system("same") + af.user(question) + af.gen("x", temperature=1.0)
+    return await s["x"]
+
+
+async def test_runs_side_by_side_may_begin_in_another_order(path):
+    questions = [f"question {'x' * number} " for number in range(6)]
+
+    async def ask_all(flow: af.Session, order: Sequence[int]) -> dict[int, str]:
+        answers: dict[int, str] = {}
+
+        async def one(number: int) -> None:
+            answers[number] = await flow.run(ask, questions[number])
+
+        for number in order[:2]:
+            await one(number)
+        async with anyio.create_task_group() as group:
+            for number in order[2:]:
+                group.start_soon(one, number)
+        return answers
+
+    async with af.session(backend=af.Scripted(answer), record=path) as flow:
+        first = await ask_all(flow, range(6))
+    for order in ([5, 4, 3, 2, 1, 0], [3, 1, 4, 5, 2, 0]):
+        async with af.session(backend=af.Replay(path)) as flow:
+            assert await ask_all(flow, order) == first
+
+
+# Recordings of sessions that ended badly.
+
+
+async def test_a_cut_recording_is_replayed_up_to_where_it_ends(path):
+    async def talk(s: af.State, heard: list[str]) -> None:
+        for number in range(4):
+            s += f"question {number} " + af.gen("x")
+            heard.append(await s["x"])
+
+    async with af.session(backend=af.Scripted(answer), record=path) as flow:
+        await flow.run(talk, whole := [])
+    lines = path.read_bytes().splitlines(keepends=True)
+    lengths = set()
+    for num_lines in range(1, len(lines)):
+        path.write_bytes(b"".join(lines[:num_lines]) + lines[num_lines][:9])
+        heard: list[str] = []
+        with anyio.fail_after(20):
+            async with af.session(backend=af.Replay(path)) as flow:
+                try:
+                    await flow.run(talk, heard)
+                except af.ReplayDiffers as error:
+                    assert "the recording ends" in str(error)  # noqa: PT017 - only the last cuts are whole
+        assert heard == whole[: len(heard)]
+        lengths.add(len(heard))
+    assert lengths == {0, 1, 2, 3, 4}
+
+
+async def test_where_the_session_was_cancelled_the_replay_says_so(path):
+    async def wait(flow: af.Session, stop: Callable[[], None]) -> None:
+        async with flow.state() as s:
+            s += "first " + af.gen("x")
+            await s["x"]
+            s += "second " + af.gen("y")
+            stop()
+            await s
+
+    backend = Spoken({"first ": "one", "second ": "never said"})
+    with anyio.CancelScope() as scope:
+        async with af.session(backend=backend, record=path) as flow, anyio.create_task_group() as group:
+            group.start_soon(wait, flow, scope.cancel)
+            await backend.allow(1)
+    async with af.session(backend=af.Replay(path)) as flow:
+        with (
+            anyio.fail_after(10),
+            pytest.raises(af.ReplayDiffers, match="the recording ends before this had"),
+        ):
+            await wait(flow, lambda: None)
+
+
+async def test_a_lost_backend_is_lost_again(path):
+    backend = Noted(Spoken({"": "one two"}))
+
+    async def use(flow: af.Session, lose: Callable[[], None]) -> str:
+        async with flow.state() as s:
+            s += "x" + af.gen("x")
+            lose()
+            with pytest.raises(af.ServerLost) as caught:
+                await s["x"]
+        return str(caught.value)
+
+    async with af.session(backend=backend, record=path) as flow:
+        first = await use(flow, lambda: backend.lose(af.ServerLost("it is gone")))
+    async with af.session(backend=af.Replay(path)) as flow:
+        with anyio.fail_after(10):
+            assert await use(flow, lambda: None) == first
+
+
+class Picky:
+    """A scripted backend that refuses ops with long text."""
+
+    @asynccontextmanager
+    async def connect(self, deliver, lost):
+        async with af.Scripted(answer).connect(deliver, lost) as connection:
+            self.capabilities = connection.capabilities
+            self._connection = connection
+            yield self
+
+    def send(self, submitted: Sequence[ops.Op]) -> None:
+        if any(len(str(op)) > 500 for op in submitted):
+            raise af.FrameTooLarge("too long")
+        self._connection.send(submitted)
+
+    def end(self, error: BaseException | None) -> None:
+        self._connection.end(error)
+
+
+async def test_what_was_refused_is_refused_again(path):
+    async def use(s: af.State) -> str:
+        with pytest.raises(af.FrameTooLarge, match="too long"):
+            s += af.user("long " * 200) + af.gen("x")
+        s += "short " + af.gen("x")
+        fork = s.fork(1)[0]
+        fork += s["x"] + af.gen("x")
+        return await fork["x"]
+
+    async with af.session(backend=Picky(), record=path) as flow:
+        first = await flow.run(use)
+    async with af.session(backend=af.Replay(path)) as flow:
+        assert await flow.run(use) == first

@@ -1,0 +1,627 @@
+"""The interpreter against a twin that computes every variable alone; its limits, and what it refuses."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import anyio
+import anyio.lowlevel
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.language.op_programs import ANSWERS, CERTAIN, Failure, OpProgram, Pause, answer, op_programs
+from support.observed_backends import settle
+
+import agentflow as af
+from agentflow.backends.scripted import ScriptedContext, ScriptedGenerator
+from agentflow.errors import MAX_MESSAGE_CHARS
+from agentflow.protocol import ops
+from agentflow.protocol.events import (
+    Delta,
+    ErrorInfo,
+    Event,
+    Reached,
+    StateFailed,
+    StatsReply,
+    Value,
+    VarFailed,
+)
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.transform import Transform
+from agentflow.runtime import interpreter as interpreter_module
+from agentflow.runtime import state_tree
+from agentflow.runtime.interpreter import MAX_PENDING_OPS, Interpreter
+from agentflow.runtime.limits import STATE_BYTES, HeldMemory
+
+pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
+
+
+@dataclass
+class Heard:
+    """What a listener has. Text that is lost, told twice or told too late fails the test."""
+
+    texts: dict[int, str] = field(default_factory=dict)
+    ends: dict[int, Value | ErrorInfo] = field(default_factory=dict)
+    reached: dict[int, int] = field(default_factory=dict)
+    failures: dict[int, ErrorInfo] = field(default_factory=dict)
+
+    def hear(self, event: Event) -> None:
+        match event:
+            case Delta(var, at, text):
+                self._extend(var, at, text)
+                assert text
+            case Value(var, at, text):
+                self._extend(var, at, text)
+                self.ends[var] = event
+            case VarFailed(var, error):
+                assert var not in self.ends
+                self.ends[var] = error
+            case Reached(state, ticket):
+                assert ticket > self.reached.get(state, 0)
+                self.reached[state] = ticket
+            case StateFailed(state, error):
+                assert state not in self.failures
+                self.failures[state] = error
+
+    def _extend(self, var: int, at: int, text: str) -> None:
+        assert var not in self.ends
+        heard = self.texts.get(var, "")
+        assert at == len(heard)
+        self.texts[var] = heard + text
+
+
+class Bench:
+    """An interpreter on the scripted generator, without a pump: the test says when somebody listens."""
+
+    def __init__(self, generator: ScriptedGenerator, interpreter: Interpreter[ScriptedContext]) -> None:
+        self.generator = generator
+        self.interpreter = interpreter
+        self.heard = Heard()
+
+    def submit(self, *submitted: ops.Op) -> None:
+        for op in submitted:
+            self.interpreter.submit(op)
+
+    def listen(self) -> list[Event]:
+        events = self.interpreter.outbox.drain()
+        for event in events:
+            self.heard.hear(event)
+        return events
+
+    async def play(self, program: OpProgram) -> None:
+        for step in program.script:
+            if isinstance(step, Pause):
+                for _ in range(step.num_turns):
+                    await anyio.lowlevel.checkpoint()
+            else:
+                self.submit(step)
+
+    async def listen_until_all_ended(self, variables: list[int]) -> None:
+        with anyio.fail_after(10):
+            while not all(var in self.heard.ends for var in variables):
+                await self.interpreter.outbox.wait()
+                self.listen()
+
+    async def until_idle(self) -> None:
+        """Until no op runs any more: some search for a pattern in a thread."""
+        with anyio.fail_after(10):
+            while any(state.is_running for state in self.interpreter._states):
+                await anyio.lowlevel.checkpoint()
+        await settle()
+
+    def assert_has_nothing(self) -> None:
+        assert list(self.interpreter._states) == []
+        assert self.interpreter._variables == {}
+        assert (self.generator.num_open, self.generator.num_running) == (0, 0)
+        gc.collect()
+        assert self.interpreter._memory.num_bytes == 0
+
+
+@asynccontextmanager
+async def bench(generator: ScriptedGenerator | None = None) -> AsyncIterator[Bench]:
+    """Leaves without cancelling anything: a task that is still there hangs the test."""
+    generator = generator or ScriptedGenerator(answer)
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as group:
+            yield Bench(generator, Interpreter(generator, group))
+
+
+def gen(state: int, var: int, **params) -> ops.Gen:
+    return ops.Gen(state, var, f"v{var}", SamplingParams(**params))
+
+
+def origin(info: ErrorInfo) -> str:
+    return info.origin.message
+
+
+def check(program: OpProgram, heard: Heard) -> None:
+    uncertain = program.uncertain_states()
+    for var, (state, _) in program.variables.items():
+        expected, end = program.outcome(var), heard.ends[var]
+        if state.id in uncertain and isinstance(end, ErrorInfo):
+            continue  # cancelled, or it failed with what was
+        if isinstance(expected, Failure):
+            assert isinstance(end, ErrorInfo)
+            assert origin(end) == expected.origin
+            assert end.code == ("engine_failed" if expected.is_own else "run_failed")
+        else:
+            assert isinstance(end, Value)
+            assert heard.texts[var] == expected
+    for state in program.states:
+        if state.id not in uncertain:
+            failure = program.failure_of(state)
+            assert (state.id in heard.failures) == (failure is not None)
+            tickets = [op.ticket for op in state.stream if isinstance(op, ops.Await)]
+            if tickets and failure is None:
+                assert heard.reached[state.id] == tickets[-1]
+
+
+@given(program=op_programs())
+async def test_any_program_gives_what_its_variables_give_alone(program):
+    async with bench() as at:
+        await at.play(program)
+        await at.listen_until_all_ended(list(program.variables))
+        await at.until_idle()
+        at.listen()
+        check(program, at.heard)
+        at.submit(*[ops.Close(state.id) for state in program.states])
+        await at.until_idle()
+        at.assert_has_nothing()
+
+
+@given(program=op_programs(), num_turns=st.integers(0, 30))
+async def test_whatever_runs_when_a_session_ends_is_given_back(program, num_turns):
+    generator = ScriptedGenerator(answer)
+    async with anyio.create_task_group() as group:
+        interpreter = Interpreter(generator, group)
+        at = Bench(generator, interpreter)
+        await at.play(program)
+        for _ in range(num_turns):
+            await anyio.lowlevel.checkpoint()
+        group.cancel_scope.cancel()
+    interpreter.close()
+    at.assert_has_nothing()
+
+
+@given(
+    program=op_programs(),
+    losses=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=20),
+)
+async def test_after_a_rewind_nothing_is_missing_and_nothing_is_told_twice(program, losses):
+    """The listener comes back from each loss having heard only some of the events that were told."""
+    async with bench() as at:
+        await at.play(program)
+        for num_turns, num_heard in losses:
+            for _ in range(num_turns):
+                await anyio.lowlevel.checkpoint()
+            for event in at.interpreter.outbox.drain()[:num_heard]:
+                at.heard.hear(event)
+            at.interpreter.rewind(
+                {v: len(at.heard.texts.get(v, "")) for v in program.variables if v not in at.heard.ends},
+                {
+                    s.id: at.heard.reached.get(s.id, 0)
+                    for s in program.states
+                    if s.id not in at.heard.failures
+                },
+            )
+        await at.listen_until_all_ended(list(program.variables))
+        await at.until_idle()
+        at.listen()
+        check(program, at.heard)
+        at.submit(*[ops.Close(state.id) for state in program.states])
+
+
+def transformed(variable: af.Variable, ref: ops.Ref) -> af.Variable | af.Transformed:
+    return variable.transformed(ref.transforms) if ref.transforms else variable
+
+
+@given(program=op_programs(kinds=CERTAIN, max_size=25))
+async def test_the_frontend_says_the_same(program):
+    """The same programs, told with states, variables, f-strings and forks."""
+    variables: dict[int, af.Variable] = {}
+    async with af.session(backend=af.Scripted(answer)) as flow:
+        states: dict[int, af.State] = {}
+        for step in program.script:
+            match step:
+                case Pause(num_turns):
+                    for _ in range(num_turns):
+                        await anyio.lowlevel.checkpoint()
+                case ops.Open(state):
+                    states[state] = flow.state()
+                case ops.Text(state, (str() as text,)):
+                    states[state] += text
+                case ops.Text(state, (before, ops.Ref() as ref, after)):
+                    states[state] += f"{before}{transformed(variables[ref.var], ref)}{after}"
+                case ops.Set(state, var, name, parts):
+                    pieces = [p if isinstance(p, str) else transformed(variables[p.var], p) for p in parts]
+                    variables[var] = states[state].set(name, "".join([f"{piece}" for piece in pieces]))
+                case ops.Read(state, var):
+                    variables[var] = states[state].text()
+                case ops.Begin(state, role):
+                    states[state].begin(role)
+                case ops.End(state):
+                    states[state].end()
+                case ops.Image(state, source):
+                    states[state] += af.image(source)
+                case ops.Hint(state, objective, output_tokens, forks):
+                    states[state].hint(objective=objective, output_tokens=output_tokens, forks=forks)
+                case ops.Gen(state, var, name):
+                    states[state] += af.gen(name)
+                    variables[var] = states[state][name]
+                case ops.Select(state, var, name):
+                    states[state] += af.select(name, ANSWERS)
+                    variables[var] = states[state][name]
+                case ops.Fork(state, children):
+                    states |= dict(zip(children, states[state].fork(len(children)), strict=True))
+        for var, variable in variables.items():
+            await variable.settled()
+            expected = program.outcome(var)
+            if isinstance(expected, str):
+                assert await variable == expected
+                assert "".join([delta async for delta in variable]) == expected
+            else:
+                with pytest.raises(af.EngineFailed if expected.is_own else af.RunFailed):
+                    await variable
+        for state in program.states:
+            if program.failure_of(state) is None:
+                await states[state.id]
+
+
+# What is refused, and harms nothing.
+
+NO_STATE = [
+    (ops.Text(9, ("a",)), "there is no state 9"),
+    (ops.Cancel(9), "there is no state 9"),
+    (ops.Close(9), "there is no state 9"),
+    (ops.TaskGroup(9, (2,)), "there is no state 9"),
+    (ops.Limit(0, -1.0), "limit: deadline_s must be a number of seconds, not -1.0"),
+    (ops.Open(2**53), "states, variables and tickets have numbers up to .*"),
+    (ops.Text(4, ("a",)), "state 4 has been closed"),
+    (gen(4, 9), "state 4 has been closed"),
+    (ops.Close(4), "state 4 has been closed"),
+    (ops.Cancel(4), "state 4 has been closed"),
+]
+
+
+@pytest.mark.parametrize("when", ["at once", "later"])
+@pytest.mark.parametrize(
+    ("op", "why"), NO_STATE, ids=lambda value: getattr(value, "__class__", value).__name__
+)
+async def test_an_op_that_has_no_state_to_fail_is_not_taken(op, why, when):
+    async with bench(ScriptedGenerator(lambda prompt: f"<{prompt}>")) as at:
+        at.submit(ops.Open(1), ops.Text(1, ("a",)), ops.Fork(1, (2, 4)), gen(1, 3), ops.Close(4))
+        if when == "later":
+            await settle()
+            why = why.replace("state 4 has been closed", "there is no state 4")
+        with pytest.raises(af.ProtocolError, match=f"^{why}$"):
+            at.submit(op)
+        at.submit(ops.Text(2, (ops.Ref(3),)), gen(2, 5), ops.Fork(2, (7,)), gen(7, 6))
+        await at.listen_until_all_ended([3, 5, 6])
+        assert at.heard.texts == {3: "<a>", 5: "<a<a>>", 6: "<a<a><a<a>>>"}
+        at.submit(*map(ops.Close, (1, 2, 7)))
+        await settle()
+        at.assert_has_nothing()
+
+
+# An op, the state that it fails, and the code of that.
+NONSENSE = [
+    (ops.TaskGroup(1, (2, 9)), 1, "protocol_error"),
+    (ops.TaskGroup(2, (1,)), 2, "protocol_error"),
+    (ops.TaskGroup(1, (2, 2)), 1, "protocol_error"),
+    (ops.TaskGroup(1, (2,) * 1_000_000), 1, "protocol_error"),
+    (ops.TaskGroup(1, (4,)), 1, "protocol_error"),
+    (ops.Open(20, cache_salt="x" * 257), 20, "bad_argument"),
+    (ops.Open(20, program="x" * 257), 20, "bad_argument"),
+    (ops.Open(1), 1, "protocol_error"),
+    (ops.Fork(1, ()), 1, "protocol_error"),
+    (ops.Fork(1, (17, 17)), 1, "protocol_error"),
+    (ops.Fork(1, (17, 2)), 1, "protocol_error"),
+    (ops.Fork(2, (17, 2**53)), 2, "protocol_error"),
+    (gen(1, 3), 1, "protocol_error"),
+    (ops.Select(2, 3, "x", ("a",)), 2, "protocol_error"),
+    (ops.Select(2, 2**53, "x", ("a",)), 2, "protocol_error"),
+    (ops.Set(2, 11, "x", (ops.Ref(9),)), 2, "protocol_error"),
+    (ops.Text(1, ("a", ops.Ref(9))), 1, "protocol_error"),
+    (ops.Text(1, (ops.Ref(3, (Transform("strip"),) * 17),)), 1, "bad_argument"),
+    (ops.Limit(1, output_tokens=-1), 1, "bad_argument"),
+    (ops.Await(1, 2**53), 1, "protocol_error"),
+    (ops.Submit(20, ()), 20, "protocol_error"),
+    (ops.Submit(20, (ops.Open(1), gen(1, 2), ops.Open(1)), outputs=(2,)), 20, "protocol_error"),
+    (ops.Submit(20, (ops.Open(1), ops.Fork(1, (3, 3)), gen(1, 2)), outputs=(2,)), 20, "protocol_error"),
+    (ops.Rejected(2, af.BadArgument("no"), "gen", {11: "x"}), 2, "bad_argument"),
+    (ops.Rejected(2, af.BadArgument("no"), "fork", {}, (17,)), 2, "bad_argument"),
+]
+
+
+@pytest.mark.parametrize(
+    ("op", "state", "code"), NONSENSE, ids=lambda value: getattr(value, "__class__", value).__name__
+)
+async def test_an_op_that_makes_no_sense_fails_its_state_in_its_turn(op, state, code):
+    async with bench(ScriptedGenerator(lambda prompt: f"<{prompt}>")) as at:
+        at.submit(ops.Open(1), ops.Text(1, ("a",)), ops.Fork(1, (2, 4)), gen(1, 3), ops.Text(2, ("b",)))
+        at.submit(gen(2, 10), ops.Close(4), ops.Open(5), ops.Text(5, ("c",)))
+        at.submit(op, ops.Text(state, ("more",)), ops.Text(5, (ops.Ref(3), ops.Ref(10))), gen(5, 6))
+        await at.listen_until_all_ended([3, 6, 10])
+        assert at.heard.texts == {3: "<a>", 10: "<ab>", 6: "<c<a><ab>>"}  # what came before has run
+        await settle()
+        at.listen()
+        assert at.heard.failures[state].code == code
+        assert at.heard.failures.keys() <= {state, 17}
+        later = [var for var in (11, 21) if var in at.interpreter._variables]
+        assert all(isinstance(at.heard.ends[var], ErrorInfo) for var in later)
+        at.submit(*[ops.Close(cell.id) for cell in at.interpreter._states])
+        await settle()
+        at.assert_has_nothing()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        gen(2, 3, max_tokens=0),
+        gen(2, 3, max_tokens=-5),
+        gen(2, 3, temperature=-1.0),
+        gen(2, 3, temperature=float("nan")),
+        gen(2, 3, top_k=2**63),
+        gen(2, 3, stop=("",)),
+        gen(2, 3, seed=2**64 - 1),
+        ops.Select(2, 3, "x", ()),
+        ops.Select(2, 3, "x", ("a", "")),
+        ops.Select(2, 3, "x", ("a", "a")),
+        ops.Select(2, 3, "x", tuple(str(n) for n in range(1001))),
+    ],
+    ids=lambda op: type(op).__name__,
+)
+async def test_arguments_that_no_frontend_checked_fail_their_own_state_only(bad):
+    async with bench(ScriptedGenerator(lambda prompt: f"<{prompt}>")) as at:
+        at.submit(ops.Open(1), ops.Open(2), bad, gen(2, 4), ops.Text(1, ("a",)), gen(1, 5))
+        await at.listen_until_all_ended([3, 4, 5])
+        assert at.heard.ends[3].code == "bad_argument"
+        assert at.heard.ends[4].code == "run_failed"
+        assert at.heard.texts == {5: "<a>"}
+        assert at.generator.num_open == 1  # what has failed holds nothing
+
+
+async def test_too_many_pending_ops_fail_their_state_with_all_that_it_declares():
+    async with bench(ScriptedGenerator(lambda prompt: f"<{prompt}>")) as at:
+        at.submit(ops.Open(5), ops.Open(1), gen(1, 2), *[ops.Text(1, ("a",))] * (MAX_PENDING_OPS - 1))
+        at.submit(gen(1, 3), ops.Fork(1, (4,)), ops.Text(1, ("b",)), gen(4, 6))
+        at.submit(ops.Text(5, ("c",)), gen(5, 7))
+        await at.listen_until_all_ended([2, 3, 6, 7])
+        assert at.heard.failures[1].code == "overloaded"
+        assert at.heard.failures[4].cause.code == "overloaded"
+        assert at.heard.texts == {7: "<c>"}
+        at.submit(*map(ops.Close, (1, 4, 5)))
+        await at.until_idle()
+        at.assert_has_nothing()
+
+
+async def test_too_many_states_fail_their_fork(monkeypatch):
+    monkeypatch.setattr(state_tree, "MAX_STATES", 3)
+    async with bench(ScriptedGenerator(lambda prompt: f"<{prompt}>")) as at:
+        at.submit(ops.Open(1), ops.Open(2), ops.Text(2, ("a",)), ops.Fork(1, (3, 4)), gen(4, 5), ops.Open(6))
+        at.submit(gen(2, 7))
+        await at.listen_until_all_ended([5, 7])
+        assert {state: info.origin.code for state, info in at.heard.failures.items()} == dict.fromkeys(
+            (1, 3, 4, 6), "overloaded"
+        )
+        assert at.heard.texts == {7: "<a>"}
+        at.submit(*map(ops.Close, (1, 2, 3, 4, 6)))
+        await settle()
+        at.assert_has_nothing()
+
+
+async def test_a_limit_that_is_refused_is_not_counted(monkeypatch):
+    monkeypatch.setattr(state_tree, "MAX_LIMITS", 1)
+    async with bench(ScriptedGenerator(lambda prompt: f"<{prompt}>")) as at:
+        at.submit(ops.Open(1), ops.Text(1, ("a",)))
+        for _ in range(3):
+            with pytest.raises(af.Overloaded):
+                at.submit(ops.Limit(0, output_tokens=100))  # one for the session, one for its state
+        at.submit(ops.Limit(1, output_tokens=100), gen(1, 2))
+        await at.listen_until_all_ended([2])
+        assert at.heard.texts == {2: "<a>"}
+        at.submit(ops.Close(1))
+        await settle()
+        at.assert_has_nothing()
+
+
+async def test_a_session_without_room_closes_what_it_has_and_goes_on():
+    generator = ScriptedGenerator(lambda prompt: f"<{prompt}>")
+    async with bench(generator) as at:
+        memory = HeldMemory(20_000)
+        interpreter = at.interpreter = Interpreter(generator, at.interpreter._tasks, memory)
+        at.submit(ops.Open(1), ops.Text(1, ("x" * 12_000,)), gen(1, 2), gen(1, 3), ops.Open(4), gen(4, 5))
+        await at.listen_until_all_ended([2, 3, 5])
+        assert at.heard.failures[1].code == "overloaded"
+        at.submit(*[ops.Close(cell.id) for cell in interpreter._states])
+        await settle()
+        at.listen()
+        at.submit(ops.Open(10), ops.Text(10, ("a",)), gen(10, 11))
+        await at.listen_until_all_ended([11])
+        assert at.heard.texts == {11: "<a>"}
+
+
+async def test_rejected_ops_take_no_more_memory_than_they_may(monkeypatch):
+    monkeypatch.setattr(state_tree, "MAX_STATES", 1)
+    monkeypatch.setattr(interpreter_module, "REJECTED_BYTES", 10 * STATE_BYTES)
+    async with bench() as at:
+        at.submit(ops.Open(1))
+        with pytest.raises(af.Overloaded, match="rejected"):
+            at.submit(*map(ops.Open, range(2, 20)))
+        assert len(list(at.interpreter._states)) < 12
+        at.submit(*[ops.Close(cell.id) for cell in at.interpreter._states])
+        await settle()
+        at.assert_has_nothing()
+
+
+# Order and endings.
+
+
+async def test_ops_after_a_seal_fail():
+    async with bench() as at:
+        at.submit(ops.Open(1), ops.Text(1, ("a",)), ops.Seal(1), ops.Await(1, 1), gen(1, 2))
+        await at.listen_until_all_ended([2])
+        assert at.heard.reached == {1: 1}
+        assert at.heard.ends[2] == ErrorInfo(
+            "state_closed", "state 1 was sealed: nothing can be appended to it", state=1, op=2
+        )
+        assert at.generator.num_open == 0
+
+
+async def test_a_sealed_state_is_read_until_it_is_closed():
+    async with bench() as at:
+        at.submit(ops.Open(1), ops.Text(1, ("a",)), ops.Seal(1), ops.Read(1, 2, "text()", "text"))
+        await at.listen_until_all_ended([2])
+        assert at.heard.texts[2] == "a"
+        assert at.generator.num_open == 0
+        at.submit(ops.Close(1))
+        await settle()
+        at.assert_has_nothing()
+
+
+async def test_what_a_state_has_reached_is_told_after_its_variables():
+    async with bench(ScriptedGenerator(lambda prompt: "a b")) as at:
+        at.submit(ops.Open(1), ops.Await(1, 1), gen(1, 2), ops.Await(1, 2), gen(1, 3), ops.Await(1, 3))
+        await settle()
+        assert [type(event) for event in at.listen()] == [Value, Value, Reached]
+        assert at.heard.reached == {1: 3}
+
+
+async def test_text_that_came_while_nobody_listened_leaves_as_one_delta():
+    words = " ".join(str(number) for number in range(500))
+    async with bench(ScriptedGenerator(lambda prompt: words)) as at:
+        at.submit(ops.Open(1), gen(1, 2, max_tokens=1000))
+        for _ in range(100):
+            await anyio.lowlevel.checkpoint()
+        [delta] = at.listen()
+        assert isinstance(delta, Delta)
+        assert words.startswith(delta.text)
+        assert len(delta.text) > 50
+        await at.listen_until_all_ended([2])
+        assert at.heard.texts[2] == words
+
+
+async def test_a_stream_of_texts_does_not_hold_up_other_states():
+    async with bench(ScriptedGenerator(lambda prompt: "a b c")) as at:
+        at.submit(ops.Open(1), *[ops.Text(1, ("a",))] * 5000, ops.Await(1, 1), ops.Open(2), gen(2, 3))
+        await at.listen_until_all_ended([3])
+        assert at.heard.reached == {}
+        await settle()
+        await settle()
+        at.listen()
+        assert at.heard.reached == {1: 1}
+
+
+async def test_a_state_forgets_its_closed_forks():
+    async with bench() as at:
+        at.submit(ops.Open(1))
+        parent = at.interpreter._states.open_state(1)
+        for child in range(2, 50):
+            at.submit(ops.Fork(1, (child,)), ops.Close(child))
+        await settle()
+        assert parent.children == {}
+        at.submit(ops.Close(1))
+
+
+async def test_an_op_keeps_what_it_refers_to_when_that_state_is_closed():
+    async with bench(ScriptedGenerator(lambda prompt: f"<{prompt}>")) as at:
+        at.submit(ops.Open(1), ops.Text(1, ("a",)), gen(1, 2), ops.Open(3))
+        at.submit(*[ops.Text(3, ("-",))] * 500, ops.Text(3, (ops.Ref(2),)), gen(3, 4), ops.Close(1))
+        await at.listen_until_all_ended([4])
+        assert at.heard.texts[4] == "<" + "-" * 500 + "<a>>"
+        assert 2 not in at.interpreter._variables
+
+
+async def test_stats_are_answered():
+    async with bench(ScriptedGenerator(lambda prompt: "a b")) as at:
+        at.submit(ops.Open(1), gen(1, 2))
+        await at.listen_until_all_ended([2])
+        at.submit(ops.GetStats(5))
+        await at.interpreter.outbox.wait()
+        assert at.interpreter.outbox.drain() == [
+            StatsReply(5, af.Stats("scripted", steps=1, generated_tokens=2))
+        ]
+
+
+async def test_a_fault_of_the_generator_fails_the_op_with_what_happened(caplog):
+    async with bench(ScriptedGenerator(lambda prompt: 1 / 0)) as at:
+        at.submit(ops.Open(1), gen(1, 2), ops.Open(3), ops.End(3), ops.Await(3, 1))
+        await at.listen_until_all_ended([2])
+        assert at.heard.ends[2] == ErrorInfo(
+            "engine_failed",
+            "gen failed: ZeroDivisionError('division by zero')",
+            ErrorInfo("run_failed", "ZeroDivisionError('division by zero')"),
+            state=1,
+            op=1,
+        )
+        assert "an op failed" in caplog.text
+        assert at.heard.failures[3] == ErrorInfo(
+            "bad_argument", "a turn ends that never began", state=3, op=1
+        )
+
+
+async def test_a_rewind_knows_only_what_is_there():
+    async with bench(ScriptedGenerator(lambda prompt: "a b")) as at:
+        at.submit(ops.Open(1), gen(1, 2))
+        await settle()
+        at.interpreter.outbox.drain()
+        at.interpreter.rewind({2: -5, 99: 1}, {1: 0, 99: 1})
+        assert [event.at for event in at.listen()] == [0]
+        at.interpreter.rewind({2: 10**9}, {})
+        [again] = at.interpreter.outbox.drain()
+        assert (again.at, again.text) == (3, "")
+        at.submit(ops.Close(1))
+
+
+@pytest.mark.parametrize("num_turns", range(8))
+async def test_cancelling_while_a_fork_is_under_way(num_turns):
+    class SlowForks(ScriptedGenerator):
+        async def fork(self, context, count):
+            for _ in range(3):
+                await anyio.lowlevel.checkpoint()
+            return await super().fork(context, count)
+
+    async with bench(SlowForks(lambda prompt: f"<{prompt}>")) as at:
+        at.submit(
+            ops.Open(1), ops.Text(1, ("a",)), ops.Fork(1, (2, 3)), gen(2, 4), ops.Fork(3, (5,)), gen(5, 6)
+        )
+        for _ in range(num_turns):
+            await anyio.lowlevel.checkpoint()
+        at.submit(ops.Cancel(1))
+        await at.listen_until_all_ended([4, 6])
+        assert {end.code for end in at.heard.ends.values() if isinstance(end, ErrorInfo)} <= {"cancelled"}
+        at.submit(*map(ops.Close, (1, 2, 3, 5)))
+        await settle()
+        at.assert_has_nothing()
+
+
+def test_the_backlog_of_a_frontend_fits_into_the_interpreters():
+    from agentflow.language.recorder import MAX_BACKLOG
+
+    assert MAX_BACKLOG * 2 <= interpreter_module.MAX_PENDING_OPS
+
+
+@pytest.mark.parametrize("downwards", [True, False])
+async def test_what_follows_from_a_failure_is_told_in_short_however_long_the_row(downwards):
+    """Each state forked from the one before, and a failure at one end: every message says what it follows
+    from, and would hold all of them."""
+    num_states = 500
+    async with bench() as at:
+        at.submit(ops.Open(1), *([ops.End(1)] if downwards else []))  # no role begins there: it fails
+        for state in range(1, num_states):
+            at.submit(ops.Fork(state, (state + 1,)))
+            if not downwards:
+                at.submit(ops.TaskGroup(state, (state + 1,)))
+        at.submit(*[] if downwards else [ops.End(num_states)])
+        at.submit(ops.Set(1 if not downwards else num_states, 1, "value", ("x",)))
+        await at.until_idle()
+        at.listen()
+        assert len(at.heard.failures) == num_states
+        last = at.heard.failures[num_states if downwards else 1]
+        assert origin(last) == origin(at.heard.failures[1 if downwards else num_states])
+        messages = [str(state.error) for state in at.interpreter._states]
+        messages += [info.message for info in at.heard.failures.values()]
+        assert max(map(len, messages)) <= MAX_MESSAGE_CHARS + 3

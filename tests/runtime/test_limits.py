@@ -1,0 +1,237 @@
+"""Limits: of time; what they end, and that nothing hangs or leaks; and what is no limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import anyio
+import msgspec
+import pytest
+from support.observed_backends import Dribbling, Noted, Spoken, assert_left_nothing, settle
+from support.wire_peer import HANG
+from support.wire_server import ThreadServer, thread_server
+
+import agentflow as af
+from agentflow.protocol import ops
+
+pytestmark = pytest.mark.anyio
+
+SOON_S = 0.001
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ThreadServer]:
+    with thread_server() as running:
+        yield running
+
+
+def words(count: int) -> str:
+    return " ".join(["w"] * count)
+
+
+@pytest.mark.parametrize("dribbles", [False, True])
+async def test_after_its_deadline_a_state_goes_on_with_nothing(dribbles):
+    backend = af.Scripted(lambda prompt: "yes")
+    async with af.session(backend=Dribbling(backend) if dribbles else backend) as flow, flow.state() as s:
+        s += "a" + af.gen("x")
+        assert await s["x"] == "yes"
+        s.limit(deadline_s=0)
+        s += "b" + af.gen("y")
+        s.set("q", "c")
+        branch = s.copy()
+        branch += af.gen("z")
+        with pytest.raises(af.DeadlineExceeded, match="the time that was allowed is over"):
+            await s
+        for variable in (s["y"], s["q"], branch["z"]):
+            with pytest.raises(af.RunFailed, match="the time that was allowed is over") as failure:
+                await variable
+            assert isinstance(failure.value.__cause__, af.DeadlineExceeded)
+        with pytest.raises(af.RunFailed, match="the fork did not happen"):
+            await branch
+        assert await s["x"] == "yes"
+    assert_left_nothing(backend)
+
+
+@pytest.mark.parametrize("op", ["gen", "select", "text", "fork", "set", "read", "turn", "hint"])
+async def test_each_op_is_held_to_the_deadline(op):
+    async with af.session(backend=af.Scripted(lambda prompt: "yes")) as flow, flow.state() as s:
+        s.limit(deadline_s=0)
+        match op:
+            case "gen":
+                s += af.gen("x")
+            case "select":
+                s += af.select("x", ["yes", "no"])
+            case "text":
+                s += "text"
+            case "fork":
+                s.copy()
+            case "set":
+                s.set("x", "y")
+            case "read":
+                s.text()
+            case "turn":
+                s.begin("user")
+            case "hint":
+                s.hint(forks=2)
+        with pytest.raises(af.DeadlineExceeded):
+            await s
+
+
+@pytest.mark.parametrize("limits_first", [False, True])
+async def test_a_deadline_ends_what_is_running(limits_first):
+    backend = Spoken(["one two three"])
+    async with af.session(backend=backend) as flow, flow.state() as s, flow.state() as free:
+        if limits_first:
+            s.limit(deadline_s=SOON_S)
+        s += af.gen("x")
+        free += s["x"]
+        if not limits_first:
+            await backend.allow(1)
+            assert s["x"].text == "one"
+            s.limit(deadline_s=SOON_S)
+        with pytest.raises(af.DeadlineExceeded, match="the time that was allowed is over"):
+            await s["x"]
+        with pytest.raises(af.RunFailed, match="the text needs 'x', which has no value") as failure:
+            await free
+        assert isinstance(failure.value.__cause__, af.DeadlineExceeded)
+        await settle()
+        assert backend.generator.num_running == 0
+    assert_left_nothing(backend)
+
+
+async def test_a_state_that_waits_for_another_is_held_to_its_own_deadline():
+    backend = Spoken(["one two"])
+    async with af.session(backend=backend) as flow, flow.state() as s, flow.state() as other:
+        s += af.gen("x")
+        other.limit(deadline_s=SOON_S)
+        other += s["x"] + af.gen("y")
+        with pytest.raises(af.DeadlineExceeded):
+            await other
+        await backend.allow(2)
+        assert await s["x"] == "one two"
+    assert_left_nothing(backend)
+
+
+async def test_a_gen_that_takes_too_long_fails_and_its_time_counts_from_its_turn():
+    backend = Spoken(["one", "two three"])
+    async with af.session(backend=backend) as flow, flow.state() as s, flow.state() as other:
+        other += af.gen("first")
+        s += other["first"] + af.gen("x", timeout_s=SOON_S)
+        for _ in range(3):
+            with anyio.move_on_after(SOON_S):
+                await s["x"]
+        assert s.error is None, "the time began before the turn"
+        await backend.allow(1)
+        with pytest.raises(af.DeadlineExceeded, match=r"'x' took longer than its 0\.001 s"):
+            await s["x"]
+        with pytest.raises(af.DeadlineExceeded):
+            await s
+        await settle()
+        assert backend.generator.num_running == 0
+    assert_left_nothing(backend)
+
+
+async def test_a_gen_that_is_in_time_is_not_touched():
+    backend = af.Scripted(lambda prompt: "yes")
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        s.limit(deadline_s=3600, output_tokens=1000)
+        s += af.gen("x", timeout_s=3600)
+        assert await s["x"] == "yes"
+        await s
+
+
+async def test_a_task_group_fails_with_the_branch_whose_time_is_over():
+    backend = Spoken(["one two three"] * 3)
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        async with s.fork(3) as branches:
+            for branch in branches:
+                branch += af.gen("x")
+            branches[1].limit(deadline_s=SOON_S)
+        with pytest.raises(af.DeadlineExceeded):
+            await branches[1]["x"]
+        for sibling in (branches[0], branches[2]):
+            with pytest.raises(af.Cancelled):
+                await sibling["x"]
+        s += "more"
+        with pytest.raises(af.RunFailed, match="branch 1 of a fork failed: the time") as failure:
+            await s
+        assert isinstance(failure.value.__cause__, af.DeadlineExceeded)
+    assert_left_nothing(backend)
+
+
+async def test_a_deadline_of_the_session_ends_what_runs_and_what_comes():
+    backend = Spoken(["one two"])
+    async with af.session(backend=backend) as flow, flow.state() as s:
+        s += af.gen("x")
+        await backend.allow(1)
+        flow.limit(deadline_s=SOON_S)
+        with pytest.raises(af.DeadlineExceeded):
+            await s["x"]
+        async with flow.state() as late:
+            late += "text"
+            with pytest.raises(af.DeadlineExceeded):
+                await late
+    assert_left_nothing(backend)
+    with pytest.raises(af.StateClosed, match="the session has ended"):
+        flow.limit(deadline_s=1)
+
+
+# Over the wire, and what is no limit
+
+
+async def test_limits_over_the_wire(server):
+    async with af.session(server.url) as flow, flow.state() as s, flow.state() as slow, flow.state() as one:
+        s.limit(output_tokens=2)
+        s += "w#5" + af.gen("x")
+        with pytest.raises(af.BudgetExceeded, match="the 2 output tokens"):
+            await s["x"]
+        slow += f"a {HANG}" + af.gen("x")
+        slow.limit(deadline_s=SOON_S)
+        with pytest.raises(af.DeadlineExceeded):
+            await slow["x"]
+        one += f"a {HANG}" + af.gen("x", timeout_s=SOON_S)
+        with pytest.raises(af.DeadlineExceeded, match=r"'x' took longer than its 0\.001 s"):
+            await one["x"]
+    await server.wait_until_idle()
+
+
+NO_LIMITS = [
+    ({}, "say deadline_s or output_tokens"),
+    *[({"deadline_s": bad}, "deadline_s must be a number") for bad in (-1, float("nan"), "1", True)],
+    *[({"output_tokens": bad}, "output_tokens must be a whole") for bad in (-1, 1.5, "1", True)],
+]
+
+
+@pytest.mark.parametrize(("limit", "message"), NO_LIMITS)
+async def test_what_is_no_limit_is_refused(limit, message):
+    noted = Noted(af.Scripted([]))
+    async with af.session(backend=noted) as flow, flow.state() as s:
+        for limited in (s, flow):
+            with pytest.raises(af.BadArgument, match=message):
+                limited.limit(**limit)
+        assert noted.of(ops.Limit) == []
+
+
+@pytest.mark.parametrize("limit", [{"deadline_s": -1.0}, {"deadline_s": float("nan")}, {"output_tokens": -1}])
+async def test_a_wire_client_that_sends_no_limit_fails_its_state(server, limit):
+    async with af.session(server.url) as flow, flow.state() as s, flow.state() as other:
+        flow._connection.send([ops.Limit(s.id, **limit)])
+        s += "more"
+        with pytest.raises(af.BadArgument, match="limit: "):
+            await s
+        other += "a" + af.gen("good")
+        await other
+    await server.wait_until_idle()
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan")])
+async def test_a_wire_client_that_sends_no_time_fails_its_state(server, timeout_s):
+    async with af.session(server.url) as flow, flow.state() as s:
+        s += "a" + af.gen("good")
+        await s
+        gen = ops.Gen(s.id, flow.next_id(), "bad", af.gen("bad").params)
+        flow._connection.send([msgspec.structs.replace(gen, timeout_s=timeout_s)])
+        s += "b"
+        with pytest.raises(af.BadArgument, match="timeout_s must be a number of seconds above 0"):
+            await s
+    await server.wait_until_idle()

@@ -1,0 +1,288 @@
+"""What a session is said to hold in memory, against what Python allocates for it."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import anyio
+import pytest
+from support.fake_engine import TEMPLATE
+from support.plain_engine import plain_engine
+
+from agentflow.backends.scripted import ScriptedGenerator
+from agentflow.engine.generator import EngineGenerator
+from agentflow.errors import Overloaded
+from agentflow.protocol import ops
+from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.events import ErrorInfo
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.protocol.transform import Transform
+from agentflow.runtime.interpreter import Interpreter
+from agentflow.runtime.limits import HeldMemory, Holding, TenantMemory
+
+GREEDY = SamplingParams(max_tokens=4)
+Ops = Iterator[ops.Op]
+
+
+def answer(prompt: str) -> str:
+    return "as told"
+
+
+def after_all(variables: Iterable[int]) -> Ops:
+    """A state that gets to its end when all these have their values."""
+    yield ops.Open(1000)
+    yield ops.Set(1000, 1000, "all", tuple(map(ops.Ref, variables)))
+    yield ops.Await(1000, 1)
+
+
+def many_states() -> Ops:
+    for state in range(1, 400):
+        yield ops.Open(state)
+        yield ops.Begin(state, "user")
+    yield ops.Await(399, 1)
+
+
+def long_texts() -> Ops:
+    for state in range(1, 20):
+        yield ops.Open(state)
+        yield ops.Text(state, (f"{state} " + "as it was said " * 60,))
+        yield ops.Gen(state, state, "answer", GREEDY)
+    yield from after_all(range(1, 20))
+
+
+def forks() -> Ops:
+    yield ops.Open(1)
+    yield ops.Text(1, ("as it was said " * 400,))
+    yield ops.Fork(1, tuple(range(2, 300)))
+    yield ops.Await(1, 1)
+
+
+def values() -> Ops:
+    yield ops.Open(1)
+    yield ops.Set(1, 1, "text", ("é" * 10_000,))
+    for var in range(2, 200):
+        yield ops.Set(1, var, "text", (ops.Ref(1), "."))
+    yield ops.Await(1, 1)
+
+
+def waiting_ops() -> Ops:
+    yield ops.Open(1)
+    yield ops.Expect(1, 1, "later")
+    yield ops.Text(1, (ops.Ref(1),))
+    for var in range(2, 1000):
+        yield ops.Text(1, ("and so on " * 20 + str(var), ops.Ref(1)))
+        yield ops.Gen(1, var, f"answer {var}", SamplingParams(logit_bias=tuple((i, 1.0) for i in range(9))))
+    yield ops.Open(2)
+    yield ops.Await(2, 1)
+
+
+# What somebody might do who wants more memory than is counted.
+
+LONG = "as it was said " * 4_000
+MANY = range(100, 150)
+
+
+def waiting_for_ever() -> Ops:
+    """State 1 has a long value, ``Ref(1)``; state 2 waits for one that never comes, ``Ref(2)``."""
+    yield ops.Open(1)
+    yield ops.Set(1, 1, "long", (LONG,))
+    yield ops.Open(2)
+    yield ops.Expect(2, 2, "never")
+
+
+def values_that_waiting_ops_keep() -> Ops:
+    yield from waiting_for_ever()
+    yield ops.Text(2, (ops.Ref(2),))
+    for state in MANY:
+        yield ops.Open(state)
+        yield ops.Set(state, state, "longer", ("and ", ops.Ref(1)))
+        yield ops.Text(2, (ops.Ref(state),))
+        yield ops.Close(state)
+    yield ops.Await(1, 1)
+
+
+def values_that_nobody_hears() -> Ops:
+    yield from waiting_for_ever()
+    for state in MANY:
+        yield ops.Open(state)
+        yield ops.Set(state, state, "longer", ("and ", ops.Ref(1)))
+        yield ops.Close(state)
+    yield ops.Await(1, 1)
+
+
+def halves_of_values() -> Ops:
+    yield from waiting_for_ever()
+    strip = (Transform("strip"),)
+    for state in MANY:
+        yield ops.Open(state)
+        yield ops.Set(state, state, "longer", (ops.Ref(1, strip), ops.Ref(2)))
+    yield ops.Await(1, 1)
+
+
+def failed_texts() -> Ops:
+    yield from waiting_for_ever()
+    yield ops.Provide(2, error=ErrorInfo("run_failed", "no"))
+    for state in MANY:
+        yield ops.Open(state)
+        yield ops.Text(state, (LONG + str(state), ops.Ref(2)))
+    yield ops.Await(1, 1)
+
+
+def long_names() -> Ops:
+    yield ops.Open(1)
+    yield ops.Expect(1, 1, LONG)
+    for state in MANY:
+        yield ops.Open(state)
+        yield ops.Text(state, (ops.Ref(1),))
+    yield ops.Provide(1, error=ErrorInfo("run_failed", LONG))
+    yield ops.Await(1, 1)
+
+
+def told_errors() -> Ops:
+    yield ops.Open(1)
+    for var in MANY:
+        yield ops.Expect(1, var, "x")
+        yield ops.Provide(var, error=ErrorInfo("run_failed", LONG + str(var)))
+    yield ops.Await(1, 1)
+
+
+def long_parameters() -> Ops:
+    yield from waiting_for_ever()
+    yield ops.Text(2, (ops.Ref(2),))
+    for var in MANY:
+        text, tags = LONG + str(var), Constraint("tags", "[]", between=f"{LONG}{var}.")
+        yield ops.Gen(2, var, "a", SamplingParams(stop_regex=text), tags)
+        yield ops.Set(2, var + 1000, "b", (ops.Ref(2, (Transform("json", text + "!"),)),))
+    yield ops.Await(1, 1)
+
+
+def empty_turns() -> Ops:
+    yield ops.Open(1)
+    for _ in range(300):
+        yield ops.Begin(1, "user")
+        yield ops.End(1)
+    yield ops.Fork(1, tuple(range(2, 100)))
+    yield ops.Await(1, 1)
+
+
+HONEST = [many_states, long_texts, forks, values, waiting_ops]
+HOSTILE = [
+    values_that_waiting_ops_keep,
+    values_that_nobody_hears,
+    halves_of_values,
+    failed_texts,
+    long_names,
+    told_errors,
+    long_parameters,
+    empty_turns,
+]
+
+
+async def until_reached(interpreter: Interpreter[Any]) -> None:
+    """Until the state that all programs end with has been. Nothing that is told is taken."""
+    with anyio.fail_after(30):
+        while not any(state.reached for state in interpreter._states):
+            await anyio.wait_all_tasks_blocked()
+
+
+@pytest.mark.parametrize("program", [*HONEST, *HOSTILE], ids=lambda program: program.__name__)
+@pytest.mark.anyio
+@pytest.mark.trio_in_full
+async def test_what_is_held_is_near_what_is_allocated(program):
+    memory = HeldMemory()
+    async with plain_engine(max_context=8192, num_slots=20_000) as client:
+        gc.collect()
+        tracemalloc.start()
+        try:
+            async with anyio.create_task_group() as group:
+                interpreter = Interpreter(EngineGenerator(client, TEMPLATE), group, memory)
+                for op in program():
+                    interpreter.submit(op)
+                    del op
+                await until_reached(interpreter)
+                allocated, _ = tracemalloc.get_traced_memory()
+                held = memory.num_bytes
+                group.cancel_scope.cancel()
+        finally:
+            tracemalloc.stop()
+        assert 0.5 * allocated <= held
+        assert held <= 3 * allocated or program in HOSTILE
+        interpreter.close()
+        assert memory.num_bytes == 0
+
+
+@pytest.mark.anyio
+@pytest.mark.trio_in_full
+async def test_a_number_that_is_used_again_gets_the_fork_that_it_was_made_for():
+    """State 9 is to be forked from 1, is closed before, and is then a root, or forked from 2."""
+    memory = HeldMemory()
+    generator = ScriptedGenerator(answer)
+    async with anyio.create_task_group() as group:
+        interpreter = Interpreter(generator, group, memory)
+        interpreter.submit(ops.Open(1))
+        interpreter.submit(ops.Expect(1, 1, "later"))
+        interpreter.submit(ops.Text(1, ("of 1", ops.Ref(1))))
+        interpreter.submit(ops.Fork(1, (9,)))
+        for op in (ops.Cancel(9), ops.Close(9)):
+            interpreter.submit(op)
+        await anyio.wait_all_tasks_blocked()
+        interpreter.submit(ops.Open(9))
+        interpreter.submit(ops.Text(9, ("mine",)))
+        interpreter.submit(ops.Provide(1, "."))
+        interpreter.submit(ops.Read(9, 2, "all", "text"))
+        await anyio.wait_all_tasks_blocked()
+        assert interpreter._variables[2].text == "mine"
+        for state in (1, 9):
+            interpreter.submit(ops.Close(state))
+        await anyio.wait_all_tasks_blocked()
+        interpreter.outbox.drain()
+        gc.collect()
+        assert memory.num_bytes == 0
+        assert generator.num_open == 0
+
+
+def test_what_is_free_does_not_count_for_all_together():
+    everyone = HeldMemory(100, "all may hold", "wait")
+    sessions = [HeldMemory(80, within=everyone, free_bytes=10) for _ in range(4)]
+    sessions[0].hold(60)
+    sessions[1].hold(60)
+    assert everyone.num_bytes == 100
+    with pytest.raises(Overloaded, match="all may hold 100 bytes"):
+        sessions[2].hold(11)
+    sessions[2].hold(10)
+    assert (sessions[2].num_bytes, everyone.num_bytes) == (10, 100)
+    holding = Holding(sessions[3], 5)
+    holding.count(10)
+    assert everyone.num_bytes == 105
+    del holding
+    sessions[0].close()
+    sessions[0].count(-7)
+    assert everyone.num_bytes == 50
+
+
+def test_one_tenant_may_take_its_part_and_all_no_more_than_there_is():
+    memory = TenantMemory(100, "sessions may hold", "wait")
+    ann, ben = memory.of("ann"), memory.of("ben")
+    of_ann = [HeldMemory(40, within=ann) for _ in range(2)]
+    of_ann[0].hold(40)
+    with pytest.raises(Overloaded, match="this session may hold 40 bytes, and this would be 41: close"):
+        of_ann[0].hold(1)
+    with pytest.raises(
+        Overloaded, match="of one tenant, sessions may hold 50 bytes, and this would be 51: wait"
+    ):
+        of_ann[1].hold(11)
+    assert of_ann[1].num_bytes == 0
+    of_ann[1].hold(10)
+    ben.hold(45)
+    assert memory.num_bytes == 95
+    with pytest.raises(Overloaded, match=r"^sessions may hold 100 bytes, and this would be 101: wait"):
+        memory.of("eve").hold(6)
+    of_ann[0].close()
+    memory.of("eve").hold(6)
+    assert memory.of("ann") is ann
+    del ann, of_ann
+    gc.collect()
+    assert memory.num_bytes == 61

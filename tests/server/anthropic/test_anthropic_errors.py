@@ -1,0 +1,258 @@
+"""Errors of Anthropic's API: the classes that its client raises, and what is refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+from collections.abc import Iterator
+
+import anthropic
+import pytest
+from support.refusing_servers import KEY as ANN
+from support.refusing_servers import tenants
+from support.server.anthropic_peer import HELLO, AnthropicPeer, anthropic_peer
+from support.server.http_clients import CLIENTS
+
+from agentflow.engine.tenant import NOBODY_ELSE, Tenant
+from agentflow.errors import EngineFailed, NotAuthorized, Overloaded, RateLimited
+from agentflow.server.anthropic.errors import AnthropicErrors
+from agentflow.server.config.limits import HttpLimits
+from agentflow.server.http.errors import MAX_MESSAGE_CHARS, MAX_PARAM_CHARS, Refusal
+from agentflow.server.tenants.keys import Tenants
+from agentflow.server.tenants.rate_limit import TenantGate
+
+KEY = "sk-1"
+TOOL = {"name": "weather", "description": "The weather.", "input_schema": {"type": "object"}}
+
+
+class KeyRing(Tenants):
+    """One key is somebody's; others say which error they get."""
+
+    def of(self, key: str | None) -> Tenant:
+        limited = RateLimited("60 requests in a minute, which is the limit")
+        limited.retry_after_s = 2.5
+        faults = {"limited": limited, "full": Overloaded("too many wait"), "broken": EngineFailed("it broke")}
+        if key in faults:
+            raise faults[key]
+        if key != KEY:
+            raise NotAuthorized("no such key")
+        return NOBODY_ELSE
+
+
+@pytest.fixture(scope="module")
+def peer() -> Iterator[AnthropicPeer]:
+    with anthropic_peer(KEY, tenants=KeyRing(), limits=HttpLimits(20_000), constraints=False) as running:
+        yield running
+        running.server.assert_idle()
+
+
+def test_a_key_comes_in_either_header(peer):
+    assert peer.ask().content
+    with anthropic.Anthropic(auth_token=KEY, base_url=peer.server.url, max_retries=0) as client:
+        assert client.messages.count_tokens(model="fake", messages=HELLO).input_tokens
+
+
+@pytest.mark.parametrize(
+    ("key", "error", "kind", "code"),
+    [
+        ("wrong", anthropic.AuthenticationError, "authentication_error", "invalid_api_key"),
+        ("limited", anthropic.RateLimitError, "rate_limit_error", "rate_limit_exceeded"),
+        ("full", anthropic.OverloadedError, "overloaded_error", "overloaded"),
+        ("broken", anthropic.InternalServerError, "api_error", "engine_failed"),
+    ],
+)
+@pytest.mark.parametrize("client", CLIENTS)
+def test_errors_have_the_classes_of_the_client(peer, key, error, kind, code, client):
+    asked = {"model": "fake", "messages": HELLO}
+    for method, fields in (
+        ("create", {**asked, "max_tokens": 3}),
+        ("create", {**asked, "max_tokens": 3, "stream": True}),
+        ("stream", {**asked, "max_tokens": 3}),
+        ("count_tokens", asked),
+    ):
+        with pytest.raises(error) as caught:
+            peer.called(client, method, key, **fields)
+        assert caught.value.type == kind
+        assert caught.value.error_code == code
+        assert caught.value.request_id == caught.value.body["request_id"]
+    assert caught.value.response.headers.get("retry-after") == {"limited": "3", "full": "1"}.get(key)
+
+
+def test_counting_tokens_costs_a_request():
+    known = tenants("requests_per_minute = 2")
+    with anthropic_peer(ANN, tenants=known, gate=TenantGate(), constraints=False) as peer:
+        assert peer.client.messages.count_tokens(model="fake", messages=HELLO).input_tokens
+        assert peer.ask().content
+        with pytest.raises(anthropic.RateLimitError):
+            peer.client.messages.count_tokens(model="fake", messages=HELLO)
+
+
+def test_overloaded_is_said_with_anthropics_status(peer):
+    with pytest.raises(anthropic.OverloadedError) as caught:
+        peer.client.copy(api_key="full").messages.count_tokens(model="fake", messages=HELLO)
+    assert caught.value.status_code == 529
+
+
+def test_other_statuses_have_their_types():
+    dialect = AnthropicErrors()
+    types = {403: "permission_error", 408: "timeout_error", 500: "api_error", 422: "invalid_request_error"}
+    for status, kind in types.items():
+        refusal = Refusal(status, "some_code", "Some reason.")
+        assert dialect.status(refusal) == status
+        body = json.loads(dialect.body(refusal, "req_1"))
+        assert (body["type"], body["error"]["type"], body["request_id"]) == ("error", kind, "req_1")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("client", CLIENTS)
+def test_an_unknown_model_is_not_found(peer, client, stream):
+    with pytest.raises(anthropic.NotFoundError, match="there is no model 'nowhere' here"):
+        peer.message(client, stream, model="nowhere")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_body_over_the_limit_is_too_large(peer, client, stream):
+    with pytest.raises(anthropic.ContentTooLargeError) as caught:
+        peer.message(client, stream, messages=[{"role": "user", "content": "x" * 30_000}])
+    assert caught.value.body["error"]["type"] == "request_too_large"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_prompt_that_does_not_fit_is_refused(peer, client, stream):
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long: ") as caught:
+        peer.message(client, stream, messages=[{"role": "user", "content": "x" * 3000}])
+    assert caught.value.error_code == "context_length_exceeded"
+    assert caught.value.body["error"]["details"]["param"] == "messages"
+
+
+def user(*blocks):
+    return [{"role": "user", "content": [*blocks]}]
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
+THOUGHT = {"type": "thinking", "thinking": "Hm.", "signature": "s"}
+SERVER_TOOL = {"type": "web_search_20250305", "name": "web_search", "max_uses": 2}
+SEARCHED = {"type": "server_tool_use", "id": "x", "name": "web_search", "input": {}}
+
+
+@pytest.mark.parametrize(
+    ("params", "param", "words"),
+    [
+        ({"messages": user(IMAGE)}, "messages[0].content[0].type", "'image' is not supported"),
+        ({"messages": user({"type": "document"})}, "messages[0].content[0].type", "'document' is not supp"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": [THOUGHT]}]}, None, "'thinking' is not supp"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": [SEARCHED]}]}, None, "'server_tool_use' is"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "'tool' is not supported"),
+        ({"messages": []}, "messages", "length >= 1"),
+        ({"system": [IMAGE]}, "system[0].type", "'image' is not supported"),
+        ({"system": [{"text": "Be brief."}]}, "system[0].type", "'system[0].type' is missing"),
+        ({"tools": [TOOL, SERVER_TOOL]}, "tools[1].type", "'web_search_20250305' is not supported"),
+        ({"tools": [{"name": "weather"}]}, "tools[0].input_schema", "'tools[0].input_schema' is missing"),
+        ({"tools": [{**TOOL, "descripton": ""}]}, "tools[0].descripton", "no parameter"),
+        ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name", "tools[0].name"),
+        ({"tools": [{**TOOL, "input_examples": [{}]}]}, None, "'tools[0].input_examples' is not supported"),
+        ({"tools": [TOOL, TOOL]}, "tools[1].name", "two tools named 'weather'"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice", "there are no tools"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}},
+            "tool_choice.name",
+            "'x' is not among",
+        ),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 2000}},
+            "thinking.type",
+            "'enabled' is not supported",
+        ),
+        ({"output_config": {"effort": "low"}}, "output_config.effort", "is not supported"),
+        ({"container": "c_1"}, "container", "'container' is not supported"),
+        ({"inference_geo": "us"}, "inference_geo", "'inference_geo' is not supported"),
+        ({"diagnostics": {"previous_message_id": "m"}}, "diagnostics", "'diagnostics' is not supported"),
+        ({"extra_body": {"mcp_servers": []}}, "mcp_servers", "'mcp_servers' is not supported"),
+        ({"extra_body": {"thread": {"type": "create"}}}, "thread", "'thread' is not supported"),
+        ({"extra_body": {"nothing": 1}}, "nothing", "no parameter 'nothing'"),
+        ({"extra_body": {"temperature": 1.5}}, "temperature", "<= 1"),
+        ({"extra_body": {"top_p": 0}}, "top_p", "> 0"),
+        ({"extra_body": {"seed": -1}}, "seed", ">= 0"),
+        ({"speed": "fast"}, "speed", "'fast' is not supported"),
+        ({"service_tier": "batch"}, "service_tier", "'batch' is not supported"),
+        ({"max_tokens": 0}, "max_tokens", ">= 1"),
+        ({"stop_sequences": [""]}, "stop_sequences[0]", "length >= 1"),
+    ],
+)
+def test_what_is_not_there_is_refused_by_name(peer, params, param, words):
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        peer.ask(**params)
+    error = caught.value.body["error"]
+    assert error["type"] == "invalid_request_error"
+    assert words in error["message"]
+    if param is not None:
+        assert error["details"]["param"] == param
+
+
+SCHEMA = {"type": "json_schema", "schema": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"messages": [*HELLO, {"role": "assistant", "content": "{"}]}, "excludes output_config.format"),
+        ({"extra_body": {"output_format": SCHEMA}}, "says it already"),
+        ({}, "cannot generate under a constraint"),  # this server has nobody to compile it
+    ],
+)
+def test_a_schema_that_cannot_be_kept_is_refused(peer, params, words):
+    with pytest.raises(anthropic.BadRequestError, match=words):
+        peer.ask(output_config={"format": SCHEMA}, **params)
+
+
+def test_a_schema_that_cannot_be_compiled_names_its_field():
+    bad = {"type": "json_schema", "schema": {"type": "string", "pattern": "a("}}
+    with anthropic_peer() as peer, pytest.raises(anthropic.BadRequestError, match="schema: ") as caught:
+        peer.ask(output_config={"format": bad})
+    assert caught.value.body["error"]["details"]["param"] == "output_config.format.schema"
+
+
+def test_paths_below_answer_in_this_dialect(peer):
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        peer.client.messages.batches.retrieve("batch_1")
+    assert caught.value.type == "not_found_error"
+    connection = http.client.HTTPConnection("127.0.0.1", int(peer.server.url.rpartition(":")[2]))
+    try:
+        connection.request("GET", "/v1/messages")
+        response = connection.getresponse()
+        assert (response.status, json.loads(response.read())["type"]) == (405, "error")
+    finally:
+        connection.close()
+
+
+def test_a_body_that_is_no_json_is_refused(peer):
+    connection = http.client.HTTPConnection("127.0.0.1", int(peer.server.url.rpartition(":")[2]))
+    try:
+        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+            connection.request("POST", path, b"{", {"x-api-key": KEY})
+            response = connection.getresponse()
+            error = json.loads(response.read())["error"]
+            assert (response.status, error["details"]["error_code"]) == (400, "invalid_json")
+            assert response.headers["request-id"]
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize("place", [{"%s": 1}, {"service_tier": "%s"}, {"messages": [{"role": "%s"}]}])
+def test_a_huge_text_of_the_clients_is_refused_at_once(place):
+    """What looks like the beginning of a message, again and again."""
+    huge = "Invalid value '" * 30_000
+    body = json.dumps({"model": "fake", "max_tokens": 1, "messages": HELLO, **place}).replace("%s", huge)
+    with anthropic_peer(KEY, tenants=KeyRing(), constraints=False) as peer:
+        address = peer.server.url.removeprefix("http://")
+        connection = http.client.HTTPConnection(address)
+        with contextlib.closing(connection):
+            connection.request("POST", "/v1/messages", body, {"x-api-key": KEY})
+            answer = connection.getresponse()
+            told = json.loads(answer.read())["error"]
+    assert answer.status == 400
+    assert len(told["message"]) <= MAX_MESSAGE_CHARS
+    assert len(told["details"]["param"]) <= MAX_PARAM_CHARS

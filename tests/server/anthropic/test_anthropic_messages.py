@@ -1,0 +1,227 @@
+"""``messages.create`` and ``count_tokens`` of Anthropic's own client."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import anthropic
+import anyio
+import anyio.to_thread
+import pydantic
+import pytest
+from support.server.anthropic_peer import HELLO, AnthropicPeer, anthropic_peer, asking
+from support.server.http_clients import CLIENTS, ask_engine
+
+from agentflow.protocol.chat import Message
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.server.completion.request import CompletionRequest
+
+MARKS = "<|im_start|>{}\n{}<|im_end|>\n"
+
+
+@pytest.fixture(scope="module")
+def peer() -> Iterator[AnthropicPeer]:
+    with anthropic_peer() as running:
+        yield running
+        running.server.assert_idle()
+
+
+def test_an_answer_is_a_message(peer):
+    reply = peer.client.messages.with_raw_response.create(**asking(messages=HELLO, system="A."))
+    message = reply.parse()
+    assert (message.type, message.role, message.model) == ("message", "assistant", "fake")
+    assert message.id.startswith("msg_")
+    assert (message.stop_reason, message.stop_sequence) == ("max_tokens", None)
+    [block] = message.content
+    assert block.type == "text"
+    assert block.text
+    assert message.usage.output_tokens == 12
+    assert message.usage.cache_creation_input_tokens == 0
+    assert reply.headers["request-id"].startswith("req_")
+    assert message._request_id == reply.headers["request-id"]
+    again = peer.ask(system="A.")
+    assert again.content[0].text == block.text
+    # What was cached is not counted among the input tokens.
+    total = message.usage.input_tokens + message.usage.cache_read_input_tokens
+    assert again.usage.cache_read_input_tokens == total - 1
+    assert again.usage.input_tokens == 1
+
+
+def test_the_prompt_is_the_conversation_under_the_template(peer):
+    text = {"type": "text", "text": "Be", "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    peer.ask(
+        system=[text, {"type": "text", "text": " brief."}],
+        messages=[
+            {"role": "user", "content": "One"},
+            {"role": "user", "content": [{"type": "text", "text": "Tw"}, {"type": "text", "text": "o"}]},
+            {"role": "assistant", "content": "Th"},
+            {"role": "assistant", "content": [{"type": "text", "text": "ree"}]},
+            {"role": "system", "content": "Now."},
+            {"role": "user", "content": "<|im_end|>"},
+        ],
+    )
+    turns = [("system", "Be brief."), ("user", "One\n\nTwo"), ("assistant", "Three"), ("system", "Now.")]
+    expected = "".join([MARKS.format(*turn) for turn in [*turns, ("user", "<|im_end|>")]])
+    assert peer.requests.prompt == expected + "<|im_start|>assistant\n"
+    # The mark that the user wrote is text.
+    ids = peer.requests.submits[-1].token_ids
+    mark = peer.server.generator.tokenizer.id_of("<|im_end|>")
+    assert list(ids).count(mark) == 5
+
+
+def test_a_last_message_of_the_assistant_goes_on(peer):
+    peer.ask(messages=[*HELLO, {"role": "assistant", "content": "They turn"}])
+    assert peer.requests.prompt.endswith("<|im_start|>assistant\nThey turn")
+
+
+def test_a_whole_reply_can_be_sent_back(peer):
+    reply = peer.ask()
+    again = peer.ask(messages=[*HELLO, reply.to_param(), {"role": "user", "content": "And?"}])
+    assert MARKS.format("assistant", reply.content[0].text) in peer.requests.prompt
+    # It is the tokens that were generated, not other ones for the same text.
+    before = reply.usage.input_tokens + reply.usage.cache_read_input_tokens + reply.usage.output_tokens
+    assert again.usage.cache_read_input_tokens >= before - 1
+
+
+FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"max_tokens": 5}, {"max_tokens": 5}),
+    ({"stop_sequences": ["never this", "nor that"]}, {"stop": ("never this", "nor that")}),
+    ({"extra_body": {"temperature": 0.5}}, {"temperature": 0.5}),
+    ({"extra_body": {"top_p": 0.9}}, {"top_p": 0.9}),
+    ({"extra_body": {"top_k": 7}}, {"top_k": 7}),
+    ({"extra_body": {"seed": 11}}, {"seed": 11}),
+    ({"extra_body": {"temperature": None, "top_p": None, "top_k": None}}, {}),
+    ({"metadata": {"user_id": "somebody"}}, {}),
+    ({"service_tier": "auto"}, {}),
+    ({"service_tier": "standard_only"}, {}),
+    ({"thinking": {"type": "disabled"}}, {}),
+    ({"cache_control": {"type": "ephemeral"}}, {}),
+    ({"speed": "standard"}, {}),
+    ({"tool_choice": {"type": "auto"}}, {}),
+    ({"container": None, "diagnostics": None, "inference_geo": None}, {}),
+    ({"extra_headers": {"anthropic-version": "2023-06-01", "anthropic-beta": "something-2020-01-01"}}, {}),
+]
+
+
+@pytest.mark.parametrize("kind", CLIENTS)
+@pytest.mark.parametrize(("asked", "meant"), FIELDS, ids=lambda value: " ".join(value) or "none")
+def test_each_field_reaches_the_engine_and_its_answer_comes_back(peer, asked, meant, kind):
+    params = SamplingParams(**({"max_tokens": 12, "temperature": 1.0, "seed": 3} | meant))
+    [answer] = ask_engine(peer.server, CompletionRequest((Message("user", "What do plants do?"),), params))
+    for stream in (False, True):
+        message = peer.message(kind, stream, **asked)
+        submit = peer.requests.submits[-1]
+        assert (submit.params, submit.seed) == (params, params.seed)
+        assert message.content[0].text == answer.text
+        assert message.stop_reason == "max_tokens"
+        assert message.usage.output_tokens == answer.usage.output_tokens
+
+
+def test_the_priority_goes_with_the_request_and_null_is_the_same_as_nothing(peer):
+    peer.ask(extra_body={"priority": 2, "cache_salt": None, "seed": None, "stream": None})
+    origin = peer.requests.submits[-1].origin
+    assert (origin.priority, origin.cache_salt) == (2, "")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_a_salt_keeps_caches_apart(peer, kind, stream):
+    asked = {"messages": [{"role": "user", "content": "Something that is cached under a salt only."}]}
+    salts = [f"{name} {kind} {stream}" for name in "aab"]
+    messages = [peer.message(kind, stream, **asked, extra_body={"cache_salt": salt}) for salt in salts]
+    assert [submit.origin.cache_salt for submit in peer.requests.submits[-3:]] == salts
+    num_tokens = messages[0].usage.input_tokens
+    assert [message.usage.cache_read_input_tokens for message in messages] == [0, num_tokens - 1, 0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_a_stop_sequence_is_told(peer, kind, stream):
+    free = peer.ask(max_tokens=24).content[0].text
+    stop = free[6:9]
+    message = peer.message(kind, stream, max_tokens=24, stop_sequences=["never", stop])
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", stop)
+    assert message.content[0].text == free[: free.index(stop)]
+
+
+def test_an_answer_without_text_has_no_blocks(peer):
+    free = peer.ask().content[0].text
+    message = peer.ask(stop_sequences=[free[0]])
+    assert (message.content, message.stop_reason) == ([], "stop_sequence")
+
+
+def test_an_answer_that_fills_the_context_says_so(peer):
+    message = peer.ask(max_tokens=5000)
+    usage = message.usage
+    assert message.stop_reason == "model_context_window_exceeded"
+    assert usage.input_tokens + usage.cache_read_input_tokens + usage.output_tokens == 1024
+
+
+class Sky(pydantic.BaseModel):
+    color: bool
+    clouds: bool
+
+
+def test_an_answer_has_the_schema_that_is_asked_for(peer):
+    parsed = peer.client.messages.parse(**asking(output_format=Sky, max_tokens=300))
+    assert isinstance(parsed.parsed_output, Sky)
+    schema = {
+        "type": "object",
+        "properties": {"wet": {"type": "boolean"}},
+        "required": ["wet"],
+        "additionalProperties": False,
+    }
+    asked = {"type": "json_schema", "schema": schema}
+    for params in ({"output_config": {"format": asked}}, {"extra_body": {"output_format": asked}}):
+        for kind, stream in itertools.product(CLIENTS, (False, True)):
+            text = peer.message(kind, stream, max_tokens=300, **params).content[0].text
+            assert isinstance(json.loads(text)["wet"], bool)
+
+
+def test_tokens_are_counted_and_nothing_is_run(peer):
+    turns = {"system": "Be brief.", "messages": HELLO}
+    message = peer.ask(**turns)
+    num_asked = len(peer.requests.submits)
+    counted = peer.client.messages.count_tokens(
+        model="fake", **turns, thinking={"type": "disabled"}, tool_choice={"type": "none"}
+    )
+    assert counted.input_tokens == message.usage.input_tokens + message.usage.cache_read_input_tokens
+    assert len(peer.requests.submits) == num_asked
+    longer = [*HELLO, {"role": "assistant", "content": "x" * 5000}]
+    assert peer.client.messages.count_tokens(model="fake", messages=longer).input_tokens > 1024
+
+
+@pytest.mark.anyio
+async def test_the_asynchronous_client_gets_the_same(peer, anyio_backend):
+    whole = await anyio.to_thread.run_sync(peer.ask)
+    async with anthropic.AsyncAnthropic(api_key="any", base_url=peer.server.url, max_retries=0) as client:
+        message = await client.messages.create(**asking())
+        assert message.content == whole.content
+        counted = await client.messages.count_tokens(model="fake", messages=HELLO)
+        usage = whole.usage
+        assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+        async with client.messages.stream(**asking()) as stream:
+            texts = [text async for text in stream.text_stream]
+            final = await stream.get_final_message()
+    assert "".join(texts) == whole.content[0].text
+    assert final.content[0].text == whole.content[0].text
+
+
+@pytest.mark.anyio
+async def test_who_gives_up_is_not_answered(peer, anyio_backend):
+    gate = peer.server.engine.gate
+    gate.allow(3)
+    async with anthropic.AsyncAnthropic(api_key="any", base_url=peer.server.url, max_retries=0) as client:
+        async with anyio.create_task_group() as group:
+            group.start_soon(partial(client.messages.create, **asking(max_tokens=900)))
+            await anyio.to_thread.run_sync(peer.server.call, gate.held)
+            group.cancel_scope.cancel()
+        # The engine stands still: nobody waits for it, though nothing has ended.
+        await anyio.to_thread.run_sync(peer.until_not_asked)
+    gate.open()
+    await anyio.to_thread.run_sync(peer.server.assert_idle)

@@ -1,0 +1,121 @@
+"""Tools over Anthropic's API with its own client: calls, results, and the client's loop that runs functions.
+
+The model of these tests draws its tokens; what is called is kept valid by the tools' schemas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import anthropic
+import anyio.to_thread
+import pytest
+from support.server.anthropic_peer import HELLO, AnthropicPeer, anthropic_peer, asking
+from support.server.http_clients import CLIENTS
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"enum": [1, 2]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+WEATHER = {"name": "weather", "description": "The weather.", "input_schema": SCHEMA}
+CLOCK = {"name": "clock", "input_schema": {"type": "object", "properties": {}, "additionalProperties": False}}
+ANY = {"type": "any", "disable_parallel_tool_use": True}
+
+
+@pytest.fixture(scope="module")
+def peer() -> Iterator[AnthropicPeer]:
+    with anthropic_peer() as running:
+        yield running
+        running.server.assert_idle()
+
+
+def check_call(block) -> None:
+    assert (block.type, block.name) == ("tool_use", "weather")
+    assert block.id
+    assert block.input["city"] in ("Oslo", "Rome")
+    assert block.input["days"] in (1, 2)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_a_call_that_is_required_is_made(peer, kind, stream):
+    for choice in (ANY, {"type": "tool", "name": "weather"}):
+        message = peer.message(kind, stream, tools=[WEATHER], tool_choice=choice, max_tokens=300)
+        assert message.stop_reason == "tool_use"
+        [block] = message.content
+        check_call(block)
+    assert "weather" in peer.requests.prompt
+
+
+def test_a_call_is_streamed(peer):
+    whole = peer.ask(tools=[WEATHER], tool_choice=ANY, max_tokens=300)
+    with peer.client.messages.stream(**asking(tools=[WEATHER], tool_choice=ANY, max_tokens=300)) as stream:
+        events = list(stream)
+        final = stream.get_final_message()
+    assert "input_json" in [event.type for event in events]
+    assert final.stop_reason == "tool_use"
+    assert final.content[0].input == whole.content[0].input
+
+
+def test_a_result_is_a_turn_of_the_next_prompt(peer):
+    message = peer.ask(tools=[WEATHER], tool_choice=ANY, max_tokens=300)
+    result = {"type": "tool_result", "tool_use_id": message.content[0].id, "content": "Snow, minus three."}
+    answer = peer.ask(
+        tools=[WEATHER],
+        tool_choice={"type": "none"},
+        messages=[*HELLO, message.to_param(), {"role": "user", "content": [result]}],
+    )
+    assert answer.content[0].type == "text"
+    prompt = peer.requests.prompt
+    assert message.content[0].input["city"] in prompt
+    assert prompt.index("What do plants do?") < prompt.index("Snow, minus three.")
+
+
+def test_the_tools_are_part_of_the_count(peer):
+    plain = peer.client.messages.count_tokens(model="fake", messages=HELLO)
+    told = peer.client.messages.count_tokens(model="fake", messages=HELLO, tools=[WEATHER, CLOCK])
+    assert told.input_tokens > plain.input_tokens
+
+
+@anthropic.beta_tool(name="weather", description="The weather.", input_schema=SCHEMA)
+def weather(city: str, days: int) -> str:
+    return f"Snow in {city} for {days} days."
+
+
+def test_the_clients_loop_runs_the_tools(peer):
+    """It asks to have the conversation kept here, is told that it is not, and sends all of it."""
+    runner = peer.client.beta.messages.tool_runner(
+        **asking(tools=[weather], tool_choice=ANY, max_tokens=300, max_iterations=3)
+    )
+    messages = list(runner)
+    assert [message.stop_reason for message in messages] == ["tool_use"] * 3
+    for message in messages:
+        check_call(message.content[0])
+    for message in messages[:2]:
+        asked = message.content[0].input
+        assert weather(**asked) in peer.requests.prompt
+
+
+def test_the_clients_loop_streams(peer):
+    runner = peer.client.beta.messages.tool_runner(
+        **asking(tools=[weather], tool_choice=ANY, max_tokens=300, max_iterations=2), stream=True
+    )
+    finals = [stream.get_final_message() for stream in runner]
+    assert [final.stop_reason for final in finals] == ["tool_use"] * 2
+    assert weather(**finals[0].content[0].input) in peer.requests.prompt
+
+
+@pytest.mark.anyio
+async def test_the_asynchronous_clients_loop_runs_the_tools(peer, anyio_backend):
+    @anthropic.beta_async_tool(name="weather", description="The weather.", input_schema=SCHEMA)
+    async def told(city: str, days: int) -> str:
+        return await anyio.to_thread.run_sync(lambda: weather(city=city, days=days))
+
+    async with anthropic.AsyncAnthropic(api_key="any", base_url=peer.server.url, max_retries=0) as client:
+        runner = client.beta.messages.tool_runner(
+            **asking(tools=[told], tool_choice=ANY, max_tokens=300, max_iterations=2)
+        )
+        messages = [message async for message in runner]
+    assert len(messages) == 2
+    assert weather(**messages[0].content[0].input) in peer.requests.prompt

@@ -1,0 +1,395 @@
+"""One HTTP request to an API, message by message: limits, errors, streams, and clients that vanish."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+from support.wire_peer import WireGenerator
+
+from agentflow.engine.tenant import Tenant
+from agentflow.errors import EngineFailed, NotAuthorized, Overloaded, PromptTooLong, RateLimited, UnknownModel
+from agentflow.runtime.task_group import open_task_group
+from agentflow.server.config.limits import HttpLimits, ServerLimits
+from agentflow.server.http.call import ApiCall, ApiEndpoint, Handler
+from agentflow.server.http.errors import MAX_MESSAGE_CHARS, MAX_PARAM_CHARS, Refusal
+from agentflow.server.log import MAX_LOGGED_BYTES
+from agentflow.server.models import Models, OneGenerator
+from agentflow.server.openai.errors import OpenAIErrors
+from agentflow.server.openai.sampling import Unread
+from agentflow.server.service import Service
+from agentflow.server.tenants.keys import DEFAULT_TENANT, Tenants
+from agentflow.server.websocket.sessions import open_sessions
+
+pytestmark = pytest.mark.anyio
+
+Message = dict[str, Any]
+
+
+class Asked(msgspec.Struct, forbid_unknown_fields=True):
+    word: str
+    times: int = 1
+    any: Any = None
+    unread: Unread = None
+    parts: list[dict[str, int]] = []
+
+
+class Exchange:
+    """A client's end. ``has_hung_up``: it closes the connection then."""
+
+    def __init__(self, *parts: bytes, headers: dict[str, str] | None = None) -> None:
+        self.sent: list[Message] = []
+        self.has_hung_up = anyio.Event()
+        self.has_answer = anyio.Event()
+        self._messages = [
+            {"type": "http.request", "body": part, "more_body": number < len(parts) - 1}
+            for number, part in enumerate(parts)
+        ]
+        self.headers = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+
+    async def receive(self) -> Message:
+        if self._messages:
+            return self._messages.pop(0)
+        await self.has_hung_up.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        self.sent.append(message)
+        self.has_answer.set()
+
+    @property
+    def status(self) -> int:
+        return int(self.sent[0]["status"])
+
+    @property
+    def answer_headers(self) -> dict[bytes, bytes]:
+        return dict(self.sent[0]["headers"])
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message["body"] for message in self.sent[1:])
+
+    @property
+    def error(self) -> dict[str, Any]:
+        return json.loads(self.body)["error"]
+
+
+@asynccontextmanager
+async def service(**limits: Any):
+    async with open_sessions(ServerLimits()) as sessions:
+        models = Models([OneGenerator(WireGenerator())])
+        yield Service(models, sessions, Tenants(), ServerLimits(), HttpLimits(**limits))
+
+
+async def exchange(
+    handler: Handler,
+    client: Exchange,
+    running: Service | None = None,
+    answers: Counter[tuple[str, int]] | None = None,
+    **limits: Any,
+) -> Exchange:
+    """The handler's answer to the client. ``answers``: where it is counted."""
+    async with service(**limits) as made:
+        state = SimpleNamespace(service=running or made, answers=Counter() if answers is None else answers)
+        app = SimpleNamespace(state=state)
+        scope = {"type": "http", "method": "POST", "path": "/v1/test", "headers": client.headers, "app": app}
+        await ApiEndpoint(handler, OpenAIErrors())(scope, client.receive, client.send)
+        assert made.calls.num == 0
+    return client
+
+
+async def echo(call: ApiCall) -> None:
+    asked = call.read(Asked)
+    await call.reply({"said": asked.word * asked.times})
+
+
+async def test_a_body_in_any_number_of_parts_is_answered():
+    for parts in ((b'{"word": "ab", "times": 2}',), (b'{"word"', b"", b': "ab", "ti', b'mes": 2}')):
+        client = await exchange(echo, Exchange(*parts))
+        assert (client.status, json.loads(client.body)) == (200, {"said": "abab"})
+        assert client.answer_headers[b"content-length"] == b"15"
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param", "says"),
+    [
+        (b"{", "invalid_json", None, "no valid JSON"),
+        (b"", "invalid_json", None, "no valid JSON"),
+        (b"\xff", "invalid_json", None, "no valid JSON"),
+        (b'{"word": "\xff"}', "invalid_json", None, "no valid JSON"),
+        (b'{"word": "a", "unread": "\xff"}', "invalid_json", None, "no valid JSON"),
+        (b'{"word": "a", "unread": [1,]}', "invalid_json", None, "no valid JSON"),
+        (b'{"word": "a", "unread": ' + b"[" * 50_000, "invalid_json", None, "no valid JSON"),
+        (b'{"word": "a", "any": ' + b"[" * 50_000, "invalid_json", None, "no valid JSON"),
+        (b"[]", "invalid_request", None, "Expected `object`, got `array`"),
+        (b"{}", "invalid_request", "word", "the required parameter 'word' is missing"),
+        (b'{"word": "a", "no": 1}', "invalid_request", "no", "there is no parameter 'no' here"),
+        (b'{"word": 1}', "invalid_request", "word", "word: Expected `str`, got `int`"),
+        (
+            b'{"word": "a", "parts": [{"x": "y"}]}',
+            "invalid_request",
+            "parts[0][...]",
+            "Expected `int`, got `str`",
+        ),
+    ],
+)
+async def test_what_is_wrong_with_a_body_is_told(body, code, param, says):
+    client = await exchange(echo, Exchange(body))
+    assert client.status == 400
+    assert (client.error["code"], client.error["param"]) == (code, param)
+    assert says in client.error["message"]
+    assert client.error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("body", [{"%s": 1}, {"word": "a", "parts": [{"%s": "y"}]}, {"word": "%s"}])
+async def test_of_a_long_name_a_message_holds_the_beginning(body):
+    async def quote(call: ApiCall) -> None:
+        raise Refusal(400, "invalid_value", call.read(Asked).word, param="x" * 10_000)
+
+    name = "Invalid value ' - at `$." * 100_000
+    client = await exchange(quote, Exchange(json.dumps(body).replace("%s", name).encode()))
+    assert client.status == 400
+    assert 20 < len(client.error["message"]) <= MAX_MESSAGE_CHARS
+    assert len(client.error["param"]) <= MAX_PARAM_CHARS
+
+
+async def test_a_body_over_the_limit_is_refused_before_it_is_read():
+    body = b'{"word": "%s"}' % (b"x" * 100)
+    for client in (
+        Exchange(body, headers={"content-length": "5000"}),
+        Exchange(body[:60], body[60:]),
+    ):
+        await exchange(echo, client, body_bytes=100)
+        assert (client.status, client.error["code"]) == (413, "request_too_large")
+        assert "100 bytes" in client.error["message"]
+    assert client.answer_headers[b"connection"] == b"close" or client.answer_headers[b"content-length"]
+
+
+async def test_what_is_left_of_a_refused_body_is_not_taken_for_a_request():
+    client = await exchange(echo, Exchange(b"x" * 50, b"", headers={"content-length": "5000"}), body_bytes=10)
+    assert client.answer_headers[b"connection"] == b"close"
+
+
+async def test_a_compressed_body_is_refused_as_such():
+    client = await exchange(echo, Exchange(b'{"word": "a"}', headers={"content-encoding": "gzip"}))
+    assert (client.status, client.error["code"]) == (415, "unsupported_encoding")
+    client = await exchange(echo, Exchange(b'{"word": "a"}', headers={"content-encoding": "Identity"}))
+    assert client.status == 200
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for():
+    client = Exchange(b"{", b"never")
+    client._messages.pop()
+    await exchange(echo, client, body_timeout_s=0.01)
+    assert (client.status, client.error["code"]) == (408, "request_timeout")
+
+
+async def test_a_client_that_goes_while_it_asks_gets_no_answer():
+    client = Exchange(b"{", b"never")
+    client._messages.pop()
+    client.has_hung_up.set()
+    await exchange(echo, client)
+    assert client.sent == []
+
+
+async def test_a_client_that_goes_has_its_work_cancelled():
+    is_working, was_cancelled = anyio.Event(), anyio.Event()
+
+    async def work(call: ApiCall) -> None:
+        is_working.set()
+        try:
+            await anyio.sleep_forever()
+        finally:
+            was_cancelled.set()
+
+    client = Exchange(b"{}")
+    async with open_task_group() as group:
+        group.start_soon(exchange, work, client)
+        await is_working.wait()
+        client.has_hung_up.set()
+    assert was_cancelled.is_set()
+    assert client.sent == []
+
+
+async def test_a_client_that_goes_while_it_is_streamed_to_has_its_work_cancelled():
+    async def work(call: ApiCall) -> None:
+        async with call.streaming():
+            await call.send_events(b"data: 1\n\n")
+            await anyio.sleep_forever()
+
+    client = Exchange(b"{}")
+    async with open_task_group() as group:
+        group.start_soon(exchange, work, client)
+        await client.has_answer.wait()
+        client.has_hung_up.set()
+    assert client.body == b"data: 1\n\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "kind"),
+    [
+        (PromptTooLong("too long"), 400, "context_length_exceeded", "invalid_request_error"),
+        (NotAuthorized("no key"), 401, "invalid_api_key", "invalid_request_error"),
+        (UnknownModel("no such"), 404, "model_not_found", "invalid_request_error"),
+        (RateLimited("too many"), 429, "rate_limit_exceeded", "rate_limit_error"),
+        (Overloaded("busy"), 503, "overloaded", "server_error"),
+        (EngineFailed("broke"), 500, "engine_failed", "server_error"),
+        (Refusal(403, "forbidden", "not you"), 403, "forbidden", "permission_error"),
+    ],
+)
+async def test_errors_have_their_status(error, status, code, kind):
+    async def fail(call: ApiCall) -> None:
+        raise error
+
+    client = await exchange(fail, Exchange(b"{}"))
+    assert (client.status, client.error["code"], client.error["type"]) == (status, code, kind)
+    assert client.error["message"] == (error.message if isinstance(error, Refusal) else str(error))
+    assert (b"retry-after" in client.answer_headers) == (status in (429, 503))
+    assert (b"www-authenticate" in client.answer_headers) == (status == 401)
+
+
+async def test_the_time_after_which_to_try_again_is_rounded_up():
+    async def fail(call: ApiCall) -> None:
+        error = RateLimited("too many")
+        error.retry_after_s = 2.1
+        raise error
+
+    client = await exchange(fail, Exchange(b"{}"))
+    assert client.answer_headers[b"retry-after"] == b"3"
+
+
+async def test_a_fault_of_the_server_is_logged_and_not_told(caplog):
+    async def fail(call: ApiCall) -> None:
+        raise ZeroDivisionError("a secret")
+
+    client = await exchange(fail, Exchange(b"{}"))
+    assert (client.status, client.error["code"]) == (500, "internal_error")
+    assert "secret" not in client.error["message"]
+    assert "a secret" in caplog.text
+
+
+async def test_an_error_in_a_stream_is_its_last_event():
+    async def fail(call: ApiCall) -> None:
+        async with call.streaming():
+            await call.send_events(b"data: 1\n\n")
+            raise Overloaded("busy")
+
+    client = await exchange(fail, Exchange(b"{}"))
+    assert client.status == 200
+    first, last, rest = client.body.split(b"\n\n")
+    assert first == b"data: 1"
+    assert json.loads(last.removeprefix(b"data: "))["error"]["message"] == "busy"
+    assert rest == b""
+    assert client.sent[-1]["more_body"] is False
+
+
+async def test_a_server_that_ends_takes_nothing_new():
+    async with service() as ending:
+        ending.is_draining = True
+        client = await exchange(echo, Exchange(b'{"word": "a"}'), ending)
+    assert (client.status, client.error["code"]) == (503, "unready")
+
+
+@pytest.mark.parametrize(("asked", "is_used"), [("abc-1.2:3", True), ("a b", False), ("x" * 129, False)])
+async def test_requests_have_an_id(asked, is_used, caplog):
+    caplog.set_level(logging.INFO, "agentflow.requests")
+    body = b'{"word": "private"}'
+    client = await exchange(echo, Exchange(body, headers={"x-request-id": asked}))
+    told = client.answer_headers[b"x-request-id"].decode()
+    assert (told == asked) == is_used
+    [record] = caplog.records
+    assert record.request["id"] == told
+    assert record.request["status"] == 200
+    assert record.request.keys().isdisjoint({"error", "asked", "answered"})
+    assert "private" not in caplog.text
+
+
+async def test_what_is_said_is_logged_where_that_is_asked_for(caplog):
+    caplog.set_level(logging.INFO, "agentflow.requests")
+    async with service() as running:
+        running.logs_prompts = True
+        await exchange(echo, Exchange(b'{"word": "private"}'), running)
+    [record] = caplog.records
+    assert record.request["asked"] == '{"word": "private"}'
+    assert record.request["answered"] == '{"said":"private"}'
+    assert "private" in caplog.text
+
+
+async def test_of_long_bodies_the_beginning_is_logged(caplog):
+    caplog.set_level(logging.INFO, "agentflow.requests")
+    num_events = 200_000
+
+    async def stream(call: ApiCall) -> None:
+        async with call.streaming():
+            for _ in range(num_events):
+                await call.send_events(b"x" * 100)
+            await call.send_events(b"end", last=True)
+
+    async with service() as running:
+        running.logs_prompts = True
+        client = await exchange(stream, Exchange(b"\n" * 1_000_000), running)
+    assert len(client.body) == num_events * 100 + 3
+    [record] = caplog.records
+    assert record.request["asked"] == "\n" * MAX_LOGGED_BYTES + "… (1,000,000 bytes in all)"
+    assert record.request["answered"] == "x" * MAX_LOGGED_BYTES + "… (20,000,003 bytes in all)"
+
+
+async def test_answers_are_counted_by_their_status():
+    answers: Counter[tuple[str, int]] = Counter()
+    async with service() as running:
+        await exchange(echo, Exchange(b'{"word": "a"}'), running, answers)
+        for _ in range(2):
+            await exchange(echo, Exchange(b"{"), running, answers)
+        gone = Exchange(b"{", b"never")
+        gone._messages.pop()
+        gone.has_hung_up.set()
+        await exchange(echo, gone, running, answers)
+    assert answers == {("", 200): 1, ("", 400): 2, ("", 0): 1}
+
+
+async def test_draining_waits_for_what_runs_and_not_for_ever():
+    may_end = anyio.Event()
+    is_working = anyio.Event()
+
+    async def work(call: ApiCall) -> None:
+        is_working.set()
+        await may_end.wait()
+        await call.reply({})
+
+    async with service() as running, open_task_group() as group:
+        client = Exchange(b"{}")
+        app = SimpleNamespace(state=SimpleNamespace(service=running, answers=Counter()))
+        scope = {"type": "http", "method": "POST", "path": "/v1/test", "headers": [], "app": app}
+        group.start_soon(ApiEndpoint(work, OpenAIErrors()), scope, client.receive, client.send)
+        await is_working.wait()
+        assert not await running.drain(0.01)
+        may_end.set()
+        assert await running.drain(10)
+    assert client.status == 200
+
+
+async def test_a_key_stands_for_a_tenant():
+    seen: list[Tenant] = []
+
+    async def who(call: ApiCall) -> None:
+        seen.append(call.tenant)
+        await call.reply({})
+
+    async with service() as running:
+        running.tenants = Tenants(["secret"])
+        for headers, status in (
+            ({"authorization": "Bearer secret"}, 200),
+            ({"x-api-key": "secret"}, 200),
+            ({"authorization": "Bearer other"}, 401),
+            ({}, 401),
+        ):
+            client = await exchange(who, Exchange(b"{}", headers=headers), running)
+            assert client.status == status
+    assert seen == [DEFAULT_TENANT] * 2

@@ -1,0 +1,81 @@
+"""A client that closes its connection while the engine has its request, in the queue, within the prompt or
+within the answer: it is aborted within a step, and no slot stays held. Those that go before that are in
+test_http_client_gone_early.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from support.api_server import MODEL, ApiServer, api_server
+from support.fake_engine import FakeEngine
+from support.server.leaving_clients import PATHS, Heard, asking, goes, post
+from support.server.openai_peer import MESSAGES, sync_client
+
+TEXT = "The quick brown fox " * 20
+# Of the APIs that give several answers to a prompt.
+THREE = {path: {} if path == "/v1/messages" else {"n": 3} for path in PATHS}
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    """Runs one request at a time, and computes few tokens of a prompt in a step."""
+    return FakeEngine(max_running=1, token_budget=16)
+
+
+@pytest.fixture
+def server(engine: FakeEngine) -> Iterator[ApiServer]:
+    with api_server(engine, constraints=False) as running:
+        yield running
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("num_steps", "is_answering"), [(1, False), (14, True)], ids=["prompt", "answer"])
+def test_while_it_is_computed(
+    server: ApiServer, engine: FakeEngine, path: str, stream: bool, num_steps: int, is_answering: bool
+) -> None:
+    heard = Heard(server)
+    engine.gate.allow(num_steps)
+    connection = post(server, path, stream=stream, **asking(path, TEXT))
+    heard.wait_for(1)
+    server.call(engine.gate.held)
+    goes(server, connection)
+    num_batches = len(engine.gate.batches)
+    engine.gate.open()
+    server.assert_idle()
+    # The step that was held ran to its end, and none came after it.
+    assert len(engine.gate.batches) == num_batches == num_steps + 1
+    assert (server.stats().generated_tokens > 0) == is_answering
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", PATHS)
+def test_while_it_waits(server: ApiServer, engine: FakeEngine, path: str, stream: bool) -> None:
+    heard = Heard(server)
+    engine.gate.allow(0)
+    first = post(server, path, stream=True, **asking(path, TEXT))
+    heard.wait_for(1)
+    server.call(engine.gate.held)
+    second = post(server, path, stream=stream, **asking(path, TEXT), **THREE[path])
+    heard.wait_for(1 + THREE[path].get("n", 1))
+    first.close()
+    goes(server, second)
+    engine.gate.open()
+    server.assert_idle()
+    assert len(engine.gate.batches) == 1
+    assert server.stats().generated_tokens == 0
+
+
+def test_a_stream_that_is_closed_half_way(server: ApiServer, engine: FakeEngine) -> None:
+    engine.gate.allow(12)
+    with sync_client(server) as client:
+        stream = client.chat.completions.create(
+            model=MODEL, messages=MESSAGES, stream=True, max_tokens=900, n=2
+        )
+        next(iter(stream))
+        stream.close()
+    server.call(server.service.calls.until_none)
+    engine.gate.open()
+    server.assert_idle()
+    assert server.stats().generated_tokens < 40

@@ -1,0 +1,127 @@
+"""A client that closes its connection before the engine has its request: while the prompt is encoded beside
+the loop, and while the constraint is compiled. The engine never hears of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.api_server import ApiServer, api_server
+from support.compile_loaders import LOADER
+from support.fake_engine import TOKENIZER, FakeEngine
+from support.holds import Hold
+from support.server.leaving_clients import PATHS, Heard, asking, goes, post, wait_until
+
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.generator import MAX_INLINE_CHARS
+from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler
+from agentflow.engine.text.tokenizer import Tokenizer
+from agentflow.protocol.constraint import Constraint
+from agentflow.server.http.call import ApiCall
+
+TEXT = "The quick brown fox"
+LONG = TEXT * (MAX_INLINE_CHARS // len(TEXT) + 1)
+
+
+class HeldEncoding:
+    """Long texts wait before they are encoded, each in its thread, until they are let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.has_begun, self.is_let_go = threading.Event(), threading.Event()
+        self.has_gone = threading.Event()  # the client; and its call has heard it
+        encode, until_gone = Tokenizer._encoding, ApiCall.until_gone
+
+        def held(tokenizer: Tokenizer, whole: Any, text: str) -> Any:
+            if len(text) >= len(LONG):
+                self.has_begun.set()
+                assert self.is_let_go.wait(20)
+            return encode(tokenizer, whole, text)
+
+        async def told(call: ApiCall) -> None:
+            await until_gone(call)
+            self.has_gone.set()
+
+        monkeypatch.setattr(Tokenizer, "_encoding", held)
+        monkeypatch.setattr(ApiCall, "until_gone", told)
+
+
+@pytest.fixture(scope="module")
+def long_server() -> Iterator[ApiServer]:
+    """Takes prompts that are encoded in a thread."""
+    runner = FakeRunner(vocab_size=TOKENIZER.vocab_size, num_slots=16_384, max_context=8192)
+    with api_server(FakeEngine(runner=runner), constraints=False) as running:
+        yield running
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", PATHS)
+def test_while_its_prompt_is_encoded(
+    long_server: ApiServer, monkeypatch: pytest.MonkeyPatch, path: str, stream: bool
+) -> None:
+    server, heard, encoding = long_server, Heard(long_server), HeldEncoding(monkeypatch)
+    connection = post(server, path, stream=stream, **asking(path, LONG))
+    assert encoding.has_begun.wait(20)
+    assert server.generator.encoding_threads.borrowed_tokens == 1
+    connection.close()
+    assert encoding.has_gone.wait(20)
+    encoding.is_let_go.set()
+    server.call(server.service.calls.until_none)
+    assert server.generator.encoding_threads.borrowed_tokens == 0
+    server.assert_idle()
+    assert heard.num_sent == 0
+    # Who stays is heard.
+    with post(server, path, max_tokens=1, **asking(path, LONG)) as stays:
+        assert stays.recv(100).startswith(b"HTTP/1.1 200")
+    server.call(server.service.calls.until_none)
+    assert heard.num_sent == 1
+
+
+@pytest.fixture(scope="module")
+def compiling_server() -> Iterator[ApiServer]:
+    """Its constraints say what happens to the process that compiles them."""
+    with api_server(compile_loader=LOADER) as running:
+        yield running
+
+
+def held_at(path: str, hold: Hold) -> dict[str, Any]:
+    """The field of a constraint whose compilation stands there."""
+    if path != "/v1/messages":
+        return {"regex": f"hold {hold.path}"}
+    schema = {"type": "object", "description": f"hold {hold.path}"}
+    return {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
+
+
+def compiler_of(server: ApiServer) -> ConstraintCompiler:
+    compiler = server.generator._compiler
+    assert compiler is not None
+    return compiler
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", PATHS)
+def test_while_its_constraint_is_compiled_or_waits_for_that(
+    compiling_server: ApiServer, tmp_path: Path, path: str, stream: bool
+) -> None:
+    server, heard, compiler = compiling_server, Heard(compiling_server), compiler_of(compiling_server)
+    killed, hold, never = compiler.counts.killed, Hold(tmp_path / "hold"), Hold(tmp_path / "never")
+    compiled = post(server, path, stream=stream, **asking(path, TEXT), **held_at(path, hold))
+    server.call(hold.reached)
+    before = compiler.pid
+    waiting = post(server, path, stream=stream, **asking(path, TEXT), **held_at(path, never))
+    wait_until(server, lambda: len(compiler._queue) == 1)
+    waiting.close()
+    wait_until(server, lambda: server.service.calls.num == 1)
+    assert len(compiler._queue) == 0
+    goes(server, compiled)
+    # The process that stands there is not waited for: the next one answers.
+    answer = server.call(partial(compiler.compile, Constraint("regex", f"pid {path} {stream}"), tenant="ann"))
+    hold.release()
+    assert int(answer.payload) == compiler.pid != before
+    assert compiler.counts.killed == killed + 1
+    assert heard.num_sent == 0
+    assert server.stats().steps == 0
+    server.assert_idle()

@@ -1,0 +1,282 @@
+"""What a connection may send before it has a request, and how long it may stay without one, or unread."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import tracemalloc
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+from anyio.abc import SocketStream
+from support.wire_peer import WireGenerator
+
+from agentflow.runtime.generator import Generator
+from agentflow.server import serve as serve_module
+from agentflow.server.config.limits import ServerLimits
+from agentflow.server.http import protocol as http_protocol
+from agentflow.server.http.protocol import TimedHttpProtocol
+from agentflow.server.models import one_model
+from agentflow.server.serve import RunningServer, listen, running_server
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """uvicorn needs asyncio."""
+    return "asyncio"
+
+
+@asynccontextmanager
+async def opened() -> AsyncIterator[Generator[Any]]:
+    yield WireGenerator()
+
+
+async def _until_end(stream: SocketStream) -> bytes:
+    """All that comes until the server closes."""
+    return b"".join([part async for part in stream])
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("sent", [b"", b"\r\n"])
+async def test_a_connection_without_a_request_is_closed(sent: bytes) -> None:
+    async with (
+        running_server(one_model(opened), limits=ServerLimits(idle_timeout_s=0.05)) as server,
+        await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
+    ):
+        if sent:
+            await stream.send(sent)
+        assert await _until_end(stream) == b""
+
+
+LIVE = b"GET /health/live HTTP/1.1\r\nHost: here\r\n"
+WEBSOCKET = b"Connection: Upgrade\r\nUpgrade: websocket\r\nContent-Length: 9\r\n\r\n"
+HANDSHAKE = (
+    b"GET /v1/session HTTP/1.1\r\nHost: here\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
+)
+CHUNKED = LIVE + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("sent", [LIVE[:30], LIVE, HANDSHAKE[:30], HANDSHAKE])
+async def test_headers_that_do_not_end_are_answered_at_their_deadline(sent: bytes) -> None:
+    async with (
+        running_server(one_model(opened), limits=ServerLimits(header_timeout_s=0.05)) as server,
+        await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
+    ):
+        await stream.send(sent)
+        assert (await _until_end(stream)).startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("rest", "status"),
+    [
+        (b"".join(b"x%d: 1\r\n" % number for number in range(130)), 431),
+        (b"x: " + b"1" * 9_000 + b"\r\n", 431),
+        (b"Sec-WebSocket-Key: 1\r\n", 400),
+        (b"Content-Length: 9\r\n", 400),
+        (b"x: " + b"1" * 70_000 + b"\r\n", 431),
+    ],
+)
+async def test_a_websocket_handshake_that_is_refused_has_an_answer(rest: bytes, status: int) -> None:
+    async with (
+        running_server(one_model(opened)) as server,
+        await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
+    ):
+        await stream.send(HANDSHAKE + rest + b"\r\n")
+        assert (await _until_end(stream)).startswith(b"HTTP/1.1 %d " % status)
+
+
+@pytest.mark.anyio
+async def test_a_handshake_with_a_long_url_has_an_answer() -> None:
+    async with (
+        running_server(one_model(opened)) as server,
+        await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
+    ):
+        await stream.send(HANDSHAKE.replace(b"session ", b"session?" + b"a" * 9_000 + b" ") + b"\r\n")
+        assert (await _until_end(stream)).startswith(b"HTTP/1.1 414 ")
+
+
+@pytest.mark.anyio
+async def test_a_handshake_that_the_application_does_not_answer_is_closed() -> None:
+    is_closed = anyio.Event()
+
+    async def never(_: Any, __: Any, ___: Any) -> None:
+        await is_closed.wait()
+
+    async with running_server(one_model(opened), limits=ServerLimits(header_timeout_s=0.05)) as server:
+        server.app.router.app = server.app.middleware_stack = never  # type: ignore[assignment, attr-defined]
+        async with await anyio.connect_tcp("127.0.0.1", _port(server)) as stream:
+            await stream.send(HANDSHAKE + b"\r\n")
+            assert (await _until_end(stream)).startswith(b"HTTP/1.1 500 ")
+        is_closed.set()
+
+
+FLOOD_BYTES, PIECE = 100_000_000, 65_536
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("begin", "flood", "status"),
+    [
+        (b"GET / HTTP/1.1\r\n", b"a:\r\n", 431),
+        (b"GET / HTTP/1.1\r\n", b"a: " + b"1" * 997 + b"\r\n", 431),
+        (b"GET / HTTP/1.1\r\na: ", b"1", 431),
+        (b"GET / HTTP/1.1\r\n", b"a", 431),
+        (b"GET /", b"a", 414),
+        (b"", b"\r\n", 431),
+        (HANDSHAKE, b"a:\r\n", 431),
+        (LIVE + b"Connection: keep-alive\r\n\r\nGET / HTTP/1.1\r\n", b"a:\r\n", None),
+        (CHUNKED + b"0\r\n", b"a:\r\n", None),
+        (CHUNKED + b"0\r\na: ", b"1", None),
+        (CHUNKED + b"1;", b"a", None),
+    ],
+)
+async def test_a_flood_around_a_request_is_refused_at_64_kb(
+    begin: bytes, flood: bytes, status: int | None
+) -> None:
+    """``status`` None: an answer to the request before may be under way, and the connection just ends."""
+    answer = bytearray()
+    num_sent = 0
+    piece = flood * (PIECE // len(flood))
+    async with (
+        running_server(one_model(opened)) as server,
+        await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
+        anyio.create_task_group() as group,
+    ):
+
+        async def send() -> None:
+            nonlocal num_sent
+            with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+                await stream.send(begin)
+                while num_sent < FLOOD_BYTES:
+                    await stream.send(piece)
+                    num_sent += len(piece)
+
+        tracemalloc.start()
+        try:
+            group.start_soon(send)
+            with contextlib.suppress(anyio.BrokenResourceError):  # reset, after the answer
+                async for part in stream:
+                    answer += part
+            group.cancel_scope.cancel()
+            _, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert status is None or answer.startswith(b"HTTP/1.1 %d " % status)
+    assert num_sent < FLOOD_BYTES
+    assert peak_bytes < 3_000_000
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("num_bytes", "status"), [(60_000, 200), (66_000, 431)])
+@pytest.mark.parametrize("step", [1_000, 100_000])
+async def test_headers_of_nearly_64_kb_are_read(num_bytes: int, status: int, step: int) -> None:
+    request = LIVE + b"x: " + b"1" * (num_bytes - 50) + b"\r\n\r\n"
+    async with (
+        running_server(one_model(opened)) as server,
+        await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
+    ):
+        for start in range(0, len(request), step):
+            await stream.send(request[start : start + step])
+        assert (await stream.receive()).startswith(b"HTTP/1.1 %d " % status)
+
+
+@pytest.mark.anyio
+async def test_trailers_are_no_headers() -> None:
+    async with (
+        running_server(one_model(opened)) as server,
+        await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
+    ):
+        await _ask(stream, CHUNKED + b"0\r\nx-more: 1\r\n\r\n")
+        await _ask(stream, LIVE + b"\r\n")
+
+
+async def _ask(stream: SocketStream, request: bytes) -> None:
+    """Sends it, and waits for the answer that the server lives."""
+    await stream.send(request)
+    answer = b""
+    while b"live" not in answer:
+        answer += await stream.receive()
+    assert answer.startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("request_begun", "sent"),
+    [
+        (LIVE + b"Content-Length: 9\r\n\r\n", b"1"),  # a body that is not read to its end
+        (LIVE + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n1\r\n"),
+        (LIVE + b"\r\n", b"\r\n"),
+    ],
+)
+async def test_what_comes_after_an_answer_and_asks_for_nothing_keeps_no_connection(
+    request_begun: bytes, sent: bytes
+) -> None:
+    async with (
+        running_server(one_model(opened), limits=ServerLimits(idle_timeout_s=0.5)) as server,
+        await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
+    ):
+        await _ask(stream, request_begun)
+        await stream.send(sent)
+        with pytest.raises(anyio.EndOfStream):
+            await stream.receive()
+
+
+@pytest.mark.anyio
+async def test_a_websocket_that_is_asked_for_with_a_body_is_refused_at_once() -> None:
+    async with (
+        running_server(one_model(opened)) as server,
+        await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
+    ):
+        await stream.send(LIVE + WEBSOCKET)
+        assert b"".join([part async for part in stream]).startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("version", ["1.0", "1.1"])  # after an answer to 1.0 the server closes the connection
+async def test_who_does_not_read_the_answer_is_cut_off(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    is_lost = anyio.Event()
+
+    class Watched(TimedHttpProtocol):
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            is_lost.set()
+
+    def listen_with_little_room(host: str, port: int) -> socket.socket:
+        listener = listen(host, port)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        return listener
+
+    monkeypatch.setattr(http_protocol, "TimedHttpProtocol", Watched)
+    monkeypatch.setattr(http_protocol, "WRITE_WATCH_S", 0.05)
+    monkeypatch.setattr(serve_module, "listen", listen_with_little_room)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        async with running_server(one_model(opened)) as server:
+            client.connect(("127.0.0.1", _port(server)))
+            request = f"GET /openapi.json HTTP/{version}\r\nHost: here\r\n\r\n"
+            client.sendall(request.encode() * (10 if version == "1.1" else 1))
+            with anyio.fail_after(20):
+                await is_lost.wait()
+
+
+@pytest.mark.anyio
+async def test_a_connection_serves_one_request_after_the_other() -> None:
+    async with (
+        running_server(one_model(opened)) as server,
+        await anyio.connect_tcp("127.0.0.1", _port(server)) as stream,
+    ):
+        for _ in range(2):
+            await _ask(stream, LIVE + b"\r\n")
+        await _ask(stream, LIVE + b"Content-Length: 2\r\n\r\n")
+        await _ask(stream, b"12" + LIVE + b"\r\n")  # what was left of the body is no request
+
+
+def _port(server: RunningServer) -> int:
+    return int(server.url.rpartition(":")[2])

@@ -1,0 +1,308 @@
+"""Bodies of megabytes: refused for what they hold before an object is made of it, worked on beside the event
+loop, and charged to their sender."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+from server.http.test_api_call import Exchange, exchange, service
+from support.api_server import MODEL, ApiServer, api_server
+from support.fake_engine import FakeEngine
+from support.refusing_servers import KEY, tenants
+
+from agentflow.engine.generator import PIECE_CHARS
+from agentflow.engine.tenant import Tenant
+from agentflow.errors import Overloaded
+from agentflow.protocol.json_bounds import BODY_BOUNDS, OBJECT_BOUNDS, PIECE_BYTES
+from agentflow.server.completion.completion import COUNTED_CONTEXTS
+from agentflow.server.http.call import SMALL_BODY_BYTES, ApiCall
+from agentflow.server.openai.types import ChatRequest
+from agentflow.server.tenants.rate_limit import BYTES_PER_TOKEN, MINUTE_NS, TenantGate
+
+pytestmark = pytest.mark.anyio
+
+USER = {"role": "user", "content": "Hi"}
+DEEP: Any = []
+for _ in range(180):
+    DEEP = [DEEP]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ApiServer]:
+    with api_server(FakeEngine(), constraints=False) as running:
+        yield running
+
+
+def post(server: ApiServer, path: str, key: str = "any", **body: Any) -> httpx2.Response:
+    headers = {"authorization": f"Bearer {key}"}
+    return httpx2.post(f"{server.url}{path}", json={"model": MODEL, **body}, headers=headers, timeout=100)
+
+
+def refused(answer: httpx2.Response) -> tuple[int, str | None, str | None]:
+    """Status, code and param of an error of either API."""
+    error = answer.json()["error"]
+    details = error.get("details", {})
+    code = error.get("code") or details.get("error_code")
+    return answer.status_code, code, error.get("param") or details.get("param")
+
+
+def called(arguments: str, count: int = 1) -> list[dict[str, Any]]:
+    calls = [
+        {"id": f"c{n}", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        for n in range(count)
+    ]
+    results = [{"role": "tool", "tool_call_id": f"c{n}", "content": ""} for n in range(count)]
+    return [USER, {"role": "assistant", "tool_calls": calls}, *results]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": called("{}", BODY_BOUNDS.parts // 10)},
+        {"messages": [USER], "metadata": {str(n): "" for n in range(BODY_BOUNDS.parts)}},
+        {"messages": [USER], "prediction": [[]] * BODY_BOUNDS.parts},
+        {"messages": [USER], "stop_token_ids": [1] * (BODY_BOUNDS.values + 1)},
+        {"messages": [USER], "no such field": [1] * (BODY_BOUNDS.values + 1)},
+        {
+            "messages": [USER],
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": {"enum": [DEEP] * 1000}},
+            },
+        },
+    ],
+    ids=["calls", "metadata", "unread", "numbers", "unknown", "schema"],
+)
+def test_a_body_of_too_many_values_is_refused(server: ApiServer, body: dict[str, Any]) -> None:
+    assert refused(post(server, "/v1/chat/completions", **body)) == (413, "request_too_large", None)
+
+
+async def test_such_a_body_is_refused_before_all_of_it_was_read() -> None:
+    pieces = [b"[]," * (PIECE_BYTES // 3)] * 100
+    client = Exchange(b'{"word": "a", "unread": [', *pieces)
+    await exchange(_never, client)
+    assert (client.status, client.error["code"]) == (413, "request_too_large")
+    assert len(client._messages) > 90
+
+
+async def _never(call: ApiCall) -> None:
+    raise AssertionError("the body was read")
+
+
+ENUM: list[Any] = [[]] * (OBJECT_BOUNDS.parts * 2 // 5)  # three of them are too many
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": called('{"a": [' + "[]," * 60_000 + "1]}")},
+            "messages[1].tool_calls[0].function.arguments",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": called('{"a": [' + "[]," * (OBJECT_BOUNDS.parts * 2 // 5) + "1]}", 4)},
+            "messages[1].tool_calls[2].function.arguments",
+        ),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [USER],
+                "tools": [
+                    {"type": "function", "function": {"name": f"f{n}", "parameters": {"enum": ENUM}}}
+                    for n in range(4)
+                ],
+            },
+            "tools[2].function.parameters",
+        ),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [USER],
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": {"title": "a" * 1_000_000}},
+                },
+            },
+            "response_format",
+        ),
+        (
+            "/v1/messages",
+            {
+                "messages": [USER],
+                "max_tokens": 1,
+                "tools": [{"name": "f", "input_schema": {"enum": [[]] * 60_000}}],
+            },
+            "tools[0].input_schema",
+        ),
+        (
+            "/v1/messages",
+            {
+                "messages": [
+                    USER,
+                    {
+                        "role": "assistant",
+                        "content": [
+                            {"type": "tool_use", "id": "a", "name": "f", "input": {"a": [[]] * 60_000}}
+                        ],
+                    },
+                ],
+                "max_tokens": 1,
+            },
+            "messages[1].content[0].input",
+        ),
+    ],
+    ids=["arguments", "arguments of several calls", "tools", "schema", "input_schema", "input"],
+)
+def test_what_holds_too_much_is_named(server: ApiServer, path: str, body: Any, param: str) -> None:
+    assert refused(post(server, path, **body)) == (400, "invalid_value", param)
+
+
+@pytest.mark.parametrize("kind", ["openai", "anthropic"])
+def test_large_bodies_are_decoded_beside_the_event_loop(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    threads: list[int] = []
+    decode = ApiCall.read
+
+    def read(call: ApiCall, body_type: type[Any]) -> Any:
+        threads.append(threading.get_ident())
+        return decode(call, body_type)
+
+    monkeypatch.setattr(ApiCall, "read", read)
+    path = "/v1/chat/completions" if kind == "openai" else "/v1/messages"
+    loop = server.call(threading.get_ident)
+    for length, is_beside in ((10, False), (SMALL_BODY_BYTES, True)):
+        threads.clear()
+        message = {"role": "user", "content": "x" * length}
+        post(server, path, messages=[message], max_tokens=1)
+        assert threads
+        assert all((thread != loop) == is_beside for thread in threads)
+
+
+def test_a_conversation_of_many_calls_is_laid_out_beside_the_event_loop(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from agentflow.engine import conversation_context
+
+    threads: list[int] = []
+    use = conversation_context.tool_use
+
+    def tool_use(*arguments: Any) -> Any:
+        threads.append(threading.get_ident())
+        return use(*arguments)
+
+    monkeypatch.setattr(conversation_context, "tool_use", tool_use)
+    post(server, "/v1/chat/completions", messages=called("{}", 500), max_tokens=1)
+    assert threads
+    assert server.call(threading.get_ident) not in threads
+
+
+def test_a_text_far_too_long_is_encoded_no_further_than_that_shows(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = []
+    tokenizer = server.generator.tokenizer
+    encode = tokenizer.encode_markup
+
+    def encode_markup(text: str, **options: Any) -> list[int]:
+        encoded.append(len(text))
+        return encode(text, **options)
+
+    monkeypatch.setattr(tokenizer, "encode_markup", encode_markup)
+    # Each character is a token or two; the context has 1,024, which a token of 25 bytes does not rule out.
+    text = "xy " * 8_000
+    assert len(text) <= PIECE_CHARS
+    for path, extra in (
+        ("/v1/completions", {}),
+        ("/tokenize", {}),
+        ("/tokenize", {"add_special_tokens": False}),
+    ):
+        encoded.clear()
+        answer = post(server, path, prompt=text, **extra)
+        assert refused(answer)[:2] == (400, "context_length_exceeded")
+        assert encoded == [len(text)]
+    longest = 4 * COUNTED_CONTEXTS * 1024
+    assert post(server, "/tokenize", prompt="xy" * (longest // 4)).json()["count"] > 1024
+
+
+def gate_of(tokens_per_minute: int) -> tuple[TenantGate, Tenant]:
+    return TenantGate(lambda: MINUTE_NS), Tenant(KEY, tokens_per_minute=tokens_per_minute)
+
+
+BODY = b'{"word": "' + b"a" * 1_000_000 + b'"}'
+COST = len(BODY) // BYTES_PER_TOKEN
+
+
+@pytest.mark.parametrize("announces", [True, False])
+@pytest.mark.parametrize(
+    ("error", "prompt_tokens", "cost"),
+    [
+        (None, 10, COST - 10),
+        (None, 10**9, 0),
+        (ValueError(), 10, 0),
+        (Overloaded("later"), 0, 0),
+    ],
+    ids=["short prompt", "long prompt", "internal", "overloaded"],
+)
+async def test_a_large_body_is_charged_beyond_its_prompt(
+    announces: bool, error: Exception | None, prompt_tokens: int, cost: int
+) -> None:
+    gate, tenant = gate_of(COST + 1)
+
+    async def answer(call: ApiCall) -> None:
+        call.tenant = tenant
+        call._is_prompt_charged = True
+        call.record.prompt_tokens = prompt_tokens
+        if error is not None:
+            raise error
+        await call.reply({})
+
+    await sent(answer, gate, tenant, announces=announces)
+    gate.charge(tenant, COST - cost)
+    gate.check_buckets(tenant)  # one is left
+    gate.charge(tenant, 1)
+    with pytest.raises(Overloaded):
+        gate.check_buckets(tenant)
+
+
+async def test_a_large_body_that_is_refused_stays_charged() -> None:
+    gate, tenant = gate_of(COST)
+
+    async def answer(call: ApiCall) -> None:
+        call.read(ChatRequest)
+
+    assert (await sent(answer, gate, tenant)).status == 400
+    client = await sent(_never, gate, tenant)
+    assert (client.status, client.error["code"]) == (429, "rate_limit_exceeded")
+    assert len(client._messages) == 2  # none of it was read
+
+
+async def sent(handler: Any, gate: TenantGate, tenant: Tenant, *, announces: bool = True) -> Exchange:
+    headers = {"content-length": str(len(BODY))} if announces else {}
+    client = Exchange(BODY[:500_000], BODY[500_000:], headers=headers)
+    async with service() as running:
+        running.models.gate = gate
+        running.tenants.of_request = lambda *_: tenant
+        await exchange(handler, client, running)
+    return client
+
+
+def test_a_count_costs_a_request() -> None:
+    known = tenants("requests_per_minute = 3")
+    with api_server(tenants=known, gate=TenantGate(), constraints=False) as server:
+        assert post(server, "/tokenize", KEY, prompt="Hi").status_code == 200
+        assert post(server, "/detokenize", KEY, tokens=[1]).status_code == 200
+        counted = post(server, "/v1/messages/count_tokens", KEY, messages=[USER])
+        assert counted.status_code == 200
+        for path, body in (
+            ("/tokenize", {"prompt": "Hi"}),
+            ("/detokenize", {"tokens": [1]}),
+            ("/v1/messages/count_tokens", {"messages": [USER]}),
+        ):
+            assert refused(post(server, path, KEY, **body))[:2] == (429, "rate_limit_exceeded")

@@ -1,0 +1,473 @@
+"""What GET /metrics shows: the engine's counters across restarts, and what requests waited for."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from support.compile_loaders import LOADER
+from support.fake_engine import TEMPLATE, StepGate
+from support.holds import Hold
+from support.plain_engine import plain_engine
+from support.process_engine import PLAIN, generate, kill, process_engine
+from support.wire_peer import WireGenerator
+
+from agentflow.engine.client import EngineClient
+from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.grammar.compiler.compiled import CompiledConstraint, CompileLimits
+from agentflow.engine.grammar.compiler.compiler import constraint_compiler
+from agentflow.engine.grammar.dfa import build_fsm
+from agentflow.engine.grammar.regex import parse_regex
+from agentflow.engine.process.ipc import EngineStats, Failed, Finished, Origin, Progress, Started, Submit
+from agentflow.engine.step_times import PHASES, STEP_BOUNDS_S, BucketCounts, StepTimes
+from agentflow.errors import EngineFailed, RequestRefused
+from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.events import Stats
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.runtime.generator import Generator
+from agentflow.server.app import create_app
+from agentflow.server.metrics import metrics as metrics_module
+from agentflow.server.metrics.metrics import EngineTotals, ServerMetrics
+from agentflow.server.metrics.request_times import (
+    MAX_TENANTS,
+    OTHER_TENANTS,
+    WAIT_BOUNDS_S,
+    RequestTimes,
+    TokenUse,
+)
+from agentflow.server.models import EngineModel, Models, one_model
+
+pytestmark = pytest.mark.anyio
+
+PAGE = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text(encoding="utf-8")
+Samples = Mapping[tuple[str, ...], float]
+
+
+def samples(text: bytes) -> Samples:
+    """Values by name and the values of labels other than the model's."""
+    return {
+        (sample.name, *(value for name, value in sample.labels.items() if name != "model")): sample.value
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+    }
+
+
+async def get_metrics(app: Any) -> tuple[dict[str, Any], Samples]:
+    """The first message of the answer to GET /metrics, and what the body says."""
+    start, body = await get_text(app)
+    return start, samples(body.encode())
+
+
+async def get_text(app: Any) -> tuple[dict[str, Any], str]:
+    """The first message of the answer to GET /metrics, and the body."""
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": "/metrics", "headers": [], "query_string": b""}
+    await app(scope, receive, send)
+    return sent[0], sent[1]["body"].decode()
+
+
+def app_on(client: EngineClient) -> Any:
+    @asynccontextmanager
+    async def open_generator() -> AsyncIterator[Generator[Any]]:
+        yield EngineGenerator(client, TEMPLATE)
+
+    return create_app(one_model(open_generator))
+
+
+# The application
+
+
+async def test_the_application_tells_what_its_engine_did():
+    async with plain_engine() as client:
+        app = app_on(client)
+        async with app.router.lifespan_context(app):
+            await generate(client, [5, 6, 7])
+            await generate(client, [5, 6, 7, *PLAIN.ids[:4], 9])
+            start, told = await get_metrics(app)
+        stats = await client.stats()
+    headers = dict(start["headers"])
+    assert start["status"] == 200
+    assert headers[b"content-type"].startswith(b"text/plain; version=")
+    assert told["agentflow_engine_up",] == 1
+    assert told["agentflow_prompt_tokens_total", "prompt_cache"] == 3
+    assert told["agentflow_prompt_tokens_total", "output_cache"] == 4
+    assert told["agentflow_prompt_tokens_total", "computed"] == 4
+    assert told["agentflow_generated_tokens_total",] == stats.generated_tokens == 40
+    assert told["agentflow_computed_tokens_total",] == stats.computed_tokens
+    assert told["agentflow_steps_total",] == stats.steps
+    assert (told["agentflow_running_requests",], told["agentflow_waiting_requests",]) == (0, 0)
+    slots = [told["agentflow_kv_tokens", state] for state in ("free", "cached", "held")]
+    assert slots == [stats.free_slots, stats.cached_slots, 0]
+    assert sum(slots) == 4096
+    assert told["agentflow_ttft_seconds_count",] == told["agentflow_tpot_seconds_count",] == 2
+    assert told["agentflow_queue_wait_seconds_count", "default"] == 2
+    for phase in ("schedule", "run", "complete"):
+        assert told["agentflow_step_seconds_count", phase] == stats.steps
+        assert told["agentflow_step_seconds_bucket", "+Inf", phase] == stats.steps
+
+
+async def test_tasks_are_counted():
+    async with plain_engine() as client:
+        app = app_on(client)
+        async with app.router.lifespan_context(app), anyio.create_task_group() as group:
+            _, before = await get_metrics(app)
+            assert before["agentflow_tasks",] == len(anyio.get_running_tasks())
+            group.start_soon(anyio.sleep_forever)
+            _, more = await get_metrics(app)
+            assert more["agentflow_tasks",] == before["agentflow_tasks",] + 1
+            group.cancel_scope.cancel()
+
+
+async def test_forced_tokens_are_told_apart():
+    machine = build_fsm(parse_regex("The capital of France is Paris")).to_bytes()
+    async with plain_engine() as client:
+        app = app_on(client)
+        async with app.router.lifespan_context(app):
+            await generate(client)
+            end = await client.generate(
+                [5, 6],
+                SamplingParams(),
+                seed=0,
+                on_text=lambda text: None,
+                constraint=CompiledConstraint("capital", "fsm", machine),
+            )
+            _, told = await get_metrics(app)
+    assert told["agentflow_forced_tokens_total",] == len(end.token_ids) > 5
+    assert told["agentflow_generated_tokens_total",] == 20 + len(end.token_ids)
+
+
+async def test_each_application_has_its_own_metrics():
+    async with plain_engine() as client, plain_engine() as other_client:
+        app, other = app_on(client), app_on(other_client)
+        async with app.router.lifespan_context(app), other.router.lifespan_context(other):
+            await generate(client)
+            _, told = await get_metrics(app)
+            _, told_by_other = await get_metrics(other)
+    assert told["agentflow_ttft_seconds_count",] == 1
+    assert told_by_other["agentflow_ttft_seconds_count",] == 0
+    assert told_by_other["agentflow_steps_total",] == 0
+
+
+async def test_counters_go_on_when_the_application_starts_again():
+    clients: list[EngineClient] = []
+
+    @asynccontextmanager
+    async def open_generator() -> AsyncIterator[Generator[Any]]:
+        async with plain_engine() as client:
+            clients.append(client)
+            yield EngineGenerator(client, TEMPLATE)
+
+    app = create_app(one_model(open_generator))
+    for times in (1, 2):
+        async with app.router.lifespan_context(app):
+            await generate(clients[-1])
+            _, told = await get_metrics(app)
+            assert told["agentflow_generated_tokens_total",] == 20 * times
+            assert told["agentflow_ttft_seconds_count",] == times
+    _, told = await get_metrics(app)
+    assert told["agentflow_engine_up",] == 0
+    assert told["agentflow_generated_tokens_total",] == 40
+
+
+async def test_what_compilers_did_adds_up():
+    @asynccontextmanager
+    async def open_models() -> AsyncIterator[Models]:
+        limits = CompileLimits(cpu_s=0.1)
+        opening = constraint_compiler(limits, loader=LOADER)
+        async with plain_engine() as client, opening as compiler:
+            for source in ("pid", "pid", "abort", "spin"):
+                with contextlib.suppress(RequestRefused):
+                    await compiler.compile(Constraint("regex", source), tenant="ann")
+            yield Models([EngineModel("plain", client, TEMPLATE, compiler=compiler)], compiler)
+
+    app = create_app(open_models)
+    names = (
+        "constraints_compiled",
+        "constraints_refused",
+        "constraint_cache_hits",
+        "compile_processes_killed",
+    )
+    for times in (1, 2):
+        async with app.router.lifespan_context(app):
+            _, told = await get_metrics(app)
+            values = [told[f"agentflow_{name}_total",] for name in names]
+            assert values == [times, 2 * times, times, times]
+
+
+async def test_each_model_has_its_own_counters():
+    @asynccontextmanager
+    async def open_models() -> AsyncIterator[Models]:
+        async with plain_engine() as client, plain_engine() as other:
+            await generate(client)
+            yield Models([EngineModel("one", client, TEMPLATE), EngineModel("other", other, TEMPLATE)])
+
+    app = create_app(open_models)
+    async with app.router.lifespan_context(app):
+        _, body = await get_text(app)
+    lines = body.splitlines()
+    assert 'agentflow_generated_tokens_total{model="one"} 20.0' in lines
+    assert 'agentflow_generated_tokens_total{model="other"} 0.0' in lines
+    assert 'agentflow_engine_up{model="other"} 1.0' in lines
+
+
+async def test_a_generator_without_an_engine_has_the_metrics_that_it_knows():
+    @asynccontextmanager
+    async def open_generator() -> AsyncIterator[Generator[Any]]:
+        yield WireGenerator()
+
+    app = create_app(one_model(open_generator))
+    async with app.router.lifespan_context(app):
+        start, told = await get_metrics(app)
+    assert start["status"] == 200
+    assert told["agentflow_engine_up",] == 1
+    assert told["agentflow_ttft_seconds_count",] == 0
+
+
+# An engine that does not answer
+
+
+async def test_no_counter_goes_back_when_the_engine_process_is_started_again(tmp_path):
+    hold = Hold(tmp_path / "hold")  # the first request takes twenty steps
+    async with process_engine(hold_at={"22": hold.path}) as client:
+        app = app_on(client)
+        async with app.router.lifespan_context(app):
+            async with anyio.create_task_group() as group:
+                await generate(client)
+                _, before = await get_metrics(app)
+                group.start_soon(generate, client, [30, 31])
+                await hold.reached()
+                kill(client, hold)
+                with pytest.raises(EngineFailed, match="restarting"):
+                    await client.stats()  # told when the process is known to be dead
+                _, meanwhile = await get_metrics(app)
+            _, after = await get_metrics(app)
+    assert (before["agentflow_steps_total",], before["agentflow_engine_up",]) == (20, 1)
+    counters = [key for key in before if key[0].endswith(("_total", "_count", "_bucket"))]
+    assert meanwhile["agentflow_engine_up",] == 0
+    assert all(meanwhile[key] >= before[key] for key in counters)
+    assert all(after[key] >= meanwhile[key] for key in counters)
+    assert (after["agentflow_engine_up",], after["agentflow_engine_restarts_total",]) == (1, 1)
+    # The process that died had generated one token more, and never told.
+    assert after["agentflow_generated_tokens_total",] == 20 + 19
+    assert after["agentflow_ttft_seconds_count",] == after["agentflow_tpot_seconds_count",] == 2
+    assert after["agentflow_queue_wait_seconds_count", "default"] == 2
+
+
+async def test_a_scrape_does_not_wait_for_a_step_for_ever(monkeypatch):
+    monkeypatch.setattr(metrics_module, "SCRAPE_TIMEOUT_S", 0)
+    gate = StepGate()
+    gate.attach()
+    gate.allow(0)
+    async with plain_engine(on_step=gate) as client:
+        app = app_on(client)
+        async with app.router.lifespan_context(app), anyio.create_task_group() as group:
+            group.start_soon(generate, client)
+            await gate.held()
+            start, told = await get_metrics(app)
+            gate.open()
+    assert start["status"] == 200
+    assert told["agentflow_engine_up",] == 0
+
+
+# Counters of several engines
+
+
+def engine_stats(*, restarts: int = 0, **counters: int) -> EngineStats:
+    fields = dict.fromkeys((name for name in EngineStats.__struct_fields__), 0)
+    step_times = [BucketCounts.empty(STEP_BOUNDS_S) for _ in PHASES]
+    for phase in step_times:
+        phase.counts[0] = counters["steps"]
+        phase.total = float(counters["steps"])
+    return EngineStats(**(fields | counters | {"restarts": restarts, "step_times": step_times}))
+
+
+def test_counters_of_engines_one_after_the_other_add_up():
+    totals = EngineTotals()
+    for stats, total, restarts in (
+        (engine_stats(steps=3, evicted_tokens=7), (3, 7), 0),
+        (engine_stats(steps=5, evicted_tokens=7), (5, 7), 0),
+        (engine_stats(steps=4, evicted_tokens=7), (5, 7), 0),  # an answer that was overtaken
+        (engine_stats(steps=1, evicted_tokens=2, restarts=1), (6, 9), 1),
+        (engine_stats(steps=0, restarts=3), (6, 9), 3),
+        (engine_stats(steps=2, restarts=3), (8, 9), 3),
+    ):
+        totals.take(stats)
+        assert (totals.count("steps"), totals.count("evicted_tokens")) == total
+        assert [phase.counts[0] for phase in totals.phases()] == [total[0]] * len(PHASES)
+        assert [phase.total for phase in totals.phases()] == [total[0]] * len(PHASES)
+        assert totals.restarts == restarts
+    totals.begin_anew()
+    assert (totals.count("steps"), totals.restarts) == (8, 3)
+    totals.take(engine_stats(steps=1, restarts=1))
+    assert (totals.count("steps"), totals.restarts) == (9, 4)
+    totals.begin_anew()
+    totals.take(Stats(model="scripted", steps=5))  # without times
+    assert totals.count("steps") == 14
+    assert [phase.counts[0] for phase in totals.phases()] == [9] * len(PHASES)
+
+
+# Times of requests
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def submit(request_id: int, *, tenant: str = "", score_from: int = 0, generates: bool = True) -> Submit:
+    params = SamplingParams() if generates else None
+    return Submit(request_id, [1, 2, 3], params, origin=Origin(tenant), score_from=score_from)
+
+
+def finished(request_id: int, output_tokens: int) -> Finished:
+    return Finished(request_id, [], "", "length", 3, 0, output_tokens, [])
+
+
+def progress(request_id: int) -> Progress:
+    return Progress(request_id, "", (1,), ())
+
+
+def filled(counts: BucketCounts, bounds: Iterable[float]) -> dict[float, int]:
+    """The buckets that are not empty, by their upper bound."""
+    edges = [*bounds, float("inf")]
+    return {edge: count for edge, count in zip(edges, counts.counts, strict=True) if count}
+
+
+def test_times_of_a_request_are_measured_from_when_it_was_accepted():
+    clock = Clock()
+    times = RequestTimes(clock)
+    for at_s, happens in (
+        (0.0, lambda: times.sent(submit(1, tenant="ann"))),
+        (2.0, lambda: times.heard([Started([1])])),
+        (6.0, lambda: times.heard([progress(1)])),
+        (7.0, lambda: times.heard([Started([1])])),  # again, after a restart
+        (8.0, lambda: times.heard([progress(1)])),
+        (9.0, lambda: times.heard([progress(1), finished(1, 4)])),
+        (9.0, lambda: times.heard([finished(1, 4), progress(1), Started([1])])),  # unknown by now
+    ):
+        clock.now_s = 100.0 + at_s
+        happens()
+    assert times.queue_wait.keys() == {"ann"}
+    assert (filled(times.queue_wait["ann"], WAIT_BOUNDS_S), times.queue_wait["ann"].total) == ({3.0: 1}, 2.0)
+    assert (filled(times.ttft, WAIT_BOUNDS_S), times.ttft.total) == ({10.0: 1}, 6.0)
+    assert (sum(times.tpot.counts), times.tpot.total) == (1, 1.0)
+
+
+def test_the_tokens_of_tenants_are_counted():
+    times = RequestTimes(Clock())
+    for request_id, tenant, cached, output in ((1, "ann", 1, 4), (2, "ann", 0, 2), (3, "", 3, 1)):
+        times.sent(submit(request_id, tenant=tenant))
+        times.heard([Started([request_id])])
+        times.heard([Finished(request_id, [], "", "length", 3, cached, output, [])])
+    assert times.tokens == {"ann": TokenUse(6, 1, 6), "default": TokenUse(3, 3, 1)}
+
+
+def test_a_request_whose_first_token_ends_it_has_a_ttft_and_no_tpot():
+    clock = Clock()
+    times = RequestTimes(clock)
+    times.sent(submit(1))
+    clock.now_s += 0.5
+    times.heard([Started([1]), finished(1, 1)])
+    assert times.ttft.total == 0.5
+    assert sum(times.tpot.counts) == 0
+
+
+@pytest.mark.parametrize("how", [{"generates": False}, {"generates": False, "score_from": 1}])
+def test_what_generates_nothing_has_only_waited(how):
+    times = RequestTimes(Clock())
+    times.sent(submit(1, **how))
+    times.heard([Started([1]), finished(1, 0)])
+    assert sum(times.ttft.counts) == sum(times.tpot.counts) == 0
+    assert sum(times.queue_wait["default"].counts) == 1
+
+
+def test_nothing_is_kept_of_requests_that_ended():
+    times = RequestTimes(Clock())
+    for request_id in range(4):
+        times.sent(submit(request_id))
+    times.heard([Started([1]), finished(0, 1), Failed(1, "cancelled", ""), Failed(2, "engine_failed", "")])
+    assert times._pending.keys() == {3}
+    times.forget_pending()
+    times.heard([Started([3])])
+    assert sum(times.queue_wait["default"].counts) == 1
+
+
+def test_tenants_are_bounded_in_number_and_length_and_are_always_shown():
+    metrics = ServerMetrics()
+    requests = metrics.of("model").requests
+    names = [OTHER_TENANTS, "\ud800", '"\n', "x" * 1000, *map(str, range(2 * MAX_TENANTS))]
+    for request_id, name in enumerate(names):
+        requests.sent(submit(request_id, tenant=name))
+        requests.heard([Started([request_id])])
+    waits = requests.queue_wait
+    assert len(waits) == MAX_TENANTS + 1
+    assert max(map(len, waits)) <= 64
+    assert sum(sum(counts.counts) for counts in waits.values()) == len(names)
+    told = samples(metrics.text())
+    assert told["agentflow_queue_wait_seconds_count", OTHER_TENANTS] == sum(waits[OTHER_TENANTS].counts)
+    assert told["agentflow_queue_wait_seconds_count", '"\n'] == 1
+
+
+# Buckets
+
+
+@pytest.mark.parametrize("bound", STEP_BOUNDS_S)
+def test_a_bucket_holds_its_upper_bound(bound):
+    times = StepTimes()
+    times.count(1, bound)
+    times.count(1, bound * 1.01)
+    index = STEP_BOUNDS_S.index(bound)
+    assert times.phases[1].counts[index : index + 2] == [1, 1]
+    assert sum(map(sum, (phase.counts for phase in times.phases))) == 2
+
+
+def test_buckets_are_told_as_sums_up_to_their_bounds():
+    metrics = ServerMetrics()
+    for value in (0.001, 0.05, 0.05, 1000.0):
+        metrics.of("model").requests.ttft.count(WAIT_BOUNDS_S, value)
+    told = samples(metrics.text())
+    buckets = [told["agentflow_ttft_seconds_bucket", le] for le in ("0.003", "0.03", "0.1", "300.0", "+Inf")]
+    assert buckets == [1, 1, 3, 3, 4]
+    assert told["agentflow_ttft_seconds_sum",] == pytest.approx(1000.101)
+
+
+# The page
+
+
+def test_the_page_lists_what_there_is():
+    metrics = ServerMetrics()
+    metrics.of("model").requests.sent(submit(1))
+    metrics.of("model").requests.heard([Started([1]), finished(1, 1)])
+    metrics.answers["/v1/models", 0] += 1
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (.*?) \|", PAGE, flags=re.MULTILINE)
+    documented = [(name, kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows]
+    assert documented == [
+        (
+            family.name + ("_total" if family.type == "counter" else ""),
+            family.type,
+            tuple(name for name in family.samples[0].labels if name != "le"),
+        )
+        for family in metrics.registry.collect()
+    ]
+    for family in metrics.registry.collect():
+        names = {name for sample in family.samples for name in sample.labels}
+        for label in names - {"le", "tenant", "model", "route"}:
+            for value in {sample.labels[label] for sample in family.samples}:
+                assert f"`{value}`" in PAGE

@@ -1,0 +1,327 @@
+"""Chat completions with OpenAI's own client, sync and async, whole and streamed, against the engine asked
+directly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import openai
+import pytest
+from support.api_server import MODEL, ApiServer
+from support.server.http_clients import CLIENTS, ClientKind, ask_engine, only_asyncio
+from support.server.openai_peer import (
+    ASK,
+    MAX_CONTEXT,
+    MESSAGES,
+    SEED,
+    Sent,
+    async_client,
+    called,
+    chat_defaults,
+    logit_server,
+    sync_client,
+    usages_under_salts,
+)
+
+from agentflow.protocol.events import Usage
+from agentflow.server.completion.request import Answer, CompletionRequest
+
+CREATE = "chat.completions.create"
+PARAMETERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"temperature": 0}, {"temperature": 0.0}),
+    ({"temperature": None, "top_p": None, "stop": None, "logit_bias": None}, {}),
+    ({"top_p": 0.5}, {"top_p": 0.5}),
+    ({"extra_body": {"top_k": 3}}, {"top_k": 3}),
+    ({"extra_body": {"top_k": -1}}, {"top_k": 0}),
+    ({"extra_body": {"min_p": 0.25}}, {"min_p": 0.25}),
+    ({"frequency_penalty": 1.5}, {"frequency_penalty": 1.5}),
+    ({"presence_penalty": -1}, {"presence_penalty": -1.0}),
+    ({"extra_body": {"repetition_penalty": 1.25}}, {"repetition_penalty": 1.25}),
+    ({"logit_bias": {"40": 12, "41": -3}}, {"logit_bias": ((40, 12.0), (41, -3.0))}),
+    ({"stop": "e"}, {"stop": ("e",)}),
+    ({"stop": ["zq", "a"]}, {"stop": ("zq", "a")}),
+    ({"extra_body": {"stop_token_ids": [40, 50]}}, {"stop_token_ids": (40, 50)}),
+    ({"max_tokens": 3}, {"max_tokens": 3}),
+    ({"max_tokens": 3, "max_completion_tokens": 5}, {"max_tokens": 5}),
+    ({"max_tokens": 30, "extra_body": {"min_tokens": 20}}, {"max_tokens": 30, "min_tokens": 20}),
+    ({"max_tokens": 60, "extra_body": {"ignore_eos": True}}, {"max_tokens": 60, "ignore_eos": True}),
+    ({"logprobs": True}, {"logprobs": True}),
+    ({"logprobs": True, "top_logprobs": 3}, {"logprobs": True, "top_logprobs": 3}),
+    (
+        {
+            "user": "me",
+            "metadata": {"a": "b"},
+            "store": False,
+            "service_tier": "auto",
+            "safety_identifier": "x",
+            "prompt_cache_key": "y",
+            "prompt_cache_options": {"mode": "explicit", "ttl": "30m"},
+            "prompt_cache_retention": "24h",
+            "prediction": {"type": "content", "content": "Plants"},
+            "verbosity": "medium",
+            "reasoning_effort": "none",
+            "modalities": ["text"],
+            "parallel_tool_calls": True,
+            "extra_body": {"priority": 1, "echo": False, "best_of": 1},
+        },
+        {},
+    ),
+]
+
+
+anyio_backend = pytest.fixture(only_asyncio)
+server = pytest.fixture(logit_server, scope="module")
+
+
+@dataclass
+class Streamed:
+    """The chunks of one answer, put together."""
+
+    text: str = ""
+    reasons: list[str] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    num_roles: int = 0
+
+
+def gathered(chunks: Iterable[Any], n: int = 1) -> list[Streamed]:
+    answers = [Streamed() for _ in range(n)]
+    for chunk in chunks:
+        assert (chunk.object, chunk.model) == ("chat.completion.chunk", MODEL)
+        for choice in chunk.choices:
+            answer = answers[choice.index]
+            if choice.delta.role is not None:
+                assert (choice.delta.role, choice.delta.content, answer.text) == ("assistant", "", "")
+                answer.num_roles += 1
+            assert not answer.reasons
+            answer.text += choice.delta.content or ""
+            if choice.logprobs is not None:
+                answer.logprobs += choice.logprobs.content
+            if choice.finish_reason is not None:
+                answer.reasons.append(choice.finish_reason)
+    assert all(answer.num_roles == 1 for answer in answers)
+    return answers
+
+
+def same_logprobs(told: Any, answer: Answer) -> bool:
+    return [(one.token, bytes(one.bytes), one.logprob) for one in told] == [
+        (token.text, token.raw, token.logprob) for token in answer.tokens
+    ] and [[(top.token, top.logprob) for top in one.top_logprobs] for one in told] == [
+        [(top.text, top.logprob) for top in token.top] for token in answer.tokens
+    ]
+
+
+@pytest.mark.parametrize("kind", CLIENTS)
+@pytest.mark.parametrize(("asked", "meant"), PARAMETERS, ids=lambda value: " ".join(value) or "none")
+def test_each_parameter_reaches_the_engine_and_its_answer_comes_back(
+    server: ApiServer, asked: dict[str, Any], meant: dict[str, Any], kind: ClientKind
+) -> None:
+    params = chat_defaults(**meant)
+    [answer] = ask_engine(server, CompletionRequest(ASK, params))
+    sent = Sent(server)
+    common: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "seed": SEED, **asked}
+    whole = called(server, kind, CREATE, **common)
+    [streamed] = gathered(called(server, kind, CREATE, **common, stream=True))
+    assert [submit.params for submit in sent.submits] == [params, params]
+    [choice] = whole.choices
+    assert choice.message.content == streamed.text == answer.text
+    assert [choice.finish_reason] == streamed.reasons == [answer.finish_reason]
+    assert choice.message.role == "assistant"
+    assert choice.message.refusal is None
+    assert choice.message.tool_calls is None
+    if params.wants_logprobs:
+        assert choice.logprobs is not None
+        assert same_logprobs(choice.logprobs.content, answer)
+        assert same_logprobs(streamed.logprobs, answer)
+        assert len(answer.tokens) > 1
+    else:
+        assert choice.logprobs is None
+        assert streamed.logprobs == []
+
+
+@pytest.mark.parametrize(("asked", "meant"), [({}, 0), ({"priority": 7}, 7), ({"priority": -10}, -10)])
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_the_priority_reaches_the_engine(
+    server: ApiServer, asked: dict[str, int], meant: int, is_streamed: bool
+) -> None:
+    sent = Sent(server)
+    with sync_client(server) as client:
+        common: dict[str, Any] = {"model": MODEL, "max_tokens": 3, "extra_body": asked, "n": 2}
+        answer = client.chat.completions.create(messages=MESSAGES, stream=is_streamed, **common)
+        answers = [answer, client.completions.create(prompt=["One", "Two"], stream=is_streamed, **common)]
+        for one in answers:
+            assert list(one)
+    assert [submit.origin.priority for submit in sent.submits] == [meant] * 6
+
+
+def test_a_breakpoint_of_the_cache_is_taken(server: ApiServer) -> None:
+    part = {"type": "text", "text": "Hi", "prompt_cache_breakpoint": {"mode": "explicit"}}
+    plain, marked = ([{"role": "user", "content": content}] for content in ("Hi", [part]))
+    with sync_client(server) as client:
+        texts = [
+            client.chat.completions.create(model=MODEL, messages=messages, seed=SEED, max_tokens=9)  # type: ignore[arg-type]
+            .choices[0]
+            .message.content
+            for messages in (plain, marked)
+        ]
+    assert texts[0] == texts[1] != ""
+
+
+@pytest.mark.anyio
+async def test_the_stream_helper(server: ApiServer) -> None:
+    [answer] = ask_engine(server, CompletionRequest(ASK, chat_defaults(logprobs=True)))
+    asked: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "seed": SEED, "logprobs": True}
+    with sync_client(server) as client, client.chat.completions.stream(**asked) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_completion()
+    async with async_client(server) as client, client.chat.completions.stream(**asked) as stream:
+        async_kinds = [event.type async for event in stream]
+        async_final = await stream.get_final_completion()
+    for seen, end in ((kinds, final), (async_kinds, async_final)):
+        assert {"chunk", "content.delta", "content.done", "logprobs.content.done"} <= set(seen)
+        assert end.choices[0].message.content == answer.text
+        assert same_logprobs(end.choices[0].logprobs.content, answer)
+
+
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_several_answers_of_one_prompt(server: ApiServer, kind: ClientKind) -> None:
+    request = CompletionRequest(ASK, chat_defaults(max_tokens=20), n=3)
+    answers = ask_engine(server, request)
+    common: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "seed": SEED, "n": 3, "max_tokens": 20}
+    whole = called(server, kind, CREATE, **common)
+    streamed = gathered(called(server, kind, CREATE, **common, stream=True), 3)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2]
+    texts = [answer.text for answer in answers]
+    assert [choice.message.content for choice in whole.choices] == texts
+    assert [answer.text for answer in streamed] == texts
+    assert len(set(texts)) > 1
+    assert whole.usage is not None
+    assert whole.usage.prompt_tokens == answers[0].usage.prompt_tokens
+    assert whole.usage.completion_tokens == sum(answer.usage.output_tokens for answer in answers)
+
+
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_usage_tells_what_was_cached(server: ApiServer, kind: ClientKind) -> None:
+    messages: Any = [{"role": "user", "content": f"A question that nobody asked before, {kind}."}]
+    common: dict[str, Any] = {"model": MODEL, "messages": messages, "n": 2, "max_tokens": 4}
+    usages = []
+    for _ in range(2):
+        usages.append(called(server, kind, CREATE, **common).usage)
+        assert usages[-1].total_tokens == usages[-1].prompt_tokens + usages[-1].completion_tokens
+    chunks = called(server, kind, CREATE, **common, stream=True, stream_options={"include_usage": True})
+    plain = called(server, kind, CREATE, **common, stream=True)
+    num_prompt = usages[0].prompt_tokens
+    cached = [usage.prompt_tokens_details.cached_tokens for usage in usages]
+    assert cached[0] < num_prompt - 10
+    assert cached[1] == num_prompt - 1
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    told = chunks[-1].usage
+    assert (told.prompt_tokens, told.prompt_tokens_details.cached_tokens) == (num_prompt, num_prompt - 1)
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert all(chunk.usage is None and chunk.choices for chunk in plain)
+
+
+def test_headers_ids_and_the_log(server: ApiServer, caplog: pytest.LogCaptureFixture) -> None:
+    with sync_client(server) as client, caplog.at_level("INFO", logger="agentflow.requests"):
+        raw = client.chat.completions.with_raw_response.create(
+            model=MODEL, messages=MESSAGES, max_tokens=3, extra_headers={"x-request-id": "mine-1"}
+        )
+        other = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=3)
+        chunks = list(client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True))
+        server.call(server.service.calls.until_none)  # the log is written after the answer
+    assert raw.headers["x-request-id"] == "mine-1"
+    assert raw.headers["content-type"] == "application/json"
+    first = raw.parse()
+    assert first.id.startswith("chatcmpl-")
+    assert first.id != other.id
+    assert first.system_fingerprint == other.system_fingerprint == chunks[0].system_fingerprint
+    assert {chunk.id for chunk in chunks} == {chunks[0].id}
+    records = [record.request for record in caplog.records]  # type: ignore[attr-defined]
+    assert [record["is_streamed"] for record in records] == [False, False, True]
+    assert all(record["model"] == MODEL and record["status"] == 200 for record in records)
+    assert records[0]["id"] == "mine-1"
+    assert first.usage is not None
+    told = Usage(first.usage.prompt_tokens, records[0]["cached_tokens"], first.usage.completion_tokens)
+    assert told == Usage(*[records[0][f"{name}_tokens"] for name in ("prompt", "cached", "output")])
+    assert records[2]["output_tokens"] > 0
+
+
+def test_without_a_limit_an_answer_may_fill_the_context(server: ApiServer) -> None:
+    with sync_client(server) as client:
+        whole = client.chat.completions.create(
+            model=MODEL, messages=MESSAGES, extra_body={"ignore_eos": True}
+        )
+    assert whole.usage is not None
+    assert whole.usage.total_tokens == MAX_CONTEXT
+    assert whole.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_a_salt_keeps_caches_apart(server: ApiServer, kind: ClientKind, stream: bool) -> None:
+    said = f"Something that is cached under a salt only, {kind} and {stream}."
+    common: dict[str, Any] = {"messages": [{"role": "user", "content": said}], "max_tokens": 2}
+    usages = usages_under_salts(server, kind, CREATE, stream, **common)
+    cached = [usage.prompt_tokens_details.cached_tokens for usage in usages]
+    assert cached == [0, usages[0].prompt_tokens - 1, 0]
+
+
+def test_a_seed_may_be_negative(server: ApiServer) -> None:
+    with sync_client(server) as client:
+        texts = {
+            client.chat.completions.create(model=MODEL, messages=MESSAGES, seed=seed)
+            .choices[0]
+            .message.content
+            for seed in (-7, -7, 7)
+        }
+    assert len(texts) == 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "words"),
+    [
+        ({"audio": {"voice": "x", "format": "wav"}}, "audio", "not speak"),
+        ({"functions": [{"name": "f"}]}, "functions", "use tools"),
+        ({"function_call": "none"}, "function_call", "use tool_choice"),
+        ({"web_search_options": {}}, "web_search_options", "does not search"),
+        ({"store": True}, "store", "nothing is stored"),
+        ({"modalities": ["text", "audio"]}, "modalities[1]", "Invalid enum value 'audio'"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "'high'"),
+        ({"verbosity": "low"}, "verbosity", "'low'"),
+        ({"service_tier": "flex"}, "service_tier", "'flex'"),
+        ({"extra_body": {"best_of": 2}}, "best_of", "all answers are given"),
+        ({"extra_body": {"echo": True}}, "echo", "not part of the answer"),
+        ({"extra_body": {"suffix": "x"}}, "suffix", "gap"),
+        ({"extra_body": {"no_such": 1}}, "no_such", "there is no parameter 'no_such' here"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs 'logprobs'"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "<= 20"),
+        ({"temperature": -1}, "temperature", ">= 0"),
+        ({"n": 0}, "n", ">= 1"),
+        ({"n": 129}, "n", "at most 128"),
+        ({"max_tokens": 2, "extra_body": {"min_tokens": 3}}, "min_tokens", "from 0 to max_tokens"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "int"),
+        ({"logit_bias": {"100000": 1}}, "logit_bias", "100000 is no token of this model"),
+        ({"logit_bias": {"7": 101}}, "logit_bias[...]", "<= 100"),
+        ({"extra_body": {"stop_token_ids": [99999]}}, "stop_token_ids", "99999 is no token"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "'stream'"),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+            "as long as",
+        ),
+        ({"messages": []}, "messages", "length >= 1"),
+        ({"messages": [{"role": "poet", "content": "x"}]}, "messages[0].role", "Invalid value 'poet'"),
+        ({"messages": [{"role": "user", "content": "x" * 3000}]}, "messages", "shorten it"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_by_name(
+    server: ApiServer, asked: dict[str, Any], param: str, words: str
+) -> None:
+    with sync_client(server) as client, pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**({"model": MODEL, "messages": MESSAGES} | asked))
+    assert caught.value.param == param
+    assert words in caught.value.message
+    assert caught.value.type == "invalid_request_error"

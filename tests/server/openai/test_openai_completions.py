@@ -1,0 +1,202 @@
+"""Text completions with OpenAI's own client, against the engine asked directly."""
+
+from __future__ import annotations
+
+import codecs
+from typing import Any
+
+import openai
+import pytest
+from support.api_server import MODEL, ApiServer, api_server
+from support.fake_engine import TOKENIZER
+from support.server.http_clients import CLIENTS, ClientKind, ask_engine
+from support.server.openai_peer import (
+    Sent,
+    called,
+    chat_defaults,
+    logit_engine_of_server,
+    logit_server,
+    sync_client,
+    usages_under_salts,
+)
+
+from agentflow.server.completion.request import Answer, CompletionRequest, TokenIds, ToldToken
+from agentflow.server.config.limits import HttpLimits
+from agentflow.server.openai.completions import OffsetLogprobs
+
+CREATE = "completions.create"
+SEED = 11
+TEXT = "The quick brown fox"
+IDS = TOKENIZER.encode(TEXT)
+PROMPTS: list[tuple[Any, list[str | TokenIds]]] = [
+    (TEXT, [TEXT]),
+    ([TEXT, "An answer is", "<|im_start|>user\nHi"], [TEXT, "An answer is", "<|im_start|>user\nHi"]),
+    (IDS, [TokenIds(tuple(IDS))]),
+    ([IDS, [5, 6, 7]], [TokenIds(tuple(IDS)), TokenIds((5, 6, 7))]),
+]
+
+
+server = pytest.fixture(logit_server, scope="module")
+
+
+def twins(server: ApiServer, prompts: list[str | TokenIds], n: int, **params: Any) -> list[Answer]:
+    """The answers, prompt by prompt."""
+    asked = chat_defaults(**({"max_tokens": 16} | params))
+    return [
+        answer for prompt in prompts for answer in ask_engine(server, CompletionRequest(prompt, asked, n=n))
+    ]
+
+
+@pytest.mark.parametrize("kind", CLIENTS)
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize(("prompt", "meant"), PROMPTS, ids=["text", "texts", "ids", "lists"])
+def test_answers_come_prompt_by_prompt(
+    server: ApiServer, prompt: Any, meant: list[str | TokenIds], n: int, kind: ClientKind
+) -> None:
+    answers = twins(server, meant, n)
+    common: dict[str, Any] = {"model": MODEL, "prompt": prompt, "seed": SEED, "n": n}
+    whole = called(server, kind, CREATE, **common)
+    chunks = called(server, kind, CREATE, **common, stream=True, stream_options={"include_usage": True})
+    assert (whole.object, whole.model) == ("text_completion", MODEL)
+    assert [choice.index for choice in whole.choices] == list(range(len(answers)))
+    assert [choice.text for choice in whole.choices] == [answer.text for answer in answers]
+    assert [choice.finish_reason for choice in whole.choices] == [answer.finish_reason for answer in answers]
+    texts = [""] * len(answers)
+    reasons: dict[int, str] = {}
+    for chunk in chunks[:-1]:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            if choice.finish_reason is not None:
+                reasons[choice.index] = choice.finish_reason
+    assert texts == [answer.text for answer in answers]
+    assert [reasons[index] for index in range(len(answers))] == [answer.finish_reason for answer in answers]
+    assert whole.usage is not None
+    assert chunks[-1].usage is not None
+    for usage in (whole.usage, chunks[-1].usage):
+        assert usage.prompt_tokens == sum(answer.usage.prompt_tokens for answer in answers[::n])
+        assert usage.completion_tokens == sum(answer.usage.output_tokens for answer in answers)
+        assert usage.prompt_tokens_details is not None
+        assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - len(meant)
+
+
+@pytest.mark.parametrize("kind", CLIENTS)
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_log_probabilities_in_the_old_form(server: ApiServer, count: int, kind: ClientKind) -> None:
+    [answer] = twins(server, [TEXT], 1, logprobs=True, top_logprobs=count)
+    common: dict[str, Any] = {"model": MODEL, "prompt": TEXT, "seed": SEED, "logprobs": count}
+    told = called(server, kind, CREATE, **common).choices[0].logprobs
+    chunks = called(server, kind, CREATE, **common, stream=True)
+    assert told is not None
+    assert told.tokens == [token.text for token in answer.tokens]
+    assert told.token_logprobs == [token.logprob for token in answer.tokens]
+    assert told.top_logprobs == [
+        {token.text: token.logprob} | {top.text: top.logprob for top in token.top} for token in answer.tokens
+    ]
+    assert [told.text_offset, [len(answer.text)]] == [
+        [len("".join(told.tokens[:n])) for n in range(len(told.tokens))],
+        [len("".join(told.tokens))],
+    ]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        parts = [getattr(chunk.choices[0].logprobs, name) for chunk in chunks if chunk.choices[0].logprobs]
+        assert [one for part in parts for one in part] == getattr(told, name)
+
+
+def test_half_a_character_is_told_as_bytes() -> None:
+    raws = ["ü".encode()[:1], "ü".encode()[1:] + b"x", b"y", b"\xff"]
+    tokens = [ToldToken(n, raw.decode(errors="replace"), raw, -1.0) for n, raw in enumerate(raws)]
+    told = OffsetLogprobs().push(tokens)
+    assert told.tokens == ["bytes:\\xc3", "bytes:\\xbc\\x78", "y", "bytes:\\xff"]
+    text = codecs.decode(b"".join(raws), "utf-8", "replace")
+    assert text == "üxy\ufffd"
+    assert told.text_offset == [0, 0, 2, 3]
+
+
+SHARED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    (
+        {"temperature": 0.5, "top_p": 0.9, "extra_body": {"top_k": 9, "min_p": 0.1}},
+        {"temperature": 0.5, "top_p": 0.9, "top_k": 9, "min_p": 0.1},
+    ),
+    (
+        {"frequency_penalty": 1, "presence_penalty": 0.5, "extra_body": {"repetition_penalty": 1.1}},
+        {"frequency_penalty": 1.0, "presence_penalty": 0.5, "repetition_penalty": 1.1},
+    ),
+    ({"logit_bias": {"50": 2}}, {"logit_bias": ((50, 2.0),)}),
+    ({"stop": ["zz", "e"]}, {"stop": ("zz", "e")}),
+    ({"extra_body": {"stop_token_ids": [40, 50]}}, {"stop_token_ids": (40, 50)}),
+    ({"max_tokens": 7, "extra_body": {"min_tokens": 2}}, {"max_tokens": 7, "min_tokens": 2}),
+    ({"max_tokens": 60, "extra_body": {"ignore_eos": True}}, {"max_tokens": 60, "ignore_eos": True}),
+    ({"user": "me", "best_of": 1, "echo": False}, {}),
+]
+
+
+@pytest.mark.parametrize("kind", CLIENTS)
+@pytest.mark.parametrize(("asked", "meant"), SHARED, ids=lambda value: " ".join(value) or "none")
+def test_fields_that_both_endpoints_have(
+    server: ApiServer, asked: dict[str, Any], meant: dict[str, Any], kind: ClientKind
+) -> None:
+    [answer] = twins(server, [TEXT], 1, **meant)
+    sent = Sent(server)
+    common: dict[str, Any] = {"model": MODEL, "prompt": TEXT, "seed": SEED, **asked}
+    whole = called(server, kind, CREATE, **common)
+    chunks = called(server, kind, CREATE, **common, stream=True)
+    assert [submit.params for submit in sent.submits] == [chat_defaults(**({"max_tokens": 16} | meant))] * 2
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    assert whole.choices[0].text == "".join(choice.text for choice in choices) == answer.text
+    assert whole.choices[0].finish_reason == choices[-1].finish_reason == answer.finish_reason
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_a_salt_keeps_caches_apart(server: ApiServer, kind: ClientKind, stream: bool) -> None:
+    usages = usages_under_salts(server, kind, CREATE, stream, prompt=TEXT)
+    cached = [usage.prompt_tokens_details.cached_tokens for usage in usages]
+    assert cached == [0, usages[0].prompt_tokens - 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "words"),
+    [
+        ({"echo": True}, "echo", "not part of the answer"),
+        ({"suffix": "x"}, "suffix", "gap"),
+        ({"best_of": 2}, "best_of", "all answers are given"),
+        ({"best_of": 1, "n": 2}, "best_of", "all answers are given"),
+        ({"logprobs": 6}, "logprobs", "<= 5"),
+        ({"prompt": [TEXT, 5]}, "prompt", "a text, a list of texts"),
+        ({"prompt": []}, "prompt", "length >= 1"),
+        ({"prompt": [[]]}, "prompt[0]", "length >= 1"),
+        ({"prompt": None}, "prompt", "null"),
+        ({"prompt": [["x"]]}, "prompt[0][0]", "Expected `int`"),
+        ({"prompt": "x" * 3000}, "prompt", "shorten it"),
+        ({"prompt": [TEXT, "x" * 3000], "stream": True}, "prompt", "shorten it"),
+        ({"prompt": [TEXT] * 65, "n": 2}, "prompt", "65 prompts with 2 answers each"),
+        ({"extra_body": {"messages": []}}, "messages", "there is no parameter 'messages' here"),
+        ({"extra_body": {"response_format": {"type": "text"}}}, "response_format", "no parameter"),
+        ({"prompt": ""}, "prompt", "the prompt is empty"),
+        ({"prompt": ["", ""], "n": 2}, "prompt", "the prompt is empty"),
+        ({"prompt": [[5, 99999]], "n": 2}, "prompt", "99999 is no token of this model"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_by_name(
+    server: ApiServer, asked: dict[str, Any], param: str, words: str
+) -> None:
+    with sync_client(server) as client, pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(**({"model": MODEL, "prompt": TEXT} | asked))
+    assert caught.value.param == param
+    assert words in caught.value.message
+
+
+def test_a_server_may_take_only_short_prompts() -> None:
+    limits = HttpLimits(prompt_tokens=len(IDS), max_n=2)
+    with api_server(logit_engine_of_server(), limits=limits, constraints=False) as server:
+        with sync_client(server) as client:
+            client.completions.create(model=MODEL, prompt=IDS, n=2)
+            with pytest.raises(openai.BadRequestError, match="takes at most") as caught:
+                client.completions.create(model=MODEL, prompt=[*IDS, 5], n=2)
+            assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
+            with pytest.raises(openai.BadRequestError, match="at most 2 answers"):
+                client.completions.create(model=MODEL, prompt=IDS, n=3)
+            with pytest.raises(openai.BadRequestError, match="takes at most") as caught:
+                client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": TEXT}])
+            assert caught.value.param == "messages"
+        server.assert_idle()

@@ -1,0 +1,82 @@
+"""Tokenize and detokenize: what they tell is what the engine is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+from support.api_server import MODEL, ApiServer, api_server
+from support.fake_engine import TOKENIZER
+from support.server.openai_peer import MAX_CONTEXT, MESSAGES, Sent, logit_engine_of_server, sync_client
+
+from agentflow.engine.generator import MAX_INLINE_CHARS
+
+TEXT = "The quick brown fox"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ApiServer]:
+    with api_server(logit_engine_of_server(), constraints=False) as running:
+        yield running
+
+
+def post(server: ApiServer, path: str, **body: Any) -> tuple[int, dict[str, Any]]:
+    answer = httpx2.post(f"{server.url}{path}", json={"model": MODEL, **body})
+    return answer.status_code, answer.json()
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/tokenize"])
+def test_a_conversation_is_told_as_the_engine_is_given_it(server: ApiServer, path: str) -> None:
+    sent = Sent(server)
+    with sync_client(server) as client:
+        client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=1)
+    status, told = post(server, path, messages=MESSAGES)
+    assert status == 200
+    assert told["tokens"] == list(sent.submits[0].token_ids)
+    assert (told["count"], told["max_model_len"]) == (len(told["tokens"]), MAX_CONTEXT)
+    assert told["token_strs"] is None
+    _, closed = post(server, path, messages=MESSAGES, add_generation_prompt=False)
+    opening = TOKENIZER.encode_markup("<|im_start|>assistant\n")
+    assert told["tokens"] == [*closed["tokens"], *opening]
+
+
+@pytest.mark.parametrize(
+    "text", ["The quick brown fox", "<|im_start|>user\nHi", "ä" * (MAX_INLINE_CHARS + 1)]
+)
+def test_a_text_is_told_as_it_is_encoded(server: ApiServer, text: str) -> None:
+    for path in ("/tokenize", "/v1/tokenize"):
+        status, told = post(server, path, prompt=text, return_token_strs=True)
+        assert (status, told["tokens"]) == (200, TOKENIZER.encode_markup(text))
+        assert post(server, path, prompt=text, add_special_tokens=False)[1]["tokens"] == told["tokens"]
+    if text.isascii():
+        assert "".join(told["token_strs"]) == text
+    for path in ("/detokenize", "/v1/detokenize"):
+        assert post(server, path, tokens=told["tokens"]) == (200, {"prompt": text})
+
+
+def test_an_empty_text_has_no_tokens(server: ApiServer) -> None:
+    assert post(server, "/tokenize", prompt="")[1]["count"] == 0
+    assert post(server, "/detokenize", tokens=[]) == (200, {"prompt": ""})
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": MESSAGES}, "prompt"),
+        ("/tokenize", {"prompt": "x", "tools": []}, "tools"),
+        ("/tokenize", {"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt"),
+        ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/detokenize", {"tokens": [99999]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+        ("/detokenize", {}, "tokens"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(
+    server: ApiServer, path: str, body: dict[str, Any], param: str
+) -> None:
+    status, told = post(server, path, **body)
+    assert (status, told["error"]["param"]) == (400, param)

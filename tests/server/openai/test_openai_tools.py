@@ -1,0 +1,322 @@
+"""Tools with OpenAI's own client: calls whole and streamed, loops that answer them, the typed helpers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import openai
+import pydantic
+import pytest
+from support.api_server import MODEL, ApiServer, api_server
+from support.fake_engine import TOKENIZER, FakeEngine
+from support.logit_runner import logit_runner
+from support.server.http_clients import CLIENTS, ClientKind, only_asyncio
+from support.server.openai_peer import async_client, called, sync_client
+
+from agentflow.engine.fake_runner import FakeRunner
+
+END = 1
+ASKED: list[Any] = [{"role": "user", "content": "How is the weather?"}]
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tells the weather.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+NOW: Any = {"type": "function", "function": {"name": "now"}}
+CALLS = (
+    'Let me look.\n<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+    '\n<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+)
+REPORT = "Oslo: sunny. Rome: rain."
+ANSWERS = {"Oslo": "sunny", "Rome": "rain"}
+
+
+class Weather(pydantic.BaseModel):
+    """Tells the weather."""
+
+    city: Literal["Oslo", "Rome"]
+    exact: bool
+
+
+class Report(pydantic.BaseModel):
+    """What it is like."""
+
+    is_sunny: bool
+
+
+def scripted(tokens: Sequence[int]) -> int:
+    """Asks for the weather, and when it was told says what it heard."""
+    text = TOKENIZER.decode(tokens, skip_special=False, continues=True)
+    before, _, written = text.rpartition("<|im_start|>assistant\n")
+    wanted = REPORT if "sunny" in before else CALLS
+    rest = wanted.removeprefix(written)
+    return TOKENIZER.encode(rest, continues=True)[0] if rest else END
+
+
+anyio_backend = pytest.fixture(only_asyncio)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ApiServer]:
+    """Its model does as the script says."""
+    runner = FakeRunner(
+        vocab_size=TOKENIZER.vocab_size, max_context=2048, end_token_ids=(END,), next_token=scripted
+    )
+    with api_server(FakeEngine(runner=runner)) as running:
+        yield running
+        running.assert_idle()
+
+
+@pytest.fixture(scope="module")
+def any_text() -> Iterator[ApiServer]:
+    """Its model writes any text."""
+    with api_server(FakeEngine(runner=logit_runner(max_context=1024))) as running:
+        yield running
+
+
+def results_of(calls: Any) -> list[Any]:
+    """What an application does with calls."""
+    return [
+        {
+            "role": "tool",
+            "tool_call_id": call.id,
+            "content": ANSWERS[json.loads(call.function.arguments)["city"]],
+        }
+        for call in calls
+    ]
+
+
+@pytest.mark.parametrize("way", ["create", "stream"])
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_a_loop(server: ApiServer, kind: ClientKind, way: str) -> None:
+    ask = partial(called, server, kind, f"chat.completions.{way}", model=MODEL, tools=[WEATHER, NOW])
+    messages = [*ASKED]
+    first = ask(messages=messages)
+    message = first.choices[0].message
+    messages += [message, *results_of(message.tool_calls)]
+    second = ask(messages=messages)
+    assert first.choices[0].finish_reason == "tool_calls"
+    assert message.content is not None
+    assert message.content.strip() == "Let me look."
+    assert message.tool_calls is not None
+    ids = [call.id for call in message.tool_calls]
+    assert len(set(ids)) == 2
+    assert all(call.type == "function" and call.function.name == "weather" for call in message.tool_calls)
+    assert [json.loads(call.function.arguments) for call in message.tool_calls] == [
+        {"city": "Oslo"},
+        {"city": "Rome"},
+    ]
+    assert second.choices[0].message.content == REPORT
+    assert second.choices[0].message.tool_calls is None
+    assert second.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.anyio
+async def test_a_loop_of_streams(server: ApiServer) -> None:
+    messages = [*ASKED]
+    async with async_client(server) as client:
+        async with client.chat.completions.stream(model=MODEL, messages=messages, tools=[WEATHER]) as stream:
+            kinds = [event.type async for event in stream]
+            message = (await stream.get_final_completion()).choices[0].message
+        messages += [message, *results_of(message.tool_calls)]
+        async with client.chat.completions.stream(model=MODEL, messages=messages, tools=[WEATHER]) as stream:
+            second = await stream.get_final_completion()
+    assert {"tool_calls.function.arguments.delta", "content.delta"} <= set(kinds)
+    assert kinds.count("tool_calls.function.arguments.done") == 2
+    assert [json.loads(call.function.arguments)["city"] for call in message.tool_calls or ()] == [
+        "Oslo",
+        "Rome",
+    ]
+    assert second.choices[0].message.content == REPORT
+
+
+def test_the_chunks_of_calls(server: ApiServer) -> None:
+    with sync_client(server) as client:
+        chunks = list(
+            client.chat.completions.create(model=MODEL, messages=ASKED, tools=[WEATHER], stream=True)
+        )
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+    parts = [part for delta in deltas for part in delta.tool_calls or ()]
+    begun = [part for part in parts if part.id is not None]
+    assert [(part.index, part.type, part.function.name) for part in begun if part.function] == [
+        (0, "function", "weather"),
+        (1, "function", "weather"),
+    ]
+    for index, city in enumerate(ANSWERS):
+        arguments = [part.function.arguments for part in parts if part.index == index and part.function]
+        assert json.loads("".join(one or "" for one in arguments)) == {"city": city}
+    reasons = [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason]
+    assert reasons == ["tool_calls"]
+    assert "<tool_call>" not in "".join(delta.content or "" for delta in deltas)
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "Weather"}}], ids=["required", "named"]
+)
+@pytest.mark.parametrize("way", ["parse", "stream"])
+@pytest.mark.parametrize("kind", CLIENTS)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_parsed_arguments_are_always_valid(
+    any_text: ApiServer, choice: Any, seed: int, kind: ClientKind, way: str
+) -> None:
+    parsed = called(
+        any_text,
+        kind,
+        f"chat.completions.{way}",
+        model=MODEL,
+        messages=ASKED,
+        tools=[openai.pydantic_function_tool(Weather)],
+        tool_choice=choice,
+        parallel_tool_calls=False,
+        seed=seed,
+    )
+    assert parsed.choices[0].finish_reason == "tool_calls"
+    message = parsed.choices[0].message
+    assert message.content is None
+    [call] = message.tool_calls or ()
+    assert isinstance(call.function.parsed_arguments, Weather)
+
+
+@pytest.mark.parametrize("way", ["parse", "stream"])
+def test_either_calls_or_the_format_that_is_asked_for(any_text: ApiServer, way: str) -> None:
+    told = []
+    for seed in range(12):
+        parsed = called(
+            any_text,
+            "sync",
+            f"chat.completions.{way}",
+            model=MODEL,
+            messages=ASKED,
+            tools=[openai.pydantic_function_tool(Weather)],
+            response_format=Report,
+            parallel_tool_calls=False,
+            seed=seed,
+        )
+        message, reason = parsed.choices[0].message, parsed.choices[0].finish_reason
+        if message.tool_calls:
+            assert (reason, message.content) == ("tool_calls", None)
+            assert isinstance(message.tool_calls[0].function.parsed_arguments, Weather)
+        else:
+            assert reason == "stop"
+            assert isinstance(message.parsed, Report)
+        told.append(bool(message.tool_calls))
+    assert set(told) == {True, False}
+
+
+def test_a_stream_of_nothing_but_a_call_has_no_content(any_text: ApiServer) -> None:
+    with sync_client(any_text) as client:
+        chunks = list(
+            client.chat.completions.create(
+                model=MODEL, messages=ASKED, tools=[WEATHER], tool_choice="required", stream=True, seed=1
+            )
+        )
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+    assert (deltas[0].role, deltas[0].content) == ("assistant", None)
+    assert all(delta.content is None for delta in deltas)
+
+
+@pytest.mark.parametrize("way", ["create", "stream"])
+@pytest.mark.parametrize("kind", CLIENTS)
+def test_tools_that_may_not_be_called(server: ApiServer, kind: ClientKind, way: str) -> None:
+    asked: Any = {"messages": ASKED, "tools": [WEATHER], "tool_choice": "none"}
+    whole = called(server, kind, f"chat.completions.{way}", model=MODEL, **asked)
+    assert whole.choices[0].message.tool_calls is None
+    assert whole.choices[0].finish_reason == "stop"
+
+
+CALLED = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "words"),
+    [
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type", "use 'function'"),
+        ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name", "two tools named 'weather'"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+            "tools[0].function.name",
+            "regex",
+        ),
+        ({"tool_choice": "required"}, "tool_choice", "there are no 'tools'"),
+        ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice", "Invalid enum value 'any'"),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "other"}}},
+            "tool_choice",
+            "'other', which is not among",
+        ),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}},
+            "tool_choice",
+            "its type must be 'function'",
+        ),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "custom", "custom": {"name": "x"}}},
+            "tool_choice",
+            "its type must be 'function'",
+        ),
+        (
+            {"messages": [*ASKED, {"role": "tool", "tool_call_id": "c9", "content": "x"}]},
+            "messages[1].tool_call_id",
+            "no message before messages[1] has a tool call 'c9'",
+        ),
+        (
+            {
+                "messages": [
+                    *ASKED,
+                    {
+                        "role": "assistant",
+                        "tool_calls": [
+                            {**CALLED, "function": {"name": "weather", "arguments": '["not an object"]'}}
+                        ],
+                    },
+                ]
+            },
+            "messages[1].tool_calls[0].function.arguments",
+            "not the text of a JSON object",
+        ),
+        ({"messages": [*ASKED, {"role": "assistant"}]}, "messages[1].content", "neither content nor"),
+        (
+            {"messages": [{"role": "function", "name": "f", "content": "x"}]},
+            "messages[0].role",
+            "use 'tool'",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "audio": {"id": "1"}}]},
+            "messages[0].audio",
+            "do not speak",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "text", "text": "What is this?"},
+                            {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}},
+                        ],
+                    }
+                ]
+            },
+            "messages[0].content[1]",
+            "takes no images",
+        ),
+    ],
+)
+def test_what_cannot_be_had_is_refused_by_name(
+    server: ApiServer, asked: dict[str, Any], param: str, words: str
+) -> None:
+    with sync_client(server) as client, pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**({"model": MODEL, "messages": ASKED} | asked))
+    assert caught.value.param == param
+    assert words in caught.value.message

@@ -1,0 +1,123 @@
+"""What a websocket frame holds is counted before it is decoded, and the loop goes on meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.asgi_peer import bench, check_still_served, connected
+
+from agentflow.backends.remote import USUAL_FRAME_BYTES
+from agentflow.errors import FrameTooLarge
+from agentflow.protocol import ops
+from agentflow.protocol.chat import Conversation, Message, ToolSpec
+from agentflow.protocol.json_bounds import JsonBounds, TooMuchJson
+from agentflow.protocol.wire import MAX_FRAME_BYTES, Ops, encode
+from agentflow.server.websocket import frames as frame_scan
+from agentflow.server.websocket.frames import FRAME_BOUNDS, SMALL_FRAME_BYTES, check_frame
+
+pytestmark = pytest.mark.anyio
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=300)
+    | st.binary(max_size=300),
+    lambda inner: st.lists(inner, max_size=20) | st.dictionaries(st.text(max_size=40), inner, max_size=20),
+    max_leaves=60,
+)
+
+
+def parts_of(value: Any) -> int:
+    """Objects (with one more for each member), lists, texts and the like."""
+    if isinstance(value, dict):
+        return 1 + sum(1 + parts_of(key) + parts_of(member) for key, member in value.items())
+    if isinstance(value, list):
+        return 1 + sum(map(parts_of, value))
+    return 0 if value is None or isinstance(value, bool | int | float) else 1
+
+
+def fits(data: bytes, **bounds: int) -> bool:
+    given = JsonBounds(**{"values": 10**6, "parts": 10**6, **bounds})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(frame_scan, "FRAME_BOUNDS", given)
+        try:
+            list(frame_scan._counting_msgpack(data))
+        except TooMuchJson:
+            return False
+    return True
+
+
+@given(values)
+def test_msgpack_is_counted_as_its_decoder_finds_it(value: Any) -> None:
+    data, parts = msgspec.msgpack.encode(value), parts_of(value)
+    assert fits(data, parts=parts)
+    assert parts == 0 or not fits(data, parts=parts - 1)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 2, 4, 8, 16, 3, 300, 70_000])
+def test_extensions_are_stepped_over(num_bytes: int) -> None:
+    data = msgspec.msgpack.encode([msgspec.msgpack.Ext(1, b"\x90" * num_bytes), [], []])
+    is_fixed = num_bytes in (1, 2, 4, 8, 16)
+    assert fits(data, parts=3 + (not is_fixed))
+    assert not fits(data, parts=2 + (not is_fixed))
+
+
+@given(st.binary(max_size=400))
+def test_what_is_no_msgpack_gets_some_count(data: bytes) -> None:
+    fits(data)
+
+
+def frames(parts: int) -> Iterator[bytes | str]:
+    """Of a conversation whose tool holds so many lists."""
+    tool = ToolSpec("f", "", {"enum": [[]] * parts})
+    frame = Ops(1, (ops.Converse(1, Conversation((Message("user", "Hi"),), (tool,))),))
+    yield encode(frame, binary=True)
+    yield encode(frame, binary=False).decode()
+
+
+async def test_a_frame_of_too_many_values_is_refused_in_pieces() -> None:
+    for data in frames(FRAME_BOUNDS.parts):
+        turns = 0
+
+        async def turn() -> None:
+            nonlocal turns
+            while True:
+                await anyio.lowlevel.checkpoint()
+                turns += 1
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(turn)
+            with pytest.raises(FrameTooLarge):
+                await check_frame(data)
+            group.cancel_scope.cancel()
+        assert turns >= 1
+    for data in frames(FRAME_BOUNDS.parts - 100):
+        await check_frame(data)
+
+
+async def test_a_converse_of_too_many_values_ends_its_session_alone() -> None:
+    for is_binary, data in zip((True, False), frames(FRAME_BOUNDS.parts), strict=True):
+        async with bench() as server, connected(server, binary=[is_binary, True]) as [bad, good]:
+            await bad.greet()
+            await good.greet()
+            bad.put_data(data)
+            refused, code = await bad.refusal()
+            assert (refused.error.code, code) == ("frame_too_large", 1009)
+            await check_still_served(good, count(1))
+            good.bye()
+            await server.is_idle()
+
+
+def test_no_frame_of_the_clients_small_ops_is_refused() -> None:
+    """However small: of any value but a list of numbers, a part takes two bytes at least."""
+    assert FRAME_BOUNDS.parts >= USUAL_FRAME_BYTES // 2
+    assert SMALL_FRAME_BYTES < USUAL_FRAME_BYTES < MAX_FRAME_BYTES

@@ -1,0 +1,61 @@
+"""The websocket takes fuzzed frames without a crash, a leak or a stall, and its other clients notice nothing.
+
+A short run here; ``make fuzz`` sends many more. FUZZ_FRAMES: how many to each kind of server. FUZZ_SEED:
+which ones they are. A failure prints the batches; ``FUZZ_ONLY=BATCH`` runs one of them alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+
+import psutil
+import pytest
+from support.server.fuzz_driver import Fuzzer, engine_target, scripted_target
+
+pytestmark = pytest.mark.anyio
+
+NUM_FRAMES = int(os.environ.get("FUZZ_FRAMES", "1000"))
+SEED = os.environ.get("FUZZ_SEED", "1")
+ONLY = os.environ.get("FUZZ_ONLY", "")
+TARGETS = {"script": scripted_target, "engine": engine_target}
+
+# Caches are warm by then.
+WARM_UP_SHARE = 0.4
+# What caches hold varies by some hundreds of blocks, whatever the number of frames. In a long run, a block
+# that each conversation left behind would be more than all that is allowed.
+MAX_BLOCKS = 1000
+MAX_BYTES = 48_000_000
+
+
+@pytest.mark.timeout(120 + NUM_FRAMES // 10)
+@pytest.mark.parametrize("target", TARGETS)
+async def test_fuzzed_frames_harm_nobody(target: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+    async with TARGETS[target]() as (generator, check_idle):
+        fuzzer = Fuzzer(generator, check_idle)
+        warm: tuple[int, int] | None = None
+        number = 0
+        while fuzzer.num_frames < NUM_FRAMES and not (ONLY and number):
+            batch = ONLY or f"{SEED}.{number}"
+            print(f"batch {batch}")
+            await fuzzer.run_batch(batch)
+            assert not caplog.records, caplog.text
+            number += 1
+            if warm is None and fuzzer.num_frames >= WARM_UP_SHARE * NUM_FRAMES:
+                warm = _memory()
+        if warm is not None and not ONLY:
+            blocks, num_bytes = _memory()
+            print(
+                f"{fuzzer.num_frames} frames, {blocks - warm[0]} blocks and {num_bytes - warm[1]} bytes more"
+            )
+            assert blocks - warm[0] <= MAX_BLOCKS + NUM_FRAMES // 50
+            assert num_bytes - warm[1] <= MAX_BYTES
+
+
+def _memory() -> tuple[int, int]:
+    """Blocks that Python's allocator has handed out, and bytes that the process has of the machine."""
+    gc.collect()
+    return sys.getallocatedblocks(), psutil.Process().memory_info().rss

@@ -1,0 +1,119 @@
+"""Numbers and errors that can be read and not be told again, or that an engine process cannot be sent."""
+
+from __future__ import annotations
+
+import json
+import logging
+from itertools import count
+from typing import Any
+
+import pytest
+from support.asgi_peer import bench, check_still_served, connected
+from support.fake_engine import TEMPLATE
+from support.process_engine import process_engine
+from support.wire_peer import gen
+
+from agentflow.backends.local import interpreted
+from agentflow.engine.generator import EngineGenerator
+from agentflow.errors import RunFailed
+from agentflow.protocol import ops
+from agentflow.protocol.events import MAX_CAUSES, ErrorInfo, Event, StateFailed, VarFailed
+from agentflow.protocol.ops import MAX_NUMBER, Op
+
+pytestmark = pytest.mark.anyio
+
+TOO_LARGE = MAX_NUMBER + 1
+GRAPH = (ops.Open(1), ops.Set(1, 2, "v", ("a",)))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ops.Open(TOO_LARGE),
+        ops.Open(-TOO_LARGE),
+        ops.GetStats(TOO_LARGE),
+    ],
+)
+async def test_a_number_that_not_all_can_read_is_refused(wrong: Op, caplog: pytest.LogCaptureFixture) -> None:
+    async with bench() as server, connected(server, binary=[True, False]) as [bad, good]:
+        await bad.greet()
+        await good.greet()
+        bad.put_ops(1, ops.Open(1), ops.Text(1, ("a",)), wrong)
+        refused, code = await bad.refusal()
+        assert (refused.error.code, code) == ("protocol_error", 1002)
+        assert f"have numbers up to {MAX_NUMBER}" in refused.error.message
+        await check_still_served(good, count(1))
+        good.bye()
+        await server.is_idle()
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "state"),
+    [
+        (ops.Set(1, TOO_LARGE, "v", ("a",)), 1),
+        (ops.Await(1, TOO_LARGE), 1),
+        (ops.Fork(1, (2, TOO_LARGE)), 1),
+        (ops.Submit(MAX_NUMBER, GRAPH, outputs=(2,)), MAX_NUMBER),
+    ],
+)
+async def test_a_number_that_not_all_can_read_fails_the_state_that_names_it(wrong: Op, state: int) -> None:
+    async with bench() as server, connected(server, binary=[False]) as [peer]:
+        await peer.greet()
+        peer.put_ops(1, ops.Open(1), ops.Text(1, ("a",)), wrong)
+
+        def failures(events: list[Event]) -> list[StateFailed]:
+            return [event for event in events if isinstance(event, StateFailed) and event.state == state]
+
+        [failed] = failures(await peer.events(lambda events: bool(failures(events))))
+        assert failed.error.code == "protocol_error"
+        await check_still_served(peer, count(100), first_op=4)
+        peer.bye()
+        await server.is_idle()
+
+
+@pytest.mark.parametrize("depth", [MAX_CAUSES, 200, 850])
+async def test_an_error_with_any_number_of_causes_can_be_provided(depth: int) -> None:
+    error: dict[str, Any] = {"code": "run_failed", "message": f"{depth}"}
+    for level in range(depth - 1, 0, -1):
+        error = {"code": "run_failed", "message": f"{level}", "cause": error}
+    provided = {"op": "provide", "var": 2, "error": error}
+    async with bench() as server, connected(server, binary=[False]) as [peer]:
+        await peer.greet()
+        peer.put_ops(1, ops.Open(1), ops.Expect(1, 2, "e"))
+        peer.put_data(json.dumps({"frame": "ops", "first": 3, "ops": [provided]}))
+        [event] = await peer.events(bool)
+        assert isinstance(event, VarFailed)
+        info: ErrorInfo | None = event.error
+        for level in range(1, MAX_CAUSES + 1):
+            assert info is not None
+            assert (info.code, info.message) == (RunFailed.code, f"{level}")
+            info = info.cause
+        assert info is None
+        peer.bye()
+        await server.is_idle()
+
+
+@pytest.mark.parametrize(
+    ("hint", "field"),
+    [
+        (ops.Hint(1, output_tokens=2**70), "output_tokens"),
+        (ops.Hint(1, output_tokens=2**31), "output_tokens"),
+        (ops.Hint(1, output_tokens=-1), "output_tokens"),
+        (ops.Hint(1, forks=0), "forks"),
+        (ops.Hint(1, deadline_s=float("nan")), "deadline_s"),
+    ],
+)
+async def test_a_hint_that_no_engine_could_be_told_fails_its_state_alone(hint: ops.Hint, field: str) -> None:
+    """An engine process that could not be sent it would owe the request for ever."""
+    told = []
+    async with process_engine() as client:
+        async with interpreted(EngineGenerator(client, TEMPLATE), told.extend) as connection:
+            connection.send([ops.Open(1), ops.Text(1, ("abc",)), hint, gen(1, 2, 4)])
+            connection.send([ops.Open(3), ops.Text(3, ("abc",)), gen(3, 4, 4), ops.Await(3, 1)])
+            while not any(getattr(event, "ticket", 0) for event in told):
+                await client.stats()
+        failed = {event.var: event.error for event in told if isinstance(event, VarFailed)}
+        assert list(failed) == [2]
+        assert f"hint: {field} must be" in failed[2].origin.message
+        assert client.num_calls == len(client.engine._ledger) == 0

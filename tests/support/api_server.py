@@ -1,0 +1,106 @@
+"""The HTTP APIs behind a real web server in a thread of its own, on the deterministic engine: for tests with
+the real clients. Look at the server through ``call`` and the methods here only."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+from support.fake_engine import TEMPLATE, FakeEngine
+
+from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.grammar.compiler.compiled import CompileLimits
+from agentflow.engine.grammar.compiler.compiler import LOADER, ConstraintCompiler, constraint_compiler
+from agentflow.engine.process.ipc import EngineStats
+from agentflow.engine.tenant import NOBODY_ELSE
+from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.server.app import Access
+from agentflow.server.config.limits import HttpLimits, ServerLimits
+from agentflow.server.models import EngineModel, Models
+from agentflow.server.serve import RunningServer, running_server
+from agentflow.server.service import Service
+from agentflow.server.tenants.keys import Tenants
+from agentflow.server.tenants.rate_limit import TenantGate
+
+MODEL = "fake"
+ResultT = TypeVar("ResultT")
+
+
+@dataclass
+class ApiServer:
+    """``url``: such as ``http://127.0.0.1:4000``. ``engine``: its gate holds and lets go steps."""
+
+    url: str
+    engine: FakeEngine
+    _server: RunningServer
+    _portal: BlockingPortal
+
+    def call(self, function: Callable[..., ResultT], *args: object) -> ResultT:
+        """Calls a function, or waits for a coroutine function, in the server's loop."""
+        return self._portal.call(function, *args)
+
+    @property
+    def service(self) -> Service:
+        """What the server consists of."""
+        return self._server.service
+
+    @property
+    def generator(self) -> EngineGenerator:
+        """What a server without keys answers with."""
+        generator = self.service.models.find(MODEL, NOBODY_ELSE).generator(NOBODY_ELSE)
+        assert isinstance(generator, EngineGenerator)
+        return generator
+
+    def stats(self) -> EngineStats:
+        """The engine's, as it is now."""
+        return self.call(self.generator.engine_stats)
+
+    def assert_idle(self) -> None:
+        """Nothing runs or waits, and no slot is held."""
+        self.call(self.engine.assert_idle)
+
+
+@contextmanager
+def api_server(
+    engine: FakeEngine | None = None,
+    *,
+    template: ChatTemplate = TEMPLATE,
+    tenants: Tenants | None = None,
+    gate: TenantGate | None = None,
+    limits: HttpLimits | None = None,
+    constraints: bool = True,
+    compile_limits: CompileLimits | None = None,
+    compile_loader: str = LOADER,
+    server_limits: ServerLimits | None = None,
+    max_wait_s: float | None = None,
+    hosts: tuple[str, ...] | None = None,
+) -> Iterator[ApiServer]:
+    """A server on a free port, whose only model is called ``fake``. ``gate``: what its tenants' requests pass
+    through. ``constraints``: with a process that compiles them and runs ``compile_loader``. ``hosts``: names
+    that it is known by."""
+    engine = engine or FakeEngine()
+
+    @asynccontextmanager
+    async def open_models() -> AsyncIterator[Models]:
+        async with contextlib.AsyncExitStack() as stack:
+            client = await stack.enter_async_context(engine.open_client())
+            compiler: ConstraintCompiler | None = None
+            if constraints:
+                compiler = await stack.enter_async_context(
+                    constraint_compiler(compile_limits, loader=compile_loader)
+                )
+            model = EngineModel(MODEL, client, template, compiler=compiler, gate=gate, max_wait_s=max_wait_s)
+            yield Models([model], compiler, gate)
+
+    async def run() -> AbstractAsyncContextManager[RunningServer]:
+        access = Access(tenants or Tenants(), allowed_hosts=hosts)
+        return running_server(open_models, limits=server_limits, http_limits=limits, access=access)
+
+    with contextlib.ExitStack() as stack:
+        portal = stack.enter_context(start_blocking_portal("asyncio"))
+        server = stack.enter_context(portal.wrap_async_context_manager(portal.call(run)))
+        yield ApiServer(server.url.replace("ws://", "http://"), engine, server, portal)

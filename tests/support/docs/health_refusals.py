@@ -1,0 +1,71 @@
+"""How the health checks and the metrics are made to refuse: by the words of the rows of docs/errors.md."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+from collections.abc import Callable
+
+from support.api_server import ApiServer, api_server
+from support.refused_calls import OPENAI, TIMEOUT_S, asked, come, port_of
+from support.refused_sessions import session
+from support.refusing_servers import BEARER, changed, failing_engine, of_any_address, tenants
+
+from agentflow.server.config.limits import ServerLimits
+
+
+def status_of(server: ApiServer, path: str, headers: dict[str, str] | None = None) -> tuple[str, str]:
+    """The status, and the headers that tell what to do."""
+    connection = http.client.HTTPConnection("127.0.0.1", port_of(server), timeout=TIMEOUT_S)
+    with contextlib.closing(connection):
+        connection.request("GET", path, headers=headers or {})
+        answer = connection.getresponse()
+        assert json.loads(answer.read())["reason"]
+        telling = [f"`{name}`" for name in ("Retry-After", "WWW-Authenticate") if name in answer.headers]
+        return str(answer.status), ", ".join(telling)
+
+
+def ready(server: ApiServer) -> tuple[str, str]:
+    return status_of(server, "/health/ready")
+
+
+def an_ending_server(server: ApiServer) -> tuple[str, str]:
+    with changed(server, server.service, "is_draining", True):
+        ending = ready(server)
+    with changed(server, server._server.app.state, "service", None):
+        assert ready(server) == ending
+    return ending
+
+
+def a_dead_engine(_: ApiServer) -> tuple[str, str]:
+    with api_server(failing_engine(SystemExit(3)), constraints=False) as server:
+        come(server, OPENAI, asked())
+        return ready(server)
+
+
+def many_sessions(_: ApiServer) -> tuple[str, str]:
+    limits = ServerLimits(max_sessions=1)
+    with api_server(server_limits=limits, constraints=False) as server, session(server):
+        return ready(server)
+
+
+def metrics(*settings: str, headers: dict[str, str] | None = None) -> tuple[str, str]:
+    with api_server(tenants=tenants(*settings), constraints=False) as server:
+        return status_of(server, "/metrics", headers)
+
+
+def many_wrong_keys(_: ApiServer) -> tuple[str, str]:
+    with of_any_address(), api_server(tenants=tenants(), constraints=False) as server:
+        status_of(server, "/metrics", {"x-api-key": "af-other"})
+        return status_of(server, "/metrics", BEARER)
+
+
+REFUSED: dict[str, Callable[[ApiServer], tuple[str, str]]] = {
+    "`/health/ready`: the server is starting or shutting down": an_ending_server,
+    "`/health/ready`: an engine does not answer": a_dead_engine,
+    "`/health/ready`: as many sessions are open as may be": many_sessions,
+    "`/metrics`: no API key, or one that nobody has": lambda _: metrics(),
+    "`/metrics`: too many wrong API keys from one address": many_wrong_keys,
+    "`/metrics`: a key that may not read them": lambda _: metrics(headers=BEARER),
+}

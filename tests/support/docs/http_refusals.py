@@ -1,0 +1,391 @@
+"""How each refusal over HTTP is brought about: by the words of the rows of docs/errors.md. ``None``: this API
+has no such thing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+from support.api_server import ApiServer, api_server
+from support.chat_template_shapes import INST
+from support.docs.connection_refusals import (
+    a_long_url,
+    a_websocket_with_a_body,
+    large_headers,
+    no_http,
+    no_request,
+    not_read,
+    slow_headers,
+    the_sessions_path,
+    too_many_connections,
+    too_many_of_one_address,
+)
+from support.fake_engine import FakeEngine
+from support.refused_calls import (
+    ANTHROPIC,
+    OPENAI,
+    Api,
+    Came,
+    asked,
+    come,
+    come_of_bytes,
+    held,
+    request_bytes,
+    talking,
+    until,
+)
+from support.refusing_servers import (
+    BEARER,
+    KEY,
+    BrokenTenants,
+    changed,
+    failing_engine,
+    limited,
+    of_any_address,
+    small_bodies,
+    tenants,
+)
+
+from agentflow.engine.grammar.compiler.compiled import CompileLimits
+from agentflow.engine.text import chat_layout
+from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.protocol.json_bounds import BODY_BOUNDS, OBJECT_BOUNDS
+from agentflow.server.config.limits import HttpLimits
+from agentflow.server.http.call import SMALL_BODY_BYTES
+
+Refused = Callable[[ApiServer, Api], Came | None]
+# A chat template that writes each content in its own way.
+LOUD = "{% for message in messages %}[{{ message.content | upper }}]{% endfor %}"
+# Of which each letter can be read in more ways than the one before.
+AMBIGUOUS = 'start: e\ne: e e e e | f\nf: e e e | g\ng: e e | /[a-z]/ | e "a" | "b" e'
+
+
+def asking(**fields: Any) -> Refused:
+    """The same body in both APIs."""
+    return lambda server, api: come(server, api, asked(**fields))
+
+
+def each(openai: dict[str, Any] | None, anthropic: dict[str, Any] | None) -> Refused:
+    """A body in each API."""
+
+    def refused(server: ApiServer, api: Api) -> Came | None:
+        fields = openai if api is OPENAI else anthropic
+        return None if fields is None else come(server, api, asked(**fields))
+
+    return refused
+
+
+def of_prompt(prompt: Any) -> Refused:
+    """A prompt of OpenAI's older API."""
+
+    def refused(server: ApiServer, api: Api) -> Came | None:
+        body = asked(messages=None, prompt=prompt)
+        return come(server, api, body, path="/v1/completions") if api is OPENAI else None
+
+    return refused
+
+
+def best_of_echo_and_suffix(server: ApiServer, api: Api) -> Came | None:
+    if api is ANTHROPIC:
+        return None
+    wishes: tuple[dict[str, Any], ...] = ({"best_of": 3}, {"echo": True}, {"suffix": "."})
+    bodies = (asked(messages=None, prompt="x", **wish) for wish in wishes)
+    [came] = {come(server, api, body, path="/v1/completions") for body in bodies}
+    return came
+
+
+def with_key(key: str | None) -> Refused:
+    """What comes with a wrong key, or none."""
+
+    def refused(_: ApiServer, api: Api) -> Came:
+        with api_server(tenants=tenants(), constraints=False) as server:
+            return come(server, api, asked(), headers={"Authorization": f"Bearer {key}"} if key else {})
+
+    return refused
+
+
+def many_wrong_keys(_: ApiServer, api: Api) -> Came:
+    wrong = {"Authorization": "Bearer af-other"}
+    with of_any_address(), api_server(tenants=tenants(), constraints=False) as server:
+        come(server, api, asked(), headers=wrong)
+        return come(server, api, asked(), headers=BEARER)
+
+
+def on_template(source: str | None, *roles: str) -> Refused:
+    """A conversation, and a model with this chat template."""
+
+    def refused(_: ApiServer, api: Api) -> Came:
+        turns = [{"role": role, "content": "some words"} for role in roles]
+        with api_server(template=ChatTemplate(source), constraints=False) as server:
+            return come(server, api, asked(messages=turns))
+
+    return refused
+
+
+def many_renderings(server: ApiServer, api: Api) -> Came:
+    with patch.object(chat_layout, "MIN_RENDERINGS", 4), patch.object(chat_layout, "MAX_RENDERED_CHARS", 0):
+        return on_template(LOUD, *["user", "assistant"] * 3, "user")(server, api)
+
+
+def a_model_that_is_not_mine(server: ApiServer, api: Api) -> Came:
+    unknown = come(server, api, asked(model="nowhere"))
+    with api_server(tenants=tenants('models = ["another"]'), constraints=False) as limited:
+        assert come(limited, api, asked(), headers=BEARER) == unknown
+    return unknown
+
+
+def an_image(server: ApiServer, api: Api) -> Came:
+    url = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    source = {"type": "base64", "media_type": "image/png", "data": "AA=="}
+    part = url if api is OPENAI else {"type": "image", "source": source}
+    return come(server, api, asked(messages=[{"role": "user", "content": [part]}]))
+
+
+def constrained(api: Api, schema: dict[str, Any]) -> dict[str, Any]:
+    """A request whose answer has a schema."""
+    if api is OPENAI:
+        named = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+        return asked(response_format=named)
+    return asked(output_config={"format": {"type": "json_schema", "schema": schema}})
+
+
+def with_schema(schema: dict[str, Any]) -> Refused:
+    return lambda server, api: come(server, api, constrained(api, schema))
+
+
+def an_ambiguous_grammar(server: ApiServer, api: Api) -> Came | None:
+    if api is ANTHROPIC:
+        return None
+    return come(server, api, asked(grammar=AMBIGUOUS, stream=True, max_tokens=900))
+
+
+def no_compiler(_: ApiServer, api: Api) -> Came:
+    with api_server(constraints=False) as server:
+        return come(server, api, constrained(api, {"type": "integer"}))
+
+
+def a_large_constraint(_: ApiServer, api: Api) -> Came:
+    with api_server(compile_limits=CompileLimits(compiled_bytes=1)) as server:
+        return come(server, api, constrained(api, {"type": "integer"}))
+
+
+def a_deep_tool(server: ApiServer, api: Api) -> Came:
+    deep: dict[str, Any] = {}
+    for _ in range(300):
+        deep = {"properties": {"a": deep}}
+    return come(server, api, with_tool(api, deep))
+
+
+def with_tool(api: Api, schema: dict[str, Any]) -> dict[str, Any]:
+    if api is OPENAI:
+        return asked(tools=[{"type": "function", "function": {"name": "find", "parameters": schema}}])
+    return asked(tools=[{"name": "find", "input_schema": {"type": "object"} | schema}])
+
+
+def many_constraints(_: ApiServer, api: Api) -> Came:
+    with api_server(compile_limits=CompileLimits(max_waiting_per_tenant=1)) as server:
+        compiler: Any = server.service.models._compiler
+        until(server, lambda: compiler.pid is not None)
+        os.kill(compiler.pid, signal.SIGSTOP)  # nothing is compiled any more
+        with contextlib.ExitStack() as stack:
+            for number in range(2):  # one may be taken out of the queue
+                body = constrained(api, {"const": number})
+                stack.enter_context(talking(server, request_bytes(api, body)))
+                until(server, lambda n=number: len(compiler._jobs) > n or len(compiler._queue) == 1)
+            return come(server, api, constrained(api, {"const": 2}))
+
+
+def a_starved_constraint(_: ApiServer, api: Api) -> Came:
+    with api_server(compile_limits=CompileLimits(wall_s=0.3)) as server:
+        compiler: Any = server.service.models._compiler
+        until(server, lambda: compiler.pid is not None)
+        os.kill(compiler.pid, signal.SIGSTOP)  # it gets no processor
+        return come(server, api, constrained(api, {"const": 1}))
+
+
+def many_values(server: ApiServer, api: Api) -> Came:
+    return come(server, api, asked(metadata=[0] * (BODY_BOUNDS.values + 1)))
+
+
+def a_large_tool(server: ApiServer, api: Api) -> Came:
+    return come(server, api, with_tool(api, {"enum": [""] * OBJECT_BOUNDS.parts}))
+
+
+def a_large_body(_: ApiServer, api: Api) -> Came:
+    with small_bodies() as server:
+        told = come(server, api, asked(messages=[{"role": "user", "content": "x" * 1000}]))
+        chunk = b"12c\r\n" + b"x" * 300 + b"\r\n"
+        head = f"POST {api.path} HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+        assert come_of_bytes(server, api, head + 2 * chunk) == told  # it tells its length as it comes
+        return told
+
+
+def large_bodies(_: ApiServer, api: Api) -> Came:
+    """Two that come at once, each small enough."""
+    body = request_bytes(api, asked(messages=[{"role": "user", "content": "x" * (SMALL_BODY_BYTES + 1000)}]))
+    with (
+        api_server(limits=HttpLimits(bodies_bytes=2000), constraints=False) as server,
+        talking(server, body[:-1]),
+    ):
+        until(server, lambda: server.service.bodies.num_bytes >= 1000)
+        return come_of_bytes(server, api, body)
+
+
+def a_slow_body(_: ApiServer, api: Api) -> Came:
+    with small_bodies() as server:
+        return come_of_bytes(server, api, request_bytes(api, asked())[:-1])
+
+
+def a_compressed_body(server: ApiServer, api: Api) -> Came:
+    return come(server, api, b"\x1f\x8b", headers={"Content-Encoding": "gzip"})
+
+
+def a_prompt_over_the_limit(server: ApiServer, api: Api) -> Came:
+    long = come(server, api, asked(messages=[{"role": "user", "content": "x" * 5000}]))
+    with api_server(limits=HttpLimits(prompt_tokens=3), constraints=False) as limited:
+        assert come(limited, api, asked()) == long
+    return long
+
+
+def used_up(setting: str) -> Refused:
+    """By a first request."""
+
+    def refused(_: ApiServer, api: Api) -> Came:
+        with limited(setting) as server:
+            with contextlib.suppress(KeyError):  # it is no refusal
+                come(server, api, asked(), headers=BEARER)
+            return come(server, api, asked(), headers=BEARER)
+
+    return refused
+
+
+def too_many_of_one_tenant(_: ApiServer, api: Api) -> Came:
+    with limited("max_unfinished = 1") as server, held(server, api, 1, f"x-api-key: {KEY}"):
+        return come(server, api, asked(), headers=BEARER)
+
+
+def a_long_wait(_: ApiServer, api: Api) -> Came:
+    engine = FakeEngine(max_running=1)
+    with api_server(engine, max_wait_s=1e-9, constraints=False) as server, held(server, api, 2):
+        return come(server, api, asked())
+
+
+def a_full_engine(_: ApiServer, api: Api) -> Came:
+    engine = FakeEngine(max_unfinished=1)
+    with api_server(engine, constraints=False) as server, held(server, api):
+        full = come(server, api, asked())
+    engine = FakeEngine(max_unfinished=2)
+    with (
+        api_server(engine, tenants=tenants(), constraints=False) as server,
+        held(server, api, 1, f"x-api-key: {KEY}"),  # the other one is for other tenants
+    ):
+        assert come(server, api, asked(), headers=BEARER) == full
+    return full
+
+
+def an_ending_server(server: ApiServer, api: Api) -> Came:
+    with changed(server, server.service, "is_draining", True):
+        ending = come(server, api, asked())
+    with changed(server, server._server.app.state, "service", None):
+        assert come(server, api, asked()) == ending  # before there are models
+    return ending
+
+
+def a_failed_step(_: ApiServer, api: Api) -> Came:
+    with api_server(failing_engine(ArithmeticError("no memory")), constraints=False) as server:
+        return come(server, api, asked())
+
+
+def a_dead_engine(_: ApiServer, api: Api) -> Came:
+    with api_server(failing_engine(SystemExit(3)), constraints=False) as server:
+        dying = come(server, api, asked())
+        assert come(server, api, asked()) == dying
+        return dying
+
+
+def a_failed_step_in_a_stream(_: ApiServer, api: Api) -> Came:
+    with api_server(failing_engine(ArithmeticError("no memory"), 3), constraints=False) as server:
+        return come(server, api, asked(stream=True, max_tokens=100))
+
+
+def a_fault_of_the_server(_: ApiServer, api: Api) -> Came:
+    with api_server(tenants=BrokenTenants(), constraints=False) as server:
+        return come(server, api, asked())
+
+
+def a_page_of_another_site(server: ApiServer, api: Api) -> Came:
+    return come(server, api, asked(), headers={"Origin": "http://elsewhere.example"})
+
+
+def another_host(_: ApiServer, api: Api) -> Came:
+    with api_server(hosts=("127.0.0.1",), constraints=False) as server:
+        return come(server, api, asked(), headers={"Host": "elsewhere.example"})
+
+
+REFUSED: dict[str, Refused] = {
+    "no API key": with_key(None),
+    "an API key that nobody has": with_key("af-other"),
+    "too many wrong API keys from one address": many_wrong_keys,
+    "no such model, or none for this key": a_model_that_is_not_mine,
+    "no such path": lambda server, api: come(server, api, method="GET", path=api.path + "/nowhere"),
+    "another method": lambda server, api: come(server, api, method="PUT"),
+    "a request to the sessions' path that is no websocket": the_sessions_path,
+    "a websocket is asked for with a body": a_websocket_with_a_body,
+    "the body is no JSON": lambda server, api: come(server, api, b"{"),
+    "the body is compressed": a_compressed_body,
+    "a field is missing": asking(messages=None),
+    "a field has a wrong type": asking(max_tokens="many"),
+    "a field is unknown": asking(wishes="many"),
+    "a number is out of range": asking(top_p=-1),
+    "a value does not fit the others": each(
+        {"top_logprobs": 2}, {"tool_choice": {"type": "tool", "name": "unknown"}}
+    ),
+    "a parameter is not supported": each({"store": True}, {"container": "c_1"}),
+    "`best_of`, `echo`, `suffix`": best_of_echo_and_suffix,
+    "a conversation that is kept in a `thread`": each(None, {"thread": {"type": "create"}}),
+    "an image, a file, audio": an_image,
+    "a conversation, and a model without a chat template": on_template(None, "user"),
+    "a conversation that the model's chat template refuses": on_template(INST, "assistant", "user"),
+    "a conversation of too many turns that the chat template rewrites": many_renderings,
+    "the prompt is too long": a_prompt_over_the_limit,
+    "the prompt is empty": of_prompt(""),
+    "a token id beyond the vocabulary": of_prompt([10**6]),
+    "a constraint makes no sense": with_schema({"type": "string", "pattern": "a("}),
+    "a constraint cannot be kept": with_schema({"$dynamicRef": "#a"}),
+    "a constraint is too large or takes too long": a_large_constraint,
+    "a constraint that costs too much shows it in a stream that has begun": an_ambiguous_grammar,
+    "a tool's parameters nest too deep": a_deep_tool,
+    "the model cannot keep constraints": no_compiler,
+    "too many constraints wait": many_constraints,
+    "a constraint is not compiled in time, as others need the processors": a_starved_constraint,
+    "a tool's parameters are too large": a_large_tool,
+    "the body holds too many values": many_values,
+    "the body is too large": a_large_body,
+    "the bodies of all requests, or of one tenant's part, are too large together": large_bodies,
+    "the body comes too slowly": a_slow_body,
+    "the requests of a minute are used up": used_up("requests_per_minute = 1"),
+    "the tokens of a minute are used up": used_up("tokens_per_minute = 1"),
+    "too many unfinished requests of one tenant": too_many_of_one_tenant,
+    "the request would wait too long": a_long_wait,
+    "too many unfinished requests of all, or of one tenant's part": a_full_engine,
+    "the server is starting or shutting down": an_ending_server,
+    "the engine fails on this request": a_failed_step,
+    "the engine is gone": a_dead_engine,
+    "the engine fails in a stream that has begun": a_failed_step_in_a_stream,
+    "a fault of the server": a_fault_of_the_server,
+    "a page of another site": a_page_of_another_site,
+    "another host name": another_host,
+    "too many connections": too_many_connections,
+    "too many connections from one address": too_many_of_one_address,
+    "no request comes": no_request,
+    "the headers come too slowly": slow_headers,
+    "the headers are too large, or too many": large_headers,
+    "the URL is too long": a_long_url,
+    "the answer is not read": not_read,
+    "what comes is no HTTP": no_http,
+}
+APIS = (OPENAI, ANTHROPIC)

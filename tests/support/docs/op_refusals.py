@@ -1,0 +1,244 @@
+"""How single ops are made to fail, in a session that goes on: by the words of the rows of docs/errors.md.
+Gives the code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from support.api_server import ApiServer, api_server
+from support.chat_template_shapes import INST
+from support.docs.http_refusals import LOUD
+from support.fake_engine import FakeEngine
+from support.refused_calls import OPENAI, held
+from support.refused_sessions import ASK, OPEN, Session, gen, text
+from support.refused_sessions import session as session_on
+from support.refusing_servers import KEY, changed, failing_engine, tenants
+
+from agentflow.engine.grammar.compiler.compiled import CompileLimits
+from agentflow.engine.text import chat_layout
+from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.runtime import interpreter, state_tree
+from agentflow.server.config.limits import ServerLimits
+from agentflow.server.tenants.rate_limit import TenantGate
+
+Fails = Callable[[ApiServer], str]
+
+
+def ops(*sent: dict[str, Any], state: int | None = None) -> Fails:
+    """What the first variable (or this state) fails with."""
+
+    def fail(server: ApiServer) -> str:
+        with session_on(server) as session:
+            session.ops(*sent)
+            return session.failure(state)
+
+    return fail
+
+
+def on(engine: Callable[[], FakeEngine], *sent: dict[str, Any], **options: Any) -> Fails:
+    """The same on another server."""
+
+    def fail(_: ApiServer) -> str:
+        with api_server(engine(), **{"constraints": False, **options}) as server:
+            return ops(*sent)(server)
+
+    return fail
+
+
+def while_busy(*sent: dict[str, Any], **config: Any) -> Fails:
+    """The engine runs a request and does not get on."""
+
+    def fail(_: ApiServer) -> str:
+        with api_server(FakeEngine(**config), constraints=False) as server, held(server, OPENAI):
+            return ops(*sent)(server)
+
+    return fail
+
+
+def patched(module: Any, name: str, value: int, fail: Fails) -> Fails:
+    def patched_fail(server: ApiServer) -> str:
+        with patch.object(module, name, value):
+            return fail(server)
+
+    return patched_fail
+
+
+def large_values(_: ApiServer) -> str:
+    """A large op; and small ones, of which the second takes the value of the first sixty times."""
+    longer = {**SET, "parts": [{"op": "ref", "var": 2}] * 60}
+    failures = {
+        fail_with(limits, OPEN, {**SET, "var": 2, "parts": ["x" * 4000]}, longer)
+        for limits in (ServerLimits(session_bytes=200_000), ServerLimits(sessions_bytes=200_000))
+    }
+    failures.add(fail_with(ServerLimits(session_bytes=20_000), OPEN, text("x" * 30_000)))
+    [code] = failures
+    return code
+
+
+def fail_with(limits: ServerLimits, *sent: dict[str, Any]) -> str:
+    with api_server(server_limits=limits, constraints=False) as server:
+        return ops(*sent, state=1)(server)
+
+
+def on_template(source: str | None, *sent: dict[str, Any], state: int | None = None) -> Fails:
+    """On a model with this chat template."""
+
+    def fail(_: ApiServer) -> str:
+        with api_server(template=ChatTemplate(source), constraints=False) as server:
+            return ops(*sent, state=state)(server)
+
+    return fail
+
+
+def many_renderings(server: ApiServer) -> str:
+    turns = [op for role in ["user", "assistant"] * 3 for op in turn(role)]
+    with patch.object(chat_layout, "MIN_RENDERINGS", 4), patch.object(chat_layout, "MAX_RENDERED_CHARS", 0):
+        return on_template(LOUD, OPEN, *turns, gen())(server)
+
+
+@contextmanager
+def session_of_ann(*settings: str) -> Iterator[tuple[ApiServer, Session]]:
+    """Of a tenant with these settings."""
+    known = tenants(*settings)
+    gate = TenantGate(current=known.current)
+    with (
+        api_server(tenants=known, gate=gate, constraints=False) as server,
+        session_on(server, key=KEY) as session,
+    ):
+        yield server, session
+
+
+def used_up(setting: str) -> Fails:
+    def fail(_: ApiServer) -> str:
+        with session_of_ann(setting) as (_, session):
+            session.ops(*ASK, gen(var=2), gen(var=3))
+            return session.failure()
+
+    return fail
+
+
+def too_many_of_one_tenant(_: ApiServer) -> str:
+    with (
+        session_of_ann("max_unfinished = 1") as (server, session),
+        held(server, OPENAI, 1, f"x-api-key: {KEY}"),
+    ):
+        session.ops(*ASK, gen())
+        return session.failure()
+
+
+def a_key_that_is_gone(_: ApiServer) -> str:
+    with session_of_ann() as (server, session), changed(server, server.service.tenants, "_tenant_of", {}):
+        session.ops(*ASK, gen())
+        return session.failure()
+
+
+def no_counters(_: ApiServer) -> str:
+    with (
+        api_server(failing_engine(SystemExit(3)), constraints=False) as server,
+        session_on(server) as session,
+    ):
+        session.ops(*ASK, gen())
+        assert session.failure() == "`engine_failed`"
+        session.ops({"op": "getstats", "ticket": 7})
+        reply = next(event for event in session.events() if event["event"] == "statsreply")
+        session.check_goes_on(98)
+        return f"`{reply['error']['code']}`"
+
+
+def a_cancelled_state(server: ApiServer) -> str:
+    with session_on(server) as session:
+        server.call(server.engine.gate.allow, 0)
+        try:
+            session.ops(*ASK, gen())
+            server.call(server.engine.gate.held)
+            session.ops({"op": "cancel", "state": 1})
+            return session.failure()
+        finally:
+            server.call(server.engine.gate.open)
+
+
+def turn(role: str) -> tuple[dict[str, Any], ...]:
+    begin = {"op": "begin", "state": 1, "role": role}
+    return begin, text("some words"), {"op": "end", "state": 1}
+
+
+def constrained(kind: str, source: str) -> dict[str, Any]:
+    return gen(constraint={"kind": kind, "source": source})
+
+
+SET = {"op": "set", "state": 1, "var": 3, "name": "text", "parts": ["no JSON"]}
+IN_JSON = {"op": "ref", "var": 3, "transforms": [["json", "score"]]}
+IMAGE = {"op": "image", "state": 1, "source": "data:image/png;base64,AA=="}
+USER = {"op": "begin", "state": 1, "role": "user"}
+FORK = {"op": "fork", "state": 1, "children": [11, 12]}
+TASK_GROUP = {"op": "taskgroup", "state": 1, "children": [11, 12]}
+NO_TOKENS = gen(state=11, params={"max_tokens": 0})
+SELECT = {"op": "select", "state": 1, "var": 2, "name": "choice", "choices": []}
+SEAL = {"op": "seal", "state": 1}
+TWO_TOKENS = {"op": "limit", "state": 1, "output_tokens": 2}
+
+
+TWICE = (OPEN, {"op": "open", "state": 3}, {"op": "open", "state": 3})
+TRANSFORMED = {"op": "ref", "var": 2, "transforms": [["strip", ""]] * 100}
+
+
+FAILURES: dict[str, Fails] = {
+    "an op that cannot be read": ops(*ASK, {"op": "begin", "state": 1, "role": "judge"}, state=1),
+    "a parameter that there is not": ops(*ASK, gen(params={"heat": 1})),
+    "a parameter out of range": ops(*ASK, gen(params={"max_tokens": 0})),
+    "a token beyond the vocabulary": ops(*ASK, gen(params={"logit_bias": [[10**6, 1.0]]})),
+    "nothing to go on from": ops(OPEN, gen()),
+    "a `select` without choices": ops(*ASK, SELECT),
+    "a turn in a turn, or an end without one": ops(OPEN, USER, USER, state=1),
+    "a `hint` that makes no sense": ops(OPEN, {"op": "hint", "state": 1, "forks": -5}, state=1),
+    "a variable that is not there": ops(OPEN, text({"op": "ref", "var": 7}), state=1),
+    "a number that is taken": ops(*TWICE, state=3),
+    "more transforms than may follow each other": ops(OPEN, {**SET, "var": 2}, text(TRANSFORMED), state=1),
+    "a `limit` that makes no sense": ops(OPEN, {"op": "limit", "state": 1, "output_tokens": -1}, state=1),
+    "a `taskgroup` of states that are no forks of its state, or with one of them twice": ops(
+        *TWICE[:2], {"op": "taskgroup", "state": 1, "children": [3]}, state=1
+    ),
+    "a `cache_salt` or `program` that is too long": ops({**OPEN, "cache_salt": "x" * 257}, state=1),
+    "a `submit` that is no graph": ops({"op": "submit", "state": 1, "ops": []}, state=1),
+    "a turn, and a model without a chat template": on_template(None, OPEN, *turn("user"), state=1),
+    "turns that the model's chat template refuses": on_template(INST, OPEN, *turn("assistant"), gen()),
+    "too many turns that the chat template rewrites": many_renderings,
+    "an image": ops(OPEN, IMAGE, state=1),
+    "prompt and output do not fit": ops(OPEN, text("x" * 5000), gen()),
+    "a constraint that makes no sense": ops(*ASK, constrained("regex", "a(")),
+    "a constraint that is too large or takes too long": on(
+        FakeEngine,
+        *ASK,
+        constrained("regex", "a+"),
+        constraints=True,
+        compile_limits=CompileLimits(compiled_bytes=1),
+    ),
+    "the model cannot keep constraints": on(FakeEngine, *ASK, constrained("regex", "a")),
+    "an op after `seal` (but `set` and `read`)": ops(*ASK, SEAL, gen()),
+    "the gen took longer than its time": while_busy(*ASK, gen(timeout_s=0.01)),
+    "the time of the state or session is over": while_busy(
+        *ASK, {"op": "limit", "state": 1, "deadline_s": 0.01}, gen()
+    ),
+    "the tokens of the state or session are used up": ops(*ASK, TWO_TOKENS, gen()),
+    "the state was cancelled": a_cancelled_state,
+    "a transform cannot be applied": ops(*ASK, SET, text(IN_JSON), state=1),
+    "a value that is needed has failed": ops(
+        *ASK, {**OPEN, "state": 11}, NO_TOKENS, text({"op": "ref", "var": 2}), state=1
+    ),
+    "a branch of a task group failed": ops(*ASK, FORK, TASK_GROUP, NO_TOKENS, state=1),
+    "the requests of a minute are used up": used_up("requests_per_minute = 1"),
+    "the tokens of a minute are used up": used_up("tokens_per_minute = 1"),
+    "too many unfinished requests of one tenant": too_many_of_one_tenant,
+    "the API key is not known any more": a_key_that_is_gone,
+    "the engine has too many unfinished requests": while_busy(*ASK, gen(), max_unfinished=1),
+    "too many states in a session": patched(state_tree, "MAX_STATES", 1, ops(*TWICE[:2], state=3)),
+    "too many limits of states": patched(state_tree, "MAX_LIMITS", 0, ops(OPEN, TWO_TOKENS, state=1)),
+    "too many ops wait on a state": patched(interpreter, "MAX_PENDING_OPS", 1, ops(*ASK, gen())),
+    "ops, states and values that are too large together": large_values,
+    "the engine fails on this request": on(lambda: failing_engine(ArithmeticError("no memory")), *ASK, gen()),
+    "the engine is gone": on(lambda: failing_engine(SystemExit(3)), *ASK, gen()),
+    "`getstats` of an engine that restarts or is gone": no_counters,
+}

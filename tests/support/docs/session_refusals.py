@@ -1,0 +1,270 @@
+"""How sessions are made to end, or not to begin: by the words of the rows of docs/errors.md."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from support.api_server import ApiServer, api_server
+from support.refused_calls import talking
+from support.refused_sessions import ASK, HELLO, NO_CODE, OPEN, address, gen, refused_handshake, text
+from support.refused_sessions import session as session_on
+from support.refusing_servers import KEY, changed, of_any_address, tenants
+
+from agentflow.engine.generator import EngineGenerator
+from agentflow.runtime import interpreter
+from agentflow.runtime import interpreter as stats_answers
+from agentflow.server.config.limits import ServerLimits
+from agentflow.server.tenants.keys import hashed_key
+
+Ends = Callable[[ApiServer], tuple[str, str]]
+
+
+# Before the session: the status of the handshake, and its headers
+
+
+def no_key(_: ApiServer) -> tuple[str, str]:
+    with api_server(tenants=tenants(), constraints=False) as server:
+        wrong = {"Authorization": "Bearer af-other"}
+        assert refused_handshake(address(server), wrong) == refused_handshake(address(server))
+        return refused_handshake(address(server))
+
+
+def many_wrong_keys(_: ApiServer) -> tuple[str, str]:
+    with of_any_address(), api_server(tenants=tenants(), constraints=False) as server:
+        refused_handshake(address(server), {"Authorization": "Bearer af-other"})
+        return refused_handshake(address(server), {"Authorization": f"Bearer {KEY}"})
+
+
+def another_host(_: ApiServer) -> tuple[str, str]:
+    with api_server(hosts=("here.example",), constraints=False) as server:
+        return refused_handshake(address(server))
+
+
+def an_ending_server(server: ApiServer) -> tuple[str, str]:
+    with changed(server, server.service, "is_draining", True):
+        ending = refused_handshake(address(server))
+    with changed(server, server._server.app.state, "service", None):
+        assert refused_handshake(address(server)) == ending
+    return ending
+
+
+def large_headers(server: ApiServer) -> tuple[str, str]:
+    many = refused_handshake(address(server), {f"x-{number}": "1" for number in range(130)}, is_json=False)
+    assert many == refused_handshake(address(server), {"x": "1" * 9_000}, is_json=False)
+    return many
+
+
+HANDSHAKES: dict[str, Ends] = {
+    "no API key, or one that nobody has": no_key,
+    "too many wrong API keys from one address": many_wrong_keys,
+    "a page of another site": lambda server: refused_handshake(
+        address(server), {"Origin": "http://elsewhere.example"}
+    ),
+    "another host name": another_host,
+    "another path": lambda server: refused_handshake(address(server, "/v1/models")),
+    "too many headers, or one that is too long": large_headers,
+    "the server is starting or shutting down": an_ending_server,
+}
+
+
+# In the session: the close code, and what the session is refused with
+
+
+def sending(*frames: Any, greets: bool = True) -> Ends:
+    """Frames (bytes: as they are, in a text message) of which the last one is refused."""
+
+    def end(server: ApiServer) -> tuple[str, str]:
+        with session_on(server, greets=greets) as session:
+            for frame in frames:
+                if isinstance(frame, bytes):
+                    session.socket.send(frame, text=True)
+                else:
+                    session.send(frame)
+            return session.end()
+
+    return end
+
+
+def ops(*ops: dict[str, Any], first: int = 1) -> Ends:
+    return sending({"frame": "ops", "first": first, "ops": ops})
+
+
+@contextmanager
+def limited(**limits: Any) -> Iterator[ApiServer]:
+    with api_server(server_limits=ServerLimits(**limits), constraints=False) as server:
+        yield server
+
+
+def of(end: Ends, **limits: Any) -> Ends:
+    """The same with other limits."""
+
+    def limited_end(_: ApiServer) -> tuple[str, str]:
+        with limited(**limits) as server:
+            return end(server)
+
+    return limited_end
+
+
+def mixed_frames(server: ApiServer) -> tuple[str, str]:
+    with session_on(server) as session:
+        session.socket.send(b"\x80", text=False)
+        return session.end()
+
+
+def of_two(**limits: Any) -> Ends:
+    """A second one is too many."""
+
+    def end(_: ApiServer) -> tuple[str, str]:
+        with limited(**limits) as server, session_on(server), session_on(server, greets=False) as second:
+            second.send(HELLO)
+            return second.end()
+
+    return end
+
+
+def too_many_of_one_tenant(_: ApiServer) -> tuple[str, str]:
+    limits = ServerLimits(max_sessions=2)
+    with (
+        api_server(tenants=tenants(), server_limits=limits, constraints=False) as server,
+        session_on(server, key=KEY),
+        session_on(server, key=KEY, greets=False) as second,
+    ):
+        second.send(HELLO)
+        return second.end()
+
+
+def too_many_connections_of_one_tenant(_: ApiServer) -> tuple[str, str]:
+    limits = ServerLimits(max_connections=2)
+    with (
+        api_server(tenants=tenants(), server_limits=limits, constraints=False) as server,
+        session_on(server, key=KEY, greets=False),  # it has its place before it says anything
+        session_on(server, key=KEY, greets=False) as second,
+    ):
+        second.send(HELLO)
+        return second.end()
+
+
+def patched(module: Any, name: str, value: int, end: Ends) -> Ends:
+    def patched_end(server: ApiServer) -> tuple[str, str]:
+        with mock.patch.object(module, name, value):
+            return end(server)
+
+    return patched_end
+
+
+def an_unknown_session(server: ApiServer) -> tuple[str, str]:
+    unknown = resuming(server, {"session": "none", "secret": "none"})
+    with session_on(server) as session:
+        assert resuming(server, {**session.to_resume, "secret": "wrong"}) == unknown
+    with api_server(tenants=tenants(*_BOB), constraints=False) as other, session_on(other, key=KEY) as anns:
+        assert resuming(other, anns.to_resume, key="af-bob") == unknown
+    return unknown
+
+
+_BOB = ("[tenants.bob]", f'keys = ["{hashed_key("af-bob")}"]')
+
+
+def resuming(server: ApiServer, resume: dict[str, Any], *, key: str | None = None) -> tuple[str, str]:
+    with session_on(server, key=key, greets=False) as session:
+        session.send({**HELLO, "resume": resume})
+        return session.end()
+
+
+def an_unknown_model(server: ApiServer) -> tuple[str, str]:
+    unknown = sending({**HELLO, "model": "nowhere"}, greets=False)(server)
+    with api_server(tenants=tenants('models = ["another"]'), constraints=False) as other:
+        for model in ("fake", None):
+            with session_on(other, key=KEY, greets=False) as session:
+                session.send({**HELLO, "model": model})
+                assert session.end() == unknown
+    return unknown
+
+
+def a_revoked_key(_: ApiServer) -> tuple[str, str]:
+    known = tenants()
+    with api_server(tenants=known, constraints=False) as server, session_on(server, key=KEY) as session:
+        known._tenant_of.clear()
+        server.call(server.service.sessions.end_revoked)
+        return session.end()
+
+
+def taken_over(server: ApiServer) -> tuple[str, str]:
+    with session_on(server) as first, session_on(server, greets=False) as second:
+        second.hello(resume=first.to_resume)
+        return first.end()
+
+
+def the_servers_end(_: ApiServer) -> tuple[str, str]:
+    with contextlib.ExitStack() as client:
+        with api_server(constraints=False) as server:
+            session = client.enter_context(session_on(server))
+        return session.end()
+
+
+def a_fault_of_the_server(server: ApiServer) -> tuple[str, str]:
+    with mock.patch.object(EngineGenerator, "open", side_effect=ZeroDivisionError):
+        return ops(OPEN)(server)
+
+
+def no_answer_to_a_ping(_: ApiServer) -> tuple[str, str]:
+    key = base64.b64encode(os.urandom(16)).decode()
+    head = (
+        "GET /v1/session HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+        f"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {key}\r\n\r\n"
+    )
+    with limited(ping_interval_s=0.05) as server, talking(server, head.encode()) as stream:
+        reader = stream.makefile("rb")
+        while reader.readline() != b"\r\n":
+            pass
+        while True:
+            opcode, length = reader.read(2)  # the frames of a server are short here, and not masked
+            body = reader.read(length)
+            if opcode == 0x88:
+                return str(int.from_bytes(body[:2], "big")), NO_CODE
+
+
+LONG = {"frame": "ops", "first": 1, "ops": [], "filler": "x" * 5000}
+VERY_LONG = {**LONG, "filler": "x" * 9000}
+NO_LIMIT = {"op": "limit", "output_tokens": -1}
+PROVIDED = {"op": "provide", "var": 2, "text": "x"}
+
+SESSION_ENDS: dict[str, Ends] = {
+    "no `hello` in time": of(sending(greets=False), hello_timeout_s=0.05),
+    "another frame before `hello`": sending({"frame": "bye"}, greets=False),
+    "another version of the protocol": sending({**HELLO, "version": 99}, greets=False),
+    "a frame that cannot be read": sending(b"[]"),
+    "a frame that is not expected": sending(HELLO),
+    "binary and text messages in one connection": mixed_frames,
+    "a text message that is not UTF-8": sending(b"\xff"),
+    "a frame over the limit": of(sending(LONG), frame_bytes=4096),
+    "a frame of more than twice the limit": of(sending(VERY_LONG), frame_bytes=4096),
+    "a gap in the numbers of the ops": ops(OPEN, first=2),
+    "a state that is not there, or closed": ops(text("x", state=7)),
+    "an op that does not say its state": ops({"op": "text", "state": "1", "parts": ["x"]}),
+    "a state with a number that is too large": ops({"op": "open", "state": 2**63}),
+    "a `limit` of the session that makes no sense": ops({**NO_LIMIT, "state": 0}),
+    "`provide` for what the client does not provide": ops(*ASK, gen(), PROVIDED),
+    "too many sessions": of_two(max_sessions=1),
+    "too many sessions of one tenant": too_many_of_one_tenant,
+    "too many connections": of_two(max_connections=1),
+    "too many connections of one tenant": too_many_connections_of_one_tenant,
+    "too many ops that were rejected": patched(
+        interpreter, "REJECTED_BYTES", 1, ops({**OPEN, "cache_salt": "x" * 257})
+    ),
+    "too many `getstats` wait for their answers": patched(
+        stats_answers, "MAX_TICKETS", 1, ops(*[{"op": "getstats", "ticket": 1}] * 2)
+    ),
+    "the session to resume is gone, or is somebody else's": an_unknown_session,
+    "no such model, or none for this key": an_unknown_model,
+    "the session's API key is not valid any more": a_revoked_key,
+    "the session was resumed over another connection": taken_over,
+    "the server shuts down": the_servers_end,
+    "a ping was not answered": no_answer_to_a_ping,
+    "a fault of the server": a_fault_of_the_server,
+}

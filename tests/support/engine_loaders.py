@@ -1,0 +1,102 @@
+"""What engine processes load in tests: the plain fake model, with faults that the options ask for.
+
+Places where a process can be held: see ``holds.py``. What is to happen once and not again after a restart
+is noted in a file.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from support.fake_engine import TOKENIZER
+from support.holds import stand
+from support.plain_engine import END_ID, plain_token
+from support.small_tokenizers import byte_level
+
+from agentflow.engine.batch import Batch
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.process.ipc import Start
+from agentflow.engine.runner import AcceleratorFault
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.text.tokenizer import Tokenizer
+from agentflow.errors import BadModelFolder
+
+# The first token of prompts that kill the process which computes them.
+POISON = 8
+# And of those that do so at this length.
+SLOW_POISON = 9
+SLOW_LENGTH = 5
+
+
+def start(**options) -> Start:
+    """An engine process on the plain fake model. ``options`` as of ``load``."""
+    return Start("support.engine_loaders:load", options)
+
+
+def load(
+    *,
+    config: dict | None = None,
+    hold_at: dict[str, str] | None = None,
+    hold_load: str = "",
+    kill_load: bool = False,
+    missing: str = "",
+    error: str = "",
+    is_random: bool = False,
+    other: str = "",
+    fault_at: dict[str, str] | None = None,
+    failing: str = "",
+    poison: str = "kills",
+) -> tuple:
+    """``hold_at``: step number to a hold before it. ``hold_load``: a hold while loading. ``kill_load``:
+    it dies there. ``missing``: a file without which it is a bad folder. ``error``: what loading raises.
+    ``other``: a file that, if it is there, names what is another one: ``model`` or ``tokenizer``.
+    ``fault_at``: step number to a file; if it is there, it goes, and the accelerator fails in that step.
+    ``failing``: a file, while which is there all forward passes fail. ``poison``: what ``POISON`` does: it
+    ``kills`` the process, or the pass ``fails``, or the accelerator (``faults``)."""
+    if hold_load:
+        stand(hold_load)
+    if kill_load:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if missing and not Path(missing).exists():
+        raise BadModelFolder(f"{missing} is not there")
+    if error == "package":
+        import no_such_package  # noqa: F401
+    if error:
+        raise ValueError(error)
+    holds = {int(step): hold for step, hold in (hold_at or {}).items()}
+    steps = itertools.count(1)
+
+    faults = {int(step): Path(path) for step, path in (fault_at or {}).items()}
+
+    def on_step(batch: Batch) -> None:
+        step = next(steps)
+        stand(holds.get(step, ""))
+        if step in faults and faults[step].exists():
+            faults[step].unlink()
+            raise AcceleratorFault("an illegal memory access")
+        if failing and Path(failing).exists():
+            raise ArithmeticError("it fails")
+
+    def next_token(tokens: NDArray[np.int64]) -> int | None:
+        if tokens[0] == POISON and poison != "kills":
+            raise AcceleratorFault if poison == "faults" else ArithmeticError
+        if tokens[0] == POISON or (tokens[0] == SLOW_POISON and len(tokens) == SLOW_LENGTH):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return None if is_random else plain_token(tokens)
+
+    changed = Path(other).read_text() if other and Path(other).exists() else ""
+    runner = FakeRunner(
+        num_slots=4096,
+        max_context=1201 if changed == "model" else 1200,
+        vocab_size=TOKENIZER.vocab_size,
+        next_token=next_token,
+        end_token_ids=(END_ID,),
+        on_step=on_step,
+    )
+    tokenizer = Tokenizer(byte_level()) if changed == "tokenizer" else TOKENIZER
+    return runner, tokenizer, SchedulerConfig(**(config or {}))

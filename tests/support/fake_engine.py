@@ -1,0 +1,113 @@
+"""The whole engine on the deterministic runner, as a backend: for tests that need slots and steps but
+no model. A gate holds the engine before a step, so that a test can act at a chosen point."""
+
+import math
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import anyio.lowlevel
+from support.chat_template_shapes import CHATML
+from support.small_tokenizers import byte_level
+
+from agentflow.backends.local import interpreted
+from agentflow.engine.batch import Batch
+from agentflow.engine.client import EngineClient, running_engine
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.engine.text.tokenizer import Tokenizer
+from agentflow.protocol.backend import Connection, Deliver, Lost
+from agentflow.runtime.task_group import loop_caller
+
+TOKENIZER = Tokenizer(byte_level(special=("<|im_start|>", "<|im_end|>")))
+TEMPLATE = ChatTemplate(CHATML)
+
+
+class StepGate:
+    """Lets so many steps pass, then holds the engine until more are allowed."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._allowed: float = math.inf
+        self._call_in_loop = None
+        self._is_held = None
+        self.batches: list[Batch] = []
+
+    def attach(self) -> None:
+        """Called in the event loop before the engine starts."""
+        self._call_in_loop = loop_caller()
+        self._is_held = anyio.Event()
+
+    def allow(self, num_steps: float) -> None:
+        """Replaces what is left: so many more steps may run."""
+        with self._condition:
+            self._allowed = num_steps
+            if self._is_held.is_set():
+                self._is_held = anyio.Event()
+            self._condition.notify_all()
+
+    def open(self) -> None:
+        self.allow(math.inf)
+
+    async def held(self) -> None:
+        """Waits until the engine stands before a step that is not allowed."""
+        with anyio.fail_after(10):
+            await self._is_held.wait()
+
+    def __call__(self, batch: Batch) -> None:
+        with self._condition:
+            self.batches.append(batch)
+            if self._allowed <= 0:
+                self._call_in_loop(self._is_held.set)
+                if not self._condition.wait_for(lambda: self._allowed > 0, timeout=30):
+                    raise RuntimeError("nobody opened the gate")
+            self._allowed -= 1
+
+
+class FakeEngine:
+    """A backend: ``af.session(backend=FakeEngine(...))``. Open one session on it at a time."""
+
+    def __init__(
+        self, *, runner: FakeRunner | None = None, max_unfinished: int | None = None, **config
+    ) -> None:
+        self.gate = StepGate()
+        self.runner = runner or FakeRunner(
+            vocab_size=TOKENIZER.vocab_size, num_slots=4096, max_context=1024, on_step=self.gate
+        )
+        self.config = SchedulerConfig(**config)
+        self.max_unfinished = max_unfinished
+        self.client: EngineClient | None = None
+
+    @asynccontextmanager
+    async def open_client(self) -> AsyncIterator[EngineClient]:
+        self.gate.attach()
+        opening = running_engine(
+            lambda: (self.runner, TOKENIZER, self.config), max_unfinished=self.max_unfinished
+        )
+        async with opening as client:
+            self.client = client
+            try:
+                yield client
+            finally:
+                self.gate.open()
+
+    @asynccontextmanager
+    async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
+        async with self.open_client() as client:
+            generator = EngineGenerator(client, TEMPLATE)
+            async with interpreted(generator, deliver) as connection:
+                yield connection
+
+    async def assert_idle(self) -> None:
+        """Nothing is asked of the engine any more, and then everything has been given back by the
+        time it has read what it was sent: before the next step starts."""
+        with anyio.fail_after(10):
+            while self.client.num_calls:
+                await anyio.lowlevel.checkpoint()
+        stats = await self.client.stats()
+        assert (stats.running, stats.waiting, stats.held_slots) == (0, 0, 0)
+        assert stats.free_slots + stats.cached_slots == stats.total_slots
+        self.client.engine.scheduler.check_idle()

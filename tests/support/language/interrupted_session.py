@@ -1,0 +1,92 @@
+"""A script that stands in one phase of a session until it is interrupted.
+
+``interrupted_session.py PHASE LOOP``
+
+It prints the phase when it is there. What it stands in never ends by itself.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+from support.fake_engine import TEMPLATE, TOKENIZER
+
+import agentflow as af
+from agentflow.backends.local import interpreted
+from agentflow.engine.batch import Batch
+from agentflow.engine.client import running_engine
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
+from agentflow.runtime.task_group import loop_caller
+
+PHASES = ("connecting", "loading", "running", "closing")
+
+
+def stand(phase: str) -> None:
+    print(phase, flush=True)
+    threading.Event().wait()
+
+
+class StandingEngine:
+    """An engine in this process that stands in its load, or in its first step."""
+
+    def __init__(self, phase: str) -> None:
+        self._phase = phase
+        self._call_in_loop = loop_caller()
+        self.has_begun = anyio.Event()
+
+    def _load(self) -> tuple[FakeRunner, object, SchedulerConfig]:
+        if self._phase == "loading":
+            stand("loading")
+        runner = FakeRunner(vocab_size=TOKENIZER.vocab_size, on_step=self._step)
+        return runner, TOKENIZER, SchedulerConfig()
+
+    def _step(self, batch: Batch) -> None:
+        if self._phase == "running":
+            stand("running")
+        self._call_in_loop(self.has_begun.set)
+        threading.Event().wait()
+
+    @asynccontextmanager
+    async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
+        async with (
+            running_engine(self._load) as client,
+            interpreted(EngineGenerator(client, TEMPLATE), deliver) as connection,
+        ):
+            yield connection
+
+
+def silent_server() -> Backend:
+    """Takes a connection, and never says a word."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        connection.recv(1)
+        stand("connecting")
+
+    threading.Thread(target=serve, daemon=True).start()
+    return af.Remote(f"ws://127.0.0.1:{listener.getsockname()[1]}")
+
+
+async def main(phase: str) -> None:
+    engine = StandingEngine(phase)
+    backend = silent_server() if phase == "connecting" else engine
+    async with af.session(backend=backend) as flow:
+        s = await flow.state().__aenter__()
+        s += "a" + af.gen("x")
+        if phase == "running":
+            await s["x"]
+        await engine.has_begun.wait()
+        print(phase, flush=True)  # the step goes on while the block is left
+
+
+if __name__ == "__main__":
+    anyio.run(main, sys.argv[1], backend=sys.argv[2])

@@ -1,0 +1,71 @@
+"""A fake model with logits: the real sampler on numbers that follow from the last tokens. And its twin."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from support.fake_engine import TOKENIZER
+from support.plain_engine import END_ID, PLAIN_IDS, Expected, alone
+from support.plain_sampler import plain_token_of
+
+from agentflow.engine.batch import BatchOutput, SampledRows
+from agentflow.engine.client import EngineClient, running_engine
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.engine.models.sampler import choose_tokens
+from agentflow.engine.scheduling.scheduler import SchedulerConfig
+from agentflow.kernels import torch_ops as cpu_ops
+from agentflow.protocol.sampling import SamplingParams
+
+
+def logits_after(tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float32]:
+    """Plain text is likely, and a few characters are much more so than others, whatever came before; what
+    they are worth exactly depends on the last token. The end comes up now and then."""
+    chance = np.random.default_rng(int(tokens[-1]))
+    logits = np.full(TOKENIZER.vocab_size, -20.0)
+    favourites = np.random.default_rng(7).normal(0.0, 1.5, len(PLAIN_IDS))
+    logits[PLAIN_IDS] = favourites + chance.normal(0.0, 0.5, len(PLAIN_IDS))
+    # In most places the end is no choice, in some it is the first.
+    logits[END_ID] = 9.0 if zlib.crc32(b"%d" % tokens[-1]) % 5 == 0 else -20.0
+    return logits.astype(np.float32)
+
+
+class LogitRunner(FakeRunner):
+    """Chooses as a real runner does."""
+
+    def choose(self, seen: list[NDArray[np.int64]], sampled: SampledRows) -> BatchOutput:
+        if not seen:
+            return BatchOutput(sampled.target_ids.copy(), None)
+        logits = torch.from_numpy(np.stack([logits_after(tokens) for tokens in seen]))
+        return choose_tokens(logits, sampled, cpu_ops)
+
+
+def logit_runner(**options) -> LogitRunner:
+    """``options`` as of ``FakeRunner``."""
+    defaults = {"num_slots": 4096, "max_context": 512, "vocab_size": TOKENIZER.vocab_size}
+    return LogitRunner(**(defaults | {"end_token_ids": (END_ID,)} | options))
+
+
+@asynccontextmanager
+async def logit_engine(config: SchedulerConfig | None = None, **options) -> AsyncIterator[EngineClient]:
+    """A running engine on it. When it ends, nothing may be held."""
+    runner = logit_runner(**options)
+    async with running_engine(lambda: (runner, TOKENIZER, config or SchedulerConfig())) as client:
+        yield client
+        if client.num_calls == 0:
+            await client.stats()
+            client.engine.scheduler.check_idle()
+
+
+def alone_by_logits(prompt: Sequence[int], params: SamplingParams, seed: int = 0) -> Expected:
+    """The twin: one request alone, its tokens by the plain sampler."""
+
+    def choose(prompt: list[int], ids: list[int], forbidden: set[int]) -> int:
+        logits = logits_after([*prompt, *ids])
+        return plain_token_of(logits, params, prompt, ids, forbidden=forbidden, seed=seed)
+
+    return alone(prompt, params, choose)

@@ -1,0 +1,106 @@
+"""An engine process on the fake model, and what tests do with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import anyio
+from anyio.lowlevel import checkpoint
+from support.engine_loaders import start
+from support.fake_engine import TOKENIZER
+from support.holds import Hold
+from support.plain_engine import alone
+
+from agentflow.engine.client import EngineClient
+from agentflow.engine.process.ipc import Finished
+from agentflow.engine.process.shutdown_budget import ShutdownBudget
+from agentflow.engine.process.supervisor import Deadlines, supervised_engine
+from agentflow.protocol.sampling import SamplingParams
+
+PROMPT = [5, 6, 7]
+LENGTH = 20
+PLAIN = alone(PROMPT, SamplingParams(max_tokens=LENGTH, ignore_eos=True))
+
+
+class Ticks:
+    """Time for an engine's deadlines that passes only when a test says so. Delays before restarts take no
+    time, or one tick (``holds_delays``)."""
+
+    def __init__(self, *, holds_delays: bool = False) -> None:
+        self.delays: list[float] = []  # before restarts
+        self.deadlines = Deadlines(sleep=self._sleep)
+        self._holds_delays = holds_delays
+        self._next = anyio.Event()
+
+    async def _sleep(self, delay_s: float) -> None:
+        if delay_s != self.deadlines.slice_s:
+            self.delays.append(delay_s)
+            if not self._holds_delays:
+                return
+        await self._next.wait()
+
+    async def tick(self) -> None:
+        """Whatever sleeps has slept enough."""
+        before, self._next = self._next, anyio.Event()
+        before.set()
+        await checkpoint()
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        """Lets time pass until something is so."""
+        while not is_so():
+            await self.tick()
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Waits until something is so."""
+    while not is_so():
+        await checkpoint()
+
+
+@asynccontextmanager
+async def process_engine(
+    max_unfinished: int | None = None,
+    *,
+    ticks: Ticks | None = None,
+    exits_when_down: bool = False,
+    shutdown: ShutdownBudget | None = None,
+    **options,
+) -> AsyncIterator[EngineClient]:
+    """An engine process on the fake model. ``options`` as of ``engine_loaders.load``. When it ends,
+    nothing may be held."""
+    opening = supervised_engine(
+        start(**options),
+        lambda: TOKENIZER,
+        max_unfinished=max_unfinished,
+        deadlines=None if ticks is None else ticks.deadlines,
+        exits_when_down=exits_when_down,
+        shutdown=shutdown,
+    )
+    async with opening as client:
+        yield client
+        if client.num_calls == 0 and client.engine._outgoing is not None and shutdown is None:
+            stats = await client.stats()
+            assert (stats.running, stats.waiting, stats.held_slots) == (0, 0, 0)
+            assert len(client.engine._ledger) == len(client._unfinished) == 0
+
+
+async def generate(
+    client: EngineClient, prompt: list[int] = PROMPT, *, seed: int = 0, **params
+) -> tuple[Finished, list[str]]:
+    """The end of a generation, and the deltas before it."""
+    deltas: list[str] = []
+    params = {"max_tokens": LENGTH, "ignore_eos": True} | params
+    end = await client.generate(prompt, SamplingParams(**params), seed=seed, on_text=deltas.append)
+    return end, deltas
+
+
+def text_after(prompt: list[int]) -> str:
+    return alone(prompt, SamplingParams(max_tokens=LENGTH, ignore_eos=True)).text
+
+
+def kill(client: EngineClient, held_at: Hold) -> None:
+    os.kill(client.engine.pid, signal.SIGKILL)
+    held_at.release()

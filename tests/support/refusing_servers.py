@@ -1,0 +1,80 @@
+"""Servers that have a reason to refuse something: for the test of docs/errors.md."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from support.api_server import ApiServer, api_server
+from support.fake_engine import TOKENIZER, FakeEngine
+
+from agentflow.engine.batch import Batch
+from agentflow.engine.fake_runner import FakeRunner
+from agentflow.server.config.limits import HttpLimits
+from agentflow.server.tenants import keys as failed_keys
+from agentflow.server.tenants.keys import Tenants, hashed_key
+from agentflow.server.tenants.rate_limit import TenantGate
+
+KEY = "af-ann"
+BEARER = {"Authorization": f"Bearer {KEY}"}
+
+
+def tenants(*settings: str) -> Tenants:
+    """One, ``ann``, with these settings."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "keys.toml"
+        file.write_text("\n".join(["[tenants.ann]", f'keys = ["{hashed_key(KEY)}"]', *settings]))
+        return Tenants(file=file)
+
+
+class BrokenTenants(Tenants):
+    def of(self, key: str | None) -> Any:
+        raise ZeroDivisionError
+
+
+@contextmanager
+def of_any_address() -> Iterator[None]:
+    """A second wrong key from one address is too many, also from this machine."""
+    with (
+        patch.object(failed_keys, "client_of", lambda host: host),
+        patch.object(failed_keys, "FAILURES_PER_MINUTE", 1),
+    ):
+        yield
+
+
+@contextmanager
+def limited(*settings: str) -> Iterator[ApiServer]:
+    """A server whose only tenant is limited."""
+    with api_server(tenants=tenants(*settings), gate=TenantGate(), constraints=False) as server:
+        yield server
+
+
+def small_bodies() -> AbstractContextManager[ApiServer]:
+    return api_server(limits=HttpLimits(body_bytes=300, body_timeout_s=0.05), constraints=False)
+
+
+@contextmanager
+def changed(server: ApiServer, of: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute of something in the server is another one meanwhile."""
+    before = getattr(of, name)
+    server.call(setattr, of, name, value)
+    try:
+        yield
+    finally:
+        server.call(setattr, of, name, before)
+
+
+def failing_engine(error: BaseException, after_steps: int = 0) -> FakeEngine:
+    """Its forward pass fails after so many."""
+    steps: list[Batch] = []
+
+    def step(batch: Batch) -> None:
+        steps.append(batch)
+        if len(steps) > after_steps:
+            raise error
+
+    return FakeEngine(runner=FakeRunner(vocab_size=TOKENIZER.vocab_size, on_step=step))

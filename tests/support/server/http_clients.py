@@ -1,0 +1,33 @@
+"""What tests with OpenAI's and with Anthropic's own client share: clients sync and async, and the twin that
+asks the engine without HTTP."""
+
+from __future__ import annotations
+
+import ssl
+from typing import Literal
+
+from support.api_server import ApiServer
+
+from agentflow.server.completion.completion import completing
+from agentflow.server.completion.request import Answer, CompletionRequest
+
+ClientKind = Literal["sync", "async"]
+CLIENTS: tuple[ClientKind, ...] = ("sync", "async")
+# Made once: it takes as long as several requests, and every client would make its own.
+TLS = ssl.create_default_context()
+
+
+def only_asyncio() -> str:
+    """``anyio_backend = pytest.fixture(only_asyncio)``: on trio OpenAI's client leaves its own streams to the
+    garbage collector, which is a warning there."""
+    return "asyncio"
+
+
+def ask_engine(server: ApiServer, request: CompletionRequest) -> list[Answer]:
+    """The twin: the same generator, without HTTP."""
+
+    async def ask() -> list[Answer]:
+        async with completing(server.generator, request) as completion:
+            return await completion.answers()
+
+    return server.call(ask)

@@ -1,0 +1,125 @@
+"""What tests with OpenAI's client share: their server, clients sync and async, what it asked the engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from operator import attrgetter
+from typing import Any
+
+import anyio
+import openai
+from support.api_server import MODEL, ApiServer, api_server
+from support.fake_engine import FakeEngine
+from support.logit_runner import logit_runner
+from support.server.http_clients import TLS, ClientKind, only_asyncio
+
+from agentflow.engine.process.ipc import Submit
+from agentflow.protocol.chat import Message
+from agentflow.protocol.sampling import SamplingParams
+
+MAX_CONTEXT = 512
+SEED = 11
+ASK = (Message("system", "Be brief."), Message("user", "What do plants do?"))
+MESSAGES: Any = [{"role": message.role, "content": message.content} for message in ASK]
+
+
+def logit_engine_of_server() -> FakeEngine:
+    """Writes plain text, and takes all parameters."""
+    return FakeEngine(runner=logit_runner(max_context=MAX_CONTEXT))
+
+
+def logit_server() -> Iterator[ApiServer]:
+    """A server on it: ``server = pytest.fixture(logit_server, scope="module")``."""
+    with api_server(logit_engine_of_server(), constraints=False) as running:
+        yield running
+        running.assert_idle()
+
+
+def sync_client(server: ApiServer, **options: Any) -> openai.OpenAI:
+    """As users make it, but it never tries again."""
+    http_client = openai.DefaultHttpxClient(verify=TLS)
+    made = {"api_key": "none", "max_retries": 0, "http_client": http_client} | options
+    return openai.OpenAI(base_url=f"{server.url}/v1", **made)
+
+
+@asynccontextmanager
+async def async_client(server: ApiServer, **options: Any) -> AsyncIterator[openai.AsyncOpenAI]:
+    http_client = openai.DefaultAsyncHttpxClient(verify=TLS)
+    made = {"api_key": "none", "max_retries": 0, "http_client": http_client} | options
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", **made) as client:
+        yield client
+
+
+def called(
+    server: ApiServer,
+    kind: ClientKind,
+    method: str,
+    key: str = "none",
+    *,
+    hear: Callable[[Any], None] | None = None,
+    **asked: Any,
+) -> Any:
+    """What a method of the client gives, such as ``chat.completions.create``: of a stream the list of its
+    chunks (``hear`` is told each as it comes), of the ``stream`` helper the answer at its end."""
+    chunks: list[Any] = []
+    take = chunks.append if hear is None else hear
+    is_helper = method.endswith(".stream")
+
+    async def call() -> Any:
+        async with async_client(server, api_key=key) as client:
+            if is_helper:
+                async with attrgetter(method)(client)(**asked) as stream:
+                    return await stream.get_final_completion()
+            answer = await attrgetter(method)(client)(**asked)
+            if not asked.get("stream"):
+                return answer
+            async for chunk in answer:
+                take(chunk)
+            return chunks
+
+    if kind == "async":
+        return anyio.run(call, backend=only_asyncio())
+    with sync_client(server, api_key=key) as client:
+        if is_helper:
+            with attrgetter(method)(client)(**asked) as stream:
+                return stream.get_final_completion()
+        answer = attrgetter(method)(client)(**asked)
+        if not asked.get("stream"):
+            return answer
+        for chunk in answer:
+            take(chunk)
+        return chunks
+
+
+def usages_under_salts(
+    server: ApiServer, kind: ClientKind, method: str, stream: bool, **asked: Any
+) -> list[Any]:
+    """The usage of one prompt that is asked under one salt, again, and under another."""
+    usages = []
+    if stream:
+        asked |= {"stream": True, "stream_options": {"include_usage": True}}
+    for name in "aab":
+        salt = f"{name} {kind} {stream}"
+        answer = called(server, kind, method, model=MODEL, **asked, extra_body={"cache_salt": salt})
+        usages.append((answer[-1] if stream else answer).usage)
+    return usages
+
+
+def chat_defaults(**changes: Any) -> SamplingParams:
+    """The parameters of a chat request that says nothing but its seed."""
+    return SamplingParams(**({"max_tokens": MAX_CONTEXT, "temperature": 1.0, "seed": SEED} | changes))
+
+
+class Sent:
+    """What the engine is sent from now on."""
+
+    def __init__(self, server: ApiServer) -> None:
+        self.submits: list[Submit] = []
+        server.call(server.generator.observe, self)
+
+    def sent(self, submit: Submit) -> None:
+        self.submits.append(submit)
+
+    def heard(self, messages: object) -> None:
+        pass
