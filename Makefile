@@ -114,7 +114,7 @@ gpu-check:
 	@site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && \
 	if [ -n "$(WHEELS)" ]; then \
 	  $(PYTHON) -m pip install -q --no-index --no-deps --no-compile --target "$$site" $(WHEELS)/*.whl || exit 1; \
-	fi && PYTHONPATH="$$site:.$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m benchmarks.gpu_check $(ARGS)
+	fi && PYTHONPATH="$$site:.$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m benchmarks.step.gpu_check $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -11,25 +11,32 @@ from rich.console import Console
 
 from benchmarks.report import Report
 
+# Of each name the module below this package, and what it measures.
 NAMES = {
-    "step": "the budget of a step: bytes, operations, their limits, and what the rest is spent on",
-    "foundation": "the engine against transformers, and the prefix cache against none",
-    "radix": "the radix cache on a tree of a million tokens",
-    "scheduler": "fairness, deep queues and a full pool, simulated",
-    "server": "HTTP against the engine alone, idle sessions, an overload",
-    "frontend": "what a client costs: CPU for each op and token, round trips, stalls",
-    "schema_suite": "JSON schema's own test suite: accepted, refused by name, and valid instances",
-    "constrained": "masks, jump-forward, select in one pass, hostile constraints",
-    "adapters": "LangChain and DSPy pipelines: adapters, OpenAI route, and no cache",
-    "ablation": "what each part of the design is worth, on the real model",
-    "soak": "good and bad clients on a server whose engine is killed: what leaks",
+    "step": (
+        "step.suite",
+        "the budget of a step: bytes, operations, their limits, and what the rest is spent on",
+    ),
+    "foundation": ("engine.foundation", "the engine against transformers, and the prefix cache against none"),
+    "radix": ("engine.radix", "the radix cache on a tree of a million tokens"),
+    "scheduler": ("engine.scheduler", "fairness, deep queues and a full pool, simulated"),
+    "server": ("server.suite", "HTTP against the engine alone, idle sessions, an overload"),
+    "frontend": ("server.frontend", "what a client costs: CPU for each op and token, round trips, stalls"),
+    "schema_suite": (
+        "constrained.schema_suite",
+        "JSON schema's own test suite: accepted, refused by name, and valid instances",
+    ),
+    "constrained": ("constrained.suite", "masks, jump-forward, select in one pass, hostile constraints"),
+    "adapters": ("peers.adapters", "LangChain and DSPy pipelines: adapters, OpenAI route, and no cache"),
+    "ablation": ("engine.ablation", "what each part of the design is worth, on the real model"),
+    "soak": ("soak.run", "good and bad clients on a server whose engine is killed: what leaks"),
 }
 
 
 def main() -> int:
     """Runs one benchmark; exit code 0 whether or not its goals are reached; 1 of a failed soak run."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measures agentflow.")
-    listing = "; ".join(f"{name}: {what}" for name, what in NAMES.items())
+    listing = "; ".join(f"{name}: {what}" for name, (_, what) in NAMES.items())
     parser.add_argument("name", choices=list(NAMES), help=listing)
     parser.add_argument("--scale", choices=["small", "full"], default="full", help="small: a quick look")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
@@ -39,11 +46,11 @@ def main() -> int:
     options = parser.parse_args()
     console = Console()
     if options.name == "soak":
-        from benchmarks import soak
+        from benchmarks.soak import run as soak
 
         return soak.main(options.minutes, options.out, console)
     report = Report(options.scale)
-    benchmark = importlib.import_module(f"benchmarks.{options.name}")
+    benchmark = importlib.import_module(f"benchmarks.{NAMES[options.name][0]}")
     benchmark.run(report, console, options.only or "")
     report.show(console)
     if options.json is not None:

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.soak_plot import plot, ticks
-from benchmarks.soak_samples import (
+from benchmarks.soak.plot import plot, ticks
+from benchmarks.soak.samples import (
     ENGINE_WARM_UP_S,
     FD_SLACK,
     MAX_MB_PER_HOUR,

@@ -10,11 +10,11 @@ import torch
 
 from agentflow.engine.models.config import LlamaConfig
 from agentflow.engine.models.rope import RopeConfig
-from benchmarks import gpu_check
-from benchmarks.growth_plot import Curve, plot
-from benchmarks.random_llama import RandomRunner
-from benchmarks.step_growth import LEVEL, tree_batch
-from benchmarks.step_work import Shape, Work, batch_of, work_of, work_of_parts
+from benchmarks.step.growth import LEVEL, tree_batch
+from benchmarks.step.growth_plot import Curve, plot
+from benchmarks.step.random_llama import RandomRunner
+from benchmarks.step.suite import gpu_check
+from benchmarks.step.work import Shape, Work, batch_of, work_of, work_of_parts
 
 CPU = torch.device("cpu")
 SMOLLM2 = LlamaConfig(

@@ -20,7 +20,7 @@ from agentflow.engine.grammar.regex import parse_regex
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import RequestRefused
 from agentflow.protocol.constraint import Constraint
-from benchmarks.text_walks import BYTE_VOCABULARY, SingleBytes
+from benchmarks.constrained.text_walks import BYTE_VOCABULARY, SingleBytes
 
 WORDS = ["abc", "abcd", '{"a": ', '"}', "], ", "1234", "é", "日本", "</t", "</tag>", "\n\n", "true"]
 TOKENIZERS = {

@@ -11,7 +11,7 @@ from agentflow.engine.grammar.compiler.compilation import compile_constraint
 from agentflow.engine.grammar.llguidance import LlguidanceGrammar
 from agentflow.errors import BadArgument
 from agentflow.protocol.constraint import Constraint
-from benchmarks.text_walks import BYTE_VOCABULARY, text_under, walk
+from benchmarks.constrained.text_walks import BYTE_VOCABULARY, text_under, walk
 
 CALL = {"begin": "<call>", "kind": "schema", "source": '{"type": "integer"}', "end": "</call>"}
 WORD = {"begin": "[[", "kind": "regex", "source": "[a-z\\]]*", "end": "]]"}

@@ -32,7 +32,7 @@ from agentflow.errors import BadArgument, NotSupported
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice
 from agentflow.protocol.constraint import Constraint
 from agentflow.server.completion.request import TokenIds
-from benchmarks.text_walks import text_under, walk
+from benchmarks.constrained.text_walks import text_under, walk
 
 
 @pytest.mark.parametrize("name", ALL)

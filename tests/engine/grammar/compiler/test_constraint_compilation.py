@@ -19,7 +19,7 @@ from agentflow.engine.grammar.compiler.compilation import compile_constraint
 from agentflow.engine.grammar.dfa import Fsm
 from agentflow.errors import BadArgument
 from agentflow.protocol.constraint import Constraint
-from benchmarks.text_walks import takes, text_under, walk
+from benchmarks.constrained.text_walks import takes, text_under, walk
 
 
 class Address(BaseModel):

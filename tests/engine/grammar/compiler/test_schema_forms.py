@@ -13,7 +13,7 @@ from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
 from agentflow.engine.grammar.compiler.schema_check import read_schema
 from agentflow.engine.grammar.dfa import build_fsm
 from agentflow.engine.grammar.json_schema import schema_to_regex
-from benchmarks.text_walks import takes, text_under, walk
+from benchmarks.constrained.text_walks import takes, text_under, walk
 
 
 def both_forms(schema, whitespace):

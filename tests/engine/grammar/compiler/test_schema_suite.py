@@ -3,7 +3,7 @@ says why, and the table in the documentation is what comes out."""
 
 import pytest
 
-from benchmarks.schema_suite import DRAFTS, MARKS, PAGE, run_suite, table_lines
+from benchmarks.constrained.schema_suite import DRAFTS, MARKS, PAGE, run_suite, table_lines
 
 INSTANCES = 6
 

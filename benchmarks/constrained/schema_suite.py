@@ -1,0 +1,210 @@
+"""JSON schema's own test suite: which schemas are accepted, which are refused by name, and whether what is
+generated under the accepted ones is valid.
+
+``python -m benchmarks schema_suite`` measures; ``python -m benchmarks.constrained.schema_suite`` writes the
+table of docs/json-schema.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from decimal import Decimal, InvalidOperation, localcontext
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+from platformdirs import user_cache_dir
+from rich.console import Console
+from rich.table import Table
+
+from agentflow.engine.grammar.compiler.compilation import compile_constraint
+from agentflow.errors import BadArgument
+from agentflow.protocol.constraint import Constraint, Whitespace
+from benchmarks.constrained.text_walks import MOST_BYTES, text_under, walk
+from benchmarks.report import Report, Result
+
+REQUIREMENT = "jsonschema==4.26.0"
+ARCHIVE_SHA256 = "0c26707e2efad8aa1bfc5b7ce170f3fccc2e4918ff85989ba9ffa9facb2be326"
+DRAFTS = {
+    "draft2020-12": ("https://json-schema.org/draft/2020-12/schema", jsonschema.Draft202012Validator),
+    "draft7": ("http://json-schema.org/draft-07/schema#", jsonschema.Draft7Validator),
+}
+PAGE = Path(__file__).parents[2] / "docs" / "json-schema.md"
+MARKS = ("<!-- the table begins -->", "<!-- the table ends -->")
+INSTANCES = {"small": 8, "full": 60}
+
+_POLICIES: tuple[Whitespace, ...] = ("compact", "tight", "free")
+_PREFIXES = (b"", b"{", b'{"', b"[", b"[[", b'["', b"-", b'"')
+
+
+@dataclass
+class Row:
+    """What became of one keyword's schemas. ``reasons``: why some were refused, as the sender reads it."""
+
+    keyword: str
+    machines: int = 0
+    grammars: int = 0
+    refused: int = 0
+    instances: int = 0
+    unfinished: int = 0
+    reasons: dict[str, str] = field(default_factory=dict)
+    invalid: list[str] = field(default_factory=list)
+
+    @property
+    def schemas(self) -> int:
+        """All of them."""
+        return self.machines + self.grammars + self.refused
+
+
+def suite_folder() -> Path:
+    """The suite's files (of the sdist of jsonschema): fetched by pip, kept in the user's cache."""
+    cache = Path(os.environ.get("AGENTFLOW_CACHE") or user_cache_dir("agentflow")).expanduser()
+    folder = cache / f"json-schema-suite-{ARCHIVE_SHA256[:12]}"
+    if not folder.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as workspace:
+            command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary=jsonschema"]
+            command += ["--quiet", "--disable-pip-version-check", f"--dest={workspace}", REQUIREMENT]
+            subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
+            (archive,) = Path(workspace).glob("*.tar.gz")
+            if hashlib.sha256(archive.read_bytes()).hexdigest() != ARCHIVE_SHA256:
+                raise RuntimeError(f"{archive.name} is not the one that is expected here: fetch it again")
+            with tarfile.open(archive) as opened:
+                opened.extractall(workspace, filter="data")
+            (tests,) = Path(workspace).glob("*/json/tests")
+            tests.rename(folder)
+    return folder
+
+
+def run_suite(draft: str, instances: int) -> list[Row]:
+    """One row for each of the draft's keywords; ``instances`` are tried for each schema."""
+    meta_schema, validator = DRAFTS[draft]
+    rows = []
+    for file in sorted((suite_folder() / draft).glob("*.json")):
+        row = Row(file.stem)
+        for group in json.loads(file.read_text(encoding="utf-8")):
+            schema = group["schema"]
+            if isinstance(schema, dict):
+                schema = {"$schema": meta_schema, **schema}
+            _try_schema(row, group["description"], json.dumps(schema), validator, instances)
+        rows.append(row)
+    return rows
+
+
+def _try_schema(row: Row, name: str, source: str, validator: Any, instances: int) -> None:
+    try:
+        forms = [compile_constraint(Constraint("schema", source, whitespace=policy)) for policy in _POLICIES]
+    except BadArgument as error:
+        row.refused += 1
+        row.reasons[name] = str(error)
+        return
+    if forms[0].form == "fsm":
+        row.machines += 1
+    else:
+        row.grammars += 1
+    chance = random.Random(source)
+    for n in range(instances):
+        text = walk(text_under(forms[n % 3]), chance, _PREFIXES[n % len(_PREFIXES)])
+        if text is None:
+            row.unfinished += 1
+            continue
+        row.instances += 1
+        if not _is_valid(text, source, validator):
+            row.invalid.append(f"{name}: {text.decode(errors='replace')}")
+
+
+def _is_valid(text: bytes, source: str, validator: Any) -> bool:
+    # Whether 19.99 is a multiple of 0.01 is a question about decimals: as binary floats it is none.
+    read_float = _decimal if "multipleOf" in source else float
+    schema = json.loads(source, parse_float=read_float)
+    try:
+        value = json.loads(text, parse_float=read_float)
+    except ValueError:
+        return False
+    with localcontext() as digits:
+        digits.prec = 2 * MOST_BYTES
+        return bool(validator(schema).is_valid(value))
+
+
+def _decimal(text: str) -> Decimal | float:
+    try:
+        return Decimal(text)
+    except InvalidOperation:  # an exponent with some ten digits
+        return float(text)
+
+
+def table_lines(rows_of_draft: dict[str, list[Row]]) -> Iterator[str]:
+    """As it stands in the documentation."""
+    for draft, rows in rows_of_draft.items():
+        yield f"**{draft}**"
+        yield ""
+        yield "| keyword (file of the suite) | schemas | by a machine | by a grammar | refused by name |"
+        yield "|---|---:|---:|---:|---:|"
+        for row in [*rows, _total(rows)]:
+            yield f"| {row.keyword} | {row.schemas} | {row.machines} | {row.grammars} | {row.refused} |"
+        yield ""
+
+
+def _total(rows: list[Row]) -> Row:
+    total = Row("all")
+    for row in rows:
+        total.machines += row.machines
+        total.grammars += row.grammars
+        total.refused += row.refused
+        total.instances += row.instances
+        total.unfinished += row.unfinished
+        total.invalid += row.invalid
+    return total
+
+
+def run(report: Report, console: Console, only: str) -> None:
+    """The figures, and the table of keywords."""
+    for draft in DRAFTS:
+        if only not in f"schema_suite.{draft}":
+            continue
+        rows = run_suite(draft, INSTANCES[report.scale])
+        table = Table(title=draft, title_justify="left")
+        for column in ("keyword", "schemas", "by a machine", "by a grammar", "refused", "instances", "valid"):
+            table.add_column(column, justify="left" if column == "keyword" else "right")
+        for row in [*rows, _total(rows)]:
+            counts = (row.schemas, row.machines, row.grammars, row.refused, row.instances)
+            table.add_row(row.keyword, *map(str, counts), str(row.instances - len(row.invalid)))
+        console.print(table)
+        total = _total(rows)
+        for text in total.invalid:
+            console.print(text, style="red", markup=False)
+        accepted, valid = total.machines + total.grammars, total.instances - len(total.invalid)
+        report.results += [
+            Result(f"schema_suite.{draft}.schemas", total.schemas, "schemas", [total.schemas]),
+            Result(f"schema_suite.{draft}.accepted", accepted, "schemas", [accepted]),
+            Result(
+                f"schema_suite.{draft}.valid",
+                valid / total.instances,
+                "ratio",
+                [valid / total.instances],
+                note=f"of {total.instances:,} instances; {total.unfinished} walks came to no end",
+                goal=">= 1",
+            ),
+        ]
+
+
+def write_page() -> None:
+    """The table in the documentation, anew."""
+    lines = table_lines({draft: run_suite(draft, 0) for draft in DRAFTS})
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(MARKS[0])
+    after = rest.partition(MARKS[1])[2]
+    table = "\n".join([MARKS[0], "", *lines, MARKS[1]])
+    PAGE.write_text(before + table + after, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_page()

@@ -1,0 +1,315 @@
+"""What each part of the design is worth on the real model, as in Fig. 8c of the SGLang paper: programs of
+three kinds, with everything on, and with one part off at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import agentflow as af
+from agentflow.backends.local import interpreted
+from agentflow.engine.batch import Batch, BatchOutput
+from agentflow.engine.cache.liveness import Liveness
+from agentflow.engine.cache.radix_cache import PrefixMatch, RadixCache, TokenRun, token_run
+from agentflow.engine.client import running_engine
+from agentflow.engine.engine import Engine
+from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.local_engine import limit_spinning
+from agentflow.engine.request import Request
+from agentflow.engine.runner import ModelRunner, nothing
+from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from agentflow.engine.store.model_store import resolve_model
+from agentflow.engine.text.chat_template import ChatTemplate
+from agentflow.engine.text.tokenizer import Tokenizer
+from agentflow.protocol.backend import Connection, Deliver, Lost
+from benchmarks.engine.program_shapes import SHAPES, UNSHARED, Shape
+from benchmarks.report import Report, Result, median_of
+
+MODEL = "smollm2-135m"
+MAX_RUNNING = 8
+RUNS = 3
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One line of the ablation. ``is_parallel``: programs and their branches run side by side."""
+
+    name: str
+    policy: str = "fair-lpm"
+    use_cache: bool = True
+    whole_prompts: bool = False
+    is_parallel: bool = True
+    use_hints: bool = True
+
+
+SETTINGS = [
+    Setting("all on"),
+    Setting("no cache", use_cache=False),
+    Setting("no tree", whole_prompts=True),
+    Setting("fcfs", policy="fcfs"),
+    Setting("random", policy="random"),
+    Setting("no frontend parallelism", is_parallel=False),
+    Setting("no frontend hints", use_hints=False),
+]
+
+
+@dataclass
+class LentRunner:
+    """A loaded model that outlives its engine, with as many slots as the workload is to have."""
+
+    runner: ModelRunner
+    num_slots: int
+
+    def __post_init__(self) -> None:
+        self.info = replace(self.runner.info, num_slots=self.num_slots)
+
+    def run(self, batch: Batch, meanwhile: Callable[[], None] = nothing) -> BatchOutput:
+        return self.runner.run(batch, meanwhile)
+
+    def close(self) -> None:
+        """It stays loaded."""
+
+
+class WholePromptCache(RadixCache):
+    """A table instead of a tree: what a request left is found again only as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._entries: dict[Hashable, set[TokenRun]] = {}
+
+    def record(self, extra_key: Hashable, run: TokenRun) -> None:
+        """A request ended with these tokens computed."""
+        self._entries.setdefault(extra_key, set()).add(run)
+
+    def match(self, extra_key: Hashable, run: TokenRun) -> PrefixMatch:
+        return super().match(extra_key, self._whole(extra_key, run))
+
+    def peek(self, extra_key: Hashable, run: TokenRun) -> int:
+        return super().peek(extra_key, self._whole(extra_key, run))
+
+    def _whole(self, extra_key: Hashable, run: TokenRun) -> TokenRun:
+        entries = self._entries.get(extra_key, set())
+        return max((entry for entry in entries if run.startswith(entry)), key=len, default=b"")
+
+
+@dataclass
+class Recorded:
+    """What an engine was asked for, in the order in which it ended: enough to know the optimum."""
+
+    requests: list[tuple[Hashable, TokenRun, TokenRun]] = field(default_factory=list)
+
+    def watch(self, scheduler: Scheduler) -> None:
+        """Notes every request that runs to its end."""
+        finish = scheduler.waiting.finish
+
+        def noted(request: Request) -> None:
+            computed = token_run(request.tokens[: max(request.num_tokens - 1, request.num_prompt)])
+            prompt = token_run(request.tokens[: request.num_prompt - 1])
+            self.requests.append((request.extra_key, prompt, computed))
+            finish(request)
+
+        scheduler.waiting.finish = noted  # type: ignore[method-assign]
+
+    def optimum(self) -> tuple[float, int]:
+        """The hit rate with room for everything, and that room: the working set in tokens."""
+        cache = RadixCache()
+        cached = total = 0
+        for key, prompt, computed in self.requests:
+            cached += cache.peek(key, prompt)
+            total += len(prompt) // 4 + 1
+            slots = np.zeros(len(computed) // 4, dtype=np.int32)
+            cache.extend(cache.match(key, b""), key, computed, slots)
+        return cached / max(1, total), cache.num_cached
+
+
+class AblatedEngine:
+    """A backend for ``af.session``: the lent model under one setting."""
+
+    def __init__(self, runner: LentRunner, tokenizer: Tokenizer, setting: Setting) -> None:
+        self.runner = runner
+        self.tokenizer = tokenizer
+        self.setting = setting
+        self.recorded = Recorded()
+        self.management_s = 0.0
+
+    def connect(self, deliver: Deliver, lost: Lost) -> AbstractAsyncContextManager[Connection]:
+        """As the embedded engine does it."""
+        return self._connect(deliver)
+
+    @asynccontextmanager
+    async def _connect(self, deliver: Deliver) -> AsyncIterator[Connection]:
+        setting = self.setting
+        config = SchedulerConfig(max_running=MAX_RUNNING, policy=setting.policy, use_cache=setting.use_cache)
+        async with running_engine(lambda: (self.runner, self.tokenizer, config)) as client:
+            assert isinstance(client.engine, Engine)
+            self._prepare(client.engine.scheduler)
+            template = ChatTemplate.from_folder(resolve_model(MODEL))
+            generator = EngineGenerator(client, template, use_hints=setting.use_hints)
+            async with interpreted(generator, deliver) as connection:
+                yield connection
+
+    def _prepare(self, scheduler: Scheduler) -> None:
+        memory = scheduler.memory
+        self.recorded.watch(scheduler)
+        if self.setting.whole_prompts:
+            table = memory.cache = WholePromptCache()
+            memory.liveness = Liveness(table, memory.slots.total)
+            detach = memory.detach
+
+            def recording(request: Request) -> None:
+                table.record(request.extra_key, token_run(request.tokens[: request.num_computed]))
+                detach(request)
+
+            memory.detach = recording  # type: ignore[method-assign]
+        for part, names in (
+            (memory.cache, ("match", "peek", "extend", "write_slots", "lock", "unlock", "evict")),
+            (scheduler.waiting, ("add", "next", "admit", "tokens_cached", "tokens_evicted")),
+        ):
+            for name in names:
+                setattr(part, name, self._timed(getattr(part, name)))
+
+    def _timed(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return work(*args, **kwargs)
+            finally:
+                self.management_s += time.perf_counter() - start
+
+        return timed
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of one workload under one setting."""
+
+    took_s: float
+    stats: af.Stats
+    engine: AblatedEngine
+
+
+async def run_once(
+    runner: ModelRunner, tokenizer: Tokenizer, setting: Setting, shape: Shape, slots: int
+) -> Run:
+    """All programs of the shape, on a fresh cache."""
+    engine = AblatedEngine(LentRunner(runner, slots), tokenizer, setting)
+    async with af.session(backend=engine, seed=0) as flow:
+        start = time.perf_counter()
+        programs: list[Callable[[], Awaitable[object]]] = [
+            lambda number=number: flow.run(shape.program, number, setting.is_parallel)  # type: ignore[misc]
+            for number in range(shape.num_programs)
+        ]
+        if setting.is_parallel:
+            async with asyncio.TaskGroup() as group:
+                for program in programs:
+                    group.create_task(_awaited(program))
+        else:
+            for program in programs:
+                await program()
+        took_s = time.perf_counter() - start
+        return Run(took_s, await flow.stats(), engine)
+
+
+async def _awaited(program: Callable[[], Awaitable[object]]) -> None:
+    await program()
+
+
+async def measure(report: Report, console: Console) -> None:
+    """The whole table: rounds of all settings in turn."""
+    limit_spinning()
+    from agentflow.engine.models.torch_runner import TorchRunner
+
+    folder = resolve_model(MODEL)
+    runner = TorchRunner(folder, num_slots=60_000, device="cpu", num_threads=2)
+    tokenizer = Tokenizer.from_folder(folder)
+    rounds = RUNS if report.scale == "full" else 1
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("ablation", total=len(SHAPES) * (1 + rounds * len(SETTINGS)) + 1)
+        for shape in SHAPES:
+            unlimited = await run_once(runner, tokenizer, SETTINGS[0], shape, 60_000)
+            optimum, working_set = unlimited.engine.recorded.optimum()
+            progress.advance(task)
+            runs: dict[str, list[Run]] = {setting.name: [] for setting in SETTINGS}
+            for _ in range(rounds):
+                for setting in SETTINGS:
+                    runs[setting.name].append(
+                        await run_once(runner, tokenizer, setting, shape, working_set // 2)
+                    )
+                    progress.advance(task)
+            _report_shape(report, console, shape, runs, optimum, working_set)
+        unshared = await run_once(runner, tokenizer, SETTINGS[0], UNSHARED, 60_000)
+        _report_management(report, unshared)
+
+
+def _report_shape(
+    report: Report,
+    console: Console,
+    shape: Shape,
+    runs: dict[str, list[Run]],
+    optimum: float,
+    working_set: int,
+) -> None:
+    table = Table(
+        title=f"{shape.name}: {working_set:,} tokens of working set, half of them fit", title_justify="left"
+    )
+    for column in ("", "seconds", "against all on", "hit rate", "of the optimum", "computed tokens"):
+        table.add_column(column, justify="left" if not column else "right")
+    base = [run.took_s for run in runs["all on"]]
+    for name, done in runs.items():
+        ratios = [run.took_s / all_on for run, all_on in zip(done, base, strict=True)]
+        hit_rate = float(np.median([run.stats.hit_rate for run in done]))
+        computed = int(np.median([run.stats.computed_tokens for run in done]))
+        table.add_row(
+            name,
+            f"{np.median([run.took_s for run in done]):.1f}",
+            f"{np.median(ratios):.2f}x",
+            f"{hit_rate:.1%}",
+            f"{hit_rate / optimum:.1%}",
+            f"{computed:,}",
+        )
+        if name != "all on":
+            report.results.append(
+                median_of(
+                    f"ablation.{shape.name}.{name.replace(' ', '_')}",
+                    ratios,
+                    "ratio",
+                    note=f"time without it over time with all on; hit rate {hit_rate:.1%}",
+                )
+            )
+    console.print(table)
+    ratios = [run.stats.hit_rate / optimum for run in runs["all on"]]
+    report.results.append(
+        median_of(
+            f"ablation.hit_rate_vs_optimum.{shape.name}",
+            ratios,
+            "ratio",
+            goal=">= 0.99",
+            note=f"optimum {optimum:.1%}, with room for everything",
+        )
+    )
+
+
+def _report_management(report: Report, run: Run) -> None:
+    percent = 100 * run.engine.management_s / run.took_s
+    note = f"{run.engine.management_s * 1e3:.1f} ms of {run.took_s:.1f} s; hit rate {run.stats.hit_rate:.1%}"
+    report.results.append(
+        Result("ablation.management_overhead", round(percent, 4), "%", [], note=note, goal="<= 0.3")
+    )
+
+
+def run(report: Report, console: Console, only: str) -> None:
+    """All figures; ``only`` leaves out those whose id does not contain it."""
+    asyncio.run(measure(report, console))
+    shapes = [r for r in report.results if r.id.startswith("ablation.hit_rate_vs_optimum.")]
+    worst = min(shapes, key=lambda result: result.value)
+    report.results.append(replace(worst, id="ablation.hit_rate_vs_optimum", note=f"the least: {worst.id}"))
+    report.results = [result for result in report.results if only in result.id]

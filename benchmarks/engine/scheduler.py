@@ -1,0 +1,138 @@
+"""The scheduler in figures: fairness, hits, deep queues and a full pool, in simulated time.
+
+Simulated time goes by the cost model that is in the package, so that the same commit gives the same
+figures everywhere; ``--only cost`` fits one to passes of the real model on this machine.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import astuple
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from agentflow.engine.batch import Batch, BatchOutput
+from agentflow.engine.request import Request
+from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from agentflow.engine.simulator.cost_model import CostModel, default_cost, features, fit_cost
+from agentflow.engine.simulator.simulation import Simulated, simulate
+from agentflow.engine.simulator.workload import Workload, read_workload, unshared
+from agentflow.protocol.sampling import SamplingParams
+from benchmarks.engine.deep_queue import measure_deep_queue
+from benchmarks.report import Report, Result
+
+WORKLOADS = Path(__file__).parents[1] / "workloads"
+COST_FILE = Path("agentflow/engine/simulator/default_cost.json")
+_PARAMS = SamplingParams()
+
+
+def fit_cost_model(console: Console) -> CostModel:
+    """Times passes of the real model over random batches, and fits them."""
+    from agentflow.engine.local_engine import limit_spinning
+
+    limit_spinning()  # as the engine has it; before torch is loaded
+    from agentflow.engine.models.torch_runner import TorchRunner
+    from agentflow.engine.store.model_store import resolve_model
+
+    runner = TorchRunner(resolve_model("smollm2-135m"), num_slots=20_000, device="cpu", num_threads=2)
+    samples: list[tuple[tuple[float, ...], float]] = []
+
+    def timed(batch: Batch) -> BatchOutput:
+        start = time.perf_counter()
+        output = runner.run(batch)
+        samples.append((features(batch), time.perf_counter() - start))
+        return output
+
+    numbers = np.random.default_rng(0)
+    for num_running in (1, 2, 4, 8, 16, 32):
+        config = SchedulerConfig(max_running=num_running, policy="fcfs")
+        scheduler = Scheduler(num_slots=20_000, max_context=2048, config=config)
+        for number in range(num_running * 2):
+            prompt = numbers.integers(10, 49_000, int(numbers.integers(20, 600)), dtype=np.int32)
+            scheduler.add(Request.create(number, prompt, 24, _PARAMS))
+        while (batch := scheduler.schedule()) is not None:
+            for result in scheduler.complete(timed(batch)):
+                if result.request.num_generated == 24:
+                    scheduler.release(result.request)
+    runner.close()
+    model = fit_cost(samples)
+    errors = [abs(float(np.dot(astuple(model), x)) / seconds - 1) for x, seconds in samples]
+    console.print(f"{model}, fitted to {len(samples)} passes; median error {np.median(errors):.1%}")
+    return model
+
+
+def measure_fairness(report: Report, cost: CostModel) -> None:
+    """The cold tail: what shares nothing, in a burst of what shares much."""
+    workload = read_workload(WORKLOADS / "cold-tail.json")
+
+    def run(policy: str) -> Simulated:
+        return simulate(workload, SchedulerConfig(max_running=32, policy=policy), cost=cost)
+
+    def ttft_s(simulated: Simulated, label: str, percent: float) -> float:
+        waits = [s.ttft_s for s in simulated.served if label in ("", s.arrival.label)]
+        return float(np.percentile(waits, percent))
+
+    fair, lpm, fcfs = run("fair-lpm"), run("lpm"), run("fcfs")
+    tails = [ttft_s(one, "cold", 99) for one in (fair, lpm, fcfs)]
+    medians = [ttft_s(one, "", 50) for one in (fair, lpm, fcfs)]
+    shown = "cold p99 {:.1f} s (lpm {:.1f}, fcfs {:.1f}); median of all {:.2f} s ({:.2f}, {:.2f})"
+    report.results += [
+        Result(
+            "scheduler.cold_tail_of_lpm",
+            round(tails[1] / medians[1], 2),
+            "ratio",
+            [],
+            note="the failure: cold p99 TTFT of plain lpm over the median of all",
+        ),
+        Result(
+            "scheduler.cold_ttft_p99_vs_fcfs",
+            round(tails[0] / tails[2], 4),
+            "ratio",
+            [],
+            note=shown.format(*tails, *medians),
+            goal="<= 1.5",
+        ),
+        Result(
+            "scheduler.fair_hit_rate_vs_lpm",
+            round(fair.hit_rate / lpm.hit_rate, 4),
+            "ratio",
+            [],
+            note=f"{fair.hit_rate:.1%} against {lpm.hit_rate:.1%}",
+            goal=">= 0.95",
+        ),
+    ]
+
+
+def measure_overcommit(report: Report, cost: CostModel) -> None:
+    """The same pool, with room in the batch for as many requests as fill it, and for twice as many."""
+    arrivals = unshared(num_requests=600, prompt=100, output=200)
+    pool = 32 * 300
+
+    def tokens_per_s(num_running: int) -> tuple[float, int]:
+        config = SchedulerConfig(max_running=num_running)
+        done = simulate(Workload("overcommit", arrivals, pool), config, cost=cost)
+        return done.counters.generated_tokens / done.elapsed_s, done.counters.retractions
+
+    (once, _), (twice, retractions) = tokens_per_s(32), tokens_per_s(64)
+    note = f"{twice:.0f} against {once:.0f} tokens/s; {retractions} retractions for 600 requests"
+    report.results.append(
+        Result(
+            "scheduler.overcommit_throughput", round(twice / once, 4), "ratio", [], note=note, goal=">= 0.8"
+        ),
+    )
+
+
+def run(report: Report, console: Console, only: str) -> None:
+    """The figures whose id contains ``only``; ``cost``: fits a cost model instead."""
+    if only == "cost":
+        fit_cost_model(console).write(COST_FILE)
+        console.print(f"written to {COST_FILE}")
+        return
+    cost = default_cost()
+    measure_fairness(report, cost)
+    measure_overcommit(report, cost)
+    if not only or "step_ms" in only:
+        measure_deep_queue(report)
+    report.results = [result for result in report.results if only in result.id]

@@ -1,0 +1,133 @@
+"""LangChain and DSPy pipelines through their adapters, through OpenAI's API, and without the prefix cache.
+
+Each run has a server of its own, so that it begins with an empty cache; the pipelines run in the environments
+of the adapters (``make test-adapters`` makes them).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.report import Report, Result, median_of
+
+ROOT = Path(__file__).parents[2]
+# The adapter, and how many inputs there are.
+PIPELINES = {
+    "langchain": ("langchain-agentflow", 32),
+    "dspy": ("dspy-agentflow", 100),
+    "dspy_votes": ("dspy-agentflow", 32),
+}
+ROUNDS = 3
+# A route, and what its server is told.
+RUNS = {"adapter": ("adapter", ()), "openai": ("openai", ()), "no cache": ("adapter", ("--no-cache",))}
+
+# What one run of a pipeline took, as ``adapter_pipelines`` tells it; and each round's, per name of a run.
+Taken = dict[str, Any]
+Runs = dict[str, list[Taken]]
+
+
+def run(report: Report, console: Console, only: str) -> None:
+    """All figures; ``only`` leaves out the pipelines whose name does not contain it."""
+    rounds = ROUNDS if report.scale == "full" else 1
+    found: dict[str, Runs] = {}
+    sizes = {name: size if report.scale == "full" else 8 for name, (_, size) in PIPELINES.items()}
+    for pipeline, (adapter, _) in PIPELINES.items():
+        if only not in pipeline:
+            continue
+        found[pipeline] = {name: [] for name in RUNS}
+        for number in range(rounds):
+            for name, (route, options) in RUNS.items():  # interleaved
+                console.print(f"[dim]{pipeline}, {name}, round {number + 1} …[/]")
+                taken = _measure(adapter, pipeline, route, options, sizes[pipeline])
+                found[pipeline][name].append(taken)
+    for pipeline, runs in found.items():
+        report.results += _results(pipeline, sizes[pipeline], runs)
+    if found:
+        report.results += _overall(report.results, found)
+
+
+def _results(pipeline: str, size: int, runs: Runs) -> list[Result]:
+    """Throughput is in inputs: both routes have the same work, but do not say the same of it."""
+    speeds = {name: [size / one["seconds"] for one in taken] for name, taken in runs.items()}
+    against = [a / o for a, o in zip(speeds["adapter"], speeds["openai"], strict=True)]
+    gain = [a / n for a, n in zip(speeds["adapter"], speeds["no cache"], strict=True)]
+    speed = ", ".join(f"{name} {statistics.median(found):.2f}" for name, found in speeds.items())
+    said = ", ".join(f"{name} {taken[0]['output_tokens']:,}" for name, taken in runs.items())
+    failed = ", ".join(f"{name} {sum(one['num_failed'] for one in taken)}" for name, taken in runs.items())
+    note = f"{size} inputs; inputs/s: {speed}; output tokens: {said}; answers without the form: {failed}"
+    computed, asked = (runs["adapter"][0][name] for name in ("computed_tokens", "prompt_tokens"))
+    share = [_computed(run["adapter"]) / _computed(run["openai"]) for run in _rounds({pipeline: runs})]
+    return [
+        median_of(f"adapters.{pipeline}_vs_openai_route", against, "ratio", note=note, goal=">= 0.97"),
+        median_of(f"adapters.{pipeline}_cache_gain", gain, "ratio", note="against no cache", goal=">= 1.5"),
+        median_of(
+            f"adapters.{pipeline}_computed_tokens_share",
+            share,
+            "ratio",
+            note=f"{computed:,} of {asked:,} prompt tokens computed through the adapter",
+            goal="<= 1",
+        ),
+    ]
+
+
+def _overall(results: list[Result], found: dict[str, Runs]) -> list[Result]:
+    """The throughput of the worst pipeline, and what all of them computed together."""
+    figures = []
+    for name, goal in (("vs_openai_route", ">= 0.97"), ("cache_gain", ">= 1.5")):
+        of_each = [result.value for result in results if result.id.endswith(name)]
+        figures.append(
+            Result(f"adapters.{name}", min(of_each), "ratio", of_each, "the worst of the pipelines", goal)
+        )
+    share = [_computed(run["adapter"]) / _computed(run["openai"]) for run in _rounds(found)]
+    note = "all pipelines; the server shares prompts on both routes"
+    return [*figures, median_of("adapters.computed_tokens_share", share, "ratio", note=note, goal="< 1")]
+
+
+def _rounds(found: dict[str, Runs]) -> list[dict[str, list[Taken]]]:
+    """Per round and name of a run, what each pipeline took."""
+    num_rounds = min(len(taken) for runs in found.values() for taken in runs.values())
+    return [
+        {name: [runs[name][number] for runs in found.values()] for name in RUNS}
+        for number in range(num_rounds)
+    ]
+
+
+def _computed(taken: list[Taken]) -> int:
+    return sum(one["computed_tokens"] for one in taken)
+
+
+def _measure(adapter: str, pipeline: str, route: str, options: tuple[str, ...], size: int) -> Taken:
+    python = ROOT / "adapters" / adapter / ".venv" / "bin" / "python"
+    if not python.exists():
+        raise SystemExit(f"there is no environment for {adapter}: run `make test-adapters` first")
+    with _served(*options) as url:
+        command = [str(python), "-P", str(ROOT / "benchmarks" / "adapter_pipelines.py"), pipeline, route, url]
+        done = subprocess.run([*command, str(size)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{pipeline} through {route} failed:\n{done.stderr}")
+    taken: Taken = json.loads(done.stdout.splitlines()[-1])
+    return taken
+
+
+@contextmanager
+def _served(*options: str) -> Iterator[str]:
+    command = [sys.executable, "-m", "agentflow", "serve", "--port", "0", *options]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as server:
+        assert server.stdout is not None
+        lines = iter(server.stdout)
+        yield next("ws://" + line.partition("ws://")[2].split()[0] for line in lines if "ws://" in line)
+        server.terminate()
+        server.communicate()

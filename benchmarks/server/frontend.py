@@ -1,0 +1,215 @@
+"""What the frontend costs a client: CPU for each op and each token over the websocket, round trips, stalls.
+
+The server is a process of its own with a scripted generator, so that what is measured here is the
+client's. Figures are CPU time of this process, not time passed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+from rich.console import Console
+
+import agentflow as af
+from agentflow.language.graph import Graph
+from agentflow.protocol import ops
+from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
+from agentflow.protocol.events import Event
+from benchmarks.report import Report, Result, median_of
+
+CHAIN = 10
+NUM_STREAMING = 1000
+TICK_S = 0.005
+
+
+@contextmanager
+def scripted_server() -> Iterator[str]:
+    """The address of a server in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.server.scripted_server"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        yield server.stdout.readline().strip()
+        assert server.stdin is not None
+        server.stdin.close()
+
+
+class Counted:
+    """A backend that counts ops, and round trips: bursts of ops that the client could not have sent
+    before it had heard of the burst before, and that are answered."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.num_ops = 0
+        self.round_trips = 0
+        self._backend = backend
+        self._has_sent = False
+
+    @asynccontextmanager
+    async def _connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
+        def hear(events: Iterable[Event]) -> None:
+            self.round_trips += self._has_sent
+            self._has_sent = False
+            deliver(events)
+
+        async with self._backend.connect(hear, lost) as connection:
+            send = connection.send
+
+            def counted(sent: Sequence[ops.Op]) -> None:
+                self.num_ops += len(sent)
+                self._has_sent = self._has_sent or any(not isinstance(op, ops.Close) for op in sent)
+                send(sent)
+
+            connection.send = counted  # type: ignore[method-assign, assignment]
+            yield connection
+
+    def connect(self, deliver: Deliver, lost: Lost) -> AbstractAsyncContextManager[Connection]:
+        return self._connect(deliver, lost)
+
+
+@af.program
+async def conversation(s: af.State, turns: int) -> None:
+    """Many ops, one word of text for each gen."""
+    for _ in range(turns):
+        s += af.user("What comes after this, and what before it?")
+        s += af.assistant("It is ", af.gen("next", max_tokens=1))
+        await s
+
+
+@af.program
+async def chain(s: af.State, subject: str) -> str:
+    """Ten gens, each of which needs the one before; nothing is awaited in between."""
+    s += af.user(f"Tell me of {subject}.")
+    step = af.gen("step0", max_tokens=4)
+    s += af.assistant(step)
+    for number in range(1, CHAIN):
+        branch = s.copy()
+        branch += af.user(f"And what of {s[step].strip()}?")
+        step = af.gen(f"step{number}", max_tokens=4)
+        branch += af.assistant(step)
+        s = branch
+    return await s[step]
+
+
+async def cpu_us(work: Callable[[], Awaitable[Any]]) -> float:
+    """CPU of this process for ``work``, in microseconds."""
+    start = time.process_time()
+    await work()
+    return (time.process_time() - start) * 1e6
+
+
+async def measure_ops(url: str, report: Report) -> None:
+    """CPU for each op, answers included."""
+    runs = []
+    turns = 100 if report.scale == "full" else 20
+    for _ in range(7):
+        counted = Counted(af.Remote(url))
+        async with af.session(backend=counted) as flow:
+            await flow.run(conversation, 5)
+            before = counted.num_ops
+            spent = await cpu_us(lambda: flow.run(conversation, turns))
+            runs.append(spent / (counted.num_ops - before))
+    note = f"turns of text and a one-token gen, each awaited; {turns} turns a run"
+    report.results.append(median_of("frontend.client_us_per_op", runs, "us", note=note, goal="<= 150"))
+
+
+async def measure_tokens(url: str, report: Report) -> None:
+    """CPU for each token that is streamed to a reader."""
+    runs = []
+    num_tokens = 4000 if report.scale == "full" else 500
+    for _ in range(7):
+        async with af.session(url) as flow, flow.state() as s:
+            s += "Count: " + af.gen("words", max_tokens=num_tokens)
+            num_heard = 0
+
+            async def read() -> None:
+                nonlocal num_heard
+                async for delta in s["words"]:  # noqa: B023
+                    num_heard += delta.count("word")
+
+            spent = await cpu_us(read)
+            assert num_heard == num_tokens
+            runs.append(spent / num_tokens)
+    note = f"one stream of {num_tokens} tokens; what came while the reader was busy comes as one delta"
+    report.results.append(median_of("frontend.client_us_per_token", runs, "us", note=note, goal="<= 60"))
+
+
+async def measure_stalls(url: str, report: Report) -> None:
+    """A thousand states stream at once; how late is a timer that wants to ring every 5 ms?"""
+    runs = []
+    for _ in range(3):
+        longest = 0.0
+
+        async def watch() -> None:
+            nonlocal longest
+            while True:
+                start = time.perf_counter()
+                await anyio.sleep(TICK_S)  # noqa: TID251 - this is the clock that is watched
+                longest = max(longest, time.perf_counter() - start - TICK_S)
+
+        @af.program
+        async def stream(s: af.State) -> None:
+            s += "Count: " + af.gen("words", max_tokens=30)
+            async for _ in s["words"]:
+                pass
+
+        async with af.session(url) as flow, anyio.create_task_group() as group:
+            group.start_soon(watch)
+            async with anyio.create_task_group() as programs:
+                for _ in range(NUM_STREAMING):
+                    programs.start_soon(flow.run, stream)
+                    await anyio.lowlevel.checkpoint()
+            group.cancel_scope.cancel()
+        runs.append(longest * 1e3)
+    note = f"{NUM_STREAMING} states of 30 tokens at once, server on the same machine"
+    report.results.append(median_of("frontend.max_stall_ms", runs, "ms", note=note, goal="<= 50"))
+
+
+async def measure_chain(url: str, report: Report) -> None:
+    """Ten dependent gens, eagerly and as a graph: round trips, and the client's CPU."""
+    graph = chain.trace()
+    ratios: list[float] = []
+    eager_us: list[float] = []
+    compiled_us: list[float] = []
+    counted = Counted(af.Remote(url))
+    async with af.session(backend=counted) as flow:
+        trips = [await _trips(counted, flow, None), await _trips(counted, flow, graph)]
+        for _ in range(40 if report.scale == "full" else 10):
+            eager_us.append(await cpu_us(lambda: flow.run(chain, "stars")))
+            compiled_us.append(await cpu_us(lambda: flow.submit(graph, {"subject": "stars"})))
+        for chunk in range(5):
+            ratios.append(sum(compiled_us[chunk::5]) / sum(eager_us[chunk::5]))
+    note = f"eagerly {trips[0]}, compiled {trips[1]}; {CHAIN} gens, wired"
+    worst = float(max(trips))
+    report.results.append(Result("frontend.chain_round_trips", worst, "trips", [], note=note, goal="<= 1"))
+    note = f"{min(compiled_us):.0f} us compiled, {min(eager_us):.0f} us eagerly, at best"
+    report.results.append(median_of("frontend.compiled_cpu_share", ratios, "ratio", note=note, goal="<= 0.2"))
+
+
+async def _trips(counted: Counted, flow: af.Session, graph: Graph | None) -> int:
+    before = counted.round_trips
+    if graph is None:
+        await flow.run(chain, "stars")
+    else:
+        await flow.submit(graph, {"subject": "stars"})
+    return counted.round_trips - before
+
+
+def run(report: Report, console: Console, only: str) -> None:
+    """The figures whose id contains ``only``."""
+    measures = {
+        "client_us_per_op": measure_ops,
+        "client_us_per_token": measure_tokens,
+        "max_stall_ms": measure_stalls,
+        "chain_round_trips compiled_cpu_share": measure_chain,
+    }
+    with scripted_server() as url:
+        for names, measure in measures.items():
+            if not only or any(only in f"frontend.{name}" for name in names.split()):
+                with console.status(names):
+                    anyio.run(measure, url, report)

@@ -1,0 +1,138 @@
+"""``python -m benchmarks.server.http_load``: clients of the OpenAI API in a process of their own.
+
+Reads one JSON object per line from standard input, each a load to put on a server, and writes what became of
+it as one line. The clients do as little as possible: what they cost is taken from the same two cores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import time
+from collections.abc import Coroutine
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+WORDS = ["river", "stone", "light", "window", "paper", "garden", "seven", "morning", "bridge", "copper"]
+DONE = b"data: [DONE]"
+# Nobody waits longer: what has no answer by then hangs.
+GIVE_UP_S = 120.0
+
+
+@dataclass
+class Outcome:
+    """Of one request. ``status`` 0: the connection broke; -1: there was no answer in ``GIVE_UP_S``."""
+
+    began_s: float
+    status: int = 0
+    ttft_s: float = 0.0
+    took_s: float = 0.0
+    num_tokens: int = 0
+
+
+@dataclass
+class Load:
+    """``streams``: so many clients ask one after the other (closed loop), each ``requests`` times and for as
+    long as ``duration_s``; or, with ``rate_per_s``, requests come at random times for ``duration_s`` whatever
+    becomes of them (open loop). ``prompt_words`` random ones, ``max_tokens`` to generate, up to ``spread``
+    more or less."""
+
+    port: int
+    streams: int = 1
+    requests: int = 1
+    rate_per_s: float = 0.0
+    duration_s: float = 0.0
+    prompt_words: int = 40
+    max_tokens: int = 64
+    spread: int = 0
+    seed: int = 0
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    async def put(self) -> dict[str, Any]:
+        """Runs it. ``wall_s``: from the first request to the last answer."""
+        rng = random.Random(self.seed)
+        began_s = time.perf_counter()
+        end_s = began_s + self.duration_s
+        async with asyncio.TaskGroup() as group:
+            if self.rate_per_s:
+                await self._arrive(group, rng, end_s)
+            else:
+                for _ in range(self.streams):
+                    group.create_task(self._one_after_the_other(random.Random(rng.random()), end_s))
+        return {
+            "wall_s": time.perf_counter() - began_s,
+            "outcomes": [asdict(outcome) for outcome in self.outcomes],
+        }
+
+    async def _arrive(self, group: asyncio.TaskGroup, rng: random.Random, end_s: float) -> None:
+        at_s = time.perf_counter()
+        while at_s < end_s:
+            await asyncio.sleep(max(0.0, at_s - time.perf_counter()))  # noqa: TID251  the next arrival
+            group.create_task(self._ask(rng))
+            at_s += rng.expovariate(self.rate_per_s)
+
+    async def _one_after_the_other(self, rng: random.Random, end_s: float) -> None:
+        asked = 0
+        while asked < self.requests or time.perf_counter() < end_s:
+            await self._ask(rng)
+            asked += 1
+
+    async def _ask(self, rng: random.Random) -> None:
+        outcome = Outcome(time.perf_counter())
+        self.outcomes.append(outcome)
+        try:
+            async with asyncio.timeout(GIVE_UP_S):
+                max_tokens = self.max_tokens + rng.randint(-self.spread, self.spread)
+                await self._exchange(outcome, self._body(rng, max_tokens), max_tokens)
+        except TimeoutError:
+            outcome.status = -1
+        except OSError:
+            outcome.status = 0
+        outcome.took_s = time.perf_counter() - outcome.began_s
+
+    def _body(self, rng: random.Random, max_tokens: int) -> bytes:
+        words = " ".join([rng.choice(WORDS) for _ in range(self.prompt_words)])
+        return json.dumps(
+            {
+                "model": "smollm2-135m",
+                "messages": [{"role": "user", "content": words}],
+                "max_tokens": max_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+            }
+        ).encode()
+
+    async def _exchange(self, outcome: Outcome, body: bytes, max_tokens: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{self.port}\r\n"
+            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+            head += "Connection: close\r\n\r\n"
+            writer.write(head.encode() + body)
+            outcome.status = int((await reader.readline()).split()[1])
+            tail = b""
+            while data := await reader.read(65536):
+                # The first delta has only the role.
+                num_deltas = data.count(b'"content":"') - data.count(b'"content":""')
+                if num_deltas and not outcome.ttft_s:
+                    outcome.ttft_s = time.perf_counter() - outcome.began_s
+                tail = (tail + data)[-200:]
+            if outcome.status == 200:
+                outcome.num_tokens = max_tokens if DONE in tail else 0
+        finally:
+            writer.close()
+
+
+async def main() -> None:
+    """Until standard input ends."""
+    loop = asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        put: Coroutine[Any, Any, dict[str, Any]] = Load(**json.loads(line)).put()
+        print(json.dumps(await put), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,153 @@
+"""Prompts beside each other and beside running streams: what a short request waits beside long prompts, how
+much longer a stream's tokens take beside prompts, and what the limits on a step cost a long prompt alone."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import statistics
+import time
+from unittest.mock import patch
+
+import numpy as np
+
+from agentflow.engine.local_engine import EngineOptions, limit_spinning
+from agentflow.engine.request import Request
+from agentflow.engine.scheduling import scheduler as scheduler_module
+from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from agentflow.engine.store.model_store import resolve_model
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.server.models import EngineModel
+from agentflow.server.open_models import open_models
+from agentflow.server.serve import RunningServer, running_server
+from benchmarks.report import Report, median_of
+from benchmarks.server.http_load import Outcome
+from benchmarks.server.load_process import LoadProcess, load_process
+
+MODEL = "smollm2-135m"
+NUM_LONG = 3
+LONG_TOKENS = 7_600
+SHORT_WORDS = 40
+PROMPT_TOKENS = 2_000
+STREAM_TOKENS = 150
+KV_TOKENS = 40_000
+
+
+def port_of(server: RunningServer) -> int:
+    """Where it listens."""
+    return int(server.url.rpartition(":")[2])
+
+
+def _ttft_ms(outcomes: list[Outcome]) -> float:
+    assert all(outcome.status == 200 for outcome in outcomes), [outcome.status for outcome in outcomes]
+    return 1e3 * statistics.median(outcome.ttft_s for outcome in outcomes)
+
+
+def _tpot_ms(outcome: Outcome) -> float:
+    assert outcome.num_tokens == STREAM_TOKENS, outcome.status
+    return 1e3 * (outcome.took_s - outcome.ttft_s) / (outcome.num_tokens - 1)
+
+
+async def measure_prompts(report: Report, clients: LoadProcess) -> None:
+    """``short_ttft_beside_long`` and ``tpot_beside_prefill``: in turns alone and beside the prompts."""
+    rounds = 5 if report.scale == "full" else 2
+    waits: list[tuple[float, float]] = []
+    steps: list[tuple[float, float]] = []
+    engine = EngineOptions(MODEL, device="cpu", num_threads=2, kv_tokens=KV_TOKENS)
+    async with running_server(lambda: open_models({MODEL: engine})) as server, load_process() as others:
+        port, [model] = port_of(server), server.service.models
+        assert isinstance(model, EngineModel)
+        await clients.put(port=port, requests=3, prompt_words=SHORT_WORDS, max_tokens=2, seed=999)
+        for number in range(1, rounds + 1):
+            waits.append(await _short_beside_long(clients, others, port, number))
+            steps.append(await _stream_beside_prompts(clients, others, port, number))
+    alone, beside = sorted(waits, key=lambda pair: pair[1] / pair[0])[rounds // 2]
+    note = f"{beside:.0f} against {alone:.0f} ms; {NUM_LONG} prompts of {LONG_TOKENS:,} words"
+    ratios = [beside / alone for alone, beside in waits]
+    report.results.append(
+        median_of("server.short_ttft_beside_long", ratios, "ratio", goal="<= 10", note=note)
+    )
+    alone, beside = sorted(steps, key=lambda pair: pair[1] / pair[0])[rounds // 2]
+    note = (
+        f"{beside:.1f} against {alone:.1f} ms a token; prompts of {PROMPT_TOKENS:,} words one after the other"
+    )
+    ratios = [beside / alone for alone, beside in steps]
+    report.results.append(median_of("server.tpot_beside_prefill", ratios, "ratio", goal="<= 3", note=note))
+
+
+async def _short_beside_long(
+    clients: LoadProcess, others: LoadProcess, port: int, seed: int
+) -> tuple[float, float]:
+    """What short requests wait alone, and while long prompts are computed. In milliseconds."""
+    short = {"port": port, "prompt_words": SHORT_WORDS, "max_tokens": 2}
+    _, outcomes = await clients.put(**short, requests=8, seed=10 * seed)
+    alone_ms = _ttft_ms(outcomes)
+    async with asyncio.TaskGroup() as group:
+        long = group.create_task(
+            others.put(
+                port=port, streams=NUM_LONG, prompt_words=LONG_TOKENS, max_tokens=1, seed=10 * seed + 1
+            )
+        )
+        await asyncio.sleep(0.5)  # noqa: TID251  the long prompts are in the engine by then
+        _, outcomes = await clients.put(**short, requests=12, seed=10 * seed + 2)
+        assert not long.done(), "the long prompts were over before the short requests"
+    _, longs = long.result()
+    assert all(outcome.status == 200 for outcome in longs), [outcome.status for outcome in longs]
+    return alone_ms, _ttft_ms(outcomes)
+
+
+async def _stream_beside_prompts(
+    clients: LoadProcess, others: LoadProcess, port: int, seed: int
+) -> tuple[float, float]:
+    """What a stream's tokens take alone, and while prompts are computed. In milliseconds each."""
+    stream = {"port": port, "prompt_words": SHORT_WORDS, "max_tokens": STREAM_TOKENS}
+    _, [outcome] = await clients.put(**stream, seed=10 * seed + 3)
+    alone_ms = _tpot_ms(outcome)
+    async with asyncio.TaskGroup() as group:
+        beside = group.create_task(clients.put(**stream, seed=10 * seed + 4))
+        await asyncio.sleep(0.1)  # noqa: TID251  the stream has begun by then
+        number = 0
+        while not beside.done():
+            await others.put(port=port, prompt_words=PROMPT_TOKENS, max_tokens=1, seed=1000 * seed + number)
+            number += 1
+    _, [outcome] = beside.result()
+    return alone_ms, _tpot_ms(outcome)
+
+
+async def measure_long_prompt(report: Report, clients: LoadProcess) -> None:
+    """``long_prompt_throughput``: a long prompt alone, in limited steps against steps of the whole budget."""
+    limit_spinning()
+    from agentflow.engine.models.torch_runner import TorchRunner
+
+    runner = TorchRunner(resolve_model(MODEL), num_slots=KV_TOKENS, device="cpu", num_threads=2)
+    numbers = np.random.default_rng(0)
+
+    def prompt_s() -> float:
+        scheduler = Scheduler(num_slots=KV_TOKENS, max_context=8_192, config=SchedulerConfig())
+        took: list[float] = []
+        for number in range(2):  # the first one is what the cost of steps is learned from
+            prompt = numbers.integers(10, 49_000, LONG_TOKENS, dtype=np.int32)
+            request = Request.create(number, prompt, 1, SamplingParams())
+            scheduler.add(request)
+            began_s = time.perf_counter()
+            while not request.num_generated:
+                batch = scheduler.schedule()
+                assert batch is not None
+                step_s = time.perf_counter()
+                output = runner.run(batch)
+                scheduler.complete(output, time.perf_counter() - step_s)
+            took.append(time.perf_counter() - began_s)
+            scheduler.release(request)
+        return took[1]
+
+    ratios: list[float] = []
+    for _ in range(5 if report.scale == "full" else 2):
+        limited_s = prompt_s()
+        with patch.object(scheduler_module, "LONE_PROMPT_STEP_S", math.inf):
+            unlimited_s = prompt_s()
+        ratios.append(unlimited_s / limited_s)
+    runner.close()
+    note = f"{LONG_TOKENS:,} tokens: {limited_s:.2f} against {unlimited_s:.2f} s without limit (last run)"
+    report.results.append(
+        median_of("server.long_prompt_throughput", ratios, "ratio", goal=">= 0.9", note=note)
+    )

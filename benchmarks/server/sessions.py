@@ -1,0 +1,79 @@
+"""Memory of sessions that do nothing: what a server has more of it with a thousand of them open."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from asyncio.subprocess import PIPE, Process
+from contextlib import AsyncExitStack
+
+import psutil
+from websockets.asyncio.client import connect
+
+from agentflow.protocol.wire import SESSION_PATH, VERSION, Bye, Hello, Welcome, encode, server_frames
+from benchmarks.report import Report, median_of
+from benchmarks.server.load_process import LoadProcess
+
+NUM_SESSIONS = 1000
+AT_ONCE = 50
+
+
+async def measure_sessions(report: Report, _: LoadProcess) -> None:
+    """``idle_session_kb``: each run on a server of its own."""
+    runs = [await _session_kb() for _ in range(3 if report.scale == "full" else 1)]
+    note = (
+        f"resident memory of a server with {NUM_SESSIONS} idle websocket sessions, less without, per session"
+    )
+    report.results.append(median_of("server.idle_session_kb", runs, "KB", goal="<= 50", note=note))
+
+
+async def _session_kb() -> float:
+    server = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "benchmarks.server.scripted_server", stdin=PIPE, stdout=PIPE
+    )
+    assert server.stdin is not None
+    assert server.stdout is not None
+    try:
+        url = (await server.stdout.readline()).decode().strip() + SESSION_PATH
+        async with AsyncExitStack() as warm_up:
+            await _open(warm_up, url, 20)
+        await _settled(server)
+        before = _resident(server)
+        async with AsyncExitStack() as stack:
+            for _ in range(0, NUM_SESSIONS, AT_ONCE):
+                await _open(stack, url, AT_ONCE)
+            await _settled(server)
+            return (_resident(server) - before) / NUM_SESSIONS / 1000
+    finally:
+        server.stdin.close()
+        await server.wait()
+
+
+async def _open(stack: AsyncExitStack, url: str, count: int) -> None:
+    """So many sessions, greeted."""
+
+    async def one() -> None:
+        socket = await stack.enter_async_context(connect(url, compression=None, ping_interval=None))
+        # A session that ends without a word is kept for its client to come back to.
+        stack.push_async_callback(socket.send, encode(Bye(), binary=True))
+        await socket.send(encode(Hello(VERSION), binary=True))
+        data = await socket.recv()
+        assert isinstance(data, bytes)
+        assert isinstance(server_frames().decode(data), Welcome)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(count):
+            group.create_task(one())
+
+
+def _resident(server: Process) -> int:
+    memory: int = psutil.Process(server.pid).memory_info().rss
+    return memory
+
+
+async def _settled(server: Process) -> None:
+    """Waits until its memory stands still."""
+    last = -1
+    while (now := _resident(server)) != last:
+        last = now
+        await asyncio.sleep(0.5)  # noqa: TID251  between two looks

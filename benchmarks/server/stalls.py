@@ -1,0 +1,203 @@
+"""How long one request can hold up all others: the longest time in which the server's event loop takes no
+turn, under bodies and frames of the largest size in the worst shapes known.
+
+``python -m benchmarks.server.stalls PORT`` is the client: it sends one shape after the other, and prints the
+name of each before it and the status after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import http.client
+import sys
+import time
+from asyncio.subprocess import DEVNULL, PIPE
+from collections.abc import Callable, Iterator
+
+import anyio
+import msgspec
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
+
+from agentflow.protocol import ops
+from agentflow.protocol.chat import CalledTool, Conversation, Message, ToolSpec
+from agentflow.protocol.json_bounds import OBJECT_BOUNDS
+from agentflow.protocol.wire import SESSION_PATH, VERSION, Hello, Ops, encode
+from benchmarks.report import Report, median_of
+
+MODEL = b"smollm2-135m"
+BODY_BYTES = 15_900_000
+FRAME_BYTES = 7_900_000
+PARTS = 99_000  # just within the bound
+TICK_S = 0.001
+
+CHAT, TEXT, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+HEAD = b'{"model":"' + MODEL + b'","max_tokens":1,'
+USER = b'"messages":[{"role":"user","content":"x"}'
+DEEP = b"[" * 180 + b"]" * 180
+CALL = b'{"id":"a","type":"function","function":{"name":"a","arguments":"{}"}}'
+
+
+def repeated(part: bytes, *, num_bytes: int = BODY_BYTES) -> bytes:
+    """As many as fit."""
+    return b",".join([part] * (num_bytes // (len(part) + 1)))
+
+
+def bodies() -> Iterator[tuple[str, str, bytes]]:
+    """A name, a path and a body."""
+    schema = b',"response_format":{"type":"json_schema","json_schema":{"name":"a","schema":{"enum":[%b]}}}}'
+    tool = b',"tools":[{"type":"function","function":{"name":"a","parameters":{"enum":[%b]}}}]}'
+    calls = b',{"role":"assistant","tool_calls":[%b]}]}'
+    of_call = b',{"role":"assistant","tool_calls":[{"id":"a","function":{"name":"a","arguments":'
+    of_call += b'"{\\"a\\":[%b]}"}}]}]}'
+    said = HEAD + b'"messages":[{"role":"user","content":"%b"}]}'
+    few = b",".join([DEEP] * (OBJECT_BOUNDS.parts // len(DEEP) * 2 - 2))
+    yield "schema, deep lists", CHAT, HEAD + USER + b"]" + schema % repeated(DEEP)
+    yield "schema, deep lists, few", CHAT, HEAD + USER + b"]" + schema % few
+    yield "tools, deep lists", CHAT, HEAD + USER + b"]" + tool % repeated(DEEP)
+    yield "tools, deep lists, few", CHAT, HEAD + USER + b"]" + tool % few
+    yield "tool calls", CHAT, HEAD + USER + calls % repeated(CALL)
+    yield "tool calls, few", CHAT, HEAD + USER + calls % repeated(CALL, num_bytes=PARTS // 11 * len(CALL))
+    yield "arguments, deep lists", CHAT, HEAD + USER + of_call % repeated(DEEP)
+    yield "arguments, deep lists, few", CHAT, HEAD + USER + of_call % few
+    yield "text", CHAT, said % (b"word, " * (BODY_BYTES // 6))
+    yield "text of escapes", CHAT, said % (b"\\n" * (BODY_BYTES // 2))
+    yield "text of 3 bytes a character", CHAT, said % ("€".encode() * (BODY_BYTES // 3))
+    yield "unread lists", CHAT, HEAD + USER + b'],"prediction":[' + repeated(b"[]") + b"]}"
+    yield (
+        "unread members, few",
+        CHAT,
+        (HEAD + USER + b'],"metadata":{' + b",".join([b'"%d":""' % n for n in range(PARTS // 2)]) + b"}}"),
+    )
+    yield "token ids", TEXT, HEAD + b'"prompt":[' + repeated(b"1") + b"]}"
+    yield "token ids, few", TEXT, HEAD + b'"prompt":[' + repeated(b"1", num_bytes=1_900_000) + b"]}"
+    yield "prompts, few", TEXT, HEAD + b'"prompt":[' + repeated(b"[1]", num_bytes=4 * PARTS) + b"]}"
+    yield (
+        "tokenize",
+        "/tokenize",
+        b'{"model":"' + MODEL + b'","prompt":"' + b"word " * (BODY_BYTES // 5) + b'"}',
+    )
+    yield (
+        "input, deep lists",
+        MESSAGES,
+        (
+            HEAD
+            + USER
+            + b',{"role":"assistant","content":[{"type":"tool_use","id":"a","name":"a","input":{"a":['
+        )
+        + repeated(DEEP)
+        + b"]}}]}]}",
+    )
+
+
+def frames() -> Iterator[tuple[str, bool, bytes]]:
+    """A name, whether it is msgpack, and a frame."""
+    user = Message("user", "x")
+    lists = ToolSpec("a", "", {"enum": [[]] * (FRAME_BYTES // 3)})
+    few = ToolSpec("a", "", {"enum": [[]] * 49_000})
+    calls = Message("assistant", "", tool_calls=(CalledTool("a", "a", "{}"),) * (FRAME_BYTES // 40))
+    nested = Message(
+        "assistant", "", tool_calls=(CalledTool("a", "a", '{"a":[' + "[]," * 2_500_000 + "1]}"),)
+    )
+    for name, conversation in (
+        ("converse, lists in a tool", Conversation((user,), (lists,))),
+        ("converse, lists in a tool, few", Conversation((user,), (few,))),
+        ("converse, tool calls", Conversation((user, calls))),
+        ("converse, lists in arguments", Conversation((user, nested))),
+    ):
+        for is_binary in (True, False):
+            frame = Ops(1, (ops.Open(1), ops.Converse(1, conversation), ops.Await(1, 1)))
+            yield f"{name}, {'msgpack' if is_binary else 'JSON'}", is_binary, encode(frame, binary=is_binary)
+
+
+def put_body(port: int, path: str, body: bytes) -> str:
+    """The status."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=100)
+    with contextlib.suppress(OSError):  # refused before all of it was sent
+        connection.request("POST", path, body, {"content-type": "application/json"})
+    try:
+        return str(connection.getresponse().status)
+    except OSError as error:
+        return type(error).__name__
+    finally:
+        connection.close()
+
+
+def put_frame(port: int, is_binary: bool, frame: bytes) -> str:
+    """What came for it."""
+    hello = encode(Hello(VERSION), binary=is_binary)
+    with connect(f"ws://127.0.0.1:{port}{SESSION_PATH}", max_size=None) as socket:
+        try:
+            socket.send(hello if is_binary else hello.decode())
+            socket.recv()
+            socket.send(frame if is_binary else frame.decode())
+            told = socket.recv()
+            data = told if isinstance(told, bytes) else msgspec.msgpack.encode(msgspec.json.decode(told))
+            return str(msgspec.msgpack.decode(data).get("frame"))
+        except ConnectionClosed as closed:
+            return str(closed.rcvd.code if closed.rcvd else "closed")
+
+
+def send_all(port: int) -> None:
+    """For the client: each shape, when a line comes."""
+
+    def told(name: str, put: Callable[[], str]) -> None:
+        print(name, flush=True)
+        sys.stdin.readline()
+        print(put(), flush=True)
+        sys.stdin.readline()
+
+    for name, path, body in bodies():
+        told(name, lambda path=path, body=body: put_body(port, path, body))  # type: ignore[misc]
+    for name, is_binary, frame in frames():
+        told(name, lambda b=is_binary, frame=frame: put_frame(port, b, frame))  # type: ignore[misc]
+
+
+class LoopWatch:
+    """The longest time between two turns of the loop."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            began_s = time.perf_counter()
+            await asyncio.sleep(TICK_S)  # noqa: TID251 - how long it takes is what is measured
+            self.longest_s = max(self.longest_s, time.perf_counter() - began_s - TICK_S)
+
+
+async def measure_stalls(report: Report, port: int) -> None:
+    """``max_stall_ms``: of the worst shape; the others are in the note."""
+    gc.collect()
+    gc.freeze()  # as ``agentflow serve`` does
+    client = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "benchmarks.server.stalls", str(port)),
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=DEVNULL,
+    )
+    assert client.stdin is not None
+    assert client.stdout is not None
+    watch = LoopWatch()
+    stalls: dict[str, tuple[float, str]] = {}
+    async with anyio.create_task_group() as group:
+        group.start_soon(watch.run)
+        while name := (await client.stdout.readline()).decode().strip():
+            watch.longest_s = 0.0
+            client.stdin.write(b"\n")
+            status = (await client.stdout.readline()).decode().strip()
+            stalls[name] = (watch.longest_s * 1000, status)
+            client.stdin.write(b"\n")
+        group.cancel_scope.cancel()
+    if await client.wait():
+        raise RuntimeError("the client of the benchmark failed")
+    worst = sorted(stalls.items(), key=lambda item: -item[1][0])
+    note = "; ".join([f"{name}: {ms:.0f} ({status})" for name, (ms, status) in worst])
+    report.results.append(median_of("server.max_stall_ms", [worst[0][1][0]], "ms", goal="<= 50", note=note))
+
+
+if __name__ == "__main__":
+    send_all(int(sys.argv[1]))

@@ -1,0 +1,173 @@
+"""What serving costs on top of the engine: throughput and time to first token over HTTP against the engine
+driven in process, memory of idle sessions, and what is left of the throughput in an overload."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from rich.console import Console
+
+from agentflow.engine.local_engine import EngineOptions
+from agentflow.engine.process.child import give_way
+from agentflow.engine.process.ipc import FromEngine, Progress, Submit
+from agentflow.engine.tenant import NOBODY_ELSE
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.server.models import EngineModel
+from agentflow.server.open_models import open_models
+from agentflow.server.serve import RunningServer, running_server
+from benchmarks.report import Report, median_of
+from benchmarks.server.http_load import WORDS
+from benchmarks.server.load_process import LoadProcess, load_process
+from benchmarks.server.overload import measure_overload
+from benchmarks.server.prompts import measure_long_prompt, measure_prompts, port_of
+from benchmarks.server.sessions import measure_sessions
+from benchmarks.server.stalls import measure_stalls
+
+MODEL = "smollm2-135m"
+NUM_STREAMS = 32
+PROMPT_WORDS = 40
+NUM_TOKENS = 64
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[tuple[RunningServer, EngineModel]]:
+    """A server in this process, its engine in another, as ``agentflow serve`` has it."""
+    engine = EngineOptions(MODEL, device="cpu", num_threads=2, max_running=NUM_STREAMS, kv_tokens=20_000)
+    async with running_server(lambda: open_models({MODEL: engine})) as server:
+        [model] = server.service.models
+        assert isinstance(model, EngineModel)
+        yield server, model
+
+
+class InProcess:
+    """The engine's own client, driven without HTTP: the same prompts, as ids."""
+
+    def __init__(self, model: EngineModel, num_words: int = PROMPT_WORDS) -> None:
+        self._model = model
+        self._num_words = num_words
+        self._rng = random.Random(7)
+
+    def prompt(self) -> list[int]:
+        """The next one."""
+        generator = self._model.generator(NOBODY_ELSE)
+        context = generator.open("")
+        generator.begin_role(context, "user")
+        generator.fill(context, " ".join([self._rng.choice(WORDS) for _ in range(self._num_words)]))
+        generator.end_role(context)
+        generator.begin_role(context, "assistant")
+        token_ids = context.tokens.ids()
+        generator.free(context)
+        return token_ids
+
+    async def throughput(self) -> float:
+        """Output tokens per second of ``NUM_STREAMS`` streams."""
+        prompts = [self.prompt() for _ in range(NUM_STREAMS)]
+        params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+        began_s = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for prompt in prompts:
+                group.create_task(self._model.client.generate(prompt, params, seed=0, on_progress=_hear))
+        return NUM_STREAMS * NUM_TOKENS / (time.perf_counter() - began_s)
+
+
+class EngineWatch:
+    """A ``RequestObserver``: how long the engine itself takes for the first text of a request."""
+
+    def __init__(self) -> None:
+        self._sent_s = 0.0
+        self.ttft_ms = 0.0
+
+    def sent(self, submit: Submit) -> None:
+        """It begins."""
+        self._sent_s, self.ttft_ms = time.perf_counter(), 0.0
+
+    def heard(self, messages: Sequence[FromEngine]) -> None:
+        """It ends with the first text."""
+        if not self.ttft_ms and any(isinstance(one, Progress) and one.text for one in messages):
+            self.ttft_ms = (time.perf_counter() - self._sent_s) * 1000
+
+
+def _hear(progress: Progress) -> None:
+    """Somebody listens, as a caller would."""
+
+
+async def over_http(clients: LoadProcess, port: int, seed: int) -> float:
+    """Output tokens per second of as many streams."""
+    wall_s, outcomes = await clients.put(
+        port=port, streams=NUM_STREAMS, prompt_words=PROMPT_WORDS, max_tokens=NUM_TOKENS, seed=seed
+    )
+    num_tokens = sum(outcome.num_tokens for outcome in outcomes)
+    assert num_tokens == NUM_STREAMS * NUM_TOKENS, [outcome.status for outcome in outcomes]
+    return num_tokens / wall_s
+
+
+async def measure_throughput(report: Report, clients: LoadProcess) -> None:
+    """``http_vs_engine``: rounds in turns, each with prompts of its own."""
+    rounds = 7 if report.scale == "full" else 2
+    ratios: list[float] = []
+    rates: list[tuple[float, float]] = []
+    async with served() as (server, model):
+        port, engine = port_of(server), InProcess(model)
+        await engine.throughput()
+        await over_http(clients, port, rounds)  # no seed twice, nor its negative: they make the same prompts
+        for number in range(rounds):
+            alone = await engine.throughput()
+            http = await over_http(clients, port, number)
+            rates.append((http, alone))
+            ratios.append(http / alone)
+    http, alone = sorted(rates)[len(rates) // 2]
+    note = f"{http:.0f} against {alone:.0f} output tokens/s, {NUM_STREAMS} streams"
+    report.results.append(median_of("server.http_vs_engine", ratios, "ratio", goal=">= 0.9", note=note))
+
+
+async def measure_ttft(report: Report, clients: LoadProcess) -> None:
+    """``http_ttft_ms``: what a client waits for its first text, less what the engine's own client waited for
+    the same one: the time of a forward pass differs by more from one request to the next."""
+    rounds = 60 if report.scale == "full" else 15
+    added: list[float] = []
+    alone: list[float] = []
+    async with served() as (server, model):
+        watch = EngineWatch()
+        model.client.observe(watch)
+        for number in range(-3, rounds):
+            _, [outcome] = await clients.put(
+                port=port_of(server), prompt_words=PROMPT_WORDS, max_tokens=4, seed=rounds + number
+            )
+            if number >= 0:
+                alone.append(watch.ttft_ms)
+                added.append(outcome.ttft_s * 1000 - watch.ttft_ms)
+    note = f"median of {rounds}, beside {statistics.median(alone):.1f} ms in the engine"
+    report.results.append(median_of("server.http_ttft_ms", added, "ms", goal="<= 5", note=note))
+
+
+async def measure_max_stall(report: Report, clients: LoadProcess) -> None:
+    """``max_stall_ms``: with a client of its own."""
+    async with served() as (server, _):
+        await measure_stalls(report, port_of(server))
+
+
+def run(report: Report, console: Console, only: str) -> None:
+    """All figures whose id contains ``only``."""
+    asyncio.run(_measure(report, console, only))
+
+
+async def _measure(report: Report, console: Console, only: str) -> None:
+    async with load_process() as clients:
+        give_way()  # this process is the server, and the clients are none of it
+        for name, measure in (
+            ("server.http_vs_engine", measure_throughput),
+            ("server.http_ttft_ms", measure_ttft),
+            ("server.idle_session_kb", measure_sessions),
+            ("server.overload_goodput", measure_overload),
+            ("server.max_stall_ms", measure_max_stall),
+            ("server.short_ttft_beside_long tpot_beside_prefill", measure_prompts),
+            ("server.long_prompt_throughput", measure_long_prompt),
+        ):
+            if only in name:
+                console.print(f"[dim]{name} …[/]")
+                await measure(report, clients)

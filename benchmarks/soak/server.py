@@ -1,0 +1,151 @@
+"""The server of a soak run: ``agentflow serve`` as a process of its own, whose engine can be killed, and that
+is looked at from outside."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.soak.raw_http import BadAnswer, Request, exchange
+from benchmarks.soak.samples import Sample
+
+MODEL = "smollm2-135m"
+KV_TOKENS = 8_000
+RESUME_GRACE_S = 5.0
+END_S = 60.0
+SCRAPE_S = 8.0
+
+# What the server may say when its engine is killed and when clients talk nonsense. All else is unexpected.
+_EXPECTED = (
+    r"agentflow serves .* at ws://",
+    r"OpenAI's API is at http://",
+    r" INFO (GET|POST) /\S* \d+ [\d.]+s tenant=",
+    r"the engine was killed by SIGKILL; \d+ unfinished requests wait for the next one",
+    r"Invalid HTTP request received\.",
+    r"Unsupported upgrade request\.",
+    r"No supported WebSocket library detected",
+    r"^\s*$",
+)
+
+
+class SoakServer:
+    """One running server."""
+
+    def __init__(self, process: psutil.Process, url: str, log: Path) -> None:
+        self.url = url
+        self.port = urlsplit(url).port or 0
+        self._process = process
+        self._log = log
+        self._began_s = time.monotonic()
+
+    @property
+    def now_s(self) -> float:
+        """Seconds since it was ready."""
+        return time.monotonic() - self._began_s
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return bool(self._process.is_running() and self._process.status() != psutil.STATUS_ZOMBIE)
+
+    def kill_engine(self) -> bool:
+        """SIGKILL; False where there is none just now."""
+        engine = self._child("agentflow.engine.process.worker")
+        if engine is None:
+            return False
+        engine.send_signal(signal.SIGKILL)
+        return True
+
+    async def sample(self) -> Sample:
+        """How it stands now."""
+        engine = self._child("agentflow.engine.process.worker")
+        compiler = self._child("agentflow.engine.grammar.compiler.child")
+        gauges = await self._gauges()
+        return Sample(
+            at_s=self.now_s,
+            server_mb=_resident_mb(self._process),
+            engine_mb=_resident_mb(engine),
+            compiler_mb=_resident_mb(compiler),
+            fds=self._process.num_fds(),
+            threads=self._process.num_threads(),
+            tasks=gauges.get("agentflow_tasks"),
+            sessions=gauges.get("agentflow_sessions"),
+            running=gauges.get("agentflow_running_requests"),
+            waiting=gauges.get("agentflow_waiting_requests"),
+            held=gauges.get("agentflow_kv_tokens held"),
+        )
+
+    def unexpected_lines(self) -> list[str]:
+        """Lines of its log that no client may bring about. A traceback's lines are such."""
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return [line for line in lines if not any(re.search(pattern, line) for pattern in _EXPECTED)]
+
+    async def _gauges(self) -> dict[str, float]:
+        try:
+            answer = await exchange(self.port, Request("GET", "/metrics"), timeout_s=SCRAPE_S)
+        except (OSError, BadAnswer, TimeoutError):
+            return {}
+        return {
+            " ".join((sample.name, *filter(None, [sample.labels.get("state")]))): sample.value
+            for family in text_string_to_metric_families(answer.body.decode())
+            if family.type == "gauge"
+            for sample in family.samples
+        }
+
+    def _child(self, module: str) -> psutil.Process | None:
+        for child in self._process.children():
+            try:
+                if module in child.cmdline():
+                    return child
+            except psutil.Error:
+                continue
+        return None
+
+
+@contextmanager
+def soak_server(log: Path) -> Iterator[SoakServer]:
+    """A server with a cache that is always full, on a port of its own choice. Its output goes to ``log``."""
+    options = ["--model", MODEL, "--port", "0", "--kv-tokens", f"{KV_TOKENS}", "--max-running", "16"]
+    options += ["--resume-grace", f"{RESUME_GRACE_S}"]
+    command = [sys.executable, "-m", "agentflow", "serve", *options]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with (
+        log.open("w", encoding="utf-8") as output,
+        subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment) as process,
+    ):
+        try:
+            url = _url_when_ready(process, log)
+            yield SoakServer(psutil.Process(process.pid), url, log)
+        finally:
+            process.terminate()
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _url_when_ready(process: subprocess.Popen[bytes], log: Path) -> str:
+    while process.poll() is None:
+        found = re.search(r"at (ws://\S+)", log.read_text(encoding="utf-8"))
+        if found:
+            return found[1]
+        time.sleep(0.1)  # noqa: TID251  another program's output: nothing to wait for
+    raise SystemExit(f"the server ended before it was ready:\n{log.read_text(encoding='utf-8')}")
+
+
+def _resident_mb(process: psutil.Process | None) -> float:
+    try:
+        return 0.0 if process is None else float(process.memory_info().rss) / 1e6
+    except psutil.Error:
+        return 0.0

@@ -1,0 +1,58 @@
+"""What a client sees of it: output tokens a second of 32 unshared requests over HTTP, and the time to the
+first token of a short prompt. The clients are a process of their own on the same cores."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+
+from agentflow.engine.process.child import give_way
+from agentflow.server.models import EngineModel
+from benchmarks.report import Report, median_of
+from benchmarks.server.load_process import LoadProcess, load_process
+from benchmarks.server.prompts import port_of
+from benchmarks.server.suite import InProcess, served
+
+NUM_STREAMS, NUM_TOKENS = 32, 64
+PROMPT_TOKENS, SHORT_PROMPT_TOKENS = 256, 128
+
+
+def measure(report: Report) -> None:
+    """``http_tokens_s`` and ``http_ttft_ms``."""
+    asyncio.run(_measure(report, 5 if report.scale == "full" else 2))
+
+
+async def _measure(report: Report, runs: int) -> None:
+    async with load_process() as clients, served() as (server, model):
+        give_way()
+        port = port_of(server)
+        # No seed twice: its prompts would be in the cache.
+        rates = [await _rate(clients, port, model, seed) for seed in range(1, runs + 2)][1:]
+        first = [await _ttft_ms(clients, port, model, 100 + seed) for seed in range(5 * runs + 3)][3:]
+    note = f"{NUM_STREAMS} unshared requests of {PROMPT_TOKENS} + {NUM_TOKENS} tokens; the goal is for AMX"
+    report.results.append(median_of("step.http_tokens_s", rates, "tokens/s", note=note, goal=">= 650"))
+    note = f"a prompt of {SHORT_PROMPT_TOKENS} tokens, all else idle; the goal is for AMX"
+    found = [statistics.median(first)]
+    report.results.append(median_of("step.http_ttft_ms", found, "ms", note=note, goal="< 30"))
+
+
+def _words_for(model: EngineModel, num_tokens: int) -> int:
+    """So many words make a prompt of about ``num_tokens`` tokens (each of them is one, with its space)."""
+    in_template = len(InProcess(model, 1).prompt()) - 1
+    return num_tokens - in_template
+
+
+async def _rate(clients: LoadProcess, port: int, model: EngineModel, seed: int) -> float:
+    words = _words_for(model, PROMPT_TOKENS)
+    wall_s, outcomes = await clients.put(
+        port=port, streams=NUM_STREAMS, prompt_words=words, max_tokens=NUM_TOKENS, seed=seed
+    )
+    num_tokens = sum(outcome.num_tokens for outcome in outcomes)
+    assert num_tokens == NUM_STREAMS * NUM_TOKENS, [outcome.status for outcome in outcomes]
+    return num_tokens / wall_s
+
+
+async def _ttft_ms(clients: LoadProcess, port: int, model: EngineModel, seed: int) -> float:
+    words = _words_for(model, SHORT_PROMPT_TOKENS)
+    _, [outcome] = await clients.put(port=port, prompt_words=words, max_tokens=2, seed=seed)
+    return 1e3 * outcome.ttft_s

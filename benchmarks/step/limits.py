@@ -1,0 +1,50 @@
+"""What this machine can do at best, measured: bytes read from memory a second, and bfloat16 operations of a
+matrix product a second."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.step.work import Work
+
+READ_BYTES = 1 << 30
+SIZE = 2048
+
+
+@dataclass(frozen=True)
+class Limits:
+    """``bytes_s``: read; ``flops``: of products a second."""
+
+    bytes_s: float
+    flops: float
+
+    def bytes_ms(self, work: Work) -> float:
+        """Milliseconds that reading takes."""
+        return 1e3 * work.num_bytes / self.bytes_s
+
+    def flops_ms(self, work: Work) -> float:
+        """Milliseconds that multiplying takes."""
+        return 1e3 * work.flops / self.flops
+
+    def ms(self, work: Work) -> float:
+        """Both, one after the other."""
+        return self.bytes_ms(work) + self.flops_ms(work)
+
+
+def measure_limits(num_tries: int = 8) -> Limits:
+    """The best of some tries, with torch's threads: a limit is what is not exceeded."""
+    memory = torch.ones(READ_BYTES // 8, dtype=torch.float64)
+    left, right = (torch.randn(SIZE, SIZE).bfloat16() for _ in range(2))
+    read_s = min(_timed_s(memory.sum) for _ in range(num_tries))
+    multiply_s = min(_timed_s(lambda: left @ right) for _ in range(2 * num_tries))
+    return Limits(READ_BYTES / read_s, 2 * SIZE**3 / multiply_s)
+
+
+def _timed_s(call: object) -> float:
+    assert callable(call)
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
