@@ -38,6 +38,7 @@
     │   ├── NotAuthorized       no key, a wrong one, or one that does not allow this
     │   └── PortInUse           the address to serve on is taken
     └── EngineFailed            the engine itself broke; not the request's fault
+        └── EngineDown          it is being restarted, or has stopped; try later
 
 Each class has a ``code``: the name that goes over the wire. ``from_code`` finds the class again.
 
@@ -412,6 +413,12 @@ class EngineFailed(AgentflowError):
     """
 
     code = "engine_failed"
+
+
+class EngineDown(EngineFailed):
+    """The engine has no process now: it is being restarted, or has stopped. Try again later."""
+
+    code = "engine_down"
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from agentflow.engine.process.ipc import (
 from agentflow.engine.runner import ModelRunner, RunnerInfo
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.text.tokenizer import Tokenizer
-from agentflow.errors import AgentflowError, EngineFailed, Overloaded, from_code
+from agentflow.errors import AgentflowError, EngineDown, EngineFailed, Overloaded, from_code
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.limits import part_of
 from agentflow.runtime.task_group import loop_caller
@@ -282,7 +282,7 @@ class EngineClient:
 
     def _check_alive(self) -> None:
         if self._ended_because is not None:
-            raise EngineFailed(self._ended_because)
+            raise EngineDown(self._ended_because)
 
     def receive(self, messages: Sequence[FromEngine]) -> None:
         """Hands a step's messages to whom they concern. Called in the event loop's thread."""

@@ -15,7 +15,7 @@ import msgspec
 
 from agentflow.engine.process.ipc import Failed, Finished, FromEngine, Progress, Started, Submit
 from agentflow.engine.request import TopTokens
-from agentflow.errors import Cancelled, EngineFailed
+from agentflow.errors import Cancelled, EngineDown, EngineFailed
 
 # Deaths without progress between them that make a suspect.
 SUSPECT_DEATHS = 2
@@ -155,7 +155,7 @@ class EngineLedger:
 
     def fail_all(self, why: str) -> list[Failed]:
         """Nothing more is run: all requests end, and are forgotten."""
-        ended = [Failed(request_id, EngineFailed.code, why) for request_id in sorted(self._held | self._sent)]
+        ended = [Failed(request_id, EngineDown.code, why) for request_id in sorted(self._held | self._sent)]
         self._held, self._sent, self._num_suspects = {}, {}, 0
         return ended
 

@@ -52,7 +52,7 @@ from agentflow.engine.process.request_journal import EngineLedger, aborted
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
 from agentflow.engine.process.worker import LAST_STEP_S
 from agentflow.engine.text.tokenizer import Tokenizer
-from agentflow.errors import AgentflowError, BadModelFolder, EngineFailed, from_code
+from agentflow.errors import AgentflowError, BadModelFolder, EngineDown, EngineFailed, from_code
 from agentflow.runtime.task_group import open_task_group
 
 # How long an engine may take to end by itself: its last step, and then its memory.
@@ -259,7 +259,7 @@ class EngineSupervisor:
         a Submit while the engine is down."""
         match message:
             case Submit() if self._down_because is not None:
-                raise EngineFailed(self._down_because)
+                raise EngineDown(self._down_because)
             case Submit():
                 self._ledger.add(message)
                 self._forward()
@@ -273,7 +273,7 @@ class EngineSupervisor:
                 if self._outgoing is not None:
                     self._post(message)  # a new process keeps nothing for any state
             case Report() if self._outgoing is None:
-                raise EngineFailed(self._down_because or RESTARTING)
+                raise EngineDown(self._down_because or RESTARTING)
             case Report():
                 self._reports.add(message.ticket)
                 self._post(message)
@@ -448,7 +448,7 @@ class EngineSupervisor:
             self._convictions += 1
         else:
             self._deaths += 1
-        ended += [Failed(ticket, EngineFailed.code, RESTARTING) for ticket in self._reports]
+        ended += [Failed(ticket, EngineDown.code, RESTARTING) for ticket in self._reports]
         self._reports.clear()
         self._hand_over(ended)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from agentflow.errors import (
     AgentflowError,
     BadArgument,
+    EngineDown,
     EngineFailed,
     FrameTooLarge,
     NotAuthorized,
@@ -39,6 +40,7 @@ _STATUS_AND_CODE: dict[type[AgentflowError], tuple[int, str]] = {
     FrameTooLarge: (413, "request_too_large"),
     RateLimited: (429, "rate_limit_exceeded"),
     EngineFailed: (500, "engine_failed"),
+    EngineDown: (503, "engine_down"),
     Overloaded: (503, "overloaded"),
 }
 

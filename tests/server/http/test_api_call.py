@@ -15,7 +15,15 @@ import pytest
 from support.wire_peer import WireGenerator
 
 from agentflow.engine.tenant import Tenant
-from agentflow.errors import EngineFailed, NotAuthorized, Overloaded, PromptTooLong, RateLimited, UnknownModel
+from agentflow.errors import (
+    EngineDown,
+    EngineFailed,
+    NotAuthorized,
+    Overloaded,
+    PromptTooLong,
+    RateLimited,
+    UnknownModel,
+)
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.http.call import ApiCall, ApiEndpoint, Handler
@@ -241,6 +249,7 @@ async def test_a_client_that_goes_while_it_is_streamed_to_has_its_work_cancelled
         (RateLimited("too many"), 429, "rate_limit_exceeded", "rate_limit_error"),
         (Overloaded("busy"), 503, "overloaded", "server_error"),
         (EngineFailed("broke"), 500, "engine_failed", "server_error"),
+        (EngineDown("restarting"), 503, "engine_down", "server_error"),
         (Refusal(403, "forbidden", "not you"), 403, "forbidden", "permission_error"),
     ],
 )

@@ -141,7 +141,7 @@ def no_counters(_: ApiServer) -> str:
         session_on(server) as session,
     ):
         session.ops(*ASK, gen())
-        assert session.failure() == "`engine_failed`"
+        assert session.failure() == "`engine_down`"
         session.ops({"op": "getstats", "ticket": 7})
         reply = next(event for event in session.events() if event["event"] == "statsreply")
         session.check_goes_on(98)
