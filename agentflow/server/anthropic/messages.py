@@ -6,6 +6,8 @@ for them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -111,7 +113,7 @@ def completion_of(call: ApiCall, body: MessagesRequest) -> CompletionRequest:
     )
 
 
-def _form_of(body: MessagesRequest, request: CompletionRequest) -> Constraint | None:
+def _form_of(body: CountRequest, request: CompletionRequest) -> Constraint | None:
     asked = body.output_config.format if body.output_config is not None else None
     if asked is not None and body.output_format is not None:
         raise wrong("output_format", "output_config.format says it already: give one of them")
@@ -127,6 +129,28 @@ def _form_of(body: MessagesRequest, request: CompletionRequest) -> Constraint | 
     return schema_constraint(asked.schema, "output_config.format.schema")
 
 
+def _counted(body: CountRequest) -> CompletionRequest:
+    """The prompt, of a request that is right in all else, too."""
+    request = prompt_of(body)
+    _form_of(body, request)
+    return request
+
+
+@contextmanager
+def _placed() -> Iterator[None]:
+    """Errors of the engine name the field of the request that causes them."""
+    try:
+        yield
+    except PromptTooLong as error:
+        # Agents that shorten their conversation recognise the error by these words.
+        text = f"prompt is too long: {error}"
+        raise Refusal(400, "context_length_exceeded", text, param="messages") from error
+    except (BadArgument, RequestRefused) as error:
+        if error.param == "constraint":
+            error.param = "output_config.format.schema"
+        raise
+
+
 async def create_message(call: ApiCall) -> None:
     """Goes on with a conversation."""
     body = await call.beside(read_request, call, MessagesRequest)
@@ -135,21 +159,13 @@ async def create_message(call: ApiCall) -> None:
     capabilities = generator.capabilities
     frame = AnswerFrame.new(capabilities.model, body.max_tokens, capabilities.max_context)
     deltas: list[CompletionDelta] = []
-    try:
+    with _placed():
         async with completing(generator, request) as completion:
             if body.stream:
                 await _stream(call, completion, frame)
                 return
             while some := await completion.next():
                 deltas += some
-    except PromptTooLong as error:
-        # Agents that shorten their conversation know its cause by these words.
-        text = f"prompt is too long: {error}"
-        raise Refusal(400, "context_length_exceeded", text, param="messages") from error
-    except (BadArgument, RequestRefused) as error:
-        if error.param == "constraint":
-            error.param = "output_config.format.schema"
-        raise
     answer = frame.whole(deltas)
     _record(call, deltas[-1])
     await call.reply(answer)
@@ -171,8 +187,8 @@ async def count_tokens(call: ApiCall) -> None:
     """How many tokens the prompt has. Nothing is run."""
     body = await call.beside(read_request, call, CountRequest)
     generator = call.generator(body.model, to_generate=False)
-    request = await call.beside(prompt_of, body)
-    with generator.metered():
+    request = await call.beside(_counted, body)
+    with _placed(), generator.metered():
         token_ids = await Completion(generator, request).prompt_ids()
     call.record.prompt_tokens = len(token_ids)
     await call.reply(CountAnswer(len(token_ids)))

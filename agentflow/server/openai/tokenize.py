@@ -14,7 +14,7 @@ from agentflow.server.completion.completion import COUNTED_CONTEXTS, Completion
 from agentflow.server.completion.request import CompletionRequest
 from agentflow.server.http.call import ApiCall
 from agentflow.server.openai.conversation import conversation_of, tools_of
-from agentflow.server.openai.sampling import TokenId, faults_named, wrong
+from agentflow.server.openai.sampling import TokenId, faults_named, faults_placed, wrong
 from agentflow.server.openai.types import MAX_MESSAGES, MAX_TOOLS, ChatMessage, Tool
 
 
@@ -60,7 +60,8 @@ async def tokenize(call: ApiCall) -> None:
     generator = call.generator(body.model, to_generate=False)
     texts: list[str] | None = None
     with generator.metered():
-        token_ids = await _ids_of(call, body, generator)
+        with faults_placed("prompt" if body.messages is None else "messages", None):
+            token_ids = await _ids_of(call, body, generator)
         if body.return_token_strs:
             texts = await generator.encode_beside(len(token_ids), partial(_texts, generator), token_ids)
     call.record.prompt_tokens = len(token_ids)

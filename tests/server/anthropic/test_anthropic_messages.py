@@ -196,6 +196,26 @@ def test_tokens_are_counted_and_nothing_is_run(peer):
     assert peer.client.messages.count_tokens(model="fake", messages=longer).input_tokens > 1024
 
 
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"messages": [{"role": "user", "content": ""}] * 5000}, "messages"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": [None]}}},
+            "output_config.format.schema",
+        ),
+        (
+            {"extra_body": {"output_format": {"type": "json_schema", "schema": 0}}},
+            "output_config.format.schema",
+        ),
+    ],
+)
+def test_a_count_that_is_rejected_names_the_field(peer, asked, param):
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        peer.client.messages.count_tokens(**{"model": "fake", "messages": HELLO, **asked})
+    assert caught.value.body["error"]["details"]["param"] == param
+
+
 @pytest.mark.anyio
 async def test_the_asynchronous_client_gets_the_same(peer, anyio_backend):
     whole = await anyio.to_thread.run_sync(peer.ask)

@@ -70,6 +70,7 @@ def test_an_empty_text_has_no_tokens(server: ApiServer) -> None:
         ("/tokenize", {"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt"),
         ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
         ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"messages": [{"role": "system", "content": ""}] * (MAX_CONTEXT + 1)}, "messages"),
         ("/detokenize", {"tokens": [99999]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
         ("/detokenize", {}, "tokens"),
