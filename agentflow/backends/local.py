@@ -46,8 +46,8 @@ async def interpreted(generator: Generator[ContextT], deliver: Deliver) -> Async
 
             async def pump() -> None:
                 while True:
-                    await interpreter.outbox.wait()
-                    deliver(interpreter.outbox.drain())
+                    await interpreter.events.wait()
+                    deliver(interpreter.events.drain())
 
             group.start_soon(pump)
             try:

@@ -199,7 +199,7 @@ LATE = math.inf
 """After everything that was recorded."""
 
 
-class Agenda:
+class EventScheduler:
     """``expected``: the numbers of the events that will be pushed if the program does what it did.
     ``batches``: of each event, a number for what was told together, and is told together again."""
 
@@ -282,12 +282,17 @@ class ReplayConnection:
     """A ``Connection`` to a recording."""
 
     def __init__(
-        self, recording: Recording, runs: RecordedRuns, agenda: Agenda, deliver: Deliver, lost: Lost
+        self,
+        recording: Recording,
+        runs: RecordedRuns,
+        scheduler: EventScheduler,
+        deliver: Deliver,
+        lost: Lost,
     ) -> None:
         self.capabilities = recording.header.capabilities
         self._recording = recording
         self._recorded = runs
-        self._agenda = agenda
+        self._scheduler = scheduler
         self._deliver = deliver
         self._lost = lost
         self._is_over = False
@@ -411,7 +416,7 @@ class ReplayConnection:
         """The recorded op at this place; None where the recording need not have one."""
         position = state.num_ops
         state.num_ops += 1
-        self._agenda.num_sent += 1
+        self._scheduler.num_sent += 1
         self._lose_when_due()
         recorded = state.recorded
         if recorded is None:
@@ -441,23 +446,23 @@ class ReplayConnection:
         for heard in recorded.events if recorded is not None else ():
             assert isinstance(heard.event, Delta | Value | VarFailed)
             event = msgspec.structs.replace(heard.event, var=var_id)
-            self._agenda.push(heard, lambda event=event: self._told.append(event))  # type: ignore[misc]
+            self._scheduler.push(heard, lambda event=event: self._told.append(event))  # type: ignore[misc]
         if recorded is None or not recorded.has_end:
             error = self._missing(state, is_new=recorded is None)
             if error is not None:
-                self._agenda.push_at(LATE, lambda: self._told.append(VarFailed(var_id, error)))
+                self._scheduler.push_at(LATE, lambda: self._told.append(VarFailed(var_id, error)))
 
     def _take_await(self, state: LiveState, ticket: int) -> None:
         self._identify(state, is_likelier=lambda run, _: run.was_asked(state.path, state.num_kept))
         seq = state.recorded.reached_seq(state.num_ops) if state.recorded is not None else None
         if seq is not None:
-            self._agenda.push_at(seq, lambda: self._told.append(Reached(state.id, ticket)))
+            self._scheduler.push_at(seq, lambda: self._told.append(Reached(state.id, ticket)))
             return
         has_failure = state.recorded is not None and state.recorded.failure is not None
         is_new = state.recorded is None or state.num_ops > len(state.recorded.ops)
         error = None if has_failure else self._missing(state, is_new=is_new)
         if error is not None:
-            self._agenda.push_at(LATE, lambda: self._told.append(StateFailed(state.id, error)))
+            self._scheduler.push_at(LATE, lambda: self._told.append(StateFailed(state.id, error)))
 
     def _missing(self, state: LiveState, *, is_new: bool) -> ErrorInfo | None:
         """Why an answer never comes. ``is_new``: it was not asked for when it was recorded. None: the
@@ -493,12 +498,12 @@ class ReplayConnection:
         state.has_failed = True
         assert isinstance(failure.event, StateFailed)
         event = msgspec.structs.replace(failure.event, state=state.id)
-        self._agenda.after(cause, lambda: self._agenda.push(failure, lambda: self._told.append(event)))
+        self._scheduler.after(cause, lambda: self._scheduler.push(failure, lambda: self._told.append(event)))
 
     def _lose_when_due(self) -> None:
         loss = self._recorded.lost
-        if loss is not None and self._agenda.num_sent == loss.num_ops:
-            self._agenda.push_at(loss.seq, lambda: self._end(loss.error.to_exception()))
+        if loss is not None and self._scheduler.num_sent == loss.num_ops:
+            self._scheduler.push_at(loss.seq, lambda: self._end(loss.error.to_exception()))
 
     def _check_group(self, state: LiveState) -> None:
         recorded = state.recorded
@@ -529,7 +534,7 @@ class ReplayConnection:
             seq, recorded = known[min(self._num_stats, len(known) - 1)]
             reply = StatsReply(ticket, recorded.stats, recorded.error)
         self._num_stats += 1
-        self._agenda.push_at(seq, lambda: self._told.append(reply))
+        self._scheduler.push_at(seq, lambda: self._told.append(reply))
 
     def flush(self) -> None:
         """Delivers what was told since the last time."""
@@ -581,10 +586,10 @@ class Replay:
     @asynccontextmanager
     async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
         """Opens it. For the session."""
-        agenda = Agenda(self._runs.expected, self._runs.batches)
-        connection = ReplayConnection(self._recording, self._runs, agenda, deliver, lost)
+        scheduler = EventScheduler(self._runs.expected, self._runs.batches)
+        connection = ReplayConnection(self._recording, self._runs, scheduler, deliver, lost)
         async with open_task_group() as group:
-            group.start_soon(agenda.run, connection.flush)
+            group.start_soon(scheduler.run, connection.flush)
             try:
                 yield connection
                 if connection.is_complete:

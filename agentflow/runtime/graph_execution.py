@@ -12,7 +12,7 @@ from agentflow.protocol import ops
 from agentflow.protocol.op_table import ROOT, moved
 from agentflow.protocol.ops import derived_seed
 from agentflow.runtime.generator import ContextT
-from agentflow.runtime.state_tree import StateCell
+from agentflow.runtime.state_tree import StateRecord
 
 MAX_GRAPH_OPS = 10_000
 TICKET = 1
@@ -65,12 +65,12 @@ def expanded(graph: ops.Submit) -> Iterator[ops.Op]:
 class GraphExecution(Generic[ContextT]):
     """The states of one submitted graph. The root says when all have ended, or what failed first."""
 
-    def __init__(self, root: StateCell[ContextT]) -> None:
-        self.states: list[StateCell[ContextT]] = []
+    def __init__(self, root: StateRecord[ContextT]) -> None:
+        self.states: list[StateRecord[ContextT]] = []
         self._root = root
         self._num_left = 0
 
-    def add(self, state: StateCell[ContextT]) -> None:
+    def add(self, state: StateRecord[ContextT]) -> None:
         """One more state of the graph; of those only the root speaks."""
         self.states.append(state)
         self._num_left += 1

@@ -50,8 +50,8 @@ from agentflow.runtime.limits import (
     OP_BYTES,
     TURN_CHARS,
     Budget,
-    HeldMemory,
-    Holding,
+    MemoryBudget,
+    Reservation,
     check_time,
     clipped,
     deadline_of,
@@ -61,12 +61,12 @@ from agentflow.runtime.limits import (
     variable_bytes,
 )
 from agentflow.runtime.state_tree import (
-    Outbox,
+    EventCursor,
     PendingOp,
-    StateCell,
+    StateRecord,
     StateTree,
-    StatsCell,
-    VariableCell,
+    StatsRecord,
+    VariableRecord,
     because,
     origin_of,
 )
@@ -82,9 +82,9 @@ class OpExecution(Generic[ContextT]):
     def __init__(
         self,
         generator: Generator[ContextT],
-        variables: Mapping[int, VariableCell],
-        memory: HeldMemory,
-        start_child: Callable[[StateCell[ContextT], ContextT, Holding, int], None],
+        variables: Mapping[int, VariableRecord],
+        memory: MemoryBudget,
+        start_child: Callable[[StateRecord[ContextT], ContextT, Reservation, int], None],
     ) -> None:
         self._generator = generator
         self._variables = variables
@@ -93,7 +93,7 @@ class OpExecution(Generic[ContextT]):
         # Of the threads that all sessions share, this one searches in one at a time.
         self._searching = anyio.CapacityLimiter(1)
 
-    async def execute(self, state: StateCell[ContextT], pending: PendingOp[ContextT]) -> None:
+    async def execute(self, state: StateRecord[ContextT], pending: PendingOp[ContextT]) -> None:
         """Runs an op that needs the state's context; waits for the variables in it, in their order."""
         context, op = state.context, pending.op
         if isinstance(op, ops.Set):  # needs no context: a sealed state may have one
@@ -107,12 +107,12 @@ class OpExecution(Generic[ContextT]):
         match op:
             case ops.Text():
                 text = await self._resolved(op.parts, pending.sources)
-                state.hold_text(text)
+                state.reserve_text(text)
                 self._generator.fill(context, text)
             case ops.Converse():
                 await self._converse(state, context, op.conversation)
             case ops.Begin():
-                state.hold_text("", TURN_CHARS)
+                state.reserve_text("", TURN_CHARS)
                 self._generator.begin_role(context, op.role)
             case ops.End():
                 self._generator.end_role(context)
@@ -121,7 +121,7 @@ class OpExecution(Generic[ContextT]):
             case ops.Select():
                 variable = self._variables[op.var]  # now: by the end its state may have been closed
                 scored = await self._generator.score(context, op.choices, op.method)
-                state.hold_text(op.choices[scored.index])
+                state.reserve_text(op.choices[scored.index])
                 variable.complete(op.choices[scored.index], _selected(op, scored))
             case ops.Fork():
                 await self._fork(state, context, pending.children)
@@ -129,12 +129,12 @@ class OpExecution(Generic[ContextT]):
                 await self._look(context, pending)
 
     async def _converse(
-        self, state: StateCell[ContextT], context: ContextT, conversation: Conversation
+        self, state: StateRecord[ContextT], context: ContextT, conversation: Conversation
     ) -> None:
         for message in conversation.messages:
             called = sum(len(call.name) + len(call.arguments) for call in message.tool_calls)
-            state.hold_text(message.content, TURN_CHARS + called)
-        state.hold_text("", sum(len(msgspec.json.encode(tool)) for tool in conversation.tools))
+            state.reserve_text(message.content, TURN_CHARS + called)
+        state.reserve_text("", sum(len(msgspec.json.encode(tool)) for tool in conversation.tools))
         await self._generator.converse(context, conversation)
 
     async def _set(self, op: ops.Set, pending: PendingOp[ContextT]) -> None:
@@ -142,16 +142,16 @@ class OpExecution(Generic[ContextT]):
         _complete(variable, await self._resolved(op.parts, pending.sources), "set")
 
     async def _fork(
-        self, state: StateCell[ContextT], context: ContextT, children: Sequence[StateCell[ContextT]]
+        self, state: StateRecord[ContextT], context: ContextT, children: Sequence[StateRecord[ContextT]]
     ) -> None:
         num_chars = state.num_chars
         # First: the copies may be very many.
-        holdings = [Holding(self._memory, FORKED_CHAR_BYTES * num_chars) for _ in children]
+        reservations = [Reservation(self._memory, FORKED_CHAR_BYTES * num_chars) for _ in children]
         contexts = await self._generator.fork(context, len(children))
-        for child, child_context, holding in zip(children, contexts, holdings, strict=True):
-            self._start_child(child, child_context, holding, num_chars)
+        for child, child_context, reservation in zip(children, contexts, reservations, strict=True):
+            self._start_child(child, child_context, reservation, num_chars)
 
-    async def _read(self, op: ops.Read, state: StateCell[ContextT], pending: PendingOp[ContextT]) -> None:
+    async def _read(self, op: ops.Read, state: StateRecord[ContextT], pending: PendingOp[ContextT]) -> None:
         context = state.sealed if state.context is None else state.context
         if context is None:  # fails nothing but itself: the state's own work is done
             dropped = StateClosed(f"what state {state.id} held when it was sealed was dropped for newer ones")
@@ -177,7 +177,7 @@ class OpExecution(Generic[ContextT]):
             case _:
                 raise ProtocolError(f"an op that cannot stand in a stream: {op!r}")
 
-    async def _generate(self, state: StateCell[ContextT], context: ContextT, op: ops.Gen) -> None:
+    async def _generate(self, state: StateRecord[ContextT], context: ContextT, op: ops.Gen) -> None:
         params = clipped(op.params, state.budgets)
         variable = self._variables[op.var]
         with anyio.move_on_after(op.timeout_s) as scope:
@@ -190,10 +190,10 @@ class OpExecution(Generic[ContextT]):
         value = Value(
             op.var, 0, "", end.finish_reason, end.usage, end.logprobs, top_logprobs=end.top_logprobs
         )
-        state.hold_text(end.text)
+        state.reserve_text(end.text)
         variable.complete(end.text, value)
 
-    async def _resolved(self, parts: ops.Parts, sources: Sequence[VariableCell]) -> str:
+    async def _resolved(self, parts: ops.Parts, sources: Sequence[VariableRecord]) -> str:
         """The text of the parts, once it is there; ``sources``: the variables in them, in their order."""
         for variable in sources:  # nothing is kept while it waits
             await variable.done.wait()
@@ -203,13 +203,13 @@ class OpExecution(Generic[ContextT]):
         pieces: list[str] = []
         num_chars = 0
         variables = iter(sources)
-        holding = Holding(self._memory, 0)  # a search in between may have to wait for those of others
+        reservation = Reservation(self._memory, 0)  # a search in between may have to wait for those of others
         for part in parts:
             if isinstance(part, str):
                 piece = part
             else:
                 piece = await apply_in_turn(next(variables).content, part.transforms, self._searching)
-                holding.add(sys.getsizeof(piece))
+                reservation.add(sys.getsizeof(piece))
             num_chars += len(piece)
             if num_chars > MAX_OP_CHARS:
                 raise RunFailed(f"with its variables, this text has more than {MAX_OP_CHARS:,} characters")
@@ -217,7 +217,7 @@ class OpExecution(Generic[ContextT]):
         return "".join(pieces)
 
 
-def _complete(variable: VariableCell, text: str, reason: str) -> None:
+def _complete(variable: VariableRecord, text: str, reason: str) -> None:
     variable.complete(text, Value(variable.id, 0, "", reason, Usage()))
 
 
@@ -232,10 +232,10 @@ MAX_TICKETS = 1_000
 class StatsAnswers(Generic[ContextT]):
     """Asks ``generator`` once for all who wait, in one of ``tasks``, however many they are."""
 
-    def __init__(self, generator: Generator[ContextT], tasks: TaskGroup, outbox: Outbox) -> None:
+    def __init__(self, generator: Generator[ContextT], tasks: TaskGroup, events: EventCursor) -> None:
         self._generator = generator
         self._tasks = tasks
-        self._outbox = outbox
+        self._events = events
         self._tickets: list[int] = []
 
     def ask(self, ticket: int) -> None:
@@ -254,7 +254,7 @@ class StatsAnswers(Generic[ContextT]):
             reply = StatsReply(0, error=ErrorInfo.of(error))
         tickets, self._tickets = self._tickets, []
         for ticket in tickets:
-            self._outbox.mark(StatsCell(msgspec.structs.replace(reply, ticket=ticket)))
+            self._events.mark(StatsRecord(msgspec.structs.replace(reply, ticket=ticket)))
 
 
 logger = logging.getLogger(__name__)
@@ -270,7 +270,7 @@ _MADE = {ops.Gen: "generated", ops.Select: "generated", ops.Read: "read", ops.Ex
 
 
 class Interpreter(Generic[ContextT]):
-    """Runs ops on ``generator``; what comes of them is in ``outbox``. ``task_group`` owns all tasks:
+    """Runs ops on ``generator``; what comes of them is in ``events``. ``task_group`` owns all tasks:
     cancel it to end the session, then call ``close``. ``memory``: where all that it holds is counted.
     ``hides_faults``: what fails for reasons of the backend's own is explained in the log only."""
 
@@ -278,24 +278,24 @@ class Interpreter(Generic[ContextT]):
         self,
         generator: Generator[ContextT],
         task_group: AnyioTaskGroup,
-        memory: HeldMemory | None = None,
+        memory: MemoryBudget | None = None,
         *,
         hides_faults: bool = False,
     ) -> None:
         self._hides_faults = hides_faults
-        self.outbox = Outbox()
-        self._memory = HeldMemory() if memory is None else memory
-        self._memory_of_rejected = HeldMemory(
+        self.events = EventCursor()
+        self._memory = MemoryBudget() if memory is None else memory
+        self._memory_of_rejected = MemoryBudget(
             REJECTED_BYTES, "of ops that were rejected, this session may hold"
         )
         self._generator = generator
         self._tasks = task_group
         self._states: StateTree[ContextT] = StateTree(
-            self.outbox, self._memory, free=generator.free, kick=self._kick
+            self.events, self._memory, free=generator.free, kick=self._kick
         )
-        self._variables: dict[int, VariableCell] = {}
+        self._variables: dict[int, VariableRecord] = {}
         self._ops = OpExecution(generator, self._variables, self._memory, self._start_child)
-        self._stats = StatsAnswers(generator, task_group, self.outbox)
+        self._stats = StatsAnswers(generator, task_group, self.events)
 
     def submit(self, op: ops.Op | ops.Rejected) -> None:
         """Takes an op; never waits. One that cannot be taken fails its state. The session must end where that
@@ -315,7 +315,7 @@ class Interpreter(Generic[ContextT]):
                 check_values(op)
                 root = self._states.add_root(op.state)
                 context = self._generator.open(op.cache_salt, program=op.program)
-                root.begin(context, Holding(self._memory, 0))
+                root.begin(context, Reservation(self._memory, 0))
                 if op.objective is not None:
                     self._generator.hint(context, StateHint(op.objective))
             case ops.Submit():
@@ -355,16 +355,16 @@ class Interpreter(Generic[ContextT]):
             self._memory.close()
             self._memory_of_rejected.close()
 
-    def _enqueue(self, state: StateCell[ContextT], op: ops.Op, outbox: Outbox | None = None) -> None:
-        held = Holding(self._memory, 0)
+    def _enqueue(self, state: StateRecord[ContextT], op: ops.Op, events: EventCursor | None = None) -> None:
+        held = Reservation(self._memory, 0)
         if isinstance(op, ops.Close):  # makes room: there must be some for it
             held.count(op_bytes(op))
         elif len(state.pending) >= MAX_PENDING_OPS:
             raise Overloaded(f"{MAX_PENDING_OPS} ops wait on state {state.id}: await some of them first")
         else:
             held.add(op_bytes(op))
-        sources: tuple[VariableCell, ...] = ()
-        children: tuple[StateCell[ContextT], ...] = ()
+        sources: tuple[VariableRecord, ...] = ()
+        children: tuple[StateRecord[ContextT], ...] = ()
         if isinstance(op, ops.Text | ops.Set):
             sources = tuple(self._variable(part.var) for part in op.parts if isinstance(part, ops.Ref))
         match op:
@@ -372,11 +372,11 @@ class Interpreter(Generic[ContextT]):
                 ops.check_number(op.var)
                 if op.var in self._variables:
                     raise ProtocolError(f"variable {op.var} exists already")
-                variable = VariableCell(
+                variable = VariableRecord(
                     op.var,
                     op.name,
-                    outbox or self.outbox,
-                    Holding(self._memory, variable_bytes(op.name)),
+                    events or self.events,
+                    Reservation(self._memory, variable_bytes(op.name)),
                     is_expected=isinstance(op, ops.Expect),
                     is_reply=isinstance(op, ops.Gen) and op.reply,
                 )
@@ -412,8 +412,8 @@ class Interpreter(Generic[ContextT]):
                 self._states.add_failed(child, state, error, self._memory_of_rejected)
         for number, name in op.names.items():
             if number not in self._variables and ops.may_be_number(number):
-                holding = Holding(self._memory_of_rejected, variable_bytes(name))
-                variable = self._variables[number] = VariableCell(number, name, self.outbox, holding)
+                reservation = Reservation(self._memory_of_rejected, variable_bytes(name))
+                variable = self._variables[number] = VariableRecord(number, name, self.events, reservation)
                 state.variables.append(variable)
                 variable.fail(op.error)
         if state.error is not None:
@@ -423,7 +423,7 @@ class Interpreter(Generic[ContextT]):
         if isinstance(op.error, Overloaded) or not can_begin:
             self._states.end(state, _placed(op.error, state, number_here))  # at once: what waits takes room
         else:
-            state.pending.append(PendingOp(op, Holding(self._memory_of_rejected, OP_BYTES), number_here))
+            state.pending.append(PendingOp(op, Reservation(self._memory_of_rejected, OP_BYTES), number_here))
             self._kick(state)
 
     def _fail_expected(self, op: ops.Rejected) -> None:
@@ -434,12 +434,12 @@ class Interpreter(Generic[ContextT]):
             if variable is not None:
                 variable.fail(op.error)
 
-    def _kick(self, state: StateCell[ContextT]) -> None:
+    def _kick(self, state: StateRecord[ContextT]) -> None:
         if state.pending and not state.is_running and (state.has_begun or state.error is not None):
             state.is_running = True
             self._tasks.start_soon(self._run, state)
 
-    async def _run(self, state: StateCell[ContextT]) -> None:
+    async def _run(self, state: StateRecord[ContextT]) -> None:
         num_done = 0
         while state.pending:
             pending = state.pending.popleft()
@@ -460,7 +460,7 @@ class Interpreter(Generic[ContextT]):
         if state.graph is not None:
             state.graph.ended()
 
-    async def _attempt(self, state: StateCell[ContextT], pending: PendingOp[ContextT]) -> None:
+    async def _attempt(self, state: StateRecord[ContextT], pending: PendingOp[ContextT]) -> None:
         try:
             if pending.number is not None:
                 check_time(state.budgets)
@@ -479,7 +479,7 @@ class Interpreter(Generic[ContextT]):
         failure.__cause__ = error
         return failure
 
-    async def _execute(self, state: StateCell[ContextT], pending: PendingOp[ContextT]) -> None:
+    async def _execute(self, state: StateRecord[ContextT], pending: PendingOp[ContextT]) -> None:
         match pending.op:
             case ops.Seal():
                 self._states.seal(state)
@@ -497,15 +497,17 @@ class Interpreter(Generic[ContextT]):
                 await self._ops.execute(state, pending)
 
     def _start_child(
-        self, child: StateCell[ContextT], context: ContextT, holding: Holding, num_chars: int
+        self, child: StateRecord[ContextT], context: ContextT, reservation: Reservation, num_chars: int
     ) -> None:
         if self._states.waits_for_fork(child):
-            child.begin(context, holding, num_chars)
+            child.begin(context, reservation, num_chars)
             self._kick(child)
         else:  # closed or cancelled before it began
             self._generator.free(context)
 
-    def _skip(self, state: StateCell[ContextT], pending: PendingOp[ContextT], error: AgentflowError) -> None:
+    def _skip(
+        self, state: StateRecord[ContextT], pending: PendingOp[ContextT], error: AgentflowError
+    ) -> None:
         """What an op leaves behind when its state has failed: its variable and its children fail too."""
         op = pending.op
         match op:
@@ -524,7 +526,9 @@ class Interpreter(Generic[ContextT]):
             case _:
                 pass
 
-    def _fail(self, state: StateCell[ContextT], pending: PendingOp[ContextT], error: AgentflowError) -> None:
+    def _fail(
+        self, state: StateRecord[ContextT], pending: PendingOp[ContextT], error: AgentflowError
+    ) -> None:
         """An op failed: so does its variable (with the error itself), its state, its task group."""
         _forget_frames(error)
         error = _placed(error, state, pending.number)
@@ -533,7 +537,7 @@ class Interpreter(Generic[ContextT]):
             variable.fail(error)
         self._states.end(state, error)
 
-    def _variable(self, var_id: int) -> VariableCell:
+    def _variable(self, var_id: int) -> VariableRecord:
         variable = self._variables.get(var_id)
         if variable is None:
             raise ProtocolError(f"there is no variable {var_id}")
@@ -553,7 +557,7 @@ class Interpreter(Generic[ContextT]):
         except Overloaded as error:
             variable.fail(error)
 
-    def _forget(self, state: StateCell[ContextT]) -> None:
+    def _forget(self, state: StateRecord[ContextT]) -> None:
         graph, state.graph = state.graph, None
         for one in [state] if graph is None else graph.states:
             if one is not state:  # its ops may still run, and find nothing more of what they need
@@ -569,7 +573,7 @@ class Interpreter(Generic[ContextT]):
         """All its ops are in line before the first of them runs; where they cannot be, none of them runs."""
         outputs = {op.session_number(number) for number in op.outputs}
         inputs = {op.session_number(number): text for number, text in op.inputs.items()}
-        unheard = Outbox()
+        unheard = EventCursor()
         graph: GraphExecution[ContextT] | None = None
         try:
             for part in expanded(op):
@@ -601,7 +605,7 @@ def _of_session(error: AgentflowError) -> AgentflowError:
     return error if isinstance(error, Overloaded | ProtocolError) else ProtocolError(str(error))
 
 
-def _placed(error: AgentflowError, state: StateCell[ContextT], number: int | None) -> AgentflowError:
+def _placed(error: AgentflowError, state: StateRecord[ContextT], number: int | None) -> AgentflowError:
     """The error with its place; one exception may fail many ops, each in a place of its own."""
     if number is not None:
         if error.place is not None:

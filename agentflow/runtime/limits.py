@@ -1,10 +1,8 @@
-"""What a state and all its forks, or a whole session, may still use: tokens and time.
+"""Limits of a session: the tokens and seconds that states may still use, and the memory that it takes.
 
-What is held in memory for somebody, counted against a limit: a session's ops, states and values, say.
-
-Counted is what grows with what is sent: texts, and what is made of them. The amounts are estimates, near
-what CPython needs (a test compares them). An amount is a ``Holding``, which belongs to the object that it is
-counted for and ends with it: whoever else still has that object, it counts as long.
+``Budget`` bounds the tokens and the time of a state and its forks. ``MemoryBudget`` bounds bytes. Byte counts
+are estimates, near what CPython allocates (a test compares them), of what grows with the client's input. A
+``Reservation`` counts bytes for as long as the object that owns it lives.
 """
 
 from __future__ import annotations
@@ -40,14 +38,14 @@ TOP_TOKEN_BYTES = 160
 BIAS_BYTES = 120
 
 
-class HeldMemory:
+class MemoryBudget:
     """At most ``most_bytes``. ``who`` begins the error that says so, and ``advice`` ends it. What is held
     beyond ``free_bytes`` counts ``within`` another one too, which many share: where that is full, small ones
     still have these.
 
-    >>> server = HeldMemory(1_000, "all sessions together may hold")
-    >>> session = HeldMemory(800, within=server, free_bytes=100)
-    >>> session.hold(700)
+    >>> server = MemoryBudget(1_000, "all sessions together may hold")
+    >>> session = MemoryBudget(800, within=server, free_bytes=100)
+    >>> session.reserve(700)
     >>> server.num_bytes
     600
     """
@@ -58,7 +56,7 @@ class HeldMemory:
         who: str = "this session may hold",
         advice: str = "close states that are not needed any more",
         *,
-        within: HeldMemory | None = None,
+        within: MemoryBudget | None = None,
         free_bytes: int = 0,
     ) -> None:
         self.num_bytes = 0
@@ -69,7 +67,7 @@ class HeldMemory:
         self._free_bytes = free_bytes
         self._is_closed = False
 
-    def hold(self, num_bytes: int) -> None:
+    def reserve(self, num_bytes: int) -> None:
         """So many bytes more, or ``Overloaded``, and then none of them. Nothing at all always has room."""
         if not num_bytes:
             return
@@ -79,7 +77,7 @@ class HeldMemory:
                 f"{self._who} {self._most_bytes:,} bytes, and this would be {total:,}: {self._advice}"
             )
         if total > self._free_bytes and self._within is not None:
-            self._within.hold(total - max(self.num_bytes, self._free_bytes))
+            self._within.reserve(total - max(self.num_bytes, self._free_bytes))
         self.num_bytes = total
 
     def count(self, num_bytes: int) -> None:
@@ -99,7 +97,7 @@ class HeldMemory:
         self._is_closed = True
 
 
-class Holding:
+class Reservation:
     """So many bytes for one object, until nobody has it any more. ``Overloaded`` where that is too much.
 
     It relies on CPython, which deletes an object with its last reference; elsewhere it would last until the
@@ -113,15 +111,15 @@ class Holding:
         """How many."""
         return self._num_bytes
 
-    def __init__(self, memory: HeldMemory, num_bytes: int) -> None:
+    def __init__(self, memory: MemoryBudget, num_bytes: int) -> None:
         self._num_bytes = 0
         self._memory = memory
-        memory.hold(num_bytes)
+        memory.reserve(num_bytes)
         self._num_bytes = num_bytes
 
     def add(self, num_bytes: int) -> None:
         """More of them. ``Overloaded``: none of them."""
-        self._memory.hold(num_bytes)
+        self._memory.reserve(num_bytes)
         self._num_bytes += num_bytes
 
     def count(self, num_bytes: int) -> None:
@@ -309,7 +307,7 @@ class TenantMemory:
     """``most_bytes`` for all. ``who`` begins the error of a limit that is reached, ``advice`` ends it.
 
     >>> sessions = TenantMemory(1_000, "sessions may hold", "wait")
-    >>> sessions.of("alice").hold(600)
+    >>> sessions.of("alice").reserve(600)
     Traceback (most recent call last):
     agentflow.errors.Overloaded: of one tenant, sessions may hold 500 bytes, and this would be 600: wait
     """
@@ -318,19 +316,19 @@ class TenantMemory:
         self._most_bytes = most_bytes
         self._who = who
         self._advice = advice
-        self._all = HeldMemory(most_bytes, who, advice)
-        self._of_tenant: WeakValueDictionary[str, HeldMemory] = WeakValueDictionary()
+        self._all = MemoryBudget(most_bytes, who, advice)
+        self._of_tenant: WeakValueDictionary[str, MemoryBudget] = WeakValueDictionary()
 
     @property
     def num_bytes(self) -> int:
         """Of all tenants."""
         return self._all.num_bytes
 
-    def of(self, tenant: str) -> HeldMemory:
+    def of(self, tenant: str) -> MemoryBudget:
         """The tenant's part. Keep it while anything is held there."""
         part = self._of_tenant.get(tenant)
         if part is None:
             most = part_of(self._most_bytes, tenant)
-            part = HeldMemory(most, f"of one tenant, {self._who}", self._advice, within=self._all)
+            part = MemoryBudget(most, f"of one tenant, {self._who}", self._advice, within=self._all)
             self._of_tenant[tenant] = part
         return part

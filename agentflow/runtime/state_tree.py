@@ -40,8 +40,8 @@ from agentflow.runtime.generator import ContextT
 from agentflow.runtime.limits import (
     STATE_BYTES,
     Budget,
-    HeldMemory,
-    Holding,
+    MemoryBudget,
+    Reservation,
     error_bytes,
     text_bytes,
     value_bytes,
@@ -51,38 +51,43 @@ if TYPE_CHECKING:
     from agentflow.runtime.graph_execution import GraphExecution
 
 
-class Cell(Protocol):
-    """Something with progress of its own: a variable, a state, an answer."""
+class Record(Protocol):
+    """A variable, a state or an answer, with its own position in the events that it has sent."""
 
-    def news(self) -> list[Event]:
-        """Events since the last call; moves the cursor."""
+    def take_events(self) -> list[Event]:
+        """The events since the last call."""
 
 
-class Outbox:
-    """The set of cells that have news. One listener."""
+class EventCursor:
+    """The position of the one reader of a session's events: the set of records that have changed since it
+    last called ``drain``."""
 
     def __init__(self) -> None:
-        self._fresh: dict[Cell, None] = {}  # a dict: an ordered set
+        self._fresh: dict[Record, None] = {}  # a dict: an ordered set
         self._changed = anyio.Event()
 
-    def mark(self, cell: Cell) -> None:
-        """``cell`` has news."""
-        # To the end: what a state has reached is told after the variables that it has reached.
-        self._fresh.pop(cell, None)
-        self._fresh[cell] = None
+    def mark(self, record: Record) -> None:
+        """``record`` has new events."""
+        # To the end: what a state has reached is reported after the variables that it has reached.
+        self._fresh.pop(record, None)
+        self._fresh[record] = None
+        self.wake()
+
+    def wake(self) -> None:
+        """Ends the current ``wait``, even if there are no new events."""
         self._changed.set()
 
     async def wait(self) -> None:
-        """Until there are news."""
+        """Waits for new events."""
         await self._changed.wait()
 
     def drain(self) -> list[Event]:
-        """All news, in the order in which the cells last changed."""
+        """All new events, in the order in which their records last changed."""
         fresh, self._fresh = self._fresh, {}
         self._changed = anyio.Event()
         events: list[Event] = []
-        for cell in fresh:
-            events += cell.news()
+        for record in fresh:
+            events += record.take_events()
         return events
 
 
@@ -91,17 +96,17 @@ _NOT_COUNTED = ops.Await | ops.Seal | ops.Close | ops.Expect
 _COUNTED_KINDS = {"text", "image", "converse", "begin", "end", "gen", "select", "set", "read", "hint", "fork"}
 
 
-class VariableCell:
+class VariableRecord:
     """One variable: its text so far, its end, and how far the listener has heard. ``is_expected``: its
-    value comes from the client. ``is_reply``: its text is the notation of a reply. ``holding``: its
+    value comes from the client. ``is_reply``: its text is the notation of a reply. ``reservation``: its
     memory."""
 
     def __init__(
         self,
         var_id: int,
         name: str,
-        outbox: Outbox,
-        holding: Holding,
+        events: EventCursor,
+        reservation: Reservation,
         *,
         is_expected: bool = False,
         is_reply: bool = False,
@@ -114,8 +119,8 @@ class VariableCell:
         self.value: Value | None = None
         self.error: AgentflowError | None = None
         self.done = anyio.Event()
-        self._outbox = outbox
-        self._holding = holding
+        self._events = events
+        self._reservation = reservation
         self.is_output = False
         self._heard = 0
         self._heard_end = False
@@ -129,29 +134,29 @@ class VariableCell:
         """More text. Of a graph's output only the end is told."""
         self.text += delta
         if not self.is_output:
-            self._outbox.mark(self)
+            self._events.mark(self)
 
     def complete(self, text: str, value: Value) -> None:
         """The end: ``text`` is all of it; ``value`` says the rest. ``Overloaded`` where that is too much."""
-        self._holding.add(value_bytes(text, value))
+        self._reservation.add(value_bytes(text, value))
         self.text, self.value = text, value
         self.done.set()
-        self._outbox.mark(self)
+        self._events.mark(self)
 
     def fail(self, error: AgentflowError) -> None:
         """No value will come. Has no effect after the end."""
         if not self.done.is_set():
-            self._holding.count(error_bytes(error, self.text))
+            self._reservation.count(error_bytes(error, self.text))
             self.error = error
             self.done.set()
-            self._outbox.mark(self)
+            self._events.mark(self)
 
     def rewind(self, num_chars: int) -> None:
         """The listener has heard ``num_chars`` characters and not the end."""
         self._heard, self._heard_end = max(0, min(num_chars, len(self.text))), False
-        self._outbox.mark(self)
+        self._events.mark(self)
 
-    def news(self) -> list[Event]:
+    def take_events(self) -> list[Event]:
         if self._heard_end:
             return []
         at, self._heard = self._heard, len(self.text)
@@ -170,21 +175,25 @@ class VariableCell:
 class PendingOp(Generic[ContextT]):
     """An op in line. ``number``: which of its state's ops it is (None for those that are not counted).
     ``sources``: the variables that its text refers to, in order: the op keeps them, whatever becomes of
-    their states. ``children``: the states that it forks. ``holding``: its own memory."""
+    their states. ``children``: the states that it forks. ``reservation``: its own memory."""
 
     op: ops.Op | ops.Rejected
-    holding: Holding
+    reservation: Reservation
     number: int | None = None
-    sources: tuple[VariableCell, ...] = ()
-    children: tuple[StateCell[ContextT], ...] = ()
+    sources: tuple[VariableRecord, ...] = ()
+    children: tuple[StateRecord[ContextT], ...] = ()
 
 
-class StateCell(Generic[ContextT]):
-    """One state: its context, the ops that wait, and how it ended. ``holding``: its memory; that of its
-    context is ``context_holding``."""
+class StateRecord(Generic[ContextT]):
+    """One state: its context, the ops that wait, and how it ended. ``reservation``: its memory; that of its
+    context is ``context_reservation``."""
 
     def __init__(
-        self, state_id: int, parent: StateCell[ContextT] | None, outbox: Outbox, holding: Holding
+        self,
+        state_id: int,
+        parent: StateRecord[ContextT] | None,
+        events: EventCursor,
+        reservation: Reservation,
     ) -> None:
         self.id = state_id
         self.parent = parent
@@ -192,22 +201,22 @@ class StateCell(Generic[ContextT]):
         self.sealed: ContextT | None = None  # its context, to be read only
         self.has_begun = False
         self.pending: deque[PendingOp[ContextT]] = deque()
-        self.variables: list[VariableCell] = []
-        self.expected: list[VariableCell] = []  # of these, the client's own
-        self.children: dict[int, StateCell[ContextT]] = {}
-        self.siblings: list[StateCell[ContextT]] = []
+        self.variables: list[VariableRecord] = []
+        self.expected: list[VariableRecord] = []  # of these, the client's own
+        self.children: dict[int, StateRecord[ContextT]] = {}
+        self.siblings: list[StateRecord[ContextT]] = []
         self.is_coupled = False
         self.is_running = False
         self.is_closing = False
         self.scope: anyio.CancelScope | None = None
         self.budgets: tuple[Budget, ...] = () if parent is None else parent.budgets
         self.num_limits = 0
-        self.holding = holding
-        self.context_holding: Holding | None = None
+        self.reservation = reservation
+        self.context_reservation: Reservation | None = None
         self.num_chars = 0  # of its context, those of its parents included
         self.error: AgentflowError | None = None
         self.reached = 0
-        self._outbox = outbox
+        self._events = events
         self.graph: GraphExecution[ContextT] | None = None
         self.is_silent = False
         self._heard_reached = 0
@@ -230,33 +239,33 @@ class StateCell(Generic[ContextT]):
         if self.scope is not None:
             self.scope.deadline = min(self.scope.deadline, budget.deadline)
 
-    def begin(self, context: ContextT, holding: Holding, num_chars: int = 0) -> None:
+    def begin(self, context: ContextT, reservation: Reservation, num_chars: int = 0) -> None:
         """The state has a context, of so many characters: its ops can run."""
-        self.context, self.context_holding = context, holding
+        self.context, self.context_reservation = context, reservation
         self.num_chars = num_chars
         self.has_begun = True
 
-    def hold_text(self, text: str, num_chars: int = 0) -> None:
+    def reserve_text(self, text: str, num_chars: int = 0) -> None:
         """Counts what is appended to the context: the text, and what else counts like so many characters.
         ``Overloaded``."""
-        if self.context_holding is not None:  # otherwise its context was given back meanwhile
-            self.context_holding.add(text_bytes(text, num_chars))
+        if self.context_reservation is not None:  # otherwise its context was given back meanwhile
+            self.context_reservation.add(text_bytes(text, num_chars))
             self.num_chars += len(text) + num_chars
 
     def reach(self, ticket: int) -> None:
         """The op stream got as far as the ``Await`` with this ticket."""
         self.reached = ticket
-        self._outbox.mark(self)
+        self._events.mark(self)
 
     def rewind(self, ticket: int) -> None:
         """The listener has heard of tickets up to this one, and of no failure."""
         self._heard_reached, self._heard_error = ticket, False
-        self._outbox.mark(self)
+        self._events.mark(self)
 
     def mark(self) -> None:
-        self._outbox.mark(self)
+        self._events.mark(self)
 
-    def news(self) -> list[Event]:
+    def take_events(self) -> list[Event]:
         events: list[Event] = []
         if self.is_silent:
             return events
@@ -269,13 +278,13 @@ class StateCell(Generic[ContextT]):
         return events
 
 
-class StatsCell:
+class StatsRecord:
     """An answer to be said once."""
 
     def __init__(self, reply: StatsReply) -> None:
         self._reply = reply
 
-    def news(self) -> list[Event]:
+    def take_events(self) -> list[Event]:
         return [self._reply]
 
 
@@ -292,30 +301,30 @@ class StateTree(Generic[ContextT]):
 
     def __init__(
         self,
-        outbox: Outbox,
-        memory: HeldMemory,
+        events: EventCursor,
+        memory: MemoryBudget,
         *,
         free: Callable[[ContextT], None],
-        kick: Callable[[StateCell[ContextT]], None],
+        kick: Callable[[StateRecord[ContextT]], None],
     ) -> None:
-        self._outbox = outbox
+        self._events = events
         self._memory = memory
         self._give_back = free
         self._kick = kick
-        self._states: dict[int, StateCell[ContextT]] = {}
+        self._states: dict[int, StateRecord[ContextT]] = {}
         self._budgets: tuple[Budget, ...] = ()
         self._num_limits = 0
-        self._sealed: dict[StateCell[ContextT], int] = {}  # and the bytes of each, the oldest first
+        self._sealed: dict[StateRecord[ContextT], int] = {}  # and the bytes of each, the oldest first
         self._num_sealed_bytes = 0
 
-    def __iter__(self) -> Iterator[StateCell[ContextT]]:
+    def __iter__(self) -> Iterator[StateRecord[ContextT]]:
         return iter(self._states.values())
 
-    def get(self, state_id: int) -> StateCell[ContextT] | None:
+    def get(self, state_id: int) -> StateRecord[ContextT] | None:
         """The state, if there is one, closing or not."""
         return self._states.get(state_id)
 
-    def open_state(self, state_id: int) -> StateCell[ContextT]:
+    def open_state(self, state_id: int) -> StateRecord[ContextT]:
         """The state, or ``ProtocolError``."""
         state = self._states.get(state_id)
         if state is None:
@@ -324,35 +333,37 @@ class StateTree(Generic[ContextT]):
             raise ProtocolError(f"state {state_id} has been closed")
         return state
 
-    def add_root(self, state_id: int) -> StateCell[ContextT]:
+    def add_root(self, state_id: int) -> StateRecord[ContextT]:
         """A new root state."""
         self._check_new((state_id,))
-        return self._add(state_id, None, Holding(self._memory, STATE_BYTES))
+        return self._add(state_id, None, Reservation(self._memory, STATE_BYTES))
 
     def add_children(
-        self, parent: StateCell[ContextT], children: tuple[int, ...]
-    ) -> tuple[StateCell[ContextT], ...]:
+        self, parent: StateRecord[ContextT], children: tuple[int, ...]
+    ) -> tuple[StateRecord[ContextT], ...]:
         """States that a fork will begin; they take ops from now on."""
         if not children or len(set(children)) != len(children):
             raise ProtocolError("a fork needs one or more new states")
         self._check_new(children)
-        holdings = [Holding(self._memory, STATE_BYTES) for _ in children]  # all of them, or none
-        return tuple([self._add(child, parent, held) for child, held in zip(children, holdings, strict=True)])
+        reservations = [Reservation(self._memory, STATE_BYTES) for _ in children]  # all of them, or none
+        return tuple(
+            [self._add(child, parent, held) for child, held in zip(children, reservations, strict=True)]
+        )
 
     def add_failed(
-        self, state_id: int, parent: StateCell[ContextT] | None, error: AgentflowError, memory: HeldMemory
-    ) -> StateCell[ContextT]:
+        self, state_id: int, parent: StateRecord[ContextT] | None, error: AgentflowError, memory: MemoryBudget
+    ) -> StateRecord[ContextT]:
         """A state whose op was rejected: it has failed before it began, so that what is sent to it finds it.
         ``Overloaded`` where ``memory``, which counts these, has no room."""
-        state = self._add(state_id, parent, Holding(memory, STATE_BYTES))
+        state = self._add(state_id, parent, Reservation(memory, STATE_BYTES))
         self.stop(state, error)
         return state
 
-    def waits_for_fork(self, state: StateCell[ContextT]) -> bool:
+    def waits_for_fork(self, state: StateRecord[ContextT]) -> bool:
         """Whether the state is still there, and its fork may begin it."""
         return self._states.get(state.id) is state and not state.has_begun and state.error is None
 
-    def restrict(self, root: StateCell[ContextT] | None, budget: Budget) -> None:
+    def restrict(self, root: StateRecord[ContextT] | None, budget: Budget) -> None:
         """``root`` and all that comes of it (None: every state, and those to come) share the budget."""
         if root is None:
             restricted = [*self._states.values()]
@@ -371,7 +382,7 @@ class StateTree(Generic[ContextT]):
         for state in restricted:
             state.restrict(budget)
 
-    def couple(self, parent: StateCell[ContextT], child_ids: tuple[int, ...]) -> None:
+    def couple(self, parent: StateRecord[ContextT], child_ids: tuple[int, ...]) -> None:
         """Makes forked states a task group."""
         for child_id in child_ids[: len(parent.children) + 1]:
             if self.open_state(child_id).parent is not parent:
@@ -387,7 +398,7 @@ class StateTree(Generic[ContextT]):
                 self.end(child, error)
                 return
 
-    def end(self, state: StateCell[ContextT], error: AgentflowError) -> None:
+    def end(self, state: StateRecord[ContextT], error: AgentflowError) -> None:
         """The state fails with ``error``; its task group goes with it, and so on up the tree."""
         while state.error is None:
             self.stop(state, error)
@@ -401,7 +412,7 @@ class StateTree(Generic[ContextT]):
                 self.cancel(sibling, cancelled)
             state, error = state.parent, because(f"branch {index} of a fork failed", error)
 
-    def cancel(self, state: StateCell[ContextT], error: Cancelled) -> None:
+    def cancel(self, state: StateRecord[ContextT], error: Cancelled) -> None:
         """Stops the state and everything that was forked from it."""
         doomed = [state]
         while doomed:  # a chain of forks may be deeper than Python's stack
@@ -409,12 +420,12 @@ class StateTree(Generic[ContextT]):
             doomed += state.children.values()
             self.stop(state, error)
 
-    def stop(self, state: StateCell[ContextT], error: AgentflowError) -> None:
+    def stop(self, state: StateRecord[ContextT], error: AgentflowError) -> None:
         """The state runs no more, and what waits there fails. Has no effect on one that has failed."""
         if state.error is not None:
             return
         state.error = error
-        state.holding.count(error_bytes(error))
+        state.reservation.count(error_bytes(error))
         _fail_expected(state, error)
         state.mark()
         if state.scope is not None:
@@ -423,27 +434,27 @@ class StateTree(Generic[ContextT]):
         if not state.is_running:
             self.free(state)
 
-    def seal(self, state: StateCell[ContextT]) -> None:
+    def seal(self, state: StateRecord[ContextT]) -> None:
         """Gives the state's context back, and keeps what it holds for being read. May be repeated."""
         context, state.context = state.context, None
-        if context is None or state.context_holding is None:
+        if context is None or state.context_reservation is None:
             return
         self._give_back(context)
         state.sealed = context
-        self._sealed[state] = state.context_holding.num_bytes
-        self._num_sealed_bytes += state.context_holding.num_bytes
+        self._sealed[state] = state.context_reservation.num_bytes
+        self._num_sealed_bytes += state.context_reservation.num_bytes
         while self._num_sealed_bytes > MAX_SEALED_BYTES:
             self.free(next(iter(self._sealed)))
 
-    def free(self, state: StateCell[ContextT]) -> None:
+    def free(self, state: StateRecord[ContextT]) -> None:
         """Gives the state's context back, and forgets what it held. May be repeated."""
         context, state.context = state.context, None
-        state.context_holding = state.sealed = None
+        state.context_reservation = state.sealed = None
         self._num_sealed_bytes -= self._sealed.pop(state, 0)
         if context is not None:
             self._give_back(context)
 
-    def forget(self, state: StateCell[ContextT]) -> None:
+    def forget(self, state: StateRecord[ContextT]) -> None:
         """The state is not needed any more."""
         self.free(state)
         _fail_expected(state, Cancelled("its state was closed"))
@@ -461,9 +472,9 @@ class StateTree(Generic[ContextT]):
         self._states.clear()
 
     def _add(
-        self, state_id: int, parent: StateCell[ContextT] | None, holding: Holding
-    ) -> StateCell[ContextT]:
-        state = self._states[state_id] = StateCell[ContextT](state_id, parent, self._outbox, holding)
+        self, state_id: int, parent: StateRecord[ContextT] | None, reservation: Reservation
+    ) -> StateRecord[ContextT]:
+        state = self._states[state_id] = StateRecord[ContextT](state_id, parent, self._events, reservation)
         if parent is None:
             state.budgets = self._budgets
         else:
@@ -479,7 +490,7 @@ class StateTree(Generic[ContextT]):
             raise Overloaded(f"a session may have {MAX_STATES} states open: close some first")
 
 
-def _fail_expected(state: StateCell[ContextT], error: AgentflowError) -> None:
+def _fail_expected(state: StateRecord[ContextT], error: AgentflowError) -> None:
     """What the client has not provided by now counts no more: nobody must wait for it."""
     for variable in state.expected:
         variable.fail(because(f"{variable.name!r} was not provided", error))

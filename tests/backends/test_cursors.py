@@ -22,8 +22,8 @@ from agentflow.protocol.events import (
     Value,
     VarFailed,
 )
-from agentflow.runtime.limits import HeldMemory, Holding
-from agentflow.runtime.state_tree import Outbox, StateCell, VariableCell
+from agentflow.runtime.limits import MemoryBudget, Reservation
+from agentflow.runtime.state_tree import EventCursor, StateRecord, VariableRecord
 
 VALUE = Value(0, 0, "", "eos", Usage())
 FAILURE = ErrorInfo("run_failed", "why")
@@ -41,12 +41,12 @@ steps = st.lists(
 
 @given(steps)
 def test_each_thing_is_heard_once_across_broken_connections(recorded: list[tuple[str, str]]) -> None:
-    cursors, listener, outbox = Cursors(), Listener(), Outbox()
+    cursors, listener, events = Cursors(), Listener(), EventCursor()
     for op in (ops.Open(1), gen(1, 2), gen(1, 3), ops.Await(1, 100)):
         assert cursors.submit(op)
-    memory = HeldMemory()
-    variables = {var: VariableCell(var, "v", outbox, Holding(memory, 1)) for var in (2, 3)}
-    state: StateCell[None] = StateCell(1, None, outbox, Holding(memory, 1))
+    memory = MemoryBudget()
+    variables = {var: VariableRecord(var, "v", events, Reservation(memory, 1)) for var in (2, 3)}
+    state: StateRecord[None] = StateRecord(1, None, events, Reservation(memory, 1))
 
     def resume() -> None:
         said = cursors.resume("session", "secret")
@@ -69,14 +69,14 @@ def test_each_thing_is_heard_once_across_broken_connections(recorded: list[tuple
             state.error = Cancelled("enough")
             state.mark()
         elif action == "hear":
-            listener.deliver(cursors.hear(outbox.drain()))
+            listener.deliver(cursors.hear(events.drain()))
         elif action == "lose":
-            outbox.drain()
+            events.drain()
             resume()
         elif action == "resume":
             resume()
     resume()
-    listener.deliver(cursors.hear(outbox.drain()))
+    listener.deliver(cursors.hear(events.drain()))
     for var, variable in variables.items():
         assert listener.texts.get(var, "") == variable.text
         assert (var in listener.ends) == variable.done.is_set()

@@ -34,7 +34,7 @@ from agentflow.protocol.transform import Transform
 from agentflow.runtime import interpreter as interpreter_module
 from agentflow.runtime import state_tree
 from agentflow.runtime.interpreter import MAX_PENDING_OPS, Interpreter
-from agentflow.runtime.limits import STATE_BYTES, HeldMemory
+from agentflow.runtime.limits import STATE_BYTES, MemoryBudget
 
 pytestmark = [pytest.mark.anyio, pytest.mark.trio_in_full]
 
@@ -86,7 +86,7 @@ class Bench:
             self.interpreter.submit(op)
 
     def listen(self) -> list[Event]:
-        events = self.interpreter.outbox.drain()
+        events = self.interpreter.events.drain()
         for event in events:
             self.heard.hear(event)
         return events
@@ -102,7 +102,7 @@ class Bench:
     async def listen_until_all_ended(self, variables: list[int]) -> None:
         with anyio.fail_after(10):
             while not all(var in self.heard.ends for var in variables):
-                await self.interpreter.outbox.wait()
+                await self.interpreter.events.wait()
                 self.listen()
 
     async def until_idle(self) -> None:
@@ -197,7 +197,7 @@ async def test_after_a_rewind_nothing_is_missing_and_nothing_is_told_twice(progr
         for num_turns, num_heard in losses:
             for _ in range(num_turns):
                 await anyio.lowlevel.checkpoint()
-            for event in at.interpreter.outbox.drain()[:num_heard]:
+            for event in at.interpreter.events.drain()[:num_heard]:
                 at.heard.hear(event)
             at.interpreter.rewind(
                 {v: len(at.heard.texts.get(v, "")) for v in program.variables if v not in at.heard.ends},
@@ -431,7 +431,7 @@ async def test_a_limit_that_is_refused_is_not_counted(monkeypatch):
 async def test_a_session_without_room_closes_what_it_has_and_goes_on():
     generator = ScriptedGenerator(lambda prompt: f"<{prompt}>")
     async with bench(generator) as at:
-        memory = HeldMemory(20_000)
+        memory = MemoryBudget(20_000)
         interpreter = at.interpreter = Interpreter(generator, at.interpreter._tasks, memory)
         at.submit(ops.Open(1), ops.Text(1, ("x" * 12_000,)), gen(1, 2), gen(1, 3), ops.Open(4), gen(4, 5))
         await at.listen_until_all_ended([2, 3, 5])
@@ -540,8 +540,8 @@ async def test_stats_are_answered():
         at.submit(ops.Open(1), gen(1, 2))
         await at.listen_until_all_ended([2])
         at.submit(ops.GetStats(5))
-        await at.interpreter.outbox.wait()
-        assert at.interpreter.outbox.drain() == [
+        await at.interpreter.events.wait()
+        assert at.interpreter.events.drain() == [
             StatsReply(5, af.Stats("scripted", steps=1, generated_tokens=2))
         ]
 
@@ -567,11 +567,11 @@ async def test_a_rewind_knows_only_what_is_there():
     async with bench(ScriptedGenerator(lambda prompt: "a b")) as at:
         at.submit(ops.Open(1), gen(1, 2))
         await settle()
-        at.interpreter.outbox.drain()
+        at.interpreter.events.drain()
         at.interpreter.rewind({2: -5, 99: 1}, {1: 0, 99: 1})
         assert [event.at for event in at.listen()] == [0]
         at.interpreter.rewind({2: 10**9}, {})
-        [again] = at.interpreter.outbox.drain()
+        [again] = at.interpreter.events.drain()
         assert (again.at, again.text) == (3, "")
         at.submit(ops.Close(1))
 

@@ -21,7 +21,7 @@ from agentflow.protocol.events import ErrorInfo
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.protocol.transform import Transform
 from agentflow.runtime.interpreter import Interpreter
-from agentflow.runtime.limits import HeldMemory, Holding, TenantMemory
+from agentflow.runtime.limits import MemoryBudget, Reservation, TenantMemory
 
 GREEDY = SamplingParams(max_tokens=4)
 Ops = Iterator[ops.Op]
@@ -192,7 +192,7 @@ async def until_reached(interpreter: Interpreter[Any]) -> None:
 @pytest.mark.anyio
 @pytest.mark.trio_in_full
 async def test_what_is_held_is_near_what_is_allocated(program):
-    memory = HeldMemory()
+    memory = MemoryBudget()
     async with plain_engine(max_context=8192, num_slots=20_000) as client:
         gc.collect()
         tracemalloc.start()
@@ -218,7 +218,7 @@ async def test_what_is_held_is_near_what_is_allocated(program):
 @pytest.mark.trio_in_full
 async def test_a_number_that_is_used_again_gets_the_fork_that_it_was_made_for():
     """State 9 is to be forked from 1, is closed before, and is then a root, or forked from 2."""
-    memory = HeldMemory()
+    memory = MemoryBudget()
     generator = ScriptedGenerator(answer)
     async with anyio.create_task_group() as group:
         interpreter = Interpreter(generator, group, memory)
@@ -238,26 +238,26 @@ async def test_a_number_that_is_used_again_gets_the_fork_that_it_was_made_for():
         for state in (1, 9):
             interpreter.submit(ops.Close(state))
         await anyio.wait_all_tasks_blocked()
-        interpreter.outbox.drain()
+        interpreter.events.drain()
         gc.collect()
         assert memory.num_bytes == 0
         assert generator.num_open == 0
 
 
 def test_what_is_free_does_not_count_for_all_together():
-    everyone = HeldMemory(100, "all may hold", "wait")
-    sessions = [HeldMemory(80, within=everyone, free_bytes=10) for _ in range(4)]
-    sessions[0].hold(60)
-    sessions[1].hold(60)
+    everyone = MemoryBudget(100, "all may hold", "wait")
+    sessions = [MemoryBudget(80, within=everyone, free_bytes=10) for _ in range(4)]
+    sessions[0].reserve(60)
+    sessions[1].reserve(60)
     assert everyone.num_bytes == 100
     with pytest.raises(Overloaded, match="all may hold 100 bytes"):
-        sessions[2].hold(11)
-    sessions[2].hold(10)
+        sessions[2].reserve(11)
+    sessions[2].reserve(10)
     assert (sessions[2].num_bytes, everyone.num_bytes) == (10, 100)
-    holding = Holding(sessions[3], 5)
-    holding.count(10)
+    reservation = Reservation(sessions[3], 5)
+    reservation.count(10)
     assert everyone.num_bytes == 105
-    del holding
+    del reservation
     sessions[0].close()
     sessions[0].count(-7)
     assert everyone.num_bytes == 50
@@ -266,22 +266,22 @@ def test_what_is_free_does_not_count_for_all_together():
 def test_one_tenant_may_take_its_part_and_all_no_more_than_there_is():
     memory = TenantMemory(100, "sessions may hold", "wait")
     ann, ben = memory.of("ann"), memory.of("ben")
-    of_ann = [HeldMemory(40, within=ann) for _ in range(2)]
-    of_ann[0].hold(40)
+    of_ann = [MemoryBudget(40, within=ann) for _ in range(2)]
+    of_ann[0].reserve(40)
     with pytest.raises(Overloaded, match="this session may hold 40 bytes, and this would be 41: close"):
-        of_ann[0].hold(1)
+        of_ann[0].reserve(1)
     with pytest.raises(
         Overloaded, match="of one tenant, sessions may hold 50 bytes, and this would be 51: wait"
     ):
-        of_ann[1].hold(11)
+        of_ann[1].reserve(11)
     assert of_ann[1].num_bytes == 0
-    of_ann[1].hold(10)
-    ben.hold(45)
+    of_ann[1].reserve(10)
+    ben.reserve(45)
     assert memory.num_bytes == 95
     with pytest.raises(Overloaded, match=r"^sessions may hold 100 bytes, and this would be 101: wait"):
-        memory.of("eve").hold(6)
+        memory.of("eve").reserve(6)
     of_ann[0].close()
-    memory.of("eve").hold(6)
+    memory.of("eve").reserve(6)
     assert memory.of("ann") is ann
     del ann, of_ann
     gc.collect()

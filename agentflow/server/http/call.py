@@ -25,7 +25,7 @@ from agentflow.engine.generator import EngineGenerator
 from agentflow.engine.tenant import NOBODY_ELSE, Tenant
 from agentflow.errors import AgentflowError
 from agentflow.protocol.json_bounds import BODY_BOUNDS, JsonScan, TooMuchJson
-from agentflow.runtime.limits import HeldMemory
+from agentflow.runtime.limits import MemoryBudget
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.http.errors import MAX_PARAM_CHARS, Refusal, cut, refusal_of, unready
 from agentflow.server.log import LoggedBody, RequestRecord, log_request, logged_path
@@ -85,7 +85,7 @@ class ApiCall:
         self._is_writing = False
         self._written_s = time.monotonic()
         self._body = b""
-        self._held: HeldMemory | None = None
+        self._held: MemoryBudget | None = None
         self._num_charged_tokens = 0
         self._is_prompt_charged = False
 
@@ -214,7 +214,7 @@ class ApiCall:
         scan = JsonScan(BODY_BOUNDS)
         parts: list[bytes] = []
         num_bytes = 0
-        self._held = held = HeldMemory(
+        self._held = held = MemoryBudget(
             within=self.service.bodies.of(self.tenant.name), free_bytes=SMALL_BODY_BYTES
         )
         with anyio.move_on_after(limits.body_timeout_s) as scope:
@@ -226,7 +226,7 @@ class ApiCall:
                 num_bytes += len(parts[-1])
                 if num_bytes > limits.body_bytes:
                     raise _too_large(limits.body_bytes)
-                held.hold(len(parts[-1]))
+                held.reserve(len(parts[-1]))
                 self._charge(num_bytes)
                 _count(scan, parts[-1])
                 self.is_body_read = not message.get("more_body", False)

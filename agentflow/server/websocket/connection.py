@@ -74,13 +74,6 @@ OTHER_REFUSAL = 1008
 BROKEN_RULES = {1002, 1007, 1009}
 
 
-class _AckDue:
-    """Something in the outbox that has no events, only wakes the writer."""
-
-    def news(self) -> list[Event]:
-        return []
-
-
 FindGenerator: TypeAlias = Callable[[str | None], Generator[ContextT]]
 """Of the model with this name, or of the default one. ``UnknownModel``."""
 
@@ -108,7 +101,6 @@ class WsSession(Generic[ContextT]):
         self._binary = True
         self._scope = anyio.CancelScope()
         self._has_said_bye = False
-        self._ack_due = _AckDue()
         self._num_acked = 0
         self._num_unacked_bytes = 0
 
@@ -206,12 +198,12 @@ class WsSession(Generic[ContextT]):
     async def _write(
         self, session: ServedSession[ContextT], faults: list[Exception], scope: anyio.CancelScope
     ) -> None:
-        """Sends news and acks."""
-        outbox = session.interpreter.outbox
+        """Sends events and acknowledgements."""
+        cursor = session.interpreter.events
         try:
             while True:
-                await outbox.wait()
-                events = outbox.drain()
+                await cursor.wait()
+                events = cursor.drain()
                 if events or session.num_taken > self._num_acked:
                     await self._send_events(session.num_taken, events)
         except WebSocketDisconnect:
@@ -228,7 +220,7 @@ class WsSession(Generic[ContextT]):
 
     def _ask_for_ack(self, session: ServedSession[ContextT]) -> None:
         if session.num_taken - self._num_acked >= ACK_OPS or self._num_unacked_bytes >= ACK_BYTES:
-            session.interpreter.outbox.mark(self._ack_due)
+            session.interpreter.events.wake()
 
     async def _receive(self, *, first: bool = False) -> ReceivedFrame:
         message = await self._socket.receive()

@@ -31,7 +31,7 @@ from agentflow.protocol.ops import Op, Rejected
 from agentflow.protocol.wire import Resume, UnreadOps
 from agentflow.runtime.generator import ContextT, Generator
 from agentflow.runtime.interpreter import Interpreter
-from agentflow.runtime.limits import HeldMemory, TenantMemory, part_of
+from agentflow.runtime.limits import MemoryBudget, TenantMemory, part_of
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.config.limits import ServerLimits
 
@@ -62,7 +62,7 @@ class ServedSession(Generic[ContextT]):
         tasks: TaskGroup,
         holder: anyio.CancelScope,
         tenant: str,
-        memory: HeldMemory,
+        memory: MemoryBudget,
         is_valid: IsValid = always_valid,
     ) -> None:
         self.tenant = tenant
@@ -255,7 +255,7 @@ class Sessions(Generic[ContextT]):
         session: ServedSession[ContextT] | None = None
         try:
             async with anyio.create_task_group() as group:
-                memory = HeldMemory(
+                memory = MemoryBudget(
                     self.limits.session_bytes,
                     within=self._memory.of(tenant),
                     free_bytes=self.limits.sessions_bytes // (2 * self.limits.max_sessions),

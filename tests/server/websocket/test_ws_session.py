@@ -18,7 +18,7 @@ from agentflow.errors import EngineFailed
 from agentflow.protocol import ops
 from agentflow.protocol.events import Delta, ErrorInfo, StateFailed, StatsReply, Value, VarFailed
 from agentflow.protocol.wire import VERSION, Events, Ops, Welcome, client_frames, encode, op_reader
-from agentflow.runtime.limits import HeldMemory
+from agentflow.runtime.limits import MemoryBudget
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.config.limits import ServerLimits
 from agentflow.server.websocket.connection import ACK_BYTES, ACK_OPS
@@ -256,7 +256,7 @@ async def test_events_are_cut_to_the_frame_limit() -> None:
 
 async def test_a_frame_of_very_many_ops_lets_others_run_in_between() -> None:
     async with open_task_group() as group:
-        session = ServedSession(WireGenerator(), group, anyio.CancelScope(), "", HeldMemory())
+        session = ServedSession(WireGenerator(), group, anyio.CancelScope(), "", MemoryBudget())
         seen: set[int] = set()
 
         async def watch() -> None:
