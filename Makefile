@@ -15,6 +15,7 @@
 #                GPU it says so. Runs on .venv where there is one, or on PYTHON as it is (WHEELS=DIR: installs those
 #                for it, in a folder of its own)
 #   make lint    ruff, mypy and the directions of import
+#   make docs    build the documentation into build/site (strictly: a broken link fails)
 #   make clean   remove what building and testing left behind; `make distclean` removes .venv too
 #
 # Variables, given as `make NAME=value demo`:
@@ -50,7 +51,7 @@ ADAPTERS := langchain-agentflow dspy-agentflow
 EXAMPLE_OF_langchain-agentflow := langchain_agent
 EXAMPLE_OF_dspy-agentflow := dspy_rag
 
-.PHONY: demo examples test test-full gpu-check test-adapters lint-adapters $(ADAPTERS) fuzz soak lint clean distclean
+.PHONY: demo examples test test-full gpu-check test-adapters lint-adapters $(ADAPTERS) fuzz soak lint docs clean distclean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -122,6 +123,10 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_import_directions.py
 
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(VENV)/.installed-docs
+	@$(BIN)/python -m mkdocs build --strict $(ARGS)
+
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
@@ -161,4 +166,8 @@ $(VENV)/.installed: pyproject.toml $(VENV)/.torch
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@$(PIP) --no-build-isolation -e '.[engine,server,dev]'
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	@$(PIP) --no-build-isolation -e '.[engine,server,docs]'
 	@touch $@

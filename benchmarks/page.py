@@ -31,7 +31,7 @@ REMARKS = {
         "measured in the same run. Of a single stream the limit is its bytes, of a prefill its operations, "
         "of a batch both, one after the other; what overlaps can take less. Each `kernel` figure is the same "
         "for one kernel of a step. Goals in milliseconds and tokens per second are for a processor with AMX. "
-        "[What the kernels do](kernels.md).\n\n![How costs grow](images/step-growth.svg)\n"
+        "[What the kernels do](internals/kernels.md).\n\n![How costs grow](images/step-growth.svg)\n"
     ),
     "radix": "The cost follows the path (the number of edges that the prompt runs along), not the tree.",
     "scheduler": (

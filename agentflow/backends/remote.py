@@ -298,7 +298,7 @@ LAST_WORDS_S = 1.0
 FIRST_BACKOFF_S = 0.05
 LAST_BACKOFF_S = 1.0
 
-# Close codes of RFC 6455, section 7.4.1, and the server's own (docs/protocol.md).
+# Close codes of RFC 6455, section 7.4.1, and the server's own (docs/reference/protocol.md).
 TOO_BIG = 1009
 FINAL_CODES = {
     1000: "the server ended the session",

@@ -1,7 +1,7 @@
 """The wire: frames between a client and a server, and how they are written.
 
 One websocket carries one session. The first frame says which encoding both sides use from then on:
-JSON in text frames, or msgpack in binary ones. ``docs/protocol.md`` documents every field.
+JSON in text frames, or msgpack in binary ones. ``docs/reference/protocol.md`` documents every field.
 
 The client's ops are numbered from 1 in the order they were submitted; an ``Ops`` frame carries a
 run of them. The server says how far it has taken them (``ack``), so that after a broken connection

@@ -2,11 +2,11 @@
 
 ::
 
-    /v1/session     websocket, docs/protocol.md
+    /v1/session     websocket, docs/reference/protocol.md
     /v1/…           OpenAI's and Anthropic's APIs, api_routes.py
     /health/live    200 while the process answers
     /health/ready   200 when requests are taken and all engines answer; 503 otherwise
-    /metrics        for Prometheus, docs/metrics.md
+    /metrics        for Prometheus, docs/reference/metrics.md
     /openapi.json   what the HTTP APIs take and answer
 
 Whether the server lives, and whether it can take requests.
@@ -227,7 +227,7 @@ async def _not_here(request: Request, error: Exception) -> Response:
     shown = f"{request.method} {path[:200]}"
     if path == SESSION_PATH:
         headers |= {"connection": "upgrade", "upgrade": "websocket"}
-        refusal = Refusal(426, "upgrade_required", f"{shown}: connect with a websocket, see docs/protocol.md")
+        refusal = Refusal(426, "upgrade_required", f"{shown}: connect with a websocket")
     elif error.status_code == 405:
         headers["Allow"] = ", ".join(sorted(headers.get("Allow", "").split(", ")))
         text = f"{shown}: this path takes {headers['Allow']}"

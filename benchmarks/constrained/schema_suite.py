@@ -2,7 +2,7 @@
 generated under the accepted ones is valid.
 
 ``python -m benchmarks schema_suite`` measures; ``python -m benchmarks.constrained.schema_suite`` writes the
-table of docs/json-schema.md.
+table of docs/reference/json-schema.md.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DRAFTS = {
     "draft2020-12": ("https://json-schema.org/draft/2020-12/schema", jsonschema.Draft202012Validator),
     "draft7": ("http://json-schema.org/draft-07/schema#", jsonschema.Draft7Validator),
 }
-PAGE = Path(__file__).parents[2] / "docs" / "json-schema.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "json-schema.md"
 MARKS = ("<!-- the table begins -->", "<!-- the table ends -->")
 INSTANCES = {"small": 8, "full": 60}
 

@@ -1,4 +1,4 @@
-"""docs/coming-from.md: our blocks run and print what the page shows; those of others are at least Python."""
+"""docs/guides/coming-from.md: our blocks run and print what the page shows; those of others are at least Python."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.docs.page_blocks import DOCS, blocks_of, compiled, run_block
 import agentflow as af
 from agentflow.backends.local import Embedded
 
-PAGE = DOCS / "coming-from.md"
+PAGE = DOCS / "guides" / "coming-from.md"
 OURS = [block for block in blocks_of(PAGE) if block.heading.startswith("agentflow")]
 THEIRS = [block for block in blocks_of(PAGE) if not block.heading.startswith("agentflow")]
 

@@ -1,4 +1,4 @@
-"""docs/errors.md says what a server answers: each row is brought about on a real one, and compared."""
+"""docs/reference/errors.md says what a server answers: each row is brought about on a real one, and compared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.api_server import ApiServer, api_server
 from support.docs import health_refusals, http_refusals, op_refusals, session_refusals
 from support.refused_calls import ANTHROPIC, OPENAI
 
-PAGES = Path(__file__).parents[2] / "docs"
+PAGES = Path(__file__).parents[2] / "docs" / "reference"
 PAGE = (PAGES / "errors.md").read_text(encoding="utf-8")
 ANTHROPICS_PAGE = (PAGES / "anthropic-api.md").read_text(encoding="utf-8")
 

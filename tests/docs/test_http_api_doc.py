@@ -1,4 +1,4 @@
-"""docs/http-api.md names every field that requests may have, and none that they may not."""
+"""docs/reference/http-api.md names every field that requests may have, and none that they may not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentflow.server.openai.sampling import MAX_TOLD_TOKENS
 from agentflow.server.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from agentflow.server.openai.types import MAX_MESSAGES, ChatRequest
 
-PAGES = Path(__file__).parents[2] / "docs"
+PAGES = Path(__file__).parents[2] / "docs" / "reference"
 PAGE = (PAGES / "http-api.md").read_text(encoding="utf-8")
 # Of each section the fields that its tables, and the paragraphs on what is taken and refused, name.
 SECTIONS = dict(re.findall(r"^## `(POST [^`]*)`[^\n]*\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))

@@ -1,4 +1,4 @@
-"""docs/protocol.md says what the code does: every frame, op, event and part with every field and default,
+"""docs/reference/protocol.md says what the code does: every frame, op, event and part with every field and default,
 examples that decode, close codes, error codes and limits."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from agentflow.runtime import generator, interpreter, state_tree
 from agentflow.server.config.limits import ServerLimits
 from agentflow.server.websocket import connection as ws_session
 
-PAGE = (Path(__file__).parent.parent.parent / "docs" / "protocol.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "reference" / "protocol.md").read_text(encoding="utf-8")
 FRAMES: tuple[type[msgspec.Struct], ...] = (*get_args(ClientFrame), *get_args(ServerFrame))
 OPS: tuple[type[msgspec.Struct], ...] = get_args(ops.Op)
 EVENTS: tuple[type[msgspec.Struct], ...] = get_args(Event)
@@ -194,8 +194,8 @@ def test_every_link_within_the_page_has_a_target() -> None:
     targets: list[str] = []
     for heading in re.findall(r"^#+ (.*)$", PAGE, flags=re.MULTILINE):
         slug = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-        # A second heading of the same words gets a number, as on GitHub.
-        targets.append(f"{slug}-1" if slug in targets else slug)
+        # mkdocs numbers a second heading of the same words.
+        targets.append(f"{slug}_1" if slug in targets else slug)
     links = re.findall(r"\]\(#(.*?)\)", PAGE)
     assert links
     assert set(links) <= set(targets)

@@ -1,4 +1,4 @@
-"""The blocks of docs/tutorial.md run, in order, and print what the page shows."""
+"""The blocks of docs/guides/tutorial.md run, in order, and print what the page shows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.docs.page_blocks import DOCS, Block, blocks_of, run_block
 import agentflow as af
 from agentflow.backends.local import Embedded
 
-PAGE = DOCS / "tutorial.md"
+PAGE = DOCS / "guides" / "tutorial.md"
 
 ESSAY = "Every green leaf is a factory that runs on light."
 

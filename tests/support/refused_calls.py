@@ -1,5 +1,5 @@
 """One request that is refused, in the dialect of either API, and what comes of it: for the test of
-docs/errors.md."""
+docs/reference/errors.md."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """One session over a real websocket, frame by frame in JSON, and what it is refused with: for the test of
-docs/errors.md."""
+docs/reference/errors.md."""
 
 from __future__ import annotations
 

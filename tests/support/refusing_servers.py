@@ -1,4 +1,4 @@
-"""Servers that have a reason to refuse something: for the test of docs/errors.md."""
+"""Servers that have a reason to refuse something: for the test of docs/reference/errors.md."""
 
 from __future__ import annotations
 

@@ -287,7 +287,7 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
     first.add_argument(
         "--config",
         metavar="FILE",
-        help=f"a TOML file with settings; also {FILE_VARIABLE} (see docs/serving.md)",
+        help=f"a TOML file with settings; also {FILE_VARIABLE} (see docs/operating/serving.md)",
     )
     for group in GROUPS:
         section = parser.add_argument_group(_TITLES.get(group, group))

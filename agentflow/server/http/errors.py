@@ -1,6 +1,6 @@
 """How a refusal looks over HTTP: which status an error has, and its name in the APIs' error bodies.
 
-docs/errors.md lists what comes of it.
+docs/reference/errors.md lists what comes of it.
 """
 
 from __future__ import annotations

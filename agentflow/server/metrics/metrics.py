@@ -1,11 +1,11 @@
-"""What the server measures, as Prometheus reads it: docs/metrics.md lists it.
+"""What the server measures, as Prometheus reads it: docs/reference/metrics.md lists it.
 
 The engine counts, mostly in another process, and tells its counters when asked; requests are timed on
 this side. When the engine process is started again its counters begin anew: what the dead ones had
 told is kept and added, so that no counter goes backwards. Where the engine does not answer, what it
 told last is shown.
 
-The metrics as Prometheus' client library has them, in the order of docs/metrics.md.
+The metrics as Prometheus' client library has them, in the order of docs/reference/metrics.md.
 """
 
 from __future__ import annotations

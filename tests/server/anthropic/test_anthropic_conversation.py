@@ -149,7 +149,7 @@ def test_a_turn_of_many_messages_is_put_together_once(role):
 
 
 def test_messages_and_blocks_are_limited():
-    page = (Path(__file__).parents[3] / "docs" / "anthropic-api.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "anthropic-api.md").read_text(encoding="utf-8")
     assert f"at most {MAX_MESSAGES:,} messages, with at most {MAX_BLOCKS:,} blocks each" in page
     full = request([says("user", [text("x")] * MAX_BLOCKS)] + [says("user", "x")] * (MAX_MESSAGES - 1))
     assert len(full.messages) == MAX_MESSAGES

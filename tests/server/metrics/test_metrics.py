@@ -46,7 +46,7 @@ from agentflow.server.models import EngineModel, Models, one_model
 
 pytestmark = pytest.mark.anyio
 
-PAGE = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
 Samples = Mapping[tuple[str, ...], float]
 
 

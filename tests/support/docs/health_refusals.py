@@ -1,4 +1,4 @@
-"""How the health checks and the metrics are made to refuse: by the words of the rows of docs/errors.md."""
+"""How the health checks and the metrics are made to refuse: by the words of the rows of docs/reference/errors.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How each refusal over HTTP is brought about: by the words of the rows of docs/errors.md. ``None``: this API
+"""How each refusal over HTTP is brought about: by the words of the rows of docs/reference/errors.md. ``None``: this API
 has no such thing."""
 
 from __future__ import annotations

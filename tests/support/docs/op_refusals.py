@@ -1,4 +1,4 @@
-"""How single ops are made to fail, in a session that goes on: by the words of the rows of docs/errors.md.
+"""How single ops are made to fail, in a session that goes on: by the words of the rows of docs/reference/errors.md.
 Gives the code."""
 
 from __future__ import annotations
