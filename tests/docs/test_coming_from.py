@@ -1,4 +1,4 @@
-"""docs/guides/coming-from.md: our blocks run and print what the page shows; those of others are at least Python."""
+"""docs/guides/coming-from.md: our blocks run and print what the page shows; the others compile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/reference/errors.md says what a server answers: each row is brought about on a real one, and compared."""
+"""docs/reference/errors.md: a real server is made to fail in the way of each row, and compared with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/reference/protocol.md says what the code does: every frame, op, event and part with every field and default,
+"""docs/reference/protocol.md matches the code: every frame, op, event and part with every field and default;
 examples that decode, close codes, error codes and limits."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from agentflow.runtime import generator, interpreter, state_tree
 from agentflow.server.config.limits import ServerLimits
 from agentflow.server.websocket import connection as ws_session
 
-PAGE = (Path(__file__).parent.parent.parent / "docs" / "reference" / "protocol.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "protocol.md").read_text(encoding="utf-8")
 FRAMES: tuple[type[msgspec.Struct], ...] = (*get_args(ClientFrame), *get_args(ServerFrame))
 OPS: tuple[type[msgspec.Struct], ...] = get_args(ops.Op)
 EVENTS: tuple[type[msgspec.Struct], ...] = get_args(Event)

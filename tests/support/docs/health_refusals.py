@@ -1,4 +1,4 @@
-"""How the health checks and the metrics are made to refuse: by the words of the rows of docs/reference/errors.md."""
+"""Makes the health checks and the metrics fail, by the causes in docs/reference/errors.md."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""How each refusal over HTTP is brought about: by the words of the rows of docs/reference/errors.md. ``None``: this API
-has no such thing."""
+"""Makes HTTP requests fail, per cause in docs/reference/errors.md. ``None``: this API has no such error."""
 
 from __future__ import annotations
 

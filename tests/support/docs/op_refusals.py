@@ -1,5 +1,4 @@
-"""How single ops are made to fail, in a session that goes on: by the words of the rows of docs/reference/errors.md.
-Gives the code."""
+"""Makes single ops fail, per cause in docs/reference/errors.md. Returns the code."""
 
 from __future__ import annotations
 
