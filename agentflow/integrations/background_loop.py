@@ -1,21 +1,24 @@
-"""An event loop in a thread of its own, for code that has none, or several one after the other.
+"""An event loop in a background thread, for frameworks that have no event loop or start a new one per call.
 
-What runs there is asked for from any thread: synchronously, which blocks that thread, or from its event
-loop, which goes on meanwhile. Cancelling the one who waits cancels what runs.
+``BackgroundLoop`` runs coroutine functions and asynchronous generators for callers in any thread: blocking
+(``run``, ``stream``), or from another event loop (``arun``, ``astream``). Cancelling or closing the caller's
+side cancels the task. Items travel in a ``Mailbox``, which wakes its reader once for any number of items.
 
-What a task in one thread's event loop gives to a reader in another place: all that is there, at once.
+This is not anyio's ``BlockingPortal``: that one blocks the calling thread for a round trip per call, and a
+caller here may itself be an event loop with thousands of calls to start.
 """
 
 from __future__ import annotations
 
+import asyncio
 import atexit
-import logging
+import contextvars
 import os
 import threading
-from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
+from concurrent.futures import Future
 from contextlib import aclosing, suppress
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
@@ -24,250 +27,182 @@ from agentflow.errors import Cancelled
 from agentflow.runtime.task_group import first_of, loop_caller
 
 ItemT = TypeVar("ItemT")
-
-
-class Mailbox(Generic[ItemT]):
-    """Items, and an end, which may be an error. One side puts, the other takes what is there. ``wake`` is
-    called where there is something new, once until ``take``."""
-
-    def __init__(self, wake: Callable[[], object]) -> None:
-        self._wake = wake
-        self._items: deque[ItemT] = deque()
-        self._lock = threading.Lock()
-        self._has_woken = False
-        self._has_ended = False
-        self._error: BaseException | None = None
-
-    def put(self, item: ItemT) -> None:
-        """One more."""
-        self._items.append(item)
-        self._tell()
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Nothing more comes; ``error``: because of that."""
-        self._error = error
-        self._has_ended = True
-        self._tell()
-
-    def take(self) -> list[ItemT] | None:
-        """All that is there: empty where nothing is yet, None after the last, the error where it ended so."""
-        with self._lock:
-            self._has_woken = False
-        has_ended = self._has_ended  # before: what was put before the end is taken before it
-        items = [self._items.popleft() for _ in range(len(self._items))]
-        if items or not has_ended:
-            return items
-        if self._error is not None:
-            raise self._error
-        return None
-
-    def _tell(self) -> None:
-        with self._lock:
-            if self._has_woken:
-                return
-            self._has_woken = True
-        self._wake()
-
-
-class Waiter:
-    """Something for an event loop to wait on that any thread may set: to be made in that loop."""
-
-    def __init__(self) -> None:
-        self._call_in_loop = loop_caller()
-        self._event = anyio.Event()
-
-    def set(self) -> None:
-        """Nothing happens where the loop has ended."""
-        with suppress(RuntimeError):
-            self._call_in_loop(self._set)
-
-    async def wait(self) -> None:
-        """Until it was set, since the last wait."""
-        await self._event.wait()
-        self._event = anyio.Event()
-
-    def _set(self) -> None:
-        self._event.set()
-
-
-logger = logging.getLogger(__name__)
-
 ResultT = TypeVar("ResultT")
 Function = Callable[[], Awaitable[ResultT]]
 Source = Callable[[], AsyncGenerator[ResultT, None]]
-# How long the end of the process waits for what runs here.
-END_S = 5.0
+# How long the interpreter's exit waits for the thread.
+_EXIT_TIMEOUT_S: Final = 5.0
 
 
-class LoopThread:
-    """Starts with the first call, and ends with ``close`` or with the process. ``name``: of the thread."""
+class BackgroundLoop:
+    """An event loop in a daemon thread called ``name``. The thread starts with the first call. It ends with
+    ``close`` or with the process, and starts again with the next call, also in a forked process."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
-        self._loop: _Loop | None = None
+        self._thread: _LoopThread | None = None
 
     def run(self, function: Function[ResultT]) -> ResultT:
-        """What the function gives; blocks until then."""
-        [result] = self.stream(lambda: _only(function))
+        """Runs the function in the loop, blocks until it returns, and returns its result."""
+        [result] = self.stream(lambda: _single(function))
         return result
 
     async def arun(self, function: Function[ResultT]) -> ResultT:
-        """The same for a caller in an event loop, which goes on."""
-        async with aclosing(self.astream(lambda: _only(function))) as results:
+        """Like ``run``, without blocking the caller's event loop."""
+        async with aclosing(self.astream(lambda: _single(function))) as results:
             [result] = [result async for result in results]
         return result
 
     def stream(self, source: Source[ResultT]) -> Generator[ResultT, None, None]:
-        """What the asynchronous iterator gives, as it comes; blocks in between. Closing this cancels that."""
-        told = threading.Event()
-        call = self._start(source, told.set)
+        """Yields the items of an asynchronous generator that runs in the loop; blocks between them.
+
+        Raises the generator's error, or ``Cancelled`` if the loop is closed meanwhile. Closing this
+        generator cancels the task.
+        """
+        ready = threading.Event()
+        call = self._start(source, ready.set)
         try:
             while (items := call.mailbox.take()) is not None:
                 yield from items
                 if not items:
-                    told.wait()
-                    told.clear()
+                    ready.wait()
+                    ready.clear()
         finally:
             call.cancel()
 
     async def astream(self, source: Source[ResultT]) -> AsyncGenerator[ResultT, None]:
-        """The same for a reader in an event loop."""
-        waiter = Waiter()
-        call = self._start(source, waiter.set)
+        """Like ``stream``, without blocking the caller's event loop."""
+        call_in_reader = loop_caller()
+        ready = anyio.Event()
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the reader's loop has ended
+                call_in_reader(lambda: ready.set())
+
+        call = self._start(source, wake)
         try:
             while (items := call.mailbox.take()) is not None:
                 for item in items:
                     yield item
                 if not items:
-                    await waiter.wait()
+                    await ready.wait()
+                    ready = anyio.Event()
         finally:
             call.cancel()
 
     def call_soon(self, function: Callable[[], object]) -> None:
-        """Has it called in the loop; nothing happens where that has ended."""
-        loop = self._loop
-        if loop is not None:
-            loop.jobs.put(function)
+        """Schedules a function in the loop, from any thread. Does nothing if no loop is running."""
+        thread = self._thread
+        if thread is not None:
+            thread.call_soon(function)
+
+    async def start(self, serve: Callable[..., Coroutine[Any, Any, None]]) -> Any:
+        """Starts a task that may run until the loop ends; returns the value that it passes to
+        ``task_status.started``. Must be called from a task in the loop."""
+        assert self._thread is not None
+        return await self._thread.group.start(serve)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Cancels what still runs, and waits for the thread's end. From any other thread; may be repeated."""
+        """Cancels all tasks and waits for the thread to end. May be called from any other thread, and more
+        than once."""
         with self._lock:
-            loop, self._loop = self._loop, None
-        if loop is not None:
-            loop.end(timeout_s)
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.stop(timeout_s)
             atexit.unregister(self.close)
-
-    async def keep(self, serve: Callable[..., Coroutine[Any, Any, None]]) -> Any:
-        """In the loop: starts a task that lasts as long as the loop, and gives what it tells its
-        ``task_status``."""
-        assert self._loop is not None
-        return await self._loop.group.start(serve)
 
     def _start(self, source: Source[ResultT], wake: Callable[[], object]) -> _Call[ResultT]:
         with self._lock:
-            if self._loop is None or not self._loop.is_here:
-                self._loop = _Loop(self._name)
-                atexit.register(self.close, END_S)
-            call = _Call(self._loop, source, wake)
-            self._loop.start(call)
+            if self._thread is None or not self._thread.is_running:
+                self._thread = _LoopThread(self._name)
+                atexit.register(self.close, _EXIT_TIMEOUT_S)
+            call = _Call(self._thread, source, wake)
+            self._thread.start_call(call)
         return call
 
 
-class _Loop:
-    """A thread and its event loop, from one start to one end."""
+class _LoopThread:
+    """One thread and its event loop, from start to end."""
 
     group: TaskGroup
-    jobs: Mailbox[Callable[[], object]]
+    _loop: asyncio.AbstractEventLoop
+    _context: contextvars.Context
 
     def __init__(self, name: str) -> None:
         self._process = os.getpid()
-        self._calls: set[_Call[Any]] = set()  # those that have not ended
         self._lock = threading.Lock()
-        self._is_over = False
-        self._has_begun = threading.Event()
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._live, name=name, daemon=True)
+        self._calls: set[_Call[Any]] = set()  # those that have not ended
+        self._has_ended = False
+        started: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(started,), name=name, daemon=True)
         self._thread.start()
-        self._has_begun.wait()
-        if self._failure is not None:
-            raise self._failure
+        started.result()  # raises if no loop can be created, for lack of file descriptors for example
 
     @property
-    def is_here(self) -> bool:
-        """Whether it runs: a fork of the process has no threads."""
-        return not self._is_over and self._process == os.getpid()
+    def is_running(self) -> bool:
+        """False also in a forked process, which has none of its parent's threads."""
+        return not self._has_ended and self._process == os.getpid()
 
-    def _live(self) -> None:
-        try:
-            anyio.run(self._serve)
-        except BaseException as error:
-            if self._has_begun.is_set():
-                raise
-            self._failure = error  # no loop can be made: too many files are open, say
-        finally:
-            self._has_begun.set()
-
-    def start(self, call: _Call[Any]) -> None:
-        """Runs it, or ends it where the loop has ended."""
+    def start_call(self, call: _Call[Any]) -> None:
+        """Starts the task of a call; if the loop has ended, the call ends with ``Cancelled``."""
         with self._lock:
-            if self._is_over:
-                call.mailbox.end(_ended())
+            if not self._has_ended:
+                self._calls.add(call)
+                self.call_soon(lambda: self.group.start_soon(self._run_call, call))
                 return
-            self._calls.add(call)
-        self.jobs.put(lambda: self.group.start_soon(self._run, call))
+        call.mailbox.end(_cancelled())
 
-    def end(self, timeout_s: float | None) -> None:
-        """Cancels all that runs, and waits for the thread."""
-        if self.is_here:
-            self.jobs.end()
+    def call_soon(self, function: Callable[[], object]) -> None:
+        # In the loop's own context: callers must not pass their context variables to its tasks.
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(function, context=self._context)
+
+    def stop(self, timeout_s: float | None) -> None:
+        if self.is_running:
+            self.call_soon(self.group.cancel_scope.cancel)
             self._thread.join(timeout_s)
 
-    async def _run(self, call: _Call[Any]) -> None:
+    def _run(self, started: Future[None]) -> None:
+        try:
+            anyio.run(self._serve, started)
+        except BaseException as error:
+            if started.done():
+                raise
+            started.set_exception(error)
+        finally:
+            with self._lock:
+                self._has_ended = True
+                calls, self._calls = self._calls, set()
+            for call in calls:  # those whose tasks never began
+                call.mailbox.end(_cancelled())
+
+    async def _serve(self, started: Future[None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._context = contextvars.copy_context()
+        async with anyio.create_task_group() as self.group:
+            started.set_result(None)
+            await anyio.sleep_forever()
+
+    async def _run_call(self, call: _Call[Any]) -> None:
         try:
             await call.run()
         finally:
             self._calls.discard(call)
 
-    def _do(self, job: Callable[[], object]) -> None:
-        try:
-            job()
-        except Exception:  # of one caller: the others go on
-            logger.exception("what was to be called in the loop of another thread failed")
-
-    async def _serve(self) -> None:
-        waiter = Waiter()
-        self.jobs = Mailbox(waiter.set)
-        try:
-            async with anyio.create_task_group() as self.group:
-                self._has_begun.set()
-                # Tasks are started by a task: callbacks from other threads are in none.
-                while (jobs := self.jobs.take()) is not None:
-                    for job in jobs:
-                        self._do(job)
-                    if not jobs:
-                        await waiter.wait()
-                self.group.cancel_scope.cancel()
-        finally:
-            with self._lock:
-                self._is_over = True
-            for call in self._calls:  # which were cancelled before they began
-                call.mailbox.end(_ended())
-
 
 class _Call(Generic[ResultT]):
-    """One task in the loop, whose items go into a mailbox."""
+    """One task in the loop; the items of its generator go into ``mailbox``."""
 
-    def __init__(self, loop: _Loop, source: Source[ResultT], wake: Callable[[], object]) -> None:
+    def __init__(self, thread: _LoopThread, source: Source[ResultT], wake: Callable[[], object]) -> None:
         self.mailbox: Mailbox[ResultT] = Mailbox(wake)
+        self._thread = thread
         self._source = source
-        self._loop = loop
         self._scope: anyio.CancelScope | None = None
         self._is_cancelled = False
 
     async def run(self) -> None:
-        """In the loop."""
-        error: Exception | None = _ended()
+        error: Exception | None = _cancelled()
         try:
             with anyio.CancelScope() as self._scope:
                 if self._is_cancelled:
@@ -282,18 +217,62 @@ class _Call(Generic[ResultT]):
             self.mailbox.end(error)
 
     def cancel(self) -> None:
-        """From any thread."""
-        self._loop.jobs.put(self._cancel)
+        """Cancels the task unless it has ended. May be called from any thread."""
+        if not self.mailbox.has_ended:
+            self._thread.call_soon(self._cancel)
 
     def _cancel(self) -> None:
-        self._is_cancelled = True  # perhaps it has not begun
+        self._is_cancelled = True  # the task may not have begun
         if self._scope is not None:
             self._scope.cancel()
 
 
-def _ended() -> Cancelled:
-    return Cancelled("it was cancelled, or what it ran in has been closed")
+class Mailbox(Generic[ItemT]):
+    """A queue from one writer to one reader, in two threads, that hands over all waiting items at once.
+
+    ``wake`` is called in the writer's thread when there is something to take, and not again until ``take``.
+    """
+
+    def __init__(self, wake: Callable[[], object]) -> None:
+        self.has_ended = False
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._items: list[ItemT] = []
+        self._error: BaseException | None = None
+        self._is_awake = False
+
+    def put(self, item: ItemT) -> None:
+        """Adds an item."""
+        with self._lock:
+            self._items.append(item)
+            is_awake, self._is_awake = self._is_awake, True
+        if not is_awake:
+            self._wake()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Adds the end, after which nothing is added. ``error``: the reader gets this error at the end."""
+        with self._lock:
+            self.has_ended, self._error = True, error
+            is_awake, self._is_awake = self._is_awake, True
+        if not is_awake:
+            self._wake()
+
+    def take(self) -> list[ItemT] | None:
+        """Returns the waiting items, an empty list if there are none yet, and None at the end. Raises the
+        error that the mailbox ended with, after the last item."""
+        with self._lock:
+            items, self._items = self._items, []
+            self._is_awake = False
+            if items or not self.has_ended:
+                return items
+        if self._error is not None:
+            raise self._error
+        return None
 
 
-async def _only(function: Function[ResultT]) -> AsyncGenerator[ResultT, None]:
+def _cancelled() -> Cancelled:
+    return Cancelled("the call was cancelled, or its connection was closed")
+
+
+async def _single(function: Function[ResultT]) -> AsyncGenerator[ResultT, None]:
     yield await function()

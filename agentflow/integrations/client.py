@@ -24,7 +24,7 @@ from anyio.abc import TaskStatus
 
 from agentflow.backends.local import DEFAULT_MODEL
 from agentflow.errors import AgentflowError, RunFailed
-from agentflow.integrations.background_loop import LoopThread
+from agentflow.integrations.background_loop import BackgroundLoop
 from agentflow.language.expressions import ConversationExpression, GenExpression
 from agentflow.language.session import Session
 from agentflow.language.state import State
@@ -159,7 +159,7 @@ class SharedSession:
 
     def __init__(self, open_session: Callable[[], Session], name: str = "agentflow session") -> None:
         self._open_session = open_session
-        self._thread = LoopThread(name)
+        self._thread = BackgroundLoop(name)
         self._begin()
 
     def _begin(self) -> None:
@@ -206,7 +206,7 @@ class SharedSession:
         async with self._opening:
             if self._session is None or not self._session.is_alive:
                 self._replaced.set()
-                self._session = await self._thread.keep(self._serve)
+                self._session = await self._thread.start(self._serve)
             return self._session
 
     async def _serve(self, *, task_status: TaskStatus[Session]) -> None:
