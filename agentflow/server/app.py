@@ -39,10 +39,10 @@ from agentflow.protocol.wire import SESSION_PATH
 from agentflow.runtime.generator import Generator
 from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.http.call import address_of
-from agentflow.server.http.errors import ENDING, Refusal, refusal_of
+from agentflow.server.http.errors import ENDING, ApiError, api_error_of
 from agentflow.server.http.openapi import openapi
 from agentflow.server.http.origin_guard import BrowserGuard, any_host, one_of, private_host
-from agentflow.server.http.routes import api_routes, refusal_response
+from agentflow.server.http.routes import api_routes, error_response
 from agentflow.server.metrics.metrics import CONTENT_TYPE, ServerMetrics
 from agentflow.server.models import OpenModels
 from agentflow.server.service import Service
@@ -162,12 +162,12 @@ def create_app(
         routes=routes,
         lifespan=lifespan,
         middleware=[cors, guard] if origins else [guard],
-        exception_handlers={HTTPException: _not_here},
+        exception_handlers={HTTPException: _not_found},
     )
     # A redirect to a path without its last slash would name this server as it sees itself, and a client would
     # take its key there: behind a proxy with TLS, in the clear.
     app.router.redirect_slashes = False
-    app.router.default = _nowhere
+    app.router.default = _no_route
     app.state.service = None
     app.state.metrics, app.state.answers = metrics, metrics.answers
     app.state.tenants = access.tenants
@@ -183,7 +183,7 @@ async def _session(socket: WebSocket) -> None:
     try:
         tenant = tenants.of_request(socket.headers, address_of(socket.scope))
     except (NotAuthorized, RateLimited) as error:
-        await socket.send_denial_response(_not_let_in(error))
+        await socket.send_denial_response(_unauthorized(error))
         return
 
     def find(model: str | None) -> Generator[Any]:
@@ -203,7 +203,7 @@ async def _metrics(request: Request) -> Response:
         # Of the keys and not of the service: nobody else reads them while the server starts, either.
         may_see = tenants.of_request(request.headers, address_of(request.scope)).sees_metrics
     except (NotAuthorized, RateLimited) as error:
-        return _not_let_in(error)
+        return _unauthorized(error)
     if not may_see:
         reason = "this API key may not read metrics: use that of a tenant with sees_metrics"
         return JSONResponse({"reason": reason}, status_code=403)
@@ -211,8 +211,8 @@ async def _metrics(request: Request) -> Response:
     return Response(text, media_type=CONTENT_TYPE)
 
 
-def _not_let_in(error: NotAuthorized | RateLimited) -> Response:
-    refusal = refusal_of(error)
+def _unauthorized(error: NotAuthorized | RateLimited) -> Response:
+    refusal = api_error_of(error)
     if refusal.retry_after_s is not None:
         headers = {"retry-after": f"{math.ceil(refusal.retry_after_s)}"}
     else:
@@ -220,24 +220,24 @@ def _not_let_in(error: NotAuthorized | RateLimited) -> Response:
     return JSONResponse({"reason": refusal.message}, status_code=refusal.status, headers=headers)
 
 
-async def _not_here(request: Request, error: Exception) -> Response:
+async def _not_found(request: Request, error: Exception) -> Response:
     """There is no such path, or it takes another method."""
     assert isinstance(error, HTTPException)
     path, headers = request.scope["path"], dict(error.headers or {})
     shown = f"{request.method} {path[:200]}"
     if path == SESSION_PATH:
         headers |= {"connection": "upgrade", "upgrade": "websocket"}
-        refusal = Refusal(426, "upgrade_required", f"{shown}: connect with a websocket")
+        refusal = ApiError(426, "upgrade_required", f"{shown}: connect with a websocket")
     elif error.status_code == 405:
         headers["Allow"] = ", ".join(sorted(headers.get("Allow", "").split(", ")))
         text = f"{shown}: this path takes {headers['Allow']}"
-        refusal = Refusal(405, "method_not_allowed", text)
+        refusal = ApiError(405, "method_not_allowed", text)
     else:
-        refusal = Refusal(404, "not_found", f"there is no {shown} here: /openapi.json lists what there is")
-    return refusal_response(path, request.headers, refusal, headers)
+        refusal = ApiError(404, "not_found", f"there is no {shown} here: /openapi.json lists what there is")
+    return error_response(path, request.headers, refusal, headers)
 
 
-async def _nowhere(scope: Scope, receive: Receive, send: Send) -> None:
+async def _no_route(scope: Scope, receive: Receive, send: Send) -> None:
     """What no route takes."""
     if scope["type"] == "websocket":
         reason = {"reason": f"there are no sessions at {scope['path'][:200]}: they are at {SESSION_PATH}"}

@@ -74,7 +74,7 @@ class Service:
         return limiter
 
     def check_open(self) -> None:
-        """``Refusal`` while it ends."""
+        """``ApiError`` while it ends."""
         if self.is_draining:
             raise unready()
 

@@ -18,7 +18,7 @@ from websockets.http11 import Response
 
 import agentflow as af
 from agentflow.backends.remote import Remote
-from agentflow.backends.websocket import MAX_REASON_CHARS, refusal_of
+from agentflow.backends.websocket import MAX_REASON_CHARS, api_error_of
 from agentflow.errors import (
     BadArgument,
     NotAuthorized,
@@ -139,7 +139,7 @@ def test_whatever_comes_back_is_one_line(
     status: int, body: bytes, content_type: str, retry_after: str
 ) -> None:
     headers = Headers({"Content-Type": content_type, "Retry-After": retry_after})
-    error = refusal_of("ws://host:1/", Response(status, "", headers, body))
+    error = api_error_of("ws://host:1/", Response(status, "", headers, body))
     assert str(error).isprintable()
     assert len(str(error)) < MAX_REASON_CHARS + 200
 
@@ -147,7 +147,7 @@ def test_whatever_comes_back_is_one_line(
 def test_a_nested_body_is_no_reason() -> None:
     headers = Headers({"Content-Type": "application/json"})
     for body in (b"[" * 200_000, b'{"reason": 3}', b'{"reason": {"reason": {"reason": "deep"}}}', b"[1]"):
-        assert "it gives no reason" in str(refusal_of("ws://host:1/", Response(401, "", headers, body)))
+        assert "it gives no reason" in str(api_error_of("ws://host:1/", Response(401, "", headers, body)))
 
 
 async def test_our_own_server_tells_why_a_page_of_another_site_may_not_come_in(server: ThreadServer) -> None:

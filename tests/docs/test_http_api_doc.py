@@ -10,7 +10,7 @@ import pytest
 
 from agentflow.engine.request import MAX_PRIORITY
 from agentflow.server.openai.completions import TextRequest
-from agentflow.server.openai.sampling import MAX_TOLD_TOKENS
+from agentflow.server.openai.sampling import MAX_LOGPROB_TOKENS
 from agentflow.server.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from agentflow.server.openai.types import MAX_MESSAGES, ChatRequest
 
@@ -42,7 +42,7 @@ def test_chat_completions() -> None:
     named = set(re.findall(r"`(\w+)`", section))
     assert known - named == set()
     assert f"at most {MAX_MESSAGES:,}" in section
-    assert f"At most {MAX_TOLD_TOKENS:,} for a request" in section
+    assert f"At most {MAX_LOGPROB_TOKENS:,} for a request" in section
 
 
 def test_completions() -> None:

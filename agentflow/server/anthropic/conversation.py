@@ -24,14 +24,14 @@ from agentflow.server.anthropic.types import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from agentflow.server.http.errors import Refusal
+from agentflow.server.http.errors import ApiError
 
 _BETWEEN_MESSAGES = "\n\n"
 
 
-def wrong(param: str, message: str) -> Refusal:
+def wrong(param: str, message: str) -> ApiError:
     """An error that names the field."""
-    return Refusal(400, "invalid_value", f"{param}: {message}", param=param)
+    return ApiError(400, "invalid_value", f"{param}: {message}", param=param)
 
 
 @dataclass(slots=True)
@@ -130,7 +130,7 @@ class _Turns:
 
 
 def conversation_of(body: CountRequest) -> tuple[Message, ...]:
-    """The turns. ``Refusal`` naming the block that is wrong."""
+    """The turns. ``ApiError`` naming the block that is wrong."""
     turns = _Turns()
     if body.system:
         turns.made.append(_Turn("system", [text_of(body.system)]))

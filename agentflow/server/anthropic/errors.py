@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from agentflow.server.http.errors import Refusal
+from agentflow.server.http.errors import ApiError
 
 _TYPES = {
     401: "authentication_error",
@@ -45,21 +45,21 @@ class AnthropicErrorBody(msgspec.Struct, kw_only=True):
     request_id: str
 
 
-class AnthropicErrors:
-    """An ``ErrorDialect``."""
+class AnthropicErrorFormat:
+    """An ``ErrorFormat``."""
 
     request_id_header = b"request-id"
     keepalive = b'event: ping\ndata: {"type":"ping"}\n\n'
     body_type: type[msgspec.Struct] = AnthropicErrorBody
 
-    def status(self, refusal: Refusal) -> int:
+    def status(self, refusal: ApiError) -> int:
         return _OVERLOADED_STATUS if refusal.status == 503 else refusal.status
 
-    def body(self, refusal: Refusal, request_id: str) -> bytes:
+    def body(self, refusal: ApiError, request_id: str) -> bytes:
         kind = _TYPES.get(refusal.status, "api_error" if refusal.status >= 500 else "invalid_request_error")
         details = AnthropicErrorDetails(error_code=refusal.code, param=refusal.param)
         error = AnthropicError(type=kind, message=refusal.message, details=details)
         return msgspec.json.encode(AnthropicErrorBody(type="error", error=error, request_id=request_id))
 
-    def event(self, refusal: Refusal, request_id: str) -> bytes:
+    def event(self, refusal: ApiError, request_id: str) -> bytes:
         return b"event: error\ndata: " + self.body(refusal, request_id) + b"\n\n"

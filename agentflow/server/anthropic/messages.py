@@ -23,7 +23,7 @@ from agentflow.server.anthropic.types import CountAnswer, CountRequest, Messages
 from agentflow.server.completion.completion import Completion, completing
 from agentflow.server.completion.request import AnswerEnded, CompletionDelta, CompletionRequest
 from agentflow.server.http.call import ApiCall
-from agentflow.server.http.errors import Refusal
+from agentflow.server.http.errors import ApiError
 
 T = TypeVar("T")
 
@@ -45,14 +45,14 @@ class _AnyTools(msgspec.Struct):
 
 
 def read_request(call: ApiCall, kind: type[T]) -> T:
-    """The body. ``Refusal`` that names what is not supported."""
+    """The body. ``ApiError`` that names what is not supported."""
     try:
         return call.read(kind)
-    except Refusal as refusal:
+    except ApiError as refusal:
         raise _named(refusal, call) from None
 
 
-def _named(refusal: Refusal, call: ApiCall) -> Refusal:
+def _named(refusal: ApiError, call: ApiCall) -> ApiError:
     """The refusal of a body, in words that say what is there instead."""
     param, message = refusal.param or "", refusal.message
     of_tools = _of_tools(call) if param.startswith("tools[") else None
@@ -60,33 +60,33 @@ def _named(refusal: Refusal, call: ApiCall) -> Refusal:
         return of_tools
     if param == "thread":
         text = "'thread' is not supported: no conversations are kept here, send all messages"
-        return Refusal(400, _THREAD_CODE, text, param)
+        return ApiError(400, _THREAD_CODE, text, param)
     fault = message.removeprefix(f"{param}: ")
     if fault.startswith(_BAD_VALUES):
         value = fault[fault.index("'") :]
         there = ": messages consist of text, tool_use and tool_result" if ".content[" in param else ""
-        return Refusal(400, "unsupported", f"{param}: {value} is not supported{there}", param)
+        return ApiError(400, "unsupported", f"{param}: {value} is not supported{there}", param)
     if fault.startswith(_NOT_NULL):
-        return Refusal(400, "unsupported", f"{param!r} is not supported", param)
+        return ApiError(400, "unsupported", f"{param!r} is not supported", param)
     return refusal
 
 
-def _of_tools(call: ApiCall) -> Refusal | None:
+def _of_tools(call: ApiCall) -> ApiError | None:
     """Tools that Anthropic's own servers run have fields of their own: what is wrong is not those."""
     try:
         tools = call.read(_AnyTools).tools
-    except Refusal:
+    except ApiError:
         return None
     for number, tool in enumerate(tools):
         if tool.type not in (None, "custom"):
             param = f"tools[{number}].type"
             text = f"{param}: {tool.type[:100]!r} is not supported: this server runs no tools, give your own"
-            return Refusal(400, "unsupported", text, param)
+            return ApiError(400, "unsupported", text, param)
     return None
 
 
 def prompt_of(body: CountRequest) -> CompletionRequest:
-    """Of a request the prompt. ``Refusal`` that names the field that is wrong."""
+    """Of a request the prompt. ``ApiError`` that names the field that is wrong."""
     tools = tools_of(body.tools or ())
     choice = tool_choice_of(body, tools)
     return CompletionRequest(conversation_of(body), SamplingParams(), tools=tools, tool_choice=choice)
@@ -144,7 +144,7 @@ def _placed() -> Iterator[None]:
     except PromptTooLong as error:
         # Agents that shorten their conversation recognise the error by these words.
         text = f"prompt is too long: {error}"
-        raise Refusal(400, "context_length_exceeded", text, param="messages") from error
+        raise ApiError(400, "context_length_exceeded", text, param="messages") from error
     except (BadArgument, RequestRefused) as error:
         if error.param == "constraint":
             error.param = "output_config.format.schema"

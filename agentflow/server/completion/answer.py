@@ -25,26 +25,26 @@ from agentflow.server.completion.request import (
     CompletionDelta,
     FinishReason,
     TextDelta,
-    ToldToken,
+    TokenLogprob,
     ToolArguments,
     ToolCallBegun,
 )
 
 
-class ToldTokens:
+class LogprobReader:
     """Those of one answer. ``is_constrained``: nothing is told before the end."""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, *, is_constrained: bool) -> None:
         self._tokenizer = tokenizer
         self._num_top = params.top_logprobs
         self._is_constrained = is_constrained
-        self._waiting: deque[tuple[int, ToldToken]] = deque()  # each with where its text ends
+        self._waiting: deque[tuple[int, TokenLogprob]] = deque()  # each with where its text ends
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._num_told = 0
         self._num_chars_read = 0  # of the tokens
         self._num_chars_given = 0  # of the text
 
-    def push(self, progress: Progress) -> list[ToldToken]:
+    def push(self, progress: Progress) -> list[TokenLogprob]:
         """The tokens whose text is given with this step's."""
         if self._is_constrained:
             return []
@@ -54,13 +54,13 @@ class ToldTokens:
             self._num_chars_read += len(self._decoder.decode(token.raw))
             self._waiting.append((self._num_chars_read, token))
         self._num_chars_given += len(progress.text)
-        told: list[ToldToken] = []
+        told: list[TokenLogprob] = []
         while self._waiting and self._waiting[0][0] <= self._num_chars_given:
             told.append(self._waiting.popleft()[1])
         self._num_told += len(told)
         return told
 
-    def finish(self, end: Finished) -> list[ToldToken]:
+    def finish(self, end: Finished) -> list[TokenLogprob]:
         """The tokens that are left."""
         start = self._num_told
         tops = end.top_logprobs or [None] * len(end.token_ids)
@@ -71,11 +71,11 @@ class ToldTokens:
             )
         ]
 
-    def _told(self, token_id: int, logprob: float | None, top: TopTokens | None) -> ToldToken:
+    def _told(self, token_id: int, logprob: float | None, top: TopTokens | None) -> TokenLogprob:
         likeliest: Sequence[tuple[int, float]] = () if top is None else top
         shown = self._tokenizer.shown
-        tops = tuple([ToldToken(other, *shown(other), value) for other, value in likeliest[: self._num_top]])
-        return ToldToken(token_id, *shown(token_id), logprob, tops)
+        tops = tuple([TokenLogprob(other, *shown(other), value) for other, value in likeliest[: self._num_top]])
+        return TokenLogprob(token_id, *shown(token_id), logprob, tops)
 
 
 class AnswerReader:
@@ -87,7 +87,7 @@ class AnswerReader:
         index: int,
         add: Callable[[CompletionDelta], None],
         *,
-        told: ToldTokens | None = None,
+        told: LogprobReader | None = None,
         output: ToolOutput | None = None,
     ) -> None:
         self._index = index
@@ -121,11 +121,11 @@ class AnswerReader:
             return "length"
         return "tool_calls" if self._output is not None and self._output.num_calls else "stop"
 
-    def _tell(self, text: str, tokens: Sequence[ToldToken]) -> None:
+    def _tell(self, text: str, tokens: Sequence[TokenLogprob]) -> None:
         if text or tokens:
             self._add(TextDelta(self._index, text, tuple(tokens)))
 
-    def _tell_pieces(self, pieces: Sequence[Piece], tokens: Sequence[ToldToken]) -> None:
+    def _tell_pieces(self, pieces: Sequence[Piece], tokens: Sequence[TokenLogprob]) -> None:
         assert self._output is not None
         if tokens:
             self._tell("", tokens)

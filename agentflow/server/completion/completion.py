@@ -29,7 +29,7 @@ from agentflow.errors import AgentflowError, BadArgument, faults_of
 from agentflow.protocol.chat import CalledTool
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.task_group import first_of, open_task_group
-from agentflow.server.completion.answer import AnswerReader, ToldTokens
+from agentflow.server.completion.answer import AnswerReader, LogprobReader
 from agentflow.server.completion.request import (
     Answer,
     AnswerEnded,
@@ -37,7 +37,7 @@ from agentflow.server.completion.request import (
     CompletionRequest,
     TextDelta,
     TokenIds,
-    ToldToken,
+    TokenLogprob,
     ToolArguments,
     ToolCallBegun,
 )
@@ -180,7 +180,7 @@ class Completion:
             constraint = use.constraint(constraint)
         told = None
         if params.wants_logprobs:
-            told = ToldTokens(self._generator.tokenizer, params, is_constrained=constraint is not None)
+            told = LogprobReader(self._generator.tokenizer, params, is_constrained=constraint is not None)
         output = None
         if use is not None and use.callable_names:
             output = use.output(self._request.constraint)
@@ -238,7 +238,7 @@ def answers_of(deltas: Sequence[CompletionDelta], n: int) -> list[Answer]:
 
 def _answer_of(deltas: Sequence[CompletionDelta]) -> Answer:
     texts: list[str] = []
-    tokens: list[ToldToken] = []
+    tokens: list[TokenLogprob] = []
     calls: list[tuple[ToolCallBegun, list[str]]] = []
     end: AnswerEnded | None = None
     for delta in deltas:

@@ -51,7 +51,7 @@ class CompletionRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class ToldToken:
+class TokenLogprob:
     """A generated token as log-probabilities name it; ``logprob`` is None where it was encoded anew.
     ``top``: the likeliest at its place."""
 
@@ -59,7 +59,7 @@ class ToldToken:
     text: str
     raw: bytes
     logprob: float | None
-    top: tuple[ToldToken, ...] = ()
+    top: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class TextDelta:
 
     index: int
     text: str
-    tokens: tuple[ToldToken, ...] = ()
+    tokens: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Answer:
 
     text: str
     tool_calls: tuple[CalledTool, ...]
-    tokens: tuple[ToldToken, ...]
+    tokens: tuple[TokenLogprob, ...]
     finish_reason: FinishReason
     usage: Usage
     stop: str | int | None = None

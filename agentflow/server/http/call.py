@@ -27,7 +27,7 @@ from agentflow.errors import AgentflowError
 from agentflow.protocol.json_bounds import BODY_BOUNDS, JsonScan, TooMuchJson
 from agentflow.runtime.limits import MemoryBudget
 from agentflow.runtime.task_group import open_task_group
-from agentflow.server.http.errors import MAX_PARAM_CHARS, Refusal, cut, refusal_of, unready
+from agentflow.server.http.errors import MAX_PARAM_CHARS, ApiError, cut, api_error_of, unready
 from agentflow.server.log import LoggedBody, RequestRecord, log_request, logged_path
 from agentflow.server.service import Service
 from agentflow.server.tenants.rate_limit import BYTES_PER_TOKEN
@@ -47,7 +47,7 @@ _MISSING = "Object missing required field `"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
-class ErrorDialect(Protocol):
+class ErrorFormat(Protocol):
     """How an API writes its errors. ``body_type``: what ``body`` is the JSON of. ``keepalive``: what its
     clients skip in a stream."""
 
@@ -55,20 +55,20 @@ class ErrorDialect(Protocol):
     keepalive: bytes
     body_type: type[msgspec.Struct]
 
-    def status(self, refusal: Refusal) -> int:
+    def status(self, refusal: ApiError) -> int:
         """Its status, where the API has one of its own."""
 
-    def body(self, refusal: Refusal, request_id: str) -> bytes:
+    def body(self, refusal: ApiError, request_id: str) -> bytes:
         """The body of an answer that is an error."""
 
-    def event(self, refusal: Refusal, request_id: str) -> bytes:
+    def event(self, refusal: ApiError, request_id: str) -> bytes:
         """The same, as the last event of a stream that has begun."""
 
 
 class ApiCall:
     """What a handler is given. ``record`` is what the log will say of the call."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, dialect: ErrorDialect) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, error_format: ErrorFormat) -> None:
         self.headers = Headers(scope=scope)
         self.address = address_of(scope)
         self.id = request_id_of(self.headers)
@@ -81,7 +81,7 @@ class ApiCall:
         self._scope = scope
         self._receive = receive
         self._send = send
-        self._dialect = dialect
+        self._error_format = error_format
         self._is_writing = False
         self._written_s = time.monotonic()
         self._body = b""
@@ -91,23 +91,23 @@ class ApiCall:
 
     @property
     def service(self) -> Service:
-        """The server. ``Refusal`` before it is ready and after its end."""
+        """The server. ``ApiError`` before it is ready and after its end."""
         service: Service | None = self._scope["app"].state.service
         if service is None:
             raise unready()
         return service
 
     def read(self, kind: type[T]) -> T:
-        """The body. ``Refusal`` where it is none of that kind."""
+        """The body. ``ApiError`` where it is none of that kind."""
         try:
             if not self._body.isascii():
                 self._body.decode()  # msgspec does not look into the texts of what is not read
             return msgspec.json.decode(self._body, type=kind)
         except msgspec.ValidationError as error:
             message, param = _shown_fault(error)
-            raise Refusal(400, "invalid_request", message, param=param) from None
+            raise ApiError(400, "invalid_request", message, param=param) from None
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-            raise Refusal(400, "invalid_json", f"the body is no valid JSON: {error}") from None
+            raise ApiError(400, "invalid_json", f"the body is no valid JSON: {error}") from None
 
     async def beside(self, function: Callable[[Unpack[ArgTs]], T], *arguments: *ArgTs) -> T:
         """Calls the function, which does something with all of the body: where that is large, in a thread of
@@ -128,7 +128,7 @@ class ApiCall:
             found.check_admission(self.tenant, priority or 0)
         generator = found.generator(self.tenant)
         if not isinstance(generator, EngineGenerator):
-            raise Refusal(400, "unsupported", f"{model!r} answers in sessions only: it has no engine")
+            raise ApiError(400, "unsupported", f"{model!r} answers in sessions only: it has no engine")
         self.record.model = generator.capabilities.model
         return generator
 
@@ -154,7 +154,7 @@ class ApiCall:
             # A write that waits until the client has read is no silence.
             silent_s = 0.0 if self._is_writing else time.monotonic() - self._written_s
             if silent_s >= interval_s:
-                await self._write(self._dialect.keepalive, more=True)
+                await self._write(self._error_format.keepalive, more=True)
             else:
                 await anyio.sleep(interval_s - silent_s)  # noqa: TID251 - the interval is the purpose
 
@@ -162,14 +162,14 @@ class ApiCall:
         """Sends whole server-sent events; waits where the client reads more slowly than they come."""
         await self._write(data, more=not last)
 
-    async def refuse(self, refusal: Refusal) -> None:
+    async def refuse(self, refusal: ApiError) -> None:
         """Ends the answer with an error."""
         refusal = refusal.shortened()
         self.record.error = refusal.code
         if self.has_begun:
-            await self._write(self._dialect.event(refusal, self.id), more=False)
+            await self._write(self._error_format.event(refusal, self.id), more=False)
             return
-        body = self._dialect.body(refusal, self.id)
+        body = self._error_format.body(refusal, self.id)
         headers = {b"content-length": b"%d" % len(body)}
         if refusal.retry_after_s is not None:
             headers[b"retry-after"] = b"%d" % math.ceil(refusal.retry_after_s)
@@ -177,13 +177,13 @@ class ApiCall:
             headers[b"www-authenticate"] = b"Bearer"
         if not self.is_body_read:
             headers[b"connection"] = b"close"  # the rest of it would be taken for the next request
-        await self._start(self._dialect.status(refusal), JSON, headers)
+        await self._start(self._error_format.status(refusal), JSON, headers)
         await self._write(body, more=False)
 
     async def _start(self, status: int, media_type: bytes, headers: Mapping[bytes, bytes]) -> None:
         self.has_begun = True
         self.record.status = status
-        own = [(b"content-type", media_type), (self._dialect.request_id_header, self.id.encode())]
+        own = [(b"content-type", media_type), (self._error_format.request_id_header, self.id.encode())]
         await self._send(
             {"type": "http.response.start", "status": status, "headers": [*own, *headers.items()]}
         )
@@ -205,7 +205,7 @@ class ApiCall:
         encoding = self.headers.get("content-encoding", "identity")
         if encoding.lower() != "identity":
             text = f"a body with Content-Encoding {encoding[:100]!r} is not read: send it as it is"
-            raise Refusal(415, "unsupported_encoding", text)
+            raise ApiError(415, "unsupported_encoding", text)
         length = self.headers.get("content-length", "")
         announced_bytes = int(length) if length.isdigit() else 0
         if announced_bytes > limits.body_bytes:
@@ -232,7 +232,7 @@ class ApiCall:
                 self.is_body_read = not message.get("more_body", False)
         if scope.cancelled_caught:
             seconds = limits.body_timeout_s
-            raise Refusal(
+            raise ApiError(
                 408, "request_timeout", f"the body did not come within {seconds:g} s: send it faster"
             )
         self._body = b"".join(parts)
@@ -260,7 +260,7 @@ class ApiCall:
         given_back = self.record.prompt_tokens if self._is_prompt_charged else 0
         if self.record.status >= 429:
             given_back = self._num_charged_tokens
-        with suppress(AgentflowError, Refusal):  # the key, or the server, is gone
+        with suppress(AgentflowError, ApiError):  # the key, or the server, is gone
             gate = self.service.models.gate
             gate.charge(self.tenant, -min(given_back, self._num_charged_tokens))
 
@@ -292,13 +292,13 @@ Handler = Callable[[ApiCall], Awaitable[None]]
 class ApiEndpoint:
     """An ASGI application that answers the requests to one path of an API, its ``route``."""
 
-    def __init__(self, handler: Handler, dialect: ErrorDialect, *, route: str = "") -> None:
+    def __init__(self, handler: Handler, error_format: ErrorFormat, *, route: str = "") -> None:
         self._handler = handler
-        self._dialect = dialect
+        self._error_format = error_format
         self._route = route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call = ApiCall(scope, receive, send, self._dialect)
+        call = ApiCall(scope, receive, send, self._error_format)
         began_s = time.perf_counter()
         try:
             try:
@@ -332,7 +332,7 @@ class ApiEndpoint:
                 group.cancel_scope.cancel()
 
     async def _refuse(self, call: ApiCall, error: Exception) -> None:
-        refusal = refusal_of(error)
+        refusal = api_error_of(error)
         if refusal.status == 500:
             logger.error("request %s failed", call.id, exc_info=error)
         if call.is_over:
@@ -349,8 +349,8 @@ async def _cancel_when_gone(call: ApiCall, scope: anyio.CancelScope) -> None:
         scope.cancel()
 
 
-def _too_large(limit: int) -> Refusal:
-    return Refusal(
+def _too_large(limit: int) -> ApiError:
+    return ApiError(
         413, "request_too_large", f"the body has more than {limit:,} bytes, which is the limit: send less"
     )
 
@@ -360,7 +360,7 @@ def _count(scan: JsonScan, piece: bytes) -> None:
         scan.push(piece)
     except TooMuchJson as error:
         text = f"the body has {error}, which is the limit: send less"
-        raise Refusal(413, "request_too_large", text) from None
+        raise ApiError(413, "request_too_large", text) from None
 
 
 def _shown_fault(error: msgspec.ValidationError) -> tuple[str, str | None]:

@@ -46,7 +46,7 @@ _STATUS_AND_CODE: dict[type[AgentflowError], tuple[int, str]] = {
 
 
 @dataclass(eq=False)
-class Refusal(Exception):
+class ApiError(Exception):
     """An answer that is an error. ``code``: our name for its cause; ``param``: the field of the request
     that is wrong, where it is one; ``retry_after_s``: when to try again, where that helps."""
 
@@ -56,7 +56,7 @@ class Refusal(Exception):
     param: str | None = None
     retry_after_s: float | None = None
 
-    def shortened(self) -> Refusal:
+    def shortened(self) -> ApiError:
         """The same with ``message`` and ``param`` cut to what an answer holds of them."""
         param = None if self.param is None else cut(self.param, MAX_PARAM_CHARS)
         return replace(self, message=cut(self.message, MAX_MESSAGE_CHARS), param=param)
@@ -71,15 +71,15 @@ def cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-def unready() -> Refusal:
+def unready() -> ApiError:
     """Of a server that does not take requests yet, or any more."""
-    return Refusal(503, "unready", ENDING, retry_after_s=RETRY_AFTER_S)
+    return ApiError(503, "unready", ENDING, retry_after_s=RETRY_AFTER_S)
 
 
-def refusal_of(error: Exception) -> Refusal:
+def api_error_of(error: Exception) -> ApiError:
     """What a client is told of an error. Of a fault of the server's own it learns no more than that."""
     error = first_of(error)
-    if isinstance(error, Refusal):
+    if isinstance(error, ApiError):
         return error
     for kind in type(error).__mro__:
         if kind in _STATUS_AND_CODE:
@@ -88,5 +88,5 @@ def refusal_of(error: Exception) -> Refusal:
             if status in (429, 503):
                 retry_after_s = retry_after_s or RETRY_AFTER_S
             param = error.param if isinstance(error, AgentflowError) else None
-            return Refusal(status, code, str(error), param, retry_after_s)
-    return Refusal(500, "internal_error", "the server failed to answer this request; its log says why")
+            return ApiError(status, code, str(error), param, retry_after_s)
+    return ApiError(500, "internal_error", "the server failed to answer this request; its log says why")

@@ -16,8 +16,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from agentflow.server.http.call import ErrorDialect
-from agentflow.server.http.errors import Refusal
+from agentflow.server.http.call import ErrorFormat
+from agentflow.server.http.errors import ApiError
 from agentflow.server.http.routes import OPENAI, ROUTES, ApiRoute
 from agentflow.version import __version__
 
@@ -67,7 +67,7 @@ def openapi_document(routes: Sequence[ApiRoute]) -> Schema:
     """Of these routes, and of the health checks and metrics beside them."""
     kinds: dict[type[msgspec.Struct], None] = {}  # in order, each once
     for route in routes:
-        for kind in (route.request, route.response, route.dialect.body_type):
+        for kind in (route.request, route.response, route.error_format.body_type):
             if kind is not None:
                 kinds[kind] = None
     kinds[OPENAI.body_type] = None
@@ -115,28 +115,28 @@ def _operation(route: ApiRoute, schemas: dict[type[msgspec.Struct], Schema]) -> 
 
 
 def _answers(route: ApiRoute, schemas: dict[type[msgspec.Struct], Schema]) -> Schema:
-    dialect = route.dialect
+    error_format = route.error_format
     content: Schema = {JSON: {"schema": schemas[route.response]}}
     if route.streams:
         content[EVENTS] = {"schema": _EVENT}
     own = [400, *_ALWAYS] if route.request is not None else [*_ALWAYS]
     if route.request is not None or "{" in route.path:
         own.append(404)
-    answers: dict[int, Schema] = {200: _answer(200, content, _headers(dialect))}
+    answers: dict[int, Schema] = {200: _answer(200, content, _headers(error_format))}
     for status in own:
-        told = dialect.status(Refusal(status, "", ""))
-        body = {JSON: {"schema": schemas[dialect.body_type]}}
-        answers[told] = _answer(told, body, _headers(dialect, status))
-    for status, one in zip(_OUTSIDE, (OPENAI, dialect), strict=True):
+        told = error_format.status(ApiError(status, "", ""))
+        body = {JSON: {"schema": schemas[error_format.body_type]}}
+        answers[told] = _answer(told, body, _headers(error_format, status))
+    for status, one in zip(_OUTSIDE, (OPENAI, error_format), strict=True):
         answers[status] = _answer(status, {JSON: {"schema": schemas[one.body_type]}})
     for status in _BEFORE:
         answers.setdefault(status, _answer(status, {}))["content"] |= _TEXT
     return _in_order(answers)
 
 
-def _headers(dialect: ErrorDialect, status: int = 200) -> Schema:
-    has_id = dialect.status(Refusal(status, "", "")) not in _BEFORE
-    headers: Schema = {dialect.request_id_header.decode(): {"required": has_id, "schema": _NAME}}
+def _headers(error_format: ErrorFormat, status: int = 200) -> Schema:
+    has_id = error_format.status(ApiError(status, "", "")) not in _BEFORE
+    headers: Schema = {error_format.request_id_header.decode(): {"required": has_id, "schema": _NAME}}
     if status in (429, 503):
         headers["retry-after"] = {"description": "Seconds.", "schema": {"type": "integer", "minimum": 0}}
     if status == 401:

@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from agentflow.server.http.addresses import address_of, is_loopback
-from agentflow.server.http.errors import Refusal
-from agentflow.server.http.routes import refusal_response
+from agentflow.server.http.errors import ApiError
+from agentflow.server.http.routes import error_response
 
 # Top-level domains that the public DNS does not have (RFC 6762, RFC 8375, RFC 6761, and ICANN's for private
 # use).
@@ -74,9 +74,9 @@ class BrowserGuard:
             answer = JSONResponse({"reason": refusal.message}, status_code=refusal.status)
             await WebSocket(scope, receive, send).send_denial_response(answer)
         else:
-            await refusal_response(scope["path"], headers, refusal)(scope, receive, send)
+            await error_response(scope["path"], headers, refusal)(scope, receive, send)
 
-    def _refusal(self, headers: Headers) -> Refusal | None:
+    def _refusal(self, headers: Headers) -> ApiError | None:
         host = headers.get("host", "")
         origin = headers.get("origin")
         if origin is not None and ("*" in self._origins or origin in self._origins):
@@ -86,13 +86,13 @@ class BrowserGuard:
                 "pages of other sites may not open sessions or use this server: whoever runs it may allow "
                 "their origin (cors_origins)"
             )
-            return Refusal(403, "forbidden_origin", text)
+            return ApiError(403, "forbidden_origin", text)
         if host and not self._knows_host(_name_of(host)):
             text = (
                 f"this server is not known as {_name_of(host)[:200]!r}: whoever runs it may add that name "
                 "(allowed_hosts)"
             )
-            return Refusal(403, "unknown_host", text)
+            return ApiError(403, "unknown_host", text)
         return None
 
 

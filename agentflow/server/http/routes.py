@@ -1,4 +1,4 @@
-"""The routes of the HTTP APIs: which handler answers which path, and in whose dialect errors are written."""
+"""The routes of the HTTP APIs: which handler answers which path, and in whose error_format errors are written."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from agentflow.server.anthropic.errors import AnthropicErrors
+from agentflow.server.anthropic.errors import AnthropicErrorFormat
 from agentflow.server.anthropic.messages import count_tokens, create_message
 from agentflow.server.anthropic.types import CountAnswer, CountRequest, MessageAnswer, MessagesRequest
-from agentflow.server.http.call import ApiEndpoint, ErrorDialect, Handler, request_id_of
-from agentflow.server.http.errors import Refusal
+from agentflow.server.http.call import ApiEndpoint, ErrorFormat, Handler, request_id_of
+from agentflow.server.http.errors import ApiError
 from agentflow.server.openai.chat import create_chat_completion
 from agentflow.server.openai.completions import TextAnswer, TextRequest, create_completion
-from agentflow.server.openai.errors import OpenAIErrors
+from agentflow.server.openai.errors import OpenAIErrorFormat
 from agentflow.server.openai.models import ModelCard, ModelList, get_model, list_models
 from agentflow.server.openai.tokenize import (
     DetokenizeAnswer,
@@ -29,8 +29,8 @@ from agentflow.server.openai.tokenize import (
 )
 from agentflow.server.openai.types import ChatAnswer, ChatRequest
 
-OPENAI = OpenAIErrors()
-ANTHROPIC = AnthropicErrors()
+OPENAI = OpenAIErrorFormat()
+ANTHROPIC = AnthropicErrorFormat()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class ApiRoute:
     method: str
     path: str
     handler: Handler
-    dialect: ErrorDialect
+    error_format: ErrorFormat
     response: type[msgspec.Struct]
     request: type[msgspec.Struct] | None = None
     streams: bool = False
@@ -102,32 +102,32 @@ def api_routes() -> Sequence[BaseRoute]:
     return [
         Route(
             route.path,
-            ApiEndpoint(route.handler, route.dialect, route=route.path.partition("{")[0]),
+            ApiEndpoint(route.handler, route.error_format, route=route.path.partition("{")[0]),
             methods=[route.method],
         )
         for route in ROUTES
     ]
 
 
-def dialect_of(path: str) -> ErrorDialect:
+def error_format_of(path: str) -> ErrorFormat:
     """In whose words to refuse what is asked of ``path``, whether there is anything or not."""
     for route in ROUTES:
         if path == route.path or path.startswith(f"{route.path}/"):
-            return route.dialect
+            return route.error_format
     return OPENAI
 
 
-def refusal_response(
-    path: str, asked: Headers, refusal: Refusal, headers: Mapping[str, str] | None = None
+def error_response(
+    path: str, asked: Headers, refusal: ApiError, headers: Mapping[str, str] | None = None
 ) -> Response:
     """An error that is told before any handler has the request. ``asked``: the request's headers;
     ``headers``: more of the answer's."""
-    dialect = dialect_of(path)
+    error_format = error_format_of(path)
     request_id = request_id_of(asked)
-    own = {dialect.request_id_header.decode(): request_id}
+    own = {error_format.request_id_header.decode(): request_id}
     return Response(
-        dialect.body(refusal, request_id),
-        status_code=dialect.status(refusal),
+        error_format.body(refusal, request_id),
+        status_code=error_format.status(refusal),
         media_type="application/json",
         headers={**(headers or {}), **own},
     )

@@ -14,9 +14,9 @@ from agentflow.server.http.call import ApiCall
 from agentflow.server.openai.conversation import conversation_of, tool_choice_of, tools_of
 from agentflow.server.openai.sampling import (
     check_fields,
-    check_told,
+    check_num_logprobs,
     constraint_of,
-    faults_placed,
+    naming_field,
     is_given,
     sampling_of,
     wrong,
@@ -38,14 +38,14 @@ ANY_OBJECT = Constraint("schema", '{"type":"object"}')
 
 
 def completion_of_chat(call: ApiCall, body: ChatRequest, generator: EngineGenerator) -> CompletionRequest:
-    """``Refusal`` that names the field, where something cannot be had."""
+    """``ApiError`` that names the field, where something cannot be had."""
     limits = call.service.http_limits
     check_fields(body, limits.max_n)
     tools = tools_of(body.tools or ())
     choice = tool_choice_of(body.tool_choice, tools, body.parallel_tool_calls)
     max_tokens = body.max_completion_tokens or body.max_tokens
     params = sampling_of(body, generator, max_tokens, _top_logprobs(body))
-    check_told(params, generator, body.n or 1, "top_logprobs")
+    check_num_logprobs(params, generator, body.n or 1, "top_logprobs")
     return CompletionRequest(
         conversation_of(body.messages, generator.capabilities.model),
         params,
@@ -92,7 +92,7 @@ async def create_chat_completion(call: ApiCall) -> None:
     request = await call.beside(completion_of_chat, call, body, generator)
     identity = AnswerIdentity.new("chatcmpl", generator.capabilities.model)
     has_logprobs = request.params.wants_logprobs
-    with faults_placed("messages", request.constraint):
+    with naming_field("messages", request.constraint):
         async with completing(generator, request) as completion:
             if body.stream:
                 include_usage = bool(body.stream_options and body.stream_options.include_usage)

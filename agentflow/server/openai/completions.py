@@ -24,16 +24,16 @@ from agentflow.server.completion.request import (
     CompletionRequest,
     TextDelta,
     TokenIds,
-    ToldToken,
+    TokenLogprob,
 )
 from agentflow.server.http.call import ApiCall
 from agentflow.server.openai.sampling import (
     SharedFields,
     TokenId,
     check_fields,
-    check_told,
+    check_num_logprobs,
     constraint_of,
-    faults_placed,
+    naming_field,
     sampling_of,
     wrong,
 )
@@ -99,7 +99,7 @@ class OffsetLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
-    def push(self, tokens: Sequence[ToldToken]) -> TextLogprobs:
+    def push(self, tokens: Sequence[TokenLogprob]) -> TextLogprobs:
         """Of the tokens that come next."""
         offsets: list[int] = []
         for token in tokens:
@@ -113,14 +113,14 @@ class OffsetLogprobs:
         )
 
 
-def _top(token: ToldToken) -> dict[str, float | None]:
+def _top(token: TokenLogprob) -> dict[str, float | None]:
     """The likeliest, and always the token itself."""
     top = {_written(one): one.logprob for one in token.top}
     top.setdefault(_written(token), token.logprob)
     return top
 
 
-def _written(token: ToldToken) -> str:
+def _written(token: TokenLogprob) -> str:
     if "\ufffd" not in token.text or not token.raw:
         return token.text
     return "bytes:" + "".join([f"\\x{byte:02x}" for byte in token.raw])
@@ -171,7 +171,7 @@ async def create_completion(call: ApiCall) -> None:
     n = requests[0].n
     num_answers = n * len(requests)
     identity = AnswerIdentity.new("cmpl", generator.capabilities.model)
-    with faults_placed("prompt", requests[0].constraint):
+    with naming_field("prompt", requests[0].constraint):
         async with _completing(generator, requests) as source:
             if body.stream:
                 include_usage = bool(body.stream_options and body.stream_options.include_usage)
@@ -215,7 +215,7 @@ def _requests_of(call: ApiCall, body: TextRequest, generator: EngineGenerator) -
         asked = f"{len(prompts)} prompts with {n} answers each"
         raise wrong("prompt", f"{asked}: this server gives at most {limits.max_n} answers to a request")
     params = sampling_of(body, generator, body.max_tokens or DEFAULT_MAX_TOKENS, body.logprobs)
-    check_told(params, generator, n * len(prompts), "logprobs")
+    check_num_logprobs(params, generator, n * len(prompts), "logprobs")
     return [
         CompletionRequest(
             prompt,
@@ -231,7 +231,7 @@ def _requests_of(call: ApiCall, body: TextRequest, generator: EngineGenerator) -
 
 
 def prompts_of(prompt: Prompt) -> list[str | TokenIds]:
-    """What is to be gone on with. ``Refusal`` for a list of different things."""
+    """What is to be gone on with. ``ApiError`` for a list of different things."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = {type(member) for member in prompt}

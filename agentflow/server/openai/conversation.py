@@ -9,7 +9,7 @@ import msgspec
 from agentflow.engine.text.chat_template import read_arguments
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.protocol.json_bounds import OBJECT_BOUNDS, JsonScan, TooMuchJson, object_of, pieces_of
-from agentflow.server.openai.sampling import faults_named, is_given, refused, wrong
+from agentflow.server.openai.sampling import naming_param, is_given, refused, wrong
 from agentflow.server.openai.types import (
     AssistantMessage,
     AudioPart,
@@ -39,7 +39,7 @@ _REFUSED_MEMBERS = {"audio": "the models here do not speak", "function_call": "u
 
 
 def conversation_of(messages: Sequence[ChatMessage], model: str) -> tuple[Message, ...]:
-    """The turns. ``Refusal`` naming the message that is wrong."""
+    """The turns. ``ApiError`` naming the message that is wrong."""
     turns: list[Message] = []
     called: dict[str, str] = {}  # of each call the tool
     scan = JsonScan(OBJECT_BOUNDS)  # of the arguments of all calls
@@ -94,7 +94,7 @@ def _called(call: MessageToolCall, place: str, scan: JsonScan) -> CalledTool:
         raise wrong(param, f"{param}: with this, the calls' arguments have {error}") from None
     except (msgspec.DecodeError, RecursionError):
         raise wrong(param, f"{param} is not the text of a JSON object") from None
-    with faults_named(param):
+    with naming_param(param):
         read_arguments(called)
     return called
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from agentflow.server.http.errors import Refusal
+from agentflow.server.http.errors import ApiError
 
 # An unknown key or model is an invalid request there; the code tells which.
 _TYPES = {403: "permission_error", 429: "rate_limit_error"}
@@ -25,17 +25,17 @@ class OpenAIErrorBody(msgspec.Struct):
     error: OpenAIError
 
 
-class OpenAIErrors:
-    """An ``ErrorDialect``."""
+class OpenAIErrorFormat:
+    """An ``ErrorFormat``."""
 
     request_id_header = b"x-request-id"
     keepalive = b": keep-alive\n\n"
     body_type: type[msgspec.Struct] = OpenAIErrorBody
 
-    def status(self, refusal: Refusal) -> int:
+    def status(self, refusal: ApiError) -> int:
         return refusal.status
 
-    def body(self, refusal: Refusal, request_id: str) -> bytes:
+    def body(self, refusal: ApiError, request_id: str) -> bytes:
         error = OpenAIError(
             message=refusal.message,
             type=_type(refusal.status),
@@ -44,7 +44,7 @@ class OpenAIErrors:
         )
         return msgspec.json.encode(OpenAIErrorBody(error))
 
-    def event(self, refusal: Refusal, request_id: str) -> bytes:
+    def event(self, refusal: ApiError, request_id: str) -> bytes:
         return b"data: " + self.body(refusal, request_id) + b"\n\n"
 
 

@@ -21,7 +21,7 @@ from agentflow.errors import BadArgument, PromptTooLong, RequestRefused
 from agentflow.protocol.constraint import MAX_SOURCE_CHARS, Constraint
 from agentflow.protocol.ops import MAX_SALT_CHARS
 from agentflow.protocol.sampling import MAX_BIASES, MAX_INT, MAX_STOP_CHARS, MAX_STOPS, SamplingParams
-from agentflow.server.http.errors import Refusal
+from agentflow.server.http.errors import ApiError
 
 if TYPE_CHECKING:
     Unread: TypeAlias = msgspec.Raw | None
@@ -112,7 +112,7 @@ class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 # Answers are drawn, where nothing else is said, as they are in OpenAI's API.
 TEMPERATURE = 1.0
 # Each token that is told, with its text and bytes, takes some 200 bytes until its answer is sent.
-MAX_TOLD_TOKENS = 2_000_000
+MAX_LOGPROB_TOKENS = 2_000_000
 
 _WHY_NOT = {
     "suffix": "the models here go on from a text, and do not fill a gap in one",
@@ -129,18 +129,18 @@ _FIELD_OF_CONSTRAINT = {"regex": "regex", "grammar": "grammar", "schema": "respo
 _FLAGS = ("store", "echo")
 
 
-def refused(param: str, why: str) -> Refusal:
+def refused(param: str, why: str) -> ApiError:
     """An error that names the field."""
-    return Refusal(400, "unsupported", f"{param!r} is not supported: {why}", param=param)
+    return ApiError(400, "unsupported", f"{param!r} is not supported: {why}", param=param)
 
 
-def wrong(param: str, message: str) -> Refusal:
+def wrong(param: str, message: str) -> ApiError:
     """An error that names the field, whose value is wrong."""
-    return Refusal(400, "invalid_value", message, param=param)
+    return ApiError(400, "invalid_value", message, param=param)
 
 
 def check_fields(request: SharedFields, max_n: int) -> None:
-    """``Refusal`` for what would change the answer in a way that is not there."""
+    """``ApiError`` for what would change the answer in a way that is not there."""
     for name, why in _WHY_NOT.items():
         value = getattr(request, name, None)
         if is_given(value) and not (value is False and name in _FLAGS):
@@ -186,28 +186,28 @@ def sampling_of(
         logprobs=top_logprobs is not None,
         top_logprobs=top_logprobs or 0,
     )
-    with faults_named():
+    with naming_param():
         params.check()
     for name, token_ids in (("logit_bias", biases), ("stop_token_ids", params.stop_token_ids)):
-        with faults_named(name):
+        with naming_param(name):
             generator.check_ids(tuple(token_ids))
     return params
 
 
-def check_told(params: SamplingParams, generator: EngineGenerator, num_answers: int, param: str) -> None:
-    """``Refusal`` where more log-probabilities are asked for than are kept of one request. An answer has
+def check_num_logprobs(params: SamplingParams, generator: EngineGenerator, num_answers: int, param: str) -> None:
+    """``ApiError`` where more log-probabilities are asked for than are kept of one request. An answer has
     at most as many tokens as the context."""
     if not params.wants_logprobs:
         return
     room = generator.capabilities.max_context or params.max_tokens
     num_tokens = min(params.max_tokens, room)
     num_told = num_answers * num_tokens * (1 + params.top_logprobs)
-    if num_told > MAX_TOLD_TOKENS:
+    if num_told > MAX_LOGPROB_TOKENS:
         asked = f"{num_answers} answers of up to {num_tokens:,} tokens with {params.top_logprobs} others each"
         raise wrong(
             param,
             f"{param!r}: log-probabilities for {asked} are {num_told:,}, and a request has at most "
-            f"{MAX_TOLD_TOKENS:,}: ask for fewer of them, for shorter answers, or for fewer answers",
+            f"{MAX_LOGPROB_TOKENS:,}: ask for fewer of them, for shorter answers, or for fewer answers",
         )
 
 
@@ -221,7 +221,7 @@ def constraint_of(request: SharedFields) -> Constraint | None:
 
 
 @contextmanager
-def faults_named(param: str | None = None) -> Iterator[None]:
+def naming_param(param: str | None = None) -> Iterator[None]:
     """Errors of arguments become refusals that name the field: ``param``, or the one that they name."""
     try:
         yield
@@ -233,7 +233,7 @@ def faults_named(param: str | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def faults_placed(prompt: str, constraint: Constraint | None) -> Iterator[None]:
+def naming_field(prompt: str, constraint: Constraint | None) -> Iterator[None]:
     """What the engine refuses names a field of the request: a prompt that is too long, empty, or of unknown
     ids ``prompt``, and a constraint that cannot be kept the field that asks for it."""
     try:

@@ -23,12 +23,12 @@ from agentflow.server.completion.request import (
     AnswerEnded,
     CompletionDelta,
     TextDelta,
-    ToldToken,
+    TokenLogprob,
     ToolArguments,
     ToolCallBegun,
 )
 from agentflow.server.http.call import ApiCall
-from agentflow.server.openai.types import ChoiceLogprobs, TokenLogprob, TopLogprob
+from agentflow.server.openai.types import ChoiceLogprobs, ChatTokenLogprob, TopLogprob
 from agentflow.server.openai.usage import UsageBody, usage_body, usage_of_prompts
 from agentflow.version import __version__
 
@@ -146,7 +146,7 @@ class ChatChunks:
             + self._goes_on
         )
 
-    def _with_logprobs(self, tokens: Sequence[ToldToken]) -> bytes:
+    def _with_logprobs(self, tokens: Sequence[TokenLogprob]) -> bytes:
         told = encode_json(chat_logprobs(tokens))
         return b'},"logprobs":' + told + b',"finish_reason":null' + self._end
 
@@ -166,13 +166,13 @@ def _tool_call(delta: ToolCallBegun | ToolArguments) -> bytes:
     return encode_json({"tool_calls": [begun]})
 
 
-def chat_logprobs(tokens: Sequence[ToldToken]) -> ChoiceLogprobs:
+def chat_logprobs(tokens: Sequence[TokenLogprob]) -> ChoiceLogprobs:
     """As OpenAI's chat endpoint tells them."""
     return ChoiceLogprobs(content=[_token_logprob(token) for token in tokens])
 
 
-def _token_logprob(told: ToldToken) -> TokenLogprob:
-    return TokenLogprob(
+def _token_logprob(told: TokenLogprob) -> ChatTokenLogprob:
+    return ChatTokenLogprob(
         token=told.text,
         bytes=_byte_values(told.raw),
         logprob=told.logprob,

@@ -14,7 +14,7 @@ from agentflow.server.completion.completion import COUNTED_CONTEXTS, Completion
 from agentflow.server.completion.request import CompletionRequest
 from agentflow.server.http.call import ApiCall
 from agentflow.server.openai.conversation import conversation_of, tools_of
-from agentflow.server.openai.sampling import TokenId, faults_named, faults_placed, wrong
+from agentflow.server.openai.sampling import TokenId, naming_param, naming_field, wrong
 from agentflow.server.openai.types import MAX_MESSAGES, MAX_TOOLS, ChatMessage, Tool
 
 
@@ -60,7 +60,7 @@ async def tokenize(call: ApiCall) -> None:
     generator = call.generator(body.model, to_generate=False)
     texts: list[str] | None = None
     with generator.metered():
-        with faults_placed("prompt" if body.messages is None else "messages", None):
+        with naming_field("prompt" if body.messages is None else "messages", None):
             token_ids = await _ids_of(call, body, generator)
         if body.return_token_strs:
             texts = await generator.encode_beside(len(token_ids), partial(_texts, generator), token_ids)
@@ -79,7 +79,7 @@ async def detokenize(call: ApiCall) -> None:
     """The text of token ids."""
     body = await call.beside(call.read, DetokenizeRequest)
     generator = call.generator(body.model, to_generate=False)
-    with faults_named("tokens"):
+    with naming_param("tokens"):
         generator.check_ids(body.tokens)
     decode = partial(generator.tokenizer.decode, skip_special=False)
     with generator.metered():

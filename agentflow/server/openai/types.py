@@ -240,7 +240,7 @@ class TopLogprob(msgspec.Struct, kw_only=True):
     logprob: float | None
 
 
-class TokenLogprob(msgspec.Struct, kw_only=True):
+class ChatTokenLogprob(msgspec.Struct, kw_only=True):
     """A token of the answer. ``logprob`` is null where the text was encoded anew, which happens under a
     constraint."""
 
@@ -253,7 +253,7 @@ class TokenLogprob(msgspec.Struct, kw_only=True):
 class ChoiceLogprobs(msgspec.Struct, kw_only=True):
     """Of all tokens of an answer, or of those that a chunk brings."""
 
-    content: list[TokenLogprob]
+    content: list[ChatTokenLogprob]
     refusal: None = None
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.server.anthropic.conversation import conversation_of, tool_choice_of, tools_of
 from agentflow.server.anthropic.types import MAX_BLOCKS, MAX_MESSAGES, CountRequest, InputMessage
-from agentflow.server.http.errors import Refusal
+from agentflow.server.http.errors import ApiError
 
 WEATHER = {"name": "weather", "input_schema": {"type": "object"}}
 CLOCK = {"name": "clock", "description": "The time.", "input_schema": {"type": "object"}, "type": "custom"}
@@ -117,7 +117,7 @@ def test_results_may_come_in_several_messages_and_in_any_order():
     ],
 )
 def test_calls_and_results_that_do_not_belong_together_are_refused(messages, param, words):
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(ApiError) as caught:
         turns(*messages)
     assert caught.value.status == 400
     assert caught.value.param == param

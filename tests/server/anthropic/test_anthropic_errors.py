@@ -16,9 +16,9 @@ from support.server.http_clients import CLIENTS
 
 from agentflow.engine.tenant import NOBODY_ELSE, Tenant
 from agentflow.errors import EngineFailed, NotAuthorized, Overloaded, RateLimited
-from agentflow.server.anthropic.errors import AnthropicErrors
+from agentflow.server.anthropic.errors import AnthropicErrorFormat
 from agentflow.server.config.limits import HttpLimits
-from agentflow.server.http.errors import MAX_MESSAGE_CHARS, MAX_PARAM_CHARS, Refusal
+from agentflow.server.http.errors import MAX_MESSAGE_CHARS, MAX_PARAM_CHARS, ApiError
 from agentflow.server.tenants.keys import Tenants
 from agentflow.server.tenants.rate_limit import TenantGate
 
@@ -95,10 +95,10 @@ def test_overloaded_is_said_with_anthropics_status(peer):
 
 
 def test_other_statuses_have_their_types():
-    dialect = AnthropicErrors()
+    dialect = AnthropicErrorFormat()
     types = {403: "permission_error", 408: "timeout_error", 500: "api_error", 422: "invalid_request_error"}
     for status, kind in types.items():
-        refusal = Refusal(status, "some_code", "Some reason.")
+        refusal = ApiError(status, "some_code", "Some reason.")
         assert dialect.status(refusal) == status
         body = json.loads(dialect.body(refusal, "req_1"))
         assert (body["type"], body["error"]["type"], body["request_id"]) == ("error", kind, "req_1")

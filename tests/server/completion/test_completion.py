@@ -28,7 +28,7 @@ from agentflow.server.completion.request import (
     CompletionRequest,
     TextDelta,
     TokenIds,
-    ToldToken,
+    TokenLogprob,
     ToolArguments,
     ToolCallBegun,
 )
@@ -339,7 +339,7 @@ async def test_deltas_put_together_are_the_same_answers(answers, order):
 
 async def test_deltas_are_put_together_once():
     """However many there are, each is looked at and copied a few times, and not once for all before it."""
-    token = ToldToken(1, "a", b"a", -0.5)
+    token = TokenLogprob(1, "a", b"a", -0.5)
     num_answers, num_deltas = 20_000, 5
     deltas = [TextDelta(index, "a", (token,)) for index in range(num_answers) for _ in range(num_deltas)]
     deltas += [AnswerEnded(index, "stop", Usage()) for index in range(num_answers)]

@@ -27,10 +27,10 @@ from agentflow.errors import (
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.http.call import ApiCall, ApiEndpoint, Handler
-from agentflow.server.http.errors import MAX_MESSAGE_CHARS, MAX_PARAM_CHARS, Refusal
+from agentflow.server.http.errors import MAX_MESSAGE_CHARS, MAX_PARAM_CHARS, ApiError
 from agentflow.server.log import MAX_LOGGED_BYTES
 from agentflow.server.models import Models, OneGenerator
-from agentflow.server.openai.errors import OpenAIErrors
+from agentflow.server.openai.errors import OpenAIErrorFormat
 from agentflow.server.openai.sampling import Unread
 from agentflow.server.service import Service
 from agentflow.server.tenants.keys import DEFAULT_TENANT, Tenants
@@ -108,7 +108,7 @@ async def exchange(
         state = SimpleNamespace(service=running or made, answers=Counter() if answers is None else answers)
         app = SimpleNamespace(state=state)
         scope = {"type": "http", "method": "POST", "path": "/v1/test", "headers": client.headers, "app": app}
-        await ApiEndpoint(handler, OpenAIErrors())(scope, client.receive, client.send)
+        await ApiEndpoint(handler, OpenAIErrorFormat())(scope, client.receive, client.send)
         assert made.calls.num == 0
     return client
 
@@ -159,7 +159,7 @@ async def test_what_is_wrong_with_a_body_is_told(body, code, param, says):
 @pytest.mark.parametrize("body", [{"%s": 1}, {"word": "a", "parts": [{"%s": "y"}]}, {"word": "%s"}])
 async def test_of_a_long_name_a_message_holds_the_beginning(body):
     async def quote(call: ApiCall) -> None:
-        raise Refusal(400, "invalid_value", call.read(Asked).word, param="x" * 10_000)
+        raise ApiError(400, "invalid_value", call.read(Asked).word, param="x" * 10_000)
 
     name = "Invalid value ' - at `$." * 100_000
     client = await exchange(quote, Exchange(json.dumps(body).replace("%s", name).encode()))
@@ -250,7 +250,7 @@ async def test_a_client_that_goes_while_it_is_streamed_to_has_its_work_cancelled
         (Overloaded("busy"), 503, "overloaded", "server_error"),
         (EngineFailed("broke"), 500, "engine_failed", "server_error"),
         (EngineDown("restarting"), 503, "engine_down", "server_error"),
-        (Refusal(403, "forbidden", "not you"), 403, "forbidden", "permission_error"),
+        (ApiError(403, "forbidden", "not you"), 403, "forbidden", "permission_error"),
     ],
 )
 async def test_errors_have_their_status(error, status, code, kind):
@@ -259,7 +259,7 @@ async def test_errors_have_their_status(error, status, code, kind):
 
     client = await exchange(fail, Exchange(b"{}"))
     assert (client.status, client.error["code"], client.error["type"]) == (status, code, kind)
-    assert client.error["message"] == (error.message if isinstance(error, Refusal) else str(error))
+    assert client.error["message"] == (error.message if isinstance(error, ApiError) else str(error))
     assert (b"retry-after" in client.answer_headers) == (status in (429, 503))
     assert (b"www-authenticate" in client.answer_headers) == (status == 401)
 
@@ -376,7 +376,7 @@ async def test_draining_waits_for_what_runs_and_not_for_ever():
         client = Exchange(b"{}")
         app = SimpleNamespace(state=SimpleNamespace(service=running, answers=Counter()))
         scope = {"type": "http", "method": "POST", "path": "/v1/test", "headers": [], "app": app}
-        group.start_soon(ApiEndpoint(work, OpenAIErrors()), scope, client.receive, client.send)
+        group.start_soon(ApiEndpoint(work, OpenAIErrorFormat()), scope, client.receive, client.send)
         await is_working.wait()
         assert not await running.drain(0.01)
         may_end.set()

@@ -13,7 +13,7 @@ from support.api_server import api_server
 from agentflow.protocol.sampling import MAX_STOPS
 from agentflow.server.config.limits import ServerLimits
 from agentflow.server.http.call import ApiCall
-from agentflow.server.http.errors import Refusal
+from agentflow.server.http.errors import ApiError
 from agentflow.server.http.openapi import openapi_document
 from agentflow.server.http.routes import ROUTES, ApiRoute
 
@@ -42,13 +42,13 @@ class OtherErrors:
     request_id_header = b"request-id"
     body_type = Fault
 
-    def status(self, refusal: Refusal) -> int:
+    def status(self, refusal: ApiError) -> int:
         return 529 if refusal.status == 503 else refusal.status
 
-    def body(self, refusal: Refusal, request_id: str) -> bytes:
+    def body(self, refusal: ApiError, request_id: str) -> bytes:
         return msgspec.json.encode(Fault(refusal.message))
 
-    def event(self, refusal: Refusal, request_id: str) -> bytes:
+    def event(self, refusal: ApiError, request_id: str) -> bytes:
         return self.body(refusal, request_id)
 
 

@@ -20,7 +20,7 @@ from support.server.openai_peer import (
     usages_under_salts,
 )
 
-from agentflow.server.completion.request import Answer, CompletionRequest, TokenIds, ToldToken
+from agentflow.server.completion.request import Answer, CompletionRequest, TokenIds, TokenLogprob
 from agentflow.server.config.limits import HttpLimits
 from agentflow.server.openai.completions import OffsetLogprobs
 
@@ -103,7 +103,7 @@ def test_log_probabilities_in_the_old_form(server: ApiServer, count: int, kind: 
 
 def test_half_a_character_is_told_as_bytes() -> None:
     raws = ["ü".encode()[:1], "ü".encode()[1:] + b"x", b"y", b"\xff"]
-    tokens = [ToldToken(n, raw.decode(errors="replace"), raw, -1.0) for n, raw in enumerate(raws)]
+    tokens = [TokenLogprob(n, raw.decode(errors="replace"), raw, -1.0) for n, raw in enumerate(raws)]
     told = OffsetLogprobs().push(tokens)
     assert told.tokens == ["bytes:\\xc3", "bytes:\\xbc\\x78", "y", "bytes:\\xff"]
     text = codecs.decode(b"".join(raws), "utf-8", "replace")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
-from agentflow.server.http.errors import Refusal
+from agentflow.server.http.errors import ApiError
 from agentflow.server.openai.conversation import conversation_of, tool_choice_of, tools_of
 from agentflow.server.openai.sampling import check_fields
 from agentflow.server.openai.types import ChatRequest
@@ -148,9 +148,9 @@ def test_null_is_the_same_as_leaving_a_field_out() -> None:
     message = {"role": "assistant", "content": "x", "audio": None, "function_call": None, "parsed": None}
     assert turns(message) == (Message("assistant", "x"),)
     for field in ("audio", "functions", "suffix"):
-        with pytest.raises(Refusal, match=field) as caught:
+        with pytest.raises(ApiError, match=field) as caught:
             check_fields(read(**{field: []}), 1)
         assert caught.value.param == field
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(ApiError) as caught:
         turns(message | {"audio": {"id": "a"}})
     assert caught.value.param == "messages[0].audio"
