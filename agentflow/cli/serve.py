@@ -40,7 +40,7 @@ def run_serve(config: ServeConfig) -> None:
         lambda: open_models(
             {model.name: model.engine_options() for model in config.models},
             memory_share=config.engine.memory_share,
-            compile_limits=config.limits.compile_limits(),
+            compile_limits=config.compile_limits,
             gate=gate,
             max_wait_s=config.overload.max_wait_s,
             record_to=config.logs.workload_path,
@@ -48,8 +48,8 @@ def run_serve(config: ServeConfig) -> None:
         ),
         host=network.host,
         port=network.port,
-        limits=config.limits.server_limits(),
-        http_limits=config.limits.http_limits(),
+        limits=config.server_limits,
+        http_limits=config.http_limits,
         access=Access(
             tenants,
             network.cors_origins,

@@ -284,12 +284,6 @@ def limit_op(state_id: int, deadline_s: float | None, output_tokens: int | None)
     return ops.Limit(state_id, deadline_s, output_tokens)
 
 
-def check_limits(name: str, limits: object, ranges: tuple[tuple[str, bool, str], ...]) -> None:
-    for field, holds, wanted in ranges:
-        if not holds:
-            raise BadArgument(f"{name}: {field} must be {wanted}, not {getattr(limits, field)!r}")
-
-
 MAX_PART = 0.5
 
 

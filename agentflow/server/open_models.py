@@ -22,10 +22,10 @@ from agentflow.engine.store.model_store import resolve_model
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.errors import BadArgument
 from agentflow.protocol.sampling import SamplingParams
+from agentflow.server.config.schema import EngineConfig
 from agentflow.server.models import EngineModel, Models
 from agentflow.server.tenants.rate_limit import TenantGate
 
-MEMORY_SHARE = 0.8
 _WARM_UP = SamplingParams(max_tokens=2, ignore_eos=True)
 
 
@@ -33,7 +33,7 @@ _WARM_UP = SamplingParams(max_tokens=2, ignore_eos=True)
 async def open_models(
     models: Mapping[str, EngineOptions],
     *,
-    memory_share: float = MEMORY_SHARE,
+    memory_share: float = EngineConfig().memory_share,
     compile_limits: CompileLimits | None = None,
     gate: TenantGate | None = None,
     max_wait_s: float | None = None,

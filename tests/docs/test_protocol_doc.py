@@ -167,7 +167,7 @@ def test_the_limits_are_those_of_the_code() -> None:
         "session_bytes": f"{limits.session_bytes / 1e6:g} MB",
         "sessions_bytes": f"{limits.sessions_bytes / 1e9:g} GB",
     }
-    assert shown.keys() == set(ServerLimits.__slots__)
+    assert shown.keys() == set(ServerLimits.__struct_fields__)
     assert f"| {state_tree.MAX_STATES:,} |" in PAGE
     assert f"concern | {state_tree.MAX_LIMITS:,} |" in PAGE
     assert f"| {interpreter.MAX_PENDING_OPS:,} |" in PAGE

@@ -229,7 +229,7 @@ def test_text_that_is_not_unicode_ends_the_connection(server: ThreadServer) -> N
     ],
 )
 def test_limits_that_make_no_sense_are_refused(field: str, value: float) -> None:
-    with pytest.raises(BadArgument, match=f"{field} must be .*, not {value}"):
+    with pytest.raises(BadArgument, match=field):
         ServerLimits(**{field: value})  # type: ignore[arg-type]
 
 

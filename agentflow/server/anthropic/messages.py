@@ -109,7 +109,7 @@ def completion_of(call: ApiCall, body: MessagesRequest) -> CompletionRequest:
         constraint=_form_of(body, request),
         cache_salt=body.cache_salt or "",
         priority=body.priority or 0,
-        max_prompt_tokens=call.service.http_limits.prompt_tokens,
+        max_prompt_tokens=call.service.http_limits.max_prompt_tokens,
     )
 
 

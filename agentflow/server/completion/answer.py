@@ -74,7 +74,9 @@ class LogprobReader:
     def _told(self, token_id: int, logprob: float | None, top: TopTokens | None) -> TokenLogprob:
         likeliest: Sequence[tuple[int, float]] = () if top is None else top
         shown = self._tokenizer.shown
-        tops = tuple([TokenLogprob(other, *shown(other), value) for other, value in likeliest[: self._num_top]])
+        tops = tuple(
+            [TokenLogprob(other, *shown(other), value) for other, value in likeliest[: self._num_top]]
+        )
         return TokenLogprob(token_id, *shown(token_id), logprob, tops)
 
 

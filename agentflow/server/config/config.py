@@ -1,13 +1,9 @@
-"""The configuration of a server, from flags, environment variables, and a file: in this order, the first that
-says something holds, and the default where none does.
+"""Loads the configuration of a server from flags, environment variables and a TOML file, and prints it.
 
-A model's own table in the file comes before all of them: it is about that model, and they are about all.
-
-The TOML file of a server's configuration: what it says, checked key by key.
-
-The flags of ``agentflow serve`` and ``agentflow config``: one for each setting of the schema.
-
-A configuration as TOML that says of each key where its value is from; it can be given back as a file.
+A setting is taken from the first of these that has it, or else from its default. A model's own table in the
+file takes precedence over all three. ``add_config_flags`` and ``read_flags`` serve the commands,
+``load_config`` combines the sources, and ``config_text`` writes a configuration as TOML with the source of
+each value; the text can be used as a file again.
 """
 
 from __future__ import annotations
@@ -29,7 +25,8 @@ from msgspec import Struct
 from agentflow.errors import BadArgument
 from agentflow.server.config.schema import (
     DEFAULT_MODEL,
-    GROUPS,
+    SECTIONS,
+    TABLES,
     VARIABLE_PREFIX,
     ModelConfig,
     ServeConfig,
@@ -45,26 +42,26 @@ MODELS = "models"
 
 @dataclass(frozen=True)
 class FileValues:
-    """``values``: of the settings that the file names. ``models``: each model's own table."""
+    """``values``: the settings in the file, by name. ``models``: each model's own table."""
 
     values: dict[str, Any] = field(default_factory=dict)
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def read_config_file(path: Path) -> FileValues:
-    """``BadArgument``, in one line, for a file that cannot be read or says what it should not."""
+    """Reads and checks the file. ``BadArgument``, in one line, for an unreadable file or an invalid key."""
     found = FileValues()
-    for group, table in _tables(path).items():
-        if group == MODELS:
-            for name, own in _table(path, MODELS, table).items():
+    for table, values in _tables(path).items():
+        if table == MODELS:
+            for name, own in _table(path, MODELS, values).items():
                 known = model_settings()
                 place = f"{MODELS}.{name}"
                 found.models[name] = _values(path, place, _table(path, place, own), known)
-        elif group in GROUPS:
-            known = {name: one for name, one in all_settings().items() if one.group == group}
-            found.values.update(_values(path, group, _table(path, group, table), known))
+        elif table in TABLES:
+            known = {name: one for name, one in all_settings().items() if one.table == table}
+            found.values.update(_values(path, table, _table(path, table, values), known))
         else:
-            raise BadArgument(f"{path}: {_unknown_table(group)}")
+            raise BadArgument(f"{path}: {_unknown_table(table)}")
     return found
 
 
@@ -72,16 +69,16 @@ def _tables(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise BadArgument(f"the configuration {path} cannot be read: {error.strerror}") from error
+        raise BadArgument(f"cannot read the configuration {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise BadArgument(f"{path} is no text in UTF-8: {error}") from error
+        raise BadArgument(f"{path} is not UTF-8: {error}") from error
     except tomllib.TOMLDecodeError as error:
-        raise BadArgument(f"{path} is no valid TOML: {error}") from error
+        raise BadArgument(f"{path} is not valid TOML: {error}") from error
 
 
 def _table(path: Path, place: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise BadArgument(f"{path}: {place} must be a table: write [{place}] and its keys below it")
+        raise BadArgument(f"{path}: {place} must be a table: write [{place}], and its keys below")
     return value
 
 
@@ -89,29 +86,29 @@ def _values(path: Path, place: str, table: dict[str, Any], known: dict[str, Sett
     for name in table:
         if name not in known:
             raise BadArgument(f"{path}: [{place}] has no key {name!r}{_hint(name, known)}")
-    return {name: known[name].from_toml(value, f"{path}: {place}.{name}") for name, value in table.items()}
+    return {name: known[name].from_value(value, f"{path}: {place}.{name}") for name, value in table.items()}
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
     near = near_match(name, known)
     elsewhere = all_settings().get(name)
     if near is None and elsewhere is not None:
-        return f": it belongs in [{elsewhere.group}]"
-    return f": did you mean {near!r}?" if near else f" (it has: {', '.join(known)})"
+        return f": it belongs in [{elsewhere.table}]"
+    return f": did you mean {near!r}?" if near else f" (its keys: {', '.join(known)})"
 
 
 def _unknown_table(name: str) -> str:
-    groups = [MODELS, *GROUPS]
+    tables = [MODELS, *TABLES]
     if name in all_settings():
-        return f"{name!r} stands in no table: it belongs in [{all_settings()[name].group}]"
-    near = near_match(name, groups)
+        return f"{name!r} is outside a table: it belongs in [{all_settings()[name].table}]"
+    near = near_match(name, tables)
     return f"there is no table [{name}]" + (
-        f": did you mean [{near}]?" if near else f" (there are: {', '.join(groups)})"
+        f": did you mean [{near}]?" if near else f" (tables: {', '.join(tables)})"
     )
 
 
 def near_match(name: str, known: Iterable[str]) -> str | None:
-    """The known name that looks most like it, if one does."""
+    """The known name that is most similar, if any is."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
 
 
@@ -121,8 +118,8 @@ FILE_FLAG, FILE_VARIABLE = "--config", f"{VARIABLE_PREFIX}CONFIG"
 
 @dataclass(frozen=True)
 class Flags:
-    """What the command line says. ``values``: of settings that were given, by name: a text, a list of texts,
-    or whether a switch is on. ``models``: ``NAME`` or ``NAME=PATH`` each."""
+    """The command line. ``values``: the given settings, by name: a string, a list of strings, or a boolean.
+    ``models``: each ``NAME`` or ``NAME=PATH``."""
 
     values: Mapping[str, str | list[str] | bool]
     models: tuple[str, ...] = ()
@@ -131,8 +128,8 @@ class Flags:
 
 @dataclass(frozen=True)
 class Effective:
-    """A configuration and where it is from. ``sources``: of each setting, such as ``flag --port`` or
-    ``default``. ``own``: what each model's own table says; ``models_source``: who named the models."""
+    """A configuration with its sources. ``sources``: of each setting, such as ``flag --port`` or ``default``.
+    ``own``: each model's own table. ``models_source``: where the models were named."""
 
     config: ServeConfig
     sources: dict[str, str]
@@ -141,15 +138,15 @@ class Effective:
 
 
 def load_config(flags: Flags, environment: Mapping[str, str]) -> Effective:
-    """The configuration that holds. ``BadArgument``, in one line that names the flag, the variable, or the
-    file and its key, where something is wrong.
+    """The effective configuration. ``BadArgument``, in one line, names the invalid flag, variable, or key
+    of the file.
 
     >>> load_config(Flags({"port": "9000"}), os.environ).config.network.port
     9000
     """
-    # An empty variable says nothing: compose files pass those on that are not set.
+    # Compose files pass unset variables on as empty ones.
     given = {name: text for name, text in environment.items() if text and name.startswith(VARIABLE_PREFIX)}
-    _refuse_unknown(given)
+    _check_names(given)
     path = flags.file or given.get(FILE_VARIABLE)
     file = read_config_file(Path(path).expanduser()) if path is not None else FileValues()
     values: dict[str, Any] = {}
@@ -162,25 +159,24 @@ def load_config(flags: Flags, environment: Mapping[str, str]) -> Effective:
             values[name], sources[name] = found
         else:
             sources[name] = "default"
-    groups: dict[str, Any] = {
-        group: struct(
-            **{name: value for name, value in values.items() if all_settings()[name].group == group}
-        )
-        for group, struct in GROUPS.items()
-    }
-    models, own, models_source = _models(flags, given, file, path, groups["engine"])
-    config = ServeConfig(models=models, **groups)
+    fields: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    for name, value in values.items():
+        setting = all_settings()[name]
+        fields[setting.section][setting.field] = value
+    sections: dict[str, Any] = {name: SECTIONS[name].struct(**fields[name]) for name in SECTIONS}
+    models, own, models_source = _models(flags, given, file, path, sections["engine"])
+    config = ServeConfig(models=models, **sections)
     _check(config)
     return Effective(config, sources, own, models_source)
 
 
-def _refuse_unknown(given: Mapping[str, str]) -> None:
+def _check_names(given: Mapping[str, str]) -> None:
     known = [MODEL_VARIABLE, FILE_VARIABLE, *(setting.variable for setting in all_settings().values())]
     for name in given:
         if name not in known:
             near = near_match(name, known)
             hint = f": did you mean {near}?" if near else ": `agentflow serve --help` lists the settings"
-            raise BadArgument(f"the environment variable {name} is no setting of the server{hint}")
+            raise BadArgument(f"the environment variable {name} is not a setting{hint}")
 
 
 def _from_flag(flags: Flags, name: str) -> tuple[Any, str] | None:
@@ -193,7 +189,7 @@ def _from_flag(flags: Flags, name: str) -> tuple[Any, str] | None:
         case str(text):
             return setting.from_text(text, setting.flag), f"flag {setting.flag}"
         case texts:
-            return setting.from_values(texts, setting.flag), f"flag {setting.flag}"
+            return setting.from_value(texts, setting.flag), f"flag {setting.flag}"
 
 
 def _from_variable(given: Mapping[str, str], name: str) -> tuple[Any, str] | None:
@@ -207,8 +203,8 @@ def _from_variable(given: Mapping[str, str], name: str) -> tuple[Any, str] | Non
 def _models(
     flags: Flags, given: Mapping[str, str], file: FileValues, path: str | None, engine: Struct
 ) -> tuple[tuple[ModelConfig, ...], dict[str, dict[str, Any]], str]:
-    """The models, what is their own, and who named them. Whoever names models first says which there are;
-    the tables of the file say how they are run."""
+    """The models, each one's own settings, and where they were named. The first source that names models
+    decides which there are; the tables of the file decide how they are run."""
     texts: tuple[str, ...]
     if flags.models:
         texts, where, source = flags.models, MODEL_FLAG, f"flag {MODEL_FLAG}"
@@ -223,7 +219,7 @@ def _models(
     for text in texts:
         name, model_path = _named(text, where)
         if name in own:
-            raise BadArgument(f"{where} names the model {name!r} twice: write NAME=PATH to tell them apart")
+            raise BadArgument(f"{where} names the model {name!r} twice: write NAME=PATH to rename one")
         own[name] = {**file.models.get(name, {}), **({"path": model_path} if model_path else {})}
     if not own:
         raise BadArgument(f"{where} names no model")
@@ -233,7 +229,7 @@ def _models(
 
 
 def _named(text: str, where: str) -> tuple[str, str | None]:
-    """``NAME`` or ``NAME=PATH``; a path alone is named by its last folder."""
+    """Name and path of ``NAME`` or ``NAME=PATH``. A path alone is named after its last folder."""
     name, equals, path = text.partition("=")
     if equals and name and path and "/" not in name:
         return name, path
@@ -245,36 +241,36 @@ def _named(text: str, where: str) -> tuple[str, str | None]:
 
 
 def _check(config: ServeConfig) -> None:
-    """What settings must have in common."""
+    """Checks that span several settings."""
     network, access = config.network, config.access
     if (network.tls_cert is None) != (network.tls_key is None):
         missing = "tls_key" if network.tls_key is None else "tls_cert"
-        raise BadArgument(f"{missing} is missing: TLS needs both a certificate and its key")
+        raise BadArgument(f"{missing} is not set: TLS needs a certificate and its key")
     if network.tls_key_password is not None and network.tls_key is None:
-        raise BadArgument("tls_key_password is given without tls_key: name the key that it opens")
+        raise BadArgument("tls_key_password is set without tls_key")
     for name, path in (
         ("tls_cert", network.tls_cert),
         ("tls_key", network.tls_key),
         ("keys_file", access.keys_file),
     ):
         if path is not None and not Path(path).expanduser().is_file():
-            raise BadArgument(f"{name}: there is no file {path}")
+            raise BadArgument(f"{name}: no such file: {path}")
     has_keys = bool(access.api_keys) or access.keys_file is not None
     if not (has_keys or network.allow_anonymous or is_loopback(network.host)):
         raise BadArgument(
-            f"host {network.host} can be reached from other machines, and there are no keys: give "
-            "--keys-file (`agentflow key` makes keys), or --allow-anonymous to let everybody in"
+            f"host {network.host} is reachable from other machines, and there are no API keys: give "
+            "--keys-file (`agentflow key` creates keys), or --allow-anonymous to let every client in"
         )
 
 
 _TITLES = {
-    "engine": "engine (for all models; a model's own table in the file comes first)",
-    "access": "access (without keys, everybody who reaches the server may use it)",
+    "engine": "engine (for all models; a model's own table in the file takes precedence)",
+    "access": "access (without API keys, every client can use the server)",
 }
 
 
 def add_config_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds them, in groups. They are read by ``read_flags``."""
+    """Adds a flag for each setting, grouped by table."""
     first = parser.add_argument_group("models")
     first.add_argument(
         "--model",
@@ -282,17 +278,17 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME[=PATH]",
         help="a pulled model, a Hugging Face folder, or a folder under a name of your choice; may be "
-        f"repeated; sessions that name none get the first (default: {DEFAULT_MODEL})",
+        f"repeated; sessions that name no model get the first (default: {DEFAULT_MODEL})",
     )
     first.add_argument(
         "--config",
         metavar="FILE",
         help=f"a TOML file with settings; also {FILE_VARIABLE} (see docs/operating/serving.md)",
     )
-    for group in GROUPS:
-        section = parser.add_argument_group(_TITLES.get(group, group))
+    for table in TABLES:
+        section = parser.add_argument_group(_TITLES.get(table, table))
         for setting in all_settings().values():
-            if setting.group == group:
+            if setting.table == table:
                 _add_flag(section, setting)
 
 
@@ -313,7 +309,7 @@ def _add_flag(section: argparse._ArgumentGroup, setting: Setting) -> None:
             action="append" if setting.is_list else "store",
             default=argparse.SUPPRESS,
             metavar=setting.metavar,
-            help=text + ("; may be repeated" if setting.is_list else _default(setting)),
+            help=text + ("; can be repeated" if setting.is_list else _default(setting)),
         )
 
 
@@ -329,8 +325,8 @@ def _default(setting: Setting) -> str:
 
 
 def read_flags(options: argparse.Namespace) -> Effective:
-    """The configuration that flags, this process's environment and the file make. Ends the process with 2
-    and one line where something is wrong, as argparse does."""
+    """The effective configuration of this process. An invalid one prints one line and exits with status 2, as
+    argparse does."""
     values = {name: value for name, value in vars(options).items() if name in all_settings()}
     try:
         return load_config(Flags(values, tuple(options.model), options.config), os.environ)
@@ -339,26 +335,26 @@ def read_flags(options: argparse.Namespace) -> Effective:
         raise SystemExit(2) from None
 
 
-# Where the comments begin, unless what is before them is longer.
+# The column of the comments, after shorter lines.
 COMMENT_COLUMN = 34
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def config_text(effective: Effective) -> str:
-    """The whole configuration. A secret's line is a comment, and does not tell it.
+    """The whole configuration as TOML. The line of a secret is a comment without its value.
 
     >>> print(config_text(effective))
     [models.smollm2-135m]             # default
     path = "smollm2-135m"
     ...
     """
-    return "\n".join([*_model_lines(effective), *_group_lines(effective)]) + "\n"
+    return "\n".join([*_model_lines(effective), *_table_lines(effective)]) + "\n"
 
 
 def _model_lines(effective: Effective) -> Iterator[str]:
     for number, model in enumerate(effective.config.models):
-        first = ", of sessions that name no model" if number == 0 and len(effective.own) > 1 else ""
+        first = ", for sessions that name no model" if number == 0 and len(effective.own) > 1 else ""
         yield _commented(f"[{MODELS}.{_key(model.name)}]", effective.models_source + first)
         own = effective.own[model.name]
         yield f"path = {_value(model.path)}"
@@ -366,14 +362,14 @@ def _model_lines(effective: Effective) -> Iterator[str]:
         yield ""
 
 
-def _group_lines(effective: Effective) -> Iterator[str]:
-    for group in GROUPS:
-        yield f"[{group}]"
-        values = getattr(effective.config, group)
+def _table_lines(effective: Effective) -> Iterator[str]:
+    for table in TABLES:
+        yield f"[{table}]"
         for setting in all_settings().values():
-            if setting.group == group:
-                yield _setting_line(setting, getattr(values, setting.name), effective.sources[setting.name])
-        if group != list(GROUPS)[-1]:
+            if setting.table == table:
+                value = getattr(getattr(effective.config, setting.section), setting.field)
+                yield _setting_line(setting, value, effective.sources[setting.name])
+        if table != TABLES[-1]:
             yield ""
 
 
@@ -382,7 +378,7 @@ def _setting_line(setting: Setting, value: Any, source: str) -> str:
         return _commented(f"# {setting.name}", "not set")
     if setting.is_secret and value:
         hidden = [HIDDEN] * len(value) if setting.is_list else HIDDEN
-        return _commented(f"# {setting.name} = {_value(hidden)}", f"{source}; secret, so give it again")
+        return _commented(f"# {setting.name} = {_value(hidden)}", f"{source}; a secret, set it again")
     return _commented(f"{setting.name} = {_value(value)}", source)
 
 
@@ -401,7 +397,7 @@ def _value(value: Any) -> str:
     match value:
         case bool():
             return "true" if value else "false"
-        case str():  # JSON's escapes are TOML's; of the rest, TOML wants one more escaped
+        case str():  # TOML has JSON's escapes, and requires one more
             return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         case list() | tuple():
             return f"[{', '.join(map(_value, value))}]"

@@ -1,79 +1,63 @@
-"""What a server takes from its clients."""
+"""The limits that a server applies to its clients.
+
+``server/config/schema.py`` derives the settings of the table ``[limits]`` from these structs.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 from agentflow.protocol.wire import MAX_FRAME_BYTES
-from agentflow.runtime.limits import check_limits
+from agentflow.runtime.declared import Count, Declared, Seconds, SecondsOrZero, doc
 
 # A Welcome and the longest error must fit into a frame.
 MIN_FRAME_BYTES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class ServerLimits:
-    """``frame_bytes``: of one websocket message, in either direction. ``max_sessions``: open at once, those
-    in their grace period included. ``max_connections``: websockets open at once; with those of HTTP, twice as
-    many connections. ``max_connections_per_address``: of both from one IPv4 address or IPv6 network of 64
-    bits other than this machine. ``resume_grace_s``: how long a session outlives its connection.
-    ``hello_timeout_s``: how long a new connection may stay silent. ``ping_interval_s``: a silent client is
-    probed, and after as much again without an answer counts as gone. ``idle_timeout_s``: how long a
-    connection may stay open before a request, and between two. ``header_timeout_s``: how long the headers of
-    a request may take to arrive, and a handshake. ``session_bytes``: of memory that the ops, states and
-    values of one session may hold, by estimate, and ``sessions_bytes`` those of all; the first 1 MB (half of
-    what all have, in equal parts) every session may have."""
+class HttpLimits(Declared, frozen=True, kw_only=True):
+    """Limits of the HTTP APIs."""
 
-    frame_bytes: int = MAX_FRAME_BYTES
-    max_sessions: int = 1_000
-    max_connections: int = 2_000
-    max_connections_per_address: int = 512
-    resume_grace_s: float = 10.0
-    hello_timeout_s: float = 10.0
-    ping_interval_s: float = 20.0
-    idle_timeout_s: float = 5.0
-    header_timeout_s: float = 20.0
-    session_bytes: int = 256_000_000
-    sessions_bytes: int = 2_000_000_000
-
-    def __post_init__(self) -> None:
-        ranges = (
-            ("frame_bytes", self.frame_bytes >= MIN_FRAME_BYTES, f"at least {MIN_FRAME_BYTES}"),
-            ("max_sessions", self.max_sessions >= 1, "at least 1"),
-            ("max_connections", self.max_connections >= 1, "at least 1"),
-            ("max_connections_per_address", self.max_connections_per_address >= 1, "at least 1"),
-            ("resume_grace_s", self.resume_grace_s >= 0, "0 or more"),
-            ("hello_timeout_s", self.hello_timeout_s > 0, "more than 0"),
-            ("ping_interval_s", self.ping_interval_s > 0, "more than 0"),
-            ("idle_timeout_s", self.idle_timeout_s > 0, "more than 0"),
-            ("header_timeout_s", self.header_timeout_s > 0, "more than 0"),
-            ("session_bytes", self.session_bytes >= 1, "at least 1"),
-            ("sessions_bytes", self.sessions_bytes >= 1, "at least 1"),
-        )
-        check_limits("server limits", self, ranges)
+    body_bytes: Annotated[Count, doc("size of one HTTP request's body")] = 16_000_000
+    bodies_bytes: Annotated[Count, doc("total size of the bodies of all HTTP requests in progress")] = (
+        256_000_000
+    )
+    body_timeout_s: Annotated[Seconds, doc("time for a request's body to arrive")] = 30.0
+    max_prompt_tokens: Annotated[
+        Count | None, doc("prompt tokens of one HTTP request (not set: the model's context)")
+    ] = None
+    max_n: Annotated[Count, doc("answers to one HTTP request (its `n`)")] = 128
+    stream_keepalive_s: Annotated[
+        Seconds, doc("interval of keep-alive events in a stream that is otherwise silent")
+    ] = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class HttpLimits:
-    """Of one HTTP request: its body may have ``body_bytes`` and must come within ``body_timeout_s``; its
-    prompt may have ``prompt_tokens`` (None: what the model takes), and it may ask for ``max_n`` answers. The
-    bodies of all requests that are being answered may have ``bodies_bytes`` together. ``stream_keepalive_s``:
-    a stream in which nothing has been sent for so long is sent what clients skip."""
+class ServerLimits(Declared, frozen=True, kw_only=True):
+    """Limits of connections and sessions.
 
-    body_bytes: int = 16_000_000
-    body_timeout_s: float = 30.0
-    prompt_tokens: int | None = None
-    max_n: int = 128
-    bodies_bytes: int = 256_000_000
-    stream_keepalive_s: float = 10.0
+    One address is an IPv4 address or an IPv6 network of 64 bits; this machine is exempt. A client that has
+    not answered a ping after another ``ping_interval_s`` is disconnected. Memory is an estimate of what the
+    ops, states and values of a session take. Half of ``sessions_bytes`` is divided equally between the
+    ``max_sessions`` sessions, and a session can always have its part.
+    """
 
-    def __post_init__(self) -> None:
-        ranges = (
-            ("body_bytes", self.body_bytes >= 1, "at least 1"),
-            ("body_timeout_s", self.body_timeout_s > 0, "more than 0"),
-            ("prompt_tokens", self.prompt_tokens is None or self.prompt_tokens >= 1, "at least 1"),
-            ("max_n", self.max_n >= 1, "at least 1"),
-            ("bodies_bytes", self.bodies_bytes >= 1, "at least 1"),
-            ("stream_keepalive_s", self.stream_keepalive_s > 0, "more than 0"),
-        )
-        check_limits("HTTP limits", self, ranges)
+    frame_bytes: Annotated[
+        int, Meta(ge=MIN_FRAME_BYTES), doc("size of one websocket message, in either direction")
+    ] = MAX_FRAME_BYTES
+    max_connections: Annotated[
+        Count, doc("websockets open at once; HTTP and websockets together: twice as many connections")
+    ] = 2_000
+    max_connections_per_address: Annotated[
+        Count, doc("connections of both kinds from one address other than this machine")
+    ] = 512
+    max_sessions: Annotated[
+        Count, doc("websocket sessions open at once, with those that wait to be resumed")
+    ] = 1_000
+    session_bytes: Annotated[Count, doc("memory for the ops, states and values of one session")] = 256_000_000
+    sessions_bytes: Annotated[Count, doc("memory for those of all sessions")] = 2_000_000_000
+    resume_grace_s: Annotated[SecondsOrZero, doc("time in which a lost session can be resumed")] = 10.0
+    hello_timeout_s: Annotated[Seconds, doc("time for a new websocket to send its first frame")] = 10.0
+    ping_interval_s: Annotated[Seconds, doc("interval of pings on silent websockets")] = 20.0
+    idle_timeout_s: Annotated[Seconds, doc("time for an open connection to begin a request")] = 5.0
+    header_timeout_s: Annotated[Seconds, doc("time for a request's headers to arrive")] = 20.0

@@ -18,12 +18,12 @@ import ssl
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
 import anyio
 import anyio.lowlevel
+import msgspec
 
 from agentflow.runtime.task_group import open_task_group
 from agentflow.server.config.limits import ServerLimits
@@ -76,7 +76,7 @@ def with_descriptors(limits: ServerLimits) -> ServerLimits:
     per_address = limits.max_connections_per_address
     if per_address < 2 * limits.max_connections:  # else one address may have all
         per_address = min(per_address, most)
-    return replace(limits, max_connections=most, max_connections_per_address=per_address)
+    return msgspec.structs.replace(limits, max_connections=most, max_connections_per_address=per_address)
 
 
 MakeProtocol = Callable[[Callable[[], None]], asyncio.Protocol]

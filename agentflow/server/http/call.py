@@ -27,7 +27,7 @@ from agentflow.errors import AgentflowError
 from agentflow.protocol.json_bounds import BODY_BOUNDS, JsonScan, TooMuchJson
 from agentflow.runtime.limits import MemoryBudget
 from agentflow.runtime.task_group import open_task_group
-from agentflow.server.http.errors import MAX_PARAM_CHARS, ApiError, cut, api_error_of, unready
+from agentflow.server.http.errors import MAX_PARAM_CHARS, ApiError, api_error_of, cut, unready
 from agentflow.server.log import LoggedBody, RequestRecord, log_request, logged_path
 from agentflow.server.service import Service
 from agentflow.server.tenants.rate_limit import BYTES_PER_TOKEN

@@ -1,4 +1,4 @@
-"""The routes of the HTTP APIs: which handler answers which path, and in whose error_format errors are written."""
+"""The routes of the HTTP APIs: the handler of each path, and the format of its errors."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from agentflow.server.openai.sampling import (
     check_fields,
     check_num_logprobs,
     constraint_of,
-    naming_field,
     is_given,
+    naming_field,
     sampling_of,
     wrong,
 )
@@ -55,7 +55,7 @@ def completion_of_chat(call: ApiCall, body: ChatRequest, generator: EngineGenera
         n=body.n or 1,
         cache_salt=body.cache_salt or "",
         priority=body.priority or 0,
-        max_prompt_tokens=limits.prompt_tokens,
+        max_prompt_tokens=limits.max_prompt_tokens,
     )
 
 

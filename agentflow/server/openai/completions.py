@@ -224,7 +224,7 @@ def _requests_of(call: ApiCall, body: TextRequest, generator: EngineGenerator) -
             n=n,
             cache_salt=body.cache_salt or "",
             priority=body.priority or 0,
-            max_prompt_tokens=limits.prompt_tokens,
+            max_prompt_tokens=limits.max_prompt_tokens,
         )
         for prompt in prompts
     ]

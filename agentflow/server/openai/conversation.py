@@ -9,7 +9,7 @@ import msgspec
 from agentflow.engine.text.chat_template import read_arguments
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.protocol.json_bounds import OBJECT_BOUNDS, JsonScan, TooMuchJson, object_of, pieces_of
-from agentflow.server.openai.sampling import naming_param, is_given, refused, wrong
+from agentflow.server.openai.sampling import is_given, naming_param, refused, wrong
 from agentflow.server.openai.types import (
     AssistantMessage,
     AudioPart,

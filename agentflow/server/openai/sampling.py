@@ -194,7 +194,9 @@ def sampling_of(
     return params
 
 
-def check_num_logprobs(params: SamplingParams, generator: EngineGenerator, num_answers: int, param: str) -> None:
+def check_num_logprobs(
+    params: SamplingParams, generator: EngineGenerator, num_answers: int, param: str
+) -> None:
     """``ApiError`` where more log-probabilities are asked for than are kept of one request. An answer has
     at most as many tokens as the context."""
     if not params.wants_logprobs:

@@ -28,7 +28,7 @@ from agentflow.server.completion.request import (
     ToolCallBegun,
 )
 from agentflow.server.http.call import ApiCall
-from agentflow.server.openai.types import ChoiceLogprobs, ChatTokenLogprob, TopLogprob
+from agentflow.server.openai.types import ChatTokenLogprob, ChoiceLogprobs, TopLogprob
 from agentflow.server.openai.usage import UsageBody, usage_body, usage_of_prompts
 from agentflow.version import __version__
 

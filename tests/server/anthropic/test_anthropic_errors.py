@@ -42,7 +42,9 @@ class KeyRing(Tenants):
 
 @pytest.fixture(scope="module")
 def peer() -> Iterator[AnthropicPeer]:
-    with anthropic_peer(KEY, tenants=KeyRing(), limits=HttpLimits(20_000), constraints=False) as running:
+    with anthropic_peer(
+        KEY, tenants=KeyRing(), limits=HttpLimits(body_bytes=20_000), constraints=False
+    ) as running:
         yield running
         running.server.assert_idle()
 

@@ -187,7 +187,7 @@ def test_what_cannot_be_had_is_refused_by_name(
 
 
 def test_a_server_may_take_only_short_prompts() -> None:
-    limits = HttpLimits(prompt_tokens=len(IDS), max_n=2)
+    limits = HttpLimits(max_prompt_tokens=len(IDS), max_n=2)
     with api_server(logit_engine_of_server(), limits=limits, constraints=False) as server:
         with sync_client(server) as client:
             client.completions.create(model=MODEL, prompt=IDS, n=2)

@@ -245,7 +245,7 @@ def a_compressed_body(server: ApiServer, api: Api) -> Came:
 
 def a_prompt_over_the_limit(server: ApiServer, api: Api) -> Came:
     long = come(server, api, asked(messages=[{"role": "user", "content": "x" * 5000}]))
-    with api_server(limits=HttpLimits(prompt_tokens=3), constraints=False) as limited:
+    with api_server(limits=HttpLimits(max_prompt_tokens=3), constraints=False) as limited:
         assert come(limited, api, asked()) == long
     return long
 

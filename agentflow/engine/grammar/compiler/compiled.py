@@ -8,14 +8,14 @@ its ``CompileEnd``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import msgspec
+from msgspec import Meta
 
 from agentflow.errors import AgentflowError, Overloaded, RequestRefused, from_code
 from agentflow.protocol.constraint import Constraint
-from agentflow.runtime.limits import check_limits
+from agentflow.runtime.declared import Count, Declared, Fraction, Seconds, doc
 
 
 class CompiledConstraint(msgspec.Struct, frozen=True, array_like=True):
@@ -100,35 +100,18 @@ def megabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:.3g} MB"
 
 
-@dataclass(frozen=True, slots=True)
-class CompileLimits:
-    """Of one constraint: ``cpu_s`` of processor time for compiling it, ``memory_bytes`` for it, and
-    ``compiled_bytes`` of what comes out: only these refuse it for good. After ``wall_s`` on the clock, which
-    also runs while the engine has the processors, a request is answered that it should try again, and so it
-    is when the constraint has had ``contended_s`` of processor time and another tenant waits. Of all:
-    ``cpu_share`` of one processor in the long run, ``max_waiting`` constraints wait at most,
-    ``max_waiting_per_tenant`` of them one tenant's, and ``cache_bytes`` of compiled ones are kept."""
+class CompileLimits(Declared, frozen=True, kw_only=True):
+    """Limits of compiling constraints. Only ``cpu_s``, ``memory_bytes`` and ``compiled_bytes`` refuse a
+    constraint for good. ``wall_s`` also counts time in which the engine uses the processors: a request that
+    reaches it is answered with ``Overloaded``, and so is one whose constraint has used ``contended_s`` of
+    processor time while another tenant waits."""
 
-    cpu_s: float = 6.0
-    contended_s: float = 0.25
-    wall_s: float = 30.0
-    memory_bytes: int = 512_000_000
-    compiled_bytes: int = 16_000_000
-    cpu_share: float = 0.2
-    max_waiting: int = 1_024
-    max_waiting_per_tenant: int = 64
-    cache_bytes: int = 64_000_000
-
-    def __post_init__(self) -> None:
-        ranges = (
-            ("cpu_s", self.cpu_s > 0, "more than 0"),
-            ("contended_s", self.contended_s > 0, "more than 0"),
-            ("wall_s", self.wall_s > 0, "more than 0"),
-            ("memory_bytes", self.memory_bytes >= 1, "at least 1"),
-            ("compiled_bytes", self.compiled_bytes >= 1, "at least 1"),
-            ("cpu_share", 0 < self.cpu_share <= 1, "more than 0, and at most 1"),
-            ("max_waiting", self.max_waiting >= 1, "at least 1"),
-            ("max_waiting_per_tenant", self.max_waiting_per_tenant >= 1, "at least 1"),
-            ("cache_bytes", self.cache_bytes >= 0, "0 or more"),
-        )
-        check_limits("compile limits", self, ranges)
+    cpu_s: Annotated[Seconds, doc("processor time to compile one constraint")] = 6.0
+    contended_s: Seconds = 0.25
+    wall_s: Annotated[Seconds, doc("elapsed time to compile one constraint")] = 30.0
+    memory_bytes: Annotated[Count, doc("memory to compile one constraint")] = 512_000_000
+    compiled_bytes: Count = 16_000_000
+    cpu_share: Annotated[Fraction, doc("part of one processor that compiling may use in the long run")] = 0.2
+    max_waiting: Count = 1_024
+    max_waiting_per_tenant: Count = 64
+    cache_bytes: Annotated[int, Meta(ge=0), doc("memory for the cache of compiled constraints")] = 64_000_000

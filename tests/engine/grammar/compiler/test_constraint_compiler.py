@@ -346,7 +346,7 @@ async def test_what_nobody_waited_for_a_moment_goes_on(tmp_path, monkeypatch):
 # Limits
 
 
-@pytest.mark.parametrize("field", CompileLimits.__dataclass_fields__)
+@pytest.mark.parametrize("field", CompileLimits.__struct_fields__)
 def test_limits_make_sense(field):
-    with pytest.raises(BadArgument, match=f"compile limits: {field} must be .*, not -1"):
+    with pytest.raises(BadArgument, match=field):
         CompileLimits(**{field: -1})
