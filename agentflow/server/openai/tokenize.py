@@ -14,7 +14,7 @@ from agentflow.server.completion.completion import COUNTED_CONTEXTS, Completion
 from agentflow.server.completion.request import CompletionRequest
 from agentflow.server.http.call import ApiCall
 from agentflow.server.openai.conversation import conversation_of, tools_of
-from agentflow.server.openai.sampling import TokenId, naming_param, naming_field, wrong
+from agentflow.server.openai.sampling import TokenId, naming_field, naming_param, wrong
 from agentflow.server.openai.types import MAX_MESSAGES, MAX_TOOLS, ChatMessage, Tool
 
 
