@@ -14,7 +14,7 @@ import anyio
 import anyio.lowlevel
 
 from agentflow.engine.engine import Engine, EngineBroken
-from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
+from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.process.ipc import (
     Abort,
     CloseState,

@@ -10,8 +10,8 @@ from pathlib import Path
 import anyio.to_thread
 
 from agentflow.engine.client import EngineClient
-from agentflow.engine.grammar.compiler.compiled import CompileLimits
 from agentflow.engine.grammar.compiler.compiler import constraint_compiler
+from agentflow.engine.grammar.compiler.messages import CompileLimits
 from agentflow.engine.local_engine import EngineOptions, open_engine
 from agentflow.engine.machine import FreeMemory, free_memory
 from agentflow.engine.memory_shares import MemoryNeed, memory_need, share_memory

@@ -11,8 +11,8 @@ import time
 from dataclasses import dataclass
 
 from agentflow.engine.client import EngineClient
-from agentflow.engine.grammar.compiler.compilation import compile_constraint
-from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
+from agentflow.engine.grammar.compiler.compile import compile_constraint
+from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.process.ipc import Finished
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.sampling import SamplingParams

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 
 from agentflow.engine.client import EngineClient
-from agentflow.engine.grammar.compiler.compilation import compile_constraint
+from agentflow.engine.grammar.compiler.compile import compile_constraint
 from agentflow.engine.process.ipc import Finished
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.constraint import Constraint

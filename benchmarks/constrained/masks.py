@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from agentflow.engine.grammar.compiler.compilation import compile_constraint
-from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
+from agentflow.engine.grammar.compiler.compile import compile_constraint
+from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.grammar.grammar import Grammar, Matcher
 from agentflow.engine.grammar.grammar_cache import GrammarCache
-from agentflow.engine.grammar.token_dfa import FsmMatcher
+from agentflow.engine.grammar.token_dfa import DfaMatcher
 from agentflow.engine.store.model_store import resolve_model
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.constraint import Constraint
@@ -111,7 +111,7 @@ def _time_first_masks(costs: Costs, grammar: Grammar, texts: Sequence[Sequence[i
     seen: set[int] = set()
     for ids in texts:
         matcher = grammar.matcher()
-        assert isinstance(matcher, FsmMatcher)
+        assert isinstance(matcher, DfaMatcher)
         for token in ids:
             began = time.perf_counter()
             matcher.mask()

@@ -26,7 +26,7 @@ from platformdirs import user_cache_dir
 from rich.console import Console
 from rich.table import Table
 
-from agentflow.engine.grammar.compiler.compilation import compile_constraint
+from agentflow.engine.grammar.compiler.compile import compile_constraint
 from agentflow.errors import BadArgument
 from agentflow.protocol.constraint import Constraint, Whitespace
 from benchmarks.constrained.text_walks import MOST_BYTES, text_under, walk
@@ -107,7 +107,7 @@ def _try_schema(row: Row, name: str, source: str, validator: Any, instances: int
         row.refused += 1
         row.reasons[name] = str(error)
         return
-    if forms[0].form == "fsm":
+    if forms[0].form == "dfa":
         row.machines += 1
     else:
         row.grammars += 1

@@ -7,8 +7,8 @@ from typing import Protocol
 
 import numpy as np
 
-from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
-from agentflow.engine.grammar.dfa import DEAD, START, Fsm
+from agentflow.engine.grammar.compiler.messages import CompiledConstraint
+from agentflow.engine.grammar.dfa import DEAD, START, Dfa
 from agentflow.engine.grammar.grammar import Matcher
 from agentflow.engine.grammar.llguidance import LlguidanceGrammar, LlguidanceVocabulary
 
@@ -30,25 +30,25 @@ class GrowingText(Protocol):
     def take(self, byte: int) -> None: ...
 
 
-class FsmText:
+class DfaText:
     """One under a machine."""
 
-    def __init__(self, fsm: Fsm) -> None:
-        self._fsm = fsm
+    def __init__(self, dfa: Dfa) -> None:
+        self._dfa = dfa
         self._state = START
 
     def allowed(self) -> list[int]:
         """The bytes that may come next."""
-        row = self._fsm.transitions[self._state][self._fsm.class_of_byte]
+        row = self._dfa.transitions[self._state][self._dfa.class_of_byte]
         return [int(byte) for byte in np.flatnonzero(row != DEAD)]
 
     def may_end(self) -> bool:
         """Whether it is complete."""
-        return bool(self._fsm.accepting[self._state])
+        return bool(self._dfa.accepting[self._state])
 
     def take(self, byte: int) -> None:
         """It goes on by a byte."""
-        self._state = self._fsm.read(self._state, bytes([byte]))
+        self._state = self._dfa.read(self._state, bytes([byte]))
 
 
 class MatcherText:
@@ -82,8 +82,8 @@ BYTE_VOCABULARY = LlguidanceVocabulary(SingleBytes(), 256)
 
 def text_under(compiled: CompiledConstraint) -> GrowingText:
     """A new one."""
-    if compiled.form == "fsm":
-        return FsmText(Fsm.from_bytes(compiled.payload))
+    if compiled.form == "dfa":
+        return DfaText(Dfa.from_bytes(compiled.payload))
     return MatcherText(LlguidanceGrammar(compiled.payload.decode(), BYTE_VOCABULARY).matcher())
 
 

@@ -70,7 +70,7 @@ class SoakServer:
     async def sample(self) -> Sample:
         """How it stands now."""
         engine = self._child("agentflow.engine.process.worker")
-        compiler = self._child("agentflow.engine.grammar.compiler.child")
+        compiler = self._child("agentflow.engine.grammar.compiler.worker")
         gauges = await self._gauges()
         return Sample(
             at_s=self.now_s,

@@ -17,8 +17,8 @@ from support.plain_engine import END_ID, PLAIN_IDS, fake_logprob, plain_engine, 
 from support.plain_sampler import plain_token_of
 
 from agentflow.engine.client import EngineClient
-from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
-from agentflow.engine.grammar.dfa import Fsm, build_fsm
+from agentflow.engine.grammar.compiler.messages import CompiledConstraint
+from agentflow.engine.grammar.dfa import Dfa, build_dfa
 from agentflow.engine.grammar.regex import parse_regex
 from agentflow.engine.process.ipc import Finished, FromEngine, Submit
 from agentflow.engine.process.request_journal import EngineLedger
@@ -35,11 +35,11 @@ PATTERNS = [
     r"\bThe (quick|slow)\b(?: brown\b)?(?: fox\b|\W?)",
     r"The capital of France is Paris, and that of Italy is Rome\.",
 ]
-MACHINES: dict[str, Fsm] = {pattern: build_fsm(parse_regex(pattern)) for pattern in PATTERNS}
+MACHINES: dict[str, Dfa] = {pattern: build_dfa(parse_regex(pattern)) for pattern in PATTERNS}
 
 
 def constraint(pattern: str) -> CompiledConstraint:
-    return CompiledConstraint(pattern, "fsm", MACHINES[pattern].to_bytes())
+    return CompiledConstraint(pattern, "dfa", MACHINES[pattern].to_bytes())
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ async def test_forced_text_takes_few_steps_and_is_counted() -> None:
 async def test_a_text_that_the_models_tokens_cannot_write_is_refused() -> None:
     vocab_size = 60
     char = next(c for c in map(chr, range(33, 127)) if TOKENIZER.encode(c)[0] >= vocab_size)
-    unwritable = build_fsm(parse_regex(f"[{char}]+"))
+    unwritable = build_dfa(parse_regex(f"[{char}]+"))
     async with plain_engine(vocab_size=vocab_size, next_token=lambda tokens: 5) as client:
         with pytest.raises(RequestRefused, match="cannot write"):
             await client.generate(
@@ -228,7 +228,7 @@ async def test_a_text_that_the_models_tokens_cannot_write_is_refused() -> None:
                 SamplingParams(max_tokens=4),
                 seed=0,
                 on_text=lambda text: None,
-                constraint=CompiledConstraint("unwritable", "fsm", unwritable.to_bytes()),
+                constraint=CompiledConstraint("unwritable", "dfa", unwritable.to_bytes()),
             )
 
 
@@ -239,14 +239,14 @@ async def test_a_complete_text_that_no_token_can_continue_is_over() -> None:
     chars = [chr(n) for n in range(33, 127) if chr(n).isalnum()]
     writable = next(c for c in chars if TOKENIZER.encode(c)[0] < vocab_size)
     other = next(c for c in chars if TOKENIZER.encode(c)[0] >= vocab_size)
-    fsm = build_fsm(parse_regex(f"{writable}({other}+)?"))
+    dfa = build_dfa(parse_regex(f"{writable}({other}+)?"))
     async with plain_engine(vocab_size=vocab_size, next_token=lambda tokens: 5) as client:
         end = await client.generate(
             [5, 6],
             SamplingParams(max_tokens=4, ignore_eos=True),
             seed=0,
             on_text=lambda text: None,
-            constraint=CompiledConstraint("half writable", "fsm", fsm.to_bytes()),
+            constraint=CompiledConstraint("half writable", "dfa", dfa.to_bytes()),
             jump_forward=False,
         )
     assert (end.text, end.finish_reason) == (writable, "stop")

@@ -17,8 +17,8 @@ from support.plain_sampler import plain_token_of
 from support.process_engine import kill, process_engine
 
 from agentflow.engine.client import EngineClient
-from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
-from agentflow.engine.grammar.dfa import build_fsm
+from agentflow.engine.grammar.compiler.messages import CompiledConstraint
+from agentflow.engine.grammar.dfa import build_dfa
 from agentflow.engine.grammar.regex import parse_regex
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.errors import RequestRefused
@@ -124,7 +124,7 @@ def test_with_all_other_parameters_it_equals_its_twin(cases) -> None:
 @pytest.mark.anyio
 @pytest.mark.trio_in_full
 async def test_a_hostile_stop_in_forced_text_fails_its_own_request_only() -> None:
-    forced = CompiledConstraint("forced", "fsm", build_fsm(parse_regex("a{400}")).to_bytes())
+    forced = CompiledConstraint("forced", "dfa", build_dfa(parse_regex("a{400}")).to_bytes())
     async with plain_engine() as client:
         params = SamplingParams(max_tokens=450, stop_regex="(a|aa)+[éx]")
         with pytest.raises(RequestRefused, match="stop_regex takes too long to search for"):

@@ -7,8 +7,8 @@ import pytest
 from support.process_engine import process_engine
 
 from agentflow.engine.client import EngineClient
-from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
-from agentflow.engine.grammar.dfa import build_fsm
+from agentflow.engine.grammar.compiler.messages import CompiledConstraint
+from agentflow.engine.grammar.dfa import build_dfa
 from agentflow.engine.grammar.grammar_cache import MAX_GRAMMARS
 from agentflow.engine.grammar.regex import parse_regex
 from agentflow.engine.process import supervisor as engine_supervisor
@@ -17,7 +17,7 @@ from agentflow.protocol.sampling import SamplingParams
 
 
 def constraint(word: str) -> CompiledConstraint:
-    return CompiledConstraint(word, "fsm", build_fsm(parse_regex(word)).to_bytes())
+    return CompiledConstraint(word, "dfa", build_dfa(parse_regex(word)).to_bytes())
 
 
 async def text(client: EngineClient, word: str) -> str:

@@ -28,7 +28,7 @@ from support.engine.tool_template_shapes import MARKS, TEMPLATES, TOKENIZER
 
 from agentflow.engine.client import EngineClient, running_engine
 from agentflow.engine.fake_runner import FakeRunner
-from agentflow.engine.grammar.compiler.compilation import compile_constraint
+from agentflow.engine.grammar.compiler.compile import compile_constraint
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.token_state import TokenState

@@ -13,8 +13,8 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from support.fake_engine import TEMPLATE, FakeEngine
 
 from agentflow.engine.generator import EngineGenerator
-from agentflow.engine.grammar.compiler.compiled import CompileLimits
 from agentflow.engine.grammar.compiler.compiler import LOADER, ConstraintCompiler, constraint_compiler
+from agentflow.engine.grammar.compiler.messages import CompileLimits
 from agentflow.engine.process.ipc import EngineStats
 from agentflow.engine.tenant import NOBODY_ELSE
 from agentflow.engine.text.chat_template import ChatTemplate

@@ -11,7 +11,7 @@ import signal
 
 from support.holds import stand
 
-from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
+from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.errors import BadArgument, NotSupported
 from agentflow.protocol.constraint import Constraint
 
@@ -28,7 +28,7 @@ def compile_constraint(constraint: Constraint) -> CompiledConstraint:
     payload = DEEDS[deed](argument) if deed in DEEDS else None
     if payload is None:
         payload = str(os.getpid()).encode()
-    return CompiledConstraint(f"{constraint.kind} {constraint.source}", "fsm", payload)
+    return CompiledConstraint(f"{constraint.kind} {constraint.source}", "dfa", payload)
 
 
 def _spin(_: str) -> None:

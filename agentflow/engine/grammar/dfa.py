@@ -1,10 +1,10 @@
-"""A finite-state machine that reads a text's UTF-8 byte by byte: what a regular expression is compiled to.
+"""A finite-state dfa that reads a text's UTF-8 byte by byte: what a regular expression is compiled to.
 
 Deterministic and trimmed: from every state but ``DEAD`` the text can still end well. So a byte is
 allowed where it does not lead to ``DEAD``.
 
-Builds the machine of a regular expression: its tree becomes a graph over characters, that a deterministic
-machine over characters, and that a machine over the bytes of UTF-8.
+Builds the dfa of a regular expression: its tree becomes a graph over characters, that a deterministic
+dfa over characters, and that a dfa over the bytes of UTF-8.
 
 The last step is made of few pieces: the rows of bytes for a state depend only on its sets of characters,
 and most states of an expression share these with many others.
@@ -25,21 +25,21 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from agentflow.engine.grammar.char_graph import (
+from agentflow.engine.grammar.char_dfa import (
     END,
     NOWHERE,
     TEXT_START,
     Arcs,
     CharClasses,
+    CharDfa,
     CharGraph,
-    CharMachine,
     PromisedPlaces,
     WorkLimit,
     char_classes,
     check_size,
     determinised,
 )
-from agentflow.engine.grammar.regex import Regex, TooMuchForFsm
+from agentflow.engine.grammar.regex import Regex, TooLargeForDfa
 from agentflow.errors import BadArgument
 
 Row: TypeAlias = "tuple[tuple[int, int, int], ...]"
@@ -137,7 +137,7 @@ _HEADER = struct.Struct("<II")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Fsm:
+class Dfa:
     """``class_of_byte`` [256]: bytes of one class lead everywhere to the same states. ``transitions``
     [states, classes]: the next state; row ``DEAD`` leads to itself. ``accepting`` [states]: whether the
     text may end there. Reading begins in ``START``."""
@@ -169,8 +169,8 @@ class Fsm:
         return header + self.class_of_byte.tobytes() + self.accepting.tobytes() + transitions.tobytes()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Fsm:
-        """The machine that ``to_bytes`` wrote."""
+    def from_bytes(cls, data: bytes) -> Dfa:
+        """The dfa that ``to_bytes`` wrote."""
         num_rows, num_classes = _HEADER.unpack_from(data)
         accepting_at = _HEADER.size + 256
         transitions_at = accepting_at + num_rows
@@ -195,18 +195,18 @@ _STEPS_PER_RANGE = 15  # what takes as long as making the rows of bytes for a ra
 Numbers: TypeAlias = NDArray[np.int64]
 
 
-def build_fsm(
+def build_dfa(
     regex: Regex,
     *,
     max_states: int = MAX_STATES,
     max_transitions: int = MAX_TRANSITIONS,
     max_steps: int = MAX_STEPS,
-) -> Fsm:
-    """The machine that accepts the UTF-8 of the expression's texts. ``TooMuchForFsm`` where it would have
+) -> Dfa:
+    """The dfa that accepts the UTF-8 of the expression's texts. ``TooLargeForDfa`` where it would have
     more states, or more transitions (states times classes of bytes), or takes more steps to build;
     ``BadArgument`` where no text matches at all.
 
-    >>> build_fsm(parse_regex("[0-9]{1,3}")).matches(b"42")
+    >>> build_dfa(parse_regex("[0-9]{1,3}")).matches(b"42")
     True
     """
     check_size(regex)
@@ -217,18 +217,18 @@ def build_fsm(
         raise BadArgument(_UNSATISFIABLE)
     classes = char_classes(graph.sets, limit)
     if graph.look_aheads or graph.look_behinds:
-        machine = PromisedPlaces(graph, classes, limit).machine(start, TEXT_START)
-        if not any(machine.accepting):
+        dfa = PromisedPlaces(graph, classes, limit).dfa(start, TEXT_START)
+        if not any(dfa.accepting):
             raise BadArgument(_UNSATISFIABLE)
     else:
-        machine = _plain_machine(graph, classes, start, limit)
-    return _over_bytes(machine, classes, limit, max_states, max_transitions)
+        dfa = _plain_dfa(graph, classes, start, limit)
+    return _over_bytes(dfa, classes, limit, max_states, max_transitions)
 
 
 _UNSATISFIABLE = "constraint: no text at all matches it: write one that some text can match"
 
 
-def _plain_machine(graph: CharGraph, classes: CharClasses, start: int, limit: WorkLimit) -> CharMachine:
+def _plain_dfa(graph: CharGraph, classes: CharClasses, start: int, limit: WorkLimit) -> CharDfa:
     def arcs(node: int) -> Arcs:
         return ((classes.sets[graph.set_of[node]], graph.places(graph.after[node])),)
 
@@ -236,39 +236,39 @@ def _plain_machine(graph: CharGraph, classes: CharClasses, start: int, limit: Wo
 
 
 def _over_bytes(
-    machine: CharMachine, classes: CharClasses, limit: WorkLimit, max_states: int, max_transitions: int
-) -> Fsm:
+    dfa: CharDfa, classes: CharClasses, limit: WorkLimit, max_states: int, max_transitions: int
+) -> Dfa:
     """A state over characters becomes the state before a character's first byte, and has its own states
     for what may follow that."""
     shape_of: dict[tuple[int, ...], int] = {}
-    shape: Numbers = np.array([shape_of.setdefault(masks, len(shape_of)) for masks in machine.masks])
+    shape: Numbers = np.array([shape_of.setdefault(masks, len(shape_of)) for masks in dfa.masks])
     rows = [_rows_of(masks, classes, limit) if masks else ((),) for masks in shape_of]
     num_rows: Numbers = np.array([len(of_shape) for of_shape in rows], dtype=np.int64)
     num_states = int(num_rows[shape].sum())
     if num_states > max_states:
-        raise TooMuchForFsm(f"its machine has {num_states} states, more than {max_states}")
+        raise TooLargeForDfa(f"its dfa has {num_states} states, more than {max_states}")
     table, class_of_byte = _byte_classes([row for of_shape in rows for row in of_shape])
     if num_states * table.shape[1] > max_transitions:
-        raise TooMuchForFsm(f"its machine has more than {max_transitions} transitions")
-    transitions = _transitions(machine, shape, num_rows, table)
+        raise TooLargeForDfa(f"its dfa has more than {max_transitions} transitions")
+    transitions = _transitions(dfa, shape, num_rows, table)
     accepting: Accepting = np.zeros(num_states, dtype=np.bool_)
-    accepting[: len(shape)] = machine.accepting
-    return Fsm(class_of_byte, transitions, accepting)
+    accepting[: len(shape)] = dfa.accepting
+    return Dfa(class_of_byte, transitions, accepting)
 
 
-def _transitions(machine: CharMachine, shape: Numbers, num_rows: Numbers, table: Transitions) -> Transitions:
+def _transitions(dfa: CharDfa, shape: Numbers, num_rows: Numbers, table: Transitions) -> Transitions:
     """``shape``: each state's kind of rows, of which there are ``num_rows``, one kind after the other in
     the table. All states that have as many rows and as many targets are written at once."""
     num_own = num_rows[shape] - 1
     first_own = len(shape) + np.cumsum(num_own) - num_own
     first_row = np.cumsum(num_rows) - num_rows
-    num_targets: Numbers = np.array([len(targets) for targets in machine.targets], dtype=np.int64)
+    num_targets: Numbers = np.array([len(targets) for targets in dfa.targets], dtype=np.int64)
     transitions: Transitions = np.zeros((len(shape) + int(num_own.sum()), table.shape[1]), dtype=np.int32)
     alike: Numbers = num_own * (1 + int(num_targets.max())) + num_targets
     for kind in sorted(set(alike[num_targets > 0].tolist())):
         states: Numbers = np.flatnonzero(alike == kind)
         # What a row's number means in each state: 0 dead, then its targets, then its own states.
-        targets: Transitions = np.array([machine.targets[state] for state in states.tolist()], dtype=np.int32)
+        targets: Transitions = np.array([dfa.targets[state] for state in states.tolist()], dtype=np.int32)
         own_states = first_own[states][:, None] + np.arange(int(num_own[states[0]]))
         meaning = np.concatenate([np.zeros((len(states), 1), dtype=np.int32), targets, own_states], axis=1)
         for index in range(own_states.shape[1] + 1):

@@ -1,6 +1,6 @@
 """The seam between a constraint and the engine: what a compiled constraint can be asked while text grows.
 
-Two implementations: ``FsmGrammar`` for what a regular expression can say, and ``LlguidanceGrammar`` for
+Two implementations: ``DfaGrammar`` for what a regular expression can say, and ``LlguidanceGrammar`` for
 the rest. Both give the same masks and both tell what is forced, so that whatever decodes under one
 decodes under the other.
 """

@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 from functools import cached_property
 
-from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
-from agentflow.engine.grammar.dfa import Fsm
+from agentflow.engine.grammar.compiler.messages import CompiledConstraint
+from agentflow.engine.grammar.dfa import Dfa
 from agentflow.engine.grammar.grammar import Grammar
 from agentflow.engine.grammar.llguidance import LlguidanceGrammar, LlguidanceVocabulary
-from agentflow.engine.grammar.token_dfa import FsmGrammar, Vocabulary
+from agentflow.engine.grammar.token_dfa import DfaGrammar, Vocabulary
 from agentflow.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -76,8 +76,8 @@ class GrammarCache:
         return found
 
     def _made(self, constraint: CompiledConstraint) -> Grammar:
-        if constraint.form == "fsm":
-            return FsmGrammar(Fsm.from_bytes(constraint.payload), self.vocabulary)
+        if constraint.form == "dfa":
+            return DfaGrammar(Dfa.from_bytes(constraint.payload), self.vocabulary)
         return LlguidanceGrammar(constraint.payload.decode(), self._llguidance_vocabulary)
 
     def _bound(self) -> None:

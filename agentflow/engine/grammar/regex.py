@@ -104,7 +104,7 @@ NOTHING = Choice(())
 """No text, not even the empty one."""
 
 
-class TooMuchForFsm(Exception):
+class TooLargeForDfa(Exception):
     """The message says what: a machine cannot be built of it, or would be too large. Nobody's fault yet:
     what is raised here goes to llguidance."""
 
@@ -310,17 +310,17 @@ _REFUSED = {
 
 def parse_regex(pattern: str) -> Regex:
     """The tree of a pattern. ``BadArgument`` where Python cannot read it, or for what no DFA can do;
-    ``TooMuchForFsm`` for ``\\p{…}``, which is not Python's, and for what is too large."""
+    ``TooLargeForDfa`` for ``\\p{…}``, which is not Python's, and for what is too large."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             parsed = _parser.parse(pattern)
     except re.error as error:
         if error.msg.lower().startswith("bad escape \\p"):
-            raise TooMuchForFsm("\\p{…} is not Python's") from None
+            raise TooLargeForDfa("\\p{…} is not Python's") from None
         raise BadArgument(f"regex: not a pattern of Python's re: {error}") from None
     except OverflowError:
-        raise TooMuchForFsm("a repeat's number is too large") from None
+        raise TooLargeForDfa("a repeat's number is too large") from None
     except ValueError as error:
         raise BadArgument(f"regex: not a pattern of Python's re: {error}") from None
     except RecursionError:
@@ -431,7 +431,7 @@ class _Reader:
     def _spend(self, num_ranges: int) -> None:
         self._ranges_left -= num_ranges
         if self._ranges_left < 0:
-            raise TooMuchForFsm("its sets of characters are too many")
+            raise TooLargeForDfa("its sets of characters are too many")
 
 
 def _inner_flags(flags: int, group: Any) -> int:

@@ -21,12 +21,13 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from agentflow.engine.grammar.compressed_fsm import ForcedRuns
-from agentflow.engine.grammar.dfa import DEAD, START, Fsm
+from agentflow.engine.grammar.dfa import DEAD, START, Dfa
 from agentflow.engine.grammar.grammar import TokenWords, words_of
 
 Indices: TypeAlias = NDArray[np.intp]
 Bytes: TypeAlias = NDArray[np.uint8]
+ForcedBytes: TypeAlias = NDArray[np.int16]
+NextStates: TypeAlias = NDArray[np.int32]
 
 # Of the masks of tokens with a common beginning, so many are kept: 6 kB each for 50,000 tokens.
 _MAX_PREFIX_MASKS = 512
@@ -130,20 +131,20 @@ Nodes: TypeAlias = NDArray[np.bool_]
 _SPARSE_SHARE = 0.125
 
 
-class FsmGrammar:
+class DfaGrammar:
     """``max_masks``: so many states' masks are kept, the latest ones (6 kB each for 50,000 tokens; equal
     masks are kept once). The same for all requests that use the constraint."""
 
-    def __init__(self, fsm: Fsm, vocabulary: Vocabulary, *, max_masks: int = 4096) -> None:
+    def __init__(self, dfa: Dfa, vocabulary: Vocabulary, *, max_masks: int = 4096) -> None:
         self.vocabulary = vocabulary
-        self.accepting: list[bool] = fsm.accepting.tolist()
-        self.forced = ForcedRuns(fsm)
-        self.num_classes = fsm.transitions.shape[1]
-        self.class_table: bytes = fsm.class_of_byte.tobytes()
-        self._classes: Indices = fsm.class_of_byte.astype(np.intp)
+        self.accepting: list[bool] = dfa.accepting.tolist()
+        self.forced = ForcedRuns(dfa)
+        self.num_classes = dfa.transitions.shape[1]
+        self.class_table: bytes = dfa.class_of_byte.tobytes()
+        self._classes: Indices = dfa.class_of_byte.astype(np.intp)
         # The number of a state times the number of classes: what is looked up is the sum of both.
-        self._next: Indices = fsm.transitions.ravel().astype(np.intp) * self.num_classes
-        self.next_states: memoryview[int] = memoryview(fsm.transitions.tobytes()).cast("i")
+        self._next: Indices = dfa.transitions.ravel().astype(np.intp) * self.num_classes
+        self.next_states: memoryview[int] = memoryview(dfa.transitions.tobytes()).cast("i")
         self._max_masks = max_masks
         self._masks: dict[int, TokenWords] = {}
         self._distinct: dict[bytes, TokenWords] = {}
@@ -154,8 +155,8 @@ class FsmGrammar:
         mask_bytes = self.vocabulary.num_words * 4
         return self._next.nbytes + len(self.accepting) * 24 + len(self._distinct) * 2 * mask_bytes
 
-    def matcher(self) -> FsmMatcher:
-        return FsmMatcher(self)
+    def matcher(self) -> DfaMatcher:
+        return DfaMatcher(self)
 
     def mask(self, state: int) -> TokenWords:
         """The tokens that the text can go on with in ``state``."""
@@ -205,12 +206,51 @@ class FsmGrammar:
             alive[level.first + nodes] = True
 
 
-class FsmMatcher:
-    """The ``Matcher`` of an ``FsmGrammar``: the states after each token."""
+class ForcedRuns:
+    """``forced_byte`` [states]: the only byte that may follow, -1 where there are several or the text may
+    end. ``forced_next`` [states]: the state after it, ``DEAD`` where there is none."""
+
+    def __init__(self, dfa: Dfa) -> None:
+        bytes_in_class = np.bincount(dfa.class_of_byte, minlength=dfa.transitions.shape[1])
+        leads_on = (dfa.transitions != DEAD) & (bytes_in_class > 0)
+        only_class = np.argmax(leads_on, axis=1)
+        one_byte = np.array(bytes_in_class == 1)[only_class]
+        is_forced = (np.count_nonzero(leads_on, axis=1) == 1) & one_byte & ~dfa.accepting
+        byte_of_class: ForcedBytes = np.zeros(len(bytes_in_class), dtype=np.int16)
+        byte_of_class[dfa.class_of_byte] = np.arange(256, dtype=np.int16)
+        after = dfa.transitions[np.arange(len(dfa.transitions)), only_class]
+        self.forced_byte: ForcedBytes = np.where(is_forced, byte_of_class[only_class], np.int16(-1))
+        self.forced_next: NextStates = np.where(is_forced, after, np.int32(DEAD))
+        self._runs: dict[int, tuple[bytes, int]] = {}
+
+    def run(self, state: int) -> tuple[bytes, int]:
+        """The bytes that must follow, and the state after them: nothing and the same state where there is a
+        choice, be it that between going on and the end. They may end inside a character.
+
+        >>> ForcedRuns(build_dfa(parse_regex("(yes|yesterday)"))).run(START)
+        (b'yes', 4)
+        """
+        known = self._runs.get(state)
+        if known is None:
+            known = self._runs[state] = self._follow(state)
+        return known
+
+    def _follow(self, state: int) -> tuple[bytes, int]:
+        text = bytearray()
+        byte = int(self.forced_byte[state])
+        while byte >= 0:  # and not for ever: in a trimmed machine a text can end behind every state
+            text.append(byte)
+            state = int(self.forced_next[state])
+            byte = int(self.forced_byte[state])
+        return bytes(text), state
+
+
+class DfaMatcher:
+    """The ``Matcher`` of an ``DfaGrammar``: the states after each token."""
 
     __slots__ = ("_grammar", "_states")
 
-    def __init__(self, grammar: FsmGrammar) -> None:
+    def __init__(self, grammar: DfaGrammar) -> None:
         self._grammar = grammar
         self._states = [START]
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
+from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.request import Objective, TopTokens
 from agentflow.engine.runner import ModelRunner, RunnerInfo
 from agentflow.engine.scheduling.scheduler import SchedulerConfig

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 import msgspec
 from msgspec import Meta, Struct, inspect
 
-from agentflow.engine.grammar.compiler.compiled import CompileLimits
+from agentflow.engine.grammar.compiler.messages import CompileLimits
 from agentflow.engine.process.shutdown_budget import DRAIN_S
 from agentflow.errors import BadArgument
 from agentflow.protocol.wire import DEFAULT_PORT

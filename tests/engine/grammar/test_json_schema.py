@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.engine.pattern_strategies import walked
 from support.engine.schema_strategies import schemas, valid_value, written
 
-from agentflow.engine.grammar.dfa import Fsm, build_fsm
+from agentflow.engine.grammar.dfa import Dfa, build_dfa
 from agentflow.engine.grammar.json_schema import FREE_WHITESPACE_CHARS, schema_to_regex
 from agentflow.engine.grammar.regex import NOTHING
 
@@ -21,19 +21,19 @@ STRING = {"type": "string"}
 INTEGER = {"type": "integer"}
 
 
-def machine(schema, whitespace="compact") -> Fsm:
+def machine(schema, whitespace="compact") -> Dfa:
     regex = schema_to_regex(schema, whitespace)
     assert regex is not None
-    return build_fsm(regex)
+    return build_dfa(regex)
 
 
 @given(schemas, st.sampled_from(POLICIES), st.randoms(use_true_random=False))
 def test_what_is_allowed_is_valid_for_every_reader(schema, whitespace, dice):
     regex = schema_to_regex(schema, whitespace)
     assume(regex is not None)
-    fsm = build_fsm(regex)
+    dfa = build_dfa(regex)
     for _ in range(5):
-        text = walked(fsm, dice, max_bytes=60)
+        text = walked(dfa, dice, max_bytes=60)
         value = json.loads(text)
         jsonschema.Draft202012Validator(schema).validate(value)
         assert msgspec.json.decode(text) == value
@@ -43,22 +43,22 @@ def test_what_is_allowed_is_valid_for_every_reader(schema, whitespace, dice):
 def test_valid_values_in_the_order_of_their_members_are_allowed(schema, whitespace, dice):
     regex = schema_to_regex(schema, whitespace)
     assume(regex is not None)
-    fsm = build_fsm(regex)
+    dfa = build_dfa(regex)
     for _ in range(5):
         text = written(valid_value(schema, dice), whitespace, dice)
-        assert fsm.matches(text.encode()), text
+        assert dfa.matches(text.encode()), text
 
 
 @given(schemas, st.randoms(use_true_random=False))
 def test_a_text_that_was_changed_is_allowed_only_where_it_is_valid(schema, dice):
     regex = schema_to_regex(schema, "compact")
     assume(regex is not None)
-    fsm = build_fsm(regex)
+    dfa = build_dfa(regex)
     for _ in range(5):
         text = written(valid_value(schema, dice), "compact", dice)
         at = dice.randint(0, len(text))
         text = text[:at] + dice.choice(["", *'0a"\\,{}[]- .e']) + text[at + dice.randint(0, 1) :]
-        if fsm.matches(text.encode()):
+        if dfa.matches(text.encode()):
             jsonschema.Draft202012Validator(schema).validate(json.loads(text))
 
 
@@ -70,7 +70,7 @@ def test_optional_members_are_left_out_with_their_commas(num_members):
         itertools.combinations(names, n) for n in range(num_members + 1)
     ):
         properties = {name: {"const": 1} for name in names}
-        fsm = machine({"type": "object", "properties": properties, "required": list(required)}, "tight")
+        dfa = machine({"type": "object", "properties": properties, "required": list(required)}, "tight")
         kept = [
             [name for name, is_there in zip(names, present, strict=True) if is_there]
             for present in itertools.product([True, False], repeat=num_members)
@@ -80,17 +80,17 @@ def test_optional_members_are_left_out_with_their_commas(num_members):
             for some in kept
             if set(required) <= set(some)
         }
-        assert set(all_texts(fsm)) == expected
+        assert set(all_texts(dfa)) == expected
 
 
-def all_texts(fsm: Fsm) -> list[str]:
+def all_texts(dfa: Dfa) -> list[str]:
     """Of a machine without loops."""
     found, growing = [], [(1, b"")]
     while growing:
         state, text = growing.pop()
-        if fsm.accepting[state]:
+        if dfa.accepting[state]:
             found.append(text.decode())
-        row = fsm.transitions[state][fsm.class_of_byte]
+        row = dfa.transitions[state][dfa.class_of_byte]
         growing += [(int(row[byte]), text + bytes([byte])) for byte in range(256) if row[byte]]
     return found
 
@@ -120,7 +120,7 @@ def test_all_the_texts_of_small_schemas(schema, texts):
 
 
 def test_strings_are_what_any_reader_takes():
-    fsm = machine({"type": "string", "maxLength": 1})
+    dfa = machine({"type": "string", "maxLength": 1})
     for text in (
         '""',
         '"é"',
@@ -132,7 +132,7 @@ def test_strings_are_what_any_reader_takes():
         '"\x7f"',
         r'"\uDBFF\uDFFF"',
     ):
-        assert fsm.matches(text.encode()), text
+        assert dfa.matches(text.encode()), text
         assert len(json.loads(text)) <= 1
     for text in (
         '"ab"',
@@ -146,9 +146,9 @@ def test_strings_are_what_any_reader_takes():
         r'"\u12"',
         '"\x1f"',
     ):
-        assert not fsm.matches(text.encode()), text
-    assert not fsm.matches(b'"\xff"')
-    assert not fsm.matches(b'"\xed\xa0\x80"')  # half of a surrogate pair, as bytes
+        assert not dfa.matches(text.encode()), text
+    assert not dfa.matches(b'"\xff"')
+    assert not dfa.matches(b'"\xed\xa0\x80"')  # half of a surrogate pair, as bytes
 
 
 def test_numbers_are_what_64_bits_hold():
@@ -246,7 +246,7 @@ def test_many_members_are_for_a_parser(num_members, required):
     regex = schema_to_regex(schema, "compact")
     if num_members == 300 and required:
         assert regex is not None
-        assert build_fsm(regex).matches(b'{"0": 0, "7": 7, "299": 299}')
+        assert build_dfa(regex).matches(b'{"0": 0, "7": 7, "299": 299}')
     else:
         assert regex is None
 
@@ -257,7 +257,7 @@ def test_a_record_is_a_small_machine():
         {"type": "object", "properties": properties, "required": list(properties)}, "compact"
     )
     assert regex not in (None, NOTHING)
-    fsm = build_fsm(regex)
-    assert fsm.num_states < 200
-    assert fsm.matches(b'{"name": "Ada", "age": 36, "tags": ["a", "b"]}')
-    assert walked(fsm, random.Random(1), 40).startswith(b'{"name": "')
+    dfa = build_dfa(regex)
+    assert dfa.num_states < 200
+    assert dfa.matches(b'{"name": "Ada", "age": 36, "tags": ["a", "b"]}')
+    assert walked(dfa, random.Random(1), 40).startswith(b'{"name": "')

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine.plain_constrained import PlainConstrained
-from support.engine.random_machines import machine_of
+from support.engine.random_dfas import dfa_of
 from support.small_tokenizers import byte_level, byte_level_of, sentencepiece
 
-from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
-from agentflow.engine.grammar.dfa import Fsm, build_fsm
+from agentflow.engine.grammar.compiler.messages import CompiledConstraint
+from agentflow.engine.grammar.dfa import Dfa, build_dfa
 from agentflow.engine.grammar.grammar import is_allowed
 from agentflow.engine.grammar.grammar_cache import GrammarCache
 from agentflow.engine.grammar.jump_forward import ConstrainedText
 from agentflow.engine.grammar.llguidance import ALL_TOKENS_ALLOWED
 from agentflow.engine.grammar.regex import parse_regex
-from agentflow.engine.grammar.token_dfa import FsmGrammar
+from agentflow.engine.grammar.token_dfa import DfaGrammar
 from agentflow.engine.text.tokenizer import Tokenizer
 
 WORDS = [
@@ -61,11 +61,11 @@ LOOKING_AROUND = [
 """What stands after a boundary, or that the text ends there, is forced by what was written before."""
 
 
-def constrained(name: str, fsm: Fsm, *, jumps: bool = True) -> ConstrainedText:
+def constrained(name: str, dfa: Dfa, *, jumps: bool = True) -> ConstrainedText:
     tokenizer = TOKENIZERS[name]
     vocabulary = GRAMMARS[name].vocabulary
     encode = (lambda text: tokenizer.encode(text, continues=True)) if jumps else None
-    return ConstrainedText(FsmGrammar(fsm, vocabulary).matcher(), vocabulary, encode)
+    return ConstrainedText(DfaGrammar(dfa, vocabulary).matcher(), vocabulary, encode)
 
 
 def allowed_of(text: ConstrainedText, vocab_size: int) -> set[int]:
@@ -73,10 +73,10 @@ def allowed_of(text: ConstrainedText, vocab_size: int) -> set[int]:
     return {i for i in range(vocab_size) if is_allowed(words, i)}
 
 
-def check_walk(name: str, fsm: Fsm, jumps: bool, max_tokens: int, choices: st.DataObject) -> bytes:
+def check_walk(name: str, dfa: Dfa, jumps: bool, max_tokens: int, choices: st.DataObject) -> bytes:
     """Both walk the same way, step by step, until the text must end or has enough tokens."""
     tokenizer = TOKENIZERS[name]
-    text, plain = constrained(name, fsm, jumps=jumps), PlainConstrained(fsm, tokenizer, jumps)
+    text, plain = constrained(name, dfa, jumps=jumps), PlainConstrained(dfa, tokenizer, jumps)
     while True:
         before = list(text.token_ids)
         jump = text.jump(max_tokens)
@@ -113,7 +113,7 @@ def check_walk(name: str, fsm: Fsm, jumps: bool, max_tokens: int, choices: st.Da
 def test_a_text_of_a_few_goes_as_its_twin(
     name: str, texts: Sequence[str], jumps: bool, max_tokens: int, data: st.DataObject
 ) -> None:
-    check_walk(name, machine_of([text.encode() for text in texts]), jumps, max_tokens, data)
+    check_walk(name, dfa_of([text.encode() for text in texts]), jumps, max_tokens, data)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -121,7 +121,7 @@ def test_a_text_of_a_few_goes_as_its_twin(
 def test_a_text_of_a_pattern_goes_as_its_twin(
     name: str, pattern: str, jumps: bool, max_tokens: int, data: st.DataObject
 ) -> None:
-    check_walk(name, build_fsm(parse_regex(pattern)), jumps, max_tokens, data)
+    check_walk(name, build_dfa(parse_regex(pattern)), jumps, max_tokens, data)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -135,7 +135,7 @@ def test_a_text_under_llguidance_goes_as_under_the_machine(
     grammar = GRAMMARS[name].grammar(CompiledConstraint(pattern, "llguidance", source.encode()))
     encode = (lambda text: tokenizer.encode(text, continues=True)) if jumps else None
     text = ConstrainedText(grammar.matcher(), vocabulary, encode)
-    plain = PlainConstrained(build_fsm(parse_regex(pattern)), tokenizer, jumps)
+    plain = PlainConstrained(build_dfa(parse_regex(pattern)), tokenizer, jumps)
     for _ in range(60):
         text.jump(60)
         plain.ids, plain.held = list(text.token_ids), text.held
@@ -144,7 +144,7 @@ def test_a_text_under_llguidance_goes_as_under_the_machine(
         assert text.may_end() == plain.may_end()
         assert text.must_end() == plain.must_end()
         if not allowed or (plain.may_end() and data.draw(st.booleans())):
-            assert plain.fsm.matches(plain.data)
+            assert plain.dfa.matches(plain.data)
             return
         text.take(data.draw(st.sampled_from(sorted(allowed))))
 
@@ -162,8 +162,8 @@ def test_of_a_long_text_only_the_end_is_encoded_again(name: str, data: st.DataOb
         return tokenizer.encode(text, continues=True)
 
     record = r'\{"name": "[a-d é]{1,6}", "fox": (true|tr), "text": "日本語の(テキスト|日)"\}'
-    fsm = build_fsm(parse_regex(rf"\[({record}, )+\]"))
-    text = ConstrainedText(FsmGrammar(fsm, vocabulary).matcher(), vocabulary, encode)
+    dfa = build_dfa(parse_regex(rf"\[({record}, )+\]"))
+    text = ConstrainedText(DfaGrammar(dfa, vocabulary).matcher(), vocabulary, encode)
     table = vocabulary.token_bytes
     while len(text.token_ids) < 600:
         if text.jump(1000) is not None:
@@ -177,7 +177,7 @@ def test_of_a_long_text_only_the_end_is_encoded_again(name: str, data: st.DataOb
 
 def test_what_is_forced_gets_the_tokenizers_own_ids() -> None:
     tokenizer = TOKENIZERS["merging"]
-    text = constrained("merging", build_fsm(parse_regex(r'\{"name": "ab[xy]')))
+    text = constrained("merging", build_dfa(parse_regex(r'\{"name": "ab[xy]')))
     jump = text.jump(100)
     assert jump is not None
     assert jump.num_kept == 0
@@ -187,7 +187,7 @@ def test_what_is_forced_gets_the_tokenizers_own_ids() -> None:
 
 def test_a_token_that_may_still_grow_is_held_back() -> None:
     tokenizer = TOKENIZERS["merging"]
-    text = constrained("merging", build_fsm(parse_regex(r'\{"name": "ab[cx]')))
+    text = constrained("merging", build_dfa(parse_regex(r'\{"name": "ab[cx]')))
     jump = text.jump(100)
     assert jump is not None
     assert jump.token_ids == tokenizer.encode('{"name": "', continues=True)
@@ -197,7 +197,7 @@ def test_a_token_that_may_still_grow_is_held_back() -> None:
 
 def test_what_was_sampled_in_other_tokens_is_encoded_anew() -> None:
     tokenizer = TOKENIZERS["merging"]
-    text = constrained("merging", build_fsm(parse_regex(r"[ab]{2}cd!")))
+    text = constrained("merging", build_dfa(parse_regex(r"[ab]{2}cd!")))
     for char in "ab":
         text.take(tokenizer.encode(char, continues=True)[0])
     jump = text.jump(100)
@@ -208,6 +208,6 @@ def test_what_was_sampled_in_other_tokens_is_encoded_anew() -> None:
 
 
 def test_no_more_tokens_than_there_is_room_for() -> None:
-    text = constrained("merging", build_fsm(parse_regex(r'\{"name": "ab[cx]')))
+    text = constrained("merging", build_dfa(parse_regex(r'\{"name": "ab[cx]')))
     assert text.jump(3) is None
     assert text.token_ids == []

@@ -7,14 +7,14 @@ import pytest
 from support.small_tokenizers import byte_level, byte_level_of, sentencepiece
 
 from agentflow.engine.grammar import llguidance as llguidance_grammar
-from agentflow.engine.grammar.compiler.compilation import compile_constraint
-from agentflow.engine.grammar.dfa import DEAD, START, build_fsm
+from agentflow.engine.grammar.compiler.compile import compile_constraint
+from agentflow.engine.grammar.compiler.lark import pattern_of
+from agentflow.engine.grammar.dfa import DEAD, START, build_dfa
 from agentflow.engine.grammar.grammar import is_allowed
 from agentflow.engine.grammar.llguidance import (
     ALL_TOKENS_ALLOWED,
     LlguidanceGrammar,
     LlguidanceVocabulary,
-    pattern_of,
 )
 from agentflow.engine.grammar.regex import parse_regex
 from agentflow.engine.text.tokenizer import Tokenizer
@@ -117,16 +117,16 @@ def test_masks_are_those_of_trying_each_token(name, tokenizer, vocabulary):
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_masks_and_ends_are_those_of_the_machine(pattern, tokenizer, vocabulary):
-    fsm = build_fsm(parse_regex(pattern))
+    dfa = build_dfa(parse_regex(pattern))
     matcher = LlguidanceGrammar(pattern_payload(pattern), vocabulary).matcher()
     dice, state = random.Random(pattern), START
     for _ in range(12):
-        after = {i: fsm.read(state, tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)}
+        after = {i: dfa.read(state, tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)}
         expected = [i for i in after if tokenizer.token_bytes(i) and after[i] != DEAD]
         assert ids_of(matcher.mask()) == expected
-        assert matcher.may_end() == fsm.accepting[state]
+        assert matcher.may_end() == dfa.accepting[state]
         assert matcher.must_end() == (not expected)
-        assert matcher.forced() == forced_by(fsm, state)
+        assert matcher.forced() == forced_by(dfa, state)
         if not expected:
             break
         token_id = dice.choice(expected)
@@ -134,14 +134,14 @@ def test_masks_and_ends_are_those_of_the_machine(pattern, tokenizer, vocabulary)
         state = after[token_id]
 
 
-def forced_by(fsm, state: int) -> bytes:
+def forced_by(dfa, state: int) -> bytes:
     forced = bytearray()
-    while not fsm.accepting[state]:
-        followers = np.flatnonzero(fsm.transitions[state][fsm.class_of_byte] != DEAD)
+    while not dfa.accepting[state]:
+        followers = np.flatnonzero(dfa.transitions[state][dfa.class_of_byte] != DEAD)
         if len(followers) != 1:
             break
         forced.append(int(followers[0]))
-        state = fsm.read(state, bytes(forced[-1:]))
+        state = dfa.read(state, bytes(forced[-1:]))
     return bytes(forced)
 
 
@@ -314,14 +314,14 @@ def test_masks_of_the_default_model_are_those_of_the_machine(model_folder):
     tokenizer = Tokenizer.from_folder(model_folder)
     vocabulary = LlguidanceVocabulary(tokenizer, tokenizer.vocab_size)
     pattern = r'\{"name": "[A-Z][a-zé]*", "n": -?[0-9]{1,3}\}'
-    fsm = build_fsm(parse_regex(pattern))
+    dfa = build_dfa(parse_regex(pattern))
     matcher = LlguidanceGrammar(pattern_payload(pattern), vocabulary).matcher()
     state = START
     for text in ("", '{"', "name", '": "', "A", "dé", '", "', 'n": '):
         for token_id in tokenizer.encode(text, continues=True):
             matcher.take(token_id)
-            state = fsm.read(state, tokenizer.token_bytes(token_id))
-        ends = (fsm.read(state, tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size))
+            state = dfa.read(state, tokenizer.token_bytes(token_id))
+        ends = (dfa.read(state, tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size))
         expected = [i for i, end in enumerate(ends) if end != DEAD and tokenizer.token_bytes(i)]
         assert ids_of(matcher.mask()) == expected
-        assert matcher.forced() == forced_by(fsm, state)
+        assert matcher.forced() == forced_by(dfa, state)

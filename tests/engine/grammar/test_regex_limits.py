@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from agentflow.engine.grammar.dfa import MAX_STEPS, build_fsm
+from agentflow.engine.grammar.dfa import MAX_STEPS, build_dfa
 from agentflow.engine.grammar.regex import (
     EMPTY,
     NOTHING,
@@ -20,7 +20,7 @@ from agentflow.engine.grammar.regex import (
     Regex,
     Repeat,
     Sequence,
-    TooMuchForFsm,
+    TooLargeForDfa,
     literal,
     parse_regex,
 )
@@ -97,7 +97,7 @@ BYTES_AT_MOST = 100 << 20
 @pytest.mark.parametrize("pattern", REFUSED, ids=lambda pattern: pattern[:20])
 def test_what_cannot_be_kept_is_refused_by_name(pattern):
     with pytest.raises(BadArgument, match=REFUSED[pattern]) as caught:
-        build_fsm(parse_regex(pattern))
+        build_dfa(parse_regex(pattern))
     assert str(caught.value).startswith(("regex: ", "constraint: no text at all"))
 
 
@@ -129,18 +129,18 @@ COMMON = {
 
 @pytest.mark.parametrize("pattern", COMMON, ids=lambda pattern: pattern[:20])
 def test_common_patterns_with_boundaries_and_inner_anchors_are_kept(pattern):
-    fsm = build_fsm(parse_regex(pattern))
+    dfa = build_dfa(parse_regex(pattern))
     right, wrong = COMMON[pattern]
     assert re.fullmatch(pattern, right)
     assert not re.fullmatch(pattern, wrong)
-    assert fsm.matches(right.encode())
-    assert not fsm.matches(wrong.encode())
+    assert dfa.matches(right.encode())
+    assert not dfa.matches(wrong.encode())
 
 
 @pytest.mark.parametrize("pattern", ANCHORED)
 def test_anchors_at_the_ends_say_nothing(pattern):
-    fsm, plain = build_fsm(parse_regex(pattern)), build_fsm(parse_regex(ANCHORED[pattern]))
-    assert fsm.to_bytes() == plain.to_bytes()
+    dfa, plain = build_dfa(parse_regex(pattern)), build_dfa(parse_regex(ANCHORED[pattern]))
+    assert dfa.to_bytes() == plain.to_bytes()
 
 
 @pytest.mark.parametrize("name", TOO_MUCH)
@@ -154,8 +154,8 @@ def test_what_is_too_large_fails_after_bounded_work(name):
 
     sys.setprofile(count)
     try:
-        with pytest.raises(TooMuchForFsm) as caught:
-            build_fsm(parse_regex(TOO_MUCH[name]))
+        with pytest.raises(TooLargeForDfa) as caught:
+            build_dfa(parse_regex(TOO_MUCH[name]))
     finally:
         sys.setprofile(None)
     assert str(caught.value)
@@ -167,8 +167,8 @@ def test_what_is_too_large_fails_before_it_fills_the_memory(name):
     gc.collect()
     tracemalloc.start()
     try:
-        with pytest.raises(TooMuchForFsm):
-            build_fsm(parse_regex(TOO_MUCH[name]))
+        with pytest.raises(TooLargeForDfa):
+            build_dfa(parse_regex(TOO_MUCH[name]))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -180,9 +180,9 @@ def test_what_is_too_large_fails_before_it_fills_the_memory(name):
 )
 def test_each_limit_is_one_that_can_be_set(limit, most):
     regex = parse_regex(r'"[^"\\]{0,1000}"')
-    build_fsm(regex, **{limit: most + 1})
-    with pytest.raises(TooMuchForFsm):
-        build_fsm(regex, **{limit: most // 2})
+    build_dfa(regex, **{limit: most + 1})
+    with pytest.raises(TooLargeForDfa):
+        build_dfa(regex, **{limit: most // 2})
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), st.booleans()), min_size=2, max_size=3))
@@ -194,8 +194,8 @@ def test_repeats_of_repeats_match_as_often_as_python_says(counts):
         pattern = f"(?:{pattern}){{{least},{'' if is_endless else least + more}}}"
         most = _LONGEST if is_endless else min(least + more, _LONGEST)
         lengths = _repeated(lengths, least, most)
-    fsm = build_fsm(parse_regex(pattern))
-    assert {length for length in range(_LONGEST) if fsm.matches(b"a" * length)} == lengths
+    dfa = build_dfa(parse_regex(pattern))
+    assert {length for length in range(_LONGEST) if dfa.matches(b"a" * length)} == lengths
 
 
 _LONGEST = 60
@@ -211,9 +211,9 @@ def _repeated(lengths: set[int], least: int, most: int) -> set[int]:
 
 
 def test_a_repeat_of_repeats_is_small():
-    assert build_fsm(parse_regex("(?:.{0,20}){0,50}")).num_states < 8100
-    with pytest.raises(TooMuchForFsm):
-        build_fsm(parse_regex("(?:a{2,20}){0,50}b?" * 60))
+    assert build_dfa(parse_regex("(?:.{0,20}){0,50}")).num_states < 8100
+    with pytest.raises(TooLargeForDfa):
+        build_dfa(parse_regex("(?:a{2,20}){0,50}b?" * 60))
 
 
 def test_a_tree_whose_parts_are_shared_is_counted_without_walking_all_of_it():
@@ -221,16 +221,16 @@ def test_a_tree_whose_parts_are_shared_is_counted_without_walking_all_of_it():
     regex: Regex = literal("a")
     for _ in range(60):
         regex = Sequence((regex, regex))
-    with pytest.raises(TooMuchForFsm, match="repeats and choices"):
-        build_fsm(regex)
+    with pytest.raises(TooLargeForDfa, match="repeats and choices"):
+        build_dfa(regex)
 
 
 def test_a_deep_tree_is_too_much():
     regex: Regex = literal("a")
     for _ in range(5_000):
         regex = Choice((regex, EMPTY))
-    with pytest.raises(TooMuchForFsm, match="nests deeper"):
-        build_fsm(regex)
+    with pytest.raises(TooLargeForDfa, match="nests deeper"):
+        build_dfa(regex)
 
 
 @pytest.mark.parametrize(
@@ -248,14 +248,14 @@ def test_a_deep_tree_is_too_much():
     ],
 )
 def test_trees_that_no_pattern_gives(regex, texts, others):
-    fsm = build_fsm(regex)
-    assert [text for text in [*texts, *others] if fsm.matches(text.encode())] == texts
+    dfa = build_dfa(regex)
+    assert [text for text in [*texts, *others] if dfa.matches(text.encode())] == texts
 
 
 @pytest.mark.parametrize("regex", [NOTHING, Repeat(NOTHING, 1, 2), Sequence((literal("a"), CharSet(())))])
 def test_a_tree_that_no_text_matches_is_refused(regex):
     with pytest.raises(BadArgument, match="no text at all"):
-        build_fsm(regex)
+        build_dfa(regex)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.engine.grammar.compiler.compilation import compile_constraint
+from agentflow.engine.grammar.compiler.compile import compile_constraint
 from agentflow.engine.grammar.llguidance import LlguidanceGrammar
 from agentflow.errors import BadArgument
 from agentflow.protocol.constraint import Constraint
@@ -205,7 +205,7 @@ VALUES = {
 @pytest.mark.parametrize("name", ROWS)
 def test_tags_in_a_row(name):
     row, values = ROWS[name], VALUES[name]
-    assert row.form == ("fsm" if name == "machine" else "llguidance")
+    assert row.form == ("dfa" if name == "machine" else "llguidance")
     begin = "<2>" if name == "large" else "<call>"
     one, other = f"{begin}\n{values[0]}\n</call>", f"{begin}\n{values[-1]}\n</call>"
     for text, taken, may_end in (

@@ -3,11 +3,11 @@
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support.engine.random_machines import machine_of, machines, tokens
+from support.engine.random_dfas import dfa_of, dfas, tokens
 
-from agentflow.engine.grammar.dfa import DEAD, START, Fsm
+from agentflow.engine.grammar.dfa import DEAD, START, Dfa
 from agentflow.engine.grammar.grammar import TokenWords, is_allowed
-from agentflow.engine.grammar.token_dfa import FsmGrammar, Vocabulary
+from agentflow.engine.grammar.token_dfa import DfaGrammar, Vocabulary
 
 
 def ids_of(words: TokenWords, vocab_size: int) -> set[int]:
@@ -16,48 +16,48 @@ def ids_of(words: TokenWords, vocab_size: int) -> set[int]:
     return {i for i in range(vocab_size) if is_allowed(words, i)}
 
 
-def tried(fsm: Fsm, state: int, vocabulary: Vocabulary) -> set[int]:
+def tried(dfa: Dfa, state: int, vocabulary: Vocabulary) -> set[int]:
     """The brute force: each token's bytes, one after the other."""
-    return {i for i, data in enumerate(vocabulary.token_bytes) if data and fsm.read(state, data) != DEAD}
+    return {i for i, data in enumerate(vocabulary.token_bytes) if data and dfa.read(state, data) != DEAD}
 
 
-@given(machines(), tokens(), st.integers(0, 40))
-@example(machine_of([b"aaaa"]), [b"a" * n for n in range(5)] * 2, 0)
-def test_a_mask_is_what_trying_every_token_gives(fsm: Fsm, token_bytes: list[bytes], num_more: int):
+@given(dfas(), tokens(), st.integers(0, 40))
+@example(dfa_of([b"aaaa"]), [b"a" * n for n in range(5)] * 2, 0)
+def test_a_mask_is_what_trying_every_token_gives(dfa: Dfa, token_bytes: list[bytes], num_more: int):
     vocabulary = Vocabulary(token_bytes, len(token_bytes) + num_more)
-    grammar = FsmGrammar(fsm, vocabulary)
+    grammar = DfaGrammar(dfa, vocabulary)
     for _ in range(2):  # made, and then remembered
-        for state in range(START, len(fsm.transitions)):
-            assert ids_of(grammar.mask(state), vocabulary.vocab_size) == tried(fsm, state, vocabulary)
+        for state in range(START, len(dfa.transitions)):
+            assert ids_of(grammar.mask(state), vocabulary.vocab_size) == tried(dfa, state, vocabulary)
 
 
-@given(machines(), tokens())
-def test_masks_that_do_not_fit_are_made_again(fsm: Fsm, token_bytes: list[bytes]):
+@given(dfas(), tokens())
+def test_masks_that_do_not_fit_are_made_again(dfa: Dfa, token_bytes: list[bytes]):
     vocabulary = Vocabulary(token_bytes)
-    grammar = FsmGrammar(fsm, vocabulary, max_masks=1)
-    for state in [*range(START, len(fsm.transitions))] * 2:
-        assert ids_of(grammar.mask(state), vocabulary.vocab_size) == tried(fsm, state, vocabulary)
+    grammar = DfaGrammar(dfa, vocabulary, max_masks=1)
+    for state in [*range(START, len(dfa.transitions))] * 2:
+        assert ids_of(grammar.mask(state), vocabulary.vocab_size) == tried(dfa, state, vocabulary)
 
 
-@given(machines(), tokens(), st.data())
-def test_a_matcher_walks_with_the_tokens_it_takes(fsm: Fsm, token_bytes: list[bytes], data: st.DataObject):
+@given(dfas(), tokens(), st.data())
+def test_a_matcher_walks_with_the_tokens_it_takes(dfa: Dfa, token_bytes: list[bytes], data: st.DataObject):
     vocabulary = Vocabulary(token_bytes)
-    matcher = FsmGrammar(fsm, vocabulary).matcher()
+    matcher = DfaGrammar(dfa, vocabulary).matcher()
     taken: list[int] = []
     for _ in range(data.draw(st.integers(0, 12))):
-        state = fsm.read(START, b"".join(token_bytes[i] for i in taken))
+        state = dfa.read(START, b"".join(token_bytes[i] for i in taken))
         assert matcher.state == state
-        assert ids_of(matcher.mask(), vocabulary.vocab_size) == tried(fsm, state, vocabulary)
-        assert matcher.may_end() == fsm.accepting[state]
-        alive = [byte for byte in range(256) if fsm.read(state, bytes([byte])) != DEAD]
-        assert matcher.must_end() == (fsm.accepting[state] and not alive)
+        assert ids_of(matcher.mask(), vocabulary.vocab_size) == tried(dfa, state, vocabulary)
+        assert matcher.may_end() == dfa.accepting[state]
+        alive = [byte for byte in range(256) if dfa.read(state, bytes([byte])) != DEAD]
+        assert matcher.must_end() == (dfa.accepting[state] and not alive)
         if taken and data.draw(st.booleans()):
             count = data.draw(st.integers(0, len(taken)))
             matcher.take_back(count)
             del taken[len(taken) - count :]
             continue
         token = data.draw(st.integers(0, len(token_bytes) - 1))
-        if token in tried(fsm, state, vocabulary):
+        if token in tried(dfa, state, vocabulary):
             matcher.take(token)
             taken.append(token)
         else:
@@ -67,7 +67,7 @@ def test_a_matcher_walks_with_the_tokens_it_takes(fsm: Fsm, token_bytes: list[by
 
 @given(st.sets(st.binary(min_size=1, max_size=5), min_size=1, max_size=6))
 def test_what_is_forced_is_what_all_texts_begin_with(texts: set[bytes]):
-    matcher = FsmGrammar(machine_of(texts), Vocabulary([bytes([i]) for i in range(256)])).matcher()
+    matcher = DfaGrammar(dfa_of(texts), Vocabulary([bytes([i]) for i in range(256)])).matcher()
     shortest = min(texts, key=len)
     common = 0
     while common < len(shortest) and len({text[: common + 1] for text in texts}) == 1:
@@ -83,9 +83,9 @@ def test_tokens_with_a_common_beginning(token_bytes: list[bytes], prefix: bytes)
 
 
 def test_a_machine_survives_the_way_to_another_process():
-    fsm = machine_of([b"yes", b"no"])
-    again = Fsm.from_bytes(fsm.to_bytes())
+    dfa = dfa_of([b"yes", b"no"])
+    again = Dfa.from_bytes(dfa.to_bytes())
     assert again.matches(b"yes")
     assert again.matches(b"no")
     assert not again.matches(b"n")
-    assert (again.transitions == fsm.transitions).all()
+    assert (again.transitions == dfa.transitions).all()

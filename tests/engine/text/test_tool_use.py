@@ -25,8 +25,8 @@ from support.engine.tool_requests import (
 )
 from support.engine.tool_template_shapes import TEMPLATES
 
-from agentflow.engine.grammar.compiler.compilation import compile_constraint
-from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
+from agentflow.engine.grammar.compiler.compile import compile_constraint
+from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.errors import BadArgument, NotSupported
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice
@@ -42,7 +42,7 @@ def test_texts_under_a_required_choice_are_calls(name, chosen, tools):
     choice = CHOICES[chosen]
     use = use_of(ALL[name], request(choice, tools))
     compiled = compile_constraint(use.constraint().check())
-    assert (compiled.form == "fsm") == (tools is REGULAR or choice.name is not None)
+    assert (compiled.form == "dfa") == (tools is REGULAR or choice.name is not None)
     counts = set()
     for seed in range(25):
         text = walk(text_under(compiled), random.Random(seed))
@@ -124,8 +124,8 @@ def test_either_calls_or_the_form_that_is_asked_for(name, form, tools):
     use = use_of(ALL[name], request(AUTO, tools))
     compiled = compile_constraint(use.constraint(otherwise).check())
     plain, calls_only = (compile_constraint(one) for one in (otherwise, use.calls))
-    is_regular = plain.form == calls_only.form == "fsm"
-    assert (compiled.form == "fsm") == is_regular
+    is_regular = plain.form == calls_only.form == "dfa"
+    assert (compiled.form == "dfa") == is_regular
     start = (use.form.mark or '{"name": "weather", "parameters": {"city": "').encode()
     for prefix, is_call in ((beginning, False), (start, True)):
         num_texts = 0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec import inspect, structs
 
 from agentflow.cli.serve import _known_names
-from agentflow.engine.grammar.compiler.compiled import CompileLimits
+from agentflow.engine.grammar.compiler.messages import CompileLimits
 from agentflow.engine.scheduling.policies import POLICIES
 from agentflow.errors import BadArgument
 from agentflow.server.config import schema as config_schema

@@ -21,9 +21,9 @@ from support.wire_peer import WireGenerator
 
 from agentflow.engine.client import EngineClient
 from agentflow.engine.generator import EngineGenerator
-from agentflow.engine.grammar.compiler.compiled import CompiledConstraint, CompileLimits
 from agentflow.engine.grammar.compiler.compiler import constraint_compiler
-from agentflow.engine.grammar.dfa import build_fsm
+from agentflow.engine.grammar.compiler.messages import CompiledConstraint, CompileLimits
+from agentflow.engine.grammar.dfa import build_dfa
 from agentflow.engine.grammar.regex import parse_regex
 from agentflow.engine.process.ipc import EngineStats, Failed, Finished, Origin, Progress, Started, Submit
 from agentflow.engine.step_times import PHASES, STEP_BOUNDS_S, BucketCounts, StepTimes
@@ -133,7 +133,7 @@ async def test_tasks_are_counted():
 
 
 async def test_forced_tokens_are_told_apart():
-    machine = build_fsm(parse_regex("The capital of France is Paris")).to_bytes()
+    machine = build_dfa(parse_regex("The capital of France is Paris")).to_bytes()
     async with plain_engine() as client:
         app = app_on(client)
         async with app.router.lifespan_context(app):
@@ -143,7 +143,7 @@ async def test_forced_tokens_are_told_apart():
                 SamplingParams(),
                 seed=0,
                 on_text=lambda text: None,
-                constraint=CompiledConstraint("capital", "fsm", machine),
+                constraint=CompiledConstraint("capital", "dfa", machine),
             )
             _, told = await get_metrics(app)
     assert told["agentflow_forced_tokens_total",] == len(end.token_ids) > 5

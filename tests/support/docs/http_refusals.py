@@ -49,7 +49,7 @@ from support.refusing_servers import (
     tenants,
 )
 
-from agentflow.engine.grammar.compiler.compiled import CompileLimits
+from agentflow.engine.grammar.compiler.messages import CompileLimits
 from agentflow.engine.text import chat_layout
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.protocol.json_bounds import BODY_BOUNDS, OBJECT_BOUNDS

@@ -16,7 +16,7 @@ from support.refused_sessions import ASK, OPEN, Session, gen, text
 from support.refused_sessions import session as session_on
 from support.refusing_servers import KEY, changed, failing_engine, tenants
 
-from agentflow.engine.grammar.compiler.compiled import CompileLimits
+from agentflow.engine.grammar.compiler.messages import CompileLimits
 from agentflow.engine.text import chat_layout
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.runtime import interpreter, state_tree

@@ -5,7 +5,7 @@ import random
 import numpy as np
 from hypothesis import strategies as st
 
-from agentflow.engine.grammar.dfa import DEAD, START, Fsm
+from agentflow.engine.grammar.dfa import DEAD, START, Dfa
 
 ALPHABET = 'abAB1 -\n"éÉſKßİıΣς€퟿😀𐐀٣'
 """Few characters, so that patterns and texts meet often: of every length in UTF-8, with odd cases."""
@@ -80,13 +80,13 @@ def patterns(*, flags: tuple[str, ...] = ("(?i:", "(?s:", "(?a:", "(?ai:"), look
     return st.recursive(atoms, lambda inner: _grown(inner, list(flags), look_arounds), max_leaves=6)
 
 
-def walked(fsm: Fsm, dice: random.Random, max_bytes: int) -> bytes:
+def walked(dfa: Dfa, dice: random.Random, max_bytes: int) -> bytes:
     """A text that the machine accepts: a random one, which after so many bytes ends as soon as it can."""
-    to_end = bytes_to_end(fsm)
+    to_end = bytes_to_end(dfa)
     text = bytearray()
     state = START
-    while not (fsm.accepting[state] and (len(text) >= max_bytes or dice.random() < 0.3)):
-        row = fsm.transitions[state][fsm.class_of_byte]
+    while not (dfa.accepting[state] and (len(text) >= max_bytes or dice.random() < 0.3)):
+        row = dfa.transitions[state][dfa.class_of_byte]
         allowed = np.flatnonzero(row != DEAD)
         if not len(allowed):
             break
@@ -99,12 +99,12 @@ def walked(fsm: Fsm, dice: random.Random, max_bytes: int) -> bytes:
     return bytes(text)
 
 
-def bytes_to_end(fsm: Fsm) -> np.ndarray:
+def bytes_to_end(dfa: Dfa) -> np.ndarray:
     """For each state, how many more bytes the shortest text has; a large number where there is none."""
-    far = len(fsm.transitions) + 1
-    distances = np.where(fsm.accepting, 0, far)
+    far = len(dfa.transitions) + 1
+    distances = np.where(dfa.accepting, 0, far)
     while True:
-        nearer = np.minimum(distances, distances[fsm.transitions].min(axis=1) + 1)
+        nearer = np.minimum(distances, distances[dfa.transitions].min(axis=1) + 1)
         if (nearer == distances).all():
             return distances
         distances = nearer

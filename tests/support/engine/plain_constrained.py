@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from agentflow.engine.grammar.dfa import DEAD, START, Fsm
+from agentflow.engine.grammar.dfa import DEAD, START, Dfa
 from agentflow.engine.text.tokenizer import Tokenizer
 
 
@@ -14,7 +14,7 @@ class PlainConstrained:
     """A text that grows under a machine. ``ids``: of what there is; ``held``: what the next token must begin
     with; ``shown``: the longest text so far."""
 
-    fsm: Fsm
+    dfa: Dfa
     tokenizer: Tokenizer
     jumps: bool = True
     ids: list[int] = field(default_factory=list)
@@ -26,13 +26,13 @@ class PlainConstrained:
         return b"".join([self.tokenizer.token_bytes(i) for i in self.ids])
 
     def state(self, data: bytes) -> int:
-        return self.fsm.read(START, data)
+        return self.dfa.read(START, data)
 
     def next_bytes(self, data: bytes) -> list[int]:
         return [byte for byte in range(256) if self.state(data + bytes([byte])) != DEAD]
 
     def may_end(self) -> bool:
-        return not self.held and bool(self.fsm.accepting[self.state(self.data)])
+        return not self.held and bool(self.dfa.accepting[self.state(self.data)])
 
     def must_end(self) -> bool:
         return self.may_end() and not self.next_bytes(self.data)
@@ -55,7 +55,7 @@ class PlainConstrained:
     def forced(self) -> bytes:
         """What must come next."""
         run = b""
-        while not self.fsm.accepting[self.state(self.data + run)]:
+        while not self.dfa.accepting[self.state(self.data + run)]:
             following = self.next_bytes(self.data + run)
             if len(following) != 1:
                 break

@@ -20,8 +20,8 @@ from support.wire_peer import Listener, WireGenerator, count_words, gen
 
 from agentflow.backends.scripted import ScriptedContext
 from agentflow.engine.fake_runner import FakeRunner
-from agentflow.engine.grammar.compiler.compiled import CompileLimits
 from agentflow.engine.grammar.compiler.compiler import constraint_compiler
+from agentflow.engine.grammar.compiler.messages import CompileLimits
 from agentflow.engine.tenant import NOBODY_ELSE
 from agentflow.protocol import ops
 from agentflow.protocol.constraint import Constraint

@@ -30,14 +30,14 @@ from typing import Generic, TypeVar
 import anyio
 import msgspec
 
-from agentflow.engine.grammar.compiler.compiled import (
+from agentflow.engine.grammar.compiler.messages import (
     CompiledConstraint,
     CompileEnd,
+    CompileFailure,
     CompileLimits,
-    Refusal,
     over_cpu_time,
 )
-from agentflow.engine.grammar.compiler.worker import LAST_WORDS_S, CannotCompile, CompileWorker
+from agentflow.engine.grammar.compiler.worker_handle import LAST_WORDS_S, CannotCompile, CompileWorkerHandle
 from agentflow.errors import AgentflowError, BadArgument, EngineFailed, Overloaded, RequestRefused
 from agentflow.protocol.constraint import MAX_SOURCE_CHARS, Constraint
 from agentflow.runtime.limits import part_of
@@ -146,7 +146,7 @@ class CpuAllowance:
         return max(0.0, (min(seconds, self._burst_s) - self.left_s) / self._share)
 
 
-Outcome = CompiledConstraint | Refusal
+Outcome = CompiledConstraint | CompileFailure
 
 # Of an entry, beyond its texts and its payload.
 ENTRY_BYTES = 1_000
@@ -204,7 +204,7 @@ class CompileCache:
 
 def _size(constraint: Constraint, outcome: Outcome) -> int:
     texts = sum(map(sys.getsizeof, constraint.texts()))
-    if isinstance(outcome, Refusal):
+    if isinstance(outcome, CompileFailure):
         return ENTRY_BYTES + texts + sys.getsizeof(outcome.message)
     return ENTRY_BYTES + texts + len(outcome.payload) + sys.getsizeof(outcome.key)
 
@@ -212,7 +212,7 @@ def _size(constraint: Constraint, outcome: Outcome) -> int:
 logger = logging.getLogger(__name__)
 
 # A ``compile_frames.CompileConstraint``.
-LOADER = "agentflow.engine.grammar.compiler.compilation:compile_constraint"
+LOADER = "agentflow.engine.grammar.compiler.compile:compile_constraint"
 # What nobody waits for any more may run so long; most constraints are done by then, and a new process
 # takes longer than this to start.
 ABANDONED_S = 0.2
@@ -294,7 +294,7 @@ class ConstraintCompiler:
         self._jobs: dict[tuple[str, Constraint], _Job] = {}  # those that wait and the one that runs
         self._has_work = anyio.Event()
         self._has_ended = False
-        self._worker: CompileWorker | None = None
+        self._worker: CompileWorkerHandle | None = None
         self._allowance = CpuAllowance(BURST_S, limits.cpu_share, time.monotonic)
         self._num_compiled = 0
         self._num_refused = 0
@@ -326,7 +326,7 @@ class ConstraintCompiler:
                 outcome = await self._wait_for(constraint, tenant)
             else:
                 self._num_cache_hits += 1
-            if isinstance(outcome, Refusal):
+            if isinstance(outcome, CompileFailure):
                 raise outcome.to_error()
         except AgentflowError:
             self._num_refused += 1
@@ -368,10 +368,10 @@ class ConstraintCompiler:
         assert job.began_at is not None
         return job.began_at + MAX_LATENESS * self._limits.wall_s
 
-    def _too_busy(self, job: _Job) -> Refusal:
+    def _too_busy(self, job: _Job) -> CompileFailure:
         """Whatever it asks for, it has not had it yet."""
         message = f"{job.constraint.kind}: it is not compiled yet, for others need the processors: try again"
-        return Refusal(Overloaded.code, message, is_final=False, retry_after_s=self._limits.wall_s)
+        return CompileFailure(Overloaded.code, message, is_final=False, retry_after_s=self._limits.wall_s)
 
     def _abandon(self, job: _Job) -> None:
         if job.began_at is None:
@@ -410,7 +410,7 @@ class ConstraintCompiler:
         """One process, from its start until it is used up; how it died if it has compiled nothing before.
         ``CannotCompile`` where it would be the same with another."""
         try:
-            worker = self._worker = CompileWorker.start(self._loader, self._limits)
+            worker = self._worker = CompileWorkerHandle.start(self._loader, self._limits)
         except OSError as error:
             raise CannotCompile(f"their process cannot be started: {error}") from error
         has_compiled = False
@@ -432,7 +432,7 @@ class ConstraintCompiler:
             self._worker = None
         return None if has_compiled else f"their process {how}"
 
-    async def _next_work(self, worker: CompileWorker) -> None:
+    async def _next_work(self, worker: CompileWorkerHandle) -> None:
         """Waits for something in the queue. EOFError if the process dies meanwhile."""
         if self._queue:
             return
@@ -446,7 +446,7 @@ class ConstraintCompiler:
             self._has_work = anyio.Event()
             await self._has_work.wait()
 
-    async def _run(self, worker: CompileWorker, job: _Job) -> None:
+    async def _run(self, worker: CompileWorkerHandle, job: _Job) -> None:
         end: CompileEnd | None = None
         job.began_at = anyio.current_time()
         with anyio.CancelScope(deadline=self._last_deadline(job)) as job.scope:
@@ -459,17 +459,17 @@ class ConstraintCompiler:
             await worker.end()  # before anything else is run, and on this tenant's account
         self._queue.charge(job.tenant, anyio.current_time() - job.began_at)
         if end is None and job.used_too_much:
-            end = CompileEnd(refusal=over_cpu_time(job.constraint, self._limits.cpu_s))
+            end = CompileEnd(failure=over_cpu_time(job.constraint, self._limits.cpu_s))
         if end is None:
-            end = CompileEnd(refusal=self._too_busy(job))
+            end = CompileEnd(failure=self._too_busy(job))
         if end.compiled is not None:
             self._num_compiled += 1
             end = CompileEnd(_of_tenant(end.compiled, job.tenant))
-        outcome = end.compiled or end.refusal
+        outcome = end.compiled or end.failure
         assert outcome is not None
         self._end(job, outcome)
 
-    async def _slow_down(self, worker: CompileWorker, job: _Job) -> None:
+    async def _slow_down(self, worker: CompileWorkerHandle, job: _Job) -> None:
         """Until cancelled: lets the process run while there is an allowance for it, and pauses it when it is
         spent. Even what runs only on an idle processor costs those who want it in a moment: on two cores a
         forward pass takes a third longer beside it. What takes long is ended where another tenant waits."""
@@ -507,7 +507,7 @@ class ConstraintCompiler:
     def _end_all(self, problem: str) -> None:
         message = f"constraints cannot be compiled: {problem}"
         while self._queue:
-            self._end(self._queue.pop()[1], Refusal(EngineFailed.code, message, is_final=False))
+            self._end(self._queue.pop()[1], CompileFailure(EngineFailed.code, message, is_final=False))
 
 
 def _of_tenant(compiled: CompiledConstraint, tenant: str) -> CompiledConstraint:

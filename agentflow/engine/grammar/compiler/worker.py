@@ -1,115 +1,237 @@
-"""The server's handle on one compiling process: one constraint at a time goes there and comes back."""
+"""The compiling of constraints in a process of its own: what runs in that process.
+
+``python -m agentflow.engine.grammar.compiler.worker SOCKET LIFELINE``: the numbers of a socket and of a pipe
+that the server left open for it (``process/child.py``).
+It compiles one constraint after the other, at a priority below everything else on the machine, and each
+within limits. There are two fences around a job. Inside, an exception in Python's code where a limit is
+reached, after which the process goes on. Outside, for native code that does not come back to Python: the
+kernel ends the process, and the server starts another one.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import gc
+import importlib
+import logging
 import math
+import os
+import resource
+import select
 import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import BinaryIO
 
 import psutil
 
-from agentflow.engine.grammar.compiler.compiled import (
+from agentflow.engine.grammar.compiler.messages import (
+    CompileConstraint,
     CompileEnd,
-    CompileLimits,
-    Refusal,
-    StartCompiling,
-    end_decoder,
+    CompileFailure,
+    Ready,
+    constraint_decoder,
     megabytes,
-    over_cpu_time,
-    ready_decoder,
+    over_limit,
+    start_decoder,
 )
-from agentflow.engine.process.child import ChildProcess, to_frame
-from agentflow.errors import EngineFailed, RequestRefused
+from agentflow.engine.process.child import READ_BYTES, FrameBuffer, to_frame
+from agentflow.errors import AgentflowError, incident
 from agentflow.protocol.constraint import Constraint
 
-# How long a process whose socket has ended may take to say how it ended.
-LAST_WORDS_S = 1.0
-# Each thread that a library starts, and each heap that the C library makes for one, would count against
-# the memory limit; and one job needs one thread.
-ONE_THREAD = {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "RAYON_NUM_THREADS": "1",
-    "MALLOC_ARENA_MAX": "1",
-}
-# What the kernel ends a process with because of what it did itself.
-OWN_FAULTS = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE)
+logger = logging.getLogger(__name__)
+
+# Between the two fences around processor time; the outer one can only be set to whole seconds.
+CPU_GRACE_S = 1.0
+# The exception for processor time may come where Python drops it (in a destructor, say): it comes again.
+REPEAT_S = 0.1
 
 
-class CannotCompile(Exception):
-    """The process says why it will never compile anything."""
+class _CpuTimeOver(BaseException):
+    """No ``Exception``: compiling code must not take it for one of its own."""
 
 
-class CompileWorker(ChildProcess):
-    """Started with ``start``; after ``ready`` it takes constraints for as long as ``is_usable``, and is ended
-    with ``end``. ``has_died``: it did so while it compiled."""
+class CompileWorker:
+    """This end of the socket, and the compiling function behind it once it is loaded."""
 
-    is_usable = True
-    has_died = False
-    _limits: CompileLimits
+    def __init__(self, connection: socket.socket, lifeline: BinaryIO) -> None:
+        self._connection = connection
+        self._lifeline = lifeline
+        self._is_counting = False
 
-    @classmethod
-    def start(cls, loader: str, limits: CompileLimits) -> CompileWorker:
-        """A process that begins to load. OSError when there can be no more processes."""
-        first = StartCompiling(loader, limits.cpu_s, limits.memory_bytes, limits.compiled_bytes)
-        worker = cls.run("agentflow.engine.grammar.compiler.child", first, **ONE_THREAD)
-        worker._limits = limits
-        return worker
+    def run(self) -> int:
+        """Compiles until the socket ends; the exit code."""
+        frames = self._receive()
+        first = next(frames, None)
+        if first is None:
+            return 0
+        self._limits = start_decoder.decode(first)
+        with contextlib.suppress(OSError):  # the server is gone
+            try:
+                self._compile = _load(self._limits.loader)
+            except Exception as error:
+                self._send(Ready(_why_not(error)))
+                return 1
+            self._prepare()
+            self._send(Ready())
+            for frame in frames:
+                end = self._run_job(constraint_decoder.decode(frame))
+                self._send(end)
+                if end.is_last:
+                    break
+        return 0
 
-    async def ready(self) -> None:
-        """Waits until it has loaded. ``CannotCompile``, or EOFError when it has died."""
-        answer = ready_decoder.decode(await self._next_frame())
-        if answer.problem:
-            raise CannotCompile(answer.problem)
+    def _prepare(self) -> None:
+        signal.signal(signal.SIGPROF, self._on_cpu_time_over)
+        gc.collect()
+        gc.freeze()  # what is loaded is there for good, and need not be looked through in each job
+        self._loaded_bytes = _address_space_bytes()
+        take_only_what_is_left()
 
-    def cpu_s(self) -> float:
-        """Processor time that the process has had; while it has none, nothing is its constraint's fault."""
+    def _run_job(self, constraint: Constraint) -> CompileEnd:
+        compiled, failure, reached = None, None, ""
+        is_out_of_memory = False
+        with _ending_with(self._lifeline), self._outer_fences():
+            try:
+                try:
+                    self._count_cpu_time()
+                    compiled = self._compile(constraint)
+                finally:
+                    self._stop_counting()
+            except _CpuTimeOver:
+                self._stop_counting()  # it may have come before the one above was done
+                reached = f"takes more than {self._limits.cpu_s:g} s of processor time"
+            except MemoryError:
+                is_out_of_memory = True  # and no more here: the memory is taken until this block is left
+            except RecursionError:
+                reached = f"nests deeper than {sys.getrecursionlimit()} calls"
+            except AgentflowError as error:
+                failure = CompileFailure(error.code, str(error), param=error.param)
+            except Exception as error:
+                logged = incident(logger, f"{constraint.kind}: compiling it", error)
+                failure = CompileFailure(logged.code, str(logged))
+        if is_out_of_memory:
+            reached = f"needs more than {megabytes(self._limits.memory_bytes)} of memory"
+        elif compiled is not None and len(compiled.payload) > self._limits.compiled_bytes:
+            reached = f"is larger than {megabytes(self._limits.compiled_bytes)} when compiled"
+        if reached:
+            compiled, failure = None, over_limit(constraint, reached)
+        return CompileEnd(compiled, failure, is_out_of_memory or self._has_grown())
+
+    def _count_cpu_time(self) -> None:
+        self._is_counting = True
+        signal.setitimer(signal.ITIMER_PROF, self._limits.cpu_s, REPEAT_S)
+
+    def _stop_counting(self) -> None:
+        self._is_counting = False
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+    def _on_cpu_time_over(self, number: int, frame: FrameType | None) -> None:
+        if self._is_counting:
+            raise _CpuTimeOver
+
+    @contextlib.contextmanager
+    def _outer_fences(self) -> Iterator[None]:
+        """No more memory than the limit on top of what was there; the kernel's end to processor time."""
+        cpu_s = math.ceil(time.process_time() + self._limits.cpu_s + CPU_GRACE_S)
+        _set_limit(resource.RLIMIT_CPU, cpu_s)
+        _set_limit(resource.RLIMIT_AS, _address_space_bytes() + self._limits.memory_bytes)
         try:
-            times = psutil.Process(self.pid).cpu_times()
-        except psutil.Error:
-            return math.inf  # it has ended
-        return float(times.user + times.system)
+            yield
+        finally:
+            _set_limit(resource.RLIMIT_AS, resource.RLIM_INFINITY)
+            _set_limit(resource.RLIMIT_CPU, resource.RLIM_INFINITY)
 
-    def pause(self) -> None:
-        """It gets no processor until ``go_on``."""
-        self.signal(signal.SIGSTOP)
+    def _has_grown(self) -> bool:
+        """Whether jobs have left so much behind that a new process is better."""
+        return _address_space_bytes() - self._loaded_bytes > self._limits.memory_bytes // 2
 
-    def go_on(self) -> None:
-        """After ``pause``."""
-        self.signal(signal.SIGCONT)
+    def _send(self, content: object) -> None:
+        self._connection.sendall(to_frame(content))
 
-    async def watch(self) -> None:
-        """Between two constraints: waits until it dies, and raises EOFError then."""
-        await self._next_frame()
+    def _receive(self) -> Iterator[bytes]:
+        buffer = FrameBuffer()
+        with contextlib.suppress(OSError):  # the server ended with frames unread
+            while piece := self._connection.recv(READ_BYTES):
+                yield from buffer.push(piece)
 
-    async def compile(self, constraint: Constraint) -> CompileEnd:
-        """Its answer; where it dies of the constraint, what is to be said about that. Not to be used again
-        after it was cancelled."""
-        self.is_usable = False
-        try:
-            await self.send(to_frame(constraint))
-            end = end_decoder.decode(await self._next_frame())
-        except (OSError, EOFError):
-            self.has_died = True
-            how = await self.end(LAST_WORDS_S)
-            return CompileEnd(refusal=self._obituary(constraint, how))
-        self.is_usable = not end.is_last
-        return end
 
-    async def _next_frame(self) -> bytes:
-        frames: list[bytes] = []
-        while not frames:
-            frames = await self.receive()
-        return frames[0]
+def _load(name: str) -> CompileConstraint:
+    module, _, function = name.partition(":")
+    compile_constraint: CompileConstraint = getattr(importlib.import_module(module), function)
+    return compile_constraint
 
-    def _obituary(self, constraint: Constraint, how: str) -> Refusal:
-        if self.exit_code == -signal.SIGXCPU:
-            return over_cpu_time(constraint, self._limits.cpu_s)
-        if self.exit_code in OWN_FAULTS:
-            most = megabytes(self._limits.memory_bytes)
-            message = (
-                f"{constraint.kind}: the compiling process {how} of it: it nests too deeply, or needs more "
-                f"than {most} of memory, which is the limit for compiling a constraint"
-            )
-            return Refusal(RequestRefused.code, message)
-        message = f"{constraint.kind}: the compiling process {how} while it compiled this constraint"
-        return Refusal(EngineFailed.code, f"{message}: try again", is_final=False)
+
+def _why_not(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return f"the package {error.name!r} is not installed: pip install 'agentflow-lm[engine]'"
+    logger.error("the compiling process cannot be loaded", exc_info=error)
+    return repr(error)
+
+
+def _address_space_bytes() -> int:
+    num_bytes: int = psutil.Process().memory_info().vms
+    return num_bytes
+
+
+def _set_limit(which: int, value: int) -> None:
+    """As far as whoever started the server allows it."""
+    most = resource.getrlimit(which)[1]
+    if most != resource.RLIM_INFINITY:
+        value = most if value == resource.RLIM_INFINITY else min(value, most)
+    resource.setrlimit(which, (value, most))
+
+
+@contextlib.contextmanager
+def _ending_with(lifeline: BinaryIO) -> Iterator[None]:
+    """Within this the process dies when the lifeline ends, whatever it is doing: of the signal that says so.
+    Elsewhere than on Linux it goes on until its job has ended."""
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, flags | os.O_ASYNC)
+    try:
+        ended = select.poll()  # not select(), which takes no numbers above 1023
+        ended.register(lifeline, select.POLLIN)
+        if ended.poll(0):  # before the signal could come
+            raise ConnectionResetError
+        yield
+    finally:
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, flags)
+
+
+def go_behind_others() -> None:
+    """From now on this process has the smallest share of a processor, and goes first when memory is short."""
+    os.nice(19)
+    with contextlib.suppress(OSError):  # Linux only
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+
+
+def take_only_what_is_left() -> None:
+    """From now on this process runs where a processor would be idle. Whoever wakes up takes the processor
+    from it at once, so threads that wait for each other, as those of a forward pass do, are not held up by
+    its time slices. Where all processors are busy it gets next to nothing (measured: 4 ms of compiling took
+    1 to 4 s, and 0.25 s with nice 19 alone), so this is not for loading, which others may wait for."""
+    if hasattr(os, "SCHED_IDLE"):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
+def main() -> int:
+    """Compiles for the socket and the lifeline whose numbers are the arguments."""
+    for ignored in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ignored, signal.SIG_IGN)  # the server ends this process
+    _set_limit(resource.RLIMIT_CORE, 0)
+    go_behind_others()
+    numbers = [int(argument) for argument in sys.argv[1:]]
+    for number in numbers:
+        os.set_inheritable(number, False)
+    with socket.socket(fileno=numbers[0]) as connection, open(numbers[1], "rb", buffering=0) as lifeline:
+        return CompileWorker(connection, lifeline).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -17,9 +17,9 @@ from support.compile_loaders import LOADER
 from support.holds import Hold
 
 from agentflow.engine.grammar.compiler import compiler as compiler_module
-from agentflow.engine.grammar.compiler.compiled import CompileLimits, end_decoder
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler, constraint_compiler
-from agentflow.engine.grammar.compiler.worker import CompileWorker
+from agentflow.engine.grammar.compiler.messages import CompileLimits, end_decoder
+from agentflow.engine.grammar.compiler.worker_handle import CompileWorkerHandle
 from agentflow.engine.process.child import to_frame
 from agentflow.errors import AgentflowError, BadArgument, EngineFailed, NotSupported, RequestRefused
 from agentflow.protocol.constraint import Constraint
@@ -251,7 +251,7 @@ async def test_one_that_dies_at_each_start_is_given_up_until_it_is_needed(tmp_pa
         failure = await refusal(compiler, "pid")
         assert type(failure) is EngineFailed
         assert str(failure) == "constraints cannot be compiled: their process was killed by SIGKILL"
-        module.write_text("from server.compile_loaders import compile_constraint\n")
+        module.write_text("from support.compile_loaders import compile_constraint\n")
         assert await process_of(compiler) == compiler.pid
 
 
@@ -290,10 +290,10 @@ PARENT = """
 import sys
 import anyio
 from agentflow.protocol.constraint import Constraint
-from agentflow.engine.grammar.compiler.compiled import end_decoder
-from agentflow.engine.grammar.compiler.worker import CompileWorker
+from agentflow.engine.grammar.compiler.messages import end_decoder
+from agentflow.engine.grammar.compiler.worker_handle import CompileWorkerHandle
 from agentflow.engine.grammar.compiler.compiler import constraint_compiler
-from server.compile_loaders import LOADER
+from support.compile_loaders import LOADER
 
 async def main():
     async with constraint_compiler(loader=LOADER) as compiler:
@@ -309,7 +309,7 @@ anyio.run(main)
 async def test_what_comes_on_the_socket_while_it_compiles_does_not_end_it(tmp_path):
     """The kernel may tell of a frame when it has been read, and the work on it begun."""
     hold = Hold(tmp_path / "hold")
-    worker = CompileWorker.start(LOADER, LIMITS)
+    worker = CompileWorkerHandle.start(LOADER, LIMITS)
     await worker.ready()
     async with anyio.create_task_group() as group:
 

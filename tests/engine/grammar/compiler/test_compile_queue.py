@@ -6,8 +6,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from agentflow.engine.grammar.compiler.compiled import CompiledConstraint, Refusal
 from agentflow.engine.grammar.compiler.compiler import ENTRY_BYTES, CompileCache, CompileQueue
+from agentflow.engine.grammar.compiler.messages import CompiledConstraint, CompileFailure
 from agentflow.errors import Overloaded
 from agentflow.protocol.constraint import Constraint
 from agentflow.runtime.limits import part_of
@@ -107,10 +107,10 @@ def test_tenants_that_come_and_go_are_forgotten():
         assert len(queue._used) <= 2 * 10 + 2
 
 
-def outcome_of(number: int, size: int) -> CompiledConstraint | Refusal:
+def outcome_of(number: int, size: int) -> CompiledConstraint | CompileFailure:
     if number % 4 == 0:
-        return Refusal("not_supported", "x" * size)
-    return CompiledConstraint(str(number), "fsm", bytes(size))
+        return CompileFailure("not_supported", "x" * size)
+    return CompiledConstraint(str(number), "dfa", bytes(size))
 
 
 @given(
@@ -124,7 +124,7 @@ def outcome_of(number: int, size: int) -> CompiledConstraint | Refusal:
 def test_the_cache_keeps_what_was_used_last_and_a_tenants_own_part(steps):
     cache = CompileCache(10_000)
     # The least recently used first.
-    kept: list[tuple[str, int, CompiledConstraint | Refusal, int]] = []
+    kept: list[tuple[str, int, CompiledConstraint | CompileFailure, int]] = []
 
     def held_by(name: str) -> int:
         return sum(entry[3] for entry in kept if entry[0] == name)

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field, TypeAdapter
 
-from agentflow.engine.grammar.compiler.compilation import compile_constraint
-from agentflow.engine.grammar.dfa import Fsm
+from agentflow.engine.grammar.compiler.compile import compile_constraint
+from agentflow.engine.grammar.dfa import Dfa
 from agentflow.errors import BadArgument
 from agentflow.protocol.constraint import Constraint
 from benchmarks.constrained.text_walks import takes, text_under, walk
@@ -70,7 +70,7 @@ def some_texts(constraint, number: int, prefix: bytes = b"") -> list[bytes]:
 
 @pytest.mark.parametrize("whitespace", ["compact", "tight", "free"])
 @pytest.mark.parametrize(
-    ("model", "form"), [(Person, "fsm"), (Tree, "llguidance"), (Owner, "fsm"), (Address, "fsm")]
+    ("model", "form"), [(Person, "dfa"), (Tree, "llguidance"), (Owner, "dfa"), (Address, "dfa")]
 )
 def test_records_are_read_back(model, form, whitespace):
     constraint = compiled("schema", schema_of(model), whitespace=whitespace)
@@ -141,7 +141,7 @@ def test_members_that_are_declared_are_all_there_are_in_either_form():
     members = {"a": {"type": "integer"}, "b": {"type": "string", "pattern": "x"}}
     machine = compiled("schema", json.dumps({"type": "object", "properties": {"a": members["a"]}}))
     parser = compiled("schema", json.dumps({"type": "object", "properties": members}))
-    assert (machine.form, parser.form) == ("fsm", "llguidance")
+    assert (machine.form, parser.form) == ("dfa", "llguidance")
     for constraint in (machine, parser):
         assert takes(constraint, '{"a": 1}')
         assert not takes(constraint, '{"a": 1, "c": 1}')
@@ -315,10 +315,10 @@ def test_the_29th_of_february_is_in_leap_years(year):
 
 
 def test_choices_and_patterns_are_machines():
-    assert Fsm.from_bytes(compiled("choices", "", choices=("a", "ab", "é")).payload).matches("é".encode())
-    fsm = Fsm.from_bytes(compiled("regex", r"^\d{4}-\d\d$").payload)
-    assert fsm.matches(b"2024-05")
-    assert not fsm.matches(b"2024-5")
+    assert Dfa.from_bytes(compiled("choices", "", choices=("a", "ab", "é")).payload).matches("é".encode())
+    dfa = Dfa.from_bytes(compiled("regex", r"^\d{4}-\d\d$").payload)
+    assert dfa.matches(b"2024-05")
+    assert not dfa.matches(b"2024-5")
 
 
 @pytest.mark.parametrize(
@@ -408,7 +408,7 @@ def test_the_key_is_of_what_determines_the_result():
 
 CHAIN = """
 from agentflow.protocol.constraint import Constraint
-from agentflow.engine.grammar.compiler.compilation import compile_constraint
+from agentflow.engine.grammar.compiler.compile import compile_constraint
 rules = "".join(f"r{n}: r{n + 1}\\n" for n in range(%d))
 print(compile_constraint(Constraint("grammar", f'start: r0\\n{rules}r%d: "a"')).form)
 """

@@ -11,9 +11,9 @@ from support.compile_loaders import LOADER
 from support.holds import Hold
 
 from agentflow.engine.grammar.compiler import compiler as compiler_module
-from agentflow.engine.grammar.compiler.compiled import CompileLimits
 from agentflow.engine.grammar.compiler.compiler import MAX_LATENESS, ConstraintCompiler, constraint_compiler
-from agentflow.engine.grammar.compiler.worker import CompileWorker
+from agentflow.engine.grammar.compiler.messages import CompileLimits
+from agentflow.engine.grammar.compiler.worker_handle import CompileWorkerHandle
 from agentflow.errors import AgentflowError, BadArgument, NotSupported, Overloaded, RequestRefused
 from agentflow.protocol.constraint import MAX_SOURCE_CHARS, Constraint
 
@@ -66,7 +66,7 @@ async def test_equal_constraints_of_a_tenant_are_compiled_once():
     async with opened() as compiler:
         compiled = await compiler.compile(PID, tenant="")
         assert await compiler.compile(Constraint("regex", "p" + "id"), tenant="") is compiled
-        assert (compiled.key, compiled.form) == ("regex pid", "fsm")
+        assert (compiled.key, compiled.form) == ("regex pid", "dfa")
         other = await compiler.compile(Constraint("grammar", "pid"), tenant="")
         assert other.key == "grammar pid"
         assert (compiler.counts.compiled, compiler.counts.cache_hits, compiler.counts.refused) == (2, 1, 0)
@@ -189,14 +189,14 @@ async def test_what_has_had_no_processor_is_not_ended_for_another_tenant(tmp_pat
     """As on a machine whose processors are all busy: on the clock it takes long, and it is not its fault."""
     hold, turns = Hold(tmp_path / "hold"), anyio.Event()
     count = iter(range(20))
-    had_s = CompileWorker.cpu_s
+    had_s = CompileWorkerHandle.cpu_s
 
-    def cpu_s(worker: CompileWorker) -> float:
+    def cpu_s(worker: CompileWorkerHandle) -> float:
         if next(count, None) is None:
             turns.set()
         return had_s(worker)
 
-    monkeypatch.setattr(CompileWorker, "cpu_s", cpu_s)
+    monkeypatch.setattr(CompileWorkerHandle, "cpu_s", cpu_s)
     async with opened(contended_s=0.05) as compiler, anyio.create_task_group() as group:
         caller = Caller(compiler, group)
         await caller.call(held(hold), "ann")

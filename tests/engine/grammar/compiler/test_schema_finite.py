@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.engine.grammar.compiler.compilation import compile_constraint
+from agentflow.engine.grammar.compiler.compile import compile_constraint
 from agentflow.engine.grammar.compiler.schema_check import has_finite_value
 from agentflow.errors import BadArgument
 from agentflow.protocol.constraint import Constraint

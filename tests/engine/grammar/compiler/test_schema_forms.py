@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.engine.schema_strategies import schemas, valid_value, written
 
-from agentflow.engine.grammar.compiler.compilation import _lark_of_schema
-from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
+from agentflow.engine.grammar.compiler.compile import _lark_of_schema
+from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.grammar.compiler.schema_check import read_schema
-from agentflow.engine.grammar.dfa import build_fsm
+from agentflow.engine.grammar.dfa import build_dfa
 from agentflow.engine.grammar.json_schema import schema_to_regex
 from benchmarks.constrained.text_walks import takes, text_under, walk
 
@@ -21,7 +21,7 @@ def both_forms(schema, whitespace):
     regex = schema_to_regex(explicit, whitespace)
     forms = [CompiledConstraint("parser", "llguidance", _lark_of_schema(explicit, whitespace).encode())]
     if regex is not None:
-        forms.append(CompiledConstraint("machine", "fsm", build_fsm(regex).to_bytes()))
+        forms.append(CompiledConstraint("machine", "dfa", build_dfa(regex).to_bytes()))
     return forms
 
 

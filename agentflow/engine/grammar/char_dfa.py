@@ -1,7 +1,7 @@
 """The graph through which the texts of a regular expression walk, character by character. Many ways may
 lead through it for one text; ``char_machine`` makes one of them.
 
-A deterministic machine over characters, made of a graph in which many ways may lead through a text.
+A deterministic dfa over characters, made of a graph in which many ways may lead through a text.
 
 Characters that all sets of an expression treat alike are one class, and a set of characters is a whole
 number with a bit for each of its classes.
@@ -31,7 +31,7 @@ from agentflow.engine.grammar.regex import (
     Regex,
     Repeat,
     Sequence,
-    TooMuchForFsm,
+    TooLargeForDfa,
     without_surrogates,
 )
 
@@ -59,10 +59,10 @@ class WorkLimit:
         self.left = max_steps
 
     def spend(self, num_steps: int) -> None:
-        """``TooMuchForFsm`` where that is more than is left."""
+        """``TooLargeForDfa`` where that is more than is left."""
         self.left -= num_steps
         if self.left < 0:
-            raise TooMuchForFsm("its machine takes too long to build")
+            raise TooLargeForDfa("its dfa takes too long to build")
 
 
 class CharGraph:
@@ -202,17 +202,17 @@ class CharGraph:
 
 
 def check_size(regex: Regex) -> None:
-    """``TooMuchForFsm`` where the graph would have more than ``MAX_NODES`` nodes, or the tree is too deep:
+    """``TooLargeForDfa`` where the graph would have more than ``MAX_NODES`` nodes, or the tree is too deep:
     told before any node is made. A subtree that stands in several places is counted in each."""
     if _size(regex, {}, 0)[0] > MAX_NODES:
-        raise TooMuchForFsm(f"its repeats and choices come to more than {MAX_NODES} characters")
+        raise TooLargeForDfa(f"its repeats and choices come to more than {MAX_NODES} characters")
 
 
 def _size(regex: Regex, known: dict[int, tuple[int, int]], depth: int) -> tuple[int, int]:
     """The number of nodes, and of the tree's levels."""
     counted = known.get(id(regex))
     if depth + (counted[1] if counted else 1) > MAX_DEPTH:
-        raise TooMuchForFsm(f"it nests deeper than {MAX_DEPTH}")
+        raise TooLargeForDfa(f"it nests deeper than {MAX_DEPTH}")
     if counted is not None:
         return counted
     parts: tuple[Regex, ...] = ()
@@ -249,7 +249,7 @@ class CharClasses:
 
 
 @dataclass(slots=True)
-class CharMachine:
+class CharDfa:
     """State 0 is dead, 1 is the start. ``masks``: for each state, disjoint sets of characters, and at the
     same place in ``targets`` the state that each leads to. All other characters are not allowed there."""
 
@@ -290,10 +290,10 @@ def char_classes(sets: list[Ranges], limit: WorkLimit) -> CharClasses:
 
 def determinised(
     start: frozenset[int], arcs: Callable[[int], Arcs], limit: WorkLimit, known: dict[int, Arcs]
-) -> CharMachine:
-    """The machine whose states are the sets of places where a text may stand. ``arcs``: what leads on from
+) -> CharDfa:
+    """The dfa whose states are the sets of places where a text may stand. ``arcs``: what leads on from
     a place; ``known``: those that were asked for before."""
-    machine = CharMachine([(), ()], [(), ()], [False, END in start])
+    dfa = CharDfa([(), ()], [(), ()], [False, END in start])
     numbers: dict[frozenset[int], int] = {start: 1}
     waiting = [start]
     for places in waiting:  # grows as it is read
@@ -314,23 +314,23 @@ def determinised(
             if number is None:
                 number = numbers[reached] = len(numbers) + 1
                 waiting.append(reached)
-                machine.accepting.append(END in reached)
-                machine.masks.append(())
-                machine.targets.append(())
+                dfa.accepting.append(END in reached)
+                dfa.masks.append(())
+                dfa.targets.append(())
             row.append(number)
         state = numbers[places]
-        machine.masks[state] = tuple([mask for mask, _ in pairs])
-        machine.targets[state] = tuple(row)
-    return machine
+        dfa.masks[state] = tuple([mask for mask, _ in pairs])
+        dfa.targets[state] = tuple(row)
+    return dfa
 
 
-def trimmed(machine: CharMachine) -> CharMachine | None:
+def trimmed(dfa: CharDfa) -> CharDfa | None:
     """Without the states from which the end cannot be reached; None where the start is one of them."""
-    sources: list[list[int]] = [[] for _ in machine.targets]
-    for state, targets in enumerate(machine.targets):
+    sources: list[list[int]] = [[] for _ in dfa.targets]
+    for state, targets in enumerate(dfa.targets):
         for target in targets:
             sources[target].append(state)
-    alive = [state for state, accepts in enumerate(machine.accepting) if accepts]
+    alive = [state for state, accepts in enumerate(dfa.accepting) if accepts]
     seen = set(alive)
     for state in alive:  # grows as it is read
         new = [source for source in sources[state] if source not in seen]
@@ -343,10 +343,10 @@ def trimmed(machine: CharMachine) -> CharMachine | None:
     masks: list[tuple[int, ...]] = [()]
     targets_of: list[tuple[int, ...]] = [()]
     for state in kept:
-        pairs = list(zip(machine.masks[state], machine.targets[state], strict=True))
+        pairs = list(zip(dfa.masks[state], dfa.targets[state], strict=True))
         masks.append(tuple([mask for mask, target in pairs if target in seen]))
         targets_of.append(tuple([numbers[target] for _, target in pairs if target in seen]))
-    return CharMachine(masks, targets_of, [False, *[machine.accepting[state] for state in kept]])
+    return CharDfa(masks, targets_of, [False, *[dfa.accepting[state] for state in kept]])
 
 
 def _disjoint(pairs: list[tuple[int, frozenset[int]]], limit: WorkLimit) -> list[tuple[int, frozenset[int]]]:
@@ -397,7 +397,7 @@ TEXT_START = -1
 _KEPT = -1
 """Instead of a state: whatever follows, the promise is kept."""
 
-_NOTHING_READ = CharMachine([(), ()], [(), ()], [False, False])
+_NOTHING_READ = CharDfa([(), ()], [(), ()], [False, False])
 
 
 class PromisedPlaces:
@@ -409,13 +409,13 @@ class PromisedPlaces:
         self._limit = limit
         self._contexts = _contexts(graph, classes)
         self._looks_back: dict[int, bool] = {}
-        self._machines: list[CharMachine] = []
-        self._machine_numbers: dict[tuple[int, bool, int], int] = {}
+        self._dfas: list[CharDfa] = []
+        self._dfa_numbers: dict[tuple[int, bool, int], int] = {}
         self._known: dict[int, Arcs] = {}
         self._places: list[tuple[int, Promises]] = [(END, frozenset())]
         self._numbers: dict[tuple[int, Promises], int] = {}
 
-    def machine(self, start: int, context: int) -> CharMachine:
+    def dfa(self, start: int, context: int) -> CharDfa:
         """The DFA of what begins at a node of the graph, in a context; with only a dead end where nothing
         does."""
         found = determinised(self._enter(start, frozenset(), context), self._arcs, self._limit, self._known)
@@ -431,7 +431,7 @@ class PromisedPlaces:
             at, made = waiting.pop()
             self._limit.spend(4 + len(made))
             if at == END:
-                if all(self._machines[number].accepting[state] for number, state in made):
+                if all(self._dfas[number].accepting[state] for number, state in made):
                     places.add(END)
                 continue
             if graph.set_of[at] >= 0:
@@ -457,11 +457,11 @@ class PromisedPlaces:
         node, promises = self._places[place]
         ways: list[tuple[int, Promises]] = [(self._classes.sets[self._graph.set_of[node]], frozenset())]
         for number, state in promises:
-            machine = self._machines[number]
+            dfa = self._dfas[number]
             onward: list[tuple[int, Promises]] = []
-            self._limit.spend(3 * len(ways) * (1 + len(machine.masks[state])))
+            self._limit.spend(3 * len(ways) * (1 + len(dfa.masks[state])))
             for mask, made in ways:
-                for read, target in zip(machine.masks[state], machine.targets[state], strict=True):
+                for read, target in zip(dfa.masks[state], dfa.targets[state], strict=True):
                     if mask & read:
                         onward.append((mask & read, made if target == _KEPT else made | {(number, target)}))
             ways = onward
@@ -503,11 +503,11 @@ class PromisedPlaces:
     def _promise(self, start: int, wanted: bool, context: int) -> int:
         """The number of a look-ahead's DFA, which is built where it is not known yet."""
         key = (start, wanted, context if self._depends_on_context(start) else TEXT_START)
-        number = self._machine_numbers.get(key)
+        number = self._dfa_numbers.get(key)
         if number is None:
-            machine, every = self.machine(start, context), self._classes.all
-            number = self._machine_numbers[key] = len(self._machines)
-            self._machines.append(_shortened(machine if wanted else _complement(machine, every), every))
+            dfa, every = self.dfa(start, context), self._classes.all
+            number = self._dfa_numbers[key] = len(self._dfas)
+            self._dfas.append(_shortened(dfa if wanted else _complement(dfa, every), every))
         return number
 
 
@@ -520,30 +520,30 @@ def _contexts(graph: CharGraph, classes: CharClasses) -> list[int]:
     return contexts
 
 
-def _complement(machine: CharMachine, every: int) -> CharMachine:
+def _complement(dfa: CharDfa, every: int) -> CharDfa:
     """What accepts all that the DFA does not."""
     masks: list[tuple[int, ...]] = [()]
     targets: list[tuple[int, ...]] = [()]
-    for row, row_targets in zip(machine.masks[1:], machine.targets[1:], strict=True):
+    for row, row_targets in zip(dfa.masks[1:], dfa.targets[1:], strict=True):
         rest = every & ~sum(row)  # they are disjoint
         masks.append((*row, rest) if rest else row)
         targets.append((*row_targets, _KEPT) if rest else row_targets)
-    return CharMachine(masks, targets, [not accepts for accepts in machine.accepting])
+    return CharDfa(masks, targets, [not accepts for accepts in dfa.accepting])
 
 
-def _shortened(machine: CharMachine, every: int) -> CharMachine:
+def _shortened(dfa: CharDfa, every: int) -> CharDfa:
     """With the states known where a promise is kept, or broken, whatever follows."""
     end_of: dict[int, int] = {_KEPT: _KEPT}
-    for state in range(1, len(machine.masks)):
-        goes_on = [target for target in machine.targets[state] if target != state]
-        if not goes_on and machine.accepting[state] and sum(machine.masks[state]) == every:
+    for state in range(1, len(dfa.masks)):
+        goes_on = [target for target in dfa.targets[state] if target != state]
+        if not goes_on and dfa.accepting[state] and sum(dfa.masks[state]) == every:
             end_of[state] = _KEPT
-        elif not goes_on and not machine.accepting[state]:
+        elif not goes_on and not dfa.accepting[state]:
             end_of[state] = 0
     masks: list[tuple[int, ...]] = []
     targets: list[tuple[int, ...]] = []
-    for row, row_targets in zip(machine.masks, machine.targets, strict=True):
+    for row, row_targets in zip(dfa.masks, dfa.targets, strict=True):
         pairs = [(mask, end_of.get(target, target)) for mask, target in zip(row, row_targets, strict=True)]
         masks.append(tuple([mask for mask, target in pairs if target]))
         targets.append(tuple([target for _, target in pairs if target]))
-    return CharMachine(masks, targets, machine.accepting)
+    return CharDfa(masks, targets, dfa.accepting)

@@ -11,12 +11,12 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from support.engine.pattern_strategies import bytes_to_end, mutated, patterns, texts, walked
 
-from agentflow.engine.grammar.dfa import DEAD, START, Fsm, build_fsm, utf8_rows
+from agentflow.engine.grammar.dfa import DEAD, START, Dfa, build_dfa, utf8_rows
 from agentflow.engine.grammar.regex import (
     ANY_CHAR,
     CharSet,
     Repeat,
-    TooMuchForFsm,
+    TooLargeForDfa,
     all_but,
     merged,
     parse_regex,
@@ -27,11 +27,11 @@ dice = st.integers(0, 2**32).map(random.Random)
 EVERY_CHAR = [chr(point) for point in range(0x110000) if not 0xD800 <= point <= 0xDFFF]
 
 
-def fsm_of(pattern: str) -> Fsm:
+def dfa_of(pattern: str) -> Dfa:
     """Of a random pattern, which some text should match, and whose machine should not be too large."""
     try:
-        return build_fsm(parse_regex(pattern))
-    except TooMuchForFsm:
+        return build_dfa(parse_regex(pattern))
+    except TooLargeForDfa:
         assume(False)
         raise
     except BadArgument as error:
@@ -41,14 +41,14 @@ def fsm_of(pattern: str) -> Fsm:
 
 def assert_same_language(pattern: str, others: list[str], rolls: random.Random) -> None:
     """Walks through the machine must match, and other texts match here as they match there."""
-    fsm = fsm_of(pattern)
+    dfa = dfa_of(pattern)
     matcher = re.compile(pattern)
     for _ in range(4):
-        text = walked(fsm, rolls, rolls.randint(0, 12)).decode()
+        text = walked(dfa, rolls, rolls.randint(0, 12)).decode()
         assert matcher.fullmatch(text), text
         others = [*others, mutated(text, rolls), mutated(mutated(text, rolls), rolls)]
     for text in others:
-        assert fsm.matches(text.encode()) == bool(matcher.fullmatch(text)), text
+        assert dfa.matches(text.encode()) == bool(matcher.fullmatch(text)), text
 
 
 @settings(max_examples=300, deadline=None)
@@ -72,10 +72,10 @@ def test_what_matches_is_what_python_matches(pattern, others, rolls):
     ],
 )
 def test_the_syntax_is_python_s(pattern, texts):
-    fsm = build_fsm(parse_regex(pattern))
+    dfa = build_dfa(parse_regex(pattern))
     matched = [text for text in texts if re.fullmatch(pattern, text)]
     assert matched
-    assert [text for text in texts if fsm.matches(text.encode())] == matched
+    assert [text for text in texts if dfa.matches(text.encode())] == matched
 
 
 @settings(max_examples=300, deadline=None)
@@ -122,32 +122,32 @@ def test_all_short_texts_match_as_in_python(pattern):
     expected = [text for text in SHORT_TEXTS if matcher.fullmatch(text)]
     tree = parse_regex(pattern)
     try:
-        fsm = build_fsm(tree)
-    except TooMuchForFsm:
+        dfa = build_dfa(tree)
+    except TooLargeForDfa:
         assume(False)
     except BadArgument:  # it matches no text at all
         matched = []
     else:
-        matched = [text for text in SHORT_TEXTS if fsm.matches(text.encode())]
+        matched = [text for text in SHORT_TEXTS if dfa.matches(text.encode())]
     assert matched == expected
 
 
 @settings(max_examples=200, deadline=None)
 @given(patterns(look_arounds=True), dice)
 def test_from_every_state_the_text_can_end_and_every_state_is_reached(pattern, rolls):
-    fsm = fsm_of(pattern)
-    states = np.arange(1, len(fsm.transitions))
-    assert (bytes_to_end(fsm)[states] < len(fsm.transitions)).all()
+    dfa = dfa_of(pattern)
+    states = np.arange(1, len(dfa.transitions))
+    assert (bytes_to_end(dfa)[states] < len(dfa.transitions)).all()
     reached = {START}
     waiting = [START]
     for state in waiting:
-        new = set(fsm.transitions[state].tolist()) - reached - {DEAD}
+        new = set(dfa.transitions[state].tolist()) - reached - {DEAD}
         reached |= new
         waiting.extend(new)
     assert reached == set(states.tolist())
-    assert not fsm.accepting[DEAD]
-    assert not fsm.transitions[DEAD].any()
-    assert set(fsm.class_of_byte.tolist()) == set(range(fsm.transitions.shape[1]))
+    assert not dfa.accepting[DEAD]
+    assert not dfa.transitions[DEAD].any()
+    assert set(dfa.class_of_byte.tolist()) == set(range(dfa.transitions.shape[1]))
 
 
 @settings(max_examples=150, deadline=None)
@@ -155,12 +155,12 @@ def test_from_every_state_the_text_can_end_and_every_state_is_reached(pattern, r
 def test_it_agrees_with_interegular(pattern, others, rolls):
     """Whose categories are ASCII's."""
     try:
-        twin = interegular.parse_pattern(pattern).to_fsm()
+        twin = interegular.parse_pattern(pattern).to_dfa()
     except (interegular.Unsupported, interegular.InvalidSyntax):
         assume(False)
-    fsm = fsm_of(f"(?a){pattern}")
-    for text in [*others, *(walked(fsm, rolls, 8).decode() for _ in range(4))]:
-        assert fsm.matches(text.encode()) == twin.accepts(text), text
+    dfa = dfa_of(f"(?a){pattern}")
+    for text in [*others, *(walked(dfa, rolls, 8).decode() for _ in range(4))]:
+        assert dfa.matches(text.encode()) == twin.accepts(text), text
 
 
 @pytest.mark.parametrize(
@@ -180,9 +180,9 @@ def test_it_agrees_with_interegular(pattern, others, rolls):
     ],
 )
 def test_a_set_holds_the_same_characters_of_all_unicode(pattern):
-    fsm = build_fsm(parse_regex(pattern))
+    dfa = build_dfa(parse_regex(pattern))
     matcher = re.compile(pattern)
-    assert [char for char in EVERY_CHAR if fsm.matches(char.encode())] == [
+    assert [char for char in EVERY_CHAR if dfa.matches(char.encode())] == [
         char for char in EVERY_CHAR if matcher.fullmatch(char)
     ]
 
@@ -204,13 +204,13 @@ def test_ranges_of_code_points_are_read_as_utf8(pairs, rolls):
     for kept in (ranges, all_but(ranges)):
         if all(first >= 0xD800 and last <= 0xDFFF for first, last in kept):
             with pytest.raises(BadArgument, match="no text at all"):
-                build_fsm(CharSet(kept))
+                build_dfa(CharSet(kept))
             continue
-        fsm = build_fsm(CharSet(kept))
+        dfa = build_dfa(CharSet(kept))
         for point in sorted(edges):
             if 0 <= point <= 0x10FFFF and not 0xD800 <= point <= 0xDFFF:
                 within = any(first <= point <= last for first, last in kept)
-                assert fsm.matches(chr(point).encode()) == within, hex(point)
+                assert dfa.matches(chr(point).encode()) == within, hex(point)
 
 
 @settings(max_examples=200, deadline=None)
@@ -220,13 +220,13 @@ def test_ranges_of_code_points_are_read_as_utf8(pairs, rolls):
 @example(b"\xe0\x80\x80")
 @example(b"\xf4\x90\x80\x80")
 def test_what_is_no_utf8_never_matches(data):
-    fsm = build_fsm(Repeat(ANY_CHAR, 0, None))
+    dfa = build_dfa(Repeat(ANY_CHAR, 0, None))
     try:
         data.decode()
     except UnicodeDecodeError:
-        assert not fsm.matches(data)
+        assert not dfa.matches(data)
     else:
-        assert fsm.matches(data)
+        assert dfa.matches(data)
 
 
 def test_rows_of_equal_sets_are_few():
@@ -236,4 +236,4 @@ def test_rows_of_equal_sets_are_few():
 
 
 def test_a_string_of_a_thousand_characters_is_a_small_machine():
-    assert build_fsm(parse_regex(r'"[^"\\]{0,1000}"')).num_states == 8003
+    assert build_dfa(parse_regex(r'"[^"\\]{0,1000}"')).num_states == 8003

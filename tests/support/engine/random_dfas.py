@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 from hypothesis import strategies as st
 
-from agentflow.engine.grammar.dfa import DEAD, START, Fsm
+from agentflow.engine.grammar.dfa import DEAD, START, Dfa
 
 BYTES = b"ab\xc3\xa9\xff"
 """The bytes that random tokens are made of: letters, a character of two bytes, one that is no UTF-8."""
@@ -17,7 +17,7 @@ def tokens() -> st.SearchStrategy[list[bytes]]:
 
 
 @st.composite
-def machines(draw: st.DrawFn, max_states: int = 6) -> Fsm:
+def dfas(draw: st.DrawFn, max_states: int = 6) -> Dfa:
     """Any machine over classes of bytes, trimmed or not: masks do not need it to be."""
     num_states = draw(st.integers(1, max_states)) + 1
     num_classes = draw(st.integers(1, 4))
@@ -36,10 +36,10 @@ def machines(draw: st.DrawFn, max_states: int = 6) -> Fsm:
     transitions[DEAD] = DEAD
     accepting = np.array(draw(st.lists(st.booleans(), min_size=num_states, max_size=num_states)))
     accepting[DEAD] = False
-    return Fsm(classes, transitions, accepting)
+    return Dfa(classes, transitions, accepting)
 
 
-def machine_of(texts: Iterable[bytes]) -> Fsm:
+def dfa_of(texts: Iterable[bytes]) -> Dfa:
     """Accepts exactly these texts: their trie."""
     rows: list[dict[int, int]] = [{}, {}]
     ends = {START} if b"" in (all_texts := list(texts)) else set()
@@ -57,4 +57,4 @@ def machine_of(texts: Iterable[bytes]) -> Fsm:
             transitions[state, byte] = target
     accepting = np.zeros(len(rows), dtype=np.bool_)
     accepting[list(ends)] = True
-    return Fsm(np.arange(256, dtype=np.uint8), transitions, accepting)
+    return Dfa(np.arange(256, dtype=np.uint8), transitions, accepting)

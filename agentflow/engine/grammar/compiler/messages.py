@@ -19,12 +19,12 @@ from agentflow.runtime.declared import Count, Declared, Fraction, Seconds, doc
 
 
 class CompiledConstraint(msgspec.Struct, frozen=True, array_like=True):
-    """``key``: equal for equal constraints of a tenant. ``payload``: an ``Fsm`` as
-    ``Fsm.to_bytes`` writes it, or a grammar as ``llguidance`` takes it (UTF-8); empty where the key says it
+    """``key``: equal for equal constraints of a tenant. ``payload``: an ``Dfa`` as
+    ``Dfa.to_bytes`` writes it, or a grammar as ``llguidance`` takes it (UTF-8); empty where the key says it
     all to an engine that has had it before."""
 
     key: str
-    form: Literal["fsm", "llguidance"]
+    form: Literal["dfa", "llguidance"]
     payload: bytes
 
 
@@ -50,7 +50,7 @@ class Ready(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class CompileFailure(msgspec.Struct, frozen=True):
     """An error of the tree in ``errors.py``. ``is_final``: it would come again if one tried again.
     ``retry_after_s``: of an ``Overloaded``, when that makes sense. ``param``: ``instead`` where that part of
     the constraint is wrong."""
@@ -74,7 +74,7 @@ class CompileEnd(msgspec.Struct, frozen=True):
     """One of the two. ``is_last``: the process has grown too large and takes no more."""
 
     compiled: CompiledConstraint | None = None
-    refusal: Refusal | None = None
+    failure: CompileFailure | None = None
     is_last: bool = False
 
 
@@ -84,13 +84,13 @@ constraint_decoder = msgspec.msgpack.Decoder(Constraint)
 end_decoder = msgspec.msgpack.Decoder(CompileEnd)
 
 
-def over_limit(constraint: Constraint, what: str) -> Refusal:
+def over_limit(constraint: Constraint, what: str) -> CompileFailure:
     """Of a constraint that reaches a limit: ``what`` says which."""
     message = f"{constraint.kind}: it {what}, which is the limit for compiling a constraint"
-    return Refusal(RequestRefused.code, message)
+    return CompileFailure(RequestRefused.code, message)
 
 
-def over_cpu_time(constraint: Constraint, cpu_s: float) -> Refusal:
+def over_cpu_time(constraint: Constraint, cpu_s: float) -> CompileFailure:
     """Of a constraint that has had so much of a processor, and was not done."""
     return over_limit(constraint, f"takes more than {cpu_s:g} s of processor time")
 

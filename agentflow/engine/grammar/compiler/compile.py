@@ -21,19 +21,9 @@ import numpy as np
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from agentflow.engine.grammar.compiler.compiled import CompiledConstraint
-from agentflow.engine.grammar.compiler.schema_check import Schema, read_schema
-from agentflow.engine.grammar.dfa import build_fsm
-from agentflow.engine.grammar.grammar import is_allowed
-from agentflow.engine.grammar.json_schema import FREE_WHITESPACE_CHARS, schema_to_regex
-from agentflow.engine.grammar.llguidance import (
-    ALL_TOKENS_ALLOWED,
-    NOWHERE_TO_GO,
-    LlguidanceGrammar,
-    LlguidanceVocabulary,
+from agentflow.engine.grammar.compiler.lark import (
     TagBody,
     either_grammar,
-    parser_limits,
     pattern_of,
     row_grammar,
     row_regex,
@@ -41,13 +31,25 @@ from agentflow.engine.grammar.llguidance import (
     tag_grammar,
     text_apart,
 )
+from agentflow.engine.grammar.compiler.messages import CompiledConstraint
+from agentflow.engine.grammar.compiler.schema_check import Schema, read_schema
+from agentflow.engine.grammar.dfa import build_dfa
+from agentflow.engine.grammar.grammar import is_allowed
+from agentflow.engine.grammar.json_schema import FREE_WHITESPACE_CHARS, schema_to_regex
+from agentflow.engine.grammar.llguidance import (
+    ALL_TOKENS_ALLOWED,
+    NOWHERE_TO_GO,
+    LlguidanceGrammar,
+    LlguidanceVocabulary,
+    parser_limits,
+)
 from agentflow.engine.grammar.regex import (
     ANY_CHAR,
     Choice,
     LookAhead,
     Regex,
     Repeat,
-    TooMuchForFsm,
+    TooLargeForDfa,
     literal,
     parse_regex,
 )
@@ -78,7 +80,7 @@ def compile_constraint(constraint: Constraint) -> CompiledConstraint:
     """What the engine needs to keep a constraint that ``check`` has seen.
 
     >>> compile_constraint(Constraint("choices", choices=("yes", "no"))).form
-    'fsm'
+    'dfa'
 
     ``BadArgument``, which names what it is about, for what cannot be kept or what no text satisfies.
     """
@@ -87,8 +89,8 @@ def compile_constraint(constraint: Constraint) -> CompiledConstraint:
         payload = _checked(compiled, constraint.kind).encode()
         return CompiledConstraint(_key(constraint), "llguidance", payload)
     try:
-        return CompiledConstraint(_key(constraint), "fsm", build_fsm(compiled).to_bytes())
-    except TooMuchForFsm:
+        return CompiledConstraint(_key(constraint), "dfa", build_dfa(compiled).to_bytes())
+    except TooLargeForDfa:
         grammar = _grammar_of(constraint, compiled)
     return CompiledConstraint(_key(constraint), "llguidance", _checked(grammar, constraint.kind).encode())
 
@@ -119,8 +121,8 @@ def _regex_or_grammar(constraint: Constraint) -> Regex | str:
 
 def _check_alone(regex: Regex) -> None:
     """``BadArgument`` where no text is one: beside another constraint that would not be noticed."""
-    with suppress(TooMuchForFsm):
-        build_fsm(regex)
+    with suppress(TooLargeForDfa):
+        build_dfa(regex)
 
 
 def _either_grammar(one: Constraint, first: Regex | str, other: Constraint, second: Regex | str) -> str:
@@ -186,7 +188,7 @@ def _of_tags(
 def _of_pattern(pattern: str) -> Regex | str:
     try:
         return parse_regex(pattern)
-    except TooMuchForFsm:
+    except TooLargeForDfa:
         return _lark_of_pattern(pattern.replace("/", r"\/"))
 
 

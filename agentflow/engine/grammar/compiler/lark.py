@@ -1,0 +1,171 @@
+"""x"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Final, TypeAlias
+
+from agentflow.engine.grammar.llguidance import ALL_TOKENS_ALLOWED
+from agentflow.engine.grammar.regex import (
+    CharSet,
+    Choice,
+    LookAhead,
+    LookBehind,
+    Ranges,
+    Regex,
+    Repeat,
+    literal,
+    without_surrogates,
+)
+from agentflow.engine.grammar.regex import Sequence as RegexSequence
+from agentflow.errors import BadArgument
+from agentflow.protocol.constraint import TagRule
+
+_PLAIN: Final = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 _")
+_NO_TEXT: Final = r"[^\x{0}-\x{10FFFF}]"
+
+
+def pattern_of(regex: Regex) -> str:
+    r"""The tree as a pattern that may stand between the slashes of a Lark terminal.
+
+    >>> pattern_of(parse_regex("a{2}|[^b]"))
+    '(?:(?:a){2}|[\\x{0}-a\\x{63}-\\x{10ffff}])'  # or alike
+
+    ``BadArgument`` for look-arounds (also anchors and word boundaries), which only a DFA can keep.
+    """
+    if isinstance(regex, CharSet):
+        return _char_set(regex.ranges)
+    if isinstance(regex, RegexSequence):
+        return "".join([pattern_of(part) for part in regex.parts])
+    if isinstance(regex, Choice):
+        return (
+            f"(?:{'|'.join([pattern_of(option) for option in regex.options])})" if regex.options else _NO_TEXT
+        )
+    if isinstance(regex, LookAhead | LookBehind):
+        raise BadArgument(
+            "regex: a look-around, a word boundary \\b or an anchor inside cannot be kept in a pattern this "
+            "large, or in a tag"
+        )
+    most = "" if regex.most is None else regex.most
+    return f"(?:{pattern_of(regex.part)}){{{regex.least},{most}}}"
+
+
+def literal_pattern(text: str) -> str:
+    """Exactly this text."""
+    return "".join([_char(ord(char)) for char in text])
+
+
+def _char_set(ranges: Ranges) -> str:
+    if not ranges:
+        return _NO_TEXT
+    if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
+        return _char(ranges[0][0])
+    return (
+        "[" + "".join([f"{_char(first)}-{_char(last)}" for first, last in without_surrogates(ranges)]) + "]"
+    )
+
+
+def _char(code_point: int) -> str:
+    return chr(code_point) if code_point in _PLAIN else f"\\x{{{code_point:x}}}"
+
+
+TagBody: TypeAlias = "Regex | str"
+"""A regular expression, or a grammar in Lark's notation that has a ``start``."""
+
+
+def tag_grammar(tags: Sequence[TagRule], bodies: Sequence[TagBody], max_tags: int | None = None) -> str:
+    """The grammar of free text with at most ``max_tags`` of these tags (None: any number); ``bodies`` are
+    what ``TagRule.source`` says, compiled.
+
+    A body that is an expression ends at the first ``end``. One that needs a grammar ends where the grammar
+    does: an ``end`` inside one of its JSON strings is text.
+    """
+    some_begin = "|".join([_text(tag.begin) for tag in tags])
+    lines = [
+        f"start: {'tag*' if max_tags is None else f'tag{{0,{max_tags}}}'} FREE_TEXT?",
+        f"FREE_TEXT: /(?s:.+)/ & ~(/(?s:.*)/ ({some_begin}) /(?s:.*)/)",
+        "tag: " + " | ".join([f"tag_{n}" for n in range(len(tags))]),
+    ]
+    grammars: list[dict[str, str]] = []
+    for n, (tag, body) in enumerate(zip(tags, bodies, strict=True)):
+        lines.append(f"until_{n}[lazy]: /(?s:.*){literal_pattern(tag.begin)}/")
+        lines.append(f"tag_{n}: until_{n} body_{n}")
+        lines += _body_lines(n, tag, body, grammars)
+    return _joined(lines, grammars)
+
+
+def row_grammar(
+    tags: Sequence[TagRule], bodies: Sequence[TagBody], between: str, max_tags: int | None
+) -> str:
+    """The grammar of 1 to ``max_tags`` of these tags (None: any number) with just ``between`` between two."""
+    most = "" if max_tags is None else max_tags - 1
+    next_one = f"({_text(between)} tag)" if between else "(tag)"
+    lines = [
+        "start: tag" + ("" if most == 0 else f" {next_one}{{0,{most}}}"),
+        "tag: " + " | ".join([f"tag_{n}" for n in range(len(tags))]),
+    ]
+    grammars: list[dict[str, str]] = []
+    for n, (tag, body) in enumerate(zip(tags, bodies, strict=True)):
+        lines.append(f"tag_{n}: {_text(tag.begin)} body_{n}")
+        lines += _body_lines(n, tag, body, grammars)
+    return _joined(lines, grammars)
+
+
+def row_regex(tags: Sequence[TagRule], bodies: Sequence[Regex], between: str, max_tags: int | None) -> Regex:
+    """The same as an expression."""
+    options = [
+        RegexSequence((literal(tag.begin + tag.lead), body, literal(tag.end)))
+        for tag, body in zip(tags, bodies, strict=True)
+    ]
+    one = options[0] if len(options) == 1 else Choice(tuple(options))
+    if max_tags == 1:
+        return one
+    most = None if max_tags is None else max_tags - 1
+    return RegexSequence((one, Repeat(RegexSequence((literal(between), one)), 0, most)))
+
+
+def tag_alone(tag: TagRule, body: TagBody) -> str:
+    """The grammar of what stands behind the tag's ``begin``, its ``lead`` and ``end`` included."""
+    grammars: list[dict[str, str]] = []
+    return _joined(["start: body_0", *_body_lines(0, tag, body, grammars)], grammars)
+
+
+def _body_lines(n: int, tag: TagRule, body: TagBody, grammars: list[dict[str, str]]) -> list[str]:
+    """The rule ``body_n``; what it refers to is put into ``grammars``."""
+    lead, end = [_text(mark) if mark else "" for mark in (tag.lead, tag.end)]
+    if isinstance(body, str):
+        grammars.append({"name": f"inner_{n}", "lark_grammar": body})
+        return [f"body_{n}: {lead} @inner_{n} {end}"]
+    first_end = f"BODY_{n}: (/{pattern_of(body)}/ {end})"
+    if end:
+        first_end += f" & ~(/(?s:.*)/ {end} /(?s:.+)/)"
+    return [f"body_{n}: {lead} BODY_{n}", first_end]
+
+
+def either_grammar(first: str, second: str) -> str:
+    """The grammar of what one of two grammars says: each in Lark's notation, or, the ``first``, of tags."""
+    lines = ["start: @first | @second", ALL_TOKENS_ALLOWED]
+    main, *inner = json.loads(first)["grammars"] if first.startswith("{") else [{"lark_grammar": first}]
+    either = [
+        {"name": "text", "lark_grammar": "\n".join(lines)},
+        {**main, "name": "first"},
+        {"name": "second", "lark_grammar": second},
+    ]
+    return json.dumps({"grammars": [*either, *inner]})
+
+
+def text_apart(pattern: str, begins: Sequence[str]) -> str:
+    """The grammar of texts that match the pattern and begin with none of these."""
+    some_begin = "|".join([_text(begin) for begin in begins])
+    apart = f" & ~(({some_begin}) /(?s:.*)/)" if begins else ""
+    return f"start: TEXT\nTEXT: /{pattern}/{apart}\n{ALL_TOKENS_ALLOWED}"
+
+
+def _joined(lines: list[str], grammars: list[dict[str, str]]) -> str:
+    main = {"name": "text", "lark_grammar": "\n".join([*lines, ALL_TOKENS_ALLOWED])}
+    return json.dumps({"grammars": [main, *grammars]})
+
+
+def _text(text: str) -> str:
+    return f"/{literal_pattern(text)}/"
