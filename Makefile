@@ -1,32 +1,16 @@
-# The project's commands. They need Python 3.11 to 3.13, pip, make and a network; the rest they fetch
-# into .venv, once.
-#
-#   make demo    run examples/essay_judge.py on the default model
-#   make examples       run every example on the default model (ARGS="--url ws://…": on a server)
-#   make test    run the tests, in two processes (ARGS="-k radix" passes options to pytest)
-#   make test-full      run all tests, also those that are slow and broad, and the adapters', and check their types
-#   make fuzz    hold the HTTP APIs against their OpenAPI document: 5,000 random requests and more; then send
-#                100,000 fuzzed frames to the websocket (FUZZ_FRAMES=n: as many; FUZZ_SEED=x: other ones)
-#   make soak    good and bad clients on a real server, 10 minutes; fails where something leaks
-#                (ARGS="--minutes 3 --out DIR"; needs the default model)
-#   make test-adapters  the tests of adapters/, each in an environment of its own (ADAPTERS=dspy-agentflow: of one)
-#   make langchain-agentflow, make dspy-agentflow  an adapter's environment, and its example on the default model
-#   make gpu-check      the model on this machine's GPU, against its CPU and against what the GPU can do; without a
-#                GPU it says so. Runs on .venv where there is one, or on PYTHON as it is (WHEELS=DIR: installs those
-#                for it, in a folder of its own)
-#   make lint    ruff, mypy and the directions of import
-#   make docs    build the documentation into build/site (strictly: a broken link fails)
-#   make clean   remove what building and testing left behind; `make distclean` removes .venv too
-#
-# Variables, given as `make NAME=value demo`:
-#
-#   PYTHON       the interpreter that .venv is made of (python3)
-#   TORCH        the torch to install (torch==2.13.0); one that is in .venv already and fits is kept
-#   TORCH_INDEX  the address of one more package index to look for torch in, such as PyTorch's own for
-#                the CPU or for a version of CUDA; its install page names them
-#   JOBS         processes that run the tests (2; 0: this one)
-#   WHEELS       a folder of wheels that `make gpu-check` installs for its run
-#   CUDA         1 allows a CUDA build of torch where no NVIDIA GPU is found; 0 forbids it where one is
+# The project's commands: `make help` lists them. They need Python 3.11 to 3.13, pip, make and a network;
+# everything else is installed into .venv, once.
+
+# PYTHON       the interpreter that .venv is made with (python3)
+# ARGS         options passed on to the command, such as ARGS="-k radix" for make test
+# JOBS         processes that run the tests (2; 0: this one)
+# TORCH        the torch to install (torch==2.13.0); a matching one in .venv is kept
+# TORCH_INDEX  an additional package index for torch, such as PyTorch's own for the CPU or a version of CUDA
+# CUDA         1 installs a CUDA build of torch without an NVIDIA GPU; 0 refuses one with a GPU
+# WHEELS       a folder of wheels that make gpu-check installs for its run
+# FUZZ_FRAMES  frames that make fuzz sends to the websocket (100000)
+# FUZZ_SEED    the seed of these frames (1)
+# UPGRADE      1 lets make lock take newer versions
 
 PYTHON      ?= python3
 TORCH       ?= torch==2.13.0
@@ -36,6 +20,7 @@ ARGS        ?=
 JOBS        ?= 2
 FUZZ_FRAMES ?= 100000
 FUZZ_SEED   ?= 1
+UPGRADE     ?=
 
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -51,38 +36,52 @@ ADAPTERS := langchain-agentflow dspy-agentflow
 EXAMPLE_OF_langchain-agentflow := langchain_agent
 EXAMPLE_OF_dspy-agentflow := dspy_rag
 
-.PHONY: demo examples test test-full gpu-check test-adapters lint-adapters $(ADAPTERS) fuzz soak lint docs clean distclean
+.PHONY: help demo examples test test-full coverage test-adapters lint lint-adapters $(ADAPTERS) fuzz soak gpu-check \
+        docs lock clean distclean
 .DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
 
-demo: $(VENV)/.installed
+help: ## print this list
+	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' Makefile
+	@printf '  make %-20s %s\n' $(foreach name,$(ADAPTERS),$(name) "set up an adapter and run its example")
+	@printf '\nVariables (make NAME=value TARGET):\n\n'
+	@awk '/^# [A-Z_]+ +[a-z0-9]/ { sub("# ", "  "); print }' Makefile
+
+demo: $(VENV)/.installed ## run examples/essay_judge.py on the default model
 	@$(BIN)/agentflow pull $(MODEL)
 	@$(BIN)/python examples/essay_judge.py
 
-examples: $(VENV)/.installed
+examples: $(VENV)/.installed ## run every example on the default model (ARGS="--url ws://…": on a server)
 	@$(BIN)/agentflow pull $(MODEL)
 	@for name in $(EXAMPLES); do \
 	  printf '\n=== examples/%s.py\n\n' $$name; \
 	  $(BIN)/python examples/$$name.py $(ARGS) || { echo "make: examples/$$name.py failed"; exit 1; }; \
 	done
 
-# What is marked as slow and broad is left out.
+# Tests marked as slow and broad run in test-full only.
 MARKS := -m 'not full'
 
-test: $(VENV)/.installed-dev
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(MARKS) $(ARGS)
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 20
+
+test: $(VENV)/.installed-dev ## run the tests, and print the 20 slowest
+	@$(PYTEST) $(MARKS) $(ARGS)
 
 test-full: MARKS :=
 test-full: export HYPOTHESIS_PROFILE := full
-test-full: test test-adapters lint-adapters
+test-full: test test-adapters lint-adapters ## run all tests, the slow ones and the adapters' too
 
-test-adapters: $(VENV)/.installed $(ADAPTERS:%=adapters/%/.venv/.installed)
+# The engine's and the compiler's processes are not measured: their tests limit processor time.
+coverage: $(VENV)/.installed-dev ## run the tests with coverage; the report is build/coverage/index.html
+	@$(PYTEST) $(MARKS) --cov --cov-report term --cov-report html $(ARGS)
+
+test-adapters: $(VENV)/.installed $(ADAPTERS:%=adapters/%/.venv/.installed) ## run the adapters' tests (ADAPTERS=NAME: of one)
 	@$(BIN)/agentflow pull $(MODEL)
 	@for name in $(ADAPTERS); do \
 	  printf '\n=== adapters/%s\n\n' $$name; \
 	  (cd adapters/$$name && .venv/bin/python -m pytest $(MARKS) $(ARGS)) || exit 1; \
 	done
 
-lint-adapters: $(VENV)/.installed-dev $(ADAPTERS:%=adapters/%/.venv/.installed)
+lint-adapters: $(VENV)/.installed-dev $(ADAPTERS:%=adapters/%/.venv/.installed) ## check the adapters' types
 	@for name in $(ADAPTERS); do \
 	  (cd adapters/$$name && MYPYPATH=../.. ../../$(BIN)/mypy --python-executable .venv/bin/python) || exit 1; \
 	done
@@ -91,7 +90,7 @@ $(ADAPTERS): %: adapters/%/.venv/.installed
 	@$(BIN)/agentflow pull $(MODEL)
 	@adapters/$*/.venv/bin/python examples/$(EXAMPLE_OF_$*).py $(ARGS)
 
-# The engine's packages are those of $(VENV), after the environment's own: torch is large.
+# torch is large: adapters' environments find the engine's packages in $(VENV), after their own.
 adapters/%/.venv/.installed: adapters/%/pyproject.toml pyproject.toml | $(VENV)/.installed
 	@rm -rf adapters/$*/.venv
 	@$(PYTHON) -m venv adapters/$*/.venv
@@ -100,38 +99,51 @@ adapters/%/.venv/.installed: adapters/%/pyproject.toml pyproject.toml | $(VENV)/
 	  > "$$(adapters/$*/.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/engine.pth"
 	@touch $@
 
-fuzz: $(VENV)/.installed-dev
+fuzz: $(VENV)/.installed-dev ## send random requests to the HTTP APIs, and mutated frames to the websocket
 	@PYTHONPATH=.:tests $(BIN)/python -m support.server.openapi_fuzz $(ARGS)
 	@FUZZ_FRAMES=$(FUZZ_FRAMES) FUZZ_SEED=$(FUZZ_SEED) $(BIN)/python -m pytest tests/server/websocket/test_ws_fuzz.py -k asyncio
 
-soak: $(VENV)/.installed-dev
+soak: $(VENV)/.installed-dev ## run good and bad clients on a real server for 10 minutes; fails on leaks
 	@$(BIN)/agentflow pull $(MODEL)
 	@$(BIN)/python -m benchmarks soak $(ARGS)
 
-# On a bare machine, where nothing can be fetched: what PYTHON has, and the wheels of WHEELS. A PYTHON that is
-# named is taken even where there is .venv.
+# Works without a network: it uses the packages of PYTHON and the wheels of WHEELS. PYTHON defaults to the
+# one in .venv here, if there is one.
 gpu-check: PYTHON := $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))
-gpu-check:
+gpu-check: ## compare the model on this machine's GPU with its CPU and with the GPU's limits
 	@site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && \
 	if [ -n "$(WHEELS)" ]; then \
 	  $(PYTHON) -m pip install -q --no-index --no-deps --no-compile --target "$$site" $(WHEELS)/*.whl || exit 1; \
 	fi && PYTHONPATH="$$site:.$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m benchmarks.step.gpu_check $(ARGS)
 
-lint: $(VENV)/.installed-dev
+lint: $(VENV)/.installed-dev ## ruff, mypy, spelling, and the directions of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/typos
+	$(BIN)/codespell
 	$(BIN)/python -m pytest tests/test_import_directions.py
 
+# torch is left out: the right build of it depends on the machine. Its own dependencies are named here instead.
+# Neither file names an index.
+RESOLVE := $(BIN)/uv pip compile -q --universal --no-annotate --custom-compile-command 'make lock' --all-extras \
+           --override build/no-torch.txt pyproject.toml -
+
+lock: $(VENV)/.installed-dev ## pin all dependencies: constraints.txt, and with hashes requirements.lock
+	@mkdir -p build && echo 'torch ; python_version < "0"' > build/no-torch.txt
+	@printf '%s\n' filelock fsspec jinja2 networkx setuptools sympy > build/of-torch.txt
+	@$(RESOLVE) $(if $(UPGRADE),--upgrade) -o constraints.txt < build/of-torch.txt
+	@$(RESOLVE) --generate-hashes -c constraints.txt -o requirements.lock < build/of-torch.txt
+
 docs: export NO_MKDOCS_2_WARNING := 1
-docs: $(VENV)/.installed-docs
+docs: $(VENV)/.installed-docs ## build the documentation into build/site; broken links fail
 	@$(BIN)/python -m mkdocs build --strict $(ARGS)
 
-clean:
+clean: ## remove what building and testing left behind
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
-distclean: clean
+distclean: clean ## remove .venv too
 	rm -rf $(VENV) adapters/*/.venv
 
 $(BIN)/python:
@@ -142,9 +154,9 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	  echo "make: '$(PYTHON) -m venv' failed; what it needs is named above"; exit 1; }
 
-# torch comes first and alone: which build of it is right depends on the machine. The default index has
-# CUDA builds for Linux, several GB with what they need; constraints-cpu.txt refuses those, before any
-# of it is downloaded, unless there is a GPU to use them.
+# torch is installed first and alone: the right build of it depends on the machine. The default index has CUDA
+# builds for Linux, several GB with their dependencies; constraints-cpu.txt refuses them before the download,
+# unless there is a GPU.
 $(VENV)/.torch: constraints.txt constraints-cpu.txt | $(BIN)/python
 	@case '$(CUDA)' in \
 	  1) no_cuda= ;; \

@@ -1,4 +1,4 @@
-"""What the project's code, tests, benchmarks and examples import is declared in pyproject.toml."""
+"""Every imported distribution is declared in pyproject.toml, and every declared one is pinned in the lock."""
 
 from __future__ import annotations
 
@@ -52,3 +52,16 @@ def test_every_distribution_that_is_imported_is_declared() -> None:
         if module in distributions and not known & set(map(canonical, distributions[module]))
     }
     assert undeclared == set()
+
+
+def pins(file: str) -> set[str]:
+    return set(re.findall(r"^[\w.-]+==[^ \n]+", (ROOT / file).read_text(encoding="utf-8"), flags=re.MULTILINE))
+
+
+def test_every_declared_distribution_is_pinned_with_hashes() -> None:
+    """torch is not: the Makefile chooses its build. ``make lock`` writes both files."""
+    lock = (ROOT / "requirements.lock").read_text(encoding="utf-8")
+    assert pins("constraints.txt") == pins("requirements.lock")
+    assert {canonical(pin) for pin in pins("requirements.lock")} >= declared() - {"agentflow-lm", "torch"}
+    assert all("--hash=sha256:" in entry for entry in re.split(r"\n(?=[\w.-]+==)", lock)[1:])
+    assert "//" not in lock, "the lock names the address of an index"
