@@ -55,7 +55,8 @@ def test_every_distribution_that_is_imported_is_declared() -> None:
 
 
 def pins(file: str) -> set[str]:
-    return set(re.findall(r"^[\w.-]+==[^ \n]+", (ROOT / file).read_text(encoding="utf-8"), flags=re.MULTILINE))
+    text = (ROOT / file).read_text(encoding="utf-8")
+    return set(re.findall(r"^[\w.-]+==[^ \n]+", text, flags=re.MULTILINE))
 
 
 def test_every_declared_distribution_is_pinned_with_hashes() -> None:
