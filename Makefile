@@ -27,7 +27,7 @@ BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check --no-input install -c constraints.txt
 MODEL := smollm2-135m
 
-# In the order of README.
+# In the order of docs/quickstart.md.
 EXAMPLES := few_shot self_consistency tree_of_thought skeleton_of_thought essay_judge react \
             generative_agents chat long_document extraction retrieval
 

@@ -1,19 +1,20 @@
-"""``python -m benchmarks.page``: writes docs/benchmarks.md from the results that are committed. No figure on
-that page is typed in by hand; with matplotlib installed it draws the plots, too."""
+"""``python -m benchmarks.page``: writes docs/benchmarks.md and the README's table from the committed results.
+
+No figure in them is typed in by hand. With matplotlib installed it draws the plots, too."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Result
-
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
+README = ROOT / "README.md"
 TITLES = {
     "step": "The budget of a step",
     "foundation": "The engine against transformers",
@@ -27,69 +28,100 @@ TITLES = {
 }
 REMARKS = {
     "step": (
-        "What a step must read and multiply, against the memory and the matrix products of the same machine, "
-        "measured in the same run. Of a single stream the limit is its bytes, of a prefill its operations, "
-        "of a batch both, one after the other; what overlaps can take less. Each `kernel` figure is the same "
-        "for one kernel of a step. Goals in milliseconds and tokens per second are for a processor with AMX. "
-        "[What the kernels do](internals/kernels.md).\n\n![How costs grow](images/step-growth.svg)\n"
+        "What a step must read and multiply, against the memory bandwidth and the matrix products of the "
+        "same machine, measured in the same run. A single stream is limited by its bytes, a prefill by "
+        "its operations, a batch by both, one after the other; steps that overlap the two can take less. "
+        "Each `kernel` figure is the same ratio for one kernel of a step. [Kernels](internals/kernels.md)"
+        " describes them.\n\n![How costs grow](images/step-growth.svg)\n"
     ),
-    "radix": "The cost follows the path (the number of edges that the prompt runs along), not the tree.",
+    "radix": ("The cost depends on the path (the number of edges that the prompt follows), not on the tree."),
     "scheduler": (
-        "`cold-tail.json` is the known failure of plain longest-prefix-first: a burst at 1.3 times what the "
-        "machine can do, a tenth of it requests that share nothing. A step at 10,000 waiting is everything "
-        "that the scheduler does between two forward passes, with 100 requests through each of its stages: "
-        "about 50 µs of a request's whole life. Most of "
-        "it is the same under `fcfs`, which keeps no order but that of arrival."
+        "`cold-tail.json` is the known failure of plain longest-prefix-first: a burst at 1.3 times the "
+        "machine's capacity, in which a tenth of the requests share nothing. A step at 10,000 waiting "
+        "requests is everything that the scheduler does between two forward passes, with 100 requests in "
+        "each of its stages: about 50 µs for a request's whole life. Most of the cost is the same under "
+        "`fcfs`, which keeps no order but that of arrival."
     ),
     "frontend": (
-        "CPU time of the client's process; the server is a process of its own, with a scripted generator. "
-        "A round trip is a burst of ops that could not have been sent before the answer to the one before."
+        "CPU time of the client's process. The server is another process with a scripted generator. A "
+        "round trip is a burst of ops that depend on the answer to the burst before."
     ),
     "constrained": (
-        "A record has ten fields; 32 are written at once. Plain masked decoding lets the model write forced "
-        "text in any tokens that spell it, and small models often take short ones (a space at a time); "
-        "jump-forward writes the tokenizer's own, so it has fewer tokens to compute and the model reads "
-        "text as it was trained on. That is also why the two differ in what they write: nearly always, the "
-        "first difference is forced text that stands in other tokens. The gain is in records per second."
+        "A record has ten fields; 32 records are generated at once. Under plain masked decoding the model"
+        " writes forced text in any tokens that spell it, and small models often use short ones (one "
+        "space at a time). Jump-forward uses the tokenizer's own tokens, so there are fewer tokens to "
+        "compute, and the model reads text as it was trained on. For the same reason the two methods "
+        "generate different texts: the first difference is nearly always forced text in other tokens. The"
+        " gain is in records per second."
     ),
     "server": (
-        "The engine alone is the same engine process, driven by its own client in the server's process: "
-        "no HTTP, no JSON, nobody at the other end. The HTTP clients are a process of their own on the "
-        "same two cores, so what they cost is counted, too. What HTTP adds to the first token is what a "
-        "client waits, less what the engine's own client waited for the same request. In each overload "
-        "requests come at three times the rate of the peak, whatever becomes of those before them; a request "
-        "is good when it ends, and its first token comes within twice the time that the server lets a "
-        "request expect to wait. At the peak more clients than the batch has places ask again and again. "
-        "What counts is what ends while requests come, when all places are taken. The goodput is that of "
-        "short overloads between peaks, as this machine's speed changes within a minute; what is lost, late, "
-        "kept in memory or slow to recover is that of a minute's overload."
+        '"The engine alone" is the same engine process, driven by its own client in the server\'s process,'
+        " without HTTP and JSON. The HTTP clients run in a process of their own on the same two cores, so"
+        " their cost is included. The time that HTTP adds to the first token is the client's wait minus "
+        "that of the engine's own client for the same request. In an overload, requests arrive at three "
+        "times the peak rate. A request is good if it ends, and if its first token arrives within twice "
+        "the wait that the server allows. Goodput is measured in short overloads between peaks, because "
+        "this machine's speed changes within a minute; lost requests, memory growth and recovery are "
+        "measured over a minute."
     ),
     "adapters": (
-        "Each run has a server of its own, which begins with an empty cache. Both routes reach the same "
-        "scheduler and cache, so that of prompts that are asked once hardly anything is left to save; where "
-        "several answers are drawn to a prompt, DSPy asks OpenAI's API for one after the other, and the "
-        "adapter for a fork. DSPy does not know of this server's models that they keep schemas: through "
-        "OpenAI's route answers are free text, longer, and not always of the form that its adapter reads."
+        "Each run has its own server with an empty cache. Both routes use the same scheduler and cache, "
+        "so little is left to save for prompts that are asked once. Where several answers are drawn for a"
+        " prompt, DSPy requests them one after the other over the OpenAI API, while the adapter forks. "
+        "Over the OpenAI route DSPy does not use schemas for this server's models: answers are free text,"
+        " longer, and do not always parse."
     ),
     "ablation": (
-        "The pool holds half of the working set. Hints raise the hit rate where branches come and go (trees "
-        "of thought), but not the speed here: what is kept for a program's next request is not given to "
-        "others, so batches are smaller, and on this machine a row more in a batch costs about as much as "
-        "the prompt tokens that are saved. Chat and few-shot programs answer faster than their KV would be "
-        "evicted, so hints change nothing for them. Of a chat few turns wait at a time, so the order "
-        "in which they are admitted matters little there."
+        "The pool holds half of the working set. Hints raise the hit rate where branches come and go "
+        "(tree of thought), but not the speed here: slots that are kept for a program's next request make"
+        " batches smaller, and on this machine one more request in a batch costs about as much as the "
+        "prompt tokens that are saved. Chat and few-shot programs answer faster than their KV would be "
+        "evicted, so hints change nothing for them. Few turns of a chat wait at the same time, so their "
+        "order matters little."
     ),
 }
 _INTRODUCTION = """# Benchmarks
 
-Made by `python -m benchmarks.page` from the results under `benchmarks/results/`; each section names the
-command that measured it. A ratio is taken side by side in one run, interleaved, as the median of its
-runs. A *disturbed* run shared the machine with others.
+`python -m benchmarks.page` writes this page from the results under `benchmarks/results/`. Each section names
+the command that measured it. A ratio compares two systems in interleaved runs on one machine; the value is
+the median of its runs. A *disturbed* run shared the machine with other work.
 """
+HEADLINES = [
+    (
+        "foundation.batch16_vs_transformers",
+        "16 concurrent requests, output tokens/s, against transformers one by one",
+    ),
+    ("foundation.single_stream_vs_transformers", "one request, output tokens/s, against transformers"),
+    (
+        "foundation.prefix_cache_gain",
+        "64 prompts with a common prefix, against the same engine without its cache",
+    ),
+    ("constrained.jump_forward_gain", "JSON records/s with jump-forward, against masks alone"),
+    ("server.http_vs_engine", "output tokens/s over HTTP, against the engine alone"),
+    ("server.overload_goodput", "good requests/s at three times the peak load, against the peak"),
+    ("adapters.langchain_cache_gain", "LangChain through the adapter, against no cache"),
+    (
+        "adapters.dspy_votes_vs_openai_route",
+        "DSPy with majority votes through the adapter, against the OpenAI route",
+    ),
+]
+"""The README's figures: ids and what they compare."""
+_TABLE = re.compile(r"(<!-- figures.*?-->\n).*?(<!-- end of figures -->)", re.DOTALL)
+
+
+def with_headlines(readme: str) -> str:
+    """The README with the table of figures between its two comments."""
+    lines = ["| compared | ratio | command |", "|---|---:|---|"]
+    files = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob("*/*.json"))]
+    for figure, text in HEADLINES:
+        values = [one["value"] for file in files for one in file["results"] if one["id"] == figure]
+        ratios = " to ".join(f"{value:.1f}" if value >= 2 else f"{value:.2f}" for value in sorted(values))
+        lines.append(f"| {text} | {ratios} | `python -m benchmarks {figure.partition('.')[0]}` |")
+    return _TABLE.sub(lambda found: "\n".join([found[1], *lines, "", found[2]]), readme)
 
 
 def write_page() -> None:
-    """The whole page."""
+    """Writes the page and the README's table."""
     parts = [_INTRODUCTION]
     for name, title in TITLES.items():
         # Beside a run of all figures, those of some of them (``--only``).
@@ -102,6 +134,7 @@ def write_page() -> None:
         if name == "scheduler":
             parts.append(_simulations())
     PAGE.write_text("\n".join(parts), encoding="utf-8")
+    README.write_text(with_headlines(README.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def _table(results: dict[str, Any]) -> Iterator[str]:
@@ -114,14 +147,13 @@ def _table(results: dict[str, Any]) -> Iterator[str]:
         f"{results['scale']} scale.{disturbed}"
     )
     yield ""
-    yield "| figure | value | goal | runs | |"
-    yield "|---|---:|---|---|---|"
+    yield "| figure | value | runs | note |"
+    yield "|---|---:|---|---|"
     for result in results["results"]:
         runs = ", ".join(f"{run:.4g}" for run in result["runs"])
-        goal = result["goal"].replace(">=", "≥").replace("<=", "≤")
         value = f"{result['value']:.4g} {result['unit']}".replace(" ratio", "")
-        missed = " (missed)" if Result(**result).is_reached is False else ""
-        yield f"| `{result['id']}` | {value} | {goal}{missed} | {runs} | {result['note']} |"
+        note = result["note"].partition("; the goal")[0]
+        yield f"| `{result['id']}` | {value} | {runs} | {note} |"
 
 
 def _simulations() -> str:

@@ -1,6 +1,7 @@
 """Runs the Python blocks of a documentation page, which may await, in order and in one namespace.
 
-In a block, lines that begin with ``# →`` show what it prints, ``...`` standing for anything.
+A block marked ``python`` runs. In it, lines that begin with ``# →`` show what it prints, ``...`` standing for
+anything. A block marked ``py`` needs a server or another package: it is only compiled.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import doctest
 import inspect
 import io
 import re
+import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
-DOCS = Path(__file__).parents[3] / "docs"
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs"
 
 
 class Block(NamedTuple):
@@ -23,20 +26,29 @@ class Block(NamedTuple):
     heading: str
     line: int
     source: str
+    runs: bool = True
+
+
+def pages() -> list[Path]:
+    """The pages with Python blocks, and the README."""
+    found = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+    return [page for page in found if blocks_of(page)]
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """The page's Python blocks, in order."""
+    """The page's Python blocks, in order. Those of tabs are indented."""
     found: list[Block] = []
-    heading, start = "", None
+    heading, start, runs = "", None, True
     lines = page.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, 1):
+        text = line.strip()
         if start is None and line.startswith("#"):
             heading = line.lstrip("# ")
-        elif start is None and line.startswith("```python"):
-            start = number + 1
-        elif start is not None and line.startswith("```"):
-            found.append(Block(heading, start, "\n".join(lines[start - 1 : number - 1]) + "\n"))
+        elif start is None and (fence := re.match(r"```(python|py)\b", text)):
+            start, runs = number + 1, fence[1] == "python"
+        elif start is not None and text.startswith("```"):
+            source = textwrap.dedent("\n".join(lines[start - 1 : number - 1]) + "\n")
+            found.append(Block(heading, start, source, runs))
             start = None
     return found
 

@@ -1,0 +1,81 @@
+"""The Python blocks of every page run, in order, and print what the page shows."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from support.docs.page_blocks import DOCS, ROOT, Block, blocks_of, compiled, pages, run_block
+from support.docs.page_model import ESSAY, SCRIPT
+
+import agentflow as af
+from agentflow.backends.local import Embedded
+from benchmarks.page import HEADLINES, with_headlines
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+async def test_the_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    # Pages open sessions as their readers do, without a backend.
+    monkeypatch.setattr(Embedded, "connect", af.Scripted(SCRIPT).connect)
+    monkeypatch.delenv("AGENTFLOW_URL", raising=False)
+    monkeypatch.chdir(tmp_path)  # some write files
+    with anyio.fail_after(60):
+        async with af.session(seed=7) as flow:
+            namespace: dict[str, Any] = {"af": af, "essay": ESSAY}
+            for block in blocks_of(page):
+                namespace["flow"] = flow  # the page's own sessions end with their blocks
+                if block.runs:
+                    await run_block(page, block, namespace)
+                else:
+                    compiled(page, block)
+
+
+def test_the_comparison_has_every_program_in_all_four_frameworks():
+    blocks = blocks_of(DOCS / "guides" / "coming-from.md")
+    for what in ("a judge", "a chat"):
+        found = [block.heading.partition(":")[0] for block in blocks if block.heading.endswith(what)]
+        assert found == ["SGLang", "Guidance", "LangChain", "agentflow"]
+
+
+def test_every_parameter_of_gen_is_named():
+    text = (DOCS / "concepts" / "states.md").read_text(encoding="utf-8")
+    section = text.partition("## gen and select")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`(\w+)(?:=[^`]*)?`", section))
+    assert set(inspect.signature(af.gen).parameters) - {"name"} <= named
+
+
+def test_the_reference_has_every_public_name_once():
+    pages = [page.read_text(encoding="utf-8") for page in (DOCS / "reference" / "api").glob("*.md")]
+    documented = [
+        name for page in pages for name in re.findall(r"^::: agentflow\.(\w+)$", page, re.MULTILINE)
+    ]
+    documented.remove("errors")
+    documented += [
+        name
+        for name in af.__all__
+        if isinstance(error := getattr(af, name), type) and issubclass(error, af.AgentflowError)
+    ]
+    assert sorted([*documented, "__version__"]) == sorted(af.__all__)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("source", ["print(1)\n# → 2\n", "print(1)\n", "1\n# → 1\n"])
+async def test_a_block_that_prints_something_else_fails(source: str):
+    with pytest.raises(AssertionError, match="the block at line 7 shows"):
+        await run_block(DOCS / "guides" / "coming-from.md", Block("a heading", 7, source), {})
+
+
+def test_the_figures_of_the_readme_are_the_committed_ones():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert with_headlines(readme) == readme
+    assert all(f"| {text} |" in readme for _, text in HEADLINES)

@@ -1,0 +1,39 @@
+"""The scripted model that the blocks of the documentation run on."""
+
+from __future__ import annotations
+
+import agentflow as af
+
+ESSAY = "Every green leaf is a factory that runs on light."
+
+SCRIPT: dict[str, str | af.Reply] = {
+    "": "It is short and clear.",
+    "Is it about science?</user><assistant>": "yes",
+    "its clarity.</user><assistant>": "The sentences are short.",
+    "its evidence.</user><assistant>": "It names no source.",
+    "Sum that up.</user><assistant>": "Clear, but without evidence.",
+    "What do plants live on?</user><assistant>": "Light, water and air. They need no more.",
+    "Which of these is the most important?</user><assistant>": "Light.",
+    "plants live on</user><assistant>": "light\nwater\nair",
+    "as JSON.</user><assistant>": '{"title": "Leaves", "scores": [8, 3]}',
+    "Write a report.</user><assistant>": '{"summary": "Clear, without evidence.", "score": 7}',
+    "How many legs has a spider?</user><assistant>": "8",
+    "What is the weather in Oslo?</user><assistant>": (
+        '[{"name": "weather", "arguments": {"city": "Oslo"}}]'
+    ),
+    "Do I need an umbrella in Oslo?</user><assistant>": (
+        'I will look it up.<call>{"name": "weather", "arguments": {"city": "Oslo"}}</call>'
+    ),
+    "rain in Oslo</tool><assistant>": "It rains in Oslo.",
+    "Is it raining in Rome?</user><assistant>": af.Reply(
+        "", (af.CalledTool("call_1", "weather", '{"city": "Rome"}'),)
+    ),
+    "rain in Rome</tool><assistant>": "Yes, it is.",
+    "first paragraph: ": "Leaves catch light.",
+    "second paragraph: ": "Roots bring water.",
+    # guides/coming-from.md and the README
+    "its clarity in one sentence.</user><assistant>": "The sentences are short.",
+    "its evidence in one sentence.</user><assistant>": "It names no source.",
+    "And animals?</user><assistant>": "Plants, or each other.",
+}
+"""What the model answers to a prompt that ends so. The longest end counts."""
