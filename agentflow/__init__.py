@@ -48,12 +48,11 @@ from agentflow.language.expressions import assistant, conversation, image, selec
 from agentflow.language.gen import gen, reply
 from agentflow.language.graph import Graph
 from agentflow.language.map import ProgramMap
-from agentflow.language.run import Program, ProgramStream, program
+from agentflow.language.program import Program, ProgramStream, program
+from agentflow.language.run import ProgramEvent, RunDone, TextDelta, VariableDone
 from agentflow.language.session import Session
 from agentflow.language.state import Branches, State
-from agentflow.language.stream import ProgramEvent, RunDone, TextDelta, VariableDone
-from agentflow.language.tags import Tag, Tagged
-from agentflow.language.values import ToolCall
+from agentflow.language.values import Tag, Tagged, ToolCall
 from agentflow.language.variable import Transformed, Variable
 from agentflow.protocol.chat import CalledTool, Message, Reply
 from agentflow.protocol.events import Stats, TokenLogprob, Usage

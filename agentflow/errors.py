@@ -150,7 +150,7 @@ class DataDependent(ProgramError):
     ...     return (await s["answer"])[:20]
     >>> brief.trace()
     Traceback (most recent call last):
-    DataDependent: ...: the value of 'answer' is taken apart, and what the program does next would ...
+    DataDependent: ...: the value of 'answer' is indexed, and the program's next ops may depend on it: ...
     """
 
     code = "data_dependent"

@@ -130,17 +130,6 @@ def test_agentflow_imports_in_the_right_directions() -> None:
 LEFT = {
     "agentflow.engine.conversation_context",
     "agentflow.engine.generator",
-    "agentflow.language.map",
-    "agentflow.language.markers",
-    "agentflow.language.progress",
-    "agentflow.language.recorder",
-    "agentflow.language.run",
-    "agentflow.language.session",
-    "agentflow.language.state",
-    "agentflow.language.stream",
-    "agentflow.language.submit",
-    "agentflow.language.trace",
-    "agentflow.language.variable",
     "agentflow.runtime.graph_execution",
     "agentflow.runtime.state_tree",
 }

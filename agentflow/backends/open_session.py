@@ -15,7 +15,7 @@ import anyio
 from agentflow.backends.replay import replayed_seed
 from agentflow.errors import BadArgument, ProgramError
 from agentflow.language.map import DEFAULT_CONCURRENCY, Inputs, ItemT, ManyOf, MapOptions, OnError
-from agentflow.language.run import check_program
+from agentflow.language.program import check_program
 from agentflow.language.session import Session
 from agentflow.language.state import State
 from agentflow.protocol.backend import Backend

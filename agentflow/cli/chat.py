@@ -30,9 +30,8 @@ from agentflow.cli.command import Command, count
 from agentflow.errors import AgentflowError, Cancelled, NotSupported
 from agentflow.language.expressions import assistant, system, user
 from agentflow.language.gen import gen
-from agentflow.language.run import Run
 from agentflow.language.session import Session
-from agentflow.language.state import State
+from agentflow.language.state import RootState, State
 from agentflow.protocol.events import Usage
 
 
@@ -69,7 +68,7 @@ class Conversation:
         self._flow = flow
         self._sampling = sampling
         self._asked: State | None = None
-        self._run: Run | None = None
+        self._root: RootState | None = None
         self.reset(system_text)
 
     @property
@@ -79,10 +78,10 @@ class Conversation:
 
     def reset(self, system_text: str | None) -> None:
         """Begins anew."""
-        if self._run is not None:
-            self._run.close()
-        self._state: State = self._flow.state()
-        self._run = self._state.run
+        if self._root is not None:
+            self._root.close()
+        self._root = self._flow.state()
+        self._state: State = self._root
         self._system_text = system_text
         if system_text is not None:
             self._state.add(system(system_text))

@@ -26,10 +26,10 @@ from agentflow.backends.local import DEFAULT_MODEL
 from agentflow.errors import AgentflowError, RunFailed
 from agentflow.integrations.background_loop import BackgroundLoop
 from agentflow.language.expressions import ConversationExpression, GenExpression
+from agentflow.language.run import TextDelta, VariableRecord
 from agentflow.language.session import Session
-from agentflow.language.state import State
-from agentflow.language.stream import TextDelta
-from agentflow.language.variable import Variable
+from agentflow.language.state import RootState, State, state_record
+from agentflow.language.variable import target_of
 from agentflow.protocol.backend import Backend
 from agentflow.protocol.chat import Piece, ReplyReader, TextPiece
 from agentflow.protocol.events import TopLogprobs, Usage
@@ -80,7 +80,7 @@ class CalledProgram:
         self.session = session
         self._name = name
         self._objective = objective
-        self._kept: deque[State] = deque()
+        self._kept: deque[RootState] = deque()
         self._is_closed = False
 
     async def ask(self, call: ModelCall) -> AsyncGenerator[Said | Ended, None]:
@@ -88,7 +88,7 @@ class CalledProgram:
         root = self.session.state(cache_salt=call.cache_salt, objective=self._objective, program=self._name)
         is_whole = False
         try:
-            async for event in _events(root, call):
+            async for event in _events(root, call, self.session.capabilities.model):
                 yield event
             is_whole = True
         except RunFailed as error:
@@ -103,42 +103,36 @@ class CalledProgram:
         """Nothing more is asked: what was kept may go."""
         self._is_closed = True
         while self._kept:
-            self._kept.popleft().run.close()
+            self._kept.popleft().close()
 
-    def _keep(self, root: State) -> None:
+    def _keep(self, root: RootState) -> None:
         self._kept.append(root)
         while self._kept and (self._is_closed or not self._name or len(self._kept) > MOST_KEPT):
-            self._kept.popleft().run.close()
+            self._kept.popleft().close()
 
 
-async def _events(root: State, call: ModelCall) -> AsyncGenerator[Said | Ended, None]:
+async def _events(root: State, call: ModelCall, model: str) -> AsyncGenerator[Said | Ended, None]:
     root.add(call.begins)
     states = [root] if call.n == 1 else list(root.fork(call.n))
-    variables = [state.add(call.says)[call.says] for state in states]
+    records = [target_of(state.add(call.says)[call.says]).record for state in states]
     readers = [ReplyReader() if call.says.value_type.is_reply else None for _ in states]
-    async for event in root.run.watch(lambda: all(variable.is_done for variable in variables), as_sent=True):
+    run = state_record(root).run
+    async for event in run.watch(lambda: all(record.is_done for record in records), raw=True):
         index = event.path[-1] if event.path else 0
         if not isinstance(event, TextDelta):
-            yield _ended(root.session.capabilities.model, index, variables[index])
+            yield _ended(model, index, records[index])
             continue
         reader = readers[index]
         pieces = [TextPiece(event.text)] if reader is None else reader.push(event.text)
         for piece in pieces:
             yield Said(index, piece)
-    for variable in variables:
-        variable.raise_failure()
+    for record in records:
+        record.raise_failure()
 
 
-def _ended(model: str, index: int, variable: Variable[Any]) -> Ended:
-    return Ended(
-        index,
-        model,
-        variable.finish_reason,
-        variable.usage,
-        variable.notation,
-        variable.logprobs,
-        variable.top_logprobs,
-    )
+def _ended(model: str, index: int, record: VariableRecord) -> Ended:
+    end, text = record.end, record.notation
+    return Ended(index, model, end.finish_reason, end.usage, text, end.logprobs, end.top_logprobs)
 
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,16 @@ from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 from agentflow.errors import BadArgument
 from agentflow.language.expressions import GenExpression, check_name, tuple_of
-from agentflow.language.tags import Tag, Tagged, tagged_type
-from agentflow.language.values import Tool, ToolCall, ValueType, refuse_several, value_type
+from agentflow.language.values import (
+    Tag,
+    Tagged,
+    Tool,
+    ToolCall,
+    ValueType,
+    refuse_several,
+    tagged_type,
+    value_type,
+)
 from agentflow.protocol.chat import Reply, read_reply
 from agentflow.protocol.constraint import Whitespace
 from agentflow.protocol.ops import check_timeout

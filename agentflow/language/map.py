@@ -1,11 +1,8 @@
 """A program on many inputs: a list of results to await, or an ordered stream of them.
 
-The work of a map: reads inputs, runs the program on them side by side, keeps results for their reader.
-
-It lives in a task of the session. Whoever reads the results holds a ``ProgramMap``, which this module
-does not know: so that a map that nobody holds any more can be noticed, and ended.
-
-The inputs of a map: read one by one from any iterable, and turned into the program's arguments.
+``ProgramMap`` is what ``flow.map`` returns. Its ``_MapWork`` runs in a task of the session: it reads the
+inputs, runs the program on several at once, and keeps the results in order. ``_MapInputs`` reads any
+iterable. ``Tally`` counts for the progress display.
 """
 
 from __future__ import annotations
@@ -24,10 +21,10 @@ from collections.abc import (
     Mapping,
     Sized,
 )
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NoReturn, TypeAlias, TypedDict, TypeVar, cast
+from typing import Any, Final, Generic, Literal, NoReturn, TypeAlias, TypedDict, TypeVar, cast
 
 import anyio
 import anyio.lowlevel
@@ -35,17 +32,13 @@ from anyio.abc import TaskGroup
 
 from agentflow.errors import BadArgument, Cancelled, short_repr
 from agentflow.language.graph import Graph
-from agentflow.language.run import Run, check_program
-from agentflow.language.submit import GraphRun
+from agentflow.language.link import Link
+from agentflow.language.program import check_program, execute
+from agentflow.language.run import Run
+from agentflow.language.trace import GraphRun
 from agentflow.protocol.events import Usage
 from agentflow.protocol.sampling import is_whole
 from agentflow.runtime.task_group import CallInLoop, loop_caller, open_task_group
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from agentflow.language.session import Session
-
 
 ItemT = TypeVar("ItemT")
 
@@ -54,17 +47,17 @@ Inputs: TypeAlias = ManyOf[Any]
 
 
 class MapOptions(TypedDict, total=False):
-    """What ``map`` takes besides; see there."""
+    """The other options of ``map``; see there."""
 
     concurrency: int
     progress: bool
 
 
-END: Final = object()
+_END: Final = object()
 
 
-class MapInputs:
-    """Reads ``inputs`` once, from front to back. ``total``: how many there are, where that is known."""
+class _MapInputs:
+    """Reads ``inputs`` once, in order. ``total``: their number, or None if it is unknown."""
 
     def __init__(self, inputs: Inputs) -> None:
         if isinstance(inputs, str | bytes | Mapping):
@@ -86,26 +79,25 @@ class MapInputs:
             ) from error
 
     async def read(self) -> Any:
-        """The next input, or ``END``."""
+        """The next input, or ``_END``."""
         if isinstance(self._source, AsyncIterator):
             try:
                 return await anext(self._source)
             except StopAsyncIteration:
-                return END
-        return next(self._source, END)
+                return _END
+        return next(self._source, _END)
 
     async def close(self) -> None:
-        """No more will be read: a generator gets to clean up now, not when it is collected."""
+        """Closes a generator now, instead of when it is garbage-collected."""
         if inspect.isasyncgen(self._source):
             await self._source.aclose()
         elif inspect.isgenerator(self._source):
             self._source.close()
 
 
-def arguments_of(item: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a program is called with for one input: a tuple is spread over the positional arguments, a
-    dict over the keyword arguments, anything else is the one argument. Subclasses are values (a named
-    tuple has a meaning of its own)."""
+def _arguments_of(item: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The program's arguments for one input: a tuple becomes its positional arguments, a dict its keyword
+    arguments, anything else its one argument. Instances of subclasses, such as named tuples, are values."""
     if type(item) is tuple:
         return item, {}
     if type(item) is dict:
@@ -118,7 +110,7 @@ def _length(inputs: Inputs) -> int | None:
         return None
     try:
         return len(inputs)
-    except (TypeError, NotImplementedError):  # a collection that does not know before it is read
+    except (TypeError, NotImplementedError):  # a collection that knows its length only after reading
         return None
 
 
@@ -126,13 +118,14 @@ ResultT = TypeVar("ResultT")
 OnError = Literal["raise", "return"]
 
 READ_AHEAD = 4
-"""So many times ``concurrency`` inputs are read at most before the first result is taken: one slow run
-at the front must not leave the others idle at once, and a slow reader must not fill the memory."""
+"""At most this many times ``concurrency`` inputs are read ahead of the first result that was not taken. One
+slow run must not stall the others at once, and a slow reader must not fill the memory."""
 
 
 @dataclass
 class Tally:
-    """How far a map has got. ``total``: of inputs, where known; ``usage``: of the runs that have ended."""
+    """The progress of a map. ``total``: the number of inputs, if known. ``usage``: the sum over ended
+    runs."""
 
     total: int | None = None
     num_done: int = 0
@@ -140,26 +133,33 @@ class Tally:
     usage: Usage = field(default_factory=Usage)
 
 
-class MapWork(Generic[ResultT]):
-    """``start`` begins the work; ``take`` gives the results in the order of the inputs."""
+Show: TypeAlias = Callable[[Tally], AbstractContextManager[Callable[[], None]]]
+"""Displays a tally while a block lasts. The function that the block gets is called after each change."""
+
+
+class _MapWork(Generic[ResultT]):
+    """``start`` begins the work; ``take`` returns the results in the order of the inputs. Holds no reference
+    to the ``ProgramMap``, so that the garbage collector can notice a dropped one."""
 
     def __init__(
         self,
-        session: Session,
+        link: Link,
         program: Callable[..., Awaitable[ResultT]] | Graph,
-        inputs: MapInputs,
+        inputs: _MapInputs,
         *,
         concurrency: int,
         on_error: OnError,
-        console: Console | None,
+        show: Show | None,
     ) -> None:
         self.tally = Tally(inputs.total)
-        self._session = session
+        self._link = link
         self._program = program
         self._inputs = inputs
         self._concurrency = concurrency
         self._on_error = on_error
-        self._console = console
+        self._display: AbstractContextManager[Callable[[], None]] = (
+            show(self.tally) if show is not None else nullcontext(_do_nothing)
+        )
         self._max_ahead: float = READ_AHEAD * concurrency
         self._scope = anyio.CancelScope()
         self._call_in_loop: CallInLoop | None = None
@@ -170,19 +170,19 @@ class MapWork(Generic[ResultT]):
         self._num_read = 0
         self._num_running = 0
         self._num_taken = 0
-        self._show: Callable[[], None] = lambda: None
+        self._refresh: Callable[[], None] = _do_nothing
         self._is_whole = False
         self._failure: Exception | None = None
 
     def start(self) -> None:
-        """Starts the work, unless that has been done."""
+        """Starts the work. May be repeated."""
         if self._call_in_loop is None and not self._scope.cancel_called:
-            self._session.start_soon(self._live)
+            self._link.start_soon(self._live)
             self._call_in_loop = loop_caller()
 
     async def take(self) -> ResultT | Exception:
-        """The next result in order. ``StopAsyncIteration`` after the last; the failure that ended the
-        map after those that came before it, once."""
+        """The next result in order, then once the failure that ended the map. ``StopAsyncIteration`` after
+        the last."""
         while self._num_taken not in self._results:
             if self._ended.is_set():
                 self._raise_end()
@@ -193,12 +193,12 @@ class MapWork(Generic[ResultT]):
         return result
 
     def take_all(self) -> None:
-        """From now on somebody keeps all results: reading ahead saves nothing."""
+        """Reads ahead without a limit, because the caller keeps all results."""
         self._max_ahead = float("inf")
         self._wake_feed()
 
     async def stop(self) -> None:
-        """Cancels what runs and waits for its end, as a task group does. May be repeated."""
+        """Cancels the runs and waits for their end, as a task group does. May be repeated."""
         self._scope.cancel()
         self._results.clear()
         if self._call_in_loop is None:
@@ -207,19 +207,19 @@ class MapWork(Generic[ResultT]):
             await self._ended.wait()
 
     def abandon(self) -> None:
-        """Nobody will read any more. Called by the garbage collector: at any point, in any thread."""
+        """Cancels the work of a dropped map. The garbage collector may call this in any thread."""
         if self._call_in_loop is not None and not self._ended.is_set():
             with suppress(RuntimeError):  # the loop has ended, and the work with it
                 self._call_in_loop(self._scope.cancel)
 
     async def _live(self) -> None:
         try:
-            with self._scope, self._shown():
+            with self._scope, self._display as self._refresh:
                 async with open_task_group() as group:
                     await self._feed(group)
                 self._is_whole = self._failure is None
         except Exception as error:
-            self._fail(error)  # raised where somebody reads, not in the session's task group
+            self._fail(error)  # raised where the results are read, not in the session's task group
         except anyio.get_cancelled_exc_class():
             self._failure = self._failure or Cancelled("the session ended while the map ran")
             raise
@@ -231,10 +231,10 @@ class MapWork(Generic[ResultT]):
         """Starts a run for each input, as soon as there is room."""
         try:
             try:
-                while (item := await self._next_input()) is not END:
-                    # Numbered here, for the order in which a loop starts its tasks is its own affair: each
-                    # input draws the same whenever the session's seed is the same.
-                    run_index = self._session.next_run_index()
+                while (item := await self._next_input()) is not _END:
+                    # Numbered here, because event loops start tasks in different orders: with the same seed
+                    # of the session, each input samples the same.
+                    run_index = self._link.next_run_index()
                     group.start_soon(self._run, self._num_read, run_index, item)
                     self._num_read += 1
                     self._num_running += 1
@@ -244,12 +244,12 @@ class MapWork(Generic[ResultT]):
             self._fail(error)
 
     async def _next_input(self) -> Any:
-        # Programs get their turn, whatever the inputs are: not every iterator ever waits.
+        # Lets programs run: not every iterator waits.
         await anyio.lowlevel.checkpoint()
         while self._num_running >= self._concurrency or self._num_read - self._num_taken >= self._max_ahead:
             self._room_came = anyio.Event()
             await self._room_came.wait()
-        self._session.check_alive()
+        self._link.check_alive()
         try:
             return await self._inputs.read()
         except Exception as error:
@@ -259,22 +259,22 @@ class MapWork(Generic[ResultT]):
     async def _run(self, index: int, run_index: int, item: Any) -> None:
         run: Run | None = None
         try:
-            args, kwargs = arguments_of(item)
+            args, kwargs = _arguments_of(item)
             if isinstance(self._program, Graph):
                 texts = self._program.named(args, kwargs)
-                work = GraphRun(self._session, self._program, texts, index=run_index, objective="throughput")
+                work = GraphRun(self._link, self._program, texts, index=run_index, objective="throughput")
                 run = work.run
                 self._end_item(index, await work.result())
             else:
-                run = Run(self._session, index=run_index, objective="throughput")
-                self._end_item(index, await run.execute(self._program, args, kwargs))
+                run = Run(self._link, index=run_index, objective="throughput")
+                self._end_item(index, await execute(run, self._program, args, kwargs))
         except Exception as error:
             self._end_in_failure(index, item, error)
         finally:
             self.tally.usage += run.usage if run is not None else Usage()
             self._num_running -= 1
             self._wake_feed()
-            self._show()
+            self._refresh()
 
     def _end_item(self, index: int, result: ResultT | Exception) -> None:
         self.tally.num_done += 1
@@ -285,10 +285,10 @@ class MapWork(Generic[ResultT]):
 
     def _end_in_failure(self, index: int, item: Any, error: Exception) -> None:
         if self._failure is not None or self._scope.cancel_called:
-            return  # a program that was cancelled may fail as well: what cancelled it is what matters
+            return  # a program may fail because it was cancelled: only the first error counts
         self.tally.num_failed += 1
-        if not self._session.is_alive:
-            self._fail(error)  # and no failure of this input: all that are to come would meet it
+        if not self._link.is_alive:
+            self._fail(error)  # not a failure of this input: all others would fail too
         elif self._on_error == "return":
             self._end_item(index, error)
         else:
@@ -304,7 +304,7 @@ class MapWork(Generic[ResultT]):
     def _raise_end(self) -> NoReturn:
         failure, self._failure = self._failure, None
         if failure is not None:
-            self._is_whole = True  # it is told: there is no more to come
+            self._is_whole = True  # raised once: the next call ends the iteration
             self._results.clear()
             self._num_read = self._num_taken
             raise failure from failure.__cause__
@@ -315,50 +315,43 @@ class MapWork(Generic[ResultT]):
     def _wake_feed(self) -> None:
         self._room_came.set()
 
-    @contextmanager
-    def _shown(self) -> Iterator[None]:
-        if self._console is None:
-            yield
-            return
-        from agentflow.language.progress import shown_on
 
-        with shown_on(self._console, self.tally) as self._show:
-            yield
+def _do_nothing() -> None:
+    pass
 
 
 DEFAULT_CONCURRENCY = 64
 
 
 class ProgramMap(Generic[ResultT]):
-    """What ``flow.map`` gives. Nothing runs before it is awaited, iterated or entered.
+    """What ``flow.map`` returns. Nothing runs before it is awaited, iterated or entered.
 
-    ``await`` it for the list of all results (of those not taken yet, where some have been). ``async
-    for`` gives them one by one, in the order of the inputs, in bounded memory: before the first result
-    that was not taken yet, at most ``4 * concurrency`` inputs are read ahead.
+    ``await`` returns the list of all results that were not taken before. ``async for`` yields them one by
+    one, in the order of the inputs and in bounded memory: at most ``4 * concurrency`` inputs are read ahead
+    of the first result that was not taken.
 
-    Whoever may stop before the end should enter it, so that leaving the block cancels what runs and
-    waits for its end:
+    If you may stop before the end, enter it: leaving the block cancels the runs and waits for their end.
 
     >>> async with flow.map(judge, essays) as grades:
     ...     async for grade in grades:
     ...         if grade == "A":
     ...             break
 
-    Without the block, what runs is cancelled when the map is dropped (at once, after ``break`` in
-    ``async for grade in flow.map(judge, essays)``) and ends with the session at the latest. A wait for
-    one result that is cancelled, by a time-out for example, cancels that wait only; an ``await`` of
-    the whole list that is cancelled cancels everything.
+    Without the block, dropping the map cancels the runs, for example by ``break`` in ``async for grade in
+    flow.map(judge, essays)``; they end with the session at the latest. Cancelling the wait for one result, by
+    a timeout for example, cancels only that wait. Cancelling the ``await`` of the whole list cancels
+    everything.
     """
 
     def __init__(
         self,
-        session: Session,
+        link: Link,
         program: Callable[..., Awaitable[Any]] | Graph,
         inputs: Inputs,
         *,
         concurrency: int = DEFAULT_CONCURRENCY,
         on_error: OnError = "raise",
-        console: Console | None = None,
+        show: Show | None = None,
     ) -> None:
         if not isinstance(program, Graph):
             check_program(program, "map")
@@ -369,14 +362,9 @@ class ProgramMap(Generic[ResultT]):
                 f"map: on_error={on_error!r}: give 'raise' (the first failure ends the map) "
                 "or 'return' (failures stand among the results)"
             )
-        session.check_alive()
-        self._work: MapWork[ResultT] = MapWork(
-            session,
-            program,
-            MapInputs(inputs),
-            concurrency=concurrency,
-            on_error=on_error,
-            console=console,
+        link.check_alive()
+        self._work: _MapWork[ResultT] = _MapWork(
+            link, program, _MapInputs(inputs), concurrency=concurrency, on_error=on_error, show=show
         )
         weakref.finalize(self, self._work.abandon).atexit = False
 
@@ -400,13 +388,13 @@ class ProgramMap(Generic[ResultT]):
         try:
             return cast(ResultT, await work.take())
         finally:
-            # The traceback of an exception (a cancellation of the reader, say) keeps this frame, and would
-            # keep a map that has been left from being dropped.
+            # The traceback of an exception, such as a cancellation of the reader, keeps this frame, which
+            # would keep a dropped map alive.
             del self
 
     async def aclose(self) -> None:
-        """Cancels what still runs and waits for its end. May be repeated; iterating any further
-        raises ``Cancelled``, unless all results had been taken.
+        """Cancels the runs and waits for their end. May be repeated. Further iteration raises ``Cancelled``
+        unless all results had been taken.
 
         >>> grades = flow.map(judge, essays)
         >>> first = await anext(grades)

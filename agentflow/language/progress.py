@@ -1,12 +1,13 @@
-"""How far a map has got, for whoever sits before the terminal: one line with a bar that is drawn again
-and again; elsewhere (a log, a pipe) a plain line every half minute and one at the end."""
+"""The progress of a map on stderr: in a terminal one line with a bar, redrawn as it changes; elsewhere (a
+log, a pipe) a plain line every half minute and one at the end. Imports rich, so it is imported when first
+used."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Final
 
 from rich.cells import cell_len
@@ -22,29 +23,28 @@ MAX_BAR: Final = 40
 MIN_BAR: Final = 10
 DRAWN_PER_S: Final = 4
 S_BETWEEN_LINES: Final = 30.0
-# What goes first where the line is narrow, as places in ``MapProgress.parts``.
+# What a narrow line leaves out first: keys of ``MapProgress.parts``.
 DISPENSABLE: Final = ("left", "hits", "rate", "failed")
 
 
 class ProgressConsole(Console):
-    """A console that falls silent when its reader is gone. rich would end the process, and results are
-    worth more than their progress."""
+    """A console that becomes quiet if its pipe breaks. rich would end the process and lose the results."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
 
 
-def stderr_console() -> Console:
-    """Where progress goes: never into a program's own output."""
-    return ProgressConsole(stderr=True)
+def shown_on_stderr(tally: Tally) -> AbstractContextManager[Callable[[], None]]:
+    """Shows ``tally`` on stderr, as ``shown_on`` does."""
+    return shown_on(ProgressConsole(stderr=True), tally)
 
 
 @contextmanager
 def shown_on(
     console: Console, tally: Tally, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[], None]]:
-    """Shows ``tally`` on the console while the block lasts, and as it was at its end. Call what it
-    yields after each change."""
+    """Shows ``tally`` on the console during the block, and its last state afterwards. Yields a function to
+    call after each change."""
     progress = MapProgress(tally, clock)
     if not console.is_terminal or console.is_dumb_terminal:
         lines = _Lines(console, progress, clock)
@@ -52,24 +52,24 @@ def shown_on(
             yield lines.tick
         finally:
             progress.finish()
-            lines.say()
+            lines.print()
         return
     live = Live(
         progress,
         console=console,
         refresh_per_second=DRAWN_PER_S,
-        # What the program prints goes above the bar; but into its file, where it is redirected to one.
+        # The program's output goes above the bar, unless it is redirected to a file.
         redirect_stdout=sys.stdout.isatty(),
     )
     with live:
         try:
-            yield lambda: None  # it looks by itself
+            yield lambda: None  # rich redraws by itself
         finally:
             progress.finish()
 
 
 class MapProgress:
-    """The line, as something that rich can draw in any width."""
+    """The line, in a form that rich can draw in any width."""
 
     def __init__(self, tally: Tally, clock: Callable[[], float]) -> None:
         self._tally = tally
@@ -78,11 +78,11 @@ class MapProgress:
         self._took_s: float | None = None
 
     def finish(self) -> None:
-        """The clock stops."""
+        """Stops the clock."""
         self._took_s = self._clock() - self._began_s
 
     def parts(self) -> dict[str, str]:
-        """What the line says, by name, in order."""
+        """The parts of the line by name, in order."""
         tally = self._tally
         elapsed_s = self._clock() - self._began_s if self._took_s is None else self._took_s
         per_s = tally.num_done / elapsed_s if elapsed_s > 0 else 0.0
@@ -101,7 +101,7 @@ class MapProgress:
         return found
 
     def line(self, width: int | None = None) -> str:
-        """The line without a bar, in at most so many cells: what matters least is left out."""
+        """The line without a bar, in at most ``width`` cells. Leaves out the least important parts."""
         parts = self.parts()
         for name in DISPENSABLE:
             if width is None or cell_len("  ".join(parts.values())) <= width:
@@ -123,11 +123,11 @@ class MapProgress:
 
     @property
     def _completed(self) -> int:
-        return self._tally.num_done if self._tally.total else 1  # nothing to do is all done
+        return self._tally.num_done if self._tally.total else 1  # an empty map is complete
 
 
 class _Lines:
-    """Plain lines, rarely."""
+    """Plain lines, ``S_BETWEEN_LINES`` apart."""
 
     def __init__(self, console: Console, progress: MapProgress, clock: Callable[[], float]) -> None:
         self._console = console
@@ -137,9 +137,9 @@ class _Lines:
 
     def tick(self) -> None:
         if self._clock() >= self._next_s:
-            self.say()
+            self.print()
 
-    def say(self) -> None:
+    def print(self) -> None:
         self._next_s = self._clock() + S_BETWEEN_LINES
         text = f"map: {', '.join(self._progress.parts().values())}"
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)

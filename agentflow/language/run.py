@@ -1,230 +1,585 @@
-"""One run: a root state with all its forks, from the first op until everything it began has ended.
+"""A run: one call of a program, with its states and variables as the session keeps them.
 
-Events as a program's user sees them: text of every branch as it comes, values, the result.
-
-Programs: async functions whose first argument is a state.
+``Run`` holds the records of its states and variables until all of them have ended. The link delivers the
+backend's events to ``StateRecord`` and ``VariableRecord``; programs see these as ``State`` and ``Variable``.
+An ``EventStream`` reads the events of several variables: ``TextDelta`` and ``VariableDone``; ``RunDone`` is
+the last event of ``flow.stream``.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-import logging
 import weakref
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import anyio
+import msgspec
 
-from agentflow.errors import AgentflowError, BadArgument, Cancelled, short_repr
-from agentflow.language.graph import Graph
-from agentflow.language.state import State
-from agentflow.language.stream import EventStream, ProgramEvent, RunDone, TextDelta, VariableDone
-from agentflow.language.variable import Variable
+from agentflow.errors import AgentflowError, BadArgument, Cancelled, StateClosed
+from agentflow.language.link import Link
+from agentflow.language.op_log import InFlight, LineTable, ProgramLine, SingleWriter, Transcript, calling_line
+from agentflow.language.values import TEXT, ValueType
 from agentflow.protocol import ops
-from agentflow.protocol.events import ErrorInfo, Usage
-from agentflow.protocol.ops import derived_seed, run_of
-from agentflow.runtime.task_group import loop_caller
+from agentflow.protocol.chat import CalledTool, ReplySoFar
+from agentflow.protocol.events import ErrorInfo, Usage, Value
+from agentflow.protocol.ops import derived_seed, place_of, run_of
 
-if TYPE_CHECKING:
-    from agentflow.language.session import Session
-    from agentflow.language.variable import Variable
+FIRST_MAPPED = 2**52
+"""An op number above this names a mapped variable: this plus the variable's number."""
 
-
-ResultT = TypeVar("ResultT")
-
-
-def check_program(program: object, where: str) -> None:
-    """``BadArgument`` where it cannot be called."""
-    if not callable(program):
-        raise BadArgument(
-            f"{where}: {short_repr(program)} cannot be called: give the program itself, and what it is "
-            "called with beside it"
-        )
-
-
-def called(program: Callable[..., Awaitable[ResultT]], *args: Any, **kwargs: Any) -> Awaitable[ResultT]:
-    """The program's call, to be awaited. ``BadArgument`` where it cannot be: the function is not async."""
-    running = program(*args, **kwargs)
-    if not inspect.isawaitable(running):
-        raise BadArgument(
-            f"{short_repr(program)} returned {short_repr(running)}, which cannot be awaited: a program is an "
-            "async function"
-        )
-    return running
+Path = tuple[int, ...]
+"""A state's place in its fork tree: () is the root, (2,) its third branch, (2, 0) the first branch of
+that."""
 
 
 class Run:
-    """The states of one call of a program, or of one ``flow.state()``. ``index``: from
-    ``next_run_index``, where its order matters. ``objective``: a hint for all its states. ``program``: what
-    it is a part of, where it is no whole one. ``usage``: of its variables that are complete."""
+    """``index``: seeds are derived from it. ``root_id``: of a root that a graph opens. ``objective``: a hint
+    for all states. ``program``: calls with the same name are siblings to the scheduler. ``usage``: the sum
+    over complete variables. ``places``: in a trace, where each gen stands."""
 
     def __init__(
         self,
-        session: Session,
+        link: Link,
         *,
         cache_salt: str = "",
         index: int | None = None,
         root_id: int | None = None,
         objective: ops.Objective | None = None,
         program: str = "",
-        root_type: type[State] = State,
     ) -> None:
-        self.session = session
-        self.index = session.next_run_index() if index is None else index
+        self.link = link
+        self.index = link.next_run_index() if index is None else index
         self.usage = Usage()
         self.places: dict[int, str] = {}
-        """Of a trace: where its gens stand."""
-        self._states: list[State] = []
-        self._variables: dict[int, Variable[Any]] = {}
-        self._failed: list[Variable[Any]] = []
-        self._told: set[ErrorInfo] = set()
-        # Weak: a reader that is gone needs no news.
+        self.states: list[StateRecord] = []
+        self._seed_prefix = run_of(link.seed, self.index)
+        self._unfinished: dict[int, VariableRecord] = {}
+        self._failed: list[VariableRecord] = []
+        self._raised: set[ErrorInfo] = set()
+        # Weak: a stream that was dropped needs no events.
         self._streams: weakref.WeakSet[EventStream] = weakref.WeakSet()
-        if root_id is None:  # otherwise it is opened by a graph
-            root_id = session.next_id()
-            session.send([ops.Open(root_id, cache_salt, objective, program)])
-        self.root = self.adopt(root_type(self, root_id, ()))
-
-    async def execute(
-        self, program: Callable[..., Awaitable[ResultT]], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> ResultT:
-        """Calls the program on the root state, waits for everything it left running, and ends."""
-        try:
-            result = await called(program, self.root, *args, **kwargs)
-            await self._settle()
-        except BaseException:
-            self.root.cancel()
-            raise
-        finally:
-            self.close()
-        return result
-
-    async def _settle(self) -> None:
-        """Nothing outlives the run: waits for what nobody awaited, and raises what failed there,
-        unless the program has been told of that failure already."""
-        for state in self._states:
-            state.ask()
-        for state in self._states:
-            await state.settled()
-        # Those that functions of the program provide: no state waits for them.
-        provided = [*self._failed, *self._variables.values()]
-        for variable in provided:
-            await variable.settled()
-        errors = [state.error for state in self._states] + [variable.error for variable in provided]
-        for error in errors:
-            if error is not None and error.code != Cancelled.code and error.origin not in self._told:
-                raise self._located(error)
+        if root_id is None:
+            root_id = link.next_id()
+            link.send([ops.Open(root_id, cache_salt, objective, program)])
+        self.root = StateRecord(self, root_id, ())
+        self.adopt(self.root)
 
     @property
-    def seed_prefix(self) -> str:
-        """What the seeds of this run have in common."""
-        return run_of(self.session.seed, self.index)
+    def is_unfinished(self) -> bool:
+        """Whether some variables are not done."""
+        return bool(self._unfinished)
 
-    def seed_at(self, var_id: int, place: str) -> int | None:
-        """The seed of a gen that names none; in a trace None, and the place is kept."""
-        if self.session.is_tracing:
-            self.places[var_id] = place
-            return None
-        return derived_seed(self.seed_prefix, place)
+    def adopt(self, state: StateRecord) -> None:
+        """Adds a state that the backend knows."""
+        self.states.append(state)
+        self.link.states[state.id] = state
 
-    @property
-    def states(self) -> list[State]:
-        """Its states so far, the root first."""
-        return list(self._states)
-
-    def told(self, error: ErrorInfo) -> AgentflowError:
-        """The exception of a failure that is now raised in the program: how to go on is up to it."""
-        self._told.add(error.origin)
-        return self._located(error)
-
-    def _located(self, error: ErrorInfo) -> AgentflowError:
-        """The exception, with a note that names the program's line whose op failed."""
-        exception = error.to_exception()
-        place = error.place
-        state = self.session.state_of(place[0]) if place is not None else None
-        line = state.line_of(place[1]) if state is not None and place is not None else None
-        if line is not None:
-            exception.add_note(f"what failed was appended at {line}")
-        return exception
-
-    def adopt(self, state: State) -> State:
-        """A state of this run. For the run and ``State.fork``."""
-        self._states.append(state)
-        self.session.register(state)
-        return state
-
-    def touch(self, variable: Variable[Any]) -> None:
-        """A variable is new, or has news: whoever watches hears of it."""
+    def touch(self, variable: VariableRecord) -> None:
+        """The variable is new or has changed: wakes the streams."""
         if variable.is_done:
-            if self._variables.pop(variable.id, None) is not None and variable.error is not None:
+            if self._unfinished.pop(variable.id, None) is not None and variable.error is not None:
                 self._failed.append(variable)
         else:
-            self._variables.setdefault(variable.id, variable)
-        if not variable.is_shown:
-            return
-        for stream in self._streams:
-            stream.touch(variable)
+            self._unfinished.setdefault(variable.id, variable)
+        if variable.is_shown:
+            for stream in self._streams:
+                stream.touch(variable)
 
-    def watch(self, is_over: Callable[[], bool], *, as_sent: bool = False) -> EventStream:
-        """The events of all variables of this run until ``is_over``; replays what there is."""
-        stream = EventStream(is_over, as_sent=as_sent)
-        for state in self._states:
-            for variable in state.variables:
+    def seed_at(self, var_id: int, place: str) -> int | None:
+        """The seed of a gen at ``place`` that has none of its own. A trace records the place and returns
+        None."""
+        if self.link.is_tracing:
+            self.places[var_id] = place
+            return None
+        return derived_seed(self._seed_prefix, place)
+
+    def raised(self, error: ErrorInfo) -> AgentflowError:
+        """The exception for a failure that is raised in the program now; ``settle`` does not raise it
+        again."""
+        self._raised.add(error.origin)
+        return self._located(error)
+
+    async def settle(self) -> None:
+        """Waits until everything the run started has ended. Raises the first failure that was not raised in
+        the program."""
+        for state in self.states:
+            state.ask()
+        for state in self.states:
+            await state.settled()
+        # No state waits for variables that a Python function provides.
+        provided = [*self._failed, *self._unfinished.values()]
+        for variable in provided:
+            await variable.settled()
+        errors = [state.error for state in self.states] + [variable.error for variable in provided]
+        for error in errors:
+            if error is not None and error.code != Cancelled.code and error.origin not in self._raised:
+                raise self._located(error)
+
+    def watch(self, is_over: Callable[[], bool], *, raw: bool = False) -> EventStream:
+        """The events of all variables, from their start, until ``is_over``; see ``EventStream``."""
+        stream = EventStream(is_over, raw=raw)
+        for state in self.states:
+            for variable in state.shown:
                 stream.touch(variable)
         self._streams.add(stream)
         return stream
 
-    def watch_state(self, state: State) -> EventStream:
-        """The events of one state's variables, until all that it has now are done."""
+    def watch_state(self, state: StateRecord) -> EventStream:
+        """The events of one state's variables, until all that it has then are done."""
         stream = _StateStream(state)
-        for variable in state.variables:
+        for variable in state.shown:
             stream.touch(variable)
         self._streams.add(stream)
         return stream
 
     def wake_streams(self) -> None:
-        """Something ended: streams look whether they are over."""
+        """Makes the streams check whether they are over."""
         for stream in self._streams:
             stream.wake()
 
     def close(self) -> None:
-        """All its states end."""
-        for state in reversed(self._states):
+        """Ends all states."""
+        for state in reversed(self.states):
             state.close()
         self.wake_streams()
 
+    def _located(self, error: ErrorInfo) -> AgentflowError:
+        """The exception, with a note that names the program's line whose op failed."""
+        exception = error.to_exception()
+        place = error.place
+        state = self.link.states.get(place[0]) if place is not None else None
+        line = state.line_of(place[1]) if state is not None and place is not None else None
+        if line is not None:
+            exception.add_note(f"what failed was appended at {line}")
+        return exception
+
+
+class StateRecord:
+    """A state: what was appended to it, and how far the backend has got.
+
+    ``names``: the latest variable of each name, those of the parent included. ``own``: the variables declared
+    here. ``closed``: why nothing can be appended any more."""
+
+    def __init__(self, run: Run, state_id: int, path: Path, parent: StateRecord | None = None) -> None:
+        self.run = run
+        self.link = run.link
+        self.id = state_id
+        self.path = path
+        self.transcript: Transcript = Transcript(parent.transcript if parent is not None else None)
+        self.names: dict[str, VariableRecord] = dict(parent.names) if parent is not None else {}
+        self.own: list[VariableRecord] = []
+        self.num_gens = 0
+        self.error: ErrorInfo | None = None
+        self.closed: str | None = None
+        self.is_sealed = False
+        self.mapped_lines: dict[int, ProgramLine | None] = {}  # mapped variable → the line that maps it
+        self._parent = parent
+        self._children: list[StateRecord] = []
+        self._forked_after = parent.in_flight.num_submitted if parent is not None else 0
+        self.in_flight: InFlight = InFlight()
+        self._lines = LineTable()
+        self._writer = SingleWriter()
+
     @property
-    def is_unfinished(self) -> bool:
-        """Whether some of its variables are not done."""
-        return bool(self._variables)
+    def shown(self) -> list[VariableRecord]:
+        """The program's own variables that were declared here, in order."""
+        return [variable for variable in self.own if variable.is_shown]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the backend still knows the state."""
+        return self.id in self.link.states
+
+    def check_open(self) -> None:
+        """Raises if the session or the state has ended."""
+        self.link.check_alive()
+        if self.closed is not None:
+            raise StateClosed(f"state {self.path} {self.closed}: nothing can be appended to it")
+
+    def check_appendable(self) -> None:
+        """Raises if the state has ended, or if another task appends to it."""
+        self.check_open()
+        if not self.link.is_tracing:
+            self._writer.check()
+
+    def submit(self, recorded: list[ops.Op]) -> None:
+        """Sends ops of this state, all or none."""
+        self.in_flight.check_room(len(recorded))
+        self.link.send(recorded)
+        self.in_flight.num_submitted += len(recorded)
+        self._lines.add(self.in_flight.num_submitted, calling_line())
+
+    def declare(self, variable: VariableRecord) -> None:
+        """Adds a variable whose op was sent."""
+        self.own.append(variable)
+        self.link.variables[variable.id] = variable
+
+    def expect_text(self, name: str) -> VariableRecord:
+        """Declares a hidden variable whose text the client provides."""
+        variable = VariableRecord(self, self.link.next_id(), name, is_shown=False)
+        self.link.send([ops.Expect(self.id, variable.id, name)])
+        self.declare(variable)
+        return variable
+
+    def seed_place(self, ordinal: int) -> str:
+        """The place from which the seed of gen number ``num_gens + ordinal`` is derived."""
+        return place_of(self.path, self.num_gens + ordinal)
+
+    def line_of(self, number: int) -> ProgramLine | None:
+        """The line of the program that appended op ``number``, or that mapped a variable."""
+        if number > FIRST_MAPPED:
+            return self.mapped_lines.get(number - FIRST_MAPPED)
+        return self._lines.line_of(number)
+
+    def fork(self, count: int) -> list[StateRecord]:
+        """Forks the state into ``count`` branches."""
+        ids = [self.link.next_id() for _ in range(count)]
+        self.submit([ops.Fork(self.id, tuple(ids))])
+        children = [self.branch(state_id, len(self._children) + i) for i, state_id in enumerate(ids)]
+        self._children += children
+        for child in children:
+            self.run.adopt(child)
+        return children
+
+    def branch(self, state_id: int, number: int) -> StateRecord:
+        """Branch ``number``, unknown to the run as yet."""
+        return StateRecord(self.run, state_id, (*self.path, number), self)
+
+    def branch_of_graph(self, state_id: int, number: int) -> StateRecord:
+        """Branch ``number`` in a graph, whose states only the backend knows."""
+        child = self.branch(state_id, number)
+        self._children.append(child)
+        return child
+
+    def await_graph(self) -> None:
+        """Makes this the root of a submitted graph: its one op is done when the whole graph is."""
+        self.in_flight.num_submitted += 1
+        self.in_flight.next_ticket()
+
+    def ask(self) -> None:
+        """Asks the backend to report when everything appended so far is done."""
+        ticket = self.in_flight.next_ticket() if self.error is None else None
+        if ticket is not None:
+            self.link.send([ops.Await(self.id, ticket)])
+
+    async def settled(self) -> None:
+        """Waits until everything appended so far is done or the state has failed."""
+        if self.link.is_tracing:
+            return
+        self.ask()
+        num_awaited = self.in_flight.num_submitted
+        while not self.in_flight.is_done(num_awaited) and self.error is None:
+            await self.in_flight.change()
+
+    def reach(self, ticket: int) -> None:
+        """The backend has reached the ticket."""
+        self.in_flight.reach(ticket)
+        self._has_begun()
+
+    def end_variable(self, var_id: int) -> None:
+        """The variable is complete, and so are all ops before it."""
+        self.in_flight.end_variable(var_id)
+        self._has_begun()
+
+    def _has_begun(self) -> None:
+        """An op of this state is done, so all ops of its parents up to the fork are."""
+        state, parent = self, self._parent
+        while parent is not None and not parent.in_flight.is_done(state._forked_after):
+            parent.in_flight.settle(state._forked_after)
+            state, parent = parent, parent._parent
+
+    def fail(self, error: ErrorInfo) -> None:
+        """No further op of the state will run. A second failure changes nothing."""
+        self.error = self.error or error
+        self.in_flight.wake()
+
+    def cancel(self) -> None:
+        """Cancels the state and its forks, here and in the backend."""
+        if self.is_open:
+            self.link.send([ops.Cancel(self.id)], quiet=True)
+        error = ErrorInfo.of(Cancelled("its state was cancelled"))
+        pending = [self]
+        while pending:  # no recursion: a chain of forks may be deeper than Python's stack
+            state = pending.pop()
+            pending += state._children
+            state.closed = state.closed or "was cancelled"
+            for variable in state.own:
+                if not variable.is_done:
+                    variable.fail(error)
+            state.fail(error)
+
+    def seal(self, why: str) -> None:
+        """Rejects further ops. Variables stay readable."""
+        if self.closed is None:
+            self.closed = why
+            self.is_sealed = True
+            self.link.send([ops.Seal(self.id)], quiet=True)
+
+    def couple(self, branches: list[StateRecord]) -> None:
+        """Makes branches of this state a task group."""
+        self.link.check_alive()
+        if not self.is_open:
+            raise StateClosed(f"state {self.path} {self.closed}: its branches cannot become a task group")
+        self.link.send([ops.TaskGroup(self.id, tuple(branch.id for branch in branches))])
+
+    def close(self) -> None:
+        """Ends the state: the backend may drop it and its variables."""
+        self.closed = self.closed or "has ended with its run"
+        if self.link.states.pop(self.id, None) is not None:
+            self.link.send([ops.Close(self.id)], quiet=True)
+        if self.error is None and not self.in_flight.is_empty:  # no event will report the rest
+            self.fail(ErrorInfo.of(StateClosed(f"state {self.path} {self.closed}")))
 
 
-class RootState(State):
-    """What ``flow.state()`` gives: a state without a program, which leaving its ``async with`` ends."""
+class VariableRecord:
+    """A variable's text as it grows, and how it ended. All readers share it.
 
-    async def __aenter__(self) -> Self:
+    ``is_shown``: whether the variable is the program's own, so that streams report it. ``notation``: the text
+    as it was received; that of a reply includes its tool calls. ``line``: the line of the program that
+    declared it. ``front``: the ``Variable`` that programs use. The record keeps it, so that its markers stay
+    valid for as long as the state exists; ``kept`` does so for what is made of the variable."""
+
+    __slots__ = (
+        "_changed",
+        "_reply",
+        "_value",
+        "error",
+        "front",
+        "id",
+        "is_shown",
+        "kept",
+        "line",
+        "name",
+        "notation",
+        "state",
+        "value_type",
+    )
+
+    def __init__(
+        self,
+        state: StateRecord,
+        var_id: int,
+        name: str,
+        value_type: ValueType = TEXT,
+        *,
+        is_shown: bool = True,
+    ) -> None:
+        self.state = state
+        self.id = var_id
+        self.name = name
+        self.value_type = value_type
+        self.is_shown = is_shown
+        self.notation = ""
+        self.error: ErrorInfo | None = None
+        self.line: ProgramLine | None = None
+        self.front: Any = None
+        self.kept: dict[Any, Any] = {}
+        self._reply = ReplySoFar() if value_type.is_reply else None
+        self._value: Value | None = None
+        self._changed: anyio.Event | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is complete or has failed."""
+        return self._value is not None or self.error is not None
+
+    @property
+    def has_value(self) -> bool:
+        """Whether it is complete."""
+        return self._value is not None
+
+    @property
+    def text(self) -> str:
+        """The text so far; of a reply its prose."""
+        return self.notation if self._reply is None else self._reply.follow(self.notation).text
+
+    @property
+    def tool_calls(self) -> tuple[CalledTool, ...]:
+        """The tool calls of a reply so far."""
+        return () if self._reply is None else self._reply.follow(self.notation).now().tool_calls
+
+    @property
+    def reply(self) -> ReplySoFar | None:
+        """The reader of a reply's notation; None for any other variable."""
+        return None if self._reply is None else self._reply.follow(self.notation)
+
+    @property
+    def end(self) -> Value:
+        """How it ended. Raises its failure; ``BadArgument`` if it is not done."""
+        self.raise_failure()
+        if self._value is None:
+            self.state.link.needs_values(f"how {self.name!r} ended is read")
+            raise BadArgument(f"{self.name!r} is not complete yet: await it first")
+        return self._value
+
+    def raise_failure(self) -> None:
+        """Raises its failure, if it failed."""
+        if self.error is not None:
+            raise self.state.run.raised(self.error)
+
+    async def settled(self) -> None:
+        """Waits until it is complete or has failed."""
+        while not self.is_done:
+            await self.change()
+
+    async def whole_text(self) -> str:
+        """The complete text; of a reply its prose. Raises its failure."""
+        await self.settled()
+        self.raise_failure()
+        return self.text
+
+    async def change(self) -> None:
+        """Waits until its text grows or it ends."""
+        self.state.link.check_alive()
+        self.state.link.needs_values(f"the text of {self.name!r} is read")
+        if self._changed is None:
+            self._changed = anyio.Event()
+        await self._changed.wait()
+
+    def extend(self, at: int, text: str) -> None:
+        """The text continues with ``text`` at character ``at``."""
+        before = self.notation if at == len(self.notation) else self.notation[:at]
+        self.notation = before + text
+        self._wake()
+        self.state.run.touch(self)
+
+    def complete(self, value: Value) -> None:
+        """The variable is complete."""
+        self.state.link.variables.pop(self.id, None)
+        self.notation = self.notation[: value.at] + value.text
+        self._value = value
+        self._wake()
+        self.state.end_variable(self.id)
+        run = self.state.run
+        run.usage += value.usage
+        run.touch(self)
+
+    def fail(self, error: ErrorInfo) -> None:
+        """The variable will have no value."""
+        self.state.link.variables.pop(self.id, None)
+        if not self.is_done:
+            self.error = error
+        self._wake()
+        self.state.run.touch(self)
+
+    def _wake(self) -> None:
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
+
+
+class TextDelta(msgspec.Struct, frozen=True):
+    """More text of variable ``name`` in the state at ``path`` of the fork tree; of a reply, more prose.
+
+    >>> async for event in flow.stream(judge, essay):
+    ...     if isinstance(event, af.TextDelta) and event.path == ():  # of the root, not of its branches
+    ...         print(event.name, event.text)
+    grade A
+    """
+
+    path: tuple[int, ...]
+    name: str
+    text: str
+
+
+class VariableDone(msgspec.Struct, frozen=True):
+    """Variable ``name`` of the state at ``path`` is complete. ``value``: its text; of a reply, the prose.
+    ``finish_reason``, ``usage`` (in tokens) and ``tool_calls`` are as in ``Variable``.
+
+    >>> async for event in flow.stream(judge, essay):
+    ...     if isinstance(event, af.VariableDone):
+    ...         print(event.name, event.finish_reason)
+    judgment eos
+    judgment eos
+    grade choice
+    """
+
+    path: tuple[int, ...]
+    name: str
+    value: str
+    finish_reason: str
+    usage: Usage
+    tool_calls: tuple[CalledTool, ...] = ()
+
+
+class RunDone(msgspec.Struct, frozen=True):
+    """The program returned ``result``.
+
+    >>> async for event in flow.stream(judge, essay):
+    ...     if isinstance(event, af.RunDone):
+    ...         print(event.result)
+    A
+    """
+
+    result: Any
+
+
+ProgramEvent = TextDelta | VariableDone | RunDone
+
+
+class EventStream:
+    """An async iterator over the events of several variables. It has no queue: a slow reader gets fewer and
+    larger deltas. ``is_over``: whether no further event can come. ``raw``: the texts of replies are their
+    notations (``VariableRecord.notation``)."""
+
+    def __init__(self, is_over: Callable[[], bool], *, raw: bool = False) -> None:
+        self._is_over = is_over
+        self._is_raw = raw
+        self._changed_variables: dict[int, VariableRecord] = {}
+        self._num_read: dict[int, int] = {}  # variable → characters
+        self._changed = anyio.Event()
+
+    def touch(self, variable: VariableRecord) -> None:
+        """The variable has changed."""
+        self._changed_variables[variable.id] = variable
+        self.wake()
+
+    def wake(self) -> None:
+        """Makes the reader check for events, and whether the stream is over."""
+        self._changed.set()
+
+    def __aiter__(self) -> EventStream:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None or self._run.is_unfinished:
-            self.cancel()
-        self._run.close()
+    async def __anext__(self) -> TextDelta | VariableDone:
+        while True:
+            event = self._next()
+            if event is not None:
+                return event
+            if self._is_over():
+                raise StopAsyncIteration
+            if self._changed.is_set():
+                self._changed = anyio.Event()
+            await self._changed.wait()
+
+    def _next(self) -> TextDelta | VariableDone | None:
+        while self._changed_variables:
+            var_id, variable = next(iter(self._changed_variables.items()))
+            num_read = self._num_read.get(var_id, 0)
+            text = variable.notation if self._is_raw else variable.text
+            if len(text) > num_read:
+                self._num_read[var_id] = len(text)
+                if not variable.is_done:
+                    del self._changed_variables[var_id]
+                return TextDelta(variable.state.path, variable.name, text[num_read:])
+            del self._changed_variables[var_id]
+            if variable.has_value:
+                self._num_read.pop(var_id, None)
+                path, end = variable.state.path, variable.end
+                calls = variable.tool_calls
+                return VariableDone(path, variable.name, text, end.finish_reason, end.usage, calls)
+        return None
 
 
 class _StateStream(EventStream):
-    """Raises at its end what failed of the state's variables."""
+    """The events of one state. Raises at its end the first failure of the state's variables."""
 
-    def __init__(self, state: State) -> None:
-        super().__init__(lambda: all(variable.is_done for variable in state.variables))
+    def __init__(self, state: StateRecord) -> None:
+        super().__init__(lambda: all(variable.is_done for variable in state.shown))
         self._state = state
         self._has_ended = False
 
-    def touch(self, variable: Variable[Any]) -> None:
+    def touch(self, variable: VariableRecord) -> None:
         if variable.state is self._state:
             super().touch(variable)
 
@@ -234,181 +589,6 @@ class _StateStream(EventStream):
         except StopAsyncIteration:
             if not self._has_ended:
                 self._has_ended = True
-                for variable in self._state.variables:
+                for variable in self._state.shown:
                     variable.raise_failure()
             raise
-
-
-logger = logging.getLogger(__name__)
-
-P = ParamSpec("P")
-ProgramFunction = Callable[Concatenate[State, P], Awaitable[ResultT]]
-
-
-class Program(Generic[P, ResultT]):
-    """An async function on a state. Calling it runs it on the state given: programs compose.
-
-    >>> @af.program
-    ... async def judge_twice(s: af.State, essay: str) -> list[str]:
-    ...     return [await judge(s.copy(), essay), await judge(s.copy(), essay)]
-    >>> await flow.run(judge_twice, essay)
-    ['A', 'A']
-    """
-
-    __name__: str
-
-    def __init__(self, function: ProgramFunction[P, ResultT]) -> None:
-        self._function = function
-        functools.update_wrapper(self, function)
-
-    async def __call__(self, state: State, *args: P.args, **kwargs: P.kwargs) -> ResultT:
-        if not isinstance(state, State):
-            raise BadArgument(
-                f"a program's first argument is a state, not {type(state).__name__}: "
-                "run it with flow.run(program, ...), or hand it the state of the program that calls it"
-            )
-        return await called(self._function, state, *args, **kwargs)
-
-    def trace(self, *args: Any, **kwargs: Any) -> Graph:
-        """The program as a graph, made by running it without a model: with these arguments after its
-        state, and stand-ins for the text arguments that are not given. ``flow.submit`` runs it.
-
-        ``DataDependent`` names the line where the program's course follows from a value.
-
-        >>> graph = judge.trace(dimensions=["clarity", "evidence"])
-        >>> print(graph.draw())
-        """
-        from agentflow.language.trace import trace
-
-        return trace(self._function, args, kwargs)
-
-    @property
-    def function(self) -> ProgramFunction[P, ResultT]:
-        """The function that was decorated.
-
-        >>> judge.function.__name__
-        'judge'
-        """
-        return self._function
-
-
-def program(function: ProgramFunction[P, ResultT]) -> Program[P, ResultT]:
-    """Makes an async function a program.
-
-    >>> @af.program
-    ... async def greet(s: af.State, name: str) -> str:
-    ...     s += af.user(f"Greet {name}.")
-    ...     s += af.assistant(af.gen("greeting", max_tokens=16))
-    ...     return await s["greeting"]
-    """
-    if not callable(function):
-        raise BadArgument(
-            f"program: {short_repr(function)} is no function: decorate an async function of a state"
-        )
-    return Program(function)
-
-
-class ProgramStream:
-    """A running program as an async iterator over its events; the last is ``RunDone``. A failure of
-    the program is raised by the iteration. ``async with`` (or ``aclose``) cancels what is left when
-    the reader stops early, and waits for its end.
-
-    Without the block, the program is cancelled when the stream is dropped (at once, after ``break`` in
-    ``async for event in flow.stream(judge, essay)``); an unread failure is logged then.
-
-    >>> async with flow.stream(judge, essay) as events:
-    ...     async for event in events:
-    ...         if isinstance(event, af.VariableDone) and event.name == "judgment":
-    ...             break  # one judgment is enough: what still runs is cancelled
-    """
-
-    def __init__(self, session: Session, run: Run, result: Callable[[], Awaitable[Any]]) -> None:
-        self._work = _StreamWork(session, run, result)
-        self._events: EventStream = self._work.run.watch(self._work.ended.is_set)
-        weakref.finalize(self, self._work.abandon).atexit = False
-
-    def __aiter__(self) -> ProgramStream:
-        return self
-
-    async def __anext__(self) -> ProgramEvent:
-        work = self._work
-        try:
-            return await self._events.__anext__()
-        except StopAsyncIteration:
-            failure, work.failure = work.failure, None
-            if failure is not None:
-                raise failure from failure.__cause__
-            result, work.result = work.result, None
-            if result is None:
-                raise
-            return result
-        finally:
-            # A traceback that is kept keeps this frame, and would keep a stream that was left.
-            del self
-
-    async def aclose(self) -> None:
-        """Cancels the program if it still runs, and waits for its end. May be repeated.
-
-        >>> events = flow.stream(judge, essay)
-        >>> first = await anext(events)
-        >>> await events.aclose()
-        """
-        await self._work.stop()
-
-    async def __aenter__(self) -> ProgramStream:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
-
-
-class _StreamWork:
-    """The run behind a ``ProgramStream``, in a task of the session. It does not know the stream, so that a
-    stream that was dropped can be noticed."""
-
-    def __init__(self, session: Session, run: Run, result: Callable[[], Awaitable[Any]]) -> None:
-        self.run = run
-        self.ended = anyio.Event()
-        self.failure: Exception | None = None
-        self.result: RunDone | None = None
-        self._scope = anyio.CancelScope()
-        self._is_abandoned = False
-        self._call_in_loop = loop_caller()
-        session.start_soon(self._live, result)
-
-    async def stop(self) -> None:
-        """Cancels what runs and waits for its end. May be repeated."""
-        self._scope.cancel()
-        await self.ended.wait()
-
-    def abandon(self) -> None:
-        """The stream was dropped. Called by the garbage collector: at any point, in any thread."""
-        with suppress(RuntimeError):  # the loop has ended, and the work with it
-            self._call_in_loop(self._leave)
-
-    def _leave(self) -> None:
-        self._is_abandoned = True
-        self._scope.cancel()
-        self._log_failure()
-
-    def _log_failure(self) -> None:
-        failure, self.failure = self.failure, None
-        if failure is not None and not isinstance(failure, Cancelled):
-            logger.warning("a program failed whose stream was left", exc_info=failure)
-
-    async def _live(self, result: Callable[[], Awaitable[Any]]) -> None:
-        try:
-            with self._scope:
-                self.result = RunDone(await result())
-        except Exception as error:
-            self.failure = error  # raised where the stream is read, not in the session's task group
-            if self._is_abandoned:
-                self._log_failure()
-        except anyio.get_cancelled_exc_class():
-            self.failure = Cancelled("the session ended while the program ran")
-            raise
-        finally:
-            self.ended.set()
-            self.run.wake_streams()

@@ -1,42 +1,37 @@
-"""A session: one open backend, the states that run on it, and the tasks that serve them."""
+"""A session: one open backend, and the programs that run on it.
+
+Every ``run``, ``stream``, ``map``, ``submit`` and ``state`` begins a run on the session's link
+(``link.Link``), which holds the connection to the backend and the tasks.
+"""
 
 from __future__ import annotations
 
-import itertools
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, TypeVarTuple, Unpack, overload
 
-import anyio
-from anyio.abc import TaskGroup
-
-from agentflow.errors import AgentflowError, BadArgument, Cancelled, EngineFailed, ServerLost, StateClosed
+from agentflow.errors import BadArgument
 from agentflow.language.graph import Graph
-from agentflow.language.map import DEFAULT_CONCURRENCY, Inputs, ItemT, ManyOf, MapOptions, OnError, ProgramMap
-from agentflow.language.markers import Markers
-from agentflow.language.run import ProgramStream, RootState, Run, check_program
-from agentflow.language.state import State
-from agentflow.language.submit import GraphRun, submit
-from agentflow.language.variable import Variable
-from agentflow.protocol import ops
-from agentflow.protocol.backend import Backend, Connection
-from agentflow.protocol.events import (
-    Capabilities,
-    Delta,
-    ErrorInfo,
-    Event,
-    Reached,
-    StateFailed,
-    Stats,
-    StatsReply,
-    Value,
-    VarFailed,
+from agentflow.language.link import Link
+from agentflow.language.map import (
+    DEFAULT_CONCURRENCY,
+    Inputs,
+    ItemT,
+    ManyOf,
+    MapOptions,
+    OnError,
+    ProgramMap,
+    Show,
 )
-from agentflow.protocol.op_table import check_sendable
+from agentflow.language.program import ProgramStream, check_program, execute
+from agentflow.language.run import Run
+from agentflow.language.state import RootState, State
+from agentflow.language.trace import GraphRun
+from agentflow.protocol.backend import Backend
+from agentflow.protocol.events import Capabilities, Stats
+from agentflow.protocol.ops import Objective
 from agentflow.runtime.limits import limit_op
-from agentflow.runtime.task_group import open_task_group
 
 P = ParamSpec("P")
 ArgTs = TypeVarTuple("ArgTs")
@@ -44,7 +39,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Session:
-    """Made by ``af.session``. Nothing it started outlives its block.
+    """Made by ``af.session``. Everything that it starts ends with its block.
 
     >>> async with af.session() as flow:
     ...     print(flow.capabilities.model, flow.is_alive)
@@ -60,60 +55,35 @@ class Session:
         deadline_s: float | None = None,
         output_tokens: int | None = None,
     ) -> None:
-        self.seed = secrets.randbits(63) if seed is None else seed
-        self.markers = Markers()
+        self._link = Link(secrets.randbits(63) if seed is None else seed)
         self._backend = backend
         has_limit = deadline_s is not None or output_tokens is not None
         self._limit = limit_op(0, deadline_s, output_tokens) if has_limit else None
-        self._connection: Connection | None = None
-        self._tasks: TaskGroup | None = None
-        self._stack = AsyncExitStack()
-        self._failure: Exception | None = None
-        self._ids = itertools.count(1)
-        self._run_indices = itertools.count()
-        self._states: dict[int, State] = {}
-        self._variables: dict[int, Variable[Any]] = {}  # those not done yet
-        self._answers: dict[int, tuple[anyio.Event, list[StatsReply]]] = {}
 
     async def __aenter__(self) -> Session:
-        if self._tasks is not None:
-            raise BadArgument("a session is entered once: make another with af.session(...)")
-        async with AsyncExitStack() as stack:
-            connecting = self._backend.connect(self._deliver, self._lose)
-            self._connection = await stack.enter_async_context(connecting)
-            self._tasks = await stack.enter_async_context(open_task_group())
-            self._stack = stack.pop_all()
+        await self._link.open(self._backend)
         if self._limit is not None:
-            self.send([self._limit])
+            self._link.send([self._limit])
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._tasks is not None
-        self._tasks.cancel_scope.cancel()
-        if self._connection is not None:
-            self._connection.end(error)
-        self._connection = None
-        self._end_all(ErrorInfo.of(Cancelled("the session has ended")))
-        # An error of the block must leave as itself, not inside the task groups' exception groups;
-        # a cancellation is the task groups' own business.
-        is_cancelled = isinstance(error, anyio.get_cancelled_exc_class())
-        await self._stack.__aexit__(*((kind, error, trace) if is_cancelled else (None, None, None)))
+        await self._link.close(kind, error, trace)
 
     async def run(
         self, program: Callable[Concatenate[State, P], Awaitable[ResultT]], *args: P.args, **kwargs: P.kwargs
     ) -> ResultT:
-        """Runs a program on a state of its own and gives what it returns.
+        """Runs a program on a new state and returns its result.
 
-        Waits for everything the program started, and raises what failed there, unless an await in the
-        program has raised that failure already. Cancelling the call cancels it all.
+        Waits for everything the program started, and raises the first failure that no ``await`` in the
+        program has raised. Cancelling the call cancels the whole run.
 
         >>> await flow.run(judge, essay)
         'A'
         """
         check_program(program, "run")
-        return await Run(self).execute(program, args, kwargs)
+        return await execute(Run(self._link), program, args, kwargs)
 
     @overload
     def stream(
@@ -122,20 +92,20 @@ class Session:
     @overload
     def stream(self, program: Graph, *args: str, **kwargs: str) -> ProgramStream: ...
     def stream(self, program: Any, *args: Any, **kwargs: Any) -> ProgramStream:
-        """Runs a program and gives its events as they come: ``TextDelta`` of every branch,
-        ``VariableDone``, and ``RunDone`` with the result at the end. Of a graph (``program.trace(...)``, with
-        the texts of its arguments) each text comes when it is complete.
+        """Runs a program and yields its events as they come: ``TextDelta`` and ``VariableDone`` of every
+        state, and ``RunDone`` with the result at the end. ``program`` may be a graph
+        (``program.trace(...)``), whose arguments are texts; each of its texts comes when it is complete.
 
         >>> async for event in flow.stream(judge, essay):
         ...     if isinstance(event, af.TextDelta):
         ...         print(event.text, end="")
         """
         if isinstance(program, Graph):
-            work = GraphRun(self, program, program.named(args, kwargs), is_streamed=True)
-            return ProgramStream(self, work.run, work.result)
+            work = GraphRun(self._link, program, program.named(args, kwargs), is_streamed=True)
+            return ProgramStream(self._link, work.run, work.result)
         check_program(program, "stream")
-        run = Run(self)
-        return ProgramStream(self, run, lambda: run.execute(program, args, kwargs))
+        run = Run(self._link)
+        return ProgramStream(self._link, run, lambda: execute(run, program, args, kwargs))
 
     @overload
     def map(
@@ -204,19 +174,19 @@ class Session:
         progress: bool = False,
         on_error: OnError = "raise",
     ) -> ProgramMap[Any]:
-        """Runs a program on each of many inputs, at most ``concurrency`` at once; results come in the
-        order of the inputs. Await it for the list of them, or iterate it in bounded memory (see
-        ``ProgramMap``: enter it where you may stop early).
+        """Runs a program on each of many inputs, at most ``concurrency`` at once. Results are in the order of
+        the inputs. Await it for their list, or iterate over it in bounded memory (see ``ProgramMap``; enter
+        it if you may stop early).
 
-        ``inputs``: any iterable or async iterable, also one without end. Each input is the program's
-        one argument after the state; a tuple is its positional arguments, a dict its keyword arguments
-        (which type checkers do not compare with the program's). To pass a tuple or a dict itself, wrap
-        it: ``((item,) for item in items)``. A generator is closed when the map ends. ``program`` may be a
-        graph (``program.trace(...)``); its arguments are texts.
-        ``on_error``: with ``"raise"``, the first failure that happens cancels the rest and is raised,
-        with a note that names the input; with ``"return"``, failures stand among the results, and
-        only what ends the session or comes from ``inputs`` itself is raised. ``progress``: a bar on
-        stderr, with the rate, the time left, failures, and the cached share of the prompt tokens.
+        ``inputs``: any iterable or async iterable, also an endless one. Each input is the program's one
+        argument after the state. A tuple is its positional arguments, a dict its keyword arguments (type
+        checkers do not compare these with the program's). To pass a tuple or a dict itself, wrap it:
+        ``((item,) for item in items)``. A generator is closed when the map ends. ``program`` may be a graph
+        (``program.trace(...)``), whose arguments are texts. ``on_error``: with ``"raise"``, the first failure
+        cancels the rest and is raised, with a note that names the input; with ``"return"``, failures are
+        among the results, and only errors that end the session or come from ``inputs`` are raised.
+        ``progress``: shows a bar on stderr with the rate, the time left, the failures, and the cache hit
+        rate.
 
         >>> grades = await flow.map(judge, essays, progress=True)
         >>> async for grade in flow.map(judge, essays):
@@ -225,30 +195,33 @@ class Session:
         A
         A
         """
-        console = None
+        show: Show | None = None
         if progress:
-            from agentflow.language.progress import stderr_console
+            from agentflow.language.progress import shown_on_stderr  # imports rich
 
-            console = stderr_console()
-        return ProgramMap(self, program, inputs, concurrency=concurrency, on_error=on_error, console=console)
+            show = shown_on_stderr
+        return ProgramMap(self._link, program, inputs, concurrency=concurrency, on_error=on_error, show=show)
 
     async def submit(self, graph: Graph, inputs: Mapping[str, str] | None = None) -> Any:
-        """Runs a compiled program (``program.trace(...)``) with the texts of its arguments: all of it goes
-        to the backend in one op, and only its result comes back.
+        """Runs a compiled program (``program.trace(...)``) with the texts of its arguments. The backend gets
+        all of it in one op and returns only the result.
 
         >>> graph = judge.trace(dimensions=["clarity", "evidence"])
         >>> grade = await flow.submit(graph, {"essay": essay})
         """
-        return await submit(self, graph, inputs or {})
+        if not isinstance(graph, Graph):
+            raise BadArgument(f"submit: give a graph, which program.trace(...) makes, not {graph!r}")
+        return await GraphRun(self._link, graph, inputs or {}).result()
 
     def state(
-        self, *, cache_salt: str = "", objective: ops.Objective | None = None, program: str = ""
+        self, *, cache_salt: str = "", objective: Objective | None = None, program: str = ""
     ) -> RootState:
-        """A state without a program. ``async with flow.state() as s`` ends it with the block, and what still
-        runs then is cancelled; without ``async with`` it ends with the session. States share cached KV only
-        under an equal ``cache_salt``. ``objective``: as in ``s.hint``. States that name the same ``program``
-        are siblings to the scheduler, which finishes one program's before it begins another's: for what is
-        one program, and has a state for each call.
+        """A state without a program. ``async with flow.state() as s`` ends it with the block and cancels what
+        is unfinished; without ``async with`` it ends with ``s.close()`` or with the session.
+
+        ``cache_salt``: states share cached KV only if theirs are equal. ``objective``: as in ``s.hint``.
+        ``program``: states with the same name are siblings to the scheduler, which finishes one program's
+        before it begins another's. Use it for one program that has a state for each call.
 
         >>> async with flow.state() as s:
         ...     s += af.user("What do plants do?") + af.assistant(af.gen("answer"))
@@ -259,179 +232,50 @@ class Session:
         >>> print(await s["answer"])
         Plants turn light into sugar.
         """
-        run = Run(self, cache_salt=cache_salt, objective=objective, program=program, root_type=RootState)
-        assert isinstance(run.root, RootState)
-        return run.root
+        run = Run(self._link, cache_salt=cache_salt, objective=objective, program=program)
+        return RootState(run.root)
 
     def limit(self, *, deadline_s: float | None = None, output_tokens: int | None = None) -> None:
-        """From now on all states of this session may take so many seconds, and generate so many tokens
-        together. What goes on after that fails with ``DeadlineExceeded`` or ``BudgetExceeded``.
+        """Limits all states of the session, from now on, to ``deadline_s`` seconds and to ``output_tokens``
+        generated tokens together. Beyond that they fail with ``DeadlineExceeded`` or ``BudgetExceeded``.
 
         >>> flow.limit(output_tokens=100_000)
         """
-        self.send([limit_op(0, deadline_s, output_tokens)])
+        self._link.send([limit_op(0, deadline_s, output_tokens)])
 
     async def stats(self) -> Stats:
-        """What the backend has counted since its start. Raises what ended the session, if that has ended, and
-        ``EngineFailed`` while an engine restarts (the session goes on then).
+        """The counters of the backend since its start. Raises the error that ended the session, and
+        ``EngineFailed`` while an engine restarts (the session then continues).
 
         >>> before = await flow.stats()
         >>> grade = await flow.run(judge, essay)
         >>> (await flow.stats()).prompt_tokens > before.prompt_tokens
         True
         """
-        self.check_alive()
-        ticket = self.next_id()
-        answer: tuple[anyio.Event, list[StatsReply]] = (anyio.Event(), [])
-        self._answers[ticket] = answer
-        self.send([ops.GetStats(ticket)])
-        try:
-            await answer[0].wait()
-        finally:
-            del self._answers[ticket]
-        self.check_alive()
-        reply = answer[1][0]
-        if reply.stats is None:
-            raise EngineFailed("no counters came") if reply.error is None else reply.error.to_exception()
-        return reply.stats
+        return await self._link.stats()
+
+    @property
+    def seed(self) -> int:
+        """The seed from which the seeds of generations without one are derived.
+
+        >>> flow.seed
+        7
+        """
+        return self._link.seed
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the backend can do, and its model's name."""
-        self.check_alive()
-        assert self._connection is not None
-        return self._connection.capabilities
+        """What the backend can do, and the name of its model."""
+        return self._link.capabilities
 
     @property
     def is_alive(self) -> bool:
-        """Whether ops can still be submitted."""
-        return self._connection is not None and self._failure is None
+        """Whether the session is open and its backend is there."""
+        return self._link.is_alive
 
     def check_alive(self) -> None:
-        """Raises what ended the session, if it has ended. For states."""
-        if self._failure is not None:
-            raise ErrorInfo.of(self._failure).to_exception()
-        if self._connection is None:
-            what = "is not open yet" if self._tasks is None else "has ended"
-            raise StateClosed(f"the session {what}: do this inside its `async with` block")
+        """Raises the error that ended the session; ``StateClosed`` before it is entered and after its block.
 
-    # What follows is for states, runs and streams.
-
-    def next_id(self) -> int:
-        """A number that no state, variable or ticket of this session has. For states."""
-        return next(self._ids)
-
-    def reserve_ids(self, count: int) -> int:
-        """So many numbers in a row; the number before the first. For graphs."""
-        first = next(self._ids)
-        self._ids = itertools.count(first + count)
-        return first - 1
-
-    def next_run_index(self) -> int:
-        """A number. For a run."""
-        return next(self._run_indices)
-
-    def send(self, recorded: list[ops.Op], *, quiet: bool = False) -> None:
-        """Sends ops, all or none: ``BadArgument`` for one that makes no sense, ``NotSupported`` for one that
-        the backend cannot do. ``quiet``: nothing happens when the session has ended. For states."""
-        if quiet and not self.is_alive:
-            return
-        self.check_alive()
-        assert self._connection is not None
-        for op in recorded:
-            check_sendable(op, self._connection.capabilities)
-        self._connection.send(recorded)
-
-    def start_soon(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
-        """A task that ends with the session. For runs."""
-        self.check_alive()
-        assert self._tasks is not None
-        self._tasks.start_soon(function, *args)
-
-    def register(self, state: State) -> None:
-        """Events of this state are for it. For runs."""
-        self._states[state.id] = state
-
-    def expect(self, variable: Variable[Any]) -> None:
-        """Events of this variable are for it. For states."""
-        self._variables[variable.id] = variable
-
-    @property
-    def is_tracing(self) -> bool:
-        """Whether nothing runs here: awaits end at once. For traces."""
-        return False
-
-    def needs_values(self, what: str) -> None:
-        """``what`` can be done where there are values: in a trace it raises ``DataDependent``. For states."""
-
-    def awaited(self, variable: Variable[Any]) -> Any:
-        """What stands for the value of ``variable`` where no value will come. For traces."""
-        return None
-
-    def state_of(self, state_id: int) -> State | None:
-        """The state of that number, if it is open. For runs."""
-        return self._states.get(state_id)
-
-    def is_open(self, state: State) -> bool:
-        """Whether the backend still knows the state. For states."""
-        return state.id in self._states
-
-    def forget(self, state: State) -> None:
-        """The backend may drop the state and its variables. For states."""
-        if self._states.pop(state.id, None) is not None:
-            self.send([ops.Close(state.id)], quiet=True)
-
-    def settle(self, variable: Variable[Any], error: ErrorInfo) -> None:
-        """The variable will have no value. For states."""
-        self._variables.pop(variable.id, None)
-        variable.fail(error)
-        variable.state.run.touch(variable)
-
-    def _deliver(self, events: Iterable[Event]) -> None:
-        for event in events:
-            match event:
-                case Delta():
-                    variable = self._variables.get(event.var)
-                    if variable is not None:
-                        variable.extend(event.at, event.text)
-                        variable.state.run.touch(variable)
-                case Value() | VarFailed():
-                    self._end_variable(event)
-                case Reached():
-                    if event.state in self._states:
-                        self._states[event.state].reach(event.ticket)
-                case StateFailed():
-                    if event.state in self._states:
-                        self._states[event.state].fail(event.error)
-                case StatsReply():
-                    if event.ticket in self._answers:
-                        self._answers[event.ticket][1].append(event)
-                        self._answers[event.ticket][0].set()
-
-    def _end_variable(self, event: Value | VarFailed) -> None:
-        variable = self._variables.pop(event.var, None)
-        if variable is None:
-            return
-        if isinstance(event, Value):
-            variable.complete(event)
-            variable.state.end_variable(event.var)
-            variable.state.run.usage += event.usage
-        else:  # its state fails too, and says so itself
-            variable.fail(event.error)
-        variable.state.run.touch(variable)
-
-    def _lose(self, error: Exception) -> None:
-        """The backend is gone: everybody who waits for it hears why."""
-        self._failure = (
-            error if isinstance(error, AgentflowError) else ServerLost(f"the backend is gone: {error!r}")
-        )
-        self._end_all(ErrorInfo.of(self._failure))
-
-    def _end_all(self, error: ErrorInfo) -> None:
-        """Nothing will come any more: whoever waits hears why."""
-        for variable in list(self._variables.values()):
-            self.settle(variable, error)
-        for state in list(self._states.values()):
-            state.fail(error)
-        for arrived, _ in self._answers.values():
-            arrived.set()
+        >>> flow.check_alive()
+        """
+        self._link.check_alive()

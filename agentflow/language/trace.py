@@ -1,78 +1,133 @@
-"""Tracing: a program is run with abstract arguments and without a model, and what it appends is collected
-as a graph.
+"""Tracing: a program becomes a graph by running without a model.
 
-Text arguments that are not given, and every awaited value, are stand-ins: they can be appended, wired,
-transformed and returned, and whoever looks at them is refused with the line that does so. What the
-program does between its ops (a loop over a given list, say) is done once, now.
-
-A graph goes to the backend in one op, and its result comes back: for ``flow.submit``, and where a graph is
-mapped over inputs or streamed.
+``trace`` calls the program with a ``TraceLink``, which collects its ops. Text arguments that are not given,
+and all awaited values, are stand-ins: they can be appended, transformed and returned, and any use that needs
+the value raises ``DataDependent`` with the line. What the program does between its ops, such as a loop over a
+given list, happens once, during the trace. ``GraphRun`` runs a graph: the backend gets it in one op and
+returns the result.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections import Counter
+from collections.abc import Awaitable, Callable, Generator, Mapping
+from typing import Any, NoReturn, TypeVar
 
-from agentflow.errors import BadArgument, DataDependent
-from agentflow.language.graph import Graph, Output
-from agentflow.language.recorder import ProgramLine, calling_line
-from agentflow.language.run import Run, called
-from agentflow.language.session import Session
+import msgspec
+
+from agentflow.errors import BadArgument, DataDependent, short_repr
+from agentflow.language.graph import Graph, Output, filled
+from agentflow.language.link import Link
+from agentflow.language.op_log import ProgramLine, calling_line
+from agentflow.language.run import Run, StateRecord, VariableRecord
 from agentflow.language.state import State
-from agentflow.language.variable import Reference, Variable
+from agentflow.language.variable import Reference, Variable, target_of
 from agentflow.protocol import ops
-from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.constraint import CONSTRAINT_KINDS
 from agentflow.protocol.events import Capabilities
+from agentflow.protocol.op_table import ROOT, check_sendable
+from agentflow.protocol.ops import run_of
 from agentflow.protocol.transform import Transform
 
-if TYPE_CHECKING:
-    from agentflow.language.session import Session
-
+ResultT = TypeVar("ResultT")
 
 _LEFT_OUT = ops.Await | ops.Close | ops.GetStats
 _EVERYTHING = Capabilities(model="a trace", constraints=CONSTRAINT_KINDS, images=True, conversations=True)
 
 
-class StandIn(Reference[str]):
-    """A text that is not there: an argument of the program, or a value that it has awaited."""
+def called(program: Callable[..., Awaitable[ResultT]], *args: Any, **kwargs: Any) -> Awaitable[ResultT]:
+    """Calls the program; the result is to be awaited. ``BadArgument`` if the function is not async."""
+    running = program(*args, **kwargs)
+    if not inspect.isawaitable(running):
+        raise BadArgument(
+            f"{short_repr(program)} returned {short_repr(running)}, which cannot be awaited: a program is an "
+            "async function"
+        )
+    return running
 
-    def __init__(self, source: Variable[Any], transforms: tuple[Transform, ...] = ()) -> None:
-        self.source = source
-        self.transforms = transforms
-        self._marker_id = source.state.session.next_id()
-        source.hold(self)
+
+def trace(function: Callable[..., Awaitable[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+    """The graph of ``function``, called with these arguments after its state; see ``Program.trace``."""
+    link = _TraceLink()
+    run = Run(link)
+    arguments, bound = _bound(function, run.root, args, kwargs)
+    result = _driven(called(function, *bound.args, **bound.kwargs), function.__name__)
+    if link.cancelled_at is not None:
+        raise DataDependent(f"{link.cancelled_at}: a state is cancelled, which a graph cannot do")
+    return Graph(
+        name=function.__name__,
+        ops=tuple([op for op in link.collected if not isinstance(op, _LEFT_OUT)]),
+        arguments=arguments,
+        result=_as_output(result, function.__name__),
+        places=run.places,
+        value_types={variable.id: variable.value_type for state in run.states for variable in state.shown},
+    )
+
+
+class _TraceLink(Link):
+    """Collects ops, and reports no events."""
+
+    is_tracing = True
+
+    def __init__(self) -> None:
+        super().__init__(seed=0)
+        self.collected: list[ops.Op] = []
+        self.cancelled_at: ProgramLine | None = None
 
     @property
-    def shown_name(self) -> str:
-        return f"the value of {self.source.name!r}"
+    def capabilities(self) -> Capabilities:
+        return _EVERYTHING
 
     @property
-    def marker_id(self) -> int:
-        return self._marker_id
+    def is_alive(self) -> bool:
+        return True
+
+    def check_alive(self) -> None:
+        pass
+
+    def send(self, recorded: list[ops.Op], *, quiet: bool = False) -> None:
+        for op in recorded:
+            check_sendable(op, _EVERYTHING)
+        self.collected += recorded
+        if self.cancelled_at is None and any(isinstance(op, ops.Cancel) for op in recorded):
+            self.cancelled_at = calling_line()
+
+    def needs_values(self, what: str) -> NoReturn:
+        raise _data_dependent(what)
+
+    def awaited(self, record: Any) -> Any:
+        return _StandIn(record)
+
+
+class _StandIn(Reference[str]):
+    """A text that does not exist: an argument of the program, or a value that it has awaited."""
+
+    def __init__(self, record: VariableRecord, transforms: tuple[Transform, ...] = ()) -> None:
+        super().__init__(record, transforms, record.state.link.next_id())
+        record.kept[self._number] = self
+
+    @property
+    def _label(self) -> str:
+        return f"the value of {self._record.name!r}"
 
     def __await__(self) -> Generator[object, None, NoReturn]:
-        raise BadArgument(f"{self.shown_name} is a value already: it cannot be awaited")
+        raise BadArgument(f"{self._label} is a value already: it cannot be awaited")
 
     def _refuse(self, what: str) -> NoReturn:
-        raise _data_dependent(
-            f"{self.shown_name} is {what}, and what the program does next would follow from it"
-        )
+        raise _data_dependent(f"{self._label} is {what}, and the program's next ops may depend on it")
 
     def __str__(self) -> str:
-        self._refuse("turned into a string")
+        self._refuse("converted to a string")
 
     def __iter__(self) -> NoReturn:
         self._refuse("iterated over")
 
     def __int__(self) -> NoReturn:
-        self._refuse("turned into a number")
+        self._refuse("converted to a number")
 
     def __float__(self) -> NoReturn:
-        self._refuse("turned into a number")
+        self._refuse("converted to a number")
 
     def __lt__(self, other: object) -> NoReturn:
         self._refuse("compared")
@@ -82,7 +137,7 @@ class StandIn(Reference[str]):
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        self._refuse(f"asked for its {name!r}")
+        self._refuse(f"asked for its attribute {name!r}")
 
 
 def _data_dependent(what: str) -> DataDependent:
@@ -90,86 +145,17 @@ def _data_dependent(what: str) -> DataDependent:
     return DataDependent(f"{calling_line() or 'the program'}: {what}: {advice}")
 
 
-class _Collector:
-    """A connection that keeps what is sent, and answers nothing."""
-
-    capabilities = _EVERYTHING
-
-    def __init__(self) -> None:
-        self.ops: list[ops.Op] = []
-        self.cancelled_at: ProgramLine | None = None
-
-    def send(self, sent: Sequence[ops.Op]) -> None:
-        self.ops += sent
-        if self.cancelled_at is None and any(isinstance(op, ops.Cancel) for op in sent):
-            self.cancelled_at = calling_line()
-
-    def end(self, error: BaseException | None) -> None:
-        pass
-
-
-class _Tracer:
-    def connect(self, deliver: Deliver, lost: Lost) -> AbstractAsyncContextManager[Connection]:
-        return _collecting()
-
-
-@asynccontextmanager
-async def _collecting() -> AsyncIterator[Connection]:
-    yield _Collector()
-
-
-class TraceSession(Session):
-    """A session in which nothing runs: awaits give stand-ins at once."""
-
-    def __init__(self) -> None:
-        super().__init__(_Tracer(), seed=0)
-        self.collected = _Collector()
-        self._connection = self.collected
-
-    @property
-    def is_tracing(self) -> bool:
-        return True
-
-    def needs_values(self, what: str) -> NoReturn:
-        raise _data_dependent(what)
-
-    def awaited(self, variable: Variable[Any]) -> StandIn:
-        """What an await of ``variable`` gives."""
-        return StandIn(variable)
-
-
-def trace(function: Callable[..., Awaitable[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
-    """The graph of ``function``, called with these arguments after its state; see ``Program.trace``."""
-    session = TraceSession()
-    run = Run(session)
-    arguments, bound = _abstract(function, run.root, args, kwargs)
-    result = _driven(called(function, *bound.args, **bound.kwargs), function.__name__)
-    recorded = [op for op in session.collected.ops if not isinstance(op, _LEFT_OUT)]
-    if session.collected.cancelled_at is not None:
-        raise DataDependent(
-            f"{session.collected.cancelled_at}: a state is cancelled, which a graph cannot do"
-        )
-    variables = {variable.id: variable for state in run.states for variable in state.variables}
-    return Graph(
-        name=function.__name__,
-        ops=tuple(recorded),
-        arguments={name: variable.id for name, variable in arguments.items()},
-        result=_as_output(result, function.__name__),
-        places=run.places,
-        value_types={number: variable.value_type for number, variable in variables.items()},
-    )
-
-
-def _abstract(
-    function: Callable[..., Any], root: State, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[dict[str, Variable[str]], inspect.BoundArguments]:
-    """Stand-ins for the text parameters that are not given; what has another type must be given."""
+def _bound(
+    function: Callable[..., Any], root: StateRecord, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[dict[str, int], inspect.BoundArguments]:
+    """The graph's arguments, by name the number of their variable, and the arguments of the call. Stand-ins
+    take the place of missing text arguments. ``BadArgument`` for a missing argument of another type."""
     signature = inspect.signature(function)
     try:
-        bound = signature.bind_partial(root, *args, **kwargs)
+        bound = signature.bind_partial(State(root), *args, **kwargs)
     except TypeError as error:
         raise BadArgument(f"trace of {function.__name__}: {error}") from None
-    arguments: dict[str, Variable[str]] = {}
+    arguments: dict[str, int] = {}
     for parameter in signature.parameters.values():
         if parameter.name in bound.arguments or parameter.kind in (
             parameter.VAR_POSITIONAL,
@@ -177,8 +163,9 @@ def _abstract(
         ):
             continue
         if parameter.annotation in (str, "str", parameter.empty):
-            arguments[parameter.name] = root.argument(parameter.name)
-            bound.arguments[parameter.name] = StandIn(arguments[parameter.name])
+            record = root.expect_text(parameter.name)
+            arguments[parameter.name] = record.id
+            bound.arguments[parameter.name] = _StandIn(record)
         elif parameter.default is parameter.empty:
             raise BadArgument(
                 f"trace of {function.__name__}: {parameter.name!r} is no text, so give its value: "
@@ -189,7 +176,7 @@ def _abstract(
 
 
 def _driven(awaitable: Awaitable[Any], name: str) -> Any:
-    """What it returns: nothing in a trace waits, so its first step is its last."""
+    """Runs the awaitable and returns its result. Nothing in a trace waits, so one step completes it."""
     steps = awaitable.__await__()
     try:
         next(steps)
@@ -201,8 +188,8 @@ def _driven(awaitable: Awaitable[Any], name: str) -> Any:
 
 def _as_output(result: Any, name: str) -> Any:
     match result:
-        case StandIn() if not result.transforms:
-            return Output(result.source.id)
+        case _StandIn() if not result._transforms:
+            return Output(result._record.id)
         case list():
             return [_as_output(item, name) for item in result]
         case tuple():
@@ -210,6 +197,77 @@ def _as_output(result: Any, name: str) -> Any:
         case dict():
             return {key: _as_output(item, name) for key, item in result.items()}
         case Reference():
-            raise BadArgument(f"{name} returns {result.shown_name}, not awaited: await it, or set a variable")
+            label = target_of(result).label
+            raise BadArgument(f"{name} returns {label}, not awaited: await it, or set a variable")
         case _:
             return result
+
+
+class GraphRun:
+    """A graph that was sent with the texts of its arguments. ``index``, ``objective``: of its run.
+    ``is_streamed``: the backend reports all generated texts, not only those that the result needs."""
+
+    def __init__(
+        self,
+        link: Link,
+        graph: Graph,
+        arguments: Mapping[str, str],
+        *,
+        index: int | None = None,
+        objective: ops.Objective | None = None,
+        is_streamed: bool = False,
+    ) -> None:
+        values = graph.inputs(arguments)
+        link.markers.refuse(values.values(), f"an argument of graph {graph.name!r}")
+        base = link.reserve_ids(graph.num_ids)
+        index = link.next_run_index() if index is None else index
+        op = ops.Submit(
+            base + ROOT,
+            _with_objective(graph.ops, objective),
+            inputs=values,
+            outputs=tuple(graph.generated if is_streamed else graph.outputs),
+            seeds=run_of(link.seed, index),
+            places=dict(graph.places),
+        )
+        link.send([op])  # if this raises, nothing has begun
+        self.run = Run(link, index=index, root_id=op.state)
+        self._graph = graph
+        states = self._states(base)
+        self.run.root.await_graph()
+        places = {part.var: part.state for part in graph.ops if isinstance(part, ops.Declaring)}
+        self._outputs: dict[int, Variable[Any]] = {}
+        for number in op.outputs:
+            state = states[places[number]]
+            record = VariableRecord(state, base + number, graph.names[number], graph.type_of(number))
+            state.declare(record)
+            self._outputs[number] = Variable(record)
+
+    def _states(self, base: int) -> dict[int, StateRecord]:
+        """The states by their numbers in the graph. Only the root is registered with the link."""
+        states = {ROOT: self.run.root}
+        num_children: Counter[int] = Counter()
+        for part in self._graph.ops:
+            if isinstance(part, ops.Fork):
+                for child in part.children:
+                    states[child] = states[part.state].branch_of_graph(base + child, num_children[part.state])
+                    num_children[part.state] += 1
+        return states
+
+    async def result(self) -> Any:
+        """What the program returned in the trace, with the values of its outputs."""
+        root = self.run.root
+        try:
+            await State(root)
+            values = {number: await self._outputs[number] for number in self._graph.outputs}
+            return filled(self._graph.result, values)
+        except BaseException:
+            root.cancel()
+            raise
+        finally:
+            self.run.close()
+
+
+def _with_objective(graph_ops: tuple[ops.Op, ...], objective: ops.Objective | None) -> tuple[ops.Op, ...]:
+    if objective is None or not isinstance(graph_ops[0], ops.Open):
+        return graph_ops
+    return (msgspec.structs.replace(graph_ops[0], objective=objective), *graph_ops[1:])

@@ -1,37 +1,175 @@
-"""From text to a value: what ``gen``'s ``schema``, ``type``, ``choices`` and ``tools`` mean on both ends.
+"""What ``gen``'s ``schema``, ``type``, ``choices``, ``tools`` and ``tags`` mean.
 
-Each gives a constraint for the backend and a reader that makes a Python value of the text. (Of ``tags``, the
-module ``tag`` does.)
-
-Tools: Python functions (or schemas) that a model may ask to have called.
-
-The model's text is a JSON list of calls, ``[{"name": …, "arguments": {…}}, …]``; its schema is made
-of the functions' signatures, and each call comes back with arguments of the types they name.
+A ``ValueType`` has a constraint for the backend and a reader that makes a Python value of the text.
+``value_type`` makes it of ``gen``'s arguments. ``Toolbox`` describes functions as tools: the model writes a
+JSON list of calls, ``[{"name": ..., "arguments": {...}}, ...]``, and each call gets arguments of the types in
+the function's signature. ``Tag`` constrains places in free text, and ``split_at_tags`` finds them in the
+generated text.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import msgspec
+import regex
 
 from agentflow.errors import BadArgument
 from agentflow.protocol.chat import ToolSpec, hoisted
-from agentflow.protocol.constraint import Constraint, Whitespace
+from agentflow.protocol.constraint import Constraint, TagRule, Whitespace
+from agentflow.protocol.transform import REGEX_TIMEOUT_S
+
+
+@dataclass(frozen=True, slots=True)
+class ValueType:
+    """``shown``: its name in messages. ``constraint``: on the text, if any. ``read``: makes the value of a
+    text; raises ``ValueError`` for an invalid one. ``comes_in_parts``: the text is JSON, and iterating over a
+    variable yields partial values instead of text. ``is_reply``: it is an assistant's whole reply, tool calls
+    included."""
+
+    shown: str
+    constraint: Constraint | None
+    read: Callable[[str], Any]
+    comes_in_parts: bool = False
+    is_reply: bool = False
+
+    @property
+    def may_be_truncated(self) -> bool:
+        """Whether a truncated text can be a value: free text can, ``12`` of ``123`` cannot."""
+        return self.constraint is None or self.constraint.kind == "tags" or self.is_reply
+
+    def decoded(self, whitespace: Whitespace, jump_forward: bool) -> ValueType:
+        """The same with these options of its constraint. ``BadArgument`` if it has none."""
+        if whitespace == "compact" and jump_forward is True:
+            return self
+        if self.constraint is None:
+            name = "whitespace" if whitespace != "compact" else "jump_forward"
+            raise BadArgument(
+                f"gen: {name} says how a constraint is kept, and there is none: give a schema, say"
+            )
+        asked = msgspec.structs.replace(self.constraint, whitespace=whitespace, jump_forward=jump_forward)
+        return replace(self, constraint=asked.check())
+
+
+TEXT = ValueType("text", None, str)
+
+
+def value_type(
+    *,
+    regex: str | None = None,
+    schema: Any = None,
+    choices: Sequence[str] | None = None,
+    type: type | None = None,
+    tools: Sequence[Tool] | None = None,
+    grammar: str | None = None,
+) -> ValueType:
+    """The type that one of these arguments names. ``BadArgument`` if it is invalid, or if several are
+    given."""
+    given = {"regex": regex, "schema": schema, "choices": choices, "type": type, "tools": tools}
+    refuse_several({**given, "grammar": grammar})
+    if schema is not None:
+        return _of_schema(schema)
+    if type is not None:
+        return _of_type(type)
+    if tools is not None:
+        toolbox = Toolbox(tools)
+        return of_json_schema(toolbox.schema(), toolbox.read, "list of tool calls")
+    if choices is not None:
+        return _of_choices(choices)
+    if regex is not None:
+        return ValueType("text", Constraint("regex", regex).check(), str)
+    if grammar is not None:
+        return ValueType("text", Constraint("grammar", grammar).check(), str)
+    return TEXT
+
+
+def refuse_several(given: Mapping[str, Any], where: str = "gen") -> None:
+    """``BadArgument`` if more than one of these is given."""
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise BadArgument(f"{where}: {' and '.join(names)} exclude each other: give one of them")
+
+
+def of_json_schema(schema: Mapping[str, Any], read: Callable[[str], Any], shown: str) -> ValueType:
+    """A value with a JSON schema. ``BadArgument`` if the schema is invalid."""
+    return ValueType(shown, _schema(schema), read, comes_in_parts=True)
+
+
+def _of_choices(choices: Sequence[str]) -> ValueType:
+    if isinstance(choices, str) or not isinstance(choices, Sequence):
+        raise BadArgument(f"choices must be a list of strings, not {choices!r}")
+    return ValueType("choice", Constraint("choices", choices=tuple(choices)).check(), str)
+
+
+def _of_type(wanted: type) -> ValueType:
+    if wanted is str:
+        return TEXT
+    constraint = _SCALARS.get(wanted) if isinstance(wanted, type) else None
+    if constraint is None:
+        raise BadArgument(f"gen: type must be int, float, bool or str, not {wanted!r}; for others use schema")
+    read = _read_bool if wanted is bool else wanted
+    return ValueType(wanted.__name__, constraint, lambda text: read(text.strip()))
+
+
+def _read_bool(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError(f"{text!r} is neither true nor false")
+    return text.lower() == "true"
+
+
+def _of_schema(schema: Any) -> ValueType:
+    """A pydantic model, a dataclass, a TypedDict, anything else that msgspec knows, or a JSON schema."""
+    if isinstance(schema, Mapping):
+        return of_json_schema(schema, json.loads, "JSON value")
+    name = getattr(schema, "__name__", repr(schema))
+    read: Callable[[str], Any]
+    try:
+        if hasattr(schema, "model_json_schema"):  # pydantic, which need not be installed
+            described, read = schema.model_json_schema(), schema.model_validate_json
+        else:
+            described, read = msgspec.json.schema(schema), msgspec.json.Decoder(schema).decode
+    except Exception as error:  # an annotation may be undefined, and a type may have no JSON form
+        raise BadArgument(
+            f"gen: schema {name!r} cannot be expressed as JSON ({_first_line(error)}): "
+            "give a pydantic model, a dataclass, a TypedDict or a JSON schema"
+        ) from None
+    # Type checkers expect that iterating over a string or a number yields text.
+    is_scalar = isinstance(schema, type) and issubclass(schema, str | int | float)
+    return ValueType(name, _schema(described), read, comes_in_parts=not is_scalar)
+
+
+def _schema(schema: Mapping[str, Any]) -> Constraint:
+    try:
+        return Constraint("schema", json.dumps(schema, ensure_ascii=False)).check()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadArgument(f"gen: schema is no JSON schema: {error}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+_SCALARS: dict[type, Constraint] = {
+    int: Constraint("regex", r"-?(0|[1-9][0-9]{0,17})"),
+    float: Constraint("regex", r"-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,3})?"),
+    bool: Constraint("choices", choices=("true", "false")),
+}
+
 
 Tool = Callable[..., Any] | Mapping[str, Any]
 """A function with annotated parameters, or a mapping with ``name``, ``parameters`` (a JSON schema) and
-perhaps ``description``, as OpenAI's API has it."""
+optionally ``description``, as in OpenAI's API."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call that the model asks for. ``function``: the tool, where it was given as one.
+    """A call that the model requests. ``function``: the tool, if it was given as a function.
 
     >>> calls = af.gen("calls", tools=[weather])
     >>> s += af.user("What is the weather in Oslo?") + af.assistant(calls)
@@ -46,14 +184,14 @@ class ToolCall:
     function: Callable[..., Any] | None = None
 
     def __call__(self) -> Any:
-        """Calls the function (an async one gives an awaitable)."""
+        """Calls the function; an async function returns an awaitable."""
         if self.function is None:
             raise BadArgument(f"tool {self.name!r} was given as a schema: call what it stands for yourself")
         return self.function(**self.arguments)
 
 
 def spec_of(tool: Tool) -> ToolSpec:
-    """What a model is told of the tool. ``BadArgument`` where it is none."""
+    """The tool's description for the model. ``BadArgument`` if it is no tool."""
     described = _described(tool)
     parameters = described.parameters
     if described.signature is not None:
@@ -95,7 +233,7 @@ class Toolbox:
         return {**call, "$defs": definitions} if definitions else call
 
     def _described_call(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """One call of one of the tools, and what that refers to."""
+        """The schema of one call of any of the tools, and the definitions that it refers to."""
         signatures = [tool.signature for tool in self._tools.values() if tool.signature is not None]
         described, definitions = msgspec.json.schema_components(signatures)
         own = iter(described)
@@ -116,11 +254,11 @@ class Toolbox:
         return calls[0] if len(calls) == 1 else {"anyOf": calls}, definitions
 
     def read(self, text: str) -> list[ToolCall]:
-        """The calls in ``text``. ``ValueError`` where it is no list of calls of these tools."""
+        """The calls in ``text``. ``ValueError`` if it is no list of calls of these tools."""
         return [self._call(raw) for raw in msgspec.json.decode(text, type=list[_RawCall])]
 
     def read_call(self, text: str) -> ToolCall:
-        """The call in ``text``. ``ValueError`` where it is no call of one of these tools."""
+        """The call in ``text``. ``ValueError`` if it is no call of one of these tools."""
         return self._call(msgspec.json.decode(text, type=_RawCall))
 
     def _call(self, raw: _RawCall) -> ToolCall:
@@ -132,7 +270,7 @@ class Toolbox:
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """Of a function its signature as a struct, of a schema its parameters."""
+    """A tool. ``signature``: of a function, as a struct; ``parameters``: of a tool that is a schema."""
 
     name: str
     function: Callable[..., Any] | None = None
@@ -171,7 +309,7 @@ def _signature(name: str, function: Callable[..., Any]) -> type[msgspec.Struct]:
     """A struct with the function's parameters."""
     try:
         parameters = inspect.signature(function, eval_str=True).parameters.values()
-    except Exception as error:  # whatever evaluating an annotation raises
+    except Exception as error:  # evaluating an annotation may raise anything
         raise BadArgument(f"tool {name!r}: its signature cannot be read: {error}") from None
     fields: list[tuple[str, Any] | tuple[str, Any, Any]] = []
     for parameter in parameters:
@@ -195,137 +333,159 @@ def _signature(name: str, function: Callable[..., Any]) -> type[msgspec.Struct]:
     return made
 
 
-_SCALARS: dict[type, Constraint] = {
-    int: Constraint("regex", r"-?(0|[1-9][0-9]{0,17})"),
-    float: Constraint("regex", r"-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,3})?"),
-    bool: Constraint("choices", choices=("true", "false")),
-}
+class Tag:
+    """A place in the text of ``gen(tags=[...])``: its content, between ``begin`` and ``end``, matches a
+    ``schema``, a ``regex`` or a ``grammar`` (as in ``gen``), or is a call of one of the ``tools``. The text
+    around tags is free, and there may be no tags.
+
+    The value of the gen is a list of pieces in order: a string for free text and an ``af.Tagged`` for each
+    tag. ``BadArgument`` if the arguments are invalid.
+
+    >>> call = af.Tag("<call>", tools=[weather], end="</call>")
+    >>> reply = af.gen("reply", tags=[call])
+    >>> s += af.user("Should I take an umbrella in Oslo?") + af.assistant(reply)
+    >>> for piece in await s[reply]:
+    ...     print(piece if isinstance(piece, str) else piece.value())
+    Let me look.
+    rain in Oslo
+    """
+
+    def __init__(
+        self,
+        begin: str,
+        *,
+        end: str,
+        schema: Any = None,
+        regex: str | None = None,
+        grammar: str | None = None,
+        tools: Sequence[Tool] | None = None,
+    ) -> None:
+        self.begin = begin
+        self.end = end
+        refuse_several({"schema": schema, "regex": regex, "grammar": grammar, "tools": tools}, where="Tag")
+        if tools is not None:
+            self._type = _one_call(Toolbox(tools))
+        else:
+            self._type = value_type(schema=schema, regex=regex, grammar=grammar)
+        constraint = self._type.constraint
+        if constraint is None:
+            raise BadArgument(f"Tag({begin!r}): say what stands in it: a schema, a regex, a grammar or tools")
+        assert constraint.kind == "schema" or constraint.kind == "regex" or constraint.kind == "grammar"
+        self._rule = TagRule(begin, constraint.kind, constraint.source, end)
+        self._rule.check()
+        if not end:
+            raise BadArgument(f"Tag({begin!r}): end must not be empty, because it ends the tag")
+
+    def __repr__(self) -> str:
+        return f"<Tag {self.begin!r} … {self.end!r}: {self._type.shown}>"
 
 
 @dataclass(frozen=True, slots=True)
-class ValueType:
-    """``constraint``: what the text must look like, if anything. ``read``: the value of a text, or
-    ``ValueError``. ``shown``: what the value is, for messages. ``comes_in_parts``: it is made of JSON, and
-    its readers are shown the parts of it that are there, not its text."""
+class Tagged:
+    """The content of a tag: its ``text``, without ``begin`` and ``end``, and its ``value``: the typed value
+    for a schema, an ``af.ToolCall`` for tools, the text for a regex or a grammar.
 
-    shown: str
-    constraint: Constraint | None
-    read: Callable[[str], Any]
-    comes_in_parts: bool = False
+    >>> reply = af.gen("reply", tags=[af.Tag("<call>", tools=[weather], end="</call>")])
+    >>> s += af.user("Should I take an umbrella in Oslo?") + af.assistant(reply)
+    >>> prose, call = await s[reply]
+    >>> call.tag.begin, call.text, call.value.arguments
+    ('<call>', '{"name": "weather", "arguments": {"city": "Oslo"}}', {'city': 'Oslo'})
+    """
 
-    is_reply: bool = False
-    """Whether it is an assistant's whole reply, calls included."""
-
-    @property
-    def may_be_cut(self) -> bool:
-        """Whether a text that ended for its length can be a value: free text can, ``12`` of ``123`` not."""
-        return self.constraint is None or self.constraint.kind == "tags" or self.is_reply
-
-    def decoded(self, whitespace: Whitespace, jump_forward: bool) -> ValueType:
-        """The same, written and decoded so. ``BadArgument`` where there is nothing that could be."""
-        if whitespace == "compact" and jump_forward is True:
-            return self
-        if self.constraint is None:
-            name = "whitespace" if whitespace != "compact" else "jump_forward"
-            raise BadArgument(
-                f"gen: {name} says how a constraint is kept, and there is none: give a schema, say"
-            )
-        asked = msgspec.structs.replace(self.constraint, whitespace=whitespace, jump_forward=jump_forward)
-        return replace(self, constraint=asked.check())
+    tag: Tag
+    text: str
+    value: Any
 
 
-TEXT = ValueType("text", None, str)
+def tagged_type(tags: Sequence[Tag]) -> ValueType:
+    """The type of ``gen(tags=...)``."""
+    if isinstance(tags, str) or not isinstance(tags, Sequence) or not all(isinstance(t, Tag) for t in tags):
+        raise BadArgument(f"gen: tags must be a list of af.Tag, not {tags!r}")
+    rules = tuple([tag._rule for tag in tags])
+    source = msgspec.json.encode(rules).decode()
+
+    def read(text: str) -> list[str | Tagged]:
+        return [
+            piece if isinstance(piece, str) else _tagged(tags[piece.index], piece.text)
+            for piece in split_at_tags(text, rules)
+        ]
+
+    return ValueType("text with valid tags", Constraint("tags", source).check(), read)
 
 
-def value_type(
-    *,
-    regex: str | None = None,
-    schema: Any = None,
-    choices: Sequence[str] | None = None,
-    type: type | None = None,
-    tools: Sequence[Tool] | None = None,
-    grammar: str | None = None,
-) -> ValueType:
-    """What one of these arguments asks for. ``BadArgument`` where it makes no sense, or two are given."""
-    given = {"regex": regex, "schema": schema, "choices": choices, "type": type, "tools": tools}
-    refuse_several({**given, "grammar": grammar})
-    if schema is not None:
-        return _of_schema(schema)
-    if type is not None:
-        return _of_type(type)
-    if tools is not None:
-        toolbox = Toolbox(tools)
-        return of_json_schema(toolbox.schema(), toolbox.read, "list of tool calls")
-    if choices is not None:
-        return _of_choices(choices)
-    if regex is not None:
-        return ValueType("text", Constraint("regex", regex).check(), str)
-    if grammar is not None:
-        return ValueType("text", Constraint("grammar", grammar).check(), str)
-    return TEXT
+def _tagged(tag: Tag, text: str) -> Tagged:
+    return Tagged(tag, text, tag._type.read(text))
 
 
-def refuse_several(given: Mapping[str, Any], where: str = "gen") -> None:
-    """``BadArgument`` where more than one of these is given."""
-    names = [name for name, value in given.items() if value is not None]
-    if len(names) > 1:
-        raise BadArgument(f"{where}: {' and '.join(names)} exclude each other: give one of them")
+def _one_call(toolbox: Toolbox) -> ValueType:
+    return of_json_schema(toolbox.call_schema(), toolbox.read_call, "tool call")
 
 
-def of_json_schema(schema: Mapping[str, Any], read: Callable[[str], Any], shown: str) -> ValueType:
-    """A value of which a JSON schema says how it is written. ``BadArgument`` where it is none."""
-    return ValueType(shown, _schema(schema), read, comes_in_parts=True)
+_SPACE = " \t\n\r"
+_JSON = json.JSONDecoder()
 
 
-def _of_choices(choices: Sequence[str]) -> ValueType:
-    if isinstance(choices, str) or not isinstance(choices, Sequence):
-        raise BadArgument(f"choices must be a list of strings, not {choices!r}")
-    return ValueType("choice", Constraint("choices", choices=tuple(choices)).check(), str)
+@dataclass(frozen=True, slots=True)
+class InTag:
+    """The text between ``begin`` and ``end`` of the rule with this index."""
+
+    index: int
+    text: str
 
 
-def _of_type(wanted: type) -> ValueType:
-    if wanted is str:
-        return TEXT
-    constraint = _SCALARS.get(wanted) if isinstance(wanted, type) else None
-    if constraint is None:
-        raise BadArgument(f"gen: type must be int, float, bool or str, not {wanted!r}; for others use schema")
-    read = _read_bool if wanted is bool else wanted
-    return ValueType(wanted.__name__, constraint, lambda text: read(text.strip()))
+def split_at_tags(text: str, rules: tuple[TagRule, ...]) -> list[str | InTag]:
+    """The free text and the contents of tags, in order, without empty free text. ``ValueError`` if a tag is
+    not closed or its content is invalid; grammars are not checked.
+
+    The content may contain the tag's end, for example in a JSON string. A tag ends at the first ``end``
+    before which its content is complete."""
+    index_of = {rule.begin: index for index, rule in enumerate(rules)}
+    begins = re.compile("|".join([re.escape(begin) for begin in index_of]))
+    pieces: list[str | InTag] = []
+    at = 0
+    while (begin := begins.search(text, at)) is not None:
+        index = index_of[begin.group()]
+        rule = rules[index]
+        end = _end_of(text, begin.end(), rule)
+        if end is None:
+            raise ValueError(f"{rule.begin!r} is not followed by a valid {rule.kind} and {rule.end!r}")
+        pieces += [text[at : begin.start()], InTag(index, text[begin.end() : end])]
+        at = end + len(rule.end)
+    pieces.append(text[at:])
+    return [piece for piece in pieces if piece]
 
 
-def _read_bool(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise ValueError(f"{text!r} is neither true nor false")
-    return text.lower() == "true"
-
-
-def _of_schema(schema: Any) -> ValueType:
-    """A pydantic model, a dataclass, a TypedDict, anything else that msgspec knows, or a JSON schema."""
-    if isinstance(schema, Mapping):
-        return of_json_schema(schema, json.loads, "JSON value")
-    name = getattr(schema, "__name__", repr(schema))
-    read: Callable[[str], Any]
+def matches_whole(pattern: str, text: str) -> bool:
+    """Whether all of ``text`` matches. ``BadArgument`` if the pattern is invalid, ``ValueError`` if matching
+    takes too long."""
     try:
-        if hasattr(schema, "model_json_schema"):  # pydantic, which need not be installed
-            described, read = schema.model_json_schema(), schema.model_validate_json
-        else:
-            described, read = msgspec.json.schema(schema), msgspec.json.Decoder(schema).decode
-    except Exception as error:  # of annotations that name nothing, and of types without a JSON form
-        raise BadArgument(
-            f"gen: schema {name!r} cannot be expressed as JSON ({_first_line(error)}): "
-            "give a pydantic model, a dataclass, a TypedDict or a JSON schema"
-        ) from None
-    # A type checker takes what is a string or a number for text that comes piece by piece.
-    is_scalar = isinstance(schema, type) and issubclass(schema, str | int | float)
-    return ValueType(name, _schema(described), read, comes_in_parts=not is_scalar)
+        return regex.fullmatch(pattern, text, timeout=REGEX_TIMEOUT_S) is not None
+    except regex.error as error:
+        raise BadArgument(f"{pattern!r:.200} is no regular expression: {error}") from None
+    except (TimeoutError, RecursionError):
+        raise ValueError(f"matching {pattern!r:.200} takes too long") from None
 
 
-def _schema(schema: Mapping[str, Any]) -> Constraint:
+def _end_of(text: str, start: int, rule: TagRule) -> int | None:
+    """The position of the ``end`` of the tag whose content begins at ``start``; None if it has no end."""
+    match rule.kind:
+        case "schema":
+            return _end_of_json(text, start, rule.end)
+        case "regex":
+            end = text.find(rule.end, start)
+            while end >= 0 and not matches_whole(rule.source, text[start:end]):
+                end = text.find(rule.end, end + 1)
+        case "grammar":
+            end = text.find(rule.end, start)
+    return end if end >= 0 else None
+
+
+def _end_of_json(text: str, start: int, end_mark: str) -> int | None:
+    while start < len(text) and text[start] in _SPACE:
+        start += 1
     try:
-        return Constraint("schema", json.dumps(schema, ensure_ascii=False)).check()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise BadArgument(f"gen: schema is no JSON schema: {error}") from None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+        _, value_end = _JSON.raw_decode(text, start)
+    except (ValueError, RecursionError):
+        return None
+    end = text.find(end_mark, value_end)
+    return end if end >= 0 and not text[value_end:end].strip(_SPACE) else None

@@ -48,14 +48,14 @@ async def ask_all(s: af.State, **options: Any) -> dict[str, Outcome]:
 
 async def _hear(variable: Any, found: dict[str, Outcome]) -> None:
     parts: list[Any] = []
-    why = f"was cut after {NUM_TOKENS} tokens … raise max_tokens"
+    why = f"was truncated after {NUM_TOKENS} tokens … raise max_tokens"
     try:
         async for part in variable:
             parts.append(part)
         value = await variable
     except af.InvalidValue as error:
         value, why = None, str(error)
-    assert all(words in why for words in (f"was cut after {NUM_TOKENS} tokens", "raise max_tokens"))
+    assert all(words in why for words in (f"was truncated after {NUM_TOKENS} tokens", "raise max_tokens"))
     reason, logprobs = variable.finish_reason, variable.logprobs
     found[variable.name] = Outcome(
         value, await variable.whole_text(), reason, parts, tuple(logprobs), variable.usage.output_tokens
@@ -216,7 +216,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @af.program
-async def some_wrong(s: af.State) -> tuple[dict[str, af.AgentflowError], str, Any]:
+async def some_wrong(s: af.State, flow: af.Session) -> tuple[dict[str, af.AgentflowError], str, Any]:
     s += af.user("How many legs has a spider?")
     good, *wrong = s.fork(1 + len(REFUSED))
     good += af.assistant(af.gen("good", type=int))
@@ -230,13 +230,13 @@ async def some_wrong(s: af.State) -> tuple[dict[str, af.AgentflowError], str, An
         assert branch[name].text == ""
         with pytest.raises(type(failure.value)):
             await branch
-    return told, await good["good"], await s.session.stats()
+    return told, await good["good"], await flow.stats()
 
 
 def test_what_cannot_be_kept_is_told_and_harms_nobody_else(url):
     async def main() -> tuple[dict[str, af.AgentflowError], str, Any]:
         async with af.session(url, seed=7) as flow:
-            result: tuple[dict[str, af.AgentflowError], str, Any] = await flow.run(some_wrong)
+            result: tuple[dict[str, af.AgentflowError], str, Any] = await flow.run(some_wrong, flow)
             return result
 
     told, good, _ = anyio.run(main)
@@ -256,7 +256,7 @@ def test_a_pattern_that_no_machine_can_keep_is_kept_all_the_same(url):
             s += "A sentence: " + af.gen("x", regex=pattern, max_tokens=40, stop="\n")
             s += af.gen("y", regex=pattern, max_tokens=2)
             with pytest.raises(
-                af.InvalidValue, match="was cut after 2 tokens and is no complete text, raise"
+                af.InvalidValue, match="was truncated after 2 tokens and is no complete text, raise"
             ):
                 await s["y"]
             return await s["x"].whole_text()

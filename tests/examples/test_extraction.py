@@ -45,7 +45,7 @@ async def test_the_limits_are_part_of_the_type(wrong):
 
 async def test_a_record_that_was_cut_is_none():
     endless = '{"name": "' + "Anna " * 200 + '", "born": 1867, "kind": "scientist"}'
-    with pytest.raises(af.InvalidValue, match="was cut after 96 tokens and is no complete Person"):
+    with pytest.raises(af.InvalidValue, match="was truncated after 96 tokens and is no complete Person"):
         await run(extract, scripted(lambda _: endless), TEXTS[0])
 
 

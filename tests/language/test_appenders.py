@@ -19,7 +19,7 @@ from agentflow.protocol import ops
 
 pytestmark = pytest.mark.anyio
 
-TOLD = "two tasks append to this state at the same time.*fork it, and give each task a branch"
+TOLD = "two tasks append to this state at the same time.*fork the state and give each task a branch"
 
 
 def echo(prompt: str) -> str:
@@ -210,7 +210,7 @@ async def test_tasks_that_ended_are_not_kept():
                 group.start_soon(_append, s)
         gc.collect()
         s += "x"
-        assert len(s._appenders._last) <= 2
+        assert len(s._record._writer._last) <= 2
 
 
 async def _append(s: af.State) -> None:

@@ -37,7 +37,7 @@ async def decoding(engine, flow, root):
 async def streaming(engine, flow, root):
     """Somebody reads the text as it comes."""
     root += af.gen("answer", max_tokens=400)
-    flow.start_soon(read_quietly, root["answer"])
+    flow._link.start_soon(read_quietly, root["answer"])
     return 9
 
 
@@ -140,7 +140,7 @@ async def gathering(engine, flow, root):
         branch += af.assistant(af.gen("part", max_tokens=400))
     text = branches[1].text()
     for wait in (lambda: branches.gather("part"), branches[0].messages, text.whole_text):
-        flow.start_soon(wait_quietly, wait)
+        flow._link.start_soon(wait_quietly, wait)
     return 6
 
 

@@ -334,7 +334,7 @@ async def test_a_conversation_begins_a_state():
 )
 async def test_a_backend_refuses_what_the_frontend_would_have(op, why):
     async with scripted("x") as flow, flow.state() as s:
-        flow._connection.send([ops.Converse(s.id, op.conversation)])
+        flow._link._connection.send([ops.Converse(s.id, op.conversation)])
         s += af.gen("x")
         with pytest.raises(af.RunFailed) as caught:
             await s["x"]

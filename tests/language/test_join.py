@@ -38,7 +38,7 @@ async def test_values_come_in_the_order_of_the_branches():
         async def gather():
             found.append(await branches.gather("x"))
 
-        flow.start_soon(gather)
+        flow._link.start_soon(gather)
         await settle()
         assert [op.state for op in noted.of(ops.Await)] == [branch.id for branch in branches]
         await backend.allow(3)

@@ -75,7 +75,7 @@ async def test_leaving_the_block_ends_everything_at_once(leaving, leave):
                 await leave(results)
         leaving.assert_ended()
         await settle()
-        assert flow._states == {}
+        assert flow._link.states == {}
 
 
 @pytest.mark.parametrize("leave", [read_one_and_break, read_one_and_raise])
@@ -186,7 +186,7 @@ async def test_a_map_may_be_cancelled_at_any_turn(num_turns, num_taken, concurre
         elif way == "block":
             async with mapped(flow) as results:
                 assert [await anext(results) for _ in range(num_taken)] == [*range(num_taken)]
-            running.append(len(flow._states))
+            running.append(len(flow._link.states))
         else:
             found = 0
             async for result in mapped(flow):
@@ -204,8 +204,8 @@ async def test_a_map_may_be_cancelled_at_any_turn(num_turns, num_taken, concurre
                 await anyio.lowlevel.checkpoint()
             group.cancel_scope.cancel()
         if way != "loop":
-            assert flow._states == {}
+            assert flow._link.states == {}
         await settle()
-        assert (flow._states, flow._variables) == ({}, {})
+        assert (flow._link.states, flow._link.variables) == ({}, {})
         assert_left_nothing(backend)
     assert running in ([], [0])

@@ -56,10 +56,10 @@ async def eventful(s: af.State, i: int) -> str | None:
 def tables(flow: af.Session) -> dict[str, int]:
     """The sizes of all that a session knows of its runs."""
     return {
-        "states": len(flow._states),
-        "variables": len(flow._variables),
-        "markers": len(flow.markers._marked),
-        "answers": len(flow._answers),
+        "states": len(flow._link.states),
+        "variables": len(flow._link.variables),
+        "markers": len(flow._link.markers._marked),
+        "answers": len(flow._link._answers),
     }
 
 
@@ -88,7 +88,7 @@ async def test_all_tables_are_empty_after_many_runs(wrap):
     async with af.session(backend=wrap(backend)) as flow:
         await map_eventfully(flow, 400)
         if wrap is not Dribbling:
-            interpreter = flow._connection._interpreter
+            interpreter = flow._link._connection._interpreter
             with anyio.fail_after(10):
                 while any(tables_of(interpreter).values()):
                     await anyio.lowlevel.checkpoint()
@@ -99,7 +99,7 @@ async def test_a_server_and_its_client_hold_nothing_after_many_runs():
     with thread_server() as server:
         async with af.session(server.url) as flow:
             await map_eventfully(flow, 120)
-            cursors, queue = flow._connection._cursors, flow._connection._queue
+            cursors, queue = flow._link._connection._cursors, flow._link._connection._queue
             [session] = server.call(lambda: list(server._server.sessions._sessions.values()))
 
             def is_empty() -> bool:

@@ -12,7 +12,6 @@ from rich.console import Console
 from support.map_programs import ask, echo
 
 import agentflow as af
-from agentflow.language import progress as map_progress
 from agentflow.language.map import ProgramMap, Tally
 from agentflow.language.progress import MapProgress, ProgressConsole, shown_on
 from agentflow.runtime.generator import Generated
@@ -98,7 +97,9 @@ def test_the_bar_shows_the_share_that_is_done(num_done: int, total: int, cells: 
 
 async def mapped(console: Console, inputs: object, **options: object) -> list[object]:
     async with af.session(backend=af.Scripted(echo)) as flow:
-        return await ProgramMap(flow, ask, inputs, console=console, **options)
+        return await ProgramMap(
+            flow._link, ask, inputs, show=lambda tally: shown_on(console, tally), **options
+        )
 
 
 @pytest.mark.anyio
@@ -168,7 +169,6 @@ async def test_progress_goes_to_stderr_where_it_is_wanted(capsys: pytest.Capture
         out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("map: 1/1, ")
-    assert map_progress.stderr_console().stderr
 
 
 class HalfCached(af.Scripted):

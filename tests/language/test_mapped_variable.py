@@ -11,6 +11,7 @@ from support.wire_peer import HANG
 from support.wire_server import ThreadServer, thread_server
 
 import agentflow as af
+from agentflow.language.variable import Variable
 from agentflow.protocol import ops
 
 pytestmark = pytest.mark.anyio
@@ -181,12 +182,12 @@ async def test_what_is_left_before_it_is_mapped_is_cancelled_and_holds_up_nobody
 
 
 async def test_a_cancelled_state_fails_what_others_expect_of_it():
-    """The variable was expected, and its source is in another state that goes on."""
+    """The variable is one of the branch, and the client has not provided it."""
     backend = Spoken(["one two"])
     async with af.session(backend=backend) as flow, flow.state() as s, flow.state() as other:
         branch = s.copy()
         s += af.gen("x")
-        mapped = branch.mapped(s["x"], str.upper)
+        mapped = Variable(branch._record.expect_text("x.map"))
         other += mapped
         await settle()
         branch.cancel()
@@ -200,19 +201,19 @@ async def test_a_cancelled_state_fails_what_others_expect_of_it():
 async def test_a_closed_state_fails_what_others_expect_of_it_over_the_bare_ops():
     backend = af.Scripted([])
     async with af.session(backend=backend) as flow, flow.state() as other:
-        state, var = flow.next_id(), flow.next_id()
-        flow._connection.send([ops.Open(state), ops.Expect(state, var, "mine")])
-        flow._connection.send([ops.Text(other.id, (ops.Ref(var),)), ops.Close(state)])
+        state, var = flow._link.next_id(), flow._link.next_id()
+        flow._link._connection.send([ops.Open(state), ops.Expect(state, var, "mine")])
+        flow._link._connection.send([ops.Text(other.id, (ops.Ref(var),)), ops.Close(state)])
         await settle()
-        assert other.error.message == "the text needs 'mine', which has no value"
-        assert other.error.cause.code == "cancelled"
+        assert other._record.error.message == "the text needs 'mine', which has no value"
+        assert other._record.error.cause.code == "cancelled"
     assert_left_nothing(backend)
 
 
 async def test_only_what_is_expected_can_be_provided(server):
     async with af.session(server.url) as flow, flow.state() as s:
         s += f"a {HANG}" + af.gen("x")
-        flow._connection.send([ops.Provide(s["x"].id, "forged")])
+        flow._link._connection.send([ops.Provide(s["x"].id, "forged")])
         with pytest.raises(af.ProtocolError, match="is none that the client provides"):
             await s["x"]
     await server.wait_until_idle()

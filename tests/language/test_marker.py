@@ -8,12 +8,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import agentflow as af
-from agentflow.language.markers import Markers
-from agentflow.language.variable import Variable
+from agentflow.language.expressions import Expression
+from agentflow.language.link import Markers
+
+
+class Referred(Expression):
+    """Something with a number that a marker can stand for."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def mark(markers: Markers, item: Referred) -> str:
+    return markers.mark(item.number, item)
+
 
 MARKERS = Markers()
-VARIABLES = [Variable(var_id, f"v{var_id}", None) for var_id in (1, 2, 23, 456_789)]
-MARKER = MARKERS.mark(VARIABLES[2])
+VARIABLES = [Referred(number) for number in (1, 2, 23, 456_789)]
+MARKER = mark(MARKERS, VARIABLES[2])
 
 pieces = st.lists(
     st.text(max_size=12) | st.sampled_from(["⟦af:", "⟧", "⟦", ":1⟧"]) | st.sampled_from(VARIABLES)
@@ -22,8 +34,8 @@ pieces = st.lists(
 
 @given(pieces=pieces)
 def test_variables_are_found_between_any_texts(pieces):
-    text = "".join([p if isinstance(p, str) else MARKERS.mark(p) for p in pieces])
-    merged: list[str | Variable] = []
+    text = "".join([p if isinstance(p, str) else mark(MARKERS, p) for p in pieces])
+    merged: list[str | Referred] = []
     for piece in pieces:
         if isinstance(piece, str) and merged and isinstance(merged[-1], str):
             merged[-1] += piece
@@ -82,20 +94,20 @@ def test_a_damaged_marker_beside_a_whole_one_is_refused():
 
 
 def test_what_looks_like_a_marker_of_another_session_stays_text():
-    foreign = Markers().mark(VARIABLES[0])
+    foreign = mark(Markers(), VARIABLES[0])
     for text in (foreign, foreign[:20], foreign.upper(), f"⟦af:{'0' * 32}:1⟧", "⟦af::1⟧"):
         assert MARKERS.split(text) == [text]
 
 
 def test_nonces_are_long_and_differ():
-    nonces = {Markers().mark(VARIABLES[0])[4:36] for _ in range(50)}
+    nonces = {mark(Markers(), VARIABLES[0])[4:36] for _ in range(50)}
     assert len(nonces) == 50
     assert all(int(nonce, 16) < 2**128 for nonce in nonces)
 
 
 def test_a_marker_does_not_keep_its_variable():
-    variable = Variable(5, "gone", None)
-    marker = MARKERS.mark(variable)
+    variable = Referred(5)
+    marker = mark(MARKERS, variable)
     del variable
     gc.collect()
     with pytest.raises(af.StateClosed, match="has ended with its run"):

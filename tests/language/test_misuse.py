@@ -91,18 +91,18 @@ async def test_what_is_no_text_is_not_appended(item, around):
 
 
 VALUE_USES = {
-    "if": (bool, "asked whether it is true"),
-    "not": (operator.not_, "asked whether it is true"),
+    "if": (bool, "tested for truth"),
+    "not": (operator.not_, "tested for truth"),
     "== text": (lambda x: x == "yes", "compared"),
     "!= text": (lambda x: x != "yes", "compared"),
     "text ==": (lambda x: "yes" == x, "compared"),  # noqa: SIM300
     "in list": (lambda x: x in ["yes"], "compared"),
     "len": (len, "measured"),
     "in": (lambda x: "yes" in x, "searched"),
-    "index": (lambda x: x[0], "taken apart"),
-    "slice": (lambda x: x[:3], "taken apart"),
-    "iterate": (list, "measured|taken apart"),
-    "for": (lambda x: [c for c in x], "taken apart"),  # noqa: C416
+    "index": (lambda x: x[0], "indexed"),
+    "slice": (lambda x: x[:3], "indexed"),
+    "iterate": (list, "measured|indexed"),
+    "for": (lambda x: [c for c in x], "indexed"),  # noqa: C416
 }
 
 
@@ -115,7 +115,7 @@ async def test_a_variable_is_not_its_value(use, kind):
         reference = s["x"] if kind == "variable" else s["x"].strip()
         for _ in range(2):  # before it is there, and after
             with pytest.raises(
-                af.BadArgument, match=rf"'x'.* is no value yet and cannot be ({word}): await it"
+                af.BadArgument, match=rf"'x'.* is a reference, not a value, and cannot be ({word}): await it"
             ):
                 function(reference)
             await s

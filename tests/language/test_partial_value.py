@@ -252,8 +252,8 @@ class Careless(ScriptedGenerator):
 @pytest.mark.parametrize(
     ("text", "max_tokens", "last", "message"),
     [
-        (REPORT, 4, {"title": "On leaves"}, "'r' was cut after 4 tokens and is no complete Report"),
-        (REPORT, 5, {"title": "On leaves", "scores": [8]}, "'r' was cut after 5 tokens"),
+        (REPORT, 4, {"title": "On leaves"}, "'r' was truncated after 4 tokens and is no complete Report"),
+        (REPORT, 5, {"title": "On leaves", "scores": [8]}, "'r' was truncated after 5 tokens"),
         ('{"title": "a" }', 9, {"title": "a"}, r"'r' ended \(eos\) with a text that is no Report"),
         ('{"title": "a" x', 9, {"title": "a"}, r"'r' ended \(eos\) with a text that is no Report"),
     ],

@@ -282,7 +282,7 @@ async def test_a_run_that_has_ended_leaves_nothing_in_the_session():
                 await flow.run(ask, "!")
         await settle()
         assert_left_nothing(backend)
-        assert (flow._states, flow._variables) == ({}, {})
+        assert (flow._link.states, flow._link.variables) == ({}, {})
         assert len(noted.of(ops.Close)) == len(noted.of(ops.Open)) == 6
 
 

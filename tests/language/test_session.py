@@ -27,7 +27,7 @@ async def test_two_sessions_at_once():
     async with af.session(backend=af.Scripted(echo)) as one, af.session(backend=af.Scripted(["b"])) as two:
         assert await one.run(ask, "a") == "<a>"
         assert await two.run(ask, "a") == "b"
-        assert one.markers is not two.markers
+        assert one._link.markers is not two._link.markers
 
 
 async def test_nothing_can_be_done_after_the_end():
@@ -40,7 +40,7 @@ async def test_nothing_can_be_done_after_the_end():
         lambda: s.fork(1),
         lambda: flow.state(),
         lambda: flow.stream(ask, "a"),
-        lambda: flow.start_soon(anyio.sleep_forever),
+        lambda: flow._link.start_soon(anyio.sleep_forever),
         lambda: flow.capabilities,
     ):
         with pytest.raises(af.StateClosed, match="the session has ended: do this inside its `async with`"):
@@ -74,7 +74,7 @@ async def test_nothing_outlives_the_session():
             ended.append("background")
 
     async with af.session(backend=backend) as flow:
-        flow.start_soon(background)
+        flow._link.start_soon(background)
         stream = flow.stream(ask, "a")  # dropped, it would end its program
         s = flow.state()
         for branch in (s, *s.fork(3)):
@@ -144,7 +144,7 @@ async def test_an_error_of_the_block_leaves_as_itself(error):
 
     async def block() -> None:
         async with af.session(backend=backend) as flow:
-            flow.start_soon(anyio.sleep_forever)
+            flow._link.start_soon(anyio.sleep_forever)
             s = flow.state()
             s += af.gen("x")
             await settle()
@@ -162,7 +162,7 @@ async def test_an_error_of_a_background_task_ends_the_session_with_it():
 
     async def block() -> None:
         async with af.session(backend=backend) as flow:
-            flow.start_soon(fails)
+            flow._link.start_soon(fails)
             await flow.run(ask, "a")
 
     backend = Spoken({"": "never"})
@@ -176,7 +176,7 @@ async def test_cancelling_a_session_from_outside():
     backend = Spoken({"": "never"})
     with anyio.CancelScope() as scope:
         async with af.session(backend=backend) as flow:
-            flow.start_soon(flow.run, ask, "a")
+            flow._link.start_soon(flow.run, ask, "a")
             await settle()
             scope.cancel()
             await flow.run(ask, "b")
@@ -208,7 +208,7 @@ async def test_stats_come_from_the_backend():
             for _ in range(5):
                 group.start_soon(stats)
         assert results == [await flow.stats()] * 5
-        assert flow._answers == {}
+        assert flow._link._answers == {}
 
 
 async def test_an_engine_without_counters_just_now_costs_no_session():

@@ -8,7 +8,7 @@ from support.fake_engine import FakeEngine
 from support.observed_backends import Dribbling, Noted, Spoken, assert_left_nothing, settle
 
 import agentflow as af
-from agentflow.language.recorder import MAX_BACKLOG
+from agentflow.language.op_log import MAX_IN_FLIGHT
 from agentflow.protocol import ops
 
 pytestmark = pytest.mark.anyio
@@ -294,12 +294,12 @@ async def test_a_full_backlog_is_refused_until_something_is_done():
         engine.gate.allow(0)
         branches = s.fork(1)
         s += af.gen("x", max_tokens=2)
-        for _ in range(MAX_BACKLOG - 2):
+        for _ in range(MAX_IN_FLIGHT - 2):
             s += "y"
         await engine.gate.held()
         with pytest.raises(af.BacklogFull):
             s.join(branches)
-        assert branches[0]._own == []  # nothing was asked of the branch
+        assert branches[0]._record.own == []  # nothing was asked of the branch
         with pytest.raises(af.BacklogFull, match="10000 ops wait on this state: await something"):
             s += "one too many"
         with pytest.raises(af.BacklogFull):

@@ -100,7 +100,7 @@ async def test_branches_that_both_have_news_take_turns():
 
 async def all_runs_ended(flow: af.Session) -> None:
     with anyio.fail_after(10):
-        while flow._states:
+        while flow._link.states:
             await anyio.lowlevel.checkpoint()
 
 

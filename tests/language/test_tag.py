@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import agentflow as af
-from agentflow.language.tags import InTag, split_at_tags
+from agentflow.language.values import InTag, split_at_tags
 from agentflow.protocol.constraint import TagRule
 
 pytestmark = pytest.mark.anyio
@@ -70,7 +70,7 @@ async def test_prose_and_tags_come_in_their_order():
     ],
 )
 def test_where_a_tag_ends(text, pieces):
-    assert split_at_tags(text, tuple(tag.rule for tag in ALL)) == pieces
+    assert split_at_tags(text, tuple(tag._rule for tag in ALL)) == pieces
 
 
 def test_a_tag_ends_where_its_pattern_is_complete_first():
@@ -94,7 +94,7 @@ def test_a_tag_ends_where_its_pattern_is_complete_first():
 )
 def test_a_tag_that_is_open_or_wrong_is_told(text):
     with pytest.raises(ValueError, match="is not followed by a valid"):
-        split_at_tags("prose " + text, tuple(tag.rule for tag in ALL))
+        split_at_tags("prose " + text, tuple(tag._rule for tag in ALL))
 
 
 WIRED = st.recursive(
@@ -123,12 +123,12 @@ def test_what_was_put_together_comes_apart_again(pieces, escapes):
             inner = str(piece) if index else json.dumps(piece[0], ensure_ascii=escapes)
             text += f"{ALL[index].begin}{inner}{ALL[index].end}"
             wanted.append(InTag(index, inner))
-    assert split_at_tags(text, tuple(tag.rule for tag in ALL)) == wanted
+    assert split_at_tags(text, tuple(tag._rule for tag in ALL)) == wanted
 
 
 async def test_a_text_that_was_cut_in_a_tag_is_no_value_and_one_that_was_cut_in_prose_is():
     with pytest.raises(
-        af.InvalidValue, match="was cut after 2 tokens and is no complete text with valid tags"
+        af.InvalidValue, match="was truncated after 2 tokens and is no complete text with valid tags"
     ):
         await reply_of('a <point>{"x": 1.5}</point> b', ALL, max_tokens=2)
     assert await reply_of("one <age>1</age> two three", ALL, max_tokens=3) == [
@@ -150,7 +150,7 @@ def test_what_a_backend_is_asked_for():
     assert json.loads(point.source) == msgspec.json.schema(Point)
     assert (point.begin, point.kind, point.end) == ("<point>", "schema", "</point>")
     assert age == TagRule("<age>", "regex", "[0-9]+", "</age>")
-    call = json.loads(CALL.rule.source)
+    call = json.loads(CALL._rule.source)
     assert call["properties"]["name"] == {"const": "weather"}
     assert call["$defs"].keys() == {"weather"}
 

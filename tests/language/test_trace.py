@@ -108,15 +108,15 @@ async def test_one_op_goes_and_only_what_was_asked_comes_back():
     sent: list[ops.Op] = []
     heard: list[Event] = []
     async with af.session(backend=Overheard(judged, heard)) as flow:
-        send = flow._connection.send
-        flow._connection.send = lambda more: (sent.extend(more), send(more))
+        send = flow._link._connection.send
+        flow._link._connection.send = lambda more: (sent.extend(more), send(more))
         result = await flow.submit(graph, {"essay": "Stars"})
         assert result["related"] == "yes"
         assert result["report"].startswith("saw ")
         assert [type(event).__name__ for event in heard] == ["Value", "Value", "Reached"]
         assert [type(op).__name__ for op in sent] == ["Submit", "Close"]
-        assert not flow._states
-        assert not flow._variables
+        assert not flow._link.states
+        assert not flow._link.variables
 
 
 async def test_the_values_of_typed_gens_are_typed():

@@ -191,7 +191,7 @@ async def test_the_conversation_waits_for_what_is_being_generated_and_is_that_of
         async def read():
             heard.append(await reading)
 
-        flow.start_soon(read)
+        flow._link.start_soon(read)
         await backend.allow(1)
         assert not heard
         await backend.allow(1)

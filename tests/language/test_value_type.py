@@ -161,7 +161,7 @@ async def test_a_text_that_was_cut_is_no_value_even_where_it_could_be_one(wanted
     backend = careless(script) if "type" in wanted else af.Scripted(script)
     async with af.session(backend=backend) as flow, flow.state() as s:
         s += expression
-        told = rf"'r' was cut after {num_tokens} tokens? and is {message}, raise max_tokens: "
+        told = rf"'r' was truncated after {num_tokens} tokens? and is {message}, raise max_tokens: "
         for _ in range(2):
             with pytest.raises(af.InvalidValue, match=told + re.escape(repr(text))) as failed:
                 await s[expression]
@@ -187,7 +187,7 @@ async def test_a_map_tells_which_input_was_cut():
         return await s[count]
 
     async with af.session(backend=careless({"a": "1", "b": "2 3"})) as flow:
-        with pytest.raises(af.InvalidValue, match="was cut after 1 token") as failed:
+        with pytest.raises(af.InvalidValue, match="was truncated after 1 token") as failed:
             await flow.map(counted, ["a", "b"])
         (line, which) = failed.value.__notes__
         assert line.endswith("in counted")

@@ -204,7 +204,7 @@ async def test_a_chain_of_wired_gens():
         assert await previous == "go.........."
         assert noted.of(ops.Await) == []
         for state in states:
-            state.run.close()
+            state.close()
 
 
 async def test_a_value_that_was_wired_outlives_its_run():

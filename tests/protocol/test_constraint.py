@@ -128,8 +128,8 @@ async def test_a_server_that_cannot_keep_it_refuses_what_is_sent_anyway(server, 
 async def test_a_constraint_that_a_wire_client_made_up_fails_its_state(server):
     async with af.session(server.url) as flow, flow.state() as s:
         bad = Constraint("choices", choices=("a", "a"))
-        gen = ops.Gen(s.id, flow.next_id(), "bad", af.gen("bad").params, bad)
-        flow._connection.send([gen])
+        gen = ops.Gen(s.id, flow._link.next_id(), "bad", af.gen("bad").params, bad)
+        flow._link._connection.send([gen])
         s += "more"
         with pytest.raises(af.BadArgument, match="choices: 1 to 1000 of them, each once"):
             await s

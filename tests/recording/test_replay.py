@@ -69,7 +69,7 @@ async def small(s: af.State, subject: str) -> list[str]:
 compiled = small.trace()
 
 
-async def everything(s: af.State) -> list[Any]:
+async def everything(s: af.State, flow: af.Session) -> list[Any]:
     """A program of every primitive; all that it can see."""
     seen: list[Any] = []
     s += "some text, " + af.system("strict") + af.user("an essay ")
@@ -90,7 +90,7 @@ async def everything(s: af.State) -> list[Any]:
     async with s.user():
         s += af.image("https://example.org/x.png") + af.gen("seen", choices=None, timeout_s=60)
     seen += [await s["both"], await s.text()]
-    seen.append(await s.session.submit(compiled, {"subject": "stars"}))
+    seen.append(await flow.submit(compiled, {"subject": "stars"}))
     plain = s.fork(3)
     plain[0] += "left " + af.gen("x")
     plain[1] += "broken!" + af.gen("x")
@@ -110,19 +110,19 @@ async def everything(s: af.State) -> list[Any]:
         await s
     except af.AgentflowError as error:
         seen.append(repr(error))
-    seen.append((await s.session.stats()).steps > 0)
+    seen.append((await flow.stats()).steps > 0)
     return seen
 
 
 async def test_every_primitive_is_replayed(path):
     async with af.session(backend=Detailed(), record=path) as flow:
-        first = await flow.run(everything)
+        first = await flow.run(everything, flow)
     replay = af.Replay(path)
     for _ in range(2):
         async with af.session(backend=replay) as flow:
             assert flow.seed == replay.seed
             assert flow.capabilities.model == "scripted"
-            assert await flow.run(everything) == first
+            assert await flow.run(everything, flow) == first
 
 
 async def test_the_stream_of_events_is_replayed(path):
@@ -181,13 +181,13 @@ async def test_what_was_recorded_on_a_server_is_replayed_without_it(path):
 
 async def test_a_replay_can_be_recorded(path, tmp_path):
     async with af.session(backend=Detailed(), record=path) as flow:
-        first = await flow.run(everything)
+        first = await flow.run(everything, flow)
     async with af.session(backend=af.Replay(path), record=tmp_path / "again.jsonl") as flow:
-        await flow.run(everything)
+        await flow.run(everything, flow)
     again = read_recording(tmp_path / "again.jsonl")
     assert again.header.seed == read_recording(path).header.seed
     async with af.session(backend=af.Replay(tmp_path / "again.jsonl")) as flow:
-        assert await flow.run(everything) == first
+        assert await flow.run(everything, flow) == first
 
 
 # Timing.

@@ -599,9 +599,9 @@ async def test_cancelling_while_a_fork_is_under_way(num_turns):
 
 
 def test_the_backlog_of_a_frontend_fits_into_the_interpreters():
-    from agentflow.language.recorder import MAX_BACKLOG
+    from agentflow.language.op_log import MAX_IN_FLIGHT
 
-    assert MAX_BACKLOG * 2 <= interpreter_module.MAX_PENDING_OPS
+    assert MAX_IN_FLIGHT * 2 <= interpreter_module.MAX_PENDING_OPS
 
 
 @pytest.mark.parametrize("downwards", [True, False])

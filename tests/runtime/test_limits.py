@@ -120,7 +120,7 @@ async def test_a_gen_that_takes_too_long_fails_and_its_time_counts_from_its_turn
         for _ in range(3):
             with anyio.move_on_after(SOON_S):
                 await s["x"]
-        assert s.error is None, "the time began before the turn"
+        assert s._record.error is None, "the time began before the turn"
         await backend.allow(1)
         with pytest.raises(af.DeadlineExceeded, match=r"'x' took longer than its 0\.001 s"):
             await s["x"]
@@ -215,7 +215,7 @@ async def test_what_is_no_limit_is_refused(limit, message):
 @pytest.mark.parametrize("limit", [{"deadline_s": -1.0}, {"deadline_s": float("nan")}, {"output_tokens": -1}])
 async def test_a_wire_client_that_sends_no_limit_fails_its_state(server, limit):
     async with af.session(server.url) as flow, flow.state() as s, flow.state() as other:
-        flow._connection.send([ops.Limit(s.id, **limit)])
+        flow._link._connection.send([ops.Limit(s.id, **limit)])
         s += "more"
         with pytest.raises(af.BadArgument, match="limit: "):
             await s
@@ -229,8 +229,8 @@ async def test_a_wire_client_that_sends_no_time_fails_its_state(server, timeout_
     async with af.session(server.url) as flow, flow.state() as s:
         s += "a" + af.gen("good")
         await s
-        gen = ops.Gen(s.id, flow.next_id(), "bad", af.gen("bad").params)
-        flow._connection.send([msgspec.structs.replace(gen, timeout_s=timeout_s)])
+        gen = ops.Gen(s.id, flow._link.next_id(), "bad", af.gen("bad").params)
+        flow._link._connection.send([msgspec.structs.replace(gen, timeout_s=timeout_s)])
         s += "b"
         with pytest.raises(af.BadArgument, match="timeout_s must be a number of seconds above 0"):
             await s

@@ -1,0 +1,291 @@
+"""The link between a session's programs and its backend.
+
+States, variables and runs hold a ``Link`` instead of their ``Session``: it numbers them, sends their ops, and
+delivers the backend's events to their records. ``Session`` opens and closes it. A trace has a link of its own
+(``trace.TraceLink``), which collects ops instead of sending them.
+
+``Markers`` keep references inside ordinary strings: formatting a variable gives a marker with the session's
+128-bit nonce, and appending the string finds the variable again. Text from elsewhere cannot contain a marker
+without knowing the nonce, and the server never looks for markers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import secrets
+import weakref
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Any, Protocol
+
+import anyio
+from anyio.abc import TaskGroup
+
+from agentflow.errors import AgentflowError, BadArgument, Cancelled, EngineFailed, ServerLost, StateClosed
+from agentflow.language.expressions import Expression
+from agentflow.language.op_log import ProgramLine
+from agentflow.protocol import ops
+from agentflow.protocol.backend import Backend, Connection
+from agentflow.protocol.events import (
+    Capabilities,
+    Delta,
+    ErrorInfo,
+    Event,
+    Reached,
+    StateFailed,
+    Stats,
+    StatsReply,
+    Value,
+    VarFailed,
+)
+from agentflow.protocol.op_table import check_sendable
+from agentflow.runtime.task_group import open_task_group
+
+
+class StateEvents(Protocol):
+    """What the link needs of a state's record."""
+
+    def reach(self, ticket: int) -> None:
+        """The backend has reached this ticket."""
+
+    def fail(self, error: ErrorInfo) -> None:
+        """No further op of the state will run."""
+
+    def line_of(self, number: int) -> ProgramLine | None:
+        """The line of the program that appended op ``number``."""
+
+
+class VariableEvents(Protocol):
+    """What the link needs of a variable's record, which removes itself from ``Link.variables`` when done."""
+
+    def extend(self, at: int, text: str) -> None:
+        """The text continues with ``text`` at character ``at``."""
+
+    def complete(self, value: Value) -> None:
+        """The variable is complete."""
+
+    def fail(self, error: ErrorInfo) -> None:
+        """The variable will have no value."""
+
+
+class Link:
+    """``seed``: the session's, from which runs derive theirs. ``states``: the open states by number;
+    ``variables``: those that are not done."""
+
+    is_tracing = False
+    """Whether nothing runs, so that awaits return at once."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.markers = Markers()
+        self.states: dict[int, StateEvents] = {}
+        self.variables: dict[int, VariableEvents] = {}
+        self._connection: Connection | None = None
+        self._tasks: TaskGroup | None = None
+        self._stack = AsyncExitStack()
+        self._failure: Exception | None = None
+        self._ids = itertools.count(1)
+        self._run_indices = itertools.count()
+        self._answers: dict[int, tuple[anyio.Event, list[StatsReply]]] = {}
+
+    async def open(self, backend: Backend) -> None:
+        """Connects to the backend and opens a task group. ``BadArgument`` the second time."""
+        if self._tasks is not None:
+            raise BadArgument("a session is entered once: make another with af.session(...)")
+        async with AsyncExitStack() as stack:
+            connecting = backend.connect(self._deliver, self._lose)
+            self._connection = await stack.enter_async_context(connecting)
+            self._tasks = await stack.enter_async_context(open_task_group())
+            self._stack = stack.pop_all()
+
+    async def close(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Cancels the tasks, closes the connection, and fails what is unfinished. Takes what ``__aexit__``
+        takes."""
+        assert self._tasks is not None
+        self._tasks.cancel_scope.cancel()
+        if self._connection is not None:
+            self._connection.end(error)
+        self._connection = None
+        self._end_all(ErrorInfo.of(Cancelled("the session has ended")))
+        # An error of the block must leave as itself, not inside the task groups' exception groups;
+        # a cancellation is the task groups' own business.
+        is_cancelled = isinstance(error, anyio.get_cancelled_exc_class())
+        await self._stack.__aexit__(*((kind, error, trace) if is_cancelled else (None, None, None)))
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the backend can do."""
+        self.check_alive()
+        assert self._connection is not None
+        return self._connection.capabilities
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether ops can still be sent."""
+        return self._connection is not None and self._failure is None
+
+    def check_alive(self) -> None:
+        """Raises the error that ended the session; ``StateClosed`` before it is opened and after its end."""
+        if self._failure is not None:
+            raise ErrorInfo.of(self._failure).to_exception()
+        if self._connection is None:
+            what = "is not open yet" if self._tasks is None else "has ended"
+            raise StateClosed(f"the session {what}: do this inside its `async with` block")
+
+    def next_id(self) -> int:
+        """A number that no state, variable or ticket of this session has."""
+        return next(self._ids)
+
+    def reserve_ids(self, count: int) -> int:
+        """Reserves ``count`` consecutive numbers; returns the number before the first."""
+        first = next(self._ids)
+        self._ids = itertools.count(first + count)
+        return first - 1
+
+    def next_run_index(self) -> int:
+        """The index of the next run, from which its seeds are derived."""
+        return next(self._run_indices)
+
+    def send(self, recorded: list[ops.Op], *, quiet: bool = False) -> None:
+        """Sends ops, all or none. ``BadArgument`` for an invalid op, ``NotSupported`` for one that the
+        backend cannot run. ``quiet``: does nothing if the session has ended."""
+        if quiet and not self.is_alive:
+            return
+        self.check_alive()
+        assert self._connection is not None
+        for op in recorded:
+            check_sendable(op, self._connection.capabilities)
+        self._connection.send(recorded)
+
+    def start_soon(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
+        """Starts a task that ends with the session."""
+        self.check_alive()
+        assert self._tasks is not None
+        self._tasks.start_soon(function, *args)
+
+    async def stats(self) -> Stats:
+        """The backend's counters."""
+        self.check_alive()
+        ticket = self.next_id()
+        answer: tuple[anyio.Event, list[StatsReply]] = (anyio.Event(), [])
+        self._answers[ticket] = answer
+        self.send([ops.GetStats(ticket)])
+        try:
+            await answer[0].wait()
+        finally:
+            del self._answers[ticket]
+        self.check_alive()
+        reply = answer[1][0]
+        if reply.stats is None:
+            raise EngineFailed("no counters came") if reply.error is None else reply.error.to_exception()
+        return reply.stats
+
+    def needs_values(self, what: str) -> None:
+        """Called where ``what`` needs a value. A trace raises ``DataDependent``."""
+
+    def awaited(self, record: Any) -> Any:
+        """In a trace the stand-in for the value of a variable's record, otherwise None."""
+        return None
+
+    def _deliver(self, events: Iterable[Event]) -> None:
+        for event in events:
+            match event:
+                case Delta():
+                    if (variable := self.variables.get(event.var)) is not None:
+                        variable.extend(event.at, event.text)
+                case Value():
+                    if (variable := self.variables.get(event.var)) is not None:
+                        variable.complete(event)
+                case VarFailed():  # the state fails too, by an event of its own
+                    if (variable := self.variables.get(event.var)) is not None:
+                        variable.fail(event.error)
+                case Reached():
+                    if (state := self.states.get(event.state)) is not None:
+                        state.reach(event.ticket)
+                case StateFailed():
+                    if (state := self.states.get(event.state)) is not None:
+                        state.fail(event.error)
+                case StatsReply():
+                    if event.ticket in self._answers:
+                        self._answers[event.ticket][1].append(event)
+                        self._answers[event.ticket][0].set()
+
+    def _lose(self, error: Exception) -> None:
+        is_known = isinstance(error, AgentflowError)
+        self._failure = error if is_known else ServerLost(f"the backend is gone: {error!r}")
+        self._end_all(ErrorInfo.of(self._failure))
+
+    def _end_all(self, error: ErrorInfo) -> None:
+        """Fails everything that still waits for the backend."""
+        for variable in list(self.variables.values()):
+            variable.fail(error)
+        for state in list(self.states.values()):
+            state.fail(error)
+        for arrived, _ in self._answers.values():
+            arrived.set()
+
+
+_OPEN, _CLOSE = "\u27e6af:", "\u27e7"
+_NUM_DIGITS = 32
+
+
+class Markers:
+    """Makes and finds the markers of one session."""
+
+    def __init__(self) -> None:
+        nonce = secrets.token_hex(_NUM_DIGITS // 2)
+        self._nonce = nonce
+        self._whole = re.compile(f"{_OPEN}{nonce}:([0-9]+){_CLOSE}")
+        # Any of these in a text shows a damaged marker. Any 15 consecutive digits of the nonce contain one of
+        # its quarters; a piece that ends closer to either end still has a bracket and some digits.
+        quarters = [nonce[start : start + 8] for start in range(0, _NUM_DIGITS, 8)]
+        self._remains = (*quarters, _OPEN + nonce[:4])
+        self._tail = re.compile(f"{nonce[-4:]}:[0-9]+{_CLOSE}", re.IGNORECASE)
+        # Weak: a marker in a string must not keep a variable of a run that has ended.
+        self._marked: weakref.WeakValueDictionary[int, Expression] = weakref.WeakValueDictionary()
+
+    def mark(self, number: int, reference: Expression) -> str:
+        """The marker of ``reference``, whose ``number`` is unique in the session."""
+        self._marked[number] = reference
+        return f"{_OPEN}{self._nonce}:{number}{_CLOSE}"
+
+    def split(self, text: str) -> list[str | Expression]:
+        """``text`` with its markers replaced by their references. ``BadArgument`` for a damaged marker,
+        ``StateClosed`` for one whose variable is gone."""
+        if not self._has_remains(text):
+            return [text] if text else []
+        parts: list[str | Expression] = []
+        for index, piece in enumerate(self._whole.split(text)):
+            if index % 2:
+                parts.append(self._reference(int(piece)))
+            elif self._has_remains(piece):
+                raise BadArgument(
+                    "a variable's marker in this text is damaged (truncated, padded or changed): "
+                    "append the variable itself, or format it with a plain {…}"
+                )
+            elif piece:
+                parts.append(piece)
+        return parts
+
+    def refuse(self, texts: Iterable[object], where: str) -> None:
+        """``BadArgument`` if one of these texts, which are sent unchanged, holds a marker."""
+        if any(isinstance(text, str) and self._has_remains(text) for text in texts):
+            raise BadArgument(
+                f"{where} cannot hold a variable that is passed on by reference: await it and use its value"
+            )
+
+    def _has_remains(self, text: str) -> bool:
+        lowered = text.lower()
+        return any(part in lowered for part in self._remains) or (
+            _CLOSE in text and self._tail.search(text) is not None
+        )
+
+    def _reference(self, number: int) -> Expression:
+        reference = self._marked.get(number)
+        if reference is None:
+            raise StateClosed("a variable in this text has ended with its run: await it before that")
+        return reference

@@ -1,0 +1,265 @@
+"""What a state keeps about the ops that it has appended.
+
+``InFlight`` counts the ops that the backend has not finished. ``SingleWriter`` rejects concurrent appends.
+``LineTable`` finds the line of the program that appended an op, so that a failure can name it. ``Transcript``
+holds the content of the state as the client knows it, for ``messages()`` and ``join``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import weakref
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
+from types import CoroutineType, GeneratorType
+from typing import Any, NamedTuple
+
+import anyio
+
+from agentflow.errors import BacklogFull, ConcurrentAppend
+from agentflow.language.expressions import Expression
+from agentflow.protocol.chat import CalledTool
+
+MAX_IN_FLIGHT = 10_000
+
+
+class InFlight:
+    """The unfinished ops of one state. Two things show that ops are done: the end of a variable that was
+    declared among them, and a ticket that the backend has reached."""
+
+    def __init__(self) -> None:
+        self.num_submitted = 0
+        self._num_done = 0
+        self._last_ticket = 0
+        self._marks: dict[int, int] = {}  # number of a variable, or minus a ticket → ops submitted up to it
+        self._changed = anyio.Event()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all submitted ops are done."""
+        return self._num_done >= self.num_submitted
+
+    def check_room(self, num_ops: int) -> None:
+        """``BacklogFull`` if ``num_ops`` more would exceed ``MAX_IN_FLIGHT``."""
+        if self.num_submitted + num_ops - self._num_done > MAX_IN_FLIGHT:
+            raise BacklogFull(
+                f"{MAX_IN_FLIGHT} ops wait on this state: await something before appending more"
+            )
+
+    def expect(self, var_id: int, num_ops: int) -> None:
+        """The first ``num_ops`` ops are done when this variable ends."""
+        self._marks[var_id] = num_ops
+
+    def next_ticket(self) -> int | None:
+        """A ticket for all ops submitted so far; None if they are done or have a ticket already."""
+        if self.is_empty or self._marks.get(-self._last_ticket) == self.num_submitted:
+            return None
+        self._last_ticket += 1
+        self._marks[-self._last_ticket] = self.num_submitted
+        return self._last_ticket
+
+    def end_variable(self, var_id: int) -> None:
+        """The variable has ended."""
+        self.settle(self._marks.pop(var_id, 0))
+
+    def reach(self, ticket: int) -> None:
+        """The backend has reached the ticket."""
+        self.settle(self._marks.pop(-ticket, 0))
+
+    def settle(self, num_ops: int) -> None:
+        """The first ``num_ops`` ops are done."""
+        self._num_done = max(self._num_done, num_ops)
+        self.wake()
+
+    def wake(self) -> None:
+        """Wakes every task in ``change``."""
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    async def change(self) -> None:
+        """Waits until something changes."""
+        await self._changed.wait()
+
+    def is_done(self, num_ops: int) -> bool:
+        """Whether the first ``num_ops`` ops are done."""
+        return self._num_done >= num_ops
+
+
+class SingleWriter:
+    """Rejects two tasks that append to one state concurrently, because the order of their ops would be
+    random.
+
+    Tasks may append one after another, and a task may continue after a child task that appended has ended. An
+    error is a task that returns while a task that appended later is still alive."""
+
+    def __init__(self) -> None:
+        # Coroutines of tasks, in the order of their last append, without repetition.
+        self._last: list[weakref.ref[Any]] = []
+
+    def check(self) -> None:
+        """Records that the running task appends now, or raises ``ConcurrentAppend``."""
+        now = _running()
+        if now is None or (self._last and self._last[-1]() is now):
+            return
+        alive = [ref for ref in self._last if not _has_ended(ref())]
+        if alive and alive[-1]() is now:  # the tasks that appended later have ended
+            self._last = alive
+            return
+        if any(ref() is now for ref in alive):
+            raise ConcurrentAppend(
+                "two tasks append to this state at the same time, so the order of their ops is random: "
+                "fork the state and give each task a branch"
+            )
+        self._last = [*alive, weakref.ref(now)]
+
+
+def _running() -> object | None:
+    """The coroutine of the running task."""
+    with suppress(RuntimeError):  # not in asyncio
+        task: Any = asyncio.current_task()
+        return None if task is None else task.get_coro()
+    trio = sys.modules.get("trio")
+    if trio is not None:
+        with suppress(RuntimeError):  # not in trio either
+            return trio.lowlevel.current_task().coro  # type: ignore[no-any-return]
+    raise ConcurrentAppend(
+        "this thread has no event loop: append from the task that runs the program "
+        "(from a worker thread by anyio.from_thread.run_sync)"
+    )
+
+
+def _has_ended(coroutine: object | None) -> bool:
+    """Whether the coroutine has ended. An unknown kind of coroutine counts as ended."""
+    if isinstance(coroutine, CoroutineType):
+        return coroutine.cr_frame is None
+    return not isinstance(coroutine, GeneratorType) or coroutine.gi_frame is None
+
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+class ProgramLine(NamedTuple):
+    """A line outside this package."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.line}, in {self.function}"
+
+
+def calling_line() -> ProgramLine | None:
+    """The innermost line on the stack that is outside this package. Takes about a microsecond."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith(_PACKAGE):
+            return ProgramLine(code.co_filename, frame.f_lineno, code.co_name)
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+class LineTable:
+    """Maps the number of an op in its state to the line that appended it."""
+
+    def __init__(self) -> None:
+        self._ends: list[int] = []
+        self._lines: list[ProgramLine | None] = []
+
+    def add(self, end: int, line: ProgramLine | None) -> None:
+        """The ops after the last ``end``, up to number ``end``, come from ``line``."""
+        if self._lines and self._lines[-1] == line:
+            self._ends[-1] = end
+        else:
+            self._ends.append(end)
+            self._lines.append(line)
+
+    def line_of(self, number: int) -> ProgramLine | None:
+        """The line that appended op ``number``, counted from 1."""
+        index = bisect_left(self._ends, number)
+        return self._lines[index] if index < len(self._lines) else None
+
+
+class TurnBegins(NamedTuple):
+    """A turn of this role begins. ``tool_call_id`` and ``name`` are as in ``af.Message``."""
+
+    role: str
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class TurnEnds(NamedTuple):
+    """The turn ends."""
+
+
+class ToolCalls(NamedTuple):
+    """The turn calls tools: the given ones, or those of a variable that holds a reply."""
+
+    source: tuple[CalledTool, ...] | Expression
+
+
+Content = str | Expression
+Entry = Content | TurnBegins | TurnEnds | ToolCalls
+
+
+class TurnContent(NamedTuple):
+    """A turn whose content is not resolved yet."""
+
+    begin: TurnBegins
+    content: list[Content]
+    calls: list[ToolCalls]
+
+
+class Transcript:
+    """The texts, variables, images and tool calls of a state, and where its turns begin and end. Append-only.
+
+    A fork's transcript continues its parent's without a copy. ``open_role``: the role of the open turn."""
+
+    def __init__(self, parent: Transcript | None = None) -> None:
+        self._parent = parent
+        self._num_inherited = len(parent._entries) if parent is not None else 0
+        self._entries: list[Entry] = []
+        self.open_role: str | None = parent.open_role if parent is not None else None
+
+    def extend(self, entries: Sequence[Entry], open_role: str | None) -> None:
+        """Appends the entries, after which the turn of ``open_role`` is open."""
+        self._entries += entries
+        self.open_role = open_role
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was appended, here or before a fork."""
+        return next(self._all(), None) is None
+
+    def own_content(self) -> list[Content]:
+        """What was appended since the fork, without the marks of turns."""
+        marks = TurnBegins | TurnEnds | ToolCalls
+        return [entry for entry in self._entries if not isinstance(entry, marks)]
+
+    def turns(self) -> list[TurnContent]:
+        """The turns so far, the open one included. Text outside turns belongs to none."""
+        found: list[TurnContent] = []
+        is_open = False
+        for entry in self._all():
+            if isinstance(entry, TurnBegins):
+                found.append(TurnContent(entry, [], []))
+                is_open = True
+            elif isinstance(entry, TurnEnds):
+                is_open = False
+            elif isinstance(entry, ToolCalls):
+                found[-1].calls.append(entry)
+            elif is_open:
+                found[-1].content.append(entry)
+        return found
+
+    def _all(self) -> Iterator[Entry]:
+        chain: list[tuple[Transcript, int]] = [(self, len(self._entries))]
+        while (parent := chain[-1][0]._parent) is not None:
+            chain.append((parent, chain[-1][0]._num_inherited))
+        for transcript, length in reversed(chain):
+            yield from islice(transcript._entries, length)

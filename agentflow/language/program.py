@@ -1,0 +1,225 @@
+"""Programs: async functions whose first argument is a state.
+
+``program`` makes one of a function; ``execute`` calls it on the root state of a run and waits for everything
+it started. ``ProgramStream`` runs it in a task of the session and yields its events.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+
+import anyio
+
+from agentflow.errors import BadArgument, Cancelled, short_repr
+from agentflow.language.graph import Graph
+from agentflow.language.link import Link
+from agentflow.language.run import ProgramEvent, Run, RunDone
+from agentflow.language.state import State
+from agentflow.language.trace import called, trace
+from agentflow.runtime.task_group import loop_caller
+
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
+ProgramFunction = Callable[Concatenate[State, P], Awaitable[ResultT]]
+
+logger = logging.getLogger(__name__)
+
+
+def check_program(program: object, where: str) -> None:
+    """``BadArgument`` if ``program`` is not callable."""
+    if not callable(program):
+        raise BadArgument(
+            f"{where}: {short_repr(program)} cannot be called: give the program itself, and its arguments "
+            "after it"
+        )
+
+
+async def execute(
+    run: Run,
+    program: Callable[..., Awaitable[ResultT]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> ResultT:
+    """Calls the program on the run's root state, waits for everything it started, and ends the run."""
+    try:
+        result = await called(program, State(run.root), *args, **kwargs)
+        await run.settle()
+    except BaseException:
+        run.root.cancel()
+        raise
+    finally:
+        run.close()
+    return result
+
+
+class Program(Generic[P, ResultT]):
+    """An async function of a state. Calling it runs it on the given state, so programs can call each other.
+
+    >>> @af.program
+    ... async def judge_twice(s: af.State, essay: str) -> list[str]:
+    ...     return [await judge(s.copy(), essay), await judge(s.copy(), essay)]
+    >>> await flow.run(judge_twice, essay)
+    ['A', 'A']
+    """
+
+    __name__: str
+
+    def __init__(self, function: ProgramFunction[P, ResultT]) -> None:
+        self._function = function
+        functools.update_wrapper(self, function)
+
+    async def __call__(self, state: State, *args: P.args, **kwargs: P.kwargs) -> ResultT:
+        if not isinstance(state, State):
+            raise BadArgument(
+                f"a program's first argument is a state, not {type(state).__name__}: "
+                "run it with flow.run(program, ...), or hand it the state of the program that calls it"
+            )
+        return await called(self._function, state, *args, **kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Graph:
+        """The program as a graph, made by running it without a model: with these arguments after its state,
+        and stand-ins for the text arguments that are not given. ``flow.submit`` runs the graph.
+
+        ``DataDependent`` names the line at which the program's course depends on a generated value.
+
+        >>> graph = judge.trace(dimensions=["clarity", "evidence"])
+        >>> print(graph.draw())
+        """
+        return trace(self._function, args, kwargs)
+
+    @property
+    def function(self) -> ProgramFunction[P, ResultT]:
+        """The decorated function.
+
+        >>> judge.function.__name__
+        'judge'
+        """
+        return self._function
+
+
+def program(function: ProgramFunction[P, ResultT]) -> Program[P, ResultT]:
+    """Makes an async function a program.
+
+    >>> @af.program
+    ... async def greet(s: af.State, name: str) -> str:
+    ...     s += af.user(f"Greet {name}.")
+    ...     s += af.assistant(af.gen("greeting", max_tokens=16))
+    ...     return await s["greeting"]
+    """
+    if not callable(function):
+        raise BadArgument(
+            f"program: {short_repr(function)} is no function: decorate an async function of a state"
+        )
+    return Program(function)
+
+
+class ProgramStream:
+    """A running program as an async iterator over its events. The last event is ``RunDone``; if the program
+    fails, the iteration raises its error. ``async with`` (or ``aclose``) cancels the program if the reader
+    stops early, and waits for its end.
+
+    Without the block, dropping the stream cancels the program, for example by ``break`` in ``async for event
+    in flow.stream(judge, essay)``. An error that was not raised is logged then.
+
+    >>> async with flow.stream(judge, essay) as events:
+    ...     async for event in events:
+    ...         if isinstance(event, af.VariableDone) and event.name == "judgment":
+    ...             break  # one judgment is enough: the rest is cancelled
+    """
+
+    def __init__(self, link: Link, run: Run, result: Callable[[], Awaitable[Any]]) -> None:
+        self._work = _StreamWork(link, run, result)
+        self._events = run.watch(self._work.ended.is_set)
+        weakref.finalize(self, self._work.abandon).atexit = False
+
+    def __aiter__(self) -> ProgramStream:
+        return self
+
+    async def __anext__(self) -> ProgramEvent:
+        work = self._work
+        try:
+            return await self._events.__anext__()
+        except StopAsyncIteration:
+            failure, work.failure = work.failure, None
+            if failure is not None:
+                raise failure from failure.__cause__
+            result, work.result = work.result, None
+            if result is None:
+                raise
+            return result
+        finally:
+            # A traceback that is kept keeps this frame, which would keep a dropped stream alive.
+            del self
+
+    async def aclose(self) -> None:
+        """Cancels the program if it still runs, and waits for its end. May be repeated.
+
+        >>> events = flow.stream(judge, essay)
+        >>> first = await anext(events)
+        >>> await events.aclose()
+        """
+        await self._work.stop()
+
+    async def __aenter__(self) -> ProgramStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+
+class _StreamWork:
+    """The run behind a ``ProgramStream``, in a task of the session. It holds no reference to the stream, so
+    that the garbage collector can notice a dropped one."""
+
+    def __init__(self, link: Link, run: Run, result: Callable[[], Awaitable[Any]]) -> None:
+        self.ended = anyio.Event()
+        self.failure: Exception | None = None
+        self.result: RunDone | None = None
+        self._run = run
+        self._scope = anyio.CancelScope()
+        self._is_abandoned = False
+        self._call_in_loop = loop_caller()
+        link.start_soon(self._live, result)
+
+    async def stop(self) -> None:
+        """Cancels the program and waits for its end. May be repeated."""
+        self._scope.cancel()
+        await self.ended.wait()
+
+    def abandon(self) -> None:
+        """Cancels the program of a dropped stream. The garbage collector may call this in any thread."""
+        with suppress(RuntimeError):  # the loop has ended, and the program with it
+            self._call_in_loop(self._leave)
+
+    def _leave(self) -> None:
+        self._is_abandoned = True
+        self._scope.cancel()
+        self._log_failure()
+
+    def _log_failure(self) -> None:
+        failure, self.failure = self.failure, None
+        if failure is not None and not isinstance(failure, Cancelled):
+            logger.warning("a program failed whose stream was left", exc_info=failure)
+
+    async def _live(self, result: Callable[[], Awaitable[Any]]) -> None:
+        try:
+            with self._scope:
+                self.result = RunDone(await result())
+        except Exception as error:
+            self.failure = error  # raised where the stream is read, not in the session's task group
+            if self._is_abandoned:
+                self._log_failure()
+        except anyio.get_cancelled_exc_class():
+            self.failure = Cancelled("the session ended while the program ran")
+            raise
+        finally:
+            self.ended.set()
+            self._run.wake_streams()
