@@ -24,9 +24,8 @@ from agentflow.engine.process.ipc import Submit
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.tenant import Tenant
 from agentflow.engine.text import token_state
-from agentflow.engine.text import token_state as token_spans
 from agentflow.engine.text.chat_template import ChatTemplate
-from agentflow.protocol.events import Stats
+from agentflow.protocol.events import Capabilities, Stats
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.generator import StateHint
 
@@ -295,10 +294,11 @@ async def test_many_turns_are_laid_out_beside_the_loop_and_no_more_than_the_cont
 
 async def test_reading_the_ids_of_a_long_text_encodes_it_once_and_beside_the_loop(monkeypatch):
     encoded_in: list[int] = []
+    encoded = token_state.encode_spans
 
     def encode_spans(*args: Any) -> Any:
         encoded_in.append(threading.get_ident())
-        return token_spans.encode_spans(*args)
+        return encoded(*args)
 
     monkeypatch.setattr(token_state, "encode_spans", encode_spans)
     text = "the answer to the question " * (MAX_INLINE_CHARS // 20)
@@ -394,7 +394,7 @@ async def test_a_select_whose_forward_pass_fails_says_why_once(caplog):
 async def test_a_model_without_a_template_has_no_roles():
     async with plain_engine() as client:
         generator = EngineGenerator(client, ChatTemplate(None))
-        assert generator.capabilities == af.generator.Capabilities("fake", roles=False, max_context=512)
+        assert generator.capabilities == Capabilities("fake", roles=False, max_context=512)
         assert generator_on(client).capabilities.roles
         with pytest.raises(af.NotSupported, match="no chat template"):
             generator.begin_role(generator.open(""), "user")

@@ -361,9 +361,7 @@ def test_importing_loads_no_model_library() -> None:
         "chat_template",
         "chat_layout",
         "detokenizer",
-        "text_end",
         "token_state",
-        "token_spans",
     ]
     script = f"""
 import importlib, sys
