@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from agentflow.cli import main as cli
-from agentflow.cli.simulate import POLICY_NAMES, SimulateOptions, run_simulate
+from agentflow.cli.simulate import POLICY_NAMES
 from agentflow.engine.scheduling.policies import POLICIES
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.simulator.cost_model import CostModel, fit_cost
+from agentflow.engine.simulator.side_by_side import SimulateOptions, run_simulate
 from agentflow.engine.simulator.simulation import simulate
 from agentflow.engine.simulator.summary import summarise
 from agentflow.engine.simulator.workload import (
