@@ -30,8 +30,12 @@ def _sections() -> Iterator[str]:
         yield f"{_text(parser.description)}\n"
         yield f"```console\n$ {_usage(parser)}\n```\n"
         for group in parser._action_groups:
-            actions = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
-            if any(not isinstance(action, argparse._HelpAction) for action in actions):
+            actions = [
+                action
+                for action in group._group_actions
+                if action.help != argparse.SUPPRESS and not isinstance(action, argparse._HelpAction)
+            ]
+            if actions:
                 yield from _table(group.title or "", actions)
         if parser.epilog:
             examples = "\n".join(line.strip() for line in parser.epilog.splitlines()[1:])

@@ -1,4 +1,4 @@
-"""Every example is tested, run by ``make examples``, and named in the README; how they open a session."""
+"""Each example is tested, run by ``make examples``, and named in docs/quickstart.md."""
 
 import importlib
 import os
@@ -73,7 +73,7 @@ def test_an_example_is_tested_and_says_how_to_run_it(name):
     docstring = source.split('"""')[1]
     assert f"\n    python examples/{name}.py" in docstring
     assert "[--url ws://127.0.0.1:8410]" in docstring
-    assert f"(examples/{name}.py)" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"| `{name}` |" in (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
 
 
 class FirstChoice(ScriptedGenerator):
