@@ -191,26 +191,26 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
                 "required": ["digit", "next"],
             }
         },
-        "schema: no value satisfies it: each would have to contain another one",
+        "schema: no finite value satisfies it: each would contain another one",
     ),
     "keyword": (
         {"schema": {"type": "array", "uniqueItems": True}},
-        '"uniqueItems" cannot be kept: say it other',
+        'unsupported keywords: "uniqueItems"',
     ),
     "reference": (
         {"schema": {"$ref": "#/$defs/no"}},
-        r"\$ref names '#/\$defs/no', which the schema does not have",
+        r"\$ref names '#/\$defs/no', which is not in the schema",
     ),
-    "look-behind": ({"regex": "ab(?<=ab)c"}, r"a look-behind \(\?<…\) must be of one character"),
+    "look-behind": ({"regex": "ab(?<=ab)c"}, r"a look-behind \(\?<…\) must match one character"),
     "back-reference": (
         {"regex": r"(a|b)\1"},
-        "a back-reference cannot be kept: write out what may stand there",
+        "back-references are not supported: write out the possible texts",
     ),
-    "no text": ({"regex": r"[^\s\S]"}, "no text at all matches it"),
+    "no text": ({"regex": r"[^\s\S]"}, "no text matches it"),
     "grammar": ({"grammar": "start: word"}, 'grammar: .*unknown name: "word"'),
     "tag": (
         {"tags": [af.Tag("<a>", regex="a b", end=" ")]},
-        "of '<a>': nothing of its regex can stand before",
+        "'<a>': no text of its regex can precede",
     ),
 }
 

@@ -1,18 +1,13 @@
-"""The graph through which the texts of a regular expression walk, character by character. Many ways may
-lead through it for one text; ``char_machine`` makes one of them.
+"""From the tree of a regular expression to a DFA over characters.
 
-A deterministic dfa over characters, made of a graph in which many ways may lead through a text.
+``CharGraph`` is a nondeterministic graph: many paths may read the same text. ``char_classes`` groups
+characters that all sets of the expression treat alike, so that a set is an integer with one bit for each
+class. ``determinised`` makes the DFA by the subset construction.
 
-Characters that all sets of an expression treat alike are one class, and a set of characters is a whole
-number with a bit for each of its classes.
-
-Look-arounds: what a text promises about all that follows, kept beside the place where it stands, and what
-the character before must be.
-
-Each look-ahead is a DFA of its own, over the rest of the text; where it forbids, its complement. A place is
-then a node of the graph together with the promises under way: for each its DFA and its state. A look-behind
-sees one character, and is decided where it is reached: what reads a character knows which it was, as far as
-look-behinds ask (its *context*).
+``PromisedPlaces`` handles look-arounds. Each look-ahead is a DFA of its own over the rest of the text; a
+negative one is its complement. A place is then a node of the graph together with the pending look-aheads,
+each with its DFA's state. A look-behind sees one character and is decided where it is reached: the place
+knows as much about the last character as look-behinds can distinguish (its *context*).
 """
 
 from __future__ import annotations
@@ -38,40 +33,42 @@ from agentflow.engine.grammar.regex import (
 END = 0
 """The node where a text may end."""
 NOWHERE = -1
-"""Instead of a node: the end cannot be reached."""
+"""In place of a node: the end cannot be reached."""
 
 _LOOKS_AHEAD = -2
 _LOOKS_BEHIND = -3
-"""In the keys of nodes, instead of the index of a set."""
+"""In the keys of nodes, in place of the index of a set."""
 
 MAX_NODES = 50_000
 MAX_DEPTH = 250
 
 Arcs: TypeAlias = "tuple[tuple[int, frozenset[int]], ...]"
-"""What may be read, as bits of character classes, and the places where that leads to."""
+"""Character classes that may be read, as bits, and the places this leads to."""
 
 
 class WorkLimit:
-    """Counts the steps of a construction, so that what is too large is known early. Not a time: the same
-    expression always fails at the same step."""
+    """Counts the steps of a construction, so that an expression that is too large is found early. Steps
+    instead of time: the same expression always fails at the same step."""
 
     def __init__(self, max_steps: int) -> None:
         self.left = max_steps
 
     def spend(self, num_steps: int) -> None:
-        """``TooLargeForDfa`` where that is more than is left."""
+        """``TooLargeForDfa`` if fewer steps are left."""
         self.left -= num_steps
         if self.left < 0:
-            raise TooLargeForDfa("its dfa takes too long to build")
+            raise TooLargeForDfa("its DFA takes too many steps to build")
 
 
 class CharGraph:
-    """A node reads one character of a set and goes on, or goes on to several nodes at once. Built from the
-    end of the text to its start, and equal nodes are one, so that equal ends of texts are shared.
+    """A node reads one character of a set and goes on to the next node, or branches to several nodes. The
+    graph is built from the end of the text to its start; equal nodes are merged, so that equal suffixes are
+    shared.
 
-    ``look_aheads``: nodes that go on only where what follows is as said: where that begins, and whether it
-    is wanted. ``look_behinds``: those that go on only after a character of a set (-1: of none), by its
-    index, or, where so said, at the start of the text."""
+    ``look_aheads``: nodes passed only if a look-ahead holds: its start node, and whether it is positive.
+    ``look_behinds``: nodes passed only after a character of a set (its index; -1 for none) or, if the flag is
+    set, at the start of the text.
+    """
 
     def __init__(self, limit: WorkLimit) -> None:
         self.sets: list[Ranges] = []
@@ -87,8 +84,8 @@ class CharGraph:
         self._places: dict[int, frozenset[int]] = {END: frozenset([END])}
 
     def add(self, regex: Regex, after: int) -> int:
-        """The node where the expression's texts begin that go on at ``after``. The expression is kept by
-        the caller as long as the graph grows."""
+        """The node where the texts of the expression begin if they continue at ``after``. The caller keeps
+        the expression alive while the graph grows."""
         if after == NOWHERE:
             return NOWHERE
         if isinstance(regex, CharSet):
@@ -106,7 +103,7 @@ class CharGraph:
         return self._look_behind(regex, after)
 
     def places(self, node: int) -> frozenset[int]:
-        """Where a text stands that has come to a node: at nodes that read a character, or at the end."""
+        """The nodes reachable from a node without reading: those that read a character, and the end."""
         known = self._places.get(node)
         if known is not None:
             return known
@@ -139,7 +136,7 @@ class CharGraph:
         return self._node(index, (after,)) if index >= 0 else NOWHERE
 
     def _set_index(self, ranges: Ranges) -> int:
-        """Of a set of characters; -1 for one without any. Surrogates are no characters of a text."""
+        """The index of a character set; -1 if it is empty without surrogates, which no text contains."""
         self._limit.spend(len(ranges))
         kept = without_surrogates(ranges)
         if not kept:
@@ -158,7 +155,7 @@ class CharGraph:
     def _repeat(self, repeat: Repeat, after: int) -> int:
         node = after
         if repeat.most is None:
-            node = self._node(-1, (-len(self.set_of), after))  # like no other: what it leads to is not known
+            node = self._node(-1, (-len(self.set_of), after))  # unique: its targets are not known yet
             body = self.add(repeat.part, node)
             self.branches[node] = (after,) if body in (node, NOWHERE) else (body, after)
         else:
@@ -185,7 +182,7 @@ class CharGraph:
         return node
 
     def _gate(self, kind: int, key: tuple[int, ...]) -> int:
-        """A node that reads nothing, and goes on to the key's first one under a condition."""
+        """A node that reads nothing and goes on to the first node of its key under a condition."""
         node = self._node(kind, key)
         self.set_of[node], self.branches[node] = -1, key[:1]
         return node
@@ -202,14 +199,14 @@ class CharGraph:
 
 
 def check_size(regex: Regex) -> None:
-    """``TooLargeForDfa`` where the graph would have more than ``MAX_NODES`` nodes, or the tree is too deep:
-    told before any node is made. A subtree that stands in several places is counted in each."""
+    """``TooLargeForDfa`` if the graph would have more than ``MAX_NODES`` nodes or the tree is too deep.
+    Checked before any node is made. A subtree that occurs in several places counts each time."""
     if _size(regex, {}, 0)[0] > MAX_NODES:
         raise TooLargeForDfa(f"its repeats and choices come to more than {MAX_NODES} characters")
 
 
 def _size(regex: Regex, known: dict[int, tuple[int, int]], depth: int) -> tuple[int, int]:
-    """The number of nodes, and of the tree's levels."""
+    """The number of nodes and the depth of the tree."""
     counted = known.get(id(regex))
     if depth + (counted[1] if counted else 1) > MAX_DEPTH:
         raise TooLargeForDfa(f"it nests deeper than {MAX_DEPTH}")
@@ -240,8 +237,8 @@ _STEPS_PER_STATE = 10
 
 @dataclass(frozen=True, slots=True)
 class CharClasses:
-    """``sets``: each set's classes, as bits. ``ranges``: each class's characters. ``all``: every class that
-    has some: one may hold nothing but surrogates."""
+    """``sets``: the classes of each set, as bits. ``ranges``: the characters of each class. ``all``: every
+    class that holds a character other than surrogates."""
 
     sets: list[int]
     ranges: list[list[tuple[int, int]]]
@@ -250,8 +247,8 @@ class CharClasses:
 
 @dataclass(slots=True)
 class CharDfa:
-    """State 0 is dead, 1 is the start. ``masks``: for each state, disjoint sets of characters, and at the
-    same place in ``targets`` the state that each leads to. All other characters are not allowed there."""
+    """State 0 is dead, 1 is the start. ``masks``: for each state, disjoint sets of characters; ``targets``:
+    the state that each leads to. No other characters are allowed."""
 
     masks: list[tuple[int, ...]]
     targets: list[tuple[int, ...]]
@@ -259,7 +256,7 @@ class CharDfa:
 
 
 def char_classes(sets: list[Ranges], limit: WorkLimit) -> CharClasses:
-    """The classes of characters that these sets need. A last class holds those that are in none of them."""
+    """The classes that distinguish these sets. A last class holds the characters that are in none of them."""
     changes: dict[int, int] = {0: 0, MAX_CODE_POINT + 1: 0}
     for index, ranges in enumerate(sets):
         bit = 1 << index
@@ -291,8 +288,8 @@ def char_classes(sets: list[Ranges], limit: WorkLimit) -> CharClasses:
 def determinised(
     start: frozenset[int], arcs: Callable[[int], Arcs], limit: WorkLimit, known: dict[int, Arcs]
 ) -> CharDfa:
-    """The dfa whose states are the sets of places where a text may stand. ``arcs``: what leads on from
-    a place; ``known``: those that were asked for before."""
+    """The DFA whose states are sets of places (subset construction). ``arcs``: the arcs that leave a place;
+    ``known``: a cache of them."""
     dfa = CharDfa([(), ()], [(), ()], [False, END in start])
     numbers: dict[frozenset[int], int] = {start: 1}
     waiting = [start]
@@ -325,7 +322,7 @@ def determinised(
 
 
 def trimmed(dfa: CharDfa) -> CharDfa | None:
-    """Without the states from which the end cannot be reached; None where the start is one of them."""
+    """Removes the states from which the end cannot be reached. None if the start is one of them."""
     sources: list[list[int]] = [[] for _ in dfa.targets]
     for state, targets in enumerate(dfa.targets):
         for target in targets:
@@ -350,7 +347,7 @@ def trimmed(dfa: CharDfa) -> CharDfa | None:
 
 
 def _disjoint(pairs: list[tuple[int, frozenset[int]]], limit: WorkLimit) -> list[tuple[int, frozenset[int]]]:
-    """The same arcs with no character in two of them, and one arc for each set of places, sorted."""
+    """The same arcs, with no character in two of them and one arc for each set of places, sorted."""
     by_mask: dict[int, list[frozenset[int]]] = {}
     for mask, reached in pairs:
         by_mask.setdefault(mask, []).append(reached)
@@ -389,19 +386,19 @@ def _mask_of(pair: tuple[int, frozenset[int]]) -> int:
 
 
 Promises: TypeAlias = "frozenset[tuple[int, int]]"
-"""Numbers of look-aheads' DFAs, each with its state."""
+"""The indices of pending look-aheads' DFAs, each with its state."""
 
 TEXT_START = -1
-"""The context where no character was read before."""
+"""The context at the start of the text."""
 
 _KEPT = -1
-"""Instead of a state: whatever follows, the promise is kept."""
+"""In place of a state: the look-ahead holds whatever follows."""
 
 _NOTHING_READ = CharDfa([(), ()], [(), ()], [False, False])
 
 
 class PromisedPlaces:
-    """Numbers for places with promises, and what leads on from them."""
+    """Numbers places that have pending look-aheads, and finds their arcs."""
 
     def __init__(self, graph: CharGraph, classes: CharClasses, limit: WorkLimit) -> None:
         self._graph = graph
@@ -416,13 +413,12 @@ class PromisedPlaces:
         self._numbers: dict[tuple[int, Promises], int] = {}
 
     def dfa(self, start: int, context: int) -> CharDfa:
-        """The DFA of what begins at a node of the graph, in a context; with only a dead end where nothing
-        does."""
+        """The DFA of the texts that begin at a node in a context. Accepts nothing if there are none."""
         found = determinised(self._enter(start, frozenset(), context), self._arcs, self._limit, self._known)
         return trimmed(found) or _NOTHING_READ
 
     def _enter(self, node: int, promises: Promises, context: int) -> frozenset[int]:
-        """The places of a text that has come to a node: each way there may add promises of its own."""
+        """The places reached from a node without reading; each path may add look-aheads."""
         graph = self._graph
         places: set[int] = set()
         seen = {(node, promises)}
@@ -477,13 +473,13 @@ class PromisedPlaces:
         )
 
     def _is_after(self, set_index: int, at_start: bool, context: int) -> bool:
-        """Whether a look-behind allows a context: all of its characters are in the set, or none is."""
+        """Whether a look-behind holds in a context, whose characters are all in the set or all outside it."""
         if context == TEXT_START:
             return at_start
         return set_index >= 0 and bool(self._classes.sets[set_index] & self._contexts[context])
 
     def _depends_on_context(self, node: int) -> bool:
-        """Whether there is a look-behind before the next character is read."""
+        """Whether a look-behind may be evaluated before the next character is read."""
         if not self._graph.look_behinds:
             return False
         known = self._looks_back.get(node)
@@ -501,7 +497,7 @@ class PromisedPlaces:
         return known
 
     def _promise(self, start: int, wanted: bool, context: int) -> int:
-        """The number of a look-ahead's DFA, which is built where it is not known yet."""
+        """The index of a look-ahead's DFA, built if it is new."""
         key = (start, wanted, context if self._depends_on_context(start) else TEXT_START)
         number = self._dfa_numbers.get(key)
         if number is None:
@@ -512,7 +508,7 @@ class PromisedPlaces:
 
 
 def _contexts(graph: CharGraph, classes: CharClasses) -> list[int]:
-    """Sets of characters that no look-behind tells apart."""
+    """Sets of characters that no look-behind distinguishes."""
     contexts = [classes.all]
     for index in sorted({index for index, _ in graph.look_behinds.values() if index >= 0}):
         chars = classes.sets[index]
@@ -521,7 +517,7 @@ def _contexts(graph: CharGraph, classes: CharClasses) -> list[int]:
 
 
 def _complement(dfa: CharDfa, every: int) -> CharDfa:
-    """What accepts all that the DFA does not."""
+    """The DFA that accepts every text that this one does not."""
     masks: list[tuple[int, ...]] = [()]
     targets: list[tuple[int, ...]] = [()]
     for row, row_targets in zip(dfa.masks[1:], dfa.targets[1:], strict=True):
@@ -532,7 +528,7 @@ def _complement(dfa: CharDfa, every: int) -> CharDfa:
 
 
 def _shortened(dfa: CharDfa, every: int) -> CharDfa:
-    """With the states known where a promise is kept, or broken, whatever follows."""
+    """Marks the states from which a look-ahead holds, or fails, whatever follows."""
     end_of: dict[int, int] = {_KEPT: _KEPT}
     for state in range(1, len(dfa.masks)):
         goes_on = [target for target in dfa.targets[state] if target != state]

@@ -1,18 +1,11 @@
-"""A finite-state dfa that reads a text's UTF-8 byte by byte: what a regular expression is compiled to.
+"""Deterministic finite automata that read a text's UTF-8 byte by byte: what regular expressions compile to.
 
-Deterministic and trimmed: from every state but ``DEAD`` the text can still end well. So a byte is
-allowed where it does not lead to ``DEAD``.
+``build_dfa`` turns the expression's tree into a graph over characters and that into a DFA over characters
+(both in ``char_dfa``), and this into a DFA over bytes. The last step writes few distinct rows: the byte rows
+of a state depend only on its character sets, and most states of an expression share these with many others.
 
-Builds the dfa of a regular expression: its tree becomes a graph over characters, that a deterministic
-dfa over characters, and that a dfa over the bytes of UTF-8.
-
-The last step is made of few pieces: the rows of bytes for a state depend only on its sets of characters,
-and most states of an expression share these with many others.
-
-Sets of characters as rows over the bytes of UTF-8: which byte leads from where to where.
-
->>> utf8_rows(((0x61, 0x7A, 1), (0xE9, 0xE9, 2)))  # a to z, and é, which is C3 A9
-(((97, 122, 1), (195, 195, 3)), ((169, 169, 2),))
+A ``Dfa`` is trimmed: from every state but ``DEAD``, an accepting state can be reached. So a byte is allowed
+exactly if it does not lead to ``DEAD``.
 """
 
 from __future__ import annotations
@@ -43,18 +36,22 @@ from agentflow.engine.grammar.regex import Regex, TooLargeForDfa
 from agentflow.errors import BadArgument
 
 Row: TypeAlias = "tuple[tuple[int, int, int], ...]"
-"""First byte, last byte, where they lead to."""
+"""First byte, last byte, target."""
 
 _LEADS = ((0x80, 0x7FF, 0xC0, 1), (0x800, 0xFFFF, 0xE0, 2), (0x10000, 0x10FFFF, 0xF0, 3))
-"""First and last code point of a length, what its first byte is counted from, how many bytes follow."""
+"""First and last code point of a length, the base of its first byte, and the number of bytes that follow."""
 
 
 @lru_cache(maxsize=4096)
 def utf8_rows(labelled: Row) -> tuple[Row, ...]:
-    """The rows that read one character. ``labelled``: code points from, to, and their label; sorted,
-    disjoint, without surrogates, labels from 1 to their number. The first row reads the first byte. A byte
-    leads to a label, where the character is over, or to the label number plus the index of the row that
-    reads on. Equal rows are one."""
+    """The rows that read one character. ``labelled``: ranges of code points with their label; sorted,
+    disjoint, without surrogates, labels numbered from 1. The first row reads the first byte. A byte leads to
+    a label if it completes the character, else to the number of labels plus the index of the row that reads
+    on. Equal rows are merged.
+
+    >>> utf8_rows(((0x61, 0x7A, 1), (0xE9, 0xE9, 2)))  # a to z, and é, which is C3 A9
+    (((97, 122, 1), (195, 195, 3)), ((169, 169, 2),))
+    """
     builder = _RowBuilder(max([label for _, _, label in labelled]))
     first: list[tuple[int, int, int]] = []
     for low, high, label in labelled:
@@ -78,12 +75,12 @@ class _RowBuilder:
         self._index_of: dict[Row, int] = {}
 
     def row(self, labelled: list[tuple[int, int, int]], base: int, num_bytes: int, lead: int) -> Row:
-        """The row for the code points from ``base`` on, of which each byte value has 64 ** ``num_bytes``."""
+        """The row for the code points from ``base``; each byte value covers 64 ** ``num_bytes`` of them."""
         if num_bytes == 0:
             return _joined([(lead + low - base, lead + high - base, label) for low, high, label in labelled])
         span = 64**num_bytes
         found: list[tuple[int, int, int]] = []
-        split: dict[int, list[tuple[int, int, int]]] = {}  # those that share their byte with others
+        split: dict[int, list[tuple[int, int, int]]] = {}  # ranges that share their first byte with others
         for low, high, label in labelled:
             first, last = (low - base) // span, (high - base) // span
             if base + first * span < low:
@@ -101,7 +98,7 @@ class _RowBuilder:
         return _joined(sorted(found))
 
     def _whole(self, label: int, num_bytes: int) -> int:
-        """Where any such number of further bytes leads to the label."""
+        """A target from which any ``num_bytes`` continuation bytes lead to the label."""
         target = label
         for _ in range(num_bytes):
             target = self._number(((0x80, 0xBF, target),))
@@ -116,7 +113,7 @@ class _RowBuilder:
 
 
 def _joined(entries: list[tuple[int, int, int]]) -> Row:
-    """With neighbours that lead to the same place made one."""
+    """Merges neighbours with the same target."""
     joined: list[tuple[int, int, int]] = []
     for first, last, target in entries:
         if joined and joined[-1][1] + 1 == first and joined[-1][2] == target:
@@ -138,9 +135,9 @@ _HEADER = struct.Struct("<II")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dfa:
-    """``class_of_byte`` [256]: bytes of one class lead everywhere to the same states. ``transitions``
-    [states, classes]: the next state; row ``DEAD`` leads to itself. ``accepting`` [states]: whether the
-    text may end there. Reading begins in ``START``."""
+    """``class_of_byte`` [256]: bytes of one class lead to the same states everywhere. ``transitions``
+    [states, classes]: the next state; ``DEAD`` leads to itself. ``accepting`` [states]: whether the text may
+    end there. The start state is ``START``."""
 
     class_of_byte: Classes
     transitions: Transitions
@@ -148,7 +145,7 @@ class Dfa:
 
     @property
     def num_states(self) -> int:
-        """Without ``DEAD``."""
+        """Not counting ``DEAD``."""
         return len(self.transitions) - 1
 
     def matches(self, text: bytes) -> bool:
@@ -162,7 +159,7 @@ class Dfa:
         return state
 
     def to_bytes(self) -> bytes:
-        """For ``from_bytes``, elsewhere. States have numbers of 16 bits there, where that is enough."""
+        """Serialises the DFA for ``from_bytes``, with 16-bit states where they suffice."""
         num_rows, num_classes = self.transitions.shape
         header = _HEADER.pack(num_rows, num_classes)
         transitions = self.transitions.astype(_number_type(num_rows))
@@ -170,7 +167,7 @@ class Dfa:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Dfa:
-        """The dfa that ``to_bytes`` wrote."""
+        """Reads what ``to_bytes`` wrote."""
         num_rows, num_classes = _HEADER.unpack_from(data)
         accepting_at = _HEADER.size + 256
         transitions_at = accepting_at + num_rows
@@ -190,7 +187,7 @@ MAX_STATES = 50_000
 MAX_TRANSITIONS = 2_000_000
 """4 bytes each."""
 MAX_STEPS = 1_500_000
-_STEPS_PER_RANGE = 15  # what takes as long as making the rows of bytes for a range of characters
+_STEPS_PER_RANGE = 15  # the cost of making the byte rows of one range of characters
 
 Numbers: TypeAlias = NDArray[np.int64]
 
@@ -202,9 +199,9 @@ def build_dfa(
     max_transitions: int = MAX_TRANSITIONS,
     max_steps: int = MAX_STEPS,
 ) -> Dfa:
-    """The dfa that accepts the UTF-8 of the expression's texts. ``TooLargeForDfa`` where it would have
-    more states, or more transitions (states times classes of bytes), or takes more steps to build;
-    ``BadArgument`` where no text matches at all.
+    """The DFA that accepts the UTF-8 of the expression's texts. ``TooLargeForDfa`` if it would have more
+    states, more transitions (states times byte classes) or take more steps to build than allowed;
+    ``BadArgument`` if no text matches.
 
     >>> build_dfa(parse_regex("[0-9]{1,3}")).matches(b"42")
     True
@@ -225,7 +222,7 @@ def build_dfa(
     return _over_bytes(dfa, classes, limit, max_states, max_transitions)
 
 
-_UNSATISFIABLE = "constraint: no text at all matches it: write one that some text can match"
+_UNSATISFIABLE = "constraint: no text matches it"
 
 
 def _plain_dfa(graph: CharGraph, classes: CharClasses, start: int, limit: WorkLimit) -> CharDfa:
@@ -238,18 +235,18 @@ def _plain_dfa(graph: CharGraph, classes: CharClasses, start: int, limit: WorkLi
 def _over_bytes(
     dfa: CharDfa, classes: CharClasses, limit: WorkLimit, max_states: int, max_transitions: int
 ) -> Dfa:
-    """A state over characters becomes the state before a character's first byte, and has its own states
-    for what may follow that."""
+    """Each state over characters becomes the state before a character's first byte, and gets states of its
+    own for the bytes that follow."""
     shape_of: dict[tuple[int, ...], int] = {}
     shape: Numbers = np.array([shape_of.setdefault(masks, len(shape_of)) for masks in dfa.masks])
     rows = [_rows_of(masks, classes, limit) if masks else ((),) for masks in shape_of]
     num_rows: Numbers = np.array([len(of_shape) for of_shape in rows], dtype=np.int64)
     num_states = int(num_rows[shape].sum())
     if num_states > max_states:
-        raise TooLargeForDfa(f"its dfa has {num_states} states, more than {max_states}")
+        raise TooLargeForDfa(f"its DFA has {num_states} states, more than {max_states}")
     table, class_of_byte = _byte_classes([row for of_shape in rows for row in of_shape])
     if num_states * table.shape[1] > max_transitions:
-        raise TooLargeForDfa(f"its dfa has more than {max_transitions} transitions")
+        raise TooLargeForDfa(f"its DFA has more than {max_transitions} transitions")
     transitions = _transitions(dfa, shape, num_rows, table)
     accepting: Accepting = np.zeros(num_states, dtype=np.bool_)
     accepting[: len(shape)] = dfa.accepting
@@ -257,8 +254,8 @@ def _over_bytes(
 
 
 def _transitions(dfa: CharDfa, shape: Numbers, num_rows: Numbers, table: Transitions) -> Transitions:
-    """``shape``: each state's kind of rows, of which there are ``num_rows``, one kind after the other in
-    the table. All states that have as many rows and as many targets are written at once."""
+    """``shape`` [states]: each state's kind; ``num_rows`` [kinds]: its rows in ``table``, one kind after the
+    other. All states with equally many rows and targets are written at once."""
     num_own = num_rows[shape] - 1
     first_own = len(shape) + np.cumsum(num_own) - num_own
     first_row = np.cumsum(num_rows) - num_rows
@@ -267,7 +264,7 @@ def _transitions(dfa: CharDfa, shape: Numbers, num_rows: Numbers, table: Transit
     alike: Numbers = num_own * (1 + int(num_targets.max())) + num_targets
     for kind in sorted(set(alike[num_targets > 0].tolist())):
         states: Numbers = np.flatnonzero(alike == kind)
-        # What a row's number means in each state: 0 dead, then its targets, then its own states.
+        # The meaning of a row's numbers in each state: 0 is dead, then its targets, then its own states.
         targets: Transitions = np.array([dfa.targets[state] for state in states.tolist()], dtype=np.int32)
         own_states = first_own[states][:, None] + np.arange(int(num_own[states[0]]))
         meaning = np.concatenate([np.zeros((len(states), 1), dtype=np.int32), targets, own_states], axis=1)
@@ -278,7 +275,7 @@ def _transitions(dfa: CharDfa, shape: Numbers, num_rows: Numbers, table: Transit
 
 
 def _rows_of(masks: tuple[int, ...], classes: CharClasses, limit: WorkLimit) -> tuple[Row, ...]:
-    """The rows of bytes for a state's sets of characters; the first set has label 1."""
+    """The byte rows of a state's character sets; the first set has label 1."""
     labelled: list[tuple[int, int, int]] = []
     for label, mask in enumerate(masks, 1):
         while mask:
@@ -297,7 +294,7 @@ def _rows_of(masks: tuple[int, ...], classes: CharClasses, limit: WorkLimit) -> 
 
 
 def _byte_classes(rows: list[Row]) -> tuple[Transitions, Classes]:
-    """The rows as a table with a column for each class of bytes, and the class of each byte."""
+    """The rows as a table with one column for each byte class, and the class of each byte."""
     entries = [(index, *entry) for index, row in enumerate(rows) for entry in row]
     if not entries:
         return np.zeros((len(rows), 1), dtype=np.int32), np.zeros(256, dtype=np.uint8)

@@ -1,8 +1,7 @@
-"""The seam between a constraint and the engine: what a compiled constraint can be asked while text grows.
+"""The seam between a compiled constraint and the engine.
 
-Two implementations: ``DfaGrammar`` for what a regular expression can say, and ``LlguidanceGrammar`` for
-the rest. Both give the same masks and both tell what is forced, so that whatever decodes under one
-decodes under the other.
+``DfaGrammar`` implements it for regular languages, ``LlguidanceGrammar`` for all others. Both compute the
+same masks and report the same forced bytes, so the engine need not know which one it uses.
 """
 
 from __future__ import annotations
@@ -14,42 +13,43 @@ import numpy as np
 from numpy.typing import NDArray
 
 TokenWords: TypeAlias = NDArray[np.uint32]
-"""A token mask: bit ``i % 32`` of word ``i // 32`` says whether token ``i`` is allowed."""
+"""A token mask: bit ``i % 32`` of word ``i // 32`` is set if token ``i`` is allowed."""
 
 
 class Matcher(Protocol):
-    """Where the text of one generation stands. Used from the engine's thread only."""
+    """The position of one generation's text in its grammar. Used from the engine's thread only."""
 
     def mask(self) -> TokenWords:
-        """The tokens that may come next: those whose bytes the text can go on with. Never a special token,
-        nor one without bytes. Shared: not to be written to. ``RequestRefused`` where it takes too long."""
+        """The tokens that may come next: those whose bytes can continue the text. Never contains a special
+        token or a token without bytes. The array is shared and must not be modified. ``RequestRefused`` if
+        computing it exceeds a limit."""
 
     def may_end(self) -> bool:
         """Whether the text is complete as it is."""
 
     def must_end(self) -> bool:
-        """Whether it is complete, and nothing may follow."""
+        """Whether the text is complete and nothing may follow."""
 
     def take(self, token_id: int) -> None:
-        """The text goes on by a token. ``ValueError``, and nothing is changed, where the mask forbids it."""
+        """Appends a token. ``ValueError`` if the mask forbids it; the position is then unchanged."""
 
     def take_back(self, num_tokens: int) -> None:
-        """The last tokens that were taken are not there."""
+        """Removes the last ``num_tokens`` tokens."""
 
     def forced(self) -> bytes:
-        """The bytes that must come next, whatever follows them: empty where there is a choice, be it
-        that between going on and the end."""
+        """The bytes that every continuation begins with. Empty if there is a choice, including that between
+        continuing and ending."""
 
 
 class Grammar(Protocol):
-    """A compiled constraint for one vocabulary, shared by all requests that use it. ``nbytes``: memory that
-    it holds now, roughly."""
+    """A compiled constraint for one vocabulary, shared by all requests that use it. ``nbytes``: the memory in
+    use, approximately."""
 
     @property
     def nbytes(self) -> int: ...
 
     def matcher(self) -> Matcher:
-        """A new text's."""
+        """A matcher at the start of a new text."""
 
 
 def words_of(token_ids: Sequence[int] | NDArray[np.intp], vocab_size: int) -> TokenWords:
@@ -61,5 +61,5 @@ def words_of(token_ids: Sequence[int] | NDArray[np.intp], vocab_size: int) -> To
 
 
 def is_allowed(words: TokenWords, token_id: int) -> bool:
-    """Whether the mask has the token."""
+    """Whether the mask contains the token."""
     return bool(words[token_id >> 5] >> np.uint32(token_id & 31) & np.uint32(1))

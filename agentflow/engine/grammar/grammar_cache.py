@@ -1,7 +1,7 @@
-"""The grammars that an engine has in use or had lately, by the keys of their constraints.
+"""The engine's compiled grammars, by the keys of their constraints.
 
-A grammar's masks are made once for all requests that use it, in parallel or later. How much memory all of
-them may take is bounded: the one that was used least recently goes first.
+All requests under a constraint share one grammar, and with it the masks computed so far. The cache is bounded
+in number and in bytes; the least recently used grammar is dropped first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_GRAMMARS = 256
 
 
 class _Texts:
-    """The tokenizer as llguidance is shown it: without the tokens that no content has."""
+    """The tokenizer as llguidance sees it: tokens that content cannot contain have no bytes."""
 
     def __init__(self, vocabulary: Vocabulary, tokenizer: Tokenizer) -> None:
         self._table = vocabulary.token_bytes
@@ -37,7 +37,7 @@ class _Texts:
 
 
 class GrammarCache:
-    """``vocab_size``: tokens that the model has logits for."""
+    """``vocab_size``: the number of tokens the model has logits for."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
@@ -46,7 +46,7 @@ class GrammarCache:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """The model's. Laying it out takes some tens of milliseconds."""
+        """The model's tokens. Building the trie takes some tens of milliseconds."""
         tokenizer = self._tokenizer
         num_tokens = min(tokenizer.vocab_size, self._vocab_size)
         closed = tokenizer.closed_ids - tokenizer.mark_ids
@@ -58,20 +58,20 @@ class GrammarCache:
         return LlguidanceVocabulary(_Texts(self.vocabulary, self._tokenizer), self._vocab_size)
 
     def prepare(self) -> None:
-        """Makes now what the first request would otherwise wait for, and the others with it."""
+        """Builds both vocabularies now, so that the first constrained request does not wait for them."""
         try:
             _ = self.vocabulary, self._llguidance_vocabulary.ll_tokenizer
         except Exception:
-            logger.exception("constraints cannot be kept with this tokenizer")
+            logger.exception("this tokenizer cannot be used for constrained decoding")
 
     def knows(self, constraint: CompiledConstraint) -> bool:
-        """Whether there is no need for its payload."""
+        """Whether the grammar is cached, so that the constraint's payload is not needed."""
         return constraint.key in self._grammars
 
     def grammar(self, constraint: CompiledConstraint) -> Grammar:
-        """The constraint's grammar, made now if it is not there."""
+        """The constraint's grammar, built now if it is not cached."""
         found = self._grammars.pop(constraint.key, None) or self._made(constraint)
-        self._grammars[constraint.key] = found  # the latest stands at the end
+        self._grammars[constraint.key] = found  # most recently used last
         self._bound()
         return found
 
@@ -81,7 +81,7 @@ class GrammarCache:
         return LlguidanceGrammar(constraint.payload.decode(), self._llguidance_vocabulary)
 
     def _bound(self) -> None:
-        """Those that requests still use live on with them."""
+        """Drops grammars beyond the limits. Requests that use one keep it alive."""
         sizes = [grammar.nbytes for grammar in self._grammars.values()]
         total = sum(sizes)
         for key, size in zip([*self._grammars][:-1], sizes, strict=False):

@@ -1,15 +1,11 @@
-"""A JSON schema as one regular expression, where it is regular and small.
+"""A JSON schema as one regular expression, if it is regular and small.
 
-What is generated from it is valid under the schema; not all that is valid can be generated: members come in
-the order of ``properties``, and there are no others unless the schema asks for them. A schema that says
-anything else goes to a parser (None).
-
-JSON's values as regular expressions: what a schema's leaves become.
-
-Narrower than JSON where readers differ: a string has no lone half of a surrogate pair, an integer fits
-64 bits, a number has no exponent.
-
-JSON schema's keywords: which of them say something, about which values, and which hold other schemas.
+The file has three parts: JSON values as regular expressions, the schema keywords that the compiler knows, and
+``schema_to_regex``, which combines them. Text generated from the expression is always valid under the schema,
+but not all valid text can be generated: members come in the order of ``properties``, and there are no others
+unless the schema asks for them. Values are narrower than JSON where parsers differ: strings have no lone
+surrogates, integers fit 64 bits, numbers have no exponent. A schema that is not regular is left to llguidance
+(None).
 """
 
 from __future__ import annotations
@@ -24,20 +20,20 @@ from urllib.parse import unquote
 from agentflow.engine.grammar.regex import EMPTY, CharSet, Choice, Regex, Repeat, Sequence, literal
 
 Whitespace: TypeAlias = Literal["compact", "tight", "free"]
-"""Between the parts of a value: ``", "`` and ``": "`` as Python writes it, none at all, or what the model
-likes."""
+"""Whitespace between the parts of a value: ``", "`` and ``": "`` as Python writes it, none, or the model's
+choice."""
 
 FREE_WHITESPACE_CHARS: Final = 16
-"""The most in one place, so that a model cannot go on with it for ever."""
+"""The limit in one place, so that a model cannot generate whitespace for ever."""
 
 MOST_INTEGERS: Final = 400
-"""The widest range of integers that is written as its members."""
+"""The widest range of integers that is written out as its members."""
 
 MOST_INTEGER: Final = 10**18 - 1
-"""18 digits: 64 bits hold it, whoever reads it."""
+"""18 digits: fits 64 bits."""
 
 MOST_NUMBER: Final = 10**15
-"""Numbers are below it: their digits before the point are all exact."""
+"""Numbers are smaller, so that all digits before the point are exact."""
 
 _DIGIT: Final = CharSet(((0x30, 0x39),))
 _NONZERO: Final = CharSet(((0x31, 0x39),))
@@ -80,13 +76,13 @@ _SHARE: Final = Choice(
 
 
 def string(least: int = 0, most: int | None = None) -> Regex:
-    """A string of so many characters (code points; an escape is one)."""
+    """A string of ``least`` to ``most`` characters (code points; an escape counts as one)."""
     return Sequence((literal('"'), Repeat(_STRING_CHAR, least, most), literal('"')))
 
 
 def integer(least: int = -MOST_INTEGER, most: int = MOST_INTEGER) -> Regex | None:
-    """An integer from ``least`` to ``most``, both inclusive; None where the range is too wide to be written
-    out, and is none that follows from the sign alone."""
+    """An integer from ``least`` to ``most``, both inclusive. None if the range is too wide to be written out
+    and is not a half-line at 0 or 1."""
     positive = Sequence((_NONZERO, Repeat(_DIGIT, 0, 17)))
     if most >= MOST_INTEGER and least <= -MOST_INTEGER:
         return Choice((literal("0"), Sequence((_MINUS, positive))))
@@ -98,8 +94,8 @@ def integer(least: int = -MOST_INTEGER, most: int = MOST_INTEGER) -> Regex | Non
 
 
 def number(least: float = -MOST_NUMBER, most: float = MOST_NUMBER) -> Regex | None:
-    """A number with or without a fraction, and without an exponent; None where the limits are others than
-    zero, one and the widest."""
+    """A number with or without a fraction, without an exponent. None unless the limits are zero, one or the
+    widest ones."""
     if most >= MOST_NUMBER and least <= -MOST_NUMBER:
         return Sequence((_MINUS, _SIZE))
     if least == 0 and (most >= MOST_NUMBER or most == 1):
@@ -109,22 +105,22 @@ def number(least: float = -MOST_NUMBER, most: float = MOST_NUMBER) -> Regex | No
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where whitespace stands: around a list's or an object's members, and between them."""
+    """The whitespace inside brackets, around commas and around colons."""
 
     inside: Regex
     comma: Regex
     colon: Regex
 
     def enclosed(self, opening: str, members: Regex, closing: str) -> Regex:
-        """Members that are there, in their brackets."""
+        """A non-empty list of members in its brackets."""
         return Sequence((literal(opening), self.inside, members, self.inside, literal(closing)))
 
     def empty(self, opening: str, closing: str) -> Regex:
-        """The brackets, and nothing in them."""
+        """The brackets with nothing in them."""
         return Sequence((literal(opening), self.inside, literal(closing)))
 
     def listed(self, members: list[Regex]) -> Regex:
-        """One after the other, with commas."""
+        """The members, separated by commas."""
         parts: list[Regex] = []
         for member in members:
             parts += [self.comma, member] if parts else [member]
@@ -136,7 +132,7 @@ class Layout:
 
 
 def layout(whitespace: Whitespace) -> Layout:
-    """A policy's."""
+    """The layout of a whitespace policy."""
     if whitespace == "free":
         space = CharSet(((0x09, 0x0A), (0x0D, 0x0D), (0x20, 0x20)))
         any_space = Repeat(space, 0, FREE_WHITESPACE_CHARS)
@@ -150,7 +146,7 @@ def layout(whitespace: Whitespace) -> Layout:
 
 
 def exactly(value: object, spaces: Layout) -> Regex | None:
-    """The one value that a ``const`` asks for; None where no JSON text stands for it."""
+    """The one value that a ``const`` requires. None if JSON cannot write it."""
     if isinstance(value, dict):
         members = {str(name): exactly(member, spaces) for name, member in value.items()}
         if not members:
@@ -187,7 +183,7 @@ ANNOTATIONS: Final = frozenset(
         "contentSchema",
     ]
 )
-"""They constrain nothing."""
+"""Keywords that constrain nothing."""
 
 _OF_NUMBERS: Final = frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"])
 
@@ -227,7 +223,7 @@ KEYWORDS_OF_TYPE: Final[dict[str, frozenset[str]]] = {
     "boolean": frozenset(),
     "null": frozenset(),
 }
-"""They say something about values of a type, and nothing about others."""
+"""Keywords that constrain values of one type and no others."""
 
 ALL_TYPED: Final = frozenset().union(*KEYWORDS_OF_TYPE.values())
 
@@ -248,26 +244,26 @@ HOLD_A_LIST: Final = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
 HOLD_NAMED: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 IN_PLACE: Final = frozenset(["anyOf", "allOf", "oneOf", "$ref", "if", "not", "dependentSchemas"])
-"""They apply further schemas to the same value."""
+"""Keywords that apply further schemas to the same value."""
 
 
 MOST_POSITIONS: Final = 6_000
-"""The largest expression: its places for a character, each as often as it is repeated."""
+"""The size limit of an expression: the number of its character positions, repeats written out."""
 
 MOST_DEPTH: Final = 40
 MOST_MEMBERS: Final = 300
-"""Of one object: those that may come first are each written out with all that may follow."""
+"""The limit for one object: for each member that may come first, all that may follow it are written out."""
 
 JsonObject: TypeAlias = Mapping[str, Any]
 
 
 class _NotRegular(Exception):
-    """This schema is for a parser."""
+    """The schema must be left to llguidance."""
 
 
 def schema_to_regex(schema: object, whitespace: Whitespace) -> Regex | None:
-    """The texts of values that are valid under ``schema`` (as ``json.loads`` gives it), or None where that
-    is no regular language, is a large one, or the schema says what is not handled here.
+    """The texts of values that are valid under ``schema`` (as ``json.loads`` returns it). None if they are
+    not a regular language, the expression is too large, or a keyword is not supported here.
 
     >>> schema_to_regex({"type": "array", "items": {"type": "boolean"}, "maxItems": 2}, "compact")
     Choice(...)  # [], [true], [false], [true, true], ...
@@ -297,9 +293,9 @@ class _SchemaReader:
         }
 
     def regex(self, schema: object) -> Regex:
-        """What a schema at any place allows."""
+        """The expression of a schema at any depth."""
         if not isinstance(schema, dict) or self._depth >= MOST_DEPTH:
-            raise _NotRegular  # ``true`` allows any value at all, and values nest
+            raise _NotRegular  # ``true`` allows any value, and values nest
         self._depth += 1
         constraining = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
         regex = self._constrained(constraining)
@@ -329,7 +325,7 @@ class _SchemaReader:
         return self._of_type[name]({key: schema[key] for key in said & KEYWORDS_OF_TYPE[name]})
 
     def _values(self, schema: JsonObject) -> Regex:
-        """``const`` and ``enum``, with no more beside them than their values' type."""
+        """``const`` and ``enum``, with no keyword beside them but a matching ``type``."""
         if set(schema) - {"const", "enum", "type"} or {"const", "enum"} <= set(schema):
             raise _NotRegular
         values = schema["enum"] if "enum" in schema else [schema["const"]]
@@ -443,7 +439,7 @@ class _SchemaReader:
 
 
 def _members(members: list[tuple[Regex, bool]], comma: Regex) -> Regex:
-    """At least one of them, in this order, those that are required in any case, with commas between."""
+    """At least one of the members, in order, all required ones included, separated by commas."""
     firsts: list[Regex] = []
     for place, (member, is_required) in enumerate(members):
         parts = [member]
@@ -477,7 +473,7 @@ def _is_number(value: object) -> bool:
 
 
 def _count(said: JsonObject, key: str) -> int:
-    """A keyword's count; 0 where it is not there."""
+    """The value of a counting keyword; 0 if it is absent."""
     found = _limit(said, key)
     return 0 if found is None else found
 
@@ -502,7 +498,7 @@ def _has_type(value: object, types: object) -> bool:
 
 
 def _positions(regex: Regex, known: dict[int, int]) -> int:
-    """The size of the expression when it is written out; shared parts are counted once each time."""
+    """The size of the expression when written out. A shared part counts each time."""
     found = known.get(id(regex))
     if found is None:
         if isinstance(regex, Repeat):

@@ -1,10 +1,10 @@
-"""Jump-forward: text that a grammar forces is appended without sampling it (Zheng et al., "SGLang", 2024,
-section 4).
+"""Jump-forward decoding: text that a grammar forces is appended without sampling (Zheng et al., "SGLang",
+2024, section 4).
 
-The forced text is encoded together with all that the generation has written before, so that the ids are
-exactly the tokenizer's own for the whole; what was sampled may get other ids thereby, never another text.
-The last token of the forced text is *held back* where a token exists that says the same and more: which
-of them it is, the model decides. The next token must then begin with the text that was held back.
+The forced text is encoded together with the generation's earlier text, so the ids are exactly the tokenizer's
+own for the whole. Sampled tokens may get other ids by this, but never other text. The last token of the
+forced text is *held back* if another allowed token begins with the same bytes and is longer: the model
+chooses between them, and the next token must begin with the bytes held back.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from agentflow.engine.cache.radix_cache import num_common_ids
 from agentflow.engine.grammar.grammar import Matcher, TokenWords, is_allowed
 from agentflow.engine.grammar.token_dfa import Vocabulary
 
-# Of a text that was encoded before so many tokens at its end are encoded again, together with what is new;
-# the first of them must come out as they are.
+# The last WINDOW_TOKENS tokens of the earlier text are encoded again together with the new text; the first
+# OVERLAP_TOKENS of them must come out unchanged.
 WINDOW_TOKENS = 64
 OVERLAP_TOKENS = 32
 
 CONTINUATION_BYTES = range(0x80, 0xC0)
 
 Encode = Callable[[str], list[int]]
-"""Text, as what stands after other text, to token ids."""
+"""Encodes text that follows other text."""
 
 
 class Jump(NamedTuple):
-    """The first ``num_kept`` ids of the generation stay, and ``token_ids`` come after them."""
+    """The first ``num_kept`` ids of the generation stay; ``token_ids`` replace the rest."""
 
     num_kept: int
     token_ids: list[int]
 
 
 class ConstrainedText:
-    """What one generation has written under its grammar. ``encode``: None switches jump-forward off.
+    """The text of one generation under its grammar. ``encode``: None disables jump-forward.
 
-    ``token_ids``: of the text that there is. ``held``: forced bytes that the next token must begin with.
+    ``token_ids``: the tokens of the text. ``held``: forced bytes that the next token must begin with.
     """
 
     def __init__(self, matcher: Matcher, vocabulary: Vocabulary, encode: Encode | None) -> None:
@@ -49,15 +49,15 @@ class ConstrainedText:
         self._vocabulary = vocabulary
         self._encode = encode
         self._data = bytearray()
-        self._starts: list[int] = []  # where each token begins in it
-        self._num_encoded = 0  # so many ids are the tokenizer's own
+        self._starts: list[int] = []  # the offset of each token in _data
+        self._num_encoded = 0  # this many ids are exactly what the tokenizer gives
 
     def may_end(self) -> bool:
         """Whether the text is complete as it is."""
         return not self.held and self._matcher.may_end()
 
     def must_end(self) -> bool:
-        """Whether it is complete, and nothing may follow."""
+        """Whether the text is complete and nothing may follow."""
         return not self.held and self._matcher.must_end()
 
     def shown(self) -> str:
@@ -65,19 +65,19 @@ class ConstrainedText:
         return bytes(self._data[-80:]).decode(errors="replace")
 
     def mask(self) -> TokenWords:
-        """The tokens that may come next. Not to be written to."""
+        """The tokens that may come next. The array must not be modified."""
         words = self._matcher.mask()
         return words & self._vocabulary.beginning_with(self.held) if self.held else words
 
     def take(self, token_id: int) -> None:
-        """One more token was sampled. ``ValueError`` where it is not allowed."""
+        """Appends a sampled token. ``ValueError`` if it is not allowed."""
         self._matcher.take(token_id)
         self._append(token_id)
         self.held = b""
 
     def jump(self, max_tokens: int) -> Jump | None:
-        """Appends what is forced now; None where that changes no id, or where it would make more than
-        ``max_tokens`` ids in all: what is forced is then sampled, as far as it goes."""
+        """Appends the bytes that are forced now. None if no id changes, or if there would be more than
+        ``max_tokens`` ids in all; the forced text is then sampled as far as it fits."""
         forced = b"" if self._encode is None else self._matcher.forced()
         if not forced:
             return None
@@ -95,9 +95,9 @@ class ConstrainedText:
         return Jump(num_kept, self.token_ids[num_kept:])
 
     def _encoded(self, forced: bytes) -> tuple[int, list[int]]:
-        """The ids of the text with ``forced`` behind it, from one of its ids on, which is given; no ids where
-        the tokenizer cannot write it so. Of a long text only the end is encoded, from a place that has been
-        encoded before: that it has the same ids again at first shows that it could be cut there."""
+        """The ids of the text followed by ``forced``, from the returned index on; no ids if the tokenizer
+        cannot encode it exactly. Of a long text only the end is encoded, from a position encoded before. If
+        the overlap gets the same ids again, the text may be split there."""
         first = self._num_encoded - WINDOW_TOKENS
         while first > 0 and self._data[self._starts[first]] in CONTINUATION_BYTES:
             first -= 1
@@ -116,17 +116,17 @@ class ConstrainedText:
             is_half = error.end == len(data) and error.reason == "unexpected end of data"
             if not is_half or start + error.start < len(self._data):
                 return []
-            data = data[: error.start]  # without half a character at its end
+            data = data[: error.start]  # without the incomplete character at its end
             text = data.decode()
         assert self._encode is not None
         new_ids = self._encode(text)
         table = self._vocabulary.token_bytes
-        if max(new_ids, default=0) >= len(table):  # a token that this model has no logits for
+        if max(new_ids, default=0) >= len(table):  # the model has no logits for this token
             return []
         return new_ids if b"".join([table[token] for token in new_ids]) == data else []
 
     def _replace(self, num_kept: int, new_ids: list[int]) -> None:
-        """The first ``num_kept`` ids stay, and ``new_ids`` come after them."""
+        """Keeps the first ``num_kept`` ids and appends ``new_ids``."""
         self._drop(len(self.token_ids) - num_kept)
         for token in new_ids:
             self._matcher.take(token)
@@ -148,7 +148,7 @@ class ConstrainedText:
         del self._starts[-num_tokens:]
 
     def _hold_back(self) -> None:
-        """Takes the last token back where others say the same and more, and one of them is allowed."""
+        """Removes the last token if the grammar also allows a longer one that begins with the same bytes."""
         if self._matcher.must_end():
             return
         last = self.token_ids[-1]

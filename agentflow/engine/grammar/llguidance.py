@@ -1,21 +1,8 @@
-"""Grammars that no finite-state machine can keep (recursive ones, large schemas, tags in free text), kept by
-the llguidance library behind the same seam.
+"""Grammars that no DFA can represent (recursive ones, large schemas, tags in free text), run by the
+llguidance library behind the seam of ``grammar``.
 
-The library's parser runs in the engine's loop, so each step has limits on what it may compute: a hostile
-grammar gets its own request refused, and costs the others some ten milliseconds at most.
-
-A regular expression's tree written out for llguidance, in the syntax of Rust's regex.
-
-Written from the tree, and not from the pattern, so that it means what Python's ``re`` means by it.
-
-Tags in free text as a grammar: anything may be written, but where a tag begins, what follows is of the
-tag's kind until it ends.
-
-Free text to the end is one terminal, in which no tag's ``begin`` occurs; free text before a tag is another,
-and ends lazily, with the first ``begin``. So the text of a mark cannot be taken for free text, however its
-characters are spread over tokens.
-
-Tags in a row, without free text, need no such care: they are an expression where their bodies are.
+The library's parser runs in the engine's loop, so each step has limits: a hostile grammar fails its own
+request, and costs the others some ten milliseconds at most.
 """
 
 from __future__ import annotations
@@ -30,9 +17,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from agentflow.engine.grammar.grammar import TokenWords, is_allowed, words_of
 from agentflow.errors import RequestRefused
 
-# What one step may compute (the library counts about 14,000 units of fuel, or 20,000 items, a millisecond; an
-# ambiguous grammar costs the square of the items at one place), and what one text's lexer may hold (1 to 2 kB
-# a state).
+# Limits for one step (the library spends about 14,000 units of fuel, or 20,000 items, in a millisecond; an
+# ambiguous grammar costs the square of the items at one position) and for one lexer (1 to 2 kB a state).
 ITEMS_IN_ROW: Final = 500
 STEP_ITEMS: Final = 50_000
 STEP_FUEL: Final = 200_000
@@ -41,26 +27,26 @@ START_FUEL: Final = 1_000_000
 GRAMMAR_SYMBOLS: Final = 200_000
 
 ALL_TOKENS_ALLOWED: Final = '%llguidance {"no_forcing": true}'
-"""A line of a grammar, its last so that it holds. Without it, of all the tokens that begin a forced text a
-mask has only one."""
+"""The last line of each grammar. Without it, a mask contains only one of the tokens that begin a forced text.
+"""
 
 _LEXER_ERROR: Final = "lexer error: too many "
 _TOKENS_FOR_A_LEXER: Final = 32
 _TOKENS_PER_TAKEN: Final = 1 / 8
 _TOKENS_PER_CHAR: Final = 1 / 100
-"""A text gets another lexer only after it has gone on by so many tokens, for each token that is read again
-and each character of the grammar: so that costs a step some milliseconds at most, on average."""
+"""A text gets a new lexer only after this many more tokens, for each token that must be read again and each
+character of the grammar. So renewing costs a step a few milliseconds at most, on average."""
 
 _LEAST_GRAMMAR_BYTES: Final = 200_000
 _BYTES_PER_CHAR: Final = 200
-NOWHERE_TO_GO: Final = "the grammar leads to a place where no token can follow"
+NOWHERE_TO_GO: Final = "the grammar reaches a position where no token can follow"
 
 
 AnswerT = TypeVar("AnswerT")
 
 
 def parser_limits() -> LLParserLimits:
-    """What one text under one grammar may cost."""
+    """The limits of one text under one grammar."""
     return LLParserLimits(
         max_items_in_row=ITEMS_IN_ROW,
         initial_lexer_fuel=START_FUEL,
@@ -73,7 +59,7 @@ def parser_limits() -> LLParserLimits:
 
 
 class TokenTexts(Protocol):
-    """What is asked of a ``Tokenizer``."""
+    """The part of ``Tokenizer`` that is used here."""
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
@@ -81,11 +67,11 @@ class TokenTexts(Protocol):
 
 
 class LlguidanceVocabulary:
-    """One model's tokens as llguidance wants them: built at the first use, some 0.1 s for 50,000 tokens.
+    """One model's tokens for llguidance. Built at first use, in about 0.1 s for 50,000 tokens.
 
-    ``vocab_size``: that of the model's logits, which may be more than the tokenizer's. The library is told
-    of one token more, its end of text, so that it never has to know which of the model's tokens end one;
-    special tokens have no bytes here, and so no grammar can ask for one.
+    ``vocab_size``: that of the model's logits, which may exceed the tokenizer's. The library gets one token
+    more, its end of text, so that it need not know which of the model's tokens end a text. Special tokens
+    have no bytes here, so no grammar can require one.
     """
 
     def __init__(self, tokenizer: TokenTexts, vocab_size: int) -> None:
@@ -94,7 +80,7 @@ class LlguidanceVocabulary:
 
     @cached_property
     def text_tokens(self) -> TokenWords:
-        """The mask of all tokens that stand for bytes."""
+        """The mask of all tokens that have bytes."""
         written = [i for i in range(self.vocab_size) if self._tokenizer.token_bytes(i)]
         return words_of(written, self.vocab_size)
 
@@ -105,7 +91,7 @@ class LlguidanceVocabulary:
 
 
 class _TokenTable:
-    """What the library asks a tokenizer for."""
+    """The tokenizer interface that the library expects."""
 
     def __init__(self, tokenizer: TokenTexts, vocab_size: int) -> None:
         self._tokenizer = tokenizer
@@ -120,11 +106,10 @@ class _TokenTable:
 
 class LlguidanceGrammar:
     """A grammar in the library's notation (as ``compile_constraint`` writes it) for one vocabulary.
+    ``RequestRefused`` if the library rejects it.
 
     >>> grammar = LlguidanceGrammar(compiled.payload.decode(), LlguidanceVocabulary(tokenizer, 49152))
     >>> matcher = grammar.matcher()
-
-    ``RequestRefused`` where the library does not take the grammar.
     """
 
     def __init__(self, payload: str, vocabulary: LlguidanceVocabulary) -> None:
@@ -135,25 +120,25 @@ class LlguidanceGrammar:
 
     @property
     def nbytes(self) -> int:
-        """The library does not tell: a guess, on the large side."""
+        """An estimate, on the large side: the library does not report it."""
         return _LEAST_GRAMMAR_BYTES + _BYTES_PER_CHAR * self.num_chars
 
     @property
     def num_chars(self) -> int:
-        """How long it is written out."""
+        """The length of the grammar's text."""
         return len(self._payload)
 
     def matcher(self) -> LlguidanceMatcher:
-        """A new text's."""
+        """A matcher at the start of a new text."""
         return LlguidanceMatcher(self, self._vocabulary.text_tokens)
 
     def renew(self, spent: LLMatcher) -> None:
-        """Makes ``fresh`` anew if it still is the one whose lexer is ``spent``."""
+        """Replaces ``fresh`` if it still is the parser whose lexer is ``spent``."""
         if self.fresh is spent:
             self.fresh = self.made()
 
     def made(self) -> LLMatcher:
-        """A parser of the empty text that has a lexer of its own."""
+        """A parser of the empty text with a lexer of its own."""
         tokenizer = self._vocabulary.ll_tokenizer
         made = LLMatcher(tokenizer, self._payload, log_level=0, limits=parser_limits())
         if made.is_error():
@@ -162,11 +147,11 @@ class LlguidanceGrammar:
 
 
 class LlguidanceMatcher:
-    """Where one text stands in its grammar (see ``core.grammar.Matcher``).
+    """The position of one text in its grammar (see ``grammar.Matcher``).
 
-    The lexer that all texts under a grammar share keeps the states that they have met, up to a limit. Where
-    that is reached, a text is read again with a lexer of its own, and refused only if it alone needs too
-    many: a long text harms no other one.
+    All texts under a grammar share a lexer, which keeps the states it has met, up to a limit. When that is
+    reached, the text is read again with a lexer of its own. It is rejected only if it alone needs too many
+    states, so a long text does no harm to others.
     """
 
     def __init__(self, grammar: LlguidanceGrammar, text_tokens: TokenWords) -> None:
@@ -177,7 +162,7 @@ class LlguidanceMatcher:
         self._may_renew_at = 0
         self._text_tokens = text_tokens
         self._mask: TokenWords | None = None
-        """Of this place in the text, once it was asked for."""
+        """The mask at the current position, once computed."""
 
     def mask(self) -> TokenWords:
         """See ``Matcher.mask``."""
@@ -201,7 +186,7 @@ class LlguidanceMatcher:
     def take(self, token_id: int) -> None:
         """See ``Matcher.take``."""
         is_text = 0 <= token_id < 32 * len(self._text_tokens) and is_allowed(self._text_tokens, token_id)
-        # A text that can only end takes no token: the library is not asked, it would call that an error.
+        # The library reports an error for a token after a text that can only end.
         may_take = is_text and not self._matcher.is_stopped()
         if not may_take or not self._asked(lambda matcher: matcher.try_consume_tokens([token_id])):
             self._refuse_errors()
@@ -223,7 +208,7 @@ class LlguidanceMatcher:
         return self._asked(lambda matcher: b"" if matcher.is_stopped() else matcher.compute_ff_bytes())
 
     def _asked(self, ask: Callable[[LLMatcher], AnswerT]) -> AnswerT:
-        """What the library answers; asked again with a new lexer where that has reached its limits."""
+        """Calls the library, and again with a new lexer if the old one has reached its limits."""
         answer = ask(self._matcher)
         if self._matcher.is_error() and self._renewed():
             answer = ask(self._matcher)
@@ -231,8 +216,7 @@ class LlguidanceMatcher:
         return answer
 
     def _renewed(self) -> bool:
-        """Whether the text stands at the same place under a new lexer. Not for a text that has hardly gone on
-        since the last time."""
+        """Moves the text to a new lexer. False if it cannot, or did so too few tokens ago."""
         num_taken = len(self._taken)
         if num_taken < self._may_renew_at or not self._matcher.get_error().startswith(_LEXER_ERROR):
             return False
@@ -251,8 +235,8 @@ class LlguidanceMatcher:
             if reason == "NoExtensionBias":
                 raise RequestRefused(NOWHERE_TO_GO)
             raise RequestRefused(
-                f"the grammar asks for more than a step may compute ({reason}): simplify it where the same "
-                "text can be read in many ways"
+                f"the grammar exceeds the limits of one step ({reason}): remove repeats and rules that let "
+                "the same text be parsed in many ways"
             )
 
 

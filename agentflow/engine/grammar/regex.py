@@ -1,20 +1,15 @@
-"""Patterns as Python's ``re`` reads them, turned into trees. What matches is what ``re.fullmatch`` matches.
+"""Regular expressions as trees, parsed from patterns of Python's ``re``.
+
+A tree says which whole texts match, as ``re.fullmatch`` decides it: no groups and no order of preference.
+Anchors and word boundaries become look-arounds. JSON schemas become trees too (``json_schema``). Character
+categories and case-insensitive sets are looked up in Python's own ``re``, so they follow the Unicode version
+of the running interpreter.
 
 >>> parse_regex(r"^a{2}|b$")
 Choice(options=(Repeat(part=CharSet(ranges=((97, 97),)), least=2, most=2), CharSet(ranges=((98, 98),))))
-
-A regular expression as a tree: what a pattern or a JSON schema is turned into before a machine is built.
-
-A tree says what whole texts match, and nothing else: no groups, no order of preference. Anchors and word
-boundaries are look-arounds in it.
-
 >>> answer = Choice((literal("yes"), literal("no")))
 >>> digits = Repeat(CharSet(((0x30, 0x39),)), 1, 3)
 >>> record = Sequence((answer, literal(", "), digits))  # "yes, 42"
-
-Which characters a set in a regular expression means, asked of Python's own ``re``.
-
-So categories and ignored case mean what they mean to Python, of whichever version.
 """
 
 from __future__ import annotations
@@ -34,15 +29,14 @@ from numpy.typing import NDArray
 from agentflow.errors import BadArgument
 
 Ranges: TypeAlias = "tuple[tuple[int, int], ...]"
-"""Code points, each pair from its first to its last one inclusive: sorted, disjoint, not touching."""
+"""Ranges of code points, both ends inclusive: sorted, disjoint, not adjacent."""
 
 MAX_CODE_POINT = 0x10FFFF
 
 
 @dataclass(frozen=True, slots=True)
 class CharSet:
-    """One character of these ranges. ``ValueError`` where the ranges are not sorted and disjoint:
-    ``merged`` makes them so."""
+    """One character of these ranges. ``ValueError`` if they are not sorted and disjoint; see ``merged``."""
 
     ranges: Ranges
 
@@ -50,27 +44,29 @@ class CharSet:
         after = -1
         for first, last in self.ranges:
             if not after < first <= last <= MAX_CODE_POINT:
-                raise ValueError(f"the ranges of a CharSet are sorted and disjoint: {first:#x} to {last:#x}")
+                raise ValueError(
+                    f"the ranges of a CharSet must be sorted and disjoint: {first:#x} to {last:#x}"
+                )
             after = last
 
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """One part after the other; without parts, the empty text."""
+    """One part after the other. Without parts, the empty text."""
 
     parts: tuple[Regex, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Any one of the options; without options, no text at all."""
+    """Any one of the options. Without options, no text at all."""
 
     options: tuple[Regex, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """The part ``least`` to ``most`` times, both inclusive; ``most`` None: without limit."""
+    """The part, ``least`` to ``most`` times, both inclusive; ``most`` None: unlimited."""
 
     part: Regex
     least: int
@@ -79,8 +75,8 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class LookAhead:
-    """Nothing by itself, but all the text that follows, to its very end, matches ``rest``; or, where it is
-    not ``wanted``, does not."""
+    """Matches the empty text if the whole rest of the text matches ``rest``, or, unless ``wanted``, does not
+    match it."""
 
     rest: Regex
     wanted: bool
@@ -88,8 +84,8 @@ class LookAhead:
 
 @dataclass(frozen=True, slots=True)
 class LookBehind:
-    """Nothing by itself, but the character before is one of these ranges, or, where ``at_start``, there is
-    none: the text begins here."""
+    """Matches the empty text if the previous character is in these ranges or, with ``at_start``, the text
+    begins here."""
 
     ranges: Ranges
     at_start: bool
@@ -105,8 +101,8 @@ NOTHING = Choice(())
 
 
 class TooLargeForDfa(Exception):
-    """The message says what: a machine cannot be built of it, or would be too large. Nobody's fault yet:
-    what is raised here goes to llguidance."""
+    """No DFA can be built for the expression, or it would be too large; the message says why. The compiler
+    then uses llguidance instead."""
 
 
 ANY_CHAR = CharSet(((0, MAX_CODE_POINT),))
@@ -126,7 +122,7 @@ def one_char(code_point: int) -> CharSet:
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Any ranges as a ``CharSet`` takes them: in order, with those that overlap or touch made one.
+    """The ranges in order, with overlapping and adjacent ones merged, as ``CharSet`` requires.
 
     >>> merged([(0x61, 0x66), (0x30, 0x39), (0x67, 0x7A)])
     ((48, 57), (97, 122))
@@ -152,7 +148,7 @@ def all_but(ranges: Ranges) -> Ranges:
 
 
 def without_surrogates(ranges: Ranges) -> Ranges:
-    """The characters among the code points: no text in UTF-8 holds half of a pair.
+    """The ranges without surrogates, which UTF-8 text cannot contain.
 
     >>> without_surrogates(((0xD000, 0xE000),))
     ((53248, 55295), (57344, 57344))
@@ -168,15 +164,16 @@ CodePoints: TypeAlias = NDArray[np.int64]
 
 _BLOCK = 256
 _LAST_LETTER = 0x3FFFF
-"""No version of Unicode has a letter, a digit or a space beyond; the tests look whether that still holds."""
+"""No version of Unicode has a letter, digit or space beyond this code point; a test checks that it still
+holds."""
 
 LAST_OF_PLANE = 0xFFFF
-"""Up to here Python reads the members of a set one by one where case is ignored."""
+"""Up to here, Python reads the members of a case-insensitive set one by one."""
 
 
 @cache
 def category(name: str, ascii_only: bool) -> Ranges:
-    r"""The characters of a category, by its escape.
+    r"""The characters of a category, named by its escape.
 
     >>> category(r"\d", True)
     ((48, 57),)
@@ -190,7 +187,8 @@ def category(name: str, ascii_only: bool) -> Ranges:
 def set_ranges(
     literals: str, members: Ranges, escapes: tuple[str, ...], negated: bool, ascii_only: bool
 ) -> Ranges:
-    """The characters of a set: of these literals, ranges (in any order) and categories, or all but those."""
+    """The characters of a set: these literals, ranges (in any order) and categories, or all others if
+    ``negated``."""
     every = [(ord(char), ord(char)) for char in literals]
     every += [pair for escape in escapes for pair in category(escape, ascii_only)]
     ranges = merged([*every, *members])
@@ -201,9 +199,10 @@ def set_ranges(
 def set_without_case(
     literals: str, members: Ranges, escapes: tuple[str, ...], negated: bool, ascii_only: bool
 ) -> Ranges:
-    """The same where case is ignored. Only characters that have a case are asked about, and of a range only
-    they are written into the question: Python takes long to read large ranges where case is ignored. But
-    beyond the first 65,536 characters it treats ranges and literals differently."""
+    """The characters of a case-insensitive set. Python is asked only about characters that have a case, and
+    of a range only these are written into the pattern, as Python takes long to read large case-insensitive
+    ranges. Beyond the first 65,536 characters it treats ranges and literals differently, so ranges there are
+    written as they are."""
     ranges = set_ranges(literals, members, escapes, negated, ascii_only)
     beyond = [f"\\U{first:08x}-\\U{last:08x}" for first, last in members if last > LAST_OF_PLANE]
     within = merged([pair for pair in members if pair[1] <= LAST_OF_PLANE])
@@ -219,14 +218,14 @@ def set_without_case(
 
 
 def _cased_chars_of(ranges: Ranges) -> str:
-    """Of these characters, those that have a case."""
+    """Those of these characters that have a case."""
     edges: CodePoints = np.array(ranges, dtype=np.int64).reshape(-1, 2) + np.array([0, 1])
     places: CodePoints = np.searchsorted(_cased_code_points(), edges)
     return "".join([_cased_chars()[int(first) : int(after)] for first, after in places])
 
 
 def _without_cased(ranges: Ranges) -> list[tuple[int, int]]:
-    """Of these characters, those that have no case."""
+    """Those of these characters that have no case."""
     left: list[tuple[int, int]] = []
     for first, last in ranges:
         start = first
@@ -241,7 +240,7 @@ def _without_cased(ranges: Ranges) -> list[tuple[int, int]]:
 
 @cache
 def _cased_chars() -> str:
-    """Every character that has another form in the other case, or is such a form."""
+    """Every character that changes under lower or upper case, and every result of such a change."""
     every = _all_chars()
     found: set[str] = set()
     for start in range(0, len(every), _BLOCK):
@@ -261,16 +260,16 @@ def _cased_code_points() -> CodePoints:
 
 @cache
 def _all_chars() -> str:
-    """Every code point up to the last letter, at its own index: also those that no text can have."""
+    """Every code point up to the last letter, at its own index, surrogates included."""
     code_points: CodePoints = np.arange(_LAST_LETTER + 1, dtype=np.int64)
     return code_points.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
 
 
 MAX_DEPTH = 100
 MAX_RANGES = 200_000
-"""Of all sets of a pattern together."""
-_RANGES_PER_QUESTION = 200  # what takes as long as asking what a small set means without case
-_RANGES_PER_PLANE = 20_000  # the same for a range that Python reads one by one
+"""The limit for all sets of a pattern together."""
+_RANGES_PER_QUESTION = 200  # the cost of looking up a small case-insensitive set
+_RANGES_PER_PLANE = 20_000  # the cost of a range that Python reads one by one
 _MAX_CASED = 3000  # about as many characters have a case
 
 _IGNORE_CASE = int(re.IGNORECASE)
@@ -299,37 +298,37 @@ _AT_END = LookAhead(EMPTY, wanted=True)
 _AT_LAST_LINE_END = LookAhead(Repeat(_NEWLINE, 0, 1), wanted=True)
 _AT_LINE_END = LookAhead(Choice((EMPTY, Sequence((_NEWLINE, _ANY_TEXT)))), wanted=True)
 _NO_BOUNDARY_IN_NOTHING = re.fullmatch(r"\B", "") is not None  # as Python has it from 3.14 on
-_TOO_DEEP = f"regex: groups and repeats nest deeper than {MAX_DEPTH}: write a flatter pattern"
+_TOO_DEEP = f"regex: groups and repeats nest deeper than {MAX_DEPTH}"
 _REFUSED = {
-    "POSSESSIVE_REPEAT": "a possessive repeat (a*+) cannot be kept: write the plain one (a*)",
-    "ATOMIC_GROUP": "an atomic group (?>…) cannot be kept: write a plain one (?:…)",
-    "GROUPREF": "a back-reference cannot be kept: write out what may stand there",
-    "GROUPREF_EXISTS": "a conditional (?(1)…|…) cannot be kept: write both cases as a choice (?:…|…)",
+    "POSSESSIVE_REPEAT": "possessive repeats (a*+) are not supported: write a plain repeat (a*)",
+    "ATOMIC_GROUP": "atomic groups (?>…) are not supported: write a plain group (?:…)",
+    "GROUPREF": "back-references are not supported: write out the possible texts",
+    "GROUPREF_EXISTS": "conditionals (?(1)…|…) are not supported: write both cases as a choice (?:…|…)",
 }
 
 
 def parse_regex(pattern: str) -> Regex:
-    """The tree of a pattern. ``BadArgument`` where Python cannot read it, or for what no DFA can do;
-    ``TooLargeForDfa`` for ``\\p{…}``, which is not Python's, and for what is too large."""
+    r"""The tree of a pattern. ``BadArgument`` if Python cannot parse it or no DFA can match it;
+    ``TooLargeForDfa`` for ``\p{…}``, which Python does not know, and for patterns that are too large."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             parsed = _parser.parse(pattern)
     except re.error as error:
         if error.msg.lower().startswith("bad escape \\p"):
-            raise TooLargeForDfa("\\p{…} is not Python's") from None
-        raise BadArgument(f"regex: not a pattern of Python's re: {error}") from None
+            raise TooLargeForDfa("Python does not know \\p{…}") from None
+        raise BadArgument(f"regex: not a valid Python pattern: {error}") from None
     except OverflowError:
-        raise TooLargeForDfa("a repeat's number is too large") from None
+        raise TooLargeForDfa("a repeat count is too large") from None
     except ValueError as error:
-        raise BadArgument(f"regex: not a pattern of Python's re: {error}") from None
+        raise BadArgument(f"regex: not a valid Python pattern: {error}") from None
     except RecursionError:
         raise BadArgument(_TOO_DEEP) from None
     return _Reader().sequence(list(parsed), parsed.state.flags, True, True, 0)
 
 
 class _Reader:
-    """Turns what Python's parser says into a tree."""
+    """Converts the output of Python's pattern parser to a tree."""
 
     def __init__(self) -> None:
         self._ranges_left = MAX_RANGES
@@ -337,7 +336,7 @@ class _Reader:
         self._boundaries: dict[tuple[bool, bool], Regex] = {}
 
     def sequence(self, items: list[Any], flags: int, at_start: bool, at_end: bool, depth: int) -> Regex:
-        """``at_start``, ``at_end``: whether nothing comes before, or after, in the text."""
+        """``at_start``, ``at_end``: whether the sequence begins, or ends, the text."""
         if depth > MAX_DEPTH:
             raise BadArgument(_TOO_DEEP)
         first = 0
@@ -376,11 +375,11 @@ class _Reader:
             if direction < 0:
                 return _look_behind(inner, name == "ASSERT")
             return LookAhead(Sequence((inner, _ANY_TEXT)), name == "ASSERT")
-        raise BadArgument(f"regex: {_REFUSED.get(name, f'{name} cannot be kept: write it another way')}")
+        raise BadArgument(f"regex: {_REFUSED.get(name, f'{name} is not supported')}")
 
     def _place(self, name: str, flags: int, at_start: bool, at_end: bool) -> Regex:
-        """An anchor, or a word boundary. A full match begins at the start and ends at the end: an anchor
-        there says nothing."""
+        """An anchor or a word boundary. A full match begins at the start and ends at the end, so an anchor
+        there has no effect."""
         if (name in _STARTS and at_start) or (name in _ENDS and at_end):
             return EMPTY
         if name in _STARTS:
@@ -417,7 +416,7 @@ class _Reader:
     def _ask(
         self, literals: str, members: Ranges, escapes: tuple[str, ...], negated: bool, ascii_only: bool
     ) -> Ranges:
-        """A set without case, counted when it is asked for the first time."""
+        """A case-insensitive set. Its cost counts when it is first looked up."""
         question = (literals, members, escapes, negated, ascii_only)
         known = self._without_case.get(question)
         if known is None:
@@ -431,21 +430,21 @@ class _Reader:
     def _spend(self, num_ranges: int) -> None:
         self._ranges_left -= num_ranges
         if self._ranges_left < 0:
-            raise TooLargeForDfa("its sets of characters are too many")
+            raise TooLargeForDfa("its character sets are too large")
 
 
 def _inner_flags(flags: int, group: Any) -> int:
-    """Those inside a group."""
+    """The flags inside a group."""
     _, added, removed, _ = group
     return ((flags & ~_ALPHABETS if added & _ALPHABETS else flags) | int(added)) & ~int(removed)
 
 
 def _repeat(part: Regex, least: int, most: int | None) -> Regex:
-    """Repeats of repeats are one repeat where every number of times between is possible, too: a text under
-    ``(a{1,50}){1,50}`` can be read in very many ways, and under ``a{1,2500}`` in one."""
+    """Nested repeats are merged where every count in between is possible too: the same text has very many
+    parses under ``(a{1,50}){1,50}`` and one under ``a{1,2500}``."""
     if isinstance(part, Repeat):
         inner_most = part.most
-        # From ``least`` times on, the next number of times begins no later than where this one ends.
+        # From ``least`` repetitions on, the ranges of total counts overlap or touch.
         is_joined = inner_most is None and least > 0
         is_joined |= (least + 1) * part.least <= (0 if inner_most is None else least * inner_most) + 1
         if least == most or is_joined:
@@ -456,12 +455,13 @@ def _repeat(part: Regex, least: int, most: int | None) -> Regex:
 
 
 def _is_empty(item: Any) -> bool:
-    """Whether it is no text, but a place in it."""
+    """Whether it is an anchor or a look-around, which read nothing."""
     return str(item[0]) in ("AT", "ASSERT", "ASSERT_NOT")
 
 
 def _word_boundary(word: Ranges) -> Regex:
-    r"""``\b``: of the characters before and after, one is of a word. The ends of the text count as none."""
+    r"""``\b``: exactly one of the characters before and after is a word character. The ends of the text count
+    as none."""
     before_word = LookAhead(Sequence((CharSet(word), _ANY_TEXT)), wanted=True)
     before_none = LookAhead(Sequence((CharSet(word), _ANY_TEXT)), wanted=False)
     after_word, after_none = LookBehind(word, at_start=False), LookBehind(all_but(word), at_start=True)
@@ -469,7 +469,7 @@ def _word_boundary(word: Ranges) -> Regex:
 
 
 def _no_word_boundary(word: Ranges) -> Regex:
-    r"""``\B``: both are, or neither; but before Python 3.14 not in an empty text."""
+    r"""``\B``: both are word characters or neither is; before Python 3.14, never in an empty text."""
     before_word = LookAhead(Sequence((CharSet(word), _ANY_TEXT)), wanted=True)
     before_none = LookAhead(Sequence((CharSet(word), _ANY_TEXT)), wanted=False)
     before_other = LookAhead(Sequence((CharSet(all_but(word)), _ANY_TEXT)), wanted=True)
@@ -483,9 +483,9 @@ def _no_word_boundary(word: Ranges) -> Regex:
 
 
 def _look_behind(part: Regex, wanted: bool) -> Regex:
-    """A look-behind of one character. ``BadArgument`` for another: a DFA would have to read backwards."""
+    """A look-behind of one character. ``BadArgument`` for any other: a DFA would have to read backwards."""
     options = part.options if isinstance(part, Choice) else (part,)
     ranges = merged([pair for option in options if isinstance(option, CharSet) for pair in option.ranges])
     if not all(isinstance(option, CharSet) for option in options):
-        raise BadArgument("regex: a look-behind (?<…) must be of one character: write what precedes")
+        raise BadArgument("regex: a look-behind (?<…) must match one character")
     return LookBehind(ranges, at_start=False) if wanted else LookBehind(all_but(ranges), at_start=True)

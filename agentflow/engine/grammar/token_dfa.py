@@ -1,14 +1,9 @@
-"""A machine over one vocabulary: the token mask of each state, made when it is first needed.
+"""A DFA over one vocabulary: the token mask and the forced bytes of each state, computed when first needed.
 
-The machine is walked over the vocabulary's trie, level by level with whole arrays, for as long as many
-nodes are alive, and over the children of what is alive once few are (Willard and Louf, "Efficient Guided
-Generation for Large Language Models", 2023, make the index of all states ahead; most are never visited).
-
-A model's vocabulary as a trie of bytes, laid out once so that a machine can be walked over all of it.
-
-Level ``d`` holds the distinct beginnings of ``d + 1`` bytes that tokens have, in alphabetical order, each
-with its last byte and its place's parent in the level above: to read one more byte of all tokens at once
-is one look-up for each of these, and not for each token.
+``Vocabulary`` is the model's tokens as a trie of bytes. A mask is computed by walking the DFA over that trie:
+level by level with whole arrays while many nodes are alive, then over the children of live nodes only.
+(Willard and Louf, "Efficient Guided Generation for Large Language Models", 2023, precompute the masks of all
+states; most states are never visited.)
 """
 
 from __future__ import annotations
@@ -29,15 +24,18 @@ Bytes: TypeAlias = NDArray[np.uint8]
 ForcedBytes: TypeAlias = NDArray[np.int16]
 NextStates: TypeAlias = NDArray[np.int32]
 
-# Of the masks of tokens with a common beginning, so many are kept: 6 kB each for 50,000 tokens.
+# Masks of tokens with a common prefix to keep: 6 kB each for 50,000 tokens.
 _MAX_PREFIX_MASKS = 512
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrieLevel:
-    """``parents``: indices into the level above. ``last_bytes``: what each node adds to its parent.
-    ``first``: number of the level's first node in the whole trie. ``children`` [nodes + 1]: node ``i``'s
-    children are ``children[i]`` up to ``children[i + 1]`` of the level below."""
+    """The distinct token prefixes of one length, in alphabetical order.
+
+    ``parents``: indices into the level above. ``last_bytes``: the byte that each node adds to its parent.
+    ``first``: the index of the level's first node in the whole trie. ``children`` [nodes + 1]: the children
+    of node ``i`` are ``children[i]`` to ``children[i + 1]`` of the level below.
+    """
 
     parents: Indices
     last_bytes: Bytes
@@ -46,8 +44,8 @@ class TrieLevel:
 
 
 class Vocabulary:
-    """``token_bytes[i]``: what token ``i`` stands for; empty for special tokens and for ids without a token,
-    which no mask ever allows. ``vocab_size``: of the masks; at least as many as there are tokens."""
+    """``token_bytes[i]``: the bytes of token ``i``; empty for special tokens and unused ids, which no mask
+    allows. ``vocab_size``: the length of the masks in tokens, at least the number of tokens."""
 
     def __init__(self, token_bytes: Sequence[bytes], vocab_size: int | None = None) -> None:
         self.token_bytes = list(token_bytes)
@@ -59,7 +57,7 @@ class Vocabulary:
         self._sorted_bytes = [self.token_bytes[i] for i in sorted_ids]
         self.levels: list[TrieLevel] = []
         self.num_nodes = 0
-        # For each bit of a mask the number of its node; the one behind the last is never allowed.
+        # For each bit of a mask, the index of its node; the index past the last node is never allowed.
         self._node_of_bit: Indices = np.zeros(self.num_words * 32, dtype=np.intp)
         self._prefix_masks: dict[bytes, TokenWords] = {}
         self._lay_out()
@@ -85,20 +83,19 @@ class Vocabulary:
 
     def _beginning_with(self, prefix: bytes) -> TokenWords:
         first = bisect_left(self._sorted_bytes, prefix)
-        stem = prefix.rstrip(
-            b"\xff"
-        )  # what begins with the prefix comes before what begins with the next one
+        # All tokens with the prefix sort before the next prefix of the same length.
+        stem = prefix.rstrip(b"\xff")
         end = len(self._sorted_bytes)
         if stem:
             end = bisect_left(self._sorted_bytes, stem[:-1] + bytes([stem[-1] + 1]))
         return self.only(self._sorted_ids[first:end])
 
     def _lay_out(self) -> None:
-        """Level by level: tokens stand in order, so a node begins where its byte or its parent changes."""
+        """Builds the levels. Tokens are sorted, so a node begins where the byte or the parent changes."""
         lens = np.array([len(data) for data in self._sorted_bytes], dtype=np.intp)
         flat = np.frombuffer(b"".join(self._sorted_bytes), dtype=np.uint8)
         starts = np.cumsum(lens) - lens
-        node_of: Indices = np.zeros(len(lens), dtype=np.intp)  # in the level before
+        node_of: Indices = np.zeros(len(lens), dtype=np.intp)  # in the level above
         end_of: Indices = np.zeros(len(lens), dtype=np.intp)  # in the whole trie
         tokens = np.arange(len(lens))
         parts: list[tuple[Indices, Bytes, int]] = []
@@ -127,13 +124,13 @@ class Vocabulary:
 
 Nodes: TypeAlias = NDArray[np.bool_]
 
-# A level of which less than this share is alive is walked node by node from there on.
+# Below this fraction of live nodes in a level, the walk goes on over the children of live nodes only.
 _SPARSE_SHARE = 0.125
 
 
 class DfaGrammar:
-    """``max_masks``: so many states' masks are kept, the latest ones (6 kB each for 50,000 tokens; equal
-    masks are kept once). The same for all requests that use the constraint."""
+    """A ``Grammar`` that follows a DFA. ``max_masks``: the number of states whose masks are kept (6 kB each
+    for 50,000 tokens; equal masks are stored once)."""
 
     def __init__(self, dfa: Dfa, vocabulary: Vocabulary, *, max_masks: int = 4096) -> None:
         self.vocabulary = vocabulary
@@ -142,7 +139,7 @@ class DfaGrammar:
         self.num_classes = dfa.transitions.shape[1]
         self.class_table: bytes = dfa.class_of_byte.tobytes()
         self._classes: Indices = dfa.class_of_byte.astype(np.intp)
-        # The number of a state times the number of classes: what is looked up is the sum of both.
+        # States are premultiplied by the number of classes: state + class is the index into the table.
         self._next: Indices = dfa.transitions.ravel().astype(np.intp) * self.num_classes
         self.next_states: memoryview[int] = memoryview(dfa.transitions.tobytes()).cast("i")
         self._max_masks = max_masks
@@ -151,7 +148,7 @@ class DfaGrammar:
 
     @property
     def nbytes(self) -> int:
-        """Memory that it holds now, roughly."""
+        """The memory in use, approximately."""
         mask_bytes = self.vocabulary.num_words * 4
         return self._next.nbytes + len(self.accepting) * 24 + len(self._distinct) * 2 * mask_bytes
 
@@ -159,7 +156,7 @@ class DfaGrammar:
         return DfaMatcher(self)
 
     def mask(self, state: int) -> TokenWords:
-        """The tokens that the text can go on with in ``state``."""
+        """The tokens that may follow in ``state``."""
         found = self._masks.get(state)
         if found is None:
             if len(self._masks) >= self._max_masks:
@@ -184,7 +181,7 @@ class DfaGrammar:
         return vocabulary.words(alive)
 
     def _walk_sparse(self, depth: int, nodes: Indices, states: Indices, alive: Nodes) -> None:
-        """The rest of the walk, below the nodes of level ``depth`` that are alive."""
+        """Walks on below the live nodes of level ``depth``."""
         levels = self.vocabulary.levels
         states = states.take(nodes)
         while len(nodes) and depth + 1 < len(levels):
@@ -207,8 +204,8 @@ class DfaGrammar:
 
 
 class ForcedRuns:
-    """``forced_byte`` [states]: the only byte that may follow, -1 where there are several or the text may
-    end. ``forced_next`` [states]: the state after it, ``DEAD`` where there is none."""
+    """``forced_byte`` [states]: the only byte that may follow, or -1 if several may or the text may end.
+    ``forced_next`` [states]: the state after it, or ``DEAD``."""
 
     def __init__(self, dfa: Dfa) -> None:
         bytes_in_class = np.bincount(dfa.class_of_byte, minlength=dfa.transitions.shape[1])
@@ -224,8 +221,8 @@ class ForcedRuns:
         self._runs: dict[int, tuple[bytes, int]] = {}
 
     def run(self, state: int) -> tuple[bytes, int]:
-        """The bytes that must follow, and the state after them: nothing and the same state where there is a
-        choice, be it that between going on and the end. They may end inside a character.
+        """The bytes that must follow, and the state after them: ``b""`` and the same state if there is a
+        choice, including that between continuing and ending. The bytes may end inside a character.
 
         >>> ForcedRuns(build_dfa(parse_regex("(yes|yesterday)"))).run(START)
         (b'yes', 4)
@@ -238,7 +235,7 @@ class ForcedRuns:
     def _follow(self, state: int) -> tuple[bytes, int]:
         text = bytearray()
         byte = int(self.forced_byte[state])
-        while byte >= 0:  # and not for ever: in a trimmed machine a text can end behind every state
+        while byte >= 0:  # terminates: a trimmed DFA can reach an accepting state from every state
             text.append(byte)
             state = int(self.forced_next[state])
             byte = int(self.forced_byte[state])
@@ -246,7 +243,7 @@ class ForcedRuns:
 
 
 class DfaMatcher:
-    """The ``Matcher`` of an ``DfaGrammar``: the states after each token."""
+    """The ``Matcher`` of a ``DfaGrammar``. Keeps the state after each token."""
 
     __slots__ = ("_grammar", "_states")
 
@@ -256,7 +253,7 @@ class DfaMatcher:
 
     @property
     def state(self) -> int:
-        """The machine's, now."""
+        """The current DFA state."""
         return self._states[-1]
 
     def mask(self) -> TokenWords:

@@ -141,18 +141,18 @@ def test_the_whitespace_of_schemas_is_the_constraints():
 @pytest.mark.parametrize(
     ("tag", "words"),
     [
-        (CALL | {"source": '{"not": {}}'}, "tags: of '<call>': schema: \"not\" cannot be kept"),
-        (CALL | {"source": "false"}, "tags: of '<call>': schema: an object that"),
-        (CALL | {"kind": "regex", "source": "(a)\\1"}, "tags: of '<call>': regex: a back-reference"),
+        (CALL | {"source": '{"not": {}}'}, "tags: '<call>': schema: unsupported keywords: \"not\""),
+        (CALL | {"source": "false"}, "tags: '<call>': schema: must be an object that"),
+        (CALL | {"kind": "regex", "source": "(a)\\1"}, "tags: '<call>': regex: back-references"),
         (CALL | {"kind": "grammar", "source": "start: nothing"}, 'unknown name: "nothing"'),
-        (CALL | {"kind": "regex", "source": "(?=a)b"}, "a look-around"),
+        (CALL | {"kind": "regex", "source": "(?=a)b"}, "look-arounds"),
         (
             CALL | {"kind": "regex", "source": "a b", "end": " "},
-            "nothing of its regex can stand before the first ' '",
+            "no text of its regex can precede the first ' '",
         ),
         (
             CALL | {"source": '{"type": "integer", "minimum": 5, "maximum": 3}'},
-            "of '<call>': schema: Unsatisfiable",
+            "'<call>': schema: Unsatisfiable",
         ),
     ],
 )

@@ -1,7 +1,7 @@
-"""From a constraint to what the engine keeps: a machine where it is regular and small, else a grammar.
+"""Compiles a constraint: to a DFA if it is regular and small, else to a grammar for llguidance.
 
-Pure, and without a model: it runs in a process of its own, which may be killed. So what is refused here is
-refused before a token is generated, by name.
+Pure and independent of any model. It runs in a process that may be killed, so whatever is rejected here is
+rejected before a token is generated, with the name of the unsupported part.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ from agentflow.errors import BadArgument, RequestRefused, faults_of
 from agentflow.protocol.constraint import Constraint, TagRule, Whitespace
 
 VERSION: Final = 1
-"""Of what compilation makes of a constraint: part of the key."""
+"""The version of the compiled form: part of the key."""
 
 _ANY_TEXT: Final = Repeat(ANY_CHAR, 0, None)
 SMALL_STACK_BYTES: Final = 1 << 20
 
 _TRIED_BYTES: Final = 200
-"""Of a text that is tried under a pattern: more takes long where characters are of a large set."""
+"""The length of the texts that a pattern is tried with: longer ones take long with large character sets."""
 
 _RULE_OF_EBNF: Final = re.compile(r"^[ \t]*(<?[\w-]+>?)[ \t]*::=", re.MULTILINE)
-# The first is not kept here; the second would count tokens that jumping forward writes anew.
+# temperature is not supported here; max_tokens would count tokens that jump-forward encodes again.
 _ATTRIBUTE_OF_GEN: Final = re.compile(r"^[ \t]*\w+[ \t]*\[[^\]\n]*\b(temperature|max_tokens)\b", re.MULTILINE)
 _WHITESPACE: Final[dict[str, dict[str, Any]]] = {
     "compact": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
@@ -77,12 +77,11 @@ _WHITESPACE: Final[dict[str, dict[str, Any]]] = {
 
 
 def compile_constraint(constraint: Constraint) -> CompiledConstraint:
-    """What the engine needs to keep a constraint that ``check`` has seen.
+    """The engine's form of a constraint that has passed ``check``. ``BadArgument``, which names the part, for
+    what is not supported or matches no text.
 
     >>> compile_constraint(Constraint("choices", choices=("yes", "no"))).form
     'dfa'
-
-    ``BadArgument``, which names what it is about, for what cannot be kept or what no text satisfies.
     """
     compiled = _regex_or_grammar(constraint)
     if isinstance(compiled, str):
@@ -96,7 +95,7 @@ def compile_constraint(constraint: Constraint) -> CompiledConstraint:
 
 
 def _key(constraint: Constraint) -> str:
-    """Of all that determines the result."""
+    """A hash of all that determines the result."""
     whitespace = constraint.whitespace if constraint.has_schema else ""
     said: list[object] = [VERSION, constraint.kind, constraint.source, constraint.choices, whitespace]
     if constraint.between is not None or constraint.max_tags is not None:
@@ -120,16 +119,16 @@ def _regex_or_grammar(constraint: Constraint) -> Regex | str:
 
 
 def _check_alone(regex: Regex) -> None:
-    """``BadArgument`` where no text is one: beside another constraint that would not be noticed."""
+    """``BadArgument`` if no text matches: in a union with another constraint that would go unnoticed."""
     with suppress(TooLargeForDfa):
         build_dfa(regex)
 
 
 def _either_grammar(one: Constraint, first: Regex | str, other: Constraint, second: Regex | str) -> str:
-    """Of two constraints, and of what they are compiled to.
+    """The union of two constraints, each with what it is compiled to.
 
-    ``BadArgument`` where a text of the ``other`` may begin with what ``one`` keeps apart: a parser cannot
-    leave such texts out. Nor can it go back where words of two grammars begin alike: beside bare JSON, only
+    ``BadArgument`` if a text of ``other`` may begin with one that ``one`` keeps apart: a parser cannot
+    exclude such texts. Nor can it backtrack where words of two grammars begin alike, so beside bare JSON only
     JSON may begin as it does.
     """
     if other.kind in ("regex", "choices"):
@@ -142,8 +141,8 @@ def _either_grammar(one: Constraint, first: Regex | str, other: Constraint, seco
     for text in one.apart if is_alike else [text[:1] for text in one.apart]:
         if _may_begin(grammar, text):
             raise BadArgument(
-                f"{other.kind}: a text of it may begin with {text!r}, as a tool call does: say more exactly "
-                "what it is (an object with additionalProperties false, say), or let no tool be called"
+                f"{other.kind}: its text may begin with {text!r}, as a tool call does: make it stricter (an "
+                "object with additionalProperties false, say), or allow no tool calls"
             )
     return either_grammar(_as_grammar(one, first), grammar)
 
@@ -212,10 +211,10 @@ def _of_lark(source: str) -> str:
     names = _RULE_OF_EBNF.findall(source)
     if names and "root" not in names:
         raise BadArgument(
-            f"grammar: rules with ::= are read as GBNF, which begins at the rule root; there are {names[:8]}"
+            f"grammar: rules with ::= are GBNF, which needs a rule named root; found: {names[:8]}"
         )
     if attribute := _ATTRIBUTE_OF_GEN.search(source):
-        raise BadArgument(f"grammar: {attribute[1]} is said of the whole gen, not of a rule")
+        raise BadArgument(f"grammar: {attribute[1]} must be set on the gen, not on a rule")
     try:
         return f"{gbnf_to_lark(source) if names else source}\n{ALL_TOKENS_ALLOWED}"
     except Exception as error:  # the library raises bare Exception
@@ -223,8 +222,8 @@ def _of_lark(source: str) -> str:
 
 
 def _tag_body(tag: TagRule, whitespace: Whitespace) -> TagBody:
-    """What the tag's source says. Refused here where no text can stand in it: once it is begun, nothing
-    else can be written."""
+    """The compiled source of a tag. Rejected here if no text can match: after its begin, nothing else could
+    be generated."""
     try:
         body = _of_source(tag.kind, tag.source, whitespace)
         _checked(tag_alone(tag, body), tag.kind)
@@ -232,12 +231,12 @@ def _tag_body(tag: TagRule, whitespace: Whitespace) -> TagBody:
     except BadArgument as error:
         why = str(error)
         if why.endswith(NOWHERE_TO_GO):
-            why = f"nothing of its {tag.kind} can stand before the first {tag.end!r}: choose another end"
-        raise BadArgument(f"tags: of {tag.begin!r}: {why}") from None
+            why = f"no text of its {tag.kind} can precede the first {tag.end!r}: choose another end"
+        raise BadArgument(f"tags: {tag.begin!r}: {why}") from None
 
 
 def _grammar_of(constraint: Constraint, compiled: Regex) -> str:
-    """The parser's form of what no machine of a sensible size can keep."""
+    """The grammar of a constraint whose DFA would be too large."""
     if constraint.instead is None:
         return _as_grammar(constraint, compiled)
     other = constraint.instead
@@ -264,10 +263,11 @@ def _as_grammar(constraint: Constraint, compiled: Regex | str) -> str:
 
 
 def _checked(grammar: str, kind: str) -> str:
-    """The grammar, if the library takes it whole and a text can begin under it.
+    """The grammar, once the library accepts it and a text can begin under it.
 
-    The library recurses over rules, and a stack that overflows ends the process. This one may die; but the
-    engine reads the grammar again, and what gets by here with an eighth of its stack does there, too.
+    The library recurses over rules, and a stack overflow ends the process. This process may die, but the
+    engine's must not, and it parses the grammar again. A grammar that parses here with an eighth of the stack
+    parses there too.
     """
     usual = threading.stack_size(SMALL_STACK_BYTES)
     try:
@@ -299,8 +299,8 @@ def _refuse_what_the_library_does(grammar: str, kind: str) -> None:
 
 
 def _write_texts(grammar: LlguidanceGrammar) -> None:
-    """Writes the beginnings of two texts. ``RequestRefused`` where a step asks for too much: a pattern that
-    can be read in too many ways shows that within some tens of characters."""
+    """Writes the beginnings of two texts. ``RequestRefused`` if a step exceeds a limit: a pattern that is too
+    ambiguous shows that within some tens of characters."""
     for choose in (min, random.Random(0).choice):
         text = grammar.matcher()
         for _ in range(_TRIED_BYTES):
@@ -311,25 +311,25 @@ def _write_texts(grammar: LlguidanceGrammar) -> None:
 
 
 def _explained(message: str) -> str:
-    """The part of the library's message that is about what was sent."""
+    """The part of the library's message that concerns the user's input."""
     about, *more = message.rpartition("failed to compile JSON schema: ")[2].strip().split("\n")
     if about.endswith("regex parse error:"):
         about += "".join([line.removeprefix("error:") for line in more if line.startswith("error:")])
     if keys := re.fullmatch(r"Unimplemented keys: \[(.*)\]", about):
-        return f"{keys[1]} cannot be kept: say it otherwise, or check it in the program"
+        return f"unsupported keywords: {keys[1]}: check these in the program"
     if pointer := re.fullmatch(r"Pointer '(.*)' does not exist", about):
-        return f"$ref names '#{pointer[1]}', which the schema does not have"
+        return f"$ref names '#{pointer[1]}', which is not in the schema"
     if resource := re.match(r"Resource '(.*)' is not present", about):
-        return f"{resource[1]!r} is not in the schema, and is fetched from nowhere: write it into $defs"
+        return f"{resource[1]!r} is not in the schema and is not fetched: write it into $defs"
     if base := re.search(r"against '(.*)': base URI/IRI with fragment", about):
         return f"$id {base[1]!r} has a fragment: from draft 2019-09 on, write $anchor"
     if about.startswith("oneOf constraints"):
-        return "oneOf cannot be kept unless its options exclude each other by a type or a required constant"
+        return "oneOf is supported only if its options exclude each other by a type or a required constant"
     return about
 
 
 class _Bytes:
-    """A vocabulary of single bytes: enough to ask whether a grammar can be used at all."""
+    """A vocabulary of single bytes, enough to check whether a grammar can be used."""
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id])

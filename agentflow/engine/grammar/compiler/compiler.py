@@ -1,17 +1,10 @@
-"""The event loop's side of compiling constraints: keeps what was compiled, and lets one process compile the
-rest, one constraint at a time.
+"""The server's side of compiling constraints. Runs in the event loop.
 
-Compiling is where a hostile request can cost most, so it is fenced in: a process that runs only where a
-processor would be idle, with limits to what one constraint takes there, and a queue for each tenant.
-
-What waits to be compiled: a queue for each tenant, served so that each gets the same time.
-
-How much of a processor something may take: a burst at once, and a share in the long run.
-
-What constraints were compiled to, or why not: the most recently used ones, bounded in bytes.
-
-Each tenant has its own: how long a constraint takes tells nothing of what others have asked. A tenant that
-fills the cache drops what it has itself.
+``ConstraintCompiler`` returns what is cached and sends the rest to a compiling process, one constraint at a
+time. Compiling is where a hostile request could cost most, so it is isolated: each constraint has limits,
+each tenant has a queue (``CompileQueue``), the process runs on idle processors with an allowance
+(``CpuAllowance``), and each tenant has a cache of its own (``CompileCache``), so that the time a constraint
+takes reveals nothing about other tenants.
 """
 
 from __future__ import annotations
@@ -47,8 +40,8 @@ ItemT = TypeVar("ItemT", bound=Hashable)
 
 
 class CompileQueue(Generic[ItemT]):
-    """The tenant that has used the least is served next, and of tenants that have used the same the one
-    whose turn was longest ago: with equal costs that is round robin. Each item is one tenant's.
+    """A queue for each tenant. The tenant that has used the least time is served next; of several, the one
+    served longest ago. With equal costs that is round robin. Each item belongs to one tenant.
 
     >>> queue = CompileQueue[str](max_waiting=10, max_waiting_per_tenant=5)
     >>> for tenant, item in (("ann", "a1"), ("ann", "a2"), ("bob", "b1")):
@@ -60,19 +53,19 @@ class CompileQueue(Generic[ItemT]):
     def __init__(self, *, max_waiting: int, max_waiting_per_tenant: int) -> None:
         self._max_waiting = max_waiting
         self._max_per_tenant = max_waiting_per_tenant
-        self._items: dict[str, dict[ItemT, None]] = {}  # no empty ones; in the order of their turns
+        self._items: dict[str, dict[ItemT, None]] = {}  # never empty; in the order of their turns
         self._tenants: dict[ItemT, str] = {}
-        # Seconds, of tenants that wait or are ahead of ``_served``. Who comes anew begins there: having
-        # asked for nothing so far is no credit.
+        # Seconds used by tenants that wait or are ahead of ``_served``. A new tenant begins at ``_served``:
+        # past idleness gives no credit.
         self._used: dict[str, float] = {}
         self._served = 0.0
 
     def __len__(self) -> int:
-        """Items that wait."""
+        """The number of waiting items."""
         return len(self._tenants)
 
     def push(self, tenant: str, item: ItemT) -> None:
-        """Queues the item, unless it waits already. ``Overloaded`` where a queue is full."""
+        """Queues the item unless it is queued already. ``Overloaded`` if a queue is full."""
         waiting = self._items.get(tenant, {})
         if item in waiting:
             return
@@ -85,33 +78,35 @@ class CompileQueue(Generic[ItemT]):
             self._tenants[item] = tenant
             self._used[tenant] = max(self._used.get(tenant, 0.0), self._served)
             return
-        raise Overloaded(f"{most} constraints {whose} wait to be compiled, which is the limit: try later")
+        raise Overloaded(
+            f"{most} constraints {whose} wait to be compiled, which is the limit: try again later"
+        )
 
     def waits_besides(self, tenant: str) -> bool:
-        """Whether another tenant waits."""
+        """Whether any other tenant waits."""
         return any(name != tenant for name in self._items)
 
     def pop(self) -> tuple[str, ItemT]:
-        """The next item, and the tenant whose turn it was. KeyError when nothing waits."""
+        """The next item and its tenant. KeyError if the queue is empty."""
         tenant = min(self._items, key=self._used.__getitem__) if self._items else ""
         items = self._items[tenant]
         item = next(iter(items))
         self._served = self._used[tenant]
         self.discard(item)
         if items:
-            self._items[tenant] = self._items.pop(tenant)  # behind those that have used the same
+            self._items[tenant] = self._items.pop(tenant)  # behind tenants that have used the same
         return tenant, item
 
     def charge(self, tenant: str, seconds: float) -> None:
-        """The tenant's item took so long."""
+        """Adds the time that an item took to its tenant's use."""
         self._used[tenant] = max(self._used.get(tenant, 0.0), self._served) + seconds
         if not self._items:
-            self._used.clear()  # nobody waits who could be behind
+            self._used.clear()  # no tenant waits that could be behind
         elif len(self._used) > 2 * self._max_waiting + len(self._items):
             self._used = {name: self._used[name] for name in self._items}
 
     def discard(self, item: ItemT) -> None:
-        """The item waits no more."""
+        """Removes a waiting item."""
         tenant = self._tenants.pop(item)
         del self._items[tenant][item]
         if not self._items[tenant]:
@@ -119,8 +114,8 @@ class CompileQueue(Generic[ItemT]):
 
 
 class CpuAllowance:
-    """``burst_s`` seconds are there at first, and at most; what is spent comes back at ``share`` of the time
-    that passes by ``clock``."""
+    """A token bucket of processor time: ``burst_s`` seconds at most, refilled at ``share`` of the time that
+    passes on ``clock``."""
 
     def __init__(self, burst_s: float, share: float, clock: Callable[[], float]) -> None:
         self._burst_s = burst_s
@@ -131,34 +126,35 @@ class CpuAllowance:
 
     @property
     def left_s(self) -> float:
-        """What may be spent now; below 0 where more was spent than there was."""
+        """The seconds available now; negative if overspent."""
         now = self._clock()
         self._left_s = min(self._burst_s, self._left_s + (now - self._seen_at) * self._share)
         self._seen_at = now
         return self._left_s
 
     def spend(self, seconds: float) -> None:
-        """So much was taken."""
+        """Takes seconds from the allowance."""
         self._left_s = self.left_s - seconds
 
     def wait_s(self, seconds: float) -> float:
-        """How long until so much may be spent."""
+        """The time until ``seconds`` are available."""
         return max(0.0, (min(seconds, self._burst_s) - self.left_s) / self._share)
 
 
 Outcome = CompiledConstraint | CompileFailure
 
-# Of an entry, beyond its texts and its payload.
+# The size of an entry without its texts and its payload.
 ENTRY_BYTES = 1_000
 
 
 class CompileCache:
-    """``max_bytes``: of all tenants together; one has at most its part (``part_of``). Looking one up takes
-    microseconds: as long as hashing the constraint's text once."""
+    """Compiled constraints and failures, least recently used first out. ``max_bytes``: for all tenants
+    together; one tenant has at most its part (``part_of``). A tenant that fills the cache drops its own
+    entries. A lookup costs one hash of the constraint's text."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        # Of each tenant, the least recently used first.
+        # For each tenant, the least recently used first.
         self._entries: defaultdict[str, dict[Constraint, tuple[Outcome, int]]] = defaultdict(dict)
         self._num_bytes_of: Counter[str] = Counter()
 
@@ -167,11 +163,11 @@ class CompileCache:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tenants."""
+        """The size of all entries."""
         return self._num_bytes_of.total()
 
     def get(self, tenant: str, constraint: Constraint) -> Outcome | None:
-        """What is kept of it for the tenant, if anything is; it is the most recently used one then."""
+        """The tenant's entry, which becomes the most recently used one."""
         entries = self._entries.get(tenant, {})
         entry = entries.pop(constraint, None)
         if entry is None:
@@ -180,8 +176,8 @@ class CompileCache:
         return entry[0]
 
     def put(self, tenant: str, constraint: Constraint, outcome: Outcome) -> None:
-        """Keeps it, and drops what does not fit beside it: of the tenant's own first, then of the one that
-        has most. One too large for the tenant's part is not kept."""
+        """Adds an entry and drops others to make room: the tenant's own first, then those of the tenant that
+        uses most. An entry larger than the tenant's part is not kept."""
         num_bytes, most_bytes = _size(constraint, outcome), part_of(self._max_bytes, tenant)
         if num_bytes > most_bytes:
             return
@@ -211,28 +207,27 @@ def _size(constraint: Constraint, outcome: Outcome) -> int:
 
 logger = logging.getLogger(__name__)
 
-# A ``compile_frames.CompileConstraint``.
+# A ``CompileConstraint``.
 LOADER = "agentflow.engine.grammar.compiler.compile:compile_constraint"
-# What nobody waits for any more may run so long; most constraints are done by then, and a new process
-# takes longer than this to start.
+# A constraint that no request waits for may still run this long: most are done by then, and a new process
+# takes longer to start.
 ABANDONED_S = 0.2
-# What the process may take at once; most constraints take some milliseconds.
+# The processor time that the process may use at once; most constraints take some milliseconds.
 BURST_S = 0.1
-# After that it gets its share of a processor in such pieces.
+# After that it gets its share of a processor in slices of this length.
 SLICE_S = 0.01
-# A constraint is compiled for so many times ``wall_s``: when it is asked for again, it may be done.
+# A constraint is compiled for at most this many times ``wall_s``: a retry may find it done.
 MAX_LATENESS = 10
-# A process that goes on for so long after its limit of processor time does not end by itself.
+# A process that runs this long past its limit of processor time is killed.
 KILL_GRACE_S = 2.5
-# So many processes in a row that died and compiled nothing; another one is started when there is work.
+# After this many processes in a row that died without compiling anything, wait for new work.
 MAX_FAILURES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class CompileCounts:
-    """``compiled`` constraints; calls that were ``refused``, with whatever error; ``cache_hits``, calls that
-    were answered from the cache, refused or not; ``killed`` processes: they died, or had to be killed,
-    while they compiled."""
+    """``compiled``: constraints. ``refused``: calls that raised an error. ``cache_hits``: calls answered from
+    the cache, with a result or an error. ``killed``: processes that died or were killed while compiling."""
 
     compiled: int = 0
     refused: int = 0
@@ -252,8 +247,8 @@ class CompileCounts:
 async def constraint_compiler(
     limits: CompileLimits | None = None, *, loader: str = LOADER
 ) -> AsyncIterator[ConstraintCompiler]:
-    """A compiler and its process for as long as the scope lasts. The process loads meanwhile: who asks
-    first waits for that. ``loader``: the function that compiles, as ``package.module:function``.
+    """A compiler and its process, for the duration of the context. The process loads in the background; the
+    first call waits for that. ``loader``: the function that compiles, as ``package.module:function``.
 
     >>> async with constraint_compiler() as compiler:
     ...     compiled = await compiler.compile(Constraint("regex", "[0-9]{4}"), tenant="ann")
@@ -268,7 +263,7 @@ async def constraint_compiler(
 
 
 class _Job:
-    """One tenant's constraint on its way, and how many wait for it."""
+    """One tenant's constraint while it waits or is compiled, and the number of calls that wait for it."""
 
     def __init__(self, tenant: str, constraint: Constraint) -> None:
         self.tenant = tenant
@@ -278,11 +273,11 @@ class _Job:
         self.outcome: Outcome | None = None
         self.began_at: float | None = None
         self.used_too_much = False  # processor time
-        self.scope = anyio.CancelScope()  # of its time in the process
+        self.scope = anyio.CancelScope()  # cancelled to end its time in the process
 
 
 class ConstraintCompiler:
-    """Use ``constraint_compiler`` to make one. All of it belongs to the event loop's thread."""
+    """Created by ``constraint_compiler``. Belongs to the event loop's thread."""
 
     def __init__(self, limits: CompileLimits, loader: str) -> None:
         self._limits = limits
@@ -291,7 +286,7 @@ class ConstraintCompiler:
         self._queue = CompileQueue[_Job](
             max_waiting=limits.max_waiting, max_waiting_per_tenant=limits.max_waiting_per_tenant
         )
-        self._jobs: dict[tuple[str, Constraint], _Job] = {}  # those that wait and the one that runs
+        self._jobs: dict[tuple[str, Constraint], _Job] = {}  # waiting and running
         self._has_work = anyio.Event()
         self._has_ended = False
         self._worker: CompileWorkerHandle | None = None
@@ -303,22 +298,22 @@ class ConstraintCompiler:
 
     @property
     def counts(self) -> CompileCounts:
-        """So far."""
+        """Counts since the start."""
         return CompileCounts(self._num_compiled, self._num_refused, self._num_cache_hits, self._num_killed)
 
     @property
     def pid(self) -> int | None:
-        """Of the process there is now, loading or loaded; None between two."""
+        """The current process, loading or loaded; None between two."""
         return None if self._worker is None else self._worker.pid
 
     async def compile(self, constraint: Constraint, *, tenant: str) -> CompiledConstraint:
-        """What the engine takes. Equal constraints of a tenant are compiled once.
+        """The compiled constraint. Equal constraints of a tenant are compiled once.
 
-        ``BadArgument`` or ``RequestRefused`` where the constraint cannot be compiled, or not within the
-        limits, of which the message names the one; ``Overloaded`` where too many wait, or the machine is too
-        busy; ``EngineFailed``.
+        ``BadArgument`` or ``RequestRefused`` if it cannot be compiled at all or within the limits, of which
+        the message names the one that was reached; ``Overloaded`` if too many constraints wait or the machine
+        is too busy; ``EngineFailed``.
         """
-        if not constraint.jump_forward:  # that is for the engine: what is compiled is the same
+        if not constraint.jump_forward:  # a setting of the engine: the compiled form is the same
             constraint = msgspec.structs.replace(constraint, jump_forward=True)
         try:
             outcome = self._cache.get(tenant, constraint)
@@ -335,7 +330,7 @@ class ConstraintCompiler:
 
     async def _wait_for(self, constraint: Constraint, tenant: str) -> Outcome:
         job = self._jobs.get((tenant, constraint))
-        if job is None or job.scope.cancel_called:  # cancelled: its process is about to be ended
+        if job is None or job.scope.cancel_called:  # cancelled: its process is about to end
             _check_sendable(constraint)
             job = _Job(tenant, constraint)
         self._check_alive()
@@ -344,7 +339,7 @@ class ConstraintCompiler:
             self._jobs[tenant, constraint] = job
             self._has_work.set()
         else:
-            job.scope.deadline = self._last_deadline(job)  # as it was, if it had been abandoned
+            job.scope.deadline = self._last_deadline(job)  # restores the deadline of an abandoned job
         job.num_waiting += 1
         is_late = False
         try:
@@ -369,8 +364,8 @@ class ConstraintCompiler:
         return job.began_at + MAX_LATENESS * self._limits.wall_s
 
     def _too_busy(self, job: _Job) -> CompileFailure:
-        """Whatever it asks for, it has not had it yet."""
-        message = f"{job.constraint.kind}: it is not compiled yet, for others need the processors: try again"
+        """The failure of a constraint that has not had its processor time yet."""
+        message = f"{job.constraint.kind}: not compiled yet, because the processors are busy: try again"
         return CompileFailure(Overloaded.code, message, is_final=False, retry_after_s=self._limits.wall_s)
 
     def _abandon(self, job: _Job) -> None:
@@ -382,10 +377,10 @@ class ConstraintCompiler:
 
     def _check_alive(self) -> None:
         if self._has_ended:
-            raise EngineFailed("the engine has stopped, and compiles no constraints any more")
+            raise EngineFailed("the engine has stopped and compiles no more constraints")
 
     async def run(self) -> None:
-        """Until cancelled: one process after the other."""
+        """Runs one process after the other, until cancelled."""
         num_failures = 0  # in a row
         try:
             while True:
@@ -407,8 +402,8 @@ class ConstraintCompiler:
                 job.ended.set()
 
     async def _live(self) -> str | None:
-        """One process, from its start until it is used up; how it died if it has compiled nothing before.
-        ``CannotCompile`` where it would be the same with another."""
+        """Runs one process until it is used up. Returns how it died if it has compiled nothing.
+        ``CannotCompile`` if another process would fail in the same way."""
         try:
             worker = self._worker = CompileWorkerHandle.start(self._loader, self._limits)
         except OSError as error:
@@ -433,7 +428,7 @@ class ConstraintCompiler:
         return None if has_compiled else f"their process {how}"
 
     async def _next_work(self, worker: CompileWorkerHandle) -> None:
-        """Waits for something in the queue. EOFError if the process dies meanwhile."""
+        """Waits until the queue has an item. EOFError if the process dies meanwhile."""
         if self._queue:
             return
         async with open_task_group() as group:
@@ -456,7 +451,7 @@ class ConstraintCompiler:
                 group.cancel_scope.cancel()
         if end is None or worker.has_died:
             self._num_killed += 1
-            await worker.end()  # before anything else is run, and on this tenant's account
+            await worker.end()  # before the next job, and charged to this tenant
         self._queue.charge(job.tenant, anyio.current_time() - job.began_at)
         if end is None and job.used_too_much:
             end = CompileEnd(failure=over_cpu_time(job.constraint, self._limits.cpu_s))
@@ -470,9 +465,9 @@ class ConstraintCompiler:
         self._end(job, outcome)
 
     async def _slow_down(self, worker: CompileWorkerHandle, job: _Job) -> None:
-        """Until cancelled: lets the process run while there is an allowance for it, and pauses it when it is
-        spent. Even what runs only on an idle processor costs those who want it in a moment: on two cores a
-        forward pass takes a third longer beside it. What takes long is ended where another tenant waits."""
+        """Runs the process while its allowance lasts and pauses it afterwards, until cancelled. Even work at
+        idle priority delays others for a moment: on two cores, a forward pass takes a third longer beside it.
+        A constraint that takes long is ended if another tenant waits."""
         allowance, began_s = self._allowance, worker.cpu_s()
         before_s = began_s
         while True:
@@ -499,7 +494,7 @@ class ConstraintCompiler:
         if isinstance(outcome, CompiledConstraint) or outcome.is_final:
             self._cache.put(job.tenant, job.constraint, outcome)
         key = job.tenant, job.constraint
-        if self._jobs.get(key) is job:  # not if it was abandoned and then asked for again
+        if self._jobs.get(key) is job:  # not if it was abandoned and requested again
             del self._jobs[key]
         job.outcome = outcome
         job.ended.set()
@@ -511,8 +506,8 @@ class ConstraintCompiler:
 
 
 def _of_tenant(compiled: CompiledConstraint, tenant: str) -> CompiledConstraint:
-    """With a key of the tenant's own: engines keep what they make of it by that, and what is there already
-    shows in the time that it takes."""
+    """Replaces the key by one of the tenant's own. Engines cache grammars by key, and a cache hit shows in
+    the time taken."""
     if not tenant:
         return compiled
     key = hashlib.sha256(f"{tenant}\0{compiled.key}".encode()).hexdigest()
@@ -520,11 +515,13 @@ def _of_tenant(compiled: CompiledConstraint, tenant: str) -> CompiledConstraint:
 
 
 def _check_sendable(constraint: Constraint) -> None:
-    """Before it is sent anywhere: it must be one, and no larger than a constraint may be."""
+    """Checks the constraint and its size before it is sent."""
     constraint.check()
     if sum(map(len, constraint.choices)) > MAX_SOURCE_CHARS:
-        raise RequestRefused(f"choices: {MAX_SOURCE_CHARS} characters together are the limit")
+        raise RequestRefused(
+            f"choices: longer than {MAX_SOURCE_CHARS} characters together, which is the limit"
+        )
     try:
         "".join((constraint.source, *constraint.choices)).encode()
     except UnicodeEncodeError as error:
-        raise BadArgument(f"{constraint.kind}: text is needed, and a lone surrogate is none") from error
+        raise BadArgument(f"{constraint.kind}: contains a lone surrogate, which is not valid text") from error

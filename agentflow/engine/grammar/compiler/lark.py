@@ -1,4 +1,14 @@
-"""x"""
+"""Writes grammars for llguidance, in its dialect of Lark.
+
+``pattern_of`` writes the tree of a regular expression as a pattern of Rust's regex; written from the tree and
+not from the pattern, it keeps the meaning of Python's ``re``. The other functions write grammars of tags
+(tool calls, say) in free text and in rows.
+
+In free text, the text up to the end is one terminal in which no tag's ``begin`` occurs; text before a tag is
+another and ends lazily, with the first ``begin``. So a mark cannot pass as free text, however its characters
+are spread over tokens. Tags in a row have no free text between them and need no such care: if all their
+bodies are expressions, so is the row.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +37,11 @@ _NO_TEXT: Final = r"[^\x{0}-\x{10FFFF}]"
 
 
 def pattern_of(regex: Regex) -> str:
-    r"""The tree as a pattern that may stand between the slashes of a Lark terminal.
+    r"""The tree as a pattern that may stand between the slashes of a Lark terminal. ``BadArgument`` for
+    look-arounds (including anchors and word boundaries), which only a DFA can match.
 
     >>> pattern_of(parse_regex("a{2}|[^b]"))
-    '(?:(?:a){2}|[\\x{0}-a\\x{63}-\\x{10ffff}])'  # or alike
-
-    ``BadArgument`` for look-arounds (also anchors and word boundaries), which only a DFA can keep.
+    '(?:(?:a){2}|[\\x{0}-a\\x{63}-\\x{10ffff}])'  # or equivalent
     """
     if isinstance(regex, CharSet):
         return _char_set(regex.ranges)
@@ -44,7 +53,7 @@ def pattern_of(regex: Regex) -> str:
         )
     if isinstance(regex, LookAhead | LookBehind):
         raise BadArgument(
-            "regex: a look-around, a word boundary \\b or an anchor inside cannot be kept in a pattern this "
+            "regex: look-arounds, word boundaries \\b and inner anchors are not supported in a pattern this "
             "large, or in a tag"
         )
     most = "" if regex.most is None else regex.most
@@ -71,15 +80,15 @@ def _char(code_point: int) -> str:
 
 
 TagBody: TypeAlias = "Regex | str"
-"""A regular expression, or a grammar in Lark's notation that has a ``start``."""
+"""A regular expression, or a Lark grammar that has a ``start``."""
 
 
 def tag_grammar(tags: Sequence[TagRule], bodies: Sequence[TagBody], max_tags: int | None = None) -> str:
-    """The grammar of free text with at most ``max_tags`` of these tags (None: any number); ``bodies`` are
-    what ``TagRule.source`` says, compiled.
+    """The grammar of free text with at most ``max_tags`` of these tags (None: any number). ``bodies``: each
+    ``TagRule.source``, compiled.
 
-    A body that is an expression ends at the first ``end``. One that needs a grammar ends where the grammar
-    does: an ``end`` inside one of its JSON strings is text.
+    A body that is an expression ends at the first ``end``. One that is a grammar ends where the grammar does:
+    an ``end`` inside one of its JSON strings is text.
     """
     some_begin = "|".join([_text(tag.begin) for tag in tags])
     lines = [
@@ -98,7 +107,7 @@ def tag_grammar(tags: Sequence[TagRule], bodies: Sequence[TagBody], max_tags: in
 def row_grammar(
     tags: Sequence[TagRule], bodies: Sequence[TagBody], between: str, max_tags: int | None
 ) -> str:
-    """The grammar of 1 to ``max_tags`` of these tags (None: any number) with just ``between`` between two."""
+    """The grammar of 1 to ``max_tags`` of these tags (None: any number), separated by exactly ``between``."""
     most = "" if max_tags is None else max_tags - 1
     next_one = f"({_text(between)} tag)" if between else "(tag)"
     lines = [
@@ -113,7 +122,7 @@ def row_grammar(
 
 
 def row_regex(tags: Sequence[TagRule], bodies: Sequence[Regex], between: str, max_tags: int | None) -> Regex:
-    """The same as an expression."""
+    """``row_grammar`` as an expression."""
     options = [
         RegexSequence((literal(tag.begin + tag.lead), body, literal(tag.end)))
         for tag, body in zip(tags, bodies, strict=True)
@@ -126,13 +135,13 @@ def row_regex(tags: Sequence[TagRule], bodies: Sequence[Regex], between: str, ma
 
 
 def tag_alone(tag: TagRule, body: TagBody) -> str:
-    """The grammar of what stands behind the tag's ``begin``, its ``lead`` and ``end`` included."""
+    """The grammar of the text after the tag's ``begin``, including its ``lead`` and ``end``."""
     grammars: list[dict[str, str]] = []
     return _joined(["start: body_0", *_body_lines(0, tag, body, grammars)], grammars)
 
 
 def _body_lines(n: int, tag: TagRule, body: TagBody, grammars: list[dict[str, str]]) -> list[str]:
-    """The rule ``body_n``; what it refers to is put into ``grammars``."""
+    """The rule ``body_n``. Grammars that it refers to are appended to ``grammars``."""
     lead, end = [_text(mark) if mark else "" for mark in (tag.lead, tag.end)]
     if isinstance(body, str):
         grammars.append({"name": f"inner_{n}", "lark_grammar": body})
@@ -144,7 +153,7 @@ def _body_lines(n: int, tag: TagRule, body: TagBody, grammars: list[dict[str, st
 
 
 def either_grammar(first: str, second: str) -> str:
-    """The grammar of what one of two grammars says: each in Lark's notation, or, the ``first``, of tags."""
+    """The union of two grammars, each in Lark's notation; ``first`` may also be a grammar of tags."""
     lines = ["start: @first | @second", ALL_TOKENS_ALLOWED]
     main, *inner = json.loads(first)["grammars"] if first.startswith("{") else [{"lark_grammar": first}]
     either = [
@@ -156,7 +165,7 @@ def either_grammar(first: str, second: str) -> str:
 
 
 def text_apart(pattern: str, begins: Sequence[str]) -> str:
-    """The grammar of texts that match the pattern and begin with none of these."""
+    """The grammar of texts that match the pattern and do not begin with any of ``begins``."""
     some_begin = "|".join([_text(begin) for begin in begins])
     apart = f" & ~(({some_begin}) /(?s:.*)/)" if begins else ""
     return f"start: TEXT\nTEXT: /{pattern}/{apart}\n{ALL_TOKENS_ALLOWED}"

@@ -1,9 +1,7 @@
-"""A constraint after compilation: what travels from the compiling process to the engine.
+"""The messages between a server and its compiling process, and the limits of compiling.
 
-What goes over the socket between a server and its compiling process.
-
-First ``StartCompiling`` and the answer ``Ready``; then constraints, one a frame and one at a time, each with
-its ``CompileEnd``.
+The server sends ``StartCompiling`` and receives ``Ready``; then it sends one ``Constraint`` at a time and
+receives a ``CompileEnd`` for each.
 """
 
 from __future__ import annotations
@@ -19,9 +17,11 @@ from agentflow.runtime.declared import Count, Declared, Fraction, Seconds, doc
 
 
 class CompiledConstraint(msgspec.Struct, frozen=True, array_like=True):
-    """``key``: equal for equal constraints of a tenant. ``payload``: an ``Dfa`` as
-    ``Dfa.to_bytes`` writes it, or a grammar as ``llguidance`` takes it (UTF-8); empty where the key says it
-    all to an engine that has had it before."""
+    """A constraint as the engine takes it.
+
+    ``key``: equal for equal constraints of a tenant. ``payload``: a ``Dfa`` as ``Dfa.to_bytes`` writes it, or
+    a grammar for llguidance (UTF-8). Empty if the engine already has it under the key.
+    """
 
     key: str
     form: Literal["dfa", "llguidance"]
@@ -29,14 +29,14 @@ class CompiledConstraint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CompileConstraint(Protocol):
-    """What ``StartCompiling.loader`` names."""
+    """The signature of the function that ``StartCompiling.loader`` names."""
 
     def __call__(self, constraint: Constraint) -> CompiledConstraint: ...
 
 
 class StartCompiling(msgspec.Struct, frozen=True):
-    """``loader``: the name of a ``CompileConstraint``, as in ``package.module:function``. The limits are
-    of one job, as in ``CompileLimits``."""
+    """``loader``: the name of a ``CompileConstraint``, as ``package.module:function``. The limits are those
+    of ``CompileLimits`` for one constraint."""
 
     loader: str
     cpu_s: float
@@ -45,15 +45,14 @@ class StartCompiling(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """The process waits for constraints; or it ends, because of a ``problem``."""
+    """The process waits for constraints or, if there is a ``problem``, exits."""
 
     problem: str = ""
 
 
 class CompileFailure(msgspec.Struct, frozen=True):
-    """An error of the tree in ``errors.py``. ``is_final``: it would come again if one tried again.
-    ``retry_after_s``: of an ``Overloaded``, when that makes sense. ``param``: ``instead`` where that part of
-    the constraint is wrong."""
+    """An error of ``errors.py`` as a message. ``is_final``: compiling again would fail again.
+    ``retry_after_s``: for ``Overloaded``. ``param``: ``instead`` if that part of the constraint is wrong."""
 
     code: str
     message: str
@@ -62,7 +61,7 @@ class CompileFailure(msgspec.Struct, frozen=True):
     param: str | None = None
 
     def to_error(self) -> AgentflowError:
-        """A new error each time: each gets a traceback of its own."""
+        """A new exception each time, with a traceback of its own."""
         error = from_code(self.code, self.message)
         if isinstance(error, Overloaded):
             error.retry_after_s = self.retry_after_s
@@ -71,7 +70,8 @@ class CompileFailure(msgspec.Struct, frozen=True):
 
 
 class CompileEnd(msgspec.Struct, frozen=True):
-    """One of the two. ``is_last``: the process has grown too large and takes no more."""
+    """Exactly one of ``compiled`` and ``failure`` is set. ``is_last``: the process has grown too large and
+    takes no more constraints."""
 
     compiled: CompiledConstraint | None = None
     failure: CompileFailure | None = None
@@ -85,26 +85,31 @@ end_decoder = msgspec.msgpack.Decoder(CompileEnd)
 
 
 def over_limit(constraint: Constraint, what: str) -> CompileFailure:
-    """Of a constraint that reaches a limit: ``what`` says which."""
+    """The failure of a constraint that reaches a limit; ``what`` names it."""
     message = f"{constraint.kind}: it {what}, which is the limit for compiling a constraint"
     return CompileFailure(RequestRefused.code, message)
 
 
 def over_cpu_time(constraint: Constraint, cpu_s: float) -> CompileFailure:
-    """Of a constraint that has had so much of a processor, and was not done."""
+    """The failure of a constraint that used up its processor time."""
     return over_limit(constraint, f"takes more than {cpu_s:g} s of processor time")
 
 
 def megabytes(num_bytes: int) -> str:
-    """For people."""
+    """A size for messages."""
     return f"{num_bytes / 1e6:.3g} MB"
 
 
 class CompileLimits(Declared, frozen=True, kw_only=True):
-    """Limits of compiling constraints. Only ``cpu_s``, ``memory_bytes`` and ``compiled_bytes`` refuse a
-    constraint for good. ``wall_s`` also counts time in which the engine uses the processors: a request that
-    reaches it is answered with ``Overloaded``, and so is one whose constraint has used ``contended_s`` of
-    processor time while another tenant waits."""
+    """The limits of compiling.
+
+    For one constraint: ``cpu_s`` of processor time, ``memory_bytes`` of memory, ``compiled_bytes`` of result;
+    only these fail a constraint for good. ``wall_s``: after this time on the clock, which also runs while the
+    engine has the processors, the request fails with ``Overloaded`` and may be retried. ``contended_s``: the
+    same happens after this much processor time if another tenant waits. For all constraints: ``cpu_share`` of
+    one processor in the long run, ``max_waiting`` in the queues, ``max_waiting_per_tenant`` in one,
+    ``cache_bytes`` of compiled constraints in the cache.
+    """
 
     cpu_s: Annotated[Seconds, doc("processor time to compile one constraint")] = 6.0
     contended_s: Seconds = 0.25

@@ -1,16 +1,9 @@
-"""A JSON schema before it is compiled: read, refused by name for what cannot be kept, and made explicit.
+"""Reads a JSON schema, rejects keywords that cannot be enforced, and makes the rest explicit.
 
-What is written explicitly is narrower than the schema, so that all that is generated is valid under it, and
-is the same whether a machine or a parser keeps it: an object that declares members has no others, and
-numbers are such that readers take them.
-
-Places in a schema where any value may stand: a definition of our own says what that is, so that the
-numbers there, too, are such that readers take them.
-
-Whether a recursive schema has a value that ends: a list whose every item must have a next one has none.
-
-What a schema's ``format`` leaves open: the calendar. Its expression takes every 29th of February, leap
-seconds and the year 0, which readers of dates do not.
+The explicit schema is narrower, so that all generated text is valid under the original, and it means the same
+to a DFA and to a parser: an object that declares members has no others, numbers fit what parsers accept, and
+dates exist. Where any value may stand, it refers to a definition of our own, ``ANY_VALUE``, so that numbers
+are bounded there too. A recursive schema must have a finite value.
 """
 
 from __future__ import annotations
@@ -33,11 +26,11 @@ from agentflow.errors import BadArgument
 Schema = dict[str, Any]
 
 ANY_VALUE: Final = "agentflow:any-value"
-"""The definition's name, and its absolute URI: no ``$id`` around a reference changes where that leads."""
+"""The definition's name and absolute URI: no ``$id`` around a reference changes its target."""
 
 
 def define_any_value(root: Schema, subschemas: Iterable[Schema]) -> None:
-    """Writes the definition into ``root``, and refers to it where a schema says nothing about a value.
+    """Adds the definition to ``root``, and refers to it where a schema constrains nothing.
 
     >>> define_any_value(schema := {"type": "array"}, [schema])
     >>> schema["items"]
@@ -48,7 +41,7 @@ def define_any_value(root: Schema, subschemas: Iterable[Schema]) -> None:
         types = schema.get("type")
         names = types if isinstance(types, list) else [types]
         if not set(schema) - ANNOTATIONS:
-            schema["anyOf"] = [{"$ref": ANY_VALUE}]  # beside a $ref, older drafts read no $id
+            schema["anyOf"] = [{"$ref": ANY_VALUE}]  # older drafts ignore $id beside $ref
         if "object" in names and "additionalProperties" not in schema:
             schema["additionalProperties"] = {"$ref": ANY_VALUE}
         if "array" in names and "items" not in schema and "additionalItems" not in schema:
@@ -81,13 +74,13 @@ _LITERAL: Final = frozenset({"const", "enum"})
 
 
 def has_finite_value(root: Schema) -> bool:
-    """False only where no value can satisfy ``root``, since each would have to contain another one like it.
+    """False if no value can satisfy ``root`` because each would contain another one like it.
 
     >>> has_finite_value({"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]})
     False
 
-    Each pass finds schemas whose values can be made of those found before; every other pass goes backwards,
-    so that long chains of references need few.
+    Each pass finds the schemas that can be satisfied by values found before. Every other pass goes backwards,
+    so that long chains of references need few passes.
     """
     targets = _targets(root)
     names = list(targets)
@@ -103,7 +96,7 @@ def has_finite_value(root: Schema) -> bool:
 
 
 def _targets(root: Schema) -> dict[str, Any]:
-    """What the schema may refer to in itself, by reference."""
+    """The subschemas that a reference may name."""
     targets: dict[str, Any] = {"#": root}
     for holder in ("$defs", "definitions"):
         named = root.get(holder)
@@ -113,8 +106,7 @@ def _targets(root: Schema) -> dict[str, Any]:
 
 
 def _is_finite(schema: Any, endless: Set[str]) -> bool:
-    """Whether it has a value, where the references that are ``endless`` have none. What is not sure counts
-    as one that has."""
+    """Whether the schema has a value, given that references in ``endless`` have none. In doubt, True."""
     if not isinstance(schema, dict) or _LITERAL & schema.keys():
         return True
     reference = schema.get("$ref")
@@ -139,8 +131,8 @@ def _is_finite(schema: Any, endless: Set[str]) -> bool:
 
 
 _LEAP_YEAR: Final = (
-    r"([1-9][0-9](0[48]|[2468][048]|[13579][26])"  # every fourth, but not the hundreds
-    r"|(1[26]|[2468][048]|[3579][26])00)"  # of which every fourth is one
+    r"([1-9][0-9](0[48]|[2468][048]|[13579][26])"  # every fourth year except centuries
+    r"|(1[26]|[2468][048]|[3579][26])00)"  # and every fourth century
 )
 _DATE: Final = rf"([1-9][0-9]{{3}}-(0[13-9]|1[0-2]|02-([01][0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
 
@@ -148,37 +140,38 @@ CLOSER_PATTERNS: Final = {
     "date": f"^{_DATE}",
     "date-time": rf"^{_DATE}.*[Tt ][0-9][0-9]:[0-9][0-9]:[0-5]",
     "time": r"^[0-9][0-9]:[0-9][0-9]:[0-5]",
-    "duration": r"^[^0-9]*([0-9]{1,4}[^0-9]+)+$",  # larger ones overflow what holds them
+    "duration": r"^[^0-9]*([0-9]{1,4}[^0-9]+)+$",  # larger numbers overflow in parsers
 }
-"""Patterns that a text of the format has to match, too: years from 1000 on, days that exist."""
+"""Patterns that text of a format must match as well, because the library's expressions admit the year 0,
+every 29th of February and leap seconds, which parsers of dates reject."""
 
 
 MOST_DEPTH: Final = 60
 
 
 def read_schema(source: str) -> Schema:
-    """The schema that a JSON text holds, explicit as said above. ``BadArgument``, which names what it is
-    about, for what is no schema or cannot be kept."""
+    """The explicit schema of a JSON text. ``BadArgument``, which names the part, if it is no schema or has
+    unsupported keywords."""
     try:
         schema = json.loads(source, parse_constant=_no_constant)
         source.encode()
         json.dumps(schema, ensure_ascii=False, allow_nan=False).encode()
     except RecursionError:
         raise BadArgument(f"schema: nests deeper than {MOST_DEPTH}") from None
-    except ValueError as error:  # also half of a surrogate pair, and 1e999
-        raise BadArgument(f"schema: not JSON that every reader takes: {error}") from None
+    except ValueError as error:  # includes lone surrogates and 1e999
+        raise BadArgument(f"schema: not valid JSON: {error}") from None
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
-        raise BadArgument(f"schema: an object that some value satisfies is needed, not {source[:40]}")
-    schema.pop("x-guidance", None)  # the library's own options: not the sender's to choose
+        raise BadArgument(f"schema: must be an object that some value satisfies, not {source[:40]}")
+    schema.pop("x-guidance", None)  # the library's options are not for users to set
     subschemas = list(_subschemas(schema, 0))
     for sub in subschemas:
         _refuse_what_is_no_schema(sub)
     if not has_finite_value(schema):
         raise BadArgument(
-            "schema: no value satisfies it: each would have to contain another one like it, without an end; "
-            "let what it refers to be null, or not be required"
+            "schema: no finite value satisfies it: each would contain another one like it; let the recursive "
+            "member be null, or do not require it"
         )
     is_flat = not any(_applies_in_place(sub) for sub in subschemas)
     for sub in subschemas:
@@ -197,11 +190,11 @@ def read_schema(source: str) -> Schema:
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _subschemas(schema: Any, depth: int) -> Iterator[Schema]:
-    """All schemas inside of one, itself first."""
+    """The schema and all schemas inside it."""
     if not isinstance(schema, dict):
         return
     if depth > MOST_DEPTH:
@@ -215,7 +208,7 @@ def _subschemas(schema: Any, depth: int) -> Iterator[Schema]:
 
 
 def _applies_in_place(schema: Schema) -> bool:
-    """Whether another schema constrains the same value: then none of them can be closed alone."""
+    """Whether another schema constrains the same value, so that neither can be closed alone."""
     said = {key for key in schema if key not in ANNOTATIONS}
     joins_many = isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1
     return joins_many or (bool(said & IN_PLACE) and len(said) > 1)
@@ -233,7 +226,7 @@ def _drop_what_says_nothing(schema: Schema) -> None:
         schema.pop("else", None)
     elif "then" not in schema and "else" not in schema:
         del schema["if"]
-    # Where no other schema says which members and items are evaluated, these say the same as the plain ones.
+    # If no other schema evaluates members or items, these mean the same as the plain keywords.
     if not IN_PLACE & set(schema):
         for key, plain in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
             if key in schema and plain not in schema and "contains" not in schema:
@@ -258,14 +251,14 @@ def _refuse_what_is_no_schema(schema: Schema) -> None:
 
 
 def _refuse(schema: Schema) -> None:
-    """What the library would take, and not keep."""
+    """Rejects keywords that the library accepts and does not enforce."""
     for key in ("exclusiveMinimum", "exclusiveMaximum"):
         if isinstance(schema.get(key), bool):
-            raise BadArgument(f"schema: {key} must be a number, as from draft 6 on")
+            raise BadArgument(f"schema: {key} must be a number, as in draft 6 and later")
     least = schema.get("minProperties")
     is_closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
     if isinstance(least, int) and least > max(1, len(set(schema.get("required", [])))) and not is_closed:
-        # Two members may come with one name, and a reader then sees one.
+        # Two members may have the same name, and a parser then keeps one of them.
         raise BadArgument(
             "schema: minProperties above 1 needs additionalProperties: false, or as many names in required"
         )
@@ -299,7 +292,7 @@ def _keep_to_the_calendar(schema: Schema) -> None:
 
 
 def _close(schema: Schema) -> None:
-    """Members that are declared are all there are, unless the schema speaks of others."""
+    """Makes declared members the only ones, unless the schema mentions others."""
     properties = schema.get("properties")
     speaks_of_others = {"additionalProperties", "patternProperties", "minProperties"} & set(schema)
     if properties and not speaks_of_others and set(schema.get("required", [])) <= set(properties):
@@ -307,8 +300,8 @@ def _close(schema: Schema) -> None:
 
 
 def _exclude_each_other(options: Any, root: Any) -> bool:
-    """Whether no value is valid under two of the options, as far as one can tell: by their types, by what
-    they allow literally, or by a member that each of them requires to be another value."""
+    """Whether no value is valid under two of the options, as far as their types, their literal values or the
+    literal values of a member that both require can tell."""
     if not isinstance(options, list):
         return False
     resolved = [_resolved(option, root) for option in options]
@@ -348,7 +341,7 @@ def _are_apart(a: Schema, b: Schema, root: Any) -> bool:
 
 
 def _literal_values(schema: Schema) -> set[str] | None:
-    """As JSON, which tells 1 from "1" but not 1 from 1.0: hence only strings and null count."""
+    """As JSON, which distinguishes 1 from "1" but not from 1.0; so only strings and null count."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if not isinstance(values, list) or not all(value is None or isinstance(value, str) for value in values):
         return None

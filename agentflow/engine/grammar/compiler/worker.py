@@ -1,11 +1,10 @@
-"""The compiling of constraints in a process of its own: what runs in that process.
+"""The compiling process.
 
-``python -m agentflow.engine.grammar.compiler.worker SOCKET LIFELINE``: the numbers of a socket and of a pipe
-that the server left open for it (``process/child.py``).
-It compiles one constraint after the other, at a priority below everything else on the machine, and each
-within limits. There are two fences around a job. Inside, an exception in Python's code where a limit is
-reached, after which the process goes on. Outside, for native code that does not come back to Python: the
-kernel ends the process, and the server starts another one.
+``python -m agentflow.engine.grammar.compiler.worker SOCKET LIFELINE``: the file descriptors of a socket and a
+pipe that the server leaves open (``process/child.py``). It compiles one constraint after the other, at the
+lowest priority of the machine and within limits. Each limit is enforced twice: by an exception in Python
+code, after which the process continues; and, for native code that does not return to Python, by the kernel,
+which ends the process; the server then starts another one.
 """
 
 from __future__ import annotations
@@ -46,18 +45,18 @@ from agentflow.protocol.constraint import Constraint
 
 logger = logging.getLogger(__name__)
 
-# Between the two fences around processor time; the outer one can only be set to whole seconds.
+# Between the two limits of processor time; the kernel's can only be set to whole seconds.
 CPU_GRACE_S = 1.0
-# The exception for processor time may come where Python drops it (in a destructor, say): it comes again.
+# Python may drop the exception for processor time (in a destructor, say), so it is raised repeatedly.
 REPEAT_S = 0.1
 
 
 class _CpuTimeOver(BaseException):
-    """No ``Exception``: compiling code must not take it for one of its own."""
+    """A ``BaseException``, so that compiling code does not catch it as its own."""
 
 
 class CompileWorker:
-    """This end of the socket, and the compiling function behind it once it is loaded."""
+    """The process's end of the socket, and the compiling function once it is loaded."""
 
     def __init__(self, connection: socket.socket, lifeline: BinaryIO) -> None:
         self._connection = connection
@@ -65,7 +64,7 @@ class CompileWorker:
         self._is_counting = False
 
     def run(self) -> int:
-        """Compiles until the socket ends; the exit code."""
+        """Compiles until the socket ends. Returns the exit code."""
         frames = self._receive()
         first = next(frames, None)
         if first is None:
@@ -89,14 +88,14 @@ class CompileWorker:
     def _prepare(self) -> None:
         signal.signal(signal.SIGPROF, self._on_cpu_time_over)
         gc.collect()
-        gc.freeze()  # what is loaded is there for good, and need not be looked through in each job
+        gc.freeze()  # loaded modules stay: later collections skip them
         self._loaded_bytes = _address_space_bytes()
         take_only_what_is_left()
 
     def _run_job(self, constraint: Constraint) -> CompileEnd:
         compiled, failure, reached = None, None, ""
         is_out_of_memory = False
-        with _ending_with(self._lifeline), self._outer_fences():
+        with _ending_with(self._lifeline), self._kernel_limits():
             try:
                 try:
                     self._count_cpu_time()
@@ -104,10 +103,10 @@ class CompileWorker:
                 finally:
                     self._stop_counting()
             except _CpuTimeOver:
-                self._stop_counting()  # it may have come before the one above was done
+                self._stop_counting()  # it may have been raised before the one above ran
                 reached = f"takes more than {self._limits.cpu_s:g} s of processor time"
             except MemoryError:
-                is_out_of_memory = True  # and no more here: the memory is taken until this block is left
+                is_out_of_memory = True  # handled below: the memory is in use until this block ends
             except RecursionError:
                 reached = f"nests deeper than {sys.getrecursionlimit()} calls"
             except AgentflowError as error:
@@ -136,8 +135,8 @@ class CompileWorker:
             raise _CpuTimeOver
 
     @contextlib.contextmanager
-    def _outer_fences(self) -> Iterator[None]:
-        """No more memory than the limit on top of what was there; the kernel's end to processor time."""
+    def _kernel_limits(self) -> Iterator[None]:
+        """Sets the kernel's limits of memory (on top of what is in use) and of processor time."""
         cpu_s = math.ceil(time.process_time() + self._limits.cpu_s + CPU_GRACE_S)
         _set_limit(resource.RLIMIT_CPU, cpu_s)
         _set_limit(resource.RLIMIT_AS, _address_space_bytes() + self._limits.memory_bytes)
@@ -148,7 +147,7 @@ class CompileWorker:
             _set_limit(resource.RLIMIT_CPU, resource.RLIM_INFINITY)
 
     def _has_grown(self) -> bool:
-        """Whether jobs have left so much behind that a new process is better."""
+        """Whether jobs have left so much memory in use that a new process is better."""
         return _address_space_bytes() - self._loaded_bytes > self._limits.memory_bytes // 2
 
     def _send(self, content: object) -> None:
@@ -156,7 +155,7 @@ class CompileWorker:
 
     def _receive(self) -> Iterator[bytes]:
         buffer = FrameBuffer()
-        with contextlib.suppress(OSError):  # the server ended with frames unread
+        with contextlib.suppress(OSError):  # the server exited with frames unread
             while piece := self._connection.recv(READ_BYTES):
                 yield from buffer.push(piece)
 
@@ -180,7 +179,7 @@ def _address_space_bytes() -> int:
 
 
 def _set_limit(which: int, value: int) -> None:
-    """As far as whoever started the server allows it."""
+    """Sets a limit, capped by the hard limit of the process."""
     most = resource.getrlimit(which)[1]
     if most != resource.RLIM_INFINITY:
         value = most if value == resource.RLIM_INFINITY else min(value, most)
@@ -189,15 +188,15 @@ def _set_limit(which: int, value: int) -> None:
 
 @contextlib.contextmanager
 def _ending_with(lifeline: BinaryIO) -> Iterator[None]:
-    """Within this the process dies when the lifeline ends, whatever it is doing: of the signal that says so.
-    Elsewhere than on Linux it goes on until its job has ended."""
+    """Within this context, the process is killed by SIGIO when the lifeline closes, whatever it is doing.
+    Only on Linux; elsewhere it first finishes its job."""
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, flags | os.O_ASYNC)
     try:
         ended = select.poll()  # not select(), which takes no numbers above 1023
         ended.register(lifeline, select.POLLIN)
-        if ended.poll(0):  # before the signal could come
+        if ended.poll(0):  # closed before the signal was set up
             raise ConnectionResetError
         yield
     finally:
@@ -205,23 +204,26 @@ def _ending_with(lifeline: BinaryIO) -> Iterator[None]:
 
 
 def go_behind_others() -> None:
-    """From now on this process has the smallest share of a processor, and goes first when memory is short."""
+    """Gives the process the lowest priority, and makes it the first to be killed when memory is short."""
     os.nice(19)
     with contextlib.suppress(OSError):  # Linux only
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 
 
 def take_only_what_is_left() -> None:
-    """From now on this process runs where a processor would be idle. Whoever wakes up takes the processor
-    from it at once, so threads that wait for each other, as those of a forward pass do, are not held up by
-    its time slices. Where all processors are busy it gets next to nothing (measured: 4 ms of compiling took
-    1 to 4 s, and 0.25 s with nice 19 alone), so this is not for loading, which others may wait for."""
+    """Runs the process only on idle processors from now on.
+
+    Any thread that wakes up takes the processor at once, so threads that wait for each other, as in a forward
+    pass, are not held up by this process's time slices. While all processors are busy it makes almost no
+    progress (measured: 4 ms of compiling took 1 to 4 s, and 0.25 s with nice 19 alone), so this is not used
+    while loading, which others may wait for.
+    """
     if hasattr(os, "SCHED_IDLE"):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def main() -> int:
-    """Compiles for the socket and the lifeline whose numbers are the arguments."""
+    """Compiles for the socket and the lifeline whose descriptors are the arguments."""
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)  # the server ends this process
     _set_limit(resource.RLIMIT_CORE, 0)

@@ -1,4 +1,4 @@
-"""The server's handle on one compiling process: one constraint at a time goes there and comes back."""
+"""The server's handle on one compiling process. It compiles one constraint at a time."""
 
 from __future__ import annotations
 
@@ -21,27 +21,26 @@ from agentflow.engine.process.child import ChildProcess, to_frame
 from agentflow.errors import EngineFailed, RequestRefused
 from agentflow.protocol.constraint import Constraint
 
-# How long a process whose socket has ended may take to say how it ended.
+# How long to wait for the exit status of a process whose socket has closed.
 LAST_WORDS_S = 1.0
-# Each thread that a library starts, and each heap that the C library makes for one, would count against
-# the memory limit; and one job needs one thread.
+# Threads of libraries, and the heaps that the C library makes for them, would count against the memory limit.
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "RAYON_NUM_THREADS": "1",
     "MALLOC_ARENA_MAX": "1",
 }
-# What the kernel ends a process with because of what it did itself.
+# Signals by which the kernel ends a process for its own faults.
 OWN_FAULTS = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE)
 
 
 class CannotCompile(Exception):
-    """The process says why it will never compile anything."""
+    """The process will never be able to compile; the message says why."""
 
 
 class CompileWorkerHandle(ChildProcess):
-    """Started with ``start``; after ``ready`` it takes constraints for as long as ``is_usable``, and is ended
-    with ``end``. ``has_died``: it did so while it compiled."""
+    """Created by ``start``. After ``ready``, it takes constraints while ``is_usable``; ``end`` ends the
+    process. ``has_died``: the process died while compiling."""
 
     is_usable = True
     has_died = False
@@ -49,20 +48,20 @@ class CompileWorkerHandle(ChildProcess):
 
     @classmethod
     def start(cls, loader: str, limits: CompileLimits) -> CompileWorkerHandle:
-        """A process that begins to load. OSError when there can be no more processes."""
+        """Starts a process, which begins to load. OSError if no process can be created."""
         first = StartCompiling(loader, limits.cpu_s, limits.memory_bytes, limits.compiled_bytes)
         worker = cls.run("agentflow.engine.grammar.compiler.worker", first, **ONE_THREAD)
         worker._limits = limits
         return worker
 
     async def ready(self) -> None:
-        """Waits until it has loaded. ``CannotCompile``, or EOFError when it has died."""
+        """Waits until the process has loaded. ``CannotCompile`` if it cannot; EOFError if it died."""
         answer = ready_decoder.decode(await self._next_frame())
         if answer.problem:
             raise CannotCompile(answer.problem)
 
     def cpu_s(self) -> float:
-        """Processor time that the process has had; while it has none, nothing is its constraint's fault."""
+        """Processor time used by the process; infinite once it has ended."""
         try:
             times = psutil.Process(self.pid).cpu_times()
         except psutil.Error:
@@ -70,20 +69,20 @@ class CompileWorkerHandle(ChildProcess):
         return float(times.user + times.system)
 
     def pause(self) -> None:
-        """It gets no processor until ``go_on``."""
+        """Stops the process until ``go_on``."""
         self.signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """After ``pause``."""
+        """Resumes the process after ``pause``."""
         self.signal(signal.SIGCONT)
 
     async def watch(self) -> None:
-        """Between two constraints: waits until it dies, and raises EOFError then."""
+        """Between two constraints: waits until the process dies, then raises EOFError."""
         await self._next_frame()
 
     async def compile(self, constraint: Constraint) -> CompileEnd:
-        """Its answer; where it dies of the constraint, what is to be said about that. Not to be used again
-        after it was cancelled."""
+        """The process's answer or, if it dies, a failure that says how. After a cancellation, the handle must
+        not be used again."""
         self.is_usable = False
         try:
             await self.send(to_frame(constraint))

@@ -194,7 +194,7 @@ def test_nested_repeats_that_compile_can_be_written(pattern):
 
 @pytest.mark.parametrize("pattern", ["((a{1,50}b?){1,50}){1,50}", r"((\w{1,50} ?){1,50}){1,50}"])
 def test_a_pattern_that_is_read_in_too_many_ways_is_refused_before_anything_is_written(pattern):
-    with pytest.raises(BadArgument, match="regex: the grammar asks for more than a step may compute"):
+    with pytest.raises(BadArgument, match="regex: the grammar exceeds the limits of one step"):
         compiled("regex", pattern)
 
 
@@ -227,13 +227,13 @@ def test_no_declared_name_is_written_twice():
 @pytest.mark.parametrize(
     ("schema", "words"),
     [
-        ('{"type": "array", "uniqueItems": true}', 'schema: "uniqueItems" cannot be kept'),
-        ('{"properties": {"a": {"not": {"type": "null"}}}}', 'schema: "not" cannot be kept'),
+        ('{"type": "array", "uniqueItems": true}', 'schema: unsupported keywords: "uniqueItems"'),
+        ('{"properties": {"a": {"not": {"type": "null"}}}}', 'schema: unsupported keywords: "not"'),
         ('{"items": {"$id": "#a", "type": "array"}}', "schema: $id 'json-schema:///#a' has a fragment"),
-        ('{"contains": {"const": 1}}', 'schema: "contains" cannot be kept'),
-        ('{"if": {"type": "null"}, "then": {}}', '"if", "then" cannot be kept'),
+        ('{"contains": {"const": 1}}', 'schema: unsupported keywords: "contains"'),
+        ('{"if": {"type": "null"}, "then": {}}', 'unsupported keywords: "if", "then"'),
         ('{"type": "string", "format": "iri"}', "Unknown format: iri"),
-        ('{"oneOf": [{"type": "integer"}, {"type": "number"}]}', "oneOf cannot be kept unless"),
+        ('{"oneOf": [{"type": "integer"}, {"type": "number"}]}', "oneOf is supported only if"),
         ('{"$ref": "other.json"}', "'json-schema:///other.json' is not in the schema"),
         ('{"type": "string", "pattern": "a(?=b)"}', "look-around"),
         ('{"minProperties": 2}', "minProperties above 1 needs"),
@@ -243,16 +243,16 @@ def test_no_declared_name_is_written_twice():
         ('{"type": "thing"}', "Invalid type: thing"),
         ('{"required": 3}', "required must be a list of names"),
         ('{"properties": []}', "properties must be an object"),
-        ("false", "an object that some value satisfies"),
-        ("[1]", "an object that some value satisfies"),
-        ('{"a": ', "not JSON that every reader takes"),
-        ('{"const": 1e999}', "not JSON that every reader takes"),
-        ('{"const": NaN}', "NaN is no JSON"),
-        ('{"const": "\\ud800"}', "not JSON that every reader takes"),
+        ("false", "must be an object that some value satisfies"),
+        ("[1]", "must be an object that some value satisfies"),
+        ('{"a": ', "not valid JSON"),
+        ('{"const": 1e999}', "not valid JSON"),
+        ('{"const": NaN}', "NaN is not JSON"),
+        ('{"const": "\\ud800"}', "not valid JSON"),
         ("[" * 100_000, "nests deeper than 60"),
         ('{"items": ' * 100 + "{}" + "}" * 100, "nests deeper than 60"),
-        ('{"$ref": "#"}', "without an end"),
-        ('{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}', "without an end"),
+        ('{"$ref": "#"}', "no finite value"),
+        ('{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}', "no finite value"),
     ],
 )
 def test_a_schema_that_cannot_be_kept_is_refused_by_name(schema, words):
@@ -339,11 +339,11 @@ def test_a_pattern_too_large_for_a_machine_is_kept_by_a_parser(pattern, good, ba
 @pytest.mark.parametrize(
     ("pattern", "words"),
     [
-        (r"(a)\1", "regex: a back-reference"),
-        ("(", "regex: not a pattern"),
-        (r"[^\s\S]", "no text at all matches"),
+        (r"(a)\1", "regex: back-references"),
+        ("(", "regex: not a valid Python pattern"),
+        (r"[^\s\S]", "no text matches"),
         (r"\p{Nothing}", "regex parse error: Unicode property not found"),
-        (r"(?=b).*a.{30}", "regex: a look-around, a word boundary"),
+        (r"(?=b).*a.{30}", "regex: look-arounds, word boundaries"),
     ],
 )
 def test_a_pattern_that_cannot_be_kept_is_refused(pattern, words):
@@ -366,15 +366,15 @@ def test_grammars_in_both_notations():
 @pytest.mark.parametrize(
     ("grammar", "words"),
     [
-        ('expr ::= "a"', "begins at the rule root; there are ['expr']"),
+        ('expr ::= "a"', "needs a rule named root; found: ['expr']"),
         ("root ::= nothing", "grammar: Rule 'nothing' not found"),
         ("root ::= (", "grammar: "),
-        ("start: a\na[temperature=0.5]: /b/", "grammar: temperature is said of the whole gen"),
-        ("start: a\na[capture, max_tokens=5]: /b*/", "grammar: max_tokens is said of the whole gen"),
+        ("start: a\na[temperature=0.5]: /b/", "grammar: temperature must be set on the gen"),
+        ("start: a\na[capture, max_tokens=5]: /b*/", "grammar: max_tokens must be set on the gen"),
         ("start: nothing", 'grammar: at 1(8): unknown name: "nothing"'),
         ('start: "a', "grammar: 1(10): lexer error"),
         ("start: <|im_end|>", "grammar: at 1(8): unknown special token"),
-        (r"start: /[^\x00-\U0010FFFF]/", "grammar: the grammar leads to a place where no token can follow"),
+        (r"start: /[^\x00-\U0010FFFF]/", "grammar: the grammar reaches a position where no token can follow"),
         (
             f"start: A\nA: /{'(.*a.{12})'}/ & /{'(.*b.{13})'}/ & ~/.*c.{{14}}/",
             "grammar: the grammar cannot be used: fuel",

@@ -70,7 +70,7 @@ LIST = {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$re
     ],
 )
 def test_a_schema_without_a_value_is_refused_before_it_is_used(schema: dict[str, Any]) -> None:
-    with pytest.raises(BadArgument, match="each would have to contain another one like it, without an end"):
+    with pytest.raises(BadArgument, match="no finite value satisfies it"):
         compile_constraint(Constraint("schema", json.dumps(schema)))
 
 
