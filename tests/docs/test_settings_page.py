@@ -1,0 +1,41 @@
+"""docs/operating/settings.md: the hook writes every setting of the schema with flag, variable and default."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+
+import pytest
+from support.docs.page_blocks import DOCS
+
+from agentflow.runtime.declared import allowed_values
+from agentflow.server.config.schema import Setting, all_settings, model_settings
+
+SETTINGS = list(all_settings().values())
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    spec = importlib.util.spec_from_file_location("settings_hook", DOCS / "hooks" / "settings.py")
+    assert spec is not None
+    assert spec.loader is not None
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    source = (DOCS / "operating" / "settings.md").read_text(encoding="utf-8")
+    rendered = hook.on_page_markdown(source, page=None)
+    assert rendered != source
+    return str(rendered)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=[setting.name for setting in SETTINGS])
+def test_the_page_has_the_setting(page: str, setting: Setting) -> None:
+    names = f"`{setting.name}`<br>`{setting.flag}`<br>`{setting.variable}`"
+    [row] = [line for line in page.splitlines() if line.startswith(f"| {names} ")]
+    assert allowed_values(setting.kind) in row
+    if isinstance(setting.default, str):
+        assert f"| `{setting.default}` |" in row
+
+
+def test_the_page_has_nothing_else(page: str) -> None:
+    assert len(re.findall(r"<br>`AGENTFLOW_SERVE_", page)) == len(SETTINGS)
+    assert all(f"`{name}`" in page for name in model_settings())
