@@ -1,0 +1,51 @@
+"""The published interface for adapters of other frameworks, which import only this package and ``agentflow``.
+
+Read ``background_loop`` first: an event loop in a thread, callable from anywhere. ``client`` builds on it:
+one session per process, model calls as programs, retries.
+"""
+
+from agentflow.backends.local import DEFAULT_MODEL
+from agentflow.integrations.client import (
+    Answer,
+    Delta,
+    ModelCall,
+    ModelConnection,
+    connection_through,
+    connection_to,
+)
+from agentflow.language.values import spec_of
+from agentflow.protocol.chat import (
+    Arguments,
+    CallBegun,
+    Piece,
+    TextPiece,
+    ToolChoice,
+    ToolSpec,
+    hoisted,
+    read_reply,
+)
+from agentflow.protocol.events import TopLogprobs
+from agentflow.protocol.ops import Objective
+from agentflow.runtime.task_group import open_task_group
+
+__all__ = [
+    "DEFAULT_MODEL",
+    "Answer",
+    "Arguments",
+    "CallBegun",
+    "Delta",
+    "ModelCall",
+    "ModelConnection",
+    "Objective",
+    "Piece",
+    "TextPiece",
+    "ToolChoice",
+    "ToolSpec",
+    "TopLogprobs",
+    "connection_through",
+    "connection_to",
+    "hoisted",
+    "open_task_group",
+    "read_reply",
+    "spec_of",
+]

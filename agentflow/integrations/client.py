@@ -1,10 +1,9 @@
-"""How adapters of other frameworks reach a model: from any thread and any event loop, one session for all,
-and calls that belong together as one program.
+"""Model calls for other frameworks: from any thread or event loop, through one session per process.
 
-Calls of a model from outside of any program, as other frameworks make them: a conversation, or a text, and
-the answers to it as they come.
-
-One session for all threads and event loops of a process: for code that others call as they like.
+``ModelConnection`` runs a ``ModelCall`` and returns its ``Answer``s, or streams their ``Delta``s; it retries
+transient failures. ``CalledProgram`` groups calls into one program for the scheduler and the prefix cache.
+``SharedSession`` is the session underneath, opened on first use and reopened after a loss. ``connection_to``
+and ``connection_through`` return the process's connection to a model or a backend.
 """
 
 from __future__ import annotations
@@ -23,7 +22,15 @@ import anyio
 from anyio.abc import TaskStatus
 
 from agentflow.backends.local import DEFAULT_MODEL
-from agentflow.errors import AgentflowError, RunFailed
+from agentflow.backends.open_session import session
+from agentflow.errors import (
+    AgentflowError,
+    DeadlineExceeded,
+    EngineFailed,
+    NotAuthorized,
+    RunFailed,
+    ServerError,
+)
 from agentflow.integrations.background_loop import BackgroundLoop
 from agentflow.language.expressions import ConversationExpression, GenExpression
 from agentflow.language.run import TextDelta, VariableRecord
@@ -34,227 +41,132 @@ from agentflow.protocol.backend import Backend
 from agentflow.protocol.chat import Piece, ReplyReader, TextPiece
 from agentflow.protocol.events import TopLogprobs, Usage
 from agentflow.protocol.ops import Objective
+from agentflow.runtime.task_group import first_of
 
-# So many calls of a program keep what they have computed from being dropped first.
-MOST_KEPT = 4
+# The number of calls of a program whose computed prefixes are evicted last.
+MAX_KEPT: Final = 4
+# Programs that are never ended are dropped, the oldest first.
+MAX_PROGRAMS: Final = 1000
+FIRST_PAUSE_S: Final = 0.5
+
+logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+Function = Callable[[Session], Awaitable[ResultT]]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """``begins``: what the state begins with. ``says``: what the model says then, a ``reply`` or a ``gen``;
-    ``n`` times, each by itself."""
+    """``prompt``: what the state begins with. ``output``: the ``af.gen`` or ``af.reply`` to generate after
+    it, ``n`` times in parallel. Prompts share cached KV only under an equal ``cache_salt``."""
 
-    begins: ConversationExpression | str
-    says: GenExpression[Any]
+    prompt: ConversationExpression | str
+    output: GenExpression[Any]
     n: int = 1
     cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """Answer ``index`` goes on."""
+class Delta:
+    """The next piece of answer ``index``."""
 
     index: int
     piece: Piece
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """Answer ``index`` is complete. ``model``: whose it is. The rest is as ``Variable`` has it."""
+class Answer:
+    """Answer ``index``, complete. ``model``: the name of the model. ``text``: for a reply, its JSON notation
+    (``read_reply`` reads it). The rest is as in ``af.Variable``."""
 
     index: int
     model: str
     finish_reason: str
     usage: Usage
     text: str
-    """As its value has it: of a reply, a JSON list."""
     logprobs: tuple[float | None, ...] | None
     top_logprobs: TopLogprobs | None
 
 
-class CalledProgram:
-    """Calls that belong together, as one program's: what the last of them computed is kept for the next ones,
-    and the scheduler finishes them before it begins another's. Ends with ``close``."""
-
-    def __init__(self, session: Session, name: str = "", objective: Objective | None = None) -> None:
-        self.session = session
-        self._name = name
-        self._objective = objective
-        self._kept: deque[RootState] = deque()
-        self._is_closed = False
-
-    async def ask(self, call: ModelCall) -> AsyncGenerator[Said | Ended, None]:
-        """What the model says, as it comes. Closing this cancels the call. Raises why it failed."""
-        root = self.session.state(cache_salt=call.cache_salt, objective=self._objective, program=self._name)
-        is_whole = False
-        try:
-            async for event in _events(root, call, self.session.capabilities.model):
-                yield event
-            is_whole = True
-        except RunFailed as error:
-            # That nothing was generated, and why: only the latter is of use to who knows of no states.
-            raise error.__cause__ if isinstance(error.__cause__, AgentflowError) else error from None
-        finally:
-            if not is_whole:
-                root.cancel()
-            self._keep(root)
-
-    def close(self) -> None:
-        """Nothing more is asked: what was kept may go."""
-        self._is_closed = True
-        while self._kept:
-            self._kept.popleft().close()
-
-    def _keep(self, root: RootState) -> None:
-        self._kept.append(root)
-        while self._kept and (self._is_closed or not self._name or len(self._kept) > MOST_KEPT):
-            self._kept.popleft().close()
-
-
-async def _events(root: State, call: ModelCall, model: str) -> AsyncGenerator[Said | Ended, None]:
-    root.add(call.begins)
-    states = [root] if call.n == 1 else list(root.fork(call.n))
-    records = [target_of(state.add(call.says)[call.says]).record for state in states]
-    readers = [ReplyReader() if call.says.value_type.is_reply else None for _ in states]
-    run = state_record(root).run
-    async for event in run.watch(lambda: all(record.is_done for record in records), raw=True):
-        index = event.path[-1] if event.path else 0
-        if not isinstance(event, TextDelta):
-            yield _ended(model, index, records[index])
-            continue
-        reader = readers[index]
-        pieces = [TextPiece(event.text)] if reader is None else reader.push(event.text)
-        for piece in pieces:
-            yield Said(index, piece)
-    for record in records:
-        record.raise_failure()
-
-
-def _ended(model: str, index: int, record: VariableRecord) -> Ended:
-    end, text = record.end, record.notation
-    return Ended(index, model, end.finish_reason, end.usage, text, end.logprobs, end.top_logprobs)
-
-
-logger = logging.getLogger(__name__)
-
-ResultT = TypeVar("ResultT")
-Function = Callable[[Session], Awaitable[ResultT]]
-Source = Callable[[Session], AsyncGenerator[ResultT, None]]
-
-
-class SharedSession:
-    """Opened (``open_session``) when something is first asked of it, in a thread with a loop of its own, and
-    again when it was lost. What fails to open fails who asked.
-
-    >>> shared = SharedSession(af.session)
-    >>> shared.run(lambda flow: flow.run(judge, essay))  # from any thread
-    >>> await shared.arun(lambda flow: flow.run(judge, essay))  # from any event loop
-    """
-
-    def __init__(self, open_session: Callable[[], Session], name: str = "agentflow session") -> None:
-        self._open_session = open_session
-        self._thread = BackgroundLoop(name)
-        self._begin()
-
-    def _begin(self) -> None:
-        self._process = os.getpid()
-        self._session: Session | None = None
-        self._opening = anyio.Lock()
-        self._replaced = anyio.Event()
-
-    def run(self, function: Function[ResultT]) -> ResultT:
-        """What the function gives; blocks until then."""
-        return self._thread.run(lambda: self._call(function))
-
-    async def arun(self, function: Function[ResultT]) -> ResultT:
-        """The same for a caller in an event loop, which goes on. Cancelling this cancels that."""
-        return await self._thread.arun(lambda: self._call(function))
-
-    def stream(self, source: Source[ResultT]) -> Generator[ResultT, None, None]:
-        """What the asynchronous generator gives, as it comes. Closing this closes that."""
-        return self._thread.stream(lambda: self._iterate(source))
-
-    def astream(self, source: Source[ResultT]) -> AsyncGenerator[ResultT, None]:
-        """The same for a reader in an event loop."""
-        return self._thread.astream(lambda: self._iterate(source))
-
-    def call_soon(self, function: Callable[[], object]) -> None:
-        """Has it called in the session's loop; nothing happens where there is none."""
-        self._thread.call_soon(function)
-
-    def close(self) -> None:
-        """Ends the session, and cancels what still runs there. The next call opens another one."""
-        self._thread.close()
-
-    async def _call(self, function: Function[ResultT]) -> ResultT:
-        return await function(await self._opened())
-
-    async def _iterate(self, source: Source[ResultT]) -> AsyncGenerator[ResultT, None]:
-        async with aclosing(source(await self._opened())) as items:
-            async for item in items:
-                yield item
-
-    async def _opened(self) -> Session:
-        if self._process != os.getpid():
-            self._begin()  # a fork of the process has another loop: the session's tasks are not in it
-        async with self._opening:
-            if self._session is None or not self._session.is_alive:
-                self._replaced.set()
-                self._session = await self._thread.start(self._serve)
-            return self._session
-
-    async def _serve(self, *, task_status: TaskStatus[Session]) -> None:
-        """Keeps the session open until another one takes its place, or the loop ends."""
-        replaced = self._replaced = anyio.Event()
-        is_open = False
-        try:
-            async with self._open_session() as flow:
-                is_open = True
-                task_status.started(flow)
-                await replaced.wait()
-        except Exception:
-            if not is_open:
-                raise  # to whoever waits for it
-            logger.warning("a session did not end well", exc_info=True)
-
-
-# Programs whose end nobody tells are dropped, the oldest first.
-MOST_PROGRAMS: Final = 1000
-
-
 class ModelConnection:
-    """Opened with the first call. ``shared``: for what is no call."""
+    """Model calls on one session, which opens with the first call. ``shared`` is that session.
+
+    Arguments of the four ways to call: ``program`` names the program that the call belongs to, which lasts
+    until ``end_program``; ``objective`` is the program's. Transient failures are retried ``max_retries``
+    times, with a pause of ``FIRST_PAUSE_S`` that doubles each time, or that the server asks for; a stream
+    that has yielded anything is not retried.
+    """
 
     def __init__(self, open_session: Callable[[], Session]) -> None:
         self.shared = SharedSession(open_session)
         self._programs: OrderedDict[str, CalledProgram] = OrderedDict()
 
-    def ask(
-        self, call: ModelCall, program: str = "", objective: Objective | None = None
-    ) -> Generator[Said | Ended, None, None]:
-        """What the model says, as it comes; blocks in between. ``program``: what the call belongs to, until
-        ``end_program``."""
-        return self.shared.stream(lambda flow: self._ask(flow, call, program, objective))
+    def complete(
+        self, call: ModelCall, program: str = "", objective: Objective | None = None, *, max_retries: int = 0
+    ) -> list[Answer]:
+        """Returns the complete answers, by index; blocks until then."""
+        return self.shared.loop.run(lambda: self._complete(call, program, objective, max_retries))
 
-    def aask(
-        self, call: ModelCall, program: str = "", objective: Objective | None = None
-    ) -> AsyncGenerator[Said | Ended, None]:
-        """The same for a reader in an event loop."""
-        return self.shared.astream(lambda flow: self._ask(flow, call, program, objective))
+    async def acomplete(
+        self, call: ModelCall, program: str = "", objective: Objective | None = None, *, max_retries: int = 0
+    ) -> list[Answer]:
+        """Like ``complete``, without blocking the caller's event loop."""
+        return await self.shared.loop.arun(lambda: self._complete(call, program, objective, max_retries))
+
+    def stream(
+        self, call: ModelCall, program: str = "", objective: Objective | None = None, *, max_retries: int = 0
+    ) -> Generator[Delta | Answer, None, None]:
+        """Yields each answer piece by piece and then complete; blocks between them. Closing it cancels the
+        call."""
+        return self.shared.loop.stream(lambda: self._stream(call, program, objective, max_retries))
+
+    def astream(
+        self, call: ModelCall, program: str = "", objective: Objective | None = None, *, max_retries: int = 0
+    ) -> AsyncGenerator[Delta | Answer, None]:
+        """Like ``stream``, without blocking the caller's event loop."""
+        return self.shared.loop.astream(lambda: self._stream(call, program, objective, max_retries))
 
     def end_program(self, name: str) -> None:
-        """Nothing more is asked of it. From any thread; waits for nothing."""
-        self.shared.call_soon(lambda: self._end_program(name))
+        """Ends a program: its cached prefixes may be evicted. From any thread; does not block."""
+        self.shared.loop.call_soon(lambda: self._end_program(name))
 
     def close(self) -> None:
-        """Ends the session; the next call opens another one."""
+        """Closes the session; the next call opens another one."""
         self.shared.close()
 
-    async def _ask(
-        self, flow: Session, call: ModelCall, name: str, objective: Objective | None
-    ) -> AsyncGenerator[Said | Ended, None]:
-        program = self._program(flow, name, objective)
-        async with aclosing(program.ask(call)) as events:
+    async def _complete(
+        self, call: ModelCall, program: str, objective: Objective | None, max_retries: int
+    ) -> list[Answer]:
+        backoff = Backoff(max_retries)
+        while True:
+            try:
+                async with aclosing(self._attempt(call, program, objective)) as events:
+                    answers = [event async for event in events if isinstance(event, Answer)]
+                return sorted(answers, key=lambda answer: answer.index)
+            except Exception as error:
+                pause_s = backoff.pause_s(first_of(error))
+            await anyio.sleep(pause_s)  # noqa: TID251  # the back-off before the next attempt
+
+    async def _stream(
+        self, call: ModelCall, program: str, objective: Objective | None, max_retries: int
+    ) -> AsyncGenerator[Delta | Answer, None]:
+        backoff = Backoff(max_retries)
+        while True:
+            try:
+                async with aclosing(self._attempt(call, program, objective)) as events:
+                    async for event in events:
+                        backoff = Backoff(0)
+                        yield event
+                return
+            except Exception as error:
+                pause_s = backoff.pause_s(first_of(error))
+            await anyio.sleep(pause_s)  # noqa: TID251  # the back-off before the next attempt
+
+    async def _attempt(
+        self, call: ModelCall, name: str, objective: Objective | None
+    ) -> AsyncGenerator[Delta | Answer, None]:
+        program = self._program(await self.shared.opened(), name, objective)
+        async with aclosing(program.stream(call)) as events:
             async for event in events:
                 yield event
 
@@ -264,7 +176,7 @@ class ModelConnection:
             program = CalledProgram(flow, name, objective)
             if name:
                 self._programs[name] = program
-                while len(self._programs) > MOST_PROGRAMS:
+                while len(self._programs) > MAX_PROGRAMS:
                     self._programs.popitem(last=False)[1].close()
         return program
 
@@ -274,8 +186,151 @@ class ModelConnection:
             program.close()
 
 
+class Backoff:
+    """The pauses between the attempts of one call."""
+
+    def __init__(self, max_retries: int) -> None:
+        self._num_left = max_retries
+        self._pause_s = FIRST_PAUSE_S
+
+    def pause_s(self, error: Exception) -> float:
+        """Returns the pause before the next attempt. Raises the error if it is not transient, or if no
+        attempts are left."""
+        is_transient = isinstance(error, ServerError | EngineFailed | DeadlineExceeded)
+        if self._num_left <= 0 or not is_transient or isinstance(error, NotAuthorized):
+            raise error
+        self._num_left -= 1
+        pause_s, self._pause_s = self._pause_s, 2 * self._pause_s
+        return max(pause_s, getattr(error, "retry_after_s", None) or 0.0)
+
+
+class CalledProgram:
+    """Calls that the scheduler treats as one program: it finishes them before it begins another program's,
+    and the cache keeps the prefixes of the last ``MAX_KEPT``. A call without a program's ``name`` keeps
+    nothing."""
+
+    def __init__(self, session: Session, name: str = "", objective: Objective | None = None) -> None:
+        self.session = session
+        self._name = name
+        self._objective = objective
+        self._kept: deque[RootState] = deque()
+        self._is_closed = False
+
+    async def stream(self, call: ModelCall) -> AsyncGenerator[Delta | Answer, None]:
+        """Yields each answer piece by piece and then complete. Closing it cancels the call."""
+        root = self.session.state(cache_salt=call.cache_salt, objective=self._objective, program=self._name)
+        is_complete = False
+        try:
+            async for event in _events(root, call, self.session.capabilities.model):
+                yield event
+            is_complete = True
+        except RunFailed as error:
+            # Callers know nothing of runs and states: only the cause is of use to them.
+            raise error.__cause__ if isinstance(error.__cause__, AgentflowError) else error from None
+        finally:
+            if not is_complete:
+                root.cancel()
+            self._keep(root)
+
+    def close(self) -> None:
+        """Ends the program: its prefixes may be evicted."""
+        self._is_closed = True
+        while self._kept:
+            self._kept.popleft().close()
+
+    def _keep(self, root: RootState) -> None:
+        self._kept.append(root)
+        while self._kept and (self._is_closed or not self._name or len(self._kept) > MAX_KEPT):
+            self._kept.popleft().close()
+
+
+async def _events(root: State, call: ModelCall, model: str) -> AsyncGenerator[Delta | Answer, None]:
+    root.add(call.prompt)
+    states = [root] if call.n == 1 else list(root.fork(call.n))
+    records = [target_of(state.add(call.output)[call.output]).record for state in states]
+    readers = [ReplyReader() if call.output.value_type.is_reply else None for _ in states]
+    run = state_record(root).run
+    async for event in run.watch(lambda: all(record.is_done for record in records), raw=True):
+        index = event.path[-1] if event.path else 0
+        if not isinstance(event, TextDelta):
+            yield _answer(model, index, records[index])
+            continue
+        reader = readers[index]
+        for piece in [TextPiece(event.text)] if reader is None else reader.push(event.text):
+            yield Delta(index, piece)
+    for record in records:
+        record.raise_failure()
+
+
+def _answer(model: str, index: int, record: VariableRecord) -> Answer:
+    end, text = record.end, record.notation
+    return Answer(index, model, end.finish_reason, end.usage, text, end.logprobs, end.top_logprobs)
+
+
+class SharedSession:
+    """One session for all threads and event loops of a process, in a background ``loop``.
+
+    ``open_session`` is called on first use, and again after the session was lost or closed. If it fails, the
+    call that needed it fails.
+
+    >>> shared = SharedSession(af.session)
+    >>> shared.run(lambda flow: flow.run(judge, essay))  # from any thread
+    >>> await shared.arun(lambda flow: flow.run(judge, essay))  # from any event loop
+    """
+
+    def __init__(self, open_session: Callable[[], Session], name: str = "agentflow session") -> None:
+        self.loop = BackgroundLoop(name)
+        self._open_session = open_session
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
+        self._session: Session | None = None
+        self._opening = anyio.Lock()
+        self._replaced = anyio.Event()
+
+    def run(self, function: Function[ResultT]) -> ResultT:
+        """Calls the function with the session and returns its result; blocks until then."""
+        return self.loop.run(lambda: self._call(function))
+
+    async def arun(self, function: Function[ResultT]) -> ResultT:
+        """Like ``run``, without blocking the caller's event loop. Cancelling it cancels the function."""
+        return await self.loop.arun(lambda: self._call(function))
+
+    async def opened(self) -> Session:
+        """Returns the open session. Must be called from a task in ``loop``."""
+        if self._process != os.getpid():
+            self._begin()  # a forked process has a loop of its own, without the session's tasks
+        async with self._opening:
+            if self._session is None or not self._session.is_alive:
+                self._replaced.set()
+                self._session = await self.loop.start(self._serve)
+            return self._session
+
+    def close(self) -> None:
+        """Closes the session and cancels what runs in it. The next call opens another one."""
+        self.loop.close()
+
+    async def _call(self, function: Function[ResultT]) -> ResultT:
+        return await function(await self.opened())
+
+    async def _serve(self, *, task_status: TaskStatus[Session]) -> None:
+        """Keeps the session open until another one replaces it, or the loop ends."""
+        replaced = self._replaced = anyio.Event()
+        is_open = False
+        try:
+            async with self._open_session() as flow:
+                is_open = True
+                task_status.started(flow)
+                await replaced.wait()
+        except Exception:
+            if not is_open:
+                raise  # in the task that is opening the session
+            logger.warning("a session ended with an error", exc_info=True)
+
+
 _connections: dict[tuple[str | None, ...], ModelConnection] = {}
-# By the backend's ``id``, which nothing else has while its connection is there.
+# By ``id`` of the backend, which is unique while its connection exists.
 _backends: WeakValueDictionary[int, ModelConnection] = WeakValueDictionary()
 _lock = threading.Lock()
 
@@ -283,10 +338,8 @@ _lock = threading.Lock()
 def connection_to(
     url: str | None = None, model: str | None = None, api_key: str | None = None
 ) -> ModelConnection:
-    """The process's one connection to this server, or to this model in this process: as ``af.session``, which
-    it opens. Closed with the process, or with ``close``."""
-    from agentflow.backends.open_session import session
-
+    """Returns the process's one connection to a server, or to a model in this process. The arguments are
+    those of ``af.session``. It lasts until ``close``, or as long as the process."""
     is_local = not (url or os.environ.get("AGENTFLOW_URL"))
     with _lock:
         key = (None, model or DEFAULT_MODEL, None) if is_local else (url, model, api_key)
@@ -296,9 +349,7 @@ def connection_to(
 
 
 def connection_through(backend: Backend) -> ModelConnection:
-    """The one through this backend, as long as somebody has it."""
-    from agentflow.backends.open_session import session
-
+    """Returns the connection through a backend, which lasts as long as a caller holds it."""
     with _lock:
         connection = _backends.get(id(backend))
         if connection is None:

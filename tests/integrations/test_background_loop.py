@@ -1,4 +1,4 @@
-"""An event loop in a thread: asked from threads and from other loops, cancelled, closed, forked."""
+"""An event loop in a background thread: called from threads and other loops, cancelled, closed, forked."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 
 import anyio
 import anyio.to_thread
@@ -19,10 +20,10 @@ from agentflow.integrations.background_loop import BackgroundLoop, Mailbox
 
 @pytest.fixture
 def thread() -> Iterator[BackgroundLoop]:
-    thread = BackgroundLoop("a loop for a test")
+    thread = BackgroundLoop("loop under test")
     yield thread
     thread.close()
-    assert all(one.name != "a loop for a test" for one in threading.enumerate())
+    assert all(one.name != "loop under test" for one in threading.enumerate())
 
 
 async def count(to: int) -> AsyncGenerator[int, None]:
@@ -36,7 +37,7 @@ async def name_of_thread() -> str:
 
 
 class Endless:
-    """Gives one thing, and then nothing until it is cancelled."""
+    """Yields one item, then waits until it is cancelled."""
 
     def __init__(self) -> None:
         self.was_cancelled = threading.Event()
@@ -50,14 +51,14 @@ class Endless:
 
 
 def test_functions_and_streams_from_a_thread_without_a_loop(thread):
-    assert thread.run(name_of_thread) == "a loop for a test"
+    assert thread.run(name_of_thread) == "loop under test"
     assert list(thread.stream(lambda: count(100))) == list(range(100))
     assert list(thread.stream(lambda: count(0))) == []
 
 
 @pytest.mark.anyio
-async def test_functions_and_streams_from_a_loop_that_goes_on(thread):
-    assert await thread.arun(name_of_thread) == "a loop for a test"
+async def test_functions_and_streams_from_another_loop(thread):
+    assert await thread.arun(name_of_thread) == "loop under test"
     found: list[list[int]] = [[], []]
 
     async def read(into: list[int]) -> None:
@@ -81,15 +82,15 @@ async def fail_after_one() -> AsyncGenerator[int, None]:
     raise BadArgument("no more")
 
 
-def test_what_fails_fails_the_caller_after_what_came_before(thread):
+def test_an_error_is_raised_after_the_items_before_it(thread):
     stream = thread.stream(fail_after_one)
     assert next(stream) == 1
     with pytest.raises(BadArgument, match="no more"):
         next(stream)
-    assert thread.run(name_of_thread) == "a loop for a test"
+    assert thread.run(name_of_thread) == "loop under test"
 
 
-def test_a_stream_that_is_left_is_cancelled(thread):
+def test_closing_a_stream_cancels_its_task(thread):
     source = Endless()
     stream = thread.stream(source)
     assert next(stream) == "first"
@@ -98,22 +99,22 @@ def test_a_stream_that_is_left_is_cancelled(thread):
 
 
 @pytest.mark.anyio
-async def test_cancelling_who_waits_cancels_what_runs(thread):
+async def test_cancelling_the_reader_cancels_the_task(thread):
     source = Endless()
-    heard = anyio.Event()
+    received = anyio.Event()
 
     async def read() -> None:
         async for _ in thread.astream(source):
-            heard.set()
+            received.set()
 
     async with anyio.create_task_group() as group:
         group.start_soon(read)
-        await heard.wait()
+        await received.wait()
         group.cancel_scope.cancel()
     assert await anyio.to_thread.run_sync(source.was_cancelled.wait, 10)
 
 
-def test_closing_ends_who_waits_and_the_next_call_starts_anew(thread):
+def test_closing_cancels_waiting_calls_and_the_next_call_starts_a_new_loop(thread):
     source = Endless()
     stream = thread.stream(source)
     assert next(stream) == "first"
@@ -123,11 +124,11 @@ def test_closing_ends_who_waits_and_the_next_call_starts_anew(thread):
         next(stream)
     closing.join()
     assert source.was_cancelled.is_set()
-    assert thread.run(name_of_thread) == "a loop for a test"
+    assert thread.run(name_of_thread) == "loop under test"
 
 
 def test_a_fork_of_the_process_has_a_loop_of_its_own(thread):
-    assert thread.run(name_of_thread) == "a loop for a test"
+    assert thread.run(name_of_thread) == "loop under test"
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -135,19 +136,33 @@ def test_a_fork_of_the_process_has_a_loop_of_its_own(thread):
         os._exit(0)
     os.close(write)
     with open(read, "rb") as answer:
-        assert answer.read() == b"a loop for a test"
+        assert answer.read() == b"loop under test"
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_what_is_called_there_may_fail(thread, caplog):
+def test_a_scheduled_function_that_fails_is_logged(thread, caplog):
     thread.run(name_of_thread)
     thread.call_soon(lambda: 1 / 0)
-    assert thread.run(name_of_thread) == "a loop for a test"
+    assert thread.run(name_of_thread) == "loop under test"
     assert "ZeroDivisionError" in caplog.text
 
 
+_caller: ContextVar[str] = ContextVar("caller", default="none")
+
+
+def test_tasks_do_not_see_the_callers_context(thread):
+    async def caller() -> str:
+        return _caller.get()
+
+    token = _caller.set("a test")
+    try:
+        assert [thread.run(caller), thread.run(caller)] == ["none", "none"]
+    finally:
+        _caller.reset(token)
+
+
 @given(st.lists(st.sampled_from(["put", "take"]), max_size=30), st.booleans())
-def test_a_mailbox_gives_all_once_and_wakes_once_until_it_is_looked_into(steps, fails):
+def test_a_mailbox_hands_over_each_item_once_and_wakes_once_until_take(steps, fails):
     num_woken = 0
 
     def wake() -> None:
@@ -157,17 +172,17 @@ def test_a_mailbox_gives_all_once_and_wakes_once_until_it_is_looked_into(steps, 
     mailbox: Mailbox[int] = Mailbox(wake)
     put: list[int] = []
     taken: list[int] = []
-    num_due, is_told = 0, False
+    num_due, is_awake = 0, False
     for number, step in enumerate(steps):
         if step == "put":
             mailbox.put(number)
             put.append(number)
-            num_due, is_told = num_due + (not is_told), True
+            num_due, is_awake = num_due + (not is_awake), True
         else:
             items = mailbox.take()
             assert items is not None
             taken += items
-            is_told = False
+            is_awake = False
         assert num_woken == num_due
     mailbox.end(ValueError("at the end") if fails else None)
     if len(taken) < len(put):
@@ -180,7 +195,9 @@ def test_a_mailbox_gives_all_once_and_wakes_once_until_it_is_looked_into(steps, 
         assert mailbox.take() is None
 
 
-def test_a_loop_that_cannot_be_made_is_an_error_and_the_next_call_tries_again(thread, monkeypatch):
+def test_the_error_of_a_loop_that_cannot_be_created_is_raised_and_the_next_call_tries_again(
+    thread, monkeypatch
+):
     def no_loop(*args: object) -> None:
         raise OSError("too many open files")
 
@@ -189,4 +206,4 @@ def test_a_loop_that_cannot_be_made_is_an_error_and_the_next_call_tries_again(th
         for _ in range(2):  # the lock is free again
             with pytest.raises(OSError, match="too many open files"):
                 thread.run(name_of_thread)
-    assert thread.run(name_of_thread) == "a loop for a test"
+    assert thread.run(name_of_thread) == "loop under test"

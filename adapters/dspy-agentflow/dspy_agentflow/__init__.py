@@ -1,4 +1,9 @@
-"""agentflow's models for DSPy: ``AgentflowLM``; with DSPy 3.4 or later also its two engines."""
+"""agentflow's models for DSPy: ``AgentflowLM``; with DSPy 3.4 or later also its two engines.
+
+Reading order: ``lm`` (settings, signature), ``engines`` or ``older_lm`` (one for each generation of DSPy's
+interface), ``answers`` (calls of the model), ``answer_format``, and what DSPy does not pass to its engines:
+``call_notes`` (about one call) and ``programs`` (which program a call belongs to).
+"""
 
 import re
 from importlib.metadata import version
@@ -10,8 +15,7 @@ if _FOUND < (3, 0):
     raise ImportError(f"dspy-agentflow needs DSPy 3.0 or later, and this is {_DSPY}: pip install -U dspy")
 
 if TYPE_CHECKING or _FOUND >= (3, 4):
-    from dspy_agentflow.engines import AgentflowEngine, AsyncAgentflowEngine
-    from dspy_agentflow.lm import AgentflowLM
+    from dspy_agentflow.engines import AgentflowEngine, AgentflowLM, AsyncAgentflowEngine
 
     __all__ = ["AgentflowEngine", "AgentflowLM", "AsyncAgentflowEngine"]
 else:

@@ -1,32 +1,26 @@
-"""The text that an adapter reads the output fields of a signature from, as a constraint on what a model says;
-and how to bring an answer to its end that was cut off.
+"""The output format that a DSPy adapter parses, as a constraint on the generated text.
 
-Such a text is a row of heads and values, and a tail: ``[[ ## answer ## ]]`` and what follows it, or
-``"answer": `` and what follows that.
+``format_of`` derives an ``AnswerFormat`` from an adapter and a signature: literal heads (``[[ ## answer ##
+]]`` or ``"answer": ``), each followed by a value, and a literal tail. ``constraint`` turns it into an
+argument of ``af.reply``. For text that ``max_tokens`` truncated, ``rest`` returns what is missing. A
+``FieldValue`` describes one value.
 """
 
 from __future__ import annotations
 
+import enum
 import inspect
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from types import NoneType, UnionType
+from typing import Any, Final, Literal, Union, get_args, get_origin
 
 import dspy
 import pydantic
 
-from agentflow.protocol.chat import hoisted
-from dspy_agentflow.field_values import (
-    FieldValue,
-    chat_value,
-    escaped,
-    json_value,
-    quoted,
-    schema_of,
-    short_schema,
-)
+from agentflow.integrations import hoisted
 
 _END: Final = "[[ ## completed ## ]]"
 _UNCLEAR = (pydantic.PydanticInvalidForJsonSchema, pydantic.PydanticSchemaGenerationError)
@@ -34,8 +28,8 @@ _UNCLEAR = (pydantic.PydanticInvalidForJsonSchema, pydantic.PydanticSchemaGenera
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """``heads[i]`` stands before ``values[i]``, ``tail`` after the last one. ``schema``: of all of it,
-    where it is JSON."""
+    """``heads[i]`` precedes ``values[i]``, and ``tail`` follows the last value. ``schema``: the JSON schema
+    of the whole answer, if it is JSON."""
 
     heads: tuple[str, ...]
     values: tuple[FieldValue, ...]
@@ -43,33 +37,33 @@ class AnswerFormat:
     schema: dict[str, Any] | None = None
 
     def constraint(self) -> dict[str, Any]:
-        """The argument of ``af.reply`` that says so."""
+        """Returns the argument of ``af.reply`` that enforces the format."""
         if self.schema is not None:
             return {"schema": self.schema}
         return _constraint([*_pairs(self.heads, self.values), (self.tail, None)])
 
     def rest(self, text: str) -> Rest | None:
-        """What a text lacks that was cut off. None where it lacks nothing, or is none of this format."""
+        """Returns what a truncated text lacks; None if it is complete, or not of this format."""
         return _Reader(self, text).rest()
 
     def num_certain(self, text: str) -> int:
-        """So many characters of a text that grows stay, wherever it is cut off: half of a value that is no
-        free text would be said again."""
+        """Returns how many characters of a growing text are final, wherever it is truncated: an unfinished
+        value that is not free text would be generated again."""
         rest = self.rest(text)
         return len(text) if rest is None else len(rest.kept)
 
 
 @dataclass(frozen=True)
 class Rest:
-    """``kept``: so much of the text stays. ``constraint``: of what has to follow, the argument of
-    ``af.reply``; where free text stood open, it ends there."""
+    """``kept``: the part of the text that stays. ``constraint``: the argument of ``af.reply`` for what must
+    follow; it ends free text that was open."""
 
     kept: str
     constraint: dict[str, Any]
 
 
 class _Reader:
-    """Reads a text that was cut off, up to its end."""
+    """Reads a truncated text up to its end."""
 
     def __init__(self, answer_format: AnswerFormat, text: str) -> None:
         self._format = answer_format
@@ -86,7 +80,7 @@ class _Reader:
             literal = found.heads[index + 1] if index + 1 < len(found.heads) else found.tail
             if self._skip(value, literal):
                 continue
-            if not value.is_text:  # half of a number or of a list is no value: it is said again
+            if not value.is_text:  # an incomplete number or list is generated again
                 return self._from(index, found.heads[index], self._text[:begins], is_whole=True)
             return self._closed(index + 1, literal)
         if self._text.startswith(found.tail, self._place):
@@ -97,7 +91,7 @@ class _Reader:
         return self._format.heads[index].startswith(self._text[self._place :])
 
     def _skip(self, value: FieldValue, literal: str) -> bool:
-        """Over the value, if it is all there."""
+        """Moves past the value, and returns whether it was complete."""
         if self._format.schema is None:
             end = self._text.find(literal, self._place)
             self._place = self._place if end < 0 else end
@@ -112,14 +106,14 @@ class _Reader:
         return True
 
     def _closed(self, index: int, literal: str) -> Rest:
-        """Free text stands open: it ends here."""
+        """Ends free text that is open."""
         closing = "" if self._format.schema is None else _end_of_string(self._text)
         return self._from(index, literal, self._text, closing=closing)
 
     def _from(
         self, index: int, literal: str, kept: str, *, closing: str = "", is_whole: bool = False
     ) -> Rest:
-        """What follows ``kept``: the head of a value (or the tail), the value, and so on."""
+        """Returns what follows ``kept``: from the head of value ``index`` (or the tail) to the end."""
         found = self._format
         done = 0 if is_whole or closing else _common(kept, literal)
         heads = (closing + literal[done:], *found.heads[index + 1 :], found.tail)
@@ -134,20 +128,20 @@ def _shortened(value: FieldValue) -> FieldValue:
 
 
 def _common(text: str, literal: str) -> int:
-    """So many characters at the end of the text begin the literal."""
+    """Returns how many characters at the end of the text are the beginning of the literal."""
     sizes = range(min(len(text), len(literal)), 0, -1)
     return next((size for size in sizes if text.endswith(literal[:size])), 0)
 
 
 def _end_of_string(text: str) -> str:
-    """What ends the JSON string that the text ends in; first an escape that stands half."""
+    """Returns what closes the JSON string at the end of the text, with an incomplete escape completed."""
     half = re.search(r"(?<!\\)(?:\\\\)*(\\u[0-9a-fA-F]{0,3}|\\)$", text)
     if half is None:
         return '"'
     return "\\" + '"' if half[1] == "\\" else "0" * (6 - len(half[1])) + '"'
 
 
-Part = tuple[str, FieldValue | None]
+Part = tuple[str, "FieldValue | None"]
 
 
 def _pairs(heads: Sequence[str], values: Sequence[FieldValue]) -> list[Part]:
@@ -155,7 +149,7 @@ def _pairs(heads: Sequence[str], values: Sequence[FieldValue]) -> list[Part]:
 
 
 def _constraint(parts: Sequence[Part]) -> dict[str, Any]:
-    """A regular expression where all of it is one; else a grammar of those that stand between JSON values."""
+    """Returns a regular expression, or if any value has a schema, a grammar with expressions between them."""
     runs: list[str] = [""]
     schemas: list[dict[str, Any]] = []
     for head, value in parts:
@@ -181,7 +175,7 @@ def _compact(schema: dict[str, Any]) -> str:
 
 
 def format_of(adapter: Any, signature: Any) -> AnswerFormat | None:
-    """Of the answers that the adapter reads; None for adapters whose format is not known here."""
+    """Returns the format that the adapter parses; None if this module does not know the adapter."""
     fields = {name: field.annotation for name, field in signature.output_fields.items()}
     try:
         if fields and _reads_as(adapter, dspy.ChatAdapter):
@@ -189,12 +183,12 @@ def format_of(adapter: Any, signature: Any) -> AnswerFormat | None:
         if fields and _reads_as(adapter, dspy.JSONAdapter):
             return _json_format(fields)
     except _UNCLEAR:
-        pass  # a type that has no schema: the adapter has to do with what comes
+        pass  # a type without a schema: the answer is not constrained
     return None
 
 
 def _reads_as(adapter: Any, known: Any) -> bool:
-    """DSPy makes subclasses that only ask differently."""
+    """DSPy has subclasses that change only the prompt."""
     return inspect.unwrap(type(adapter).parse) is inspect.unwrap(known.parse)
 
 
@@ -212,7 +206,7 @@ def _json_format(fields: dict[str, Any]) -> AnswerFormat:
     schemas: dict[str, Any] = {}
     definitions: dict[str, Any] = {}
     for name, annotation in fields.items():
-        schemas[name] = hoisted(name, schema_of(annotation), definitions)  # classes may have one name
+        schemas[name] = hoisted(name, schema_of(annotation), definitions)  # two classes may share a name
     schema = {
         "type": "object",
         "properties": schemas,
@@ -226,3 +220,130 @@ def _json_format(fields: dict[str, Any]) -> AnswerFormat:
         "}",
         schema,
     )
+
+
+# Free text before a header: any text without ``[[ ##``. After a bracket, the expression reads on until the
+# text cannot be a header, which may be after further brackets.
+_BRACKETS: Final = r"(?:\[\[+ #?)*\[(?:[^\[]|\[+(?:[^\[ ]| (?:[^\[#]|#[^\[#])))"
+_PROSE: Final = rf"(?:[^\s\[]|{_BRACKETS})(?:[^\[]|{_BRACKETS})*"
+_SHORT_PROSE: Final = r"[^\s\[](?:[^\[]){0,80}"
+_STRING_CHAR: Final = r'(?:[^"\\\x00-\x1f\x7f]|\\["\\/bfnrt])'
+_NUMBERS: Final = {
+    int: r"-?(?:0|[1-9][0-9]{0,17})",
+    float: r"-?(?:0|[1-9][0-9]{0,14})(?:\.[0-9]{1,9})?",
+}
+_SHORT_STRING: Final = 30
+_TEXT_TYPES: Final = ("Reasoning", "Code")
+
+
+@dataclass(frozen=True)
+class FieldValue:
+    """A value with a JSON ``schema``, or of a ``regex``. ``is_text``: free text, which may end anywhere;
+    ``short`` is the regular expression of a short one."""
+
+    schema: dict[str, Any] | None = None
+    regex: str = ""
+    short: str = ""
+    is_text: bool = False
+
+
+def chat_value(annotation: Any) -> FieldValue:
+    """Returns the format that ``dspy.ChatAdapter`` parses: text, words and numbers bare, everything else
+    JSON."""
+    if _is_text(annotation) or _may_be_text(annotation):
+        return FieldValue(regex=_PROSE, short=_SHORT_PROSE, is_text=True)
+    words = _words(annotation)
+    if words is not None:
+        return FieldValue(regex="(?:" + "|".join([re.escape(word) for word in words]) + ")")
+    if annotation in _NUMBERS:
+        return FieldValue(regex=_NUMBERS[annotation])
+    return FieldValue(schema=schema_of(annotation))
+
+
+def json_value(annotation: Any) -> FieldValue:
+    """Returns the format that ``dspy.JSONAdapter`` parses."""
+    if _is_text(annotation):
+        return FieldValue(regex=f'"{_STRING_CHAR}*"', short=f'"{_STRING_CHAR}{{0,80}}"', is_text=True)
+    return FieldValue(schema=schema_of(annotation))
+
+
+def schema_of(annotation: Any) -> dict[str, Any]:
+    """Returns the JSON schema of a field. Raises pydantic's errors for a type without one."""
+    if _is_text(annotation):
+        return {"type": "string"}
+    if inspect.isclass(annotation) and issubclass(annotation, enum.Enum):
+        return {"enum": _words(annotation)}
+    return dict(_closed(pydantic.TypeAdapter(annotation).json_schema()))
+
+
+def _closed(schema: Any) -> Any:
+    """Forbids undeclared members, because a model might never stop generating them."""
+    if isinstance(schema, list):
+        return [_closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: _closed(part) for key, part in schema.items()}
+    if schema.get("type") == "object" and isinstance(schema.get("properties"), dict):
+        found.setdefault("additionalProperties", False)
+    return found
+
+
+def short_schema(schema: Any) -> Any:
+    """Returns a schema with short values: short strings, short lists, no undeclared members."""
+    if not isinstance(schema, dict) or not schema:
+        return {"type": "string", "maxLength": _SHORT_STRING} if schema in (True, {}) else schema
+    if schema.keys() & {"enum", "const"}:
+        return schema
+    found = dict(schema)
+    for key in ("properties", "$defs"):
+        if key in schema:
+            found[key] = {name: short_schema(part) for name, part in schema[key].items()}
+    for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
+        if key in schema:
+            found[key] = [short_schema(part) for part in schema[key]]
+    if "items" in schema:
+        found["items"] = short_schema(schema["items"])
+    match schema.get("type"):
+        case "string" if not schema.keys() & {"pattern", "format", "minLength"}:
+            found.setdefault("maxLength", _SHORT_STRING)
+        case "array":
+            found.setdefault("maxItems", max(2, schema.get("minItems", 0)))
+        case "object" if "properties" not in schema:
+            found |= {"properties": {}, "additionalProperties": False}
+    return found
+
+
+def _is_text(annotation: Any) -> bool:
+    if annotation is str:
+        return True
+    named = [getattr(dspy, name, None) for name in _TEXT_TYPES]
+    return inspect.isclass(annotation) and annotation in named
+
+
+def _may_be_text(annotation: Any) -> bool:
+    """``str | None`` and the like, of which DSPy takes any text."""
+    return get_origin(annotation) in (Union, UnionType) and {str, NoneType} <= set(get_args(annotation))
+
+
+def _words(annotation: Any) -> list[str] | None:
+    """Returns the values of a type that has only a few, as text."""
+    if annotation is bool:
+        return ["True", "False"]
+    if inspect.isclass(annotation) and issubclass(annotation, enum.Enum):
+        return [member.value if isinstance(member.value, str) else member.name for member in annotation]
+    if get_origin(annotation) is Literal:
+        values = get_args(annotation)
+        return [str(value) for value in values] if all(isinstance(value, str) for value in values) else None
+    return None
+
+
+def escaped(literal: str) -> str:
+    """Escapes a literal for a regular expression."""
+    return "".join(
+        [r"\n" if char == "\n" else char if char in '" #' else re.escape(char) for char in literal]
+    )
+
+
+def quoted(text: str) -> str:
+    """Returns a text as a JSON string."""
+    return json.dumps(text, ensure_ascii=False)

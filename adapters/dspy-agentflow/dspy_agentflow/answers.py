@@ -1,32 +1,43 @@
-"""What is asked of a model for DSPy, and whole answers: one that ``max_tokens`` cut off within its adapter's
-format is brought to its end."""
+"""Calls of the model for DSPy, and the completion of answers that ``max_tokens`` truncated.
+
+``Asked`` is one call. ``complete`` and ``stream`` make it; an answer that was truncated within its adapter's
+format is continued under a constraint that allows only what is missing. While an answer streams,
+``CertainText`` holds back an unfinished value, because the continuation may generate it again.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Generator, Iterator
 from contextlib import aclosing, closing
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import agentflow as af
-from agentflow.integrations.client import Ended, ModelCall, ModelConnection, Said
-from agentflow.protocol.chat import ToolChoice, ToolSpec, read_reply
+from agentflow.integrations import (
+    Answer,
+    Delta,
+    ModelCall,
+    ModelConnection,
+    TextPiece,
+    ToolChoice,
+    ToolSpec,
+    read_reply,
+)
 from dspy_agentflow.answer_format import AnswerFormat, Rest
 from dspy_agentflow.programs import CALLS
-from dspy_agentflow.telling import Telling
 
-# What an answer that was cut off may take beyond ``max_tokens`` to end as its format wants it, which is
-# short: some words for each field that is missing.
-MOST_TOKENS_TO_END: Final = 1024
-# Of the options, what is about the whole answer only.
-_OF_THE_WHOLE: Final = ("min_tokens", "stop", "stop_regex", "ignore_eos")
+# The tokens that completing a truncated answer may take beyond ``max_tokens``: the missing values are short.
+MAX_TOKENS_TO_END: Final = 1024
+# Sampling options that apply only to the answer as a whole.
+_ONLY_WHOLE: Final = ("min_tokens", "stop", "stop_regex", "ignore_eos")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """``sampling``: arguments of ``af.reply``; ``constraint``: the one that says how the answer looks. Where
-    that is ``answer_format``'s, the answer can be brought to its end."""
+    """``sampling`` and ``constraint``: arguments of ``af.reply``. An answer can be completed if the
+    constraint is that of ``answer_format``. ``is_streamed``: whether the caller reads the answer while it is
+    generated. Transient failures are retried ``max_retries`` times."""
 
     messages: list[af.Message]
     sampling: dict[str, Any]
@@ -37,28 +48,29 @@ class Asked:
     n: int = 1
     cache_salt: str = ""
     is_streamed: bool = False
+    max_retries: int = 0
 
     def call(self) -> ModelCall:
-        """agentflow's. ``BadArgument`` where it makes no sense."""
-        begins = af.conversation(self.messages, tools=self.tools, choice=self.choice)
-        says = af.reply("answer", **self.sampling, **self.constraint)
-        return ModelCall(begins, says, n=self.n, cache_salt=self.cache_salt)
+        """Returns the call for ``ModelConnection``. Raises ``BadArgument`` if it is invalid."""
+        prompt = af.conversation(self.messages, tools=self.tools, choice=self.choice)
+        output = af.reply("answer", **self.sampling, **self.constraint)
+        return ModelCall(prompt, output, n=self.n, cache_salt=self.cache_salt)
 
-    def rest_of(self, end: Ended) -> Rest | None:
-        """What an answer lacks, if it was cut off within its format."""
-        if self.answer_format is None or end.finish_reason != "length":
+    def rest_of(self, answer: Answer) -> Rest | None:
+        """Returns what an answer lacks if it was truncated within its format, else None."""
+        if self.answer_format is None or answer.finish_reason != "length":
             return None
-        reply = read_reply(end.text)
+        reply = read_reply(answer.text)
         return None if reply.tool_calls else self.answer_format.rest(reply.text)
 
     def for_rest(self, rest: Rest) -> Asked:
-        """Asks for that. What was said before it is in the cache."""
-        said = [af.Message("assistant", rest.kept, generated=True)] if rest.kept else []
-        sampling = {name: value for name, value in self.sampling.items() if name not in _OF_THE_WHOLE}
-        sampling["max_tokens"] = MOST_TOKENS_TO_END
+        """Returns the call that generates the rest. The text before it is in the prefix cache."""
+        kept = [af.Message("assistant", rest.kept, generated=True)] if rest.kept else []
+        sampling = {name: value for name, value in self.sampling.items() if name not in _ONLY_WHOLE}
+        sampling["max_tokens"] = MAX_TOKENS_TO_END
         return replace(
             self,
-            messages=[*self.messages, *said],
+            messages=[*self.messages, *kept],
             sampling=sampling,
             choice=ToolChoice("none"),
             constraint=rest.constraint,
@@ -66,53 +78,114 @@ class Asked:
         )
 
 
-def ask(connection: ModelConnection, asked: Asked) -> Generator[Said | Ended, None, None]:
-    """What the model says, as it comes. Blocks in between; closing this cancels it."""
-    program, objective = CALLS.program_of(connection)
-    told = Telling(asked.answer_format if asked.is_streamed else None)
-    cut: list[tuple[Ended, Rest]] = []
-    with closing(connection.ask(asked.call(), program, objective)) as events:
+def complete(connection: ModelConnection, asked: Asked) -> list[Answer]:
+    """Returns the complete answers, by index; blocks until then."""
+    program = CALLS.program_of(connection)
+    answers = connection.complete(asked.call(), *program, max_retries=asked.max_retries)
+    for place, answer in enumerate(answers):
+        if (rest := asked.rest_of(answer)) is not None:
+            call = asked.for_rest(rest).call()
+            [end] = connection.complete(call, *program, max_retries=asked.max_retries)
+            answers[place] = _joined(answer, end, rest)
+    return answers
+
+
+async def acomplete(connection: ModelConnection, asked: Asked) -> list[Answer]:
+    """Like ``complete``, without blocking the event loop."""
+    program = CALLS.program_of(connection)
+    answers = await connection.acomplete(asked.call(), *program, max_retries=asked.max_retries)
+    for place, answer in enumerate(answers):
+        if (rest := asked.rest_of(answer)) is not None:
+            call = asked.for_rest(rest).call()
+            [end] = await connection.acomplete(call, *program, max_retries=asked.max_retries)
+            answers[place] = _joined(answer, end, rest)
+    return answers
+
+
+def stream(connection: ModelConnection, asked: Asked) -> Generator[Delta | Answer, None, None]:
+    """Yields the answers piece by piece and then complete; blocks between them."""
+    program = CALLS.program_of(connection)
+    text = CertainText(asked.answer_format if asked.is_streamed else None)
+    truncated: list[tuple[Answer, Rest]] = []
+    call, num = asked.call(), asked.max_retries
+    with closing(connection.stream(call, *program, max_retries=num)) as events:
         for event in events:
-            if isinstance(event, Ended) and (rest := asked.rest_of(event)) is not None:
-                cut.append((event, rest))
+            if isinstance(event, Answer) and (rest := asked.rest_of(event)) is not None:
+                truncated.append((event, rest))
             else:
-                yield from told.tell(event)
-    for end, rest in cut:
-        told.go_on(rest)
-        with closing(connection.ask(asked.for_rest(rest).call(), program, objective)) as events:
+                yield from text.events(event)
+    for answer, rest in truncated:
+        text.continue_after(rest)
+        call = asked.for_rest(rest).call()
+        with closing(connection.stream(call, *program, max_retries=num)) as events:
             for event in events:
-                yield from told.tell(_following(event, end, rest))
+                yield from text.events(_continued(event, answer, rest))
 
 
-async def aask(connection: ModelConnection, asked: Asked) -> AsyncGenerator[Said | Ended, None]:
-    """The same in an event loop."""
-    program, objective = CALLS.program_of(connection)
-    told = Telling(asked.answer_format if asked.is_streamed else None)
-    cut: list[tuple[Ended, Rest]] = []
-    async with aclosing(connection.aask(asked.call(), program, objective)) as events:
+async def astream(connection: ModelConnection, asked: Asked) -> AsyncGenerator[Delta | Answer, None]:
+    """Like ``stream``, without blocking the event loop."""
+    program = CALLS.program_of(connection)
+    text = CertainText(asked.answer_format if asked.is_streamed else None)
+    truncated: list[tuple[Answer, Rest]] = []
+    call, num = asked.call(), asked.max_retries
+    async with aclosing(connection.astream(call, *program, max_retries=num)) as events:
         async for event in events:
-            if isinstance(event, Ended) and (rest := asked.rest_of(event)) is not None:
-                cut.append((event, rest))
+            if isinstance(event, Answer) and (rest := asked.rest_of(event)) is not None:
+                truncated.append((event, rest))
                 continue
-            for one in told.tell(event):
+            for one in text.events(event):
                 yield one
-    for end, rest in cut:
-        told.go_on(rest)
-        async with aclosing(connection.aask(asked.for_rest(rest).call(), program, objective)) as events:
+    for answer, rest in truncated:
+        text.continue_after(rest)
+        call = asked.for_rest(rest).call()
+        async with aclosing(connection.astream(call, *program, max_retries=num)) as events:
             async for event in events:
-                for one in told.tell(_following(event, end, rest)):
+                for one in text.events(_continued(event, answer, rest)):
                     yield one
 
 
-def _following(event: Said | Ended, end: Ended, rest: Rest) -> Said | Ended:
-    """Of the rest of an answer: of this answer. It is said to be cut off, as it was."""
-    if isinstance(event, Said):
-        return Said(end.index, event.piece)
-    text = rest.kept + read_reply(event.text).text
+def _continued(event: Delta | Answer, answer: Answer, rest: Rest) -> Delta | Answer:
+    return Delta(answer.index, event.piece) if isinstance(event, Delta) else _joined(answer, event, rest)
+
+
+def _joined(answer: Answer, end: Answer, rest: Rest) -> Answer:
+    """Returns a truncated answer with its end. Its finish reason stays ``length``."""
+    text = rest.kept + read_reply(end.text).text
     return replace(
-        end,
+        answer,
         text=json.dumps([{"text": text}], separators=(",", ":"), ensure_ascii=False),
-        usage=end.usage + event.usage,
-        logprobs=None if end.logprobs is None else end.logprobs + (event.logprobs or ()),
-        top_logprobs=None if end.top_logprobs is None else end.top_logprobs + (event.top_logprobs or ()),
+        usage=answer.usage + end.usage,
+        logprobs=None if answer.logprobs is None else answer.logprobs + (end.logprobs or ()),
+        top_logprobs=None if answer.top_logprobs is None else answer.top_logprobs + (end.top_logprobs or ()),
     )
+
+
+class CertainText:
+    """The text of one streamed answer, without what may be generated again should ``max_tokens`` truncate it.
+    Without a format, all text passes at once."""
+
+    def __init__(self, answer_format: AnswerFormat | None) -> None:
+        self._is_held = answer_format is not None
+        self._format = answer_format
+        self._text = ""
+        self._num_sent = 0
+
+    def events(self, event: Delta | Answer) -> Iterator[Delta | Answer]:
+        """Yields the events to send after this one was received."""
+        if not self._is_held or (isinstance(event, Delta) and not isinstance(event.piece, TextPiece)):
+            yield event
+            return
+        if isinstance(event, Delta) and isinstance(event.piece, TextPiece):
+            self._text += event.piece.text
+        num_certain = len(self._text)
+        if self._format is not None and isinstance(event, Delta):
+            num_certain = self._format.num_certain(self._text)
+        if num_certain > self._num_sent:
+            yield Delta(event.index, TextPiece(self._text[self._num_sent : num_certain]))
+            self._num_sent = num_certain
+        if isinstance(event, Answer):
+            yield event
+
+    def continue_after(self, rest: Rest) -> None:
+        """Continues a truncated answer after ``rest.kept``. Text sent beyond that is generated again."""
+        self._text, self._format = rest.kept, None

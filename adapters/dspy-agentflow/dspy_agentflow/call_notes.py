@@ -1,5 +1,10 @@
-"""What a call of an LM knows and DSPy does not tell its engine: how many answers are wanted, which rollout it
-is, and how the adapter that wrote the prompt will read the answer."""
+"""What DSPy does not pass to an engine: the number of answers, the rollout, and the format that the adapter
+parses.
+
+The LM puts these ``CallNotes`` into a context variable for the time of a call (``noting``), and the engine
+reads them there (``notes``). A callback records which adapter formatted the last prompt
+(``remember_prompt``).
+"""
 
 from __future__ import annotations
 
@@ -16,8 +21,8 @@ from dspy_agentflow.answer_format import AnswerFormat, format_of
 
 @dataclass(frozen=True)
 class _Prompt:
-    """The last one that an adapter wrote here. ``outer``: the one that it is being made a part of, as where a
-    subclass adds to what ``format`` gives."""
+    """The last prompt that an adapter formatted in this context. ``outer``: the prompt that this one is part
+    of, if a subclass adds to the result of ``format``."""
 
     call_id: str
     adapter: Any
@@ -28,8 +33,8 @@ class _Prompt:
 
 @dataclass
 class CallNotes:
-    """``n``: so many answers are asked for, one after the other. ``must_call``: of an answer, only the tools
-    that it calls are read. ``ready``: answers that came with an earlier one."""
+    """``n``: the number of answers that DSPy will request, one after the other. ``must_call``: DSPy reads
+    only the tool calls of an answer. ``ready``: answers that were generated together with an earlier one."""
 
     n: int = 1
     rollout_id: int | None = None
@@ -39,19 +44,19 @@ class CallNotes:
     ready: deque[Any] = field(default_factory=deque)
 
     def seed(self, asked: int, number: int) -> int:
-        """The one for answer ``number``: each of several, and each rollout, has its own."""
+        """Returns the seed of answer ``number``: each answer and each rollout has its own."""
         if self.rollout_id is None and not number:
             return asked
         digest = hashlib.sha256(repr((asked, self.rollout_id, number)).encode()).digest()
         return int.from_bytes(digest[:7])
 
     def give(self, answers: Sequence[Any]) -> Any:
-        """The first of them; the others are ready for the next calls."""
+        """Returns the first answer and keeps the others for the next calls."""
         self.ready.extend(answers)
         return self.next()
 
     def next(self) -> Any:
-        """One that is ready; None where there is none."""
+        """Returns an answer that is ready, else None."""
         self.num_given += bool(self.ready)
         return self.ready.popleft() if self.ready else None
 
@@ -61,13 +66,13 @@ _notes: ContextVar[CallNotes | None] = ContextVar("agentflow_dspy_notes", defaul
 
 
 def remember_prompt(call_id: str, adapter: Any = None, signature: Any = None, messages: Any = None) -> None:
-    """What the adapter writes, when it begins and when it has written it."""
+    """Records an adapter's call of ``format`` when it begins, and its ``messages`` when it ends."""
     prompt = _prompt.get()
     if messages is None:
         outer = prompt if prompt is not None and prompt.messages is None else None
         _prompt.set(_Prompt(call_id, adapter, signature, outer=outer))
         return
-    known = None  # DSPy also wraps what is inherited, and then does not tell the signature outside
+    known = None  # DSPy also wraps inherited methods; the outer callback then lacks the signature
     while prompt is not None and prompt.call_id != call_id:
         known, prompt = prompt.signature if known is None else known, prompt.outer
     if prompt is not None:
@@ -75,19 +80,19 @@ def remember_prompt(call_id: str, adapter: Any = None, signature: Any = None, me
 
 
 def forget_prompt() -> None:
-    """The adapter has failed."""
+    """Forgets the prompt of an adapter that failed."""
     _prompt.set(None)
 
 
 @contextmanager
 def noting(messages: Any, asked: dict[str, Any], *, follow_adapter: bool) -> Iterator[None]:
-    """A call of an LM with these messages and keyword arguments runs in the block."""
+    """Sets the notes for a call of an LM, with these messages and keyword arguments, in the block."""
     prompt = _prompt.get()
-    told = CallNotes(asked.get("n") or 1, asked.get("rollout_id"))
+    call = CallNotes(asked.get("n") or 1, asked.get("rollout_id"))
     if prompt is not None and _are_same(prompt.messages, messages):
-        told.must_call = not prompt.signature.output_fields
-        told.answer_format = format_of(prompt.adapter, prompt.signature) if follow_adapter else None
-    token = _notes.set(told)
+        call.must_call = not prompt.signature.output_fields
+        call.answer_format = format_of(prompt.adapter, prompt.signature) if follow_adapter else None
+    token = _notes.set(call)
     try:
         yield
     finally:
@@ -95,13 +100,15 @@ def noting(messages: Any, asked: dict[str, Any], *, follow_adapter: bool) -> Ite
 
 
 def _are_same(written: Any, sent: Any) -> bool:
-    """Some versions of DSPy send a copy of what the adapter wrote, its texts in blocks."""
+    """Some versions of DSPy send a copy of the adapter's messages, with texts as content blocks."""
     if not isinstance(written, list) or not isinstance(sent, list):
         return False
-    return written is sent or [_said(message) for message in written] == [_said(message) for message in sent]
+    return written is sent or [_role_and_text(message) for message in written] == [
+        _role_and_text(message) for message in sent
+    ]
 
 
-def _said(message: Any) -> tuple[Any, Any]:
+def _role_and_text(message: Any) -> tuple[Any, Any]:
     content = message.get("content")
     if isinstance(content, list) and all(block.get("type") == "text" for block in content):
         content = "".join([block["text"] for block in content])
@@ -109,5 +116,5 @@ def _said(message: Any) -> tuple[Any, Any]:
 
 
 def notes() -> CallNotes:
-    """Of the call that runs here."""
+    """Returns the notes of the call that runs in this context."""
     return _notes.get() or CallNotes()

@@ -1,42 +1,141 @@
-"""``AgentflowLM`` for DSPy from 3.4 on."""
+"""What every ``AgentflowLM`` has in common, for every version of DSPy: its signature and its settings.
+
+The class itself is in ``engines.py`` for DSPy 3.4 and later, and in ``older_lm.py`` for DSPy 3.0 to 3.3.
+Neither has an ``__init__`` of its own.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Self
+import os
+from dataclasses import dataclass, field
+from typing import Any, Final, Self
 
-from dspy.clients.base_lm import LM_CLASS_STATE_KEY
+import dspy
 
-from dspy_agentflow.engines import AgentflowEngine, AsyncAgentflowEngine
-from dspy_agentflow.noted_lm import NotedLM
-from dspy_agentflow.settings import EngineSettings
+from agentflow.integrations import ModelConnection, connection_through, connection_to
+from dspy_agentflow.call_notes import noting
+from dspy_agentflow.programs import register_callback
+
+PREFIX: Final = "agentflow/"
+DEFAULT_NAME: Final = "default"
+"""The name after the prefix for the server's first model, or ``smollm2-135m`` in this process."""
+DEFAULT_MAX_TOKENS: Final = 1024
 
 
-class AgentflowLM(NotedLM):
-    """A ``dspy.LM`` that agentflow runs, in this process or on a server.
+@dataclass(frozen=True)
+class EngineSettings:
+    """Where the model runs, and limits for its calls.
+
+    ``base_url``: ``ws://…`` or ``wss://…``, default ``AGENTFLOW_URL``; without either, the model runs in this
+    process. ``api_key``: the server's, default ``AGENTFLOW_API_KEY``. ``timeout``: seconds for one answer,
+    from when it is scheduled. ``cache_salt``: prompts share cached KV only under an equal salt. ``backend``:
+    an agentflow backend instead of a server or local model; for tests, ``af.Scripted``.
+    """
+
+    base_url: str | None = field(default_factory=lambda: os.environ.get("AGENTFLOW_URL") or None)
+    api_key: str | None = field(
+        default_factory=lambda: os.environ.get("AGENTFLOW_API_KEY") or None, repr=False
+    )
+    timeout: float | None = None
+    cache_salt: str = ""
+    backend: Any = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        own = None if self.backend is None else connection_through(self.backend)
+        object.__setattr__(self, "_own_connection", own)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # immutable, and a copied program uses the same model
+
+    def connection(self, model: str) -> ModelConnection:
+        """Returns the connection to a model by its name in DSPy. It opens with the first call."""
+        own: ModelConnection | None = getattr(self, "_own_connection", None)
+        if own is not None:
+            return own
+        name = model.removeprefix(PREFIX)
+        return connection_to(self.base_url, None if name == DEFAULT_NAME else name, self.api_key)
+
+    def dump(self) -> dict[str, Any]:
+        """Returns the settings to save, without secrets. Raises ``TypeError`` if there is a ``backend``."""
+        if self.backend is not None:
+            raise TypeError("an LM with a backend cannot be saved: set the LM again after loading")
+        return {"base_url": self.base_url, "timeout": self.timeout, "cache_salt": self.cache_salt}
+
+
+def name_of(model: str | None) -> str:
+    """Returns a model's name in DSPy, which has a prefix."""
+    return PREFIX + (model or DEFAULT_NAME).removeprefix(PREFIX)
+
+
+class BaseAgentflowLM(dspy.LM):
+    """A ``dspy.LM`` that runs in this process or on an agentflow server.
 
     >>> dspy.configure(lm=AgentflowLM())  # smollm2-135m in this process
     >>> dspy.configure(lm=AgentflowLM("smollm2-135m", base_url="ws://127.0.0.1:8410", temperature=0.7))
     >>> dspy.ChainOfThought("question -> answer")(question="What do plants do?").answer
 
-    ``model``, ``base_url``, ``api_key``, ``backend``, ``timeout`` and ``cache_salt`` are as
-    ``EngineSettings`` has them; the others are those of ``dspy.LM``. Where nothing is said, the model is the
-    server's first one, or ``smollm2-135m``; ``temperature`` is 0, ``max_tokens`` 1024. ``follow_adapter``:
-    answers keep to the format in which ``dspy.ChatAdapter`` or ``dspy.JSONAdapter`` reads them; one that
-    ``max_tokens`` cuts off is brought to its end, with short values of the fields that are missing.
+    ``model``: default: the server's first model, or ``smollm2-135m`` in this process. ``base_url``,
+    ``api_key``, ``backend``, ``timeout`` and ``cache_salt`` are fields of ``EngineSettings``.
+    ``follow_adapter``: constrain answers to the format that ``dspy.ChatAdapter`` or ``dspy.JSONAdapter``
+    parses, and complete an answer that ``max_tokens`` truncates, with short values for the missing fields.
+    The other arguments are those of ``dspy.LM``; the defaults are ``temperature`` 0 and ``max_tokens`` 1024.
     """
 
-    def _begin(self, settings: EngineSettings) -> dict[str, Any]:
-        return {"engine": AgentflowEngine(settings), "async_engine": AsyncAgentflowEngine(settings)}
+    follow_adapter: bool
 
-    def dump_state(self) -> dict[str, Any]:
-        """What ``load_state`` makes this LM of again, without the key."""
-        state: dict[str, Any] = super().dump_state()
-        engine = state.pop("engine")
-        del state["async_engine"]
-        return {**state, **engine["state"], "follow_adapter": self.follow_adapter}
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        backend: Any = None,
+        timeout: float | None = None,
+        cache_salt: str = "",
+        follow_adapter: bool = True,
+        max_tokens: int | None = DEFAULT_MAX_TOKENS,
+        **kwargs: Any,
+    ) -> None:
+        if kwargs.get("model_type", "chat") != "chat":
+            raise ValueError(f"model_type must be 'chat', not {kwargs['model_type']!r}")
+        settings = _settings_of(
+            base_url or kwargs.pop("api_base", None),
+            api_key,
+            timeout=timeout,
+            cache_salt=cache_salt,
+            backend=backend,
+        )
+        self.follow_adapter = follow_adapter
+        if backend is not None:  # the keys of DSPy's cache do not distinguish backends
+            kwargs.setdefault("cache", False)
+        super().__init__(name_of(model), max_tokens=max_tokens, **self._engine_options(settings), **kwargs)
 
-    @classmethod
-    def load_state(cls, state: dict[str, Any], *, allow_custom_lm_class: bool = False) -> Self:
-        """What ``dump_state`` told. A program that holds this LM is loaded with
-        ``allow_unsafe_lm_state=True``."""
-        return cls(**{name: value for name, value in state.items() if name != LM_CLASS_STATE_KEY})
+    def _engine_options(self, settings: EngineSettings) -> dict[str, Any]:
+        """Returns the arguments of ``dspy.LM`` for these settings, in this version of DSPy."""
+        raise NotImplementedError
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """DSPy reads this before an adapter formats a prompt, so the callback is registered here."""
+        register_callback()
+        return self._kwargs
+
+    @kwargs.setter
+    def kwargs(self, told: dict[str, Any]) -> None:
+        self._kwargs = told
+
+    def __call__(self, *args: Any, messages: Any = None, **kwargs: Any) -> Any:
+        """As ``dspy.LM``."""
+        with noting(messages, {**self.kwargs, **kwargs}, follow_adapter=self.follow_adapter):
+            return super().__call__(*args, messages=messages, **kwargs)
+
+    async def acall(self, *args: Any, messages: Any = None, **kwargs: Any) -> Any:
+        """As ``dspy.LM``."""
+        with noting(messages, {**self.kwargs, **kwargs}, follow_adapter=self.follow_adapter):
+            return await super().acall(*args, messages=messages, **kwargs)
+
+
+def _settings_of(base_url: str | None, api_key: str | None, **told: Any) -> EngineSettings:
+    """Empty arguments leave the defaults, which come from the environment."""
+    said: dict[str, Any] = {"base_url": base_url, "api_key": api_key}
+    return EngineSettings(**{name: value for name, value in said.items() if value}, **told)

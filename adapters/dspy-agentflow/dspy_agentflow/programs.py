@@ -1,8 +1,7 @@
 """Which program a model call belongs to: the outermost call of a DSPy module around it.
 
-A callback hears of every module, tool and LM that is called, and remembers which module's call is at its
-root. When that ends, so does the program. What an evaluation or an optimizer calls counts as many programs of
-which the whole matters, not each by itself.
+``CallTree`` is a callback that records the root module of every call of a module, tool or LM. When the root
+ends, its program ends. An evaluation or an optimizer runs many programs, with the objective ``throughput``.
 """
 
 from __future__ import annotations
@@ -16,12 +15,11 @@ from typing import Any, Final
 import dspy
 from dspy.utils.callback import ACTIVE_CALL_ID, BaseCallback
 
-from agentflow.integrations.client import ModelConnection
-from agentflow.protocol.ops import Objective
+from agentflow.integrations import ModelConnection, Objective
 from dspy_agentflow.call_notes import forget_prompt, remember_prompt
 
-# Calls whose end nobody tells are forgotten, the oldest first.
-MOST_CALLS: Final = 10_000
+# Calls whose end is never reported are dropped, the oldest first.
+MAX_CALLS: Final = 10_000
 
 
 @dataclass(eq=False)
@@ -35,17 +33,18 @@ _MANY_PROGRAMS: Final = _Program("", "throughput")
 
 
 class CallTree(BaseCallback):
-    """The program that each call belongs to that goes on."""
+    """The program of each unfinished call."""
 
     def __init__(self) -> None:
         self._programs: OrderedDict[str, _Program] = OrderedDict()
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Callable[[], CallTree], tuple[()]]:
-        return _the_one, ()  # saved settings find it again
+        return _singleton, ()  # unpickled settings refer to the same object
 
     def program_of(self, connection: ModelConnection) -> tuple[str, Objective | None]:
-        """The name of the program that runs here, and what matters there. It ends on the connection, too."""
+        """Returns the name and the objective of the current program, which will end on this connection,
+        too."""
         with self._lock:
             program = self._programs.get(ACTIVE_CALL_ID.get())
             if program is None or not program.name:
@@ -63,7 +62,7 @@ class CallTree(BaseCallback):
             if program is None:
                 return
             self._programs[call_id] = program
-            oldest = next(iter(self._programs)) if len(self._programs) > MOST_CALLS else None
+            oldest = next(iter(self._programs)) if len(self._programs) > MAX_CALLS else None
         if oldest is not None:
             self._end(oldest)
 
@@ -75,66 +74,67 @@ class CallTree(BaseCallback):
                 connection.end_program(call_id)
 
     def on_module_start(self, call_id: str, instance: Any, inputs: dict[str, Any]) -> None:
-        """A module is called."""
+        """Records the call of a module."""
         self._begin(call_id, is_module=not isinstance(instance, dspy.BaseLM))
 
     def on_module_end(self, call_id: str, outputs: Any, exception: BaseException | None = None) -> None:
-        """It has ended, or failed."""
+        """Ends a call."""
         self._end(call_id)
 
     def on_lm_start(self, call_id: str, instance: Any, inputs: dict[str, Any]) -> None:
-        """An LM is called."""
+        """Records the call of an LM."""
         self._begin(call_id)
 
     def on_lm_end(self, call_id: str, outputs: Any, exception: BaseException | None = None) -> None:
-        """It has answered, or failed."""
+        """Ends a call."""
         self._end(call_id)
 
     def on_tool_start(self, call_id: str, instance: Any, inputs: dict[str, Any]) -> None:
-        """A tool, in which modules may be called."""
+        """Records a tool, which may call modules."""
         self._begin(call_id)
 
     def on_tool_end(self, call_id: str, outputs: Any, exception: BaseException | None = None) -> None:
-        """It has ended, or failed."""
+        """Ends a call."""
         self._end(call_id)
 
     def on_evaluate_start(self, call_id: str, instance: Any, inputs: dict[str, Any]) -> None:
-        """An evaluation calls a module many times."""
+        """Records an evaluation, which calls a module many times."""
         self._begin(call_id, has_many=True)
 
     def on_evaluate_end(self, call_id: str, outputs: Any, exception: BaseException | None = None) -> None:
-        """It has ended, or failed."""
+        """Ends a call."""
         self._end(call_id)
 
     def on_compile_start(self, call_id: str, instance: Any, inputs: dict[str, Any]) -> None:
-        """An optimizer calls a module many times."""
+        """Records an optimizer, which calls a module many times."""
         self._begin(call_id, has_many=True)
 
     def on_compile_end(self, call_id: str, outputs: Any, exception: BaseException | None = None) -> None:
-        """It has ended, or failed."""
+        """Ends a call."""
         self._end(call_id)
 
     def on_adapter_format_start(self, call_id: str, instance: Any, inputs: dict[str, Any]) -> None:
-        """An adapter writes a prompt for a signature."""
+        """Records that an adapter formats a prompt for a signature."""
         remember_prompt(call_id, instance, inputs.get("signature"))
 
     def on_adapter_format_end(
         self, call_id: str, outputs: Any, exception: BaseException | None = None
     ) -> None:
-        """It has written it."""
+        """Records the prompt."""
         forget_prompt() if exception is not None else remember_prompt(call_id, messages=outputs)
 
 
 CALLS: Final = CallTree()
 
 
-def _the_one() -> CallTree:
+def _singleton() -> CallTree:
     return CALLS
 
 
-def listen() -> None:
-    """From now on DSPy tells ``CALLS``; again where the user has set other callbacks meanwhile."""
+def register_callback() -> None:
+    """Registers ``CALLS`` with DSPy, unless it is registered. The user may have replaced the callbacks."""
     callbacks = dspy.settings.callbacks
     if not any(callback is CALLS for callback in callbacks):
-        # In place: dspy.configure may be called from one thread only, and who is in a context has a copy.
+        # In place: dspy.configure may be called from only one thread, and contexts have copies of the
+        # settings.
         callbacks.append(CALLS)

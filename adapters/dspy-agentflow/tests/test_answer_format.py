@@ -11,13 +11,12 @@ import dspy
 import jsonschema
 import pydantic
 import pytest
-from dspy_agentflow.answer_format import AnswerFormat, format_of
-from dspy_agentflow.field_values import _PROSE
-from dspy_agentflow.telling import Telling
+from dspy_agentflow.answer_format import _PROSE, AnswerFormat, format_of
+from dspy_agentflow.answers import CertainText
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.integrations.client import Ended, Said
+from agentflow.integrations import Answer, Delta
 from agentflow.protocol.chat import TextPiece
 from agentflow.protocol.events import Usage
 
@@ -182,21 +181,21 @@ def test_what_is_streamed_is_the_answer_wherever_it_was_cut(answer: Any, data: s
     """Nothing that was told is said again, and all of free text comes at once."""
     _, _, found, _, text = answer
     place = data.draw(st.integers(0, len(text)))
-    telling, told = Telling(found), ""
+    telling, told = CertainText(found), ""
     for at in range(0, place, 3):
-        told += said_by(telling, Said(0, TextPiece(text[at : min(at + 3, place)])))
+        told += said_by(telling, Delta(0, TextPiece(text[at : min(at + 3, place)])))
     assert text.startswith(told)
     rest = found.rest(text[:place])
     whole = text[:place]
     if rest is not None:
         more = data.draw(said_under(rest.constraint))
         whole = rest.kept + more
-        telling.go_on(rest)
+        telling.continue_after(rest)
         for at in range(0, len(more), 5):
-            told += said_by(telling, Said(0, TextPiece(more[at : at + 5])))
+            told += said_by(telling, Delta(0, TextPiece(more[at : at + 5])))
     told += said_by(
         telling,
-        Ended(
+        Answer(
             index=0,
             text="",
             finish_reason="stop",
@@ -209,8 +208,8 @@ def test_what_is_streamed_is_the_answer_wherever_it_was_cut(answer: Any, data: s
     assert told == whole
 
 
-def said_by(telling: Telling, event: Said | Ended) -> str:
-    pieces = [one.piece for one in telling.tell(event) if isinstance(one, Said)]
+def said_by(telling: CertainText, event: Delta | Answer) -> str:
+    pieces = [one.piece for one in telling.events(event) if isinstance(one, Delta)]
     return "".join([piece.text for piece in pieces if isinstance(piece, TextPiece)])
 
 

@@ -12,8 +12,8 @@ from dspy import lm15
 from dspy_agentflow import AgentflowEngine, AsyncAgentflowEngine
 from dspy_agentflow.answers import Asked
 from dspy_agentflow.call_notes import CallNotes
-from dspy_agentflow.requests import asked_of
-from dspy_agentflow.settings import EngineSettings
+from dspy_agentflow.engines import asked_of
+from dspy_agentflow.lm import EngineSettings
 from scripts import Recorded
 
 import agentflow as af
@@ -122,7 +122,7 @@ def test_sampling() -> None:
         "timeout_s": 3.0,
     }
     assert (found.constraint, found.cache_salt) == ({"regex": "[ab]+"}, "s")
-    assert found.call().says.params.max_tokens == 5
+    assert found.call().output.params.max_tokens == 5
 
 
 def test_response_formats() -> None:

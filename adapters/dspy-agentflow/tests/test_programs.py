@@ -6,10 +6,10 @@ import pickle
 from typing import Any
 
 from dspy.utils.callback import ACTIVE_CALL_ID
-from dspy_agentflow.programs import CALLS, MOST_CALLS, CallTree
+from dspy_agentflow.programs import CALLS, MAX_CALLS, CallTree
 
 
-class Ended:
+class Answer:
     """A connection that keeps which programs have ended."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ def program_in(tree: CallTree, call_id: str | None, connection: Any) -> Any:
 
 
 def test_the_outermost_module_names_it_and_ends_it() -> None:
-    tree, connection = CallTree(), Ended()
+    tree, connection = CallTree(), Answer()
     begin(tree, "module", "outer", None)
     begin(tree, "module", "inner", "outer")
     begin(tree, "tool", "tool", "inner")
@@ -49,14 +49,14 @@ def test_the_outermost_module_names_it_and_ends_it() -> None:
 def test_calls_outside_of_any_module_are_no_program() -> None:
     tree = CallTree()
     begin(tree, "lm", "lm", None)
-    assert program_in(tree, "lm", Ended()) == ("", None)
+    assert program_in(tree, "lm", Answer()) == ("", None)
     begin(tree, "tool", "tool", None)
     begin(tree, "lm", "lm in tool", "tool")
-    assert program_in(tree, "lm in tool", Ended()) == ("", None)
+    assert program_in(tree, "lm in tool", Answer()) == ("", None)
 
 
 def test_what_evaluations_and_optimizers_call_are_many_programs() -> None:
-    tree, connection = CallTree(), Ended()
+    tree, connection = CallTree(), Answer()
     begin(tree, "compile", "compile", None)
     begin(tree, "evaluate", "evaluate", "compile")
     for call_id in ("first", "second"):
@@ -71,10 +71,10 @@ def test_what_evaluations_and_optimizers_call_are_many_programs() -> None:
 
 
 def test_calls_whose_end_nobody_tells_are_forgotten() -> None:
-    tree, connection = CallTree(), Ended()
+    tree, connection = CallTree(), Answer()
     begin(tree, "module", "first", None)
     program_in(tree, "first", connection)
-    for number in range(MOST_CALLS):
+    for number in range(MAX_CALLS):
         begin(tree, "module", str(number), None)
     assert connection.names == ["first"]
 

@@ -1,4 +1,4 @@
-"""``ChatAgentflow``: a chat model of LangChain on agentflow."""
+"""``ChatAgentflow``: LangChain's chat model on agentflow."""
 
 from __future__ import annotations
 
@@ -20,29 +20,27 @@ from langchain_core.runnables.config import get_config_list
 from pydantic import BaseModel, ConfigDict
 
 import agentflow as af
-from agentflow.backends.local import DEFAULT_MODEL
-from agentflow.integrations.client import Ended, ModelCall, Said
-from langchain_agentflow.calls import aask, ask
+from agentflow.integrations import DEFAULT_MODEL, Answer, Delta, ModelCall, ModelConnection
 from langchain_agentflow.errors import langchain_errors
 from langchain_agentflow.messages import ChunkWriter, to_agentflow, to_langchain
-from langchain_agentflow.programs import one_batch
-from langchain_agentflow.settings import MOST_THREADS, ModelSettings
+from langchain_agentflow.programs import acomplete, astream, complete, one_batch, stream
+from langchain_agentflow.settings import MAX_THREADS, ModelSettings
 from langchain_agentflow.structured_output import Method, constraint_of, structured
 from langchain_agentflow.tools import Choice, Tool, as_openai, choice_of, specs_of
 
-# What the model that runs where nothing is said can take.
+# The context of the default model, in tokens.
 _KNOWN_CONTEXT = {None: 8192, DEFAULT_MODEL: 8192}
 
 
 class ChatAgentflow(ModelSettings, BaseChatModel):
-    """A chat model that agentflow runs, in this process or on a server.
+    """A chat model that runs in this process or on an agentflow server.
 
     >>> model = ChatAgentflow()  # smollm2-135m in this process
     >>> model = ChatAgentflow(base_url="ws://127.0.0.1:8410", temperature=0.7)
     >>> model.invoke("What do plants do?").content
     """
 
-    model_config = ConfigDict(extra="forbid")  # a field that is spelt wrongly is told
+    model_config = ConfigDict(extra="forbid")  # a misspelt field is an error
 
     @property
     def _llm_type(self) -> str:
@@ -82,8 +80,7 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
     ) -> ChatResult:
         with langchain_errors():
             call, connection = self._call(messages, stop, kwargs), self._connection_for(kwargs)
-        with closing(ask(connection, call, run_manager, self._retries(kwargs))) as events:
-            return self._result([event for event in events if isinstance(event, Ended)])
+        return _result(complete(connection, call, run_manager, self._max_retries(kwargs)))
 
     async def _agenerate(
         self,
@@ -94,9 +91,7 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
     ) -> ChatResult:
         with langchain_errors():
             call, connection = self._call(messages, stop, kwargs), self._connection_for(kwargs)
-        async with aclosing(aask(connection, call, run_manager, self._retries(kwargs))) as events:
-            ends = [event async for event in events if isinstance(event, Ended)]
-        return self._result(ends)
+        return _result(await acomplete(connection, call, run_manager, self._max_retries(kwargs)))
 
     def _stream(
         self,
@@ -106,13 +101,10 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         with langchain_errors():
-            call, connection = (
-                self._call(messages, stop, kwargs, is_streamed=True),
-                self._connection_for(kwargs),
-            )
+            call = self._call(messages, stop, kwargs, is_streamed=True)
+            connection = self._connection_for(kwargs)
         writer = ChunkWriter()
-        retries = self._retries(kwargs, is_streamed=True)
-        with closing(ask(connection, call, run_manager, retries)) as events:
+        with closing(stream(connection, call, run_manager, self._max_retries(kwargs))) as events:
             for event in events:
                 chunk = _chunk(writer, event)
                 if run_manager:
@@ -127,14 +119,10 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         with langchain_errors():
-            call, connection = (
-                self._call(messages, stop, kwargs, is_streamed=True),
-                self._connection_for(kwargs),
-            )
+            call = self._call(messages, stop, kwargs, is_streamed=True)
+            connection = self._connection_for(kwargs)
         writer = ChunkWriter()
-        async with aclosing(
-            aask(connection, call, run_manager, self._retries(kwargs, is_streamed=True))
-        ) as events:
+        async with aclosing(astream(connection, call, run_manager, self._max_retries(kwargs))) as events:
             async for event in events:
                 chunk = _chunk(writer, event)
                 if run_manager:
@@ -150,7 +138,7 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
         is_streamed: bool = False,
     ) -> ModelCall:
         asked = {**asked, **constraint_of(asked.get("response_format"))}
-        for name in ("response_format", "strict"):  # whatever is asked for is kept strictly
+        for name in ("response_format", "strict"):  # every schema is enforced strictly
             asked.pop(name, None)
         tools = specs_of(asked.pop("tools", None) or ())
         names = [tool.name for tool in tools]
@@ -158,21 +146,13 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
             asked.pop("tool_choice", None), names, parallel=asked.pop("parallel_tool_calls", None)
         )
         options = self.options(stop, asked)
-        begins = af.conversation(to_agentflow(messages), tools=tools, choice=choice)
+        prompt = af.conversation(to_agentflow(messages), tools=tools, choice=choice)
         n = 1 if is_streamed else asked.get("n") or self.n
         salt = asked.get("cache_salt", self.cache_salt)
-        return ModelCall(begins, af.reply("answer", **options), n=n, cache_salt=salt)
+        return ModelCall(prompt, af.reply("answer", **options), n=n, cache_salt=salt)
 
-    def _connection_for(self, asked: dict[str, Any]) -> Any:
+    def _connection_for(self, asked: dict[str, Any]) -> ModelConnection:
         return self.connection(asked.get("model") or asked.get("model_name"))
-
-    def _result(self, ends: Sequence[Ended]) -> ChatResult:
-        generations = []
-        for end in sorted(ends, key=lambda end: end.index):
-            message = to_langchain(end)
-            info = {"finish_reason": message.response_metadata["finish_reason"]}
-            generations.append(ChatGeneration(message=message, generation_info=info))
-        return ChatResult(generations=generations, llm_output={"model_name": ends[0].model})
 
     # Many calls
 
@@ -184,7 +164,7 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
         return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[AIMessage]:
-        """All at once, as one program: threads only wait here."""
+        """Runs all inputs at once, as one program, with a thread for each that only waits."""
         configs = [_with_threads(one, len(inputs)) for one in get_config_list(config, len(inputs))]
         with one_batch(self._connection_for(kwargs), len(inputs)):
             return super().batch(inputs, configs, return_exceptions=return_exceptions, **kwargs)
@@ -197,7 +177,7 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
         return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[AIMessage]:
-        """All at once, as one program."""
+        """Runs all inputs at once, as one program."""
         with one_batch(self._connection_for(kwargs), len(inputs)):
             return await super().abatch(inputs, config, return_exceptions=return_exceptions, **kwargs)
 
@@ -212,10 +192,10 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, AIMessage]:
-        """The model, told of the tools: calls are valid under their schemas, whatever ``strict`` says.
+        """Returns the model with tools. Calls are always valid under their schemas, whatever ``strict`` is.
 
-        ``tool_choice``: ``"auto"``, ``"none"``, ``"any"`` or ``"required"`` or True, or one tool's name,
-        also as OpenAI's and Anthropic's APIs write it.
+        ``tool_choice``: ``"auto"``, ``"none"``, ``"any"``, ``"required"`` or True, or a tool's name, also in
+        the form of OpenAI's or Anthropic's API.
         """
         with langchain_errors():
             described = as_openai(tools)
@@ -235,11 +215,10 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, dict[str, Any] | BaseModel]:
-        """The model as what gives values of the schema: decoded under it, by each ``method``.
+        """Returns a runnable whose values conform to the schema: each ``method`` decodes under a grammar.
 
-        ``json_schema`` and ``json_mode``: the answer is the value (where others promise any JSON object, this
-        promises the schema's), or, beside ``tools``, calls of these. ``function_calling``: the value is the
-        arguments of a call.
+        ``json_schema`` and ``json_mode`` (which enforces the schema here, too): the answer is the value, or
+        calls of ``tools`` if these are given. ``function_calling``: the arguments of a call are the value.
         """
         return structured(self, schema, method=method, include_raw=include_raw, **kwargs)
 
@@ -248,7 +227,7 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
     def get_num_tokens_from_messages(
         self, messages: list[BaseMessage], tools: Sequence[Tool] | None = None
     ) -> int:
-        """Of the whole prompt, the marks of its turns and its tools included."""
+        """Returns the length of the prompt, which includes its tools and the template's special tokens."""
 
         async def count(flow: af.Session) -> int:
             async with flow.state() as s:
@@ -259,14 +238,23 @@ class ChatAgentflow(ModelSettings, BaseChatModel):
             return self.connection().shared.run(count)
 
 
+def _result(answers: Sequence[Answer]) -> ChatResult:
+    generations = []
+    for answer in answers:
+        message = to_langchain(answer)
+        info = {"finish_reason": message.response_metadata["finish_reason"]}
+        generations.append(ChatGeneration(message=message, generation_info=info))
+    return ChatResult(generations=generations, llm_output={"model_name": answers[0].model})
+
+
 def _with_threads(config: RunnableConfig, num_inputs: int) -> RunnableConfig:
-    """As many as there are inputs, where nothing is said."""
+    """Sets ``max_concurrency`` to the number of inputs, unless it is set."""
     if config.get("max_concurrency") is not None:
         return config
-    return {**config, "max_concurrency": min(num_inputs, MOST_THREADS)}
+    return {**config, "max_concurrency": min(num_inputs, MAX_THREADS)}
 
 
-def _chunk(writer: ChunkWriter, event: Said | Ended) -> ChatGenerationChunk:
-    if isinstance(event, Said):
+def _chunk(writer: ChunkWriter, event: Delta | Answer) -> ChatGenerationChunk:
+    if isinstance(event, Delta):
         return ChatGenerationChunk(message=writer.chunk(event.piece))
     return ChatGenerationChunk(message=writer.last(event))

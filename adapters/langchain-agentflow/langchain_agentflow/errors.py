@@ -1,4 +1,4 @@
-"""agentflow's errors as LangChain's: each is both, so that code that catches either goes on working."""
+"""agentflow's errors as LangChain's. Each error is an instance of both, so code may catch either."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ import agentflow as af
 
 
 class AgentflowAPIError(ModelAPIError, af.ServerError):
-    """The engine failed, or the server has no room now: the same request may succeed later."""
+    """The engine failed, or the server is overloaded. The same request may succeed later."""
 
 
 class AgentflowAuthenticationError(ModelAuthenticationError, af.NotAuthorized):
-    """The server wants an API key, or another one."""
+    """The server requires an API key, or rejects this one."""
 
 
 class AgentflowConnectionError(ModelConnectionError, af.ServerError):
-    """There is no server at this address, or it is gone."""
+    """No server answers at this address, or the connection was lost."""
 
 
 class AgentflowContextOverflowError(ContextOverflowError, af.PromptTooLong):
@@ -37,7 +37,7 @@ class AgentflowContextOverflowError(ContextOverflowError, af.PromptTooLong):
 
 
 class AgentflowInvalidRequestError(ModelInvalidRequestError, af.BadArgument):
-    """What was asked makes no sense, or cannot be done: a schema that cannot be kept, say."""
+    """The request is invalid or not supported: a schema that cannot be enforced, for example."""
 
 
 class AgentflowModelNotFoundError(ModelNotFoundError, af.UnknownModel):
@@ -45,15 +45,15 @@ class AgentflowModelNotFoundError(ModelNotFoundError, af.UnknownModel):
 
 
 class AgentflowRateLimitError(ModelRateLimitError, af.RateLimited):
-    """The tenant's limit of requests or tokens is reached."""
+    """The tenant's limit of requests or tokens is used up."""
 
 
 class AgentflowTimeoutError(ModelTimeoutError, af.DeadlineExceeded):
-    """It took longer than it may."""
+    """The answer took longer than its time limit."""
 
 
 class AgentflowModelError(ModelError, af.AgentflowError):
-    """Anything else that agentflow may say."""
+    """Any other error of agentflow's."""
 
 
 _KINDS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], type[ModelError]], ...] = (
@@ -76,17 +76,17 @@ _made: dict[tuple[type[ModelError], type[af.AgentflowError]], type[Exception]] =
 
 
 def as_langchain(error: af.AgentflowError) -> Exception:
-    """The error of LangChain's kind; itself where it is one already."""
+    """Returns the LangChain error for an error, or the error itself if it is one already."""
     if isinstance(error, ModelError):
         return error
     kind = next(kind for known, kind in _KINDS if isinstance(error, known))
-    told = _both(kind, type(error))(str(error))
-    told.__dict__.update(error.__dict__)  # such as ``retry_after_s``
-    return told
+    converted = _both(kind, type(error))(str(error))
+    converted.__dict__.update(error.__dict__)  # such as ``retry_after_s``
+    return converted
 
 
 def _both(kind: type[ModelError], raised: type[af.AgentflowError]) -> type[Exception]:
-    """The one, and what was raised."""
+    """Returns a class that is both, so that handlers for the exact agentflow error match, too."""
     if issubclass(kind, raised):
         return kind
     if (kind, raised) in _made:
@@ -101,7 +101,7 @@ def _both(kind: type[ModelError], raised: type[af.AgentflowError]) -> type[Excep
 
 @contextmanager
 def langchain_errors() -> Iterator[None]:
-    """What agentflow raises in the block comes out as LangChain's."""
+    """Converts agentflow's errors that are raised in the block."""
     try:
         yield
     except af.AgentflowError as error:

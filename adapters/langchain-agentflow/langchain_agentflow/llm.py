@@ -1,4 +1,4 @@
-"""``Agentflow``: a text model of LangChain on agentflow, for prompts that are no conversations."""
+"""``Agentflow``: LangChain's text model on agentflow, which continues a prompt."""
 
 from __future__ import annotations
 
@@ -14,23 +14,20 @@ from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from pydantic import ConfigDict
 
 import agentflow as af
-from agentflow.integrations.client import Ended, ModelCall, ModelConnection, Said
-from agentflow.protocol.chat import TextPiece
-from agentflow.runtime.task_group import open_task_group
-from langchain_agentflow.calls import Retries, aask, ask
+from agentflow.integrations import Answer, Delta, ModelCall, ModelConnection, TextPiece, open_task_group
 from langchain_agentflow.errors import langchain_errors
 from langchain_agentflow.messages import finish_reason_of, logprobs_of
-from langchain_agentflow.programs import one_batch
-from langchain_agentflow.settings import MOST_THREADS, ModelSettings
+from langchain_agentflow.programs import acomplete, astream, complete, one_batch, stream
+from langchain_agentflow.settings import MAX_THREADS, ModelSettings
 
 
 class Agentflow(ModelSettings, BaseLLM):
-    """A model that goes on with a text.
+    """A text model that runs in this process or on an agentflow server.
 
     >>> Agentflow(max_tokens=16).invoke("The capital of Norway is")
     """
 
-    model_config = ConfigDict(extra="forbid")  # a field that is spelt wrongly is told
+    model_config = ConfigDict(extra="forbid")  # a misspelt field is an error
 
     @property
     def _llm_type(self) -> str:
@@ -44,14 +41,16 @@ class Agentflow(ModelSettings, BaseLLM):
         **kwargs: Any,
     ) -> LLMResult:
         connection, calls = self._calls(prompts, stop, kwargs)
-        num_threads = max(1, min(len(calls), MOST_THREADS))
+        num_threads = max(1, min(len(calls), MAX_THREADS))
         with one_batch(connection, len(calls)), ThreadPoolExecutor(num_threads) as threads:
-            contexts = [copy_context() for _ in calls]  # of each thread its own: it knows the batch
-            asked = [
-                threads.submit(context.run, self._ends, connection, call, run_manager, self._retries(kwargs))
-                for context, call in zip(contexts, calls, strict=True)
+            # The batch is a context variable, so each thread needs a copy of the context.
+            futures = [
+                threads.submit(
+                    copy_context().run, complete, connection, call, run_manager, self._max_retries(kwargs)
+                )
+                for call in calls
             ]
-            return self._result([one.result() for one in asked])
+            return _result([future.result() for future in futures])
 
     async def _agenerate(
         self,
@@ -61,17 +60,16 @@ class Agentflow(ModelSettings, BaseLLM):
         **kwargs: Any,
     ) -> LLMResult:
         connection, calls = self._calls(prompts, stop, kwargs)
-        found: list[list[Ended]] = [[] for _ in calls]
+        found: list[list[Answer]] = [[] for _ in calls]
 
-        async def collect(call: ModelCall, into: list[Ended]) -> None:
-            async with aclosing(aask(connection, call, run_manager, self._retries(kwargs))) as events:
-                into += [event async for event in events if isinstance(event, Ended)]
+        async def collect(call: ModelCall, into: list[Answer]) -> None:
+            into += await acomplete(connection, call, run_manager, self._max_retries(kwargs))
 
         with one_batch(connection, len(calls)):
             async with open_task_group() as group:
                 for call, into in zip(calls, found, strict=True):
                     group.start_soon(collect, call, into)
-        return self._result(found)
+        return _result(found)
 
     def _stream(
         self,
@@ -81,8 +79,7 @@ class Agentflow(ModelSettings, BaseLLM):
         **kwargs: Any,
     ) -> Iterator[GenerationChunk]:
         connection, [call] = self._calls([prompt], stop, {**kwargs, "n": 1})
-        retries = self._retries(kwargs, is_streamed=True)
-        with closing(ask(connection, call, run_manager, retries)) as events:
+        with closing(stream(connection, call, run_manager, self._max_retries(kwargs))) as events:
             for event in events:
                 chunk = _chunk(event)
                 if run_manager:
@@ -97,24 +94,12 @@ class Agentflow(ModelSettings, BaseLLM):
         **kwargs: Any,
     ) -> AsyncIterator[GenerationChunk]:
         connection, [call] = self._calls([prompt], stop, {**kwargs, "n": 1})
-        async with aclosing(
-            aask(connection, call, run_manager, self._retries(kwargs, is_streamed=True))
-        ) as events:
+        async with aclosing(astream(connection, call, run_manager, self._max_retries(kwargs))) as events:
             async for event in events:
                 chunk = _chunk(event)
                 if run_manager:
                     await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                 yield chunk
-
-    @staticmethod
-    def _ends(
-        connection: ModelConnection,
-        call: ModelCall,
-        run_manager: CallbackManagerForLLMRun | None,
-        retries: Retries,
-    ) -> list[Ended]:
-        with closing(ask(connection, call, run_manager, retries)) as events:
-            return [event for event in events if isinstance(event, Ended)]
 
     def _calls(
         self, prompts: list[str], stop: list[str] | None, asked: dict[str, Any]
@@ -128,34 +113,32 @@ class Agentflow(ModelSettings, BaseLLM):
         ]
         return self.connection(asked.get("model") or asked.get("model_name")), calls
 
-    def _result(self, found: list[list[Ended]]) -> LLMResult:
-        usages = [ends[0].usage for ends in found]
-        outputs = sum(end.usage.output_tokens for ends in found for end in ends)
-        prompts = sum(usage.prompt_tokens for usage in usages)
-        told = {
-            "prompt_tokens": prompts,
-            "cached_tokens": sum(usage.cached_tokens for usage in usages),
-            "completion_tokens": outputs,
-            "total_tokens": prompts + outputs,
-        }
-        generations = [
-            [
-                Generation(text=end.text, generation_info=_info(end))
-                for end in sorted(ends, key=lambda end: end.index)
-            ]
-            for ends in found
-        ]
-        name = next((ends[0].model for ends in found), "")
-        return LLMResult(generations=generations, llm_output={"token_usage": told, "model_name": name})
+
+def _result(found: list[list[Answer]]) -> LLMResult:
+    usages = [answers[0].usage for answers in found]
+    num_output = sum(answer.usage.output_tokens for answers in found for answer in answers)
+    num_prompt = sum(usage.prompt_tokens for usage in usages)
+    usage = {
+        "prompt_tokens": num_prompt,
+        "cached_tokens": sum(usage.cached_tokens for usage in usages),
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+    }
+    generations = [
+        [Generation(text=answer.text, generation_info=_info(answer)) for answer in answers]
+        for answers in found
+    ]
+    name = next((answers[0].model for answers in found), "")
+    return LLMResult(generations=generations, llm_output={"token_usage": usage, "model_name": name})
 
 
-def _info(end: Ended) -> dict[str, Any]:
-    told: dict[str, Any] = {"finish_reason": finish_reason_of(end, has_calls=False)}
-    return told if end.logprobs is None else {**told, "logprobs": {"content": logprobs_of(end)}}
+def _info(answer: Answer) -> dict[str, Any]:
+    info: dict[str, Any] = {"finish_reason": finish_reason_of(answer, has_calls=False)}
+    return info if answer.logprobs is None else {**info, "logprobs": {"content": logprobs_of(answer)}}
 
 
-def _chunk(event: Said | Ended) -> GenerationChunk:
-    if isinstance(event, Ended):
+def _chunk(event: Delta | Answer) -> GenerationChunk:
+    if isinstance(event, Answer):
         return GenerationChunk(text="", generation_info=_info(event))
     assert isinstance(event.piece, TextPiece)
     return GenerationChunk(text=event.piece.text)

@@ -1,4 +1,5 @@
-"""LangChain's messages as agentflow's, and agentflow's replies as LangChain's."""
+"""Converts LangChain's messages to agentflow's, and agentflow's answers to LangChain's messages and
+chunks."""
 
 from __future__ import annotations
 
@@ -20,14 +21,13 @@ from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call_chunk
 
 import agentflow as af
-from agentflow.integrations.client import Ended
-from agentflow.protocol.chat import Arguments, CallBegun, Piece, read_reply
+from agentflow.integrations import Answer, Arguments, CallBegun, Piece, read_reply
 
 _ROLES = {"human": "user", "ai": "assistant", "developer": "system"}
 
 
 def to_agentflow(messages: Sequence[BaseMessage]) -> list[af.Message]:
-    """The conversation. ``BadArgument`` where a message holds what is no text."""
+    """Converts a conversation. Raises ``BadArgument`` for content that is not text."""
     return [_turn(message) for message in convert_to_messages(messages)]
 
 
@@ -46,12 +46,12 @@ def _turn(message: BaseMessage) -> af.Message:
         case ChatMessage():
             return af.Message(_ROLES.get(message.role, message.role), text)
     raise af.BadArgument(
-        f"messages of the type {message.type!r} are not taken: use a ToolMessage for results"
+        f"messages of type {message.type!r} are not supported: use a ToolMessage for results"
     )
 
 
 def _call(call_id: str | None, name: str, arguments: dict[str, Any]) -> af.CalledTool:
-    # As a model under a schema writes it: what it said is found again as the same tokens.
+    # In the format that constrained decoding generates, so that the cache finds the same tokens again.
     return af.CalledTool(call_id or "", name, json.dumps(arguments, ensure_ascii=False))
 
 
@@ -68,18 +68,18 @@ def _block_text(block: str | dict[Any, Any], message: BaseMessage) -> str:
     if kind == "text":
         return str(block.get("text", ""))
     if isinstance(message, AIMessage):
-        # Another model's, perhaps: what it thought is not said again, and its calls stand in ``tool_calls``.
+        # Perhaps of another model. Its reasoning is dropped, and its calls are in ``tool_calls``.
         return str(block.get("refusal", ""))
     if kind == "json":
         return json.dumps(block.get("json"), ensure_ascii=False)
     raise af.BadArgument(
-        f"a {message.type} message holds a block of the type {kind!r}, and this model takes text"
+        f"a {message.type} message has a content block of type {kind!r}, and this model takes only text"
     )
 
 
-def to_langchain(end: Ended) -> AIMessage:
-    """A whole answer."""
-    reply = read_reply(end.text)
+def to_langchain(answer: Answer) -> AIMessage:
+    """Converts a complete answer."""
+    reply = read_reply(answer.text)
     calls, invalid = [], []
     for call in reply.tool_calls:
         arguments, why = _read(call.arguments)
@@ -91,54 +91,54 @@ def to_langchain(end: Ended) -> AIMessage:
         content=reply.text,
         tool_calls=calls,
         invalid_tool_calls=invalid,
-        usage_metadata=usage_of(end),
-        response_metadata=metadata_of(end, has_calls=bool(reply.tool_calls)),
+        usage_metadata=usage_of(answer),
+        response_metadata=metadata_of(answer, has_calls=bool(reply.tool_calls)),
     )
 
 
 def _read(arguments: str) -> tuple[dict[str, Any], str]:
     try:
         found = json.loads(arguments)
-    except ValueError as error:  # max_tokens cut it off
+    except ValueError as error:  # truncated by max_tokens
         return {}, str(error)
     return found, ""
 
 
-def finish_reason_of(end: Ended, *, has_calls: bool) -> str:
-    """As OpenAI's API has it, which others read."""
-    if end.finish_reason == "length":
+def finish_reason_of(answer: Answer, *, has_calls: bool) -> str:
+    """Returns the finish reason in OpenAI's terms, which other integrations expect."""
+    if answer.finish_reason == "length":
         return "length"
     return "tool_calls" if has_calls else "stop"
 
 
-def metadata_of(end: Ended, *, has_calls: bool) -> dict[str, Any]:
-    """What is told of an answer beside it."""
-    told: dict[str, Any] = {
-        "model_name": end.model,
+def metadata_of(answer: Answer, *, has_calls: bool) -> dict[str, Any]:
+    """Returns the ``response_metadata`` of an answer."""
+    metadata: dict[str, Any] = {
+        "model_name": answer.model,
         "model_provider": "agentflow",
-        "finish_reason": finish_reason_of(end, has_calls=has_calls),
+        "finish_reason": finish_reason_of(answer, has_calls=has_calls),
     }
-    if end.logprobs is not None:
-        told["logprobs"] = {"content": logprobs_of(end)}
-    return told
+    if answer.logprobs is not None:
+        metadata["logprobs"] = {"content": logprobs_of(answer)}
+    return metadata
 
 
-def logprobs_of(end: Ended) -> list[dict[str, Any]]:
-    """Of each token its log-probability, and those of the likeliest at its place where these were asked for.
-    A token that was encoded anew at the end of the text has none."""
-    top = end.top_logprobs or [None] * len(end.logprobs or ())
+def logprobs_of(answer: Answer) -> list[dict[str, Any]]:
+    """Returns for each token its log-probability, and the likeliest tokens at its place if they were
+    requested. The log-probability is None for a token that was re-encoded at the end of the text."""
+    top = answer.top_logprobs or [None] * len(answer.logprobs or ())
     return [
         {
             "logprob": logprob,
             "top_logprobs": [{"token": likely.text, "logprob": likely.logprob} for likely in place or ()],
         }
-        for logprob, place in zip(end.logprobs or (), top, strict=True)
+        for logprob, place in zip(answer.logprobs or (), top, strict=True)
     ]
 
 
-def usage_of(end: Ended) -> UsageMetadata:
-    """Tokens, those from the cache among them."""
-    usage = end.usage
+def usage_of(answer: Answer) -> UsageMetadata:
+    """Returns the token counts; ``input_tokens`` includes the cached ones."""
+    usage = answer.usage
     return UsageMetadata(
         input_tokens=usage.prompt_tokens,
         output_tokens=usage.output_tokens,
@@ -148,13 +148,13 @@ def usage_of(end: Ended) -> UsageMetadata:
 
 
 class ChunkWriter:
-    """The chunks of one streamed answer."""
+    """Makes the chunks of one streamed answer."""
 
     def __init__(self) -> None:
         self._num_calls = 0
 
     def chunk(self, piece: Piece) -> AIMessageChunk:
-        """The answer goes on."""
+        """Returns the chunk for the next piece."""
         match piece:
             case CallBegun():
                 self._num_calls += 1
@@ -165,11 +165,11 @@ class ChunkWriter:
                 return AIMessageChunk(content="", tool_call_chunks=[more])
         return AIMessageChunk(content=piece.text)
 
-    def last(self, end: Ended) -> AIMessageChunk:
-        """The one that says so."""
+    def last(self, answer: Answer) -> AIMessageChunk:
+        """Returns the last chunk, which has the usage and the metadata."""
         return AIMessageChunk(
             content="",
-            usage_metadata=usage_of(end),
-            response_metadata=metadata_of(end, has_calls=self._num_calls > 0),
+            usage_metadata=usage_of(answer),
+            response_metadata=metadata_of(answer, has_calls=self._num_calls > 0),
             chunk_position="last",
         )

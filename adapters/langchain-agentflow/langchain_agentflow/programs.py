@@ -1,14 +1,15 @@
-"""Which program a model call belongs to: the run of LangChain that began it all.
+"""Model calls of LangChain, each as part of a program: the run at the root of the chain that it is made in.
 
-A handler hears of every chain, tool and retriever that begins, and remembers which one is at its root; model
-calls only know what is right above them. When the root ends, so does the program.
+``complete``, ``stream`` and their asynchronous versions make a call, with errors of LangChain's types.
+``RunTree`` is a callback handler that records the root of every chain, tool and retriever, because a model
+call knows only its parent; when the root ends, its program ends. The calls of a batch are one program, too.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Generator, Iterator
+from contextlib import aclosing, closing, contextmanager
 from contextvars import ContextVar
 from typing import Any, Final
 from uuid import UUID, uuid4
@@ -17,17 +18,57 @@ from langchain_core.callbacks import BaseCallbackHandler, BaseCallbackManager
 from langchain_core.runnables.config import var_child_runnable_config
 from langchain_core.tracers.context import register_configure_hook
 
-from agentflow.integrations.client import ModelConnection
-from agentflow.protocol.ops import Objective
+from agentflow.integrations import Answer, Delta, ModelCall, ModelConnection, Objective
+from langchain_agentflow.errors import langchain_errors
 
-# Runs whose end nobody tells (an iterator that was left, say) are forgotten, the oldest first.
-MOST_RUNS: Final = 10_000
+# Runs whose end is never reported (of an abandoned iterator, for example) are dropped, the oldest first.
+MAX_RUNS: Final = 10_000
+
+
+def complete(
+    connection: ModelConnection, call: ModelCall, run_manager: Any, max_retries: int
+) -> list[Answer]:
+    """Returns the complete answers, by index; blocks until then."""
+    with langchain_errors():
+        return connection.complete(call, *program_of(run_manager, connection), max_retries=max_retries)
+
+
+async def acomplete(
+    connection: ModelConnection, call: ModelCall, run_manager: Any, max_retries: int
+) -> list[Answer]:
+    """Like ``complete``, without blocking the event loop."""
+    with langchain_errors():
+        program, objective = program_of(run_manager, connection)
+        return await connection.acomplete(call, program, objective, max_retries=max_retries)
+
+
+def stream(
+    connection: ModelConnection, call: ModelCall, run_manager: Any, max_retries: int
+) -> Generator[Delta | Answer, None, None]:
+    """Yields the answer piece by piece and then complete; blocks between them."""
+    program, objective = program_of(run_manager, connection)
+    with (
+        langchain_errors(),
+        closing(connection.stream(call, program, objective, max_retries=max_retries)) as events,
+    ):
+        yield from events
+
+
+async def astream(
+    connection: ModelConnection, call: ModelCall, run_manager: Any, max_retries: int
+) -> AsyncGenerator[Delta | Answer, None]:
+    """Like ``stream``, without blocking the event loop."""
+    program, objective = program_of(run_manager, connection)
+    with langchain_errors():
+        async with aclosing(connection.astream(call, program, objective, max_retries=max_retries)) as events:
+            async for event in events:
+                yield event
 
 
 class RunTree(BaseCallbackHandler):
-    """The root of each run that goes on, and who wants to know of its end."""
+    """The root of each unfinished run, and the connections on which its program ends with it."""
 
-    run_inline = True  # at once, not in a thread: it only looks things up
+    run_inline = True  # not in a thread: the handler never blocks
     ignore_llm = ignore_chat_model = ignore_retry = ignore_custom_event = True
 
     def __init__(self) -> None:
@@ -35,18 +76,18 @@ class RunTree(BaseCallbackHandler):
         self._at_end: dict[UUID, set[ModelConnection]] = {}
 
     def root_of(self, parent_id: UUID | None) -> UUID | None:
-        """Of a model call that is part of something; None for one that stands alone, or in a run that began
-        elsewhere (its end would not be heard)."""
+        """Returns the root run of a model call; None if the call has no parent, or if the root began without
+        this handler, which would not see its end."""
         return None if parent_id is None else self._roots.get(parent_id)
 
-    def tell_end(self, root: UUID, connection: ModelConnection) -> None:
-        """When the root ends, its program on that connection does."""
+    def end_with(self, root: UUID, connection: ModelConnection) -> None:
+        """Ends the root's program on this connection when the root ends."""
         if root in self._roots:
             self._at_end.setdefault(root, set()).add(connection)
 
     def _begin(self, run_id: UUID, parent_run_id: UUID | None) -> None:
         self._roots[run_id] = run_id if parent_run_id is None else self._roots.get(parent_run_id, run_id)
-        while len(self._roots) > MOST_RUNS:
+        while len(self._roots) > MAX_RUNS:
             self._end(next(iter(self._roots)))
 
     def _end(self, run_id: UUID) -> None:
@@ -57,7 +98,7 @@ class RunTree(BaseCallbackHandler):
     def on_chain_start(
         self, serialized: Any, inputs: Any, *, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any
     ) -> None:
-        """A chain, a graph, an agent."""
+        """Records a chain, a graph or an agent."""
         self._begin(run_id, parent_run_id)
 
     def on_tool_start(
@@ -69,37 +110,37 @@ class RunTree(BaseCallbackHandler):
         parent_run_id: UUID | None = None,
         **kwargs: Any,
     ) -> None:
-        """A tool, in which models may be called."""
+        """Records a tool, which may call models."""
         self._begin(run_id, parent_run_id)
 
     def on_retriever_start(
         self, serialized: Any, query: str, *, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any
     ) -> None:
-        """A retriever."""
+        """Records a retriever."""
         self._begin(run_id, parent_run_id)
 
     def on_chain_end(self, outputs: Any, *, run_id: UUID, **kwargs: Any) -> None:
-        """It has ended."""
+        """Ends a chain."""
         self._end(run_id)
 
     def on_chain_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
-        """It has failed, or was cancelled."""
+        """Ends a chain that failed or was cancelled."""
         self._end(run_id)
 
     def on_tool_end(self, output: Any, *, run_id: UUID, **kwargs: Any) -> None:
-        """It has ended."""
+        """Ends a tool."""
         self._end(run_id)
 
     def on_tool_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
-        """It has failed."""
+        """Ends a chain that failed."""
         self._end(run_id)
 
     def on_retriever_end(self, documents: Any, *, run_id: UUID, **kwargs: Any) -> None:
-        """It has ended."""
+        """Ends a retriever."""
         self._end(run_id)
 
     def on_retriever_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
-        """It has failed."""
+        """Ends a tool that failed."""
         self._end(run_id)
 
 
@@ -112,7 +153,7 @@ _batch: ContextVar[tuple[str, Objective] | None] = ContextVar("agentflow_batch",
 
 @contextmanager
 def one_batch(connection: ModelConnection, num_calls: int) -> Iterator[None]:
-    """Model calls within belong together: those of one batch, if it is one."""
+    """Makes the model calls in the block one program, unless there is only one of them."""
     if num_calls < 2:
         yield
         return
@@ -126,18 +167,18 @@ def one_batch(connection: ModelConnection, num_calls: int) -> Iterator[None]:
 
 
 def _parent_here() -> UUID | None:
-    """The run that this is called in: a model that is streamed is given no run manager."""
+    """Returns the current run; for streamed models, to which LangChain passes no run manager."""
     callbacks = (var_child_runnable_config.get() or {}).get("callbacks")
     return callbacks.parent_run_id if isinstance(callbacks, BaseCallbackManager) else None
 
 
 def program_of(run_manager: Any, connection: ModelConnection) -> tuple[str, Objective | None]:
-    """The name of the program that a call of this run manager belongs to, and what matters there."""
+    """Returns the name and the objective of the program that a call with this run manager belongs to."""
     batch = _batch.get()
     if batch is not None:
         return batch
     root = RUNS.root_of(_parent_here() if run_manager is None else run_manager.parent_run_id)
     if root is None:
         return "", None
-    RUNS.tell_end(root, connection)
+    RUNS.end_with(root, connection)
     return str(root), None

@@ -1,4 +1,4 @@
-"""What both kinds of model are told: where the model is, and how its tokens are chosen."""
+"""The fields that ``ChatAgentflow`` and ``Agentflow`` share: where the model runs, and how it samples."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from langchain_core.utils import secret_from_env
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, model_validator
 
 import agentflow as af
-from agentflow.integrations.client import ModelConnection, connection_through, connection_to
-from langchain_agentflow.calls import Retries
+from agentflow.integrations import ModelConnection, connection_through, connection_to
 from langchain_agentflow.errors import langchain_errors
 
 DEFAULT_MAX_TOKENS: Final = 1024
-# Of a synchronous batch: they only wait.
-MOST_THREADS: Final = 256
+# For a synchronous batch; these threads only wait.
+MAX_THREADS: Final = 256
 
-# Fields, and arguments of a call, that are those of ``af.gen``; by their name there.
+# Fields and arguments of a call, with their names in ``af.gen``.
 _SAMPLING: Final = {
     "max_tokens": "max_tokens",
     "min_tokens": "min_tokens",
@@ -37,7 +36,7 @@ _SAMPLING: Final = {
     "stop_token_ids": "stop_token_ids",
     "ignore_eos": "ignore_eos",
 }
-# What says how the text looks; at most one of them.
+# Constraints on the text; at most one per call.
 CONSTRAINTS: Final = ("regex", "schema", "choices", "grammar")
 _ELSEWHERE: Final = ("n", "model", "model_name", "cache_salt", "max_retries", "stream")
 
@@ -48,22 +47,22 @@ class ModelSettings(BaseModel):
     model_config = ConfigDict(populate_by_name=True)
 
     model_name: str | None = Field(default=None, alias="model")
-    """Of the server's models, or of those that ``agentflow pull`` knows, or a Hugging Face folder. Where
-    nothing is said, the server's first one, or ``smollm2-135m``."""
+    """One of the server's models, a model that ``agentflow pull`` knows, or a Hugging Face folder. Default:
+    the server's first model, or ``smollm2-135m`` in this process."""
 
     base_url: str | None = Field(default_factory=lambda: os.environ.get("AGENTFLOW_URL") or None)
-    """``ws://…`` or ``wss://…``; without one the model runs in this process."""
+    """``ws://…`` or ``wss://…``. Without it, the model runs in this process."""
 
     api_key: SecretStr | None = Field(default_factory=secret_from_env("AGENTFLOW_API_KEY", default=None))
-    """The server's."""
+    """The server's API key."""
 
     backend: Any = Field(default=None, exclude=True, repr=False)
-    """Instead of ``base_url`` and ``model``: any backend of agentflow's. ``af.Scripted`` for tests."""
+    """An agentflow backend, instead of ``base_url`` and ``model``; for tests, ``af.Scripted``."""
 
     max_tokens: int | None = DEFAULT_MAX_TOKENS
     min_tokens: int | None = None
     temperature: float | None = None
-    """0, the likeliest token, where nothing is said."""
+    """Default: 0, which is greedy decoding."""
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
@@ -76,13 +75,13 @@ class ModelSettings(BaseModel):
     top_logprobs: int | None = None
     stop: list[str] | str | None = Field(default=None, alias="stop_sequences")
     timeout: float | None = Field(default=None, alias="request_timeout")
-    """Seconds for one answer, from when the model gets to it."""
+    """The time limit for one answer, in seconds, from when it is scheduled."""
     max_retries: int = 2
-    """Of calls that failed for a reason that may pass, before anything was said."""
+    """Retries of a call after a transient failure. A stream is not retried once it has begun."""
     n: int = 1
-    """Answers to each prompt: a fork of it."""
+    """The number of answers to each prompt, which share its computation."""
     streaming: bool = False
-    """Whether LangChain streams each call, and tells its callbacks of tokens, where nobody reads a stream."""
+    """Whether LangChain streams ``invoke`` internally, so that its callbacks receive each token."""
     cache_salt: str = ""
     """Prompts share cached KV only under an equal one."""
 
@@ -97,32 +96,32 @@ class ModelSettings(BaseModel):
         return self
 
     def connection(self, model: str | None = None) -> ModelConnection:
-        """To the model; opened with the first call."""
+        """Returns the connection to the model, which opens with the first call."""
         if self._own_connection is not None:
             return self._own_connection
         key = None if self.api_key is None else self.api_key.get_secret_value()
         return connection_to(self.base_url, model or self.model_name, key)
 
-    def _retries(self, asked: Mapping[str, Any], *, is_streamed: bool = False) -> Retries:
-        return Retries(asked.get("max_retries", self.max_retries), is_streamed=is_streamed)
+    def _max_retries(self, asked: Mapping[str, Any]) -> int:
+        return int(asked.get("max_retries", self.max_retries))
 
     def options(self, stop: Sequence[str] | str | None, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of ``af.gen`` and ``af.reply``: the fields, and over them what a call asks for.
-        ``BadArgument`` for what there is not."""
+        """Returns the arguments of ``af.gen`` and ``af.reply``: the fields, overridden by those of the call.
+        Raises ``BadArgument`` for an unknown parameter."""
         unknown = asked.keys() - _SAMPLING.keys() - set(CONSTRAINTS) - set(_ELSEWHERE)
         if unknown:
             raise af.BadArgument(f"there is no parameter {', '.join(sorted(unknown))}")
-        told: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         for field, name in _SAMPLING.items():
             value = asked.get(field, getattr(self, field, None))
             if value is not None:
-                told[name] = value
-        told |= {name: asked[name] for name in CONSTRAINTS if asked.get(name) is not None}
+                options[name] = value
+        options |= {name: asked[name] for name in CONSTRAINTS if asked.get(name) is not None}
         stops = _listed(self.stop if stop is None else stop)
-        return {**told, "stop": stops} if stops else told
+        return {**options, "stop": stops} if stops else options
 
     def get_token_ids(self, text: str) -> list[int]:
-        """The model's own, of a text by itself."""
+        """Returns the token ids of a text, without special tokens, from the model's own tokenizer."""
         custom: Callable[[str], list[int]] | None = getattr(self, "custom_get_token_ids", None)
         if custom is not None:
             return custom(text)
@@ -137,9 +136,9 @@ class ModelSettings(BaseModel):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        told = {field: getattr(self, field, None) for field in _SAMPLING}
-        told |= {"stop": self.stop, "n": self.n, "cache_salt": self.cache_salt or None}
-        sampling = {field: value for field, value in told.items() if value is not None}
+        values = {field: getattr(self, field, None) for field in _SAMPLING}
+        values |= {"stop": self.stop, "n": self.n, "cache_salt": self.cache_salt or None}
+        sampling = {field: value for field, value in values.items() if value is not None}
         return {"model_name": self.model_name, "base_url": self.base_url, **sampling}
 
     @property

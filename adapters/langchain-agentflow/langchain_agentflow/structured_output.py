@@ -1,5 +1,5 @@
-"""``with_structured_output``: three ways to a value, all of them decoded under a grammar; and the form of an
-answer as OpenAI's API asks for it, which agents of LangChain's do."""
+"""``with_structured_output``: three methods, each decoded under a grammar; and OpenAI's ``response_format``,
+which LangChain's agents pass."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from langchain_agentflow.tools import as_openai
 if TYPE_CHECKING:
     from langchain_agentflow.chat_model import ChatAgentflow
 
-# By these keys, dictionaries of tools and JSON schemas are told apart.
+# The keys that distinguish dictionaries of tools from JSON schemas.
 _OF_TOOLS = {"parameters", "input_schema", "function"}
 _OF_SCHEMAS = {"type", "properties", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"}
 
@@ -40,7 +40,8 @@ def structured(
     include_raw: bool,
     **kwargs: Any,
 ) -> Runnable[LanguageModelInput, Any]:
-    """The model and a parser behind it; with ``include_raw`` a dict of both, and of the failure."""
+    """Returns the model followed by a parser; with ``include_raw``, a dict of the message, value and
+    error."""
     if schema is None:
         if method != "json_mode":
             raise ValueError(f"method {method!r} needs a schema")
@@ -51,12 +52,13 @@ def structured(
         asking, parser = _by_answer(model, schema, method, kwargs)
     else:
         raise ValueError(f"method must be 'json_schema', 'function_calling' or 'json_mode', not {method!r}")
-    whole = RunnableGenerator(_refuse_cut, _arefuse_cut) | parser
+    whole = RunnableGenerator(_reject_truncated, _areject_truncated) | parser
     return _with_raw(asking, whole) if include_raw else asking | whole
 
 
 def constraint_of(response_format: Any) -> dict[str, Any]:
-    """The argument of ``af.reply`` for what stands as ``response_format``. ``BadArgument`` for others."""
+    """Converts a ``response_format`` to an argument of ``af.reply``. Raises ``BadArgument`` for unknown
+    types."""
     match response_format:
         case None | {"type": "text"}:
             return {}
@@ -67,14 +69,14 @@ def constraint_of(response_format: Any) -> dict[str, Any]:
         case type():
             return {"schema": json_schema_of(response_format)}
     known = "text, json_object, or json_schema with a schema"
-    raise af.BadArgument(f"response_format has a type ({known}), not {response_format!r}")
+    raise af.BadArgument(f"the type of response_format must be {known}, not {response_format!r}")
 
 
 def _by_call(
     model: ChatAgentflow, schema: dict[str, Any] | type, kwargs: dict[str, Any]
 ) -> tuple[Runnable[Any, Any], Any]:
     if "tools" in kwargs:
-        raise ValueError("method 'function_calling' calls the schema itself: tools go with 'json_schema'")
+        raise ValueError("method 'function_calling' makes the schema a tool: use 'json_schema' with tools")
     name = convert_to_openai_tool(schema)["function"]["name"]
     asking = model.bind_tools(
         [schema], tool_choice=name, ls_structured_output_format=_traced("function_calling", schema), **kwargs
@@ -98,8 +100,8 @@ def _by_answer(
 
 
 def json_schema_of(schema: Any) -> dict[str, Any]:
-    """The JSON schema in what LangChain takes for one: a pydantic class, a TypedDict, a tool, or a schema,
-    which OpenAI's API has in a dictionary with its name."""
+    """Returns the JSON schema of what LangChain accepts as one: a pydantic class, a TypedDict, a tool, or a
+    schema, by itself or in a dictionary with its name as in OpenAI's API."""
     if isinstance(schema, type) and issubclass(schema, BaseModel):
         return schema.model_json_schema()
     if isinstance(schema, dict):
@@ -112,8 +114,8 @@ def json_schema_of(schema: Any) -> dict[str, Any]:
 
 
 class _Whole:
-    """Before a parser that makes a value of what was cut off: only whole answers have one. None where the
-    model calls tools instead."""
+    """Rejects truncated JSON before a lenient parser accepts it. The value is None if the answer calls
+    tools."""
 
     def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
         if getattr(getattr(result[0], "message", None), "tool_calls", None):
@@ -129,20 +131,20 @@ class _Whole:
 
 
 class _JsonValue(_Whole, JsonOutputParser):
-    """Of the answer."""
+    """Parses the answer."""
 
 
 class _ModelValue(_Whole, PydanticOutputParser):  # type: ignore[type-arg]
-    """Of the answer."""
+    """Parses the answer."""
 
 
-def _refuse_cut(messages: Iterator[AIMessage]) -> Iterator[AIMessage]:
+def _reject_truncated(messages: Iterator[AIMessage]) -> Iterator[AIMessage]:
     for message in messages:
         _check_whole(message)
         yield message
 
 
-async def _arefuse_cut(messages: AsyncIterator[AIMessage]) -> AsyncIterator[AIMessage]:
+async def _areject_truncated(messages: AsyncIterator[AIMessage]) -> AsyncIterator[AIMessage]:
     async for message in messages:
         _check_whole(message)
         yield message
@@ -151,7 +153,7 @@ async def _arefuse_cut(messages: AsyncIterator[AIMessage]) -> AsyncIterator[AIMe
 def _check_whole(message: AIMessage) -> None:
     if message.response_metadata.get("finish_reason") == "length":
         raise OutputParserException(
-            "the answer was cut off by max_tokens, and has no value: raise max_tokens",
+            "the answer was truncated by max_tokens: raise max_tokens",
             llm_output=message.text,
         )
 

@@ -1,4 +1,4 @@
-"""LangChain's tools, and the choices among them, as agentflow's."""
+"""LangChain's tools and tool choices, converted to agentflow's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
 import agentflow as af
-from agentflow.protocol.chat import ToolChoice, ToolSpec
+from agentflow.integrations import ToolChoice, ToolSpec
 
 Tool = dict[str, Any] | type | Callable[..., Any] | BaseTool
 Choice = str | bool | dict[str, Any] | None
@@ -18,7 +18,7 @@ _MODES = {"auto": "auto", "none": "none", "any": "required", "required": "requir
 
 
 def as_openai(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """What LangChain's own helper makes of them. ``BadArgument`` for what cannot be a tool."""
+    """Returns the tools in the form of OpenAI's API. Raises ``BadArgument`` for what is not a tool."""
     described = []
     for tool in tools:
         try:
@@ -29,12 +29,12 @@ def as_openai(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 
 def specs_of(tools: Sequence[dict[str, Any]]) -> tuple[ToolSpec, ...]:
-    """Of tools as OpenAI's API has them."""
+    """Converts tools from the form of OpenAI's API."""
     specs = []
     for tool in tools:
         if tool.get("type") != "function" or "function" not in tool:
             raise af.BadArgument(
-                f"a tool of the type {tool.get('type')!r} runs elsewhere: give functions or schemas"
+                f"tools of type {tool.get('type')!r} are not supported: pass functions or schemas"
             )
         function = tool["function"]
         parameters = function.get("parameters") or {"type": "object", "properties": {}}
@@ -43,7 +43,7 @@ def specs_of(tools: Sequence[dict[str, Any]]) -> tuple[ToolSpec, ...]:
 
 
 def choice_of(choice: Choice, names: Sequence[str], *, parallel: bool | None) -> ToolChoice:
-    """Which of them an answer may call. ``BadArgument`` for one that is not there."""
+    """Converts ``tool_choice``. Raises ``BadArgument`` for a tool that is not in ``names``."""
     asked: str
     if isinstance(choice, dict):
         asked = choice.get("function", choice).get("name") or choice.get("type", "")
@@ -51,7 +51,7 @@ def choice_of(choice: Choice, names: Sequence[str], *, parallel: bool | None) ->
         asked = choice
     else:
         asked = "required" if choice else "auto" if names else "none"
-    # Who has to call goes on calling, if it is small and may: then one call is meant, where nothing is said.
+    # A small model that must call and may call several tools does not stop calling: the default is one call.
     one = ToolChoice("required", parallel=parallel is True)
     if asked in _MODES and asked not in names:
         mode = _MODES[asked]

@@ -235,7 +235,7 @@ def test_a_model_can_be_saved_without_its_key():
 @pytest.mark.parametrize(("asked", "stops"), [(None, ("a",)), ("END", ("END",)), (["b", "c"], ("b", "c"))])
 def test_a_calls_own_stop_takes_the_place_of_the_models(asked, stops):
     told = ChatAgentflow(stop="a")._call([], asked, {})
-    assert told.says.params.stop == stops
+    assert told.output.params.stop == stops
 
 
 def test_models_on_one_backend_share_a_session():
@@ -259,12 +259,12 @@ SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}}
 )
 def test_the_form_of_an_answer_as_openai_asks_for_it(asked, source):
     told = ChatAgentflow()._call([], None, {"response_format": asked, "strict": True})
-    constraint = told.says.value_type.constraint
+    constraint = told.output.value_type.constraint
     assert (None if constraint is None else json.loads(constraint.source)) == source
 
 
 def test_a_form_that_is_none_is_refused():
-    with pytest.raises(AgentflowInvalidRequestError, match="response_format has a type"):
+    with pytest.raises(AgentflowInvalidRequestError, match="response_format"):
         ChatAgentflow().invoke("Hello.", response_format={"type": "xml"})
 
 

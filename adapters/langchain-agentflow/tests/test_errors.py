@@ -1,4 +1,4 @@
-"""What goes wrong is told in LangChain's exceptions, with one clear message."""
+"""Failures raise LangChain's exceptions, with one clear message."""
 
 from __future__ import annotations
 
@@ -15,13 +15,10 @@ from langchain_agentflow import (
     AgentflowModelNotFoundError,
     ChatAgentflow,
 )
-from langchain_agentflow.calls import Retries
 from langchain_agentflow.errors import as_langchain
 from langchain_core import exceptions
 
 import agentflow as af
-from agentflow.integrations.client import Said
-from agentflow.protocol.chat import TextPiece
 
 
 @pytest.mark.parametrize(
@@ -86,7 +83,7 @@ def test_a_schema_that_is_none():
 
 
 def test_a_call_is_tried_again_where_that_may_help(monkeypatch):
-    monkeypatch.setattr("langchain_agentflow.calls.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("agentflow.integrations.client.FIRST_PAUSE_S", 0.0)
     answers = iter(
         [
             af.EngineFailed("restarts"),
@@ -102,26 +99,10 @@ def test_a_call_is_tried_again_where_that_may_help(monkeypatch):
         model.invoke("x")
 
 
-def test_who_is_told_when_to_try_again_waits_so_long():
+def test_a_retry_after_is_kept():
     limited = af.RateLimited("x")
     limited.retry_after_s = 7.5
-    told = as_langchain(limited)
-    assert told.retry_after_s == 7.5
-    assert Retries(2).pause_s(told) == 7.5
-    with pytest.raises(exceptions.ModelRateLimitError):
-        Retries(0).pause_s(told)
-
-
-def test_what_was_streamed_is_not_asked_for_again():
-    failure = as_langchain(af.EngineFailed("x"))
-    for is_streamed in (False, True):
-        retries = Retries(2, is_streamed=is_streamed)
-        retries.hear(Said(0, TextPiece("It")))
-        if is_streamed:
-            with pytest.raises(af.EngineFailed):
-                retries.pause_s(failure)
-        else:
-            assert retries.pause_s(failure) > 0
+    assert as_langchain(limited).retry_after_s == 7.5
 
 
 def test_a_call_says_how_often_it_is_tried():

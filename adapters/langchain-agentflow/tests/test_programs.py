@@ -16,7 +16,7 @@ from langchain_core.tools import tool
 from settling import until
 
 import agentflow as af
-from agentflow.integrations.client import MOST_KEPT
+from agentflow.integrations.client import MAX_KEPT
 from agentflow.protocol import ops
 
 
@@ -94,7 +94,7 @@ def test_what_a_program_computed_is_held_until_it_ends(heard, model):
     def steps(x: str) -> str:
         for number in range(1, 8):
             model.invoke(f"{x} {number}")
-            until(model, lambda number=number: heard.generator.num_open == min(number, MOST_KEPT))
+            until(model, lambda number=number: heard.generator.num_open == min(number, MAX_KEPT))
         return x
 
     RunnableLambda(steps).invoke("x")

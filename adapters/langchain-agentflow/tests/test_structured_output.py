@@ -45,11 +45,11 @@ def test_what_was_cut_off_has_no_value(schema, method):
     """Though what is there could be closed, and would then be one."""
     model = saying('{"name": "Oslo", "about": "It is cold and dark"}', max_tokens=5)
     asked = model.with_structured_output(schema, method=method)
-    with pytest.raises(OutputParserException, match="cut off by max_tokens"):
+    with pytest.raises(OutputParserException, match="max_tokens"):
         asked.invoke("x")
     raw = model.with_structured_output(schema, method=method, include_raw=True).invoke("x")
     assert raw["parsed"] is None
-    assert "cut off by max_tokens" in str(raw["parsing_error"])
+    assert "max_tokens" in str(raw["parsing_error"])
 
 
 def test_a_call_that_was_cut_off_has_no_value():
@@ -67,7 +67,7 @@ async def test_values_come_in_parts():
     assert parts == list(asked.stream("x"))
     assert parts[-1] == {"name": "Oslo", "about": "It is cold and dark"}
     cut = saying('{"name": "Oslo", "about": "It is cold and dark"}', max_tokens=4)
-    with pytest.raises(OutputParserException, match="cut off"):
+    with pytest.raises(OutputParserException, match="max_tokens"):
         list(cut.with_structured_output(City.model_json_schema()).stream("x"))
 
 
@@ -78,7 +78,7 @@ def test_where_tools_are_called_there_is_no_value(schema):
     raw = asked.invoke("x")
     assert (raw["parsed"], raw["parsing_error"]) == (None, None)
     assert raw["raw"].tool_calls[0]["name"] == "weather"
-    with pytest.raises(ValueError, match="tools go with 'json_schema'"):
+    with pytest.raises(ValueError, match="function_calling"):
         model.with_structured_output(schema, method="function_calling", tools=[weather])
 
 

@@ -1,0 +1,231 @@
+"""Model calls for other frameworks: their events, their programs on the backend, retries, and lost
+sessions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+
+import agentflow as af
+from agentflow.errors import ServerLost
+from agentflow.integrations import client
+from agentflow.integrations.client import (
+    MAX_KEPT,
+    Answer,
+    Backoff,
+    Delta,
+    ModelCall,
+    ModelConnection,
+    connection_to,
+)
+from agentflow.protocol.chat import Arguments, CallBegun, TextPiece
+
+ASKED = af.conversation([{"role": "user", "content": "Is it cold?"}])
+CALL = af.CalledTool("c1", "weather", '{"city": "Oslo"}')
+
+
+class Backend:
+    """A scripted one that can be lost, and counts how often it was connected."""
+
+    def __init__(self, script: Any) -> None:
+        self._inner = af.Scripted(script)
+        self.generator = self._inner.generator
+        self.num_connected = 0
+        self.lose: Any = None
+
+    @asynccontextmanager
+    async def connect(self, deliver: Any, lost: Any):
+        self.num_connected += 1
+        self.lose = lost
+        async with self._inner.connect(deliver, lost) as connection:
+            yield connection
+
+
+@pytest.fixture
+def backend() -> Backend:
+    return Backend(lambda prompt: af.Reply("It is.", (CALL,)) if "cold" in prompt else "fine then")
+
+
+@pytest.fixture
+def connection(backend: Backend) -> Iterator[ModelConnection]:
+    connection = ModelConnection(lambda: af.session(backend=backend))
+    yield connection
+    connection.close()
+
+
+def until(connection: ModelConnection, holds: Any) -> None:
+    async def wait(flow: af.Session) -> None:
+        with anyio.fail_after(10):
+            while not holds():
+                await anyio.lowlevel.checkpoint()
+
+    connection.shared.run(wait)
+
+
+def test_a_reply_comes_in_pieces_and_ends(connection):
+    *said, end = connection.stream(ModelCall(ASKED, af.reply("answer")))
+    assert [one.piece for one in said] == [
+        TextPiece("It"),
+        TextPiece(" is."),
+        CallBegun("c1", "weather"),
+        Arguments(CALL.arguments),
+    ]
+    assert isinstance(end, Answer)
+    assert (end.index, end.model, end.finish_reason, end.usage.output_tokens) == (0, "scripted", "eos", 2)
+
+
+@pytest.mark.anyio
+async def test_a_text_has_n_continuations(connection):
+    call = ModelCall("Well", af.gen("answer"), n=3)
+    events = [event async for event in connection.astream(call)]
+    texts = ["", "", ""]
+    for event in events:
+        if isinstance(event, Delta):
+            texts[event.index] += event.piece.text
+    assert texts == ["fine then"] * 3
+    assert sorted(event.index for event in events if isinstance(event, Answer)) == [0, 1, 2]
+
+
+def test_the_cause_of_a_failure_is_raised_as_itself(connection):
+    call = ModelCall(af.conversation([af.Message("user", "cold")]), af.reply("answer", choices=["yes"]))
+    with pytest.raises(af.RunFailed, match="the script answers 'It is"):
+        list(connection.stream(call))
+    for n in (1, 2):
+        broken = ModelCall(ASKED, af.gen("answer", logprobs=True), n=n)
+        with pytest.raises(af.NotSupported, match="no log-probabilities"):
+            list(connection.stream(broken))
+
+
+@pytest.mark.anyio
+async def test_complete_answers_come_by_index(connection):
+    call = ModelCall(ASKED, af.reply("answer"), n=3)
+    for answers in (await connection.acomplete(call), connection.complete(call)):
+        assert [answer.index for answer in answers] == [0, 1, 2]
+        assert {answer.finish_reason for answer in answers} == {"eos"}
+
+
+def scripted(*answers: Any) -> ModelConnection:
+    left = iter(answers)
+    return ModelConnection(lambda: af.session(backend=af.Scripted(lambda _: next(left))))
+
+
+def test_transient_failures_are_retried_and_others_are_not(monkeypatch):
+    monkeypatch.setattr(client, "FIRST_PAUSE_S", 0.0)
+    call = ModelCall("Well", af.gen("answer"))
+    connection = scripted(af.EngineFailed("a"), af.Overloaded("b"), "Here.", af.NotAuthorized("c"), "Here.")
+    assert connection.complete(call, max_retries=2)[0].text == "Here."
+    with pytest.raises(af.NotAuthorized):
+        connection.complete(call, max_retries=2)
+    assert list(connection.stream(call, max_retries=2))[-1].text == "Here."
+    connection.close()
+    connection = scripted(*[af.EngineFailed("a")] * 3, "Here.")
+    with pytest.raises(af.EngineFailed):
+        connection.complete(call, max_retries=2)
+    assert list(connection.stream(call))[-1].text == "Here."
+    connection.close()
+
+
+def test_answers_of_several_are_retried_together_and_a_stream_only_before_its_first_event(monkeypatch):
+    monkeypatch.setattr(client, "FIRST_PAUSE_S", 0.0)
+    call = ModelCall("Well", af.gen("answer"), n=2)
+    connection = scripted("One.", af.EngineFailed("a"), "Two.", "Three.")
+    assert {answer.text for answer in connection.complete(call, max_retries=1)} == {"Two.", "Three."}
+    connection.close()
+    connection = scripted("One.", af.EngineFailed("a"), "Two.", "Three.")
+    events = connection.stream(call, max_retries=1)
+    assert isinstance(next(events), Delta)
+    with pytest.raises(af.EngineFailed):
+        list(events)
+    connection.close()
+
+
+def test_the_pause_doubles_and_is_no_shorter_than_the_server_asks_for():
+    limited = af.RateLimited("x")
+    backoff = Backoff(4)
+    pauses = [backoff.pause_s(limited), backoff.pause_s(limited)]
+    limited.retry_after_s = 7.5
+    assert [*pauses, backoff.pause_s(limited)] == [client.FIRST_PAUSE_S, 2 * client.FIRST_PAUSE_S, 7.5]
+    with pytest.raises(af.RateLimited):
+        Backoff(0).pause_s(limited)
+
+
+def test_calls_without_a_program_keep_nothing_open(connection, backend):
+    list(connection.stream(ModelCall(ASKED, af.reply("answer"))))
+    left = connection.stream(ModelCall(ASKED, af.reply("answer"), n=2))
+    next(left)
+    left.close()
+    until(connection, lambda: (backend.generator.num_open, backend.generator.num_running) == (0, 0))
+
+
+def test_a_program_keeps_its_last_calls_until_it_ends(connection, backend):
+    for number in range(1, MAX_KEPT + 3):
+        list(connection.stream(ModelCall(ASKED, af.reply("answer")), program="p"))
+        until(connection, lambda number=number: backend.generator.num_open == min(number, MAX_KEPT))
+    connection.end_program("p")
+    until(connection, lambda: backend.generator.num_open == 0)
+    connection.end_program("p")  # may be repeated
+
+
+def test_a_program_that_ends_during_a_call_keeps_nothing_after_it(connection, backend):
+    asking = connection.stream(ModelCall(ASKED, af.reply("answer")), program="p")
+    next(asking)
+    connection.end_program("p")
+    list(asking)
+    until(connection, lambda: backend.generator.num_open == 0)
+
+
+def test_a_lost_session_is_opened_again(connection, backend):
+    call = ModelCall("Well", af.gen("answer"))
+    for _ in range(2):
+        assert len(list(connection.stream(call, program="p"))) == 3
+    assert backend.num_connected == 1
+    connection.shared.loop.call_soon(lambda: backend.lose(ServerLost("gone")))
+    assert connection.shared.run(_text) == "fine then"
+    assert len(list(connection.stream(call, program="p"))) == 3
+    assert backend.num_connected == 2
+
+
+async def _text(flow: af.Session) -> str:
+    async with flow.state() as s:
+        s += "Well" + af.gen("answer")
+        return await s["answer"]
+
+
+def test_a_call_fails_when_the_session_fails_to_open_and_the_next_one_opens_it():
+    tries = iter([af.Remote("ws://127.0.0.1:1"), af.Scripted(["Here."])])
+    connection = ModelConnection(lambda: af.session(backend=next(tries)))
+    call = ModelCall("Well", af.gen("answer"))
+    with pytest.raises(af.ServerUnreachable):
+        list(connection.stream(call))
+    assert len(list(connection.stream(call))) == 2
+    connection.close()
+
+
+def test_there_is_one_connection_per_place():
+    assert connection_to(model="a") is connection_to(model="a")
+    assert connection_to(model="a") is not connection_to(model="b")
+    assert connection_to("ws://127.0.0.1:1", None, "key") is not connection_to("ws://127.0.0.1:1")
+
+
+def test_there_is_one_connection_per_model_under_each_of_its_names(monkeypatch):
+    monkeypatch.delenv("AGENTFLOW_URL", raising=False)
+    assert connection_to() is connection_to(model="smollm2-135m") is connection_to(api_key="k")
+    assert connection_to() is not connection_to("ws://127.0.0.1:1")
+    assert connection_to("ws://127.0.0.1:1") is not connection_to("ws://127.0.0.1:1", "smollm2-135m")
+    assert connection_to("ws://127.0.0.1:1") is not connection_to("ws://127.0.0.1:1", api_key="k")
+
+
+def test_after_a_fork_of_the_process_there_is_another_session(connection):
+    call = ModelCall("Well", af.gen("answer"))
+    list(connection.stream(call))
+    child = os.fork()
+    if child == 0:
+        texts = [event.text for event in connection.stream(call) if isinstance(event, Answer)]
+        os._exit(0 if texts == ["fine then"] else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert list(connection.stream(call))
