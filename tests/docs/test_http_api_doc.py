@@ -10,8 +10,8 @@ import pytest
 
 from agentflow.engine.request import MAX_PRIORITY
 from agentflow.server.openai.completions import TextRequest
-from agentflow.server.openai.sampling import MAX_LOGPROB_TOKENS
-from agentflow.server.openai.tokenize import DetokenizeRequest, TokenizeRequest
+from agentflow.server.openai.models import DetokenizeRequest, TokenizeRequest
+from agentflow.server.openai.request import MAX_LOGPROB_TOKENS
 from agentflow.server.openai.types import MAX_MESSAGES, ChatRequest
 
 PAGES = Path(__file__).parents[2] / "docs" / "reference"

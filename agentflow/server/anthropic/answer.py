@@ -1,8 +1,8 @@
-"""What Anthropic's API answers: whole messages, and the events of streamed ones.
+"""The answers of Anthropic's API: whole messages, the events of streams, and errors.
 
-The events of a stream, in their order: ``message_start``; for each block ``content_block_start``, its deltas,
-``content_block_stop``; then ``message_delta`` with the stop reason and the usage, and ``message_stop``. A
-``ping`` follows the first block's start. What is the same in every delta is encoded once for a block.
+The events of a stream are ``message_start``; for each block ``content_block_start``, its deltas and
+``content_block_stop``; ``message_delta`` with the stop reason and the usage; and ``message_stop``. A ``ping``
+follows the start of the first block. The constant part of a block's deltas is encoded once.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jiter
 import msgspec
@@ -31,16 +31,28 @@ from agentflow.server.completion.request import (
     ToolArguments,
     ToolCallBegun,
 )
+from agentflow.server.http.errors import ApiError
 
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 _MESSAGE_STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
-encode_json = msgspec.json.Encoder().encode
+_encode_json = msgspec.json.Encoder().encode
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+# This API's status for a service that is unavailable.
+_OVERLOADED_STATUS = 529
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFrame:
-    """What an answer has from its beginning. ``max_tokens``: what was asked for; ``max_context``: of the
-    model, prompt and output together."""
+    """The fields of an answer that are known at its beginning. ``max_tokens``: as requested; ``max_context``:
+    the model's limit of prompt and output together."""
 
     id: str
     model: str
@@ -49,7 +61,7 @@ class AnswerFrame:
 
     @classmethod
     def new(cls, model: str, max_tokens: int, max_context: int | None) -> AnswerFrame:
-        """Of an answer that begins now."""
+        """The frame of a new answer."""
         return cls(f"msg_{secrets.token_hex(12)}", model, max_tokens, max_context)
 
     def stop_reason(self, reason: FinishReason, usage: Usage, stop: str | int | None) -> StopReason:
@@ -58,12 +70,12 @@ class AnswerFrame:
             return "tool_use"
         if reason == "length":
             is_full = usage.prompt_tokens + usage.output_tokens >= (self.max_context or float("inf"))
-            is_cut = is_full and usage.output_tokens < self.max_tokens
-            return "model_context_window_exceeded" if is_cut else "max_tokens"
+            is_truncated = is_full and usage.output_tokens < self.max_tokens
+            return "model_context_window_exceeded" if is_truncated else "max_tokens"
         return "stop_sequence" if isinstance(stop, str) else "end_turn"
 
     def whole(self, deltas: Sequence[CompletionDelta]) -> MessageAnswer:
-        """The answer that is not streamed, of all its deltas."""
+        """The whole message, from all of its deltas."""
         end = deltas[-1]
         assert isinstance(end, AnswerEnded)
         return MessageAnswer(
@@ -77,7 +89,7 @@ class AnswerFrame:
 
 
 def _blocks(deltas: Sequence[CompletionDelta]) -> list[AnswerText | AnswerToolUse]:
-    """In the order in which they came, as they are streamed."""
+    """The content blocks, in the order of the stream."""
     blocks: list[AnswerText | AnswerToolUse] = []
     parts: list[str] = []
     for delta in deltas:
@@ -98,7 +110,7 @@ def _blocks(deltas: Sequence[CompletionDelta]) -> list[AnswerText | AnswerToolUs
 
 
 def _finish(blocks: list[AnswerText | AnswerToolUse], parts: list[str]) -> None:
-    """Puts into the last block what came for it."""
+    """Puts the collected text into the last block."""
     text = "".join(parts)
     parts.clear()
     match blocks[-1:]:
@@ -109,7 +121,7 @@ def _finish(blocks: list[AnswerText | AnswerToolUse], parts: list[str]) -> None:
 
 
 def usage_of(usage: Usage) -> MessageUsage:
-    """Tokens of the prompt that were computed and cached, and of the output."""
+    """The usage in the shape of the API."""
     return MessageUsage(
         input_tokens=usage.prompt_tokens - usage.cached_tokens,
         cache_read_input_tokens=usage.cached_tokens,
@@ -118,8 +130,8 @@ def usage_of(usage: Usage) -> MessageUsage:
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """Arguments of a call. An answer that was cut may end within them: then as far as they go, as the client
-    reads them from a stream."""
+    """The arguments of a call. A truncated answer may end within them; then the complete part, as clients
+    read it from a stream."""
     try:
         read = jiter.from_json(arguments.encode(), partial_mode=True)
     except ValueError:
@@ -131,7 +143,7 @@ class AnswerEvents:
     """Writes the events of one answer."""
 
     def __init__(self, frame: AnswerFrame, prompt_tokens: int) -> None:
-        """``prompt_tokens``: all of the prompt. Which of them were cached is known, and told, at the end."""
+        """``prompt_tokens``: of the whole prompt. The number of cached ones is known only at the end."""
         self._frame = frame
         self._prompt_tokens = prompt_tokens
         self._num_blocks = 0
@@ -159,9 +171,9 @@ class AnswerEvents:
                     if delta.text:
                         if self._kind is not TextDelta:
                             parts.append(self._begin(TextDelta, AnswerText(text="")))
-                        parts += (self._head, encode_json(delta.text), b"}}\n\n")
+                        parts += (self._head, _encode_json(delta.text), b"}}\n\n")
                 case ToolArguments():
-                    parts += (self._head, encode_json(delta.text), b"}}\n\n")
+                    parts += (self._head, _encode_json(delta.text), b"}}\n\n")
                 case ToolCallBegun():
                     block = AnswerToolUse(id=delta.id, name=delta.name, input={})
                     parts.append(self._begin(ToolArguments, block))
@@ -196,4 +208,48 @@ class AnswerEvents:
 
 
 def _event(kind: str, fields: dict[str, Any]) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode_json({"type": kind, **fields}))
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode_json({"type": kind, **fields}))
+
+
+class AnthropicErrorDetails(msgspec.Struct, kw_only=True):
+    """``error_code``: the cause, as in OpenAI's ``code``. ``param``: the field of the request that is wrong,
+    if any."""
+
+    error_code: str
+    param: str | None
+
+
+class AnthropicError(msgspec.Struct, kw_only=True):
+    """An error. Clients choose their exception by the status, not by ``type``."""
+
+    type: str
+    message: str
+    details: AnthropicErrorDetails
+
+
+class AnthropicErrorBody(msgspec.Struct, kw_only=True):
+    """The body of an error."""
+
+    type: Literal["error"]
+    error: AnthropicError
+    request_id: str
+
+
+class AnthropicErrorFormat:
+    """The ``ErrorFormat`` of Anthropic's API."""
+
+    request_id_header = b"request-id"
+    keepalive = _PING
+    body_type: type[msgspec.Struct] = AnthropicErrorBody
+
+    def status(self, error: ApiError) -> int:
+        return _OVERLOADED_STATUS if error.status == 503 else error.status
+
+    def body(self, error: ApiError, request_id: str) -> bytes:
+        kind = _ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+        details = AnthropicErrorDetails(error_code=error.code, param=error.param)
+        shown = AnthropicError(type=kind, message=error.message, details=details)
+        return msgspec.json.encode(AnthropicErrorBody(type="error", error=shown, request_id=request_id))
+
+    def event(self, error: ApiError, request_id: str) -> bytes:
+        return b"event: error\ndata: " + self.body(error, request_id) + b"\n\n"

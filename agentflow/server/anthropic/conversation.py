@@ -1,8 +1,7 @@
-"""From the messages and tools of Anthropic's API to those that chat templates are given.
+"""Translates the messages and tools of Anthropic's API into those of chat templates.
 
-Messages of one role that follow each other are one turn. The blocks of a message follow each other with
-nothing in between, as templates write them; between a user's messages that become one turn there is an empty
-line, and an assistant's goes on where the one before it ended.
+Consecutive messages of one role become one turn. The blocks of a message are joined without a separator, as
+templates write them. The user's messages of one turn are separated by an empty line; the assistant's are not.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from agentflow.server.http.errors import ApiError
 _BETWEEN_MESSAGES = "\n\n"
 
 
-def wrong(param: str, message: str) -> ApiError:
-    """An error that names the field."""
+def invalid_field(param: str, message: str) -> ApiError:
+    """The error for a field whose value is wrong."""
     return ApiError(400, "invalid_value", f"{param}: {message}", param=param)
 
 
 @dataclass(slots=True)
 class _Turn:
-    """A turn that may go on: its text in parts, which are put together once."""
+    """A turn that may continue. The parts of its text are joined once."""
 
     role: str
     parts: list[str]
@@ -53,8 +52,8 @@ class _Turn:
 
 @dataclass
 class _Turns:
-    """The conversation so far. ``open_calls``: of the assistant's last turn the tools, by the calls that
-    no result has answered yet."""
+    """The conversation so far. ``open_calls``: the tools that the assistant's last turn calls, by the ids of
+    the calls that have no result yet."""
 
     made: list[_Turn] = field(default_factory=list)
     open_calls: dict[str, str] = field(default_factory=dict)
@@ -70,7 +69,7 @@ class _Turns:
             self._user(blocks, place)
         else:
             self._check_answered(place)
-            self._say("system", "".join([_only_text(block, place) for block in blocks]))
+            self._add_text("system", "".join([_only_text(block, place) for block in blocks]))
 
     def finish(self) -> tuple[Message, ...]:
         self._check_answered("messages")
@@ -82,40 +81,44 @@ class _Turns:
         for number, block in enumerate(blocks):
             if isinstance(block, ToolUseBlock):
                 if block.id in self.open_calls:
-                    raise wrong(f"{place}.content[{number}].id", f"two calls have the id {block.id[:100]!r}")
+                    raise invalid_field(
+                        f"{place}.content[{number}].id", f"two tool_use blocks have the id {block.id[:100]!r}"
+                    )
                 arguments = object_text(block.input, f"{place}.content[{number}].input", self.arguments)
                 self.open_calls[block.id] = block.name
                 calls.append(CalledTool(block.id, block.name, arguments))
             elif not isinstance(block, TextBlock):
-                raise wrong(f"{place}.content[{number}]", "tool results stand in messages of the user")
-        self._say("assistant", text, calls)
+                raise invalid_field(
+                    f"{place}.content[{number}]", "tool_result blocks belong in the user's messages"
+                )
+        self._add_text("assistant", text, calls)
 
     def _user(self, blocks: Sequence[object], place: str) -> None:
         texts: list[str] = []
         for number, block in enumerate(blocks):
             if isinstance(block, ToolResultBlock):
                 if texts:
-                    raise wrong(
-                        f"{place}.content[{number}]", "tool results stand before the text of a message"
+                    raise invalid_field(
+                        f"{place}.content[{number}]", "tool_result blocks must precede the text of a message"
                     )
                 self._result(block, f"{place}.content[{number}]")
             else:
                 texts.append(_only_text(block, f"{place}.content[{number}]"))
         if texts or not blocks:
             self._check_answered(place)
-            self._say("user", "".join(texts))
+            self._add_text("user", "".join(texts))
 
     def _result(self, block: ToolResultBlock, place: str) -> None:
         name = self.open_calls.pop(block.tool_use_id, None)
         if name is None:
-            asked = f"no tool_use block with the id {block.tool_use_id[:100]!r} is open"
-            raise wrong(f"{place}.tool_use_id", f"{asked} in the assistant's message before this one")
+            cause = f"the preceding assistant message has no open tool_use block {block.tool_use_id[:100]!r}"
+            raise invalid_field(f"{place}.tool_use_id", cause)
         text = "" if block.content is None else text_of(block.content)
         if block.is_error:
             text = f"Error: {text}" if text else "Error"
         self.made.append(_Turn("tool", [text], tool_call_id=block.tool_use_id, name=name))
 
-    def _say(self, role: str, text: str, calls: Sequence[CalledTool] = ()) -> None:
+    def _add_text(self, role: str, text: str, calls: Sequence[CalledTool] = ()) -> None:
         if not self.made or self.made[-1].role != role:
             self.made.append(_Turn(role, []))
         elif role != "assistant":
@@ -126,11 +129,13 @@ class _Turns:
     def _check_answered(self, place: str) -> None:
         if self.open_calls:
             ids = ", ".join([call[:100] for call in self.open_calls])
-            raise wrong(place, f"the tool_use blocks {ids} need tool_result blocks in the next message")
+            raise invalid_field(
+                place, f"the next message must have tool_result blocks for the tool_use blocks {ids}"
+            )
 
 
 def conversation_of(body: CountRequest) -> tuple[Message, ...]:
-    """The turns. ``ApiError`` naming the block that is wrong."""
+    """The conversation. ``ApiError`` names the block that is wrong."""
     turns = _Turns()
     if body.system:
         turns.made.append(_Turn("system", [text_of(body.system)]))
@@ -140,30 +145,32 @@ def conversation_of(body: CountRequest) -> tuple[Message, ...]:
 
 
 def text_of(text: Text) -> str:
-    """As one string."""
+    """The text as one string."""
     return text if isinstance(text, str) else "".join([block.text for block in text])
 
 
 def _only_text(block: object, place: str) -> str:
     if not isinstance(block, TextBlock):
-        raise wrong(place, "tool_use blocks stand in messages of the assistant, tool_result in the user's")
+        raise invalid_field(
+            place, "tool_use blocks belong in the assistant's messages, tool_result blocks in the user's"
+        )
     return block.text
 
 
 def tools_of(tools: Sequence[Tool]) -> tuple[ToolSpec, ...]:
-    """What the model may ask to have called."""
+    """The tools that the model may call."""
     specs: dict[str, ToolSpec] = {}
     scan = JsonScan(OBJECT_BOUNDS)
     for number, tool in enumerate(tools):
         if tool.name in specs:
-            raise wrong(f"tools[{number}].name", f"there are two tools named {tool.name!r}")
+            raise invalid_field(f"tools[{number}].name", f"two tools are named {tool.name!r}")
         schema = object_of(tool.input_schema, f"tools[{number}].input_schema", scan)
         specs[tool.name] = ToolSpec(tool.name, tool.description or "", schema)
     return tuple(specs.values())
 
 
 def tool_choice_of(body: CountRequest, tools: Sequence[ToolSpec]) -> ToolChoice:
-    """Whether, and which, tools are called."""
+    """Which tools the model may or must call."""
     choice = body.tool_choice
     if choice is None:
         return ToolChoice("auto" if tools else "none")
@@ -172,10 +179,10 @@ def tool_choice_of(body: CountRequest, tools: Sequence[ToolSpec]) -> ToolChoice:
     parallel = not choice.disable_parallel_tool_use
     if isinstance(choice, OneToolChoice):
         if all(tool.name != choice.name for tool in tools):
-            raise wrong("tool_choice.name", f"{choice.name[:100]!r} is not among the tools")
+            raise invalid_field("tool_choice.name", f"{choice.name[:100]!r} is not in 'tools'")
         return ToolChoice("required", choice.name, parallel)
     if isinstance(choice, AnyChoice):
         if not tools:
-            raise wrong("tool_choice", "it requires a call, and there are no tools")
+            raise invalid_field("tool_choice", "it requires a call, but there are no tools")
         return ToolChoice("required", None, parallel)
     return ToolChoice("auto", None, parallel)

@@ -1,7 +1,7 @@
-"""``POST /v1/messages`` and ``POST /v1/messages/count_tokens``, as Anthropic's API has them.
+"""``POST /v1/messages`` and ``POST /v1/messages/count_tokens``, as in Anthropic's API.
 
-Requests of Anthropic's API: their bodies, read; what is not supported, named; and what the engine is asked
-for them.
+A request is read with errors that name what is not supported, translated for the engine, and answered whole
+or as a stream of events.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.json_bounds import schema_constraint
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.anthropic.answer import AnswerEvents, AnswerFrame
-from agentflow.server.anthropic.conversation import conversation_of, tool_choice_of, tools_of, wrong
+from agentflow.server.anthropic.conversation import conversation_of, invalid_field, tool_choice_of, tools_of
 from agentflow.server.anthropic.types import CountAnswer, CountRequest, MessagesRequest
-from agentflow.server.completion.completion import Completion, completing
+from agentflow.server.completion.completion import Completion, completing, prompt_ids
 from agentflow.server.completion.request import AnswerEnded, CompletionDelta, CompletionRequest
 from agentflow.server.http.call import ApiCall
 from agentflow.server.http.errors import ApiError
 
 T = TypeVar("T")
 
-# Answers are drawn, where nothing else is said, as they are in Anthropic's API.
+# The default of Anthropic's API.
 TEMPERATURE = 1.0
-# The client asks for a thread, and goes on without where it is told exactly this.
+# Anthropic's client falls back to a conversation without a thread at exactly this code.
 _THREAD_CODE = "thread_unsupported_request"
-# How msgspec's messages begin.
+# Beginnings of msgspec's messages.
 _BAD_VALUES = ("Invalid value '", "Invalid enum value '")
 _NOT_NULL = "Expected `null`, got "
 
@@ -45,34 +45,35 @@ class _AnyTools(msgspec.Struct):
 
 
 def read_request(call: ApiCall, kind: type[T]) -> T:
-    """The body. ``ApiError`` that names what is not supported."""
+    """The decoded body. ``ApiError`` names what is wrong or not supported."""
     try:
         return call.read(kind)
-    except ApiError as refusal:
-        raise _named(refusal, call) from None
+    except ApiError as error:
+        raise _explained(error, call) from None
 
 
-def _named(refusal: ApiError, call: ApiCall) -> ApiError:
-    """The refusal of a body, in words that say what is there instead."""
-    param, message = refusal.param or "", refusal.message
+def _explained(error: ApiError, call: ApiCall) -> ApiError:
+    """The error of a body, with ``unsupported`` for what Anthropic's own API accepts."""
+    param, message = error.param or "", error.message
     of_tools = _of_tools(call) if param.startswith("tools[") else None
     if of_tools is not None:
         return of_tools
     if param == "thread":
-        text = "'thread' is not supported: no conversations are kept here, send all messages"
+        text = "'thread' is not supported: the server keeps no conversations, send all messages"
         return ApiError(400, _THREAD_CODE, text, param)
     fault = message.removeprefix(f"{param}: ")
     if fault.startswith(_BAD_VALUES):
         value = fault[fault.index("'") :]
-        there = ": messages consist of text, tool_use and tool_result" if ".content[" in param else ""
+        there = ": use text, tool_use and tool_result blocks" if ".content[" in param else ""
         return ApiError(400, "unsupported", f"{param}: {value} is not supported{there}", param)
     if fault.startswith(_NOT_NULL):
         return ApiError(400, "unsupported", f"{param!r} is not supported", param)
-    return refusal
+    return error
 
 
 def _of_tools(call: ApiCall) -> ApiError | None:
-    """Tools that Anthropic's own servers run have fields of their own: what is wrong is not those."""
+    """The error for a tool that Anthropic's own servers run. It has fields of its own, which are not the
+    cause."""
     try:
         tools = call.read(_AnyTools).tools
     except ApiError:
@@ -80,20 +81,20 @@ def _of_tools(call: ApiCall) -> ApiError | None:
     for number, tool in enumerate(tools):
         if tool.type not in (None, "custom"):
             param = f"tools[{number}].type"
-            text = f"{param}: {tool.type[:100]!r} is not supported: this server runs no tools, give your own"
+            text = f"{param}: {tool.type[:100]!r} is not supported: the server runs no tools, define your own"
             return ApiError(400, "unsupported", text, param)
     return None
 
 
 def prompt_of(body: CountRequest) -> CompletionRequest:
-    """Of a request the prompt. ``ApiError`` that names the field that is wrong."""
+    """The request with its prompt only. ``ApiError`` names the field that is wrong."""
     tools = tools_of(body.tools or ())
     choice = tool_choice_of(body, tools)
     return CompletionRequest(conversation_of(body), SamplingParams(), tools=tools, tool_choice=choice)
 
 
 def completion_of(call: ApiCall, body: MessagesRequest) -> CompletionRequest:
-    """All of it."""
+    """The whole request, as the engine takes it."""
     request = prompt_of(body)
     params = SamplingParams(
         max_tokens=body.max_tokens,
@@ -114,31 +115,31 @@ def completion_of(call: ApiCall, body: MessagesRequest) -> CompletionRequest:
 
 
 def _form_of(body: CountRequest, request: CompletionRequest) -> Constraint | None:
-    asked = body.output_config.format if body.output_config is not None else None
-    if asked is not None and body.output_format is not None:
-        raise wrong("output_format", "output_config.format says it already: give one of them")
-    asked = asked or body.output_format
-    if asked is None:
+    form = body.output_config.format if body.output_config is not None else None
+    if form is not None and body.output_format is not None:
+        raise invalid_field("output_format", "it excludes output_config.format: give one of them")
+    form = form or body.output_format
+    if form is None:
         return None
     assert isinstance(request.prompt, tuple)
     if request.prompt[-1].role == "assistant":
         text = (
-            "a message of the assistant's at the end excludes output_config.format, which is of all the text"
+            "a last message of the assistant excludes output_config.format, which applies to the whole text"
         )
-        raise wrong("messages", text)
-    return schema_constraint(asked.schema, "output_config.format.schema")
+        raise invalid_field("messages", text)
+    return schema_constraint(form.schema, "output_config.format.schema")
 
 
-def _counted(body: CountRequest) -> CompletionRequest:
-    """The prompt, of a request that is right in all else, too."""
+def _count_request_of(body: CountRequest) -> CompletionRequest:
+    """The request with its prompt only, after a check of all other fields."""
     request = prompt_of(body)
     _form_of(body, request)
     return request
 
 
 @contextmanager
-def _placed() -> Iterator[None]:
-    """Errors of the engine name the field of the request that causes them."""
+def _naming_field() -> Iterator[None]:
+    """Makes errors of the engine name the field of the request that causes them."""
     try:
         yield
     except PromptTooLong as error:
@@ -152,27 +153,25 @@ def _placed() -> Iterator[None]:
 
 
 async def create_message(call: ApiCall) -> None:
-    """Goes on with a conversation."""
+    """Continues a conversation."""
     body = await call.beside(read_request, call, MessagesRequest)
     generator = call.generator(body.model, priority=body.priority)
     request = await call.beside(completion_of, call, body)
     capabilities = generator.capabilities
     frame = AnswerFrame.new(capabilities.model, body.max_tokens, capabilities.max_context)
-    deltas: list[CompletionDelta] = []
-    with _placed():
+    with _naming_field():
         async with completing(generator, request) as completion:
             if body.stream:
                 await _stream(call, completion, frame)
                 return
-            while some := await completion.next():
-                deltas += some
+            deltas = await completion.rest()
     answer = frame.whole(deltas)
     _record(call, deltas[-1])
     await call.reply(answer)
 
 
 async def _stream(call: ApiCall, completion: Completion, frame: AnswerFrame) -> None:
-    """What the request is refused with is raised before the status is sent."""
+    """Sends the events. If the request is rejected, the error is raised before the status is sent."""
     await completion.until_accepted()
     events = AnswerEvents(frame, completion.num_prompt_tokens)
     async with call.streaming():
@@ -184,12 +183,12 @@ async def _stream(call: ApiCall, completion: Completion, frame: AnswerFrame) -> 
 
 
 async def count_tokens(call: ApiCall) -> None:
-    """How many tokens the prompt has. Nothing is run."""
+    """Counts the tokens of the prompt without running the model."""
     body = await call.beside(read_request, call, CountRequest)
     generator = call.generator(body.model, to_generate=False)
-    request = await call.beside(_counted, body)
-    with _placed(), generator.metered():
-        token_ids = await Completion(generator, request).prompt_ids()
+    request = await call.beside(_count_request_of, body)
+    with _naming_field(), generator.metered():
+        token_ids = await prompt_ids(generator, request)
     call.record.prompt_tokens = len(token_ids)
     await call.reply(CountAnswer(len(token_ids)))
 

@@ -1,9 +1,7 @@
-"""What the requests of Anthropic's API have besides their messages, and its answers.
+"""The JSON shapes of Anthropic's API: messages, tools, requests, and answers.
 
-Every bound stands in the type, so that the OpenAPI document says it too. Null is the same as leaving a field
-out, and all that a field takes that is not supported.
-
-The messages of Anthropic's API and the content blocks in them, as requests bring them.
+Every bound is part of a type, so the OpenAPI document has it too. Null is the same as leaving a field out. A
+field that takes only null is not supported.
 """
 
 from __future__ import annotations
@@ -19,19 +17,19 @@ from agentflow.protocol.sampling import MAX_INT, MAX_STOP_CHARS, MAX_STOPS
 
 MAX_BLOCKS = 2048
 
-# An object that is read by itself, after its bounds were checked (given_object.py).
+# An object that is decoded later, after its bounds are checked (protocol/json_bounds.py).
 GivenObject: TypeAlias = Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})]
 
 
 class CacheControl(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """No effect: what was computed is kept for whoever begins alike, as long as there is room."""
+    """No effect: prompts are cached anyway."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
 
 
 class DirectCaller(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The model itself called the tool."""
+    """The model itself called the tool, not code that it wrote."""
 
     type: Literal["direct"]
 
@@ -45,7 +43,7 @@ class TextBlock(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_fi
 
 
 class OnlyTextBlock(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Text, where no other blocks can be."""
+    """Text, where other blocks are not allowed."""
 
     type: Literal["text"]
     text: str
@@ -59,7 +57,7 @@ Text: TypeAlias = str | Annotated[list[OnlyTextBlock], Meta(max_length=MAX_BLOCK
 class ToolUseBlock(
     msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="tool_use"
 ):
-    """The assistant asked for a call."""
+    """A tool call of the assistant."""
 
     id: Annotated[str, Meta(min_length=1)]
     name: Annotated[str, Meta(min_length=1)]
@@ -72,7 +70,7 @@ class ToolUseBlock(
 class ToolResultBlock(
     msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="tool_result"
 ):
-    """What came of the call. ``is_error``: the model is told so, in words before the content."""
+    """The result of a call. ``is_error`` puts "Error" before the content."""
 
     tool_use_id: str
     content: Text | None = None
@@ -85,8 +83,8 @@ ContentBlock: TypeAlias = TextBlock | ToolUseBlock | ToolResultBlock
 
 
 class InputMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One message. Tool calls are the assistant's, their results the user's, and a system message in the
-    middle of a conversation is text."""
+    """A message. Only the assistant has tool calls, and only the user their results. A system message, which
+    may also follow others, has only text."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[ContentBlock], Meta(max_length=MAX_BLOCKS)]
@@ -100,8 +98,8 @@ StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CH
 
 
 class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A tool of the client's own. ``strict``, ``eager_input_streaming``: calls are valid, and arguments
-    streamed, in any case. ``input_examples`` are refused: templates have no place for them."""
+    """A tool that the client runs. ``strict`` and ``eager_input_streaming`` have no effect: calls are always
+    valid and their arguments streamed. Chat templates have no place for ``input_examples``."""
 
     name: ToolName
     input_schema: GivenObject
@@ -116,44 +114,44 @@ class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class AutoChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="auto"):
-    """The model decides."""
+    """The model decides whether to call tools."""
 
     disable_parallel_tool_use: bool | None = None
 
 
 class AnyChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="any"):
-    """It calls a tool."""
+    """The model must call a tool."""
 
     disable_parallel_tool_use: bool | None = None
 
 
 class OneToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="tool"):
-    """It calls this tool."""
+    """The model must call this tool."""
 
     name: str
     disable_parallel_tool_use: bool | None = None
 
 
 class NoChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="none"):
-    """It calls none."""
+    """The model must not call tools."""
 
 
 class JsonFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The text is a JSON value of this schema."""
+    """The text is a JSON value that conforms to this schema."""
 
     type: Literal["json_schema"]
     schema: GivenObject
 
 
 class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``effort`` is for models that think: not supported."""
+    """The form of the text. ``effort`` is not supported."""
 
     format: JsonFormat | None = None
     effort: None = None
 
 
 class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """No model here thinks apart from its text."""
+    """Thinking apart from the text is not supported."""
 
     type: Literal["disabled"]
 
@@ -165,7 +163,7 @@ class Metadata(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class CountRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A prompt: ``POST /v1/messages/count_tokens``."""
+    """A prompt whose tokens are counted: ``POST /v1/messages/count_tokens``."""
 
     model: str
     messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -184,8 +182,8 @@ class CountRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class MessagesRequest(CountRequest, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/messages``. ``seed``, ``cache_salt`` (who sends another one shares no cache) and
-    ``priority`` (higher goes first, among the same key's requests) are ours."""
+    """``POST /v1/messages``. Extensions: ``seed``; ``cache_salt`` (requests with different ones share no
+    cached prompts); ``priority`` (a higher one is served first, among the tenant's requests)."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)]
     stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
@@ -203,14 +201,14 @@ class MessagesRequest(CountRequest, kw_only=True, forbid_unknown_fields=True):
 
 
 class AnswerText(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
-    """Text that the model wrote."""
+    """Text of the model."""
 
     text: str
     citations: None = None
 
 
 class AnswerToolUse(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use"):
-    """A call that the model asks for."""
+    """A tool call of the model."""
 
     id: str
     name: str
@@ -219,7 +217,7 @@ class AnswerToolUse(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_us
 
 
 class MessageUsage(msgspec.Struct, kw_only=True):
-    """``input_tokens``: those of the prompt that were computed; those that were cached are counted apart."""
+    """Numbers of tokens. ``input_tokens``: prompt tokens that were computed, without the cached ones."""
 
     input_tokens: int
     cache_read_input_tokens: int
@@ -233,7 +231,7 @@ StopReason: TypeAlias = Literal[
 
 
 class MessageAnswer(msgspec.Struct, kw_only=True):
-    """A whole answer."""
+    """An answer."""
 
     id: str
     model: str
@@ -246,6 +244,6 @@ class MessageAnswer(msgspec.Struct, kw_only=True):
 
 
 class CountAnswer(msgspec.Struct):
-    """Tokens of the prompt."""
+    """The number of prompt tokens."""
 
     input_tokens: int

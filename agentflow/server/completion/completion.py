@@ -1,4 +1,4 @@
-"""Runs a ``CompletionRequest`` on a tenant's generator and gives what comes of it, as it comes.
+"""Runs completion requests on a tenant's generator and yields their deltas as they arrive.
 
 ::
 
@@ -6,18 +6,21 @@
         while deltas := await completion.next():
             …
 
-Leaving the block aborts what still runs. Deltas that were not fetched in time are put together: whoever
-reads slowly gets larger ones.
+Several requests run as one: their answers are numbered consecutively, and an error of one is an error of all.
+Leaving the block aborts what still runs. Deltas that are not fetched in time are merged, so a slow consumer
+gets fewer and larger ones.
 
-Several completion requests as one: their answers are counted on, request by request.
+``Completion`` collects the deltas of all requests, ``_Run`` runs one request, and ``_AnswerReader`` and
+``_LogprobReader`` turn the engine's progress on one answer into deltas.
 """
 
 from __future__ import annotations
 
+import codecs
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import anyio
 import msgspec
@@ -25,16 +28,21 @@ import msgspec
 from agentflow.engine.context import EngineContext
 from agentflow.engine.conversation_context import fill_beside, num_chars, remember_answer, texts_of
 from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.process.ipc import Finished, Progress
+from agentflow.engine.request import TopTokens
+from agentflow.engine.text.tokenizer import Tokenizer
+from agentflow.engine.text.tool_output import ToolOutput
 from agentflow.errors import AgentflowError, BadArgument, faults_of
-from agentflow.protocol.chat import CalledTool
+from agentflow.protocol.chat import Arguments, CallBegun, CalledTool, Piece, TextPiece
+from agentflow.protocol.events import Usage
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.runtime.task_group import first_of, open_task_group
-from agentflow.server.completion.answer import AnswerReader, LogprobReader
 from agentflow.server.completion.request import (
     Answer,
     AnswerEnded,
     CompletionDelta,
     CompletionRequest,
+    FinishReason,
     TextDelta,
     TokenIds,
     TokenLogprob,
@@ -43,194 +51,331 @@ from agentflow.server.completion.request import (
 )
 
 COUNTED_CONTEXTS = 4
-"""Prompts may be counted that are so many times too long: then one knows how much to leave out."""
+"""Prompts of up to so many contexts are counted, so that clients learn how much to leave out."""
 _SEED_BITS = 62
-# An odd number near 2**63 divided by the golden ratio: seeds of the answers of one request lie far apart.
+# An odd number near 2**63 divided by the golden ratio keeps the seeds of one request's answers far apart.
 _SEED_STEP = 5_700_357_409_661_598_991
 
 
-class Completion:
-    """Use ``completing`` to make one."""
+@asynccontextmanager
+async def completing(generator: EngineGenerator, *requests: CompletionRequest) -> AsyncIterator[Completion]:
+    """Runs the requests while the scope lasts. ``BadArgument`` for invalid parameters, ``RateLimited`` if the
+    tenant may not send so many requests. The ``param`` of an error is ``prompt``, ``constraint`` or
+    ``tools``, or a sampling parameter."""
+    for request in requests:
+        request.params.check()
+        if request.constraint is not None:
+            with faults_of("constraint"):
+                request.constraint.check()
+    generator.check_gate(sum(request.n for request in requests))
+    completion = Completion(generator, requests)
+    async with open_task_group() as group:
+        for run in completion.runs:
+            group.start_soon(completion.follow, run)
+        yield completion
+        group.cancel_scope.cancel()
 
-    def __init__(self, generator: EngineGenerator, request: CompletionRequest) -> None:
-        self._generator = generator
-        self._request = request
-        self._seed = secrets.randbits(_SEED_BITS) if request.params.seed is None else request.params.seed
+
+async def prompt_ids(generator: EngineGenerator, request: CompletionRequest) -> list[int]:
+    """The token ids of the prompt, as the model would be given them. Runs nothing on the engine."""
+    context = generator.open(request.cache_salt)
+    try:
+        await _check_length(generator, request, COUNTED_CONTEXTS * generator.most_tokens())
+        await _fill(generator, request, context)
+        return await generator.prompt_ids(context)
+    finally:
+        generator.free(context)
+
+
+class Completion:
+    """Requests that run, and the deltas of their answers. ``completing`` creates it."""
+
+    def __init__(self, generator: EngineGenerator, requests: Sequence[CompletionRequest]) -> None:
+        self._num_answers = 0
+        self.runs: list[_Run] = []
+        for request in requests:
+            self.runs.append(
+                _Run(generator, request, self._num_answers, on_delta=self._add, on_sent=self._count_sent)
+            )
+            self._num_answers += request.n
+        self._num_sent = 0
+        self._num_running = len(requests)
+        self._failure: Exception | None = None
         self._deltas: list[CompletionDelta] = []
         self._changed = anyio.Event()
-        self._failure: Exception | None = None
-        self._has_ended = False
-        self._num_sent = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of the first request, once it is accepted."""
+        return self.runs[0].num_prompt_tokens
+
+    async def until_accepted(self) -> None:
+        """Waits until the engine's queue has all requests. Raises the error of one that is rejected."""
+        while self._num_sent < self._num_answers and not self._has_ended:
+            await self._changed.wait()
+        if self._failure is not None and (self._num_sent < self._num_answers or not self._deltas):
+            raise self._failure
+
+    async def next(self) -> list[CompletionDelta]:
+        """The deltas since the last call, merged; waits for some. Empty at the end. An error is raised after
+        the deltas that preceded it."""
+        while not self._deltas and not self._has_ended:
+            await self._changed.wait()
+        if not self._deltas and self._failure is not None:
+            raise self._failure
+        deltas, self._deltas = self._deltas, []
+        return _merged(deltas) if len(deltas) > 1 else deltas
+
+    async def rest(self) -> list[CompletionDelta]:
+        """All further deltas, at the end."""
+        deltas: list[CompletionDelta] = []
+        while some := await self.next():
+            deltas += some
+        return deltas
+
+    async def answers(self) -> list[Answer]:
+        """All answers, at the end. No deltas may have been fetched."""
+        return answers_of(await self.rest(), self._num_answers)
+
+    async def follow(self, run: _Run) -> None:
+        """Runs one request to its end."""
+        try:
+            await run.run()
+        except Exception as error:
+            self._failure = self._failure or first_of(error)
+        self._num_running -= 1
+        self._notify()
+
+    @property
+    def _has_ended(self) -> bool:
+        return not self._num_running or self._failure is not None
+
+    def _count_sent(self) -> None:
+        self._num_sent += 1
+        self._notify()
+
+    def _add(self, delta: CompletionDelta) -> None:
+        self._deltas.append(delta)
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+
+class _Run:
+    """One request, whose answers are numbered from ``first_index``."""
+
+    def __init__(
+        self,
+        generator: EngineGenerator,
+        request: CompletionRequest,
+        first_index: int,
+        *,
+        on_delta: Callable[[CompletionDelta], None],
+        on_sent: Callable[[], None],
+    ) -> None:
+        self._generator = generator
+        self._request = request
+        self._first_index = first_index
+        self._on_delta = on_delta
+        self._on_sent = on_sent
+        self._seed = secrets.randbits(_SEED_BITS) if request.params.seed is None else request.params.seed
         self._context: EngineContext | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Known as soon as it is accepted."""
         return 0 if self._context is None else len(self._context.tokens.ids())
 
-    async def next(self) -> list[CompletionDelta]:
-        """What came since the last call; waits for it. Empty at the end. Raises what the request failed
-        with; what came before that is given first."""
-        while not self._deltas and not self._has_ended:
-            await self._changed.wait()
-        self._raise_failure()
-        deltas, self._deltas = self._deltas, []
-        return _joined(deltas) if len(deltas) > 1 else deltas
-
-    async def until_accepted(self) -> None:
-        """Waits until the engine's queue has all that the request asks for, or until it has ended. Raises
-        what it was refused with."""
-        while self._num_sent < self._request.n and not self._has_ended:
-            await self._changed.wait()
-        self._raise_failure()
-
-    def _raise_failure(self) -> None:
-        if not self._deltas and self._failure is not None:
-            raise self._failure
-
-    async def answers(self) -> list[Answer]:
-        """All answers, when they are there. Nothing else may have fetched deltas."""
-        all_deltas: list[CompletionDelta] = []
-        while deltas := await self.next():
-            all_deltas += deltas
-        return answers_of(all_deltas, self._request.n)
-
-    async def prompt_ids(self) -> list[int]:
-        """What the model would be given. It is asked for nothing: for this no ``completing`` is needed."""
-        context = self._generator.open(self._request.cache_salt)
-        try:
-            await self._check_length(COUNTED_CONTEXTS * self._generator.most_tokens())
-            await self._fill(context)
-            return await self._generator.prompt_ids(context)
-        finally:
-            self._generator.free(context)
-
     async def run(self) -> None:
-        """For ``completing``."""
+        generator, request = self._generator, self._request
+        context = generator.open(
+            request.cache_salt, priority=request.priority, patience_s=generator.patience_s
+        )
+        contexts, self._context = [context], context
         try:
-            context = self._generator.open(
-                self._request.cache_salt,
-                priority=self._request.priority,
-                patience_s=self._generator.patience_s,
-            )
-            contexts, self._context = [context], context
-            try:
-                await self._check_length(self._generator.most_tokens(self._request.max_prompt_tokens))
-                self._generator.check_gate(self._request.n)
-                await self._fill(context)
-                await self._check_size(context)
-                if self._request.n > 1:
-                    # Whoever comes first computes the prompt; a request of its own for that would make it
-                    # look cached to all of them.
-                    contexts += await self._generator.fork(context, self._request.n - 1, ahead=False)
-                async with open_task_group() as group:
-                    for index, one in enumerate(contexts):
-                        group.start_soon(self._answer, index, one)
-            finally:
-                for one in contexts:
-                    self._generator.free(one)
-        except Exception as error:
-            self._failure = first_of(error)
-        self._has_ended = True
-        self._changed.set()
+            await _check_length(generator, request, generator.most_tokens(request.max_prompt_tokens))
+            await _fill(generator, request, context)
+            if request.max_prompt_tokens is not None:
+                num_tokens = len(await generator.prompt_ids(context))
+                generator.check_num_tokens(num_tokens, generator.most_tokens(request.max_prompt_tokens))
+            if request.n > 1:
+                # The first answer computes the prompt. A separate request for that would make the prompt
+                # look cached to all of them.
+                contexts += await generator.fork(context, request.n - 1, ahead=False)
+            async with open_task_group() as group:
+                for number, one in enumerate(contexts):
+                    group.start_soon(self._answer, number, one)
+        finally:
+            for one in contexts:
+                generator.free(one)
 
-    async def _check_length(self, most: int) -> None:
-        """What is too long however it is encoded is refused before it costs anything, and what is far too
-        long before it costs much."""
-        prompt = self._request.prompt
-        if isinstance(prompt, TokenIds):
-            self._generator.check_num_tokens(len(prompt.ids), most)
-        elif isinstance(prompt, str):
-            self._generator.check_length(len(prompt), most)
-            await self._generator.check_texts([prompt], most)
-        else:
-            self._generator.check_length(num_chars(self._request.conversation), most)
-            await self._generator.check_texts(texts_of(prompt), most)
-
-    async def _check_size(self, context: EngineContext) -> None:
-        most = self._request.max_prompt_tokens
-        if most is None:
-            return
-        num_tokens = len(await self._generator.prompt_ids(context))
-        self._generator.check_num_tokens(num_tokens, self._generator.most_tokens(most))
-
-    async def _fill(self, context: EngineContext) -> None:
-        prompt = self._request.prompt
-        if isinstance(prompt, str):
-            # All of it is the client's, marks included: there is no content here to be told from markup.
-            encode = self._generator.tokenizer.encode_markup
-            token_ids = await self._generator.encode_beside(len(prompt), encode, prompt)
-            if not token_ids:
-                raise BadArgument("the prompt is empty: give a text with at least one token", param="prompt")
-            context.tokens.generated(token_ids, prompt)
-        elif isinstance(prompt, TokenIds):
-            self._generator.check_ids(prompt.ids)
-            context.tokens.only(prompt.ids)
-        else:
-            await fill_beside(
-                self._generator,
-                context,
-                self._request.conversation,
-                opens_turn=self._request.opens_turn,
-            )
-
-    async def _answer(self, index: int, context: EngineContext) -> None:
-        params, use, constraint = self._params(index), context.tools, self._request.constraint
+    async def _answer(self, number: int, context: EngineContext) -> None:
+        request, use, constraint = self._request, context.tools, self._request.constraint
         if use is not None:
             constraint = use.constraint(constraint)
-        told = None
+        seed = (self._seed + number * _SEED_STEP) % 2**63
+        params = msgspec.structs.replace(request.params, seed=seed)
+        logprobs = None
         if params.wants_logprobs:
-            told = LogprobReader(self._generator.tokenizer, params, is_constrained=constraint is not None)
-        output = None
-        if use is not None and use.callable_names:
-            output = use.output(self._request.constraint)
-        reader = AnswerReader(index, self._add, told=told, output=output)
+            logprobs = _LogprobReader(
+                self._generator.tokenizer, params, is_constrained=constraint is not None
+            )
+        output = use.output(request.constraint) if use is not None and use.callable_names else None
+        reader = _AnswerReader(self._first_index + number, self._on_delta, logprobs=logprobs, output=output)
         try:
-            end = await self._generator.complete(context, params, reader.hear, constraint, self._note_sent)
+            end = await self._generator.complete(context, params, reader.push, constraint, self._on_sent)
         except AgentflowError as error:
             if error.param == "instead":
                 error.param = "constraint"
-            elif error.param == "constraint" and constraint is not self._request.constraint:
+            elif error.param == "constraint" and constraint is not request.constraint:
                 error.param = "tools"
             raise
         reader.finish(end)
         remember_answer(self._generator, context, end)
 
-    def _params(self, index: int) -> SamplingParams:
-        seed = (self._seed + index * _SEED_STEP) % 2**63
-        return msgspec.structs.replace(self._request.params, seed=seed)
 
-    def _note_sent(self) -> None:
-        self._num_sent += 1
-        self._tell()
-
-    def _add(self, delta: CompletionDelta) -> None:
-        self._deltas.append(delta)
-        self._tell()
-
-    def _tell(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
+async def _check_length(generator: EngineGenerator, request: CompletionRequest, most: int) -> None:
+    """Rejects a prompt that is too long in any encoding before encoding it, and one that is far too long at
+    little cost."""
+    prompt = request.prompt
+    if isinstance(prompt, TokenIds):
+        generator.check_num_tokens(len(prompt.ids), most)
+    elif isinstance(prompt, str):
+        generator.check_length(len(prompt), most)
+        await generator.check_texts([prompt], most)
+    else:
+        generator.check_length(num_chars(request.conversation), most)
+        await generator.check_texts(texts_of(prompt), most)
 
 
-@asynccontextmanager
-async def completing(generator: EngineGenerator, request: CompletionRequest) -> AsyncIterator[Completion]:
-    """Runs the request while the scope lasts. ``BadArgument`` for parameters that are wrong. The ``param`` of
-    an error is ``prompt``, ``constraint`` or ``tools``, or a sampling parameter."""
-    request.params.check()
-    if request.constraint is not None:
-        with faults_of("constraint"):
-            request.constraint.check()
-    completion = Completion(generator, request)
-    async with open_task_group() as group:
-        group.start_soon(completion.run)
-        yield completion
-        group.cancel_scope.cancel()
+async def _fill(generator: EngineGenerator, request: CompletionRequest, context: EngineContext) -> None:
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        # All of it is the client's, special tokens included: no content has to be separated from markup.
+        token_ids = await generator.encode_beside(len(prompt), generator.tokenizer.encode_markup, prompt)
+        if not token_ids:
+            raise BadArgument("the prompt is empty: give a text with at least one token", param="prompt")
+        context.tokens.generated(token_ids, prompt)
+    elif isinstance(prompt, TokenIds):
+        generator.check_ids(prompt.ids)
+        context.tokens.only(prompt.ids)
+    else:
+        await fill_beside(generator, context, request.conversation, opens_turn=request.opens_turn)
 
 
-def answers_of(deltas: Sequence[CompletionDelta], n: int) -> list[Answer]:
-    """The ``n`` answers that the deltas make up."""
-    by_index: list[list[CompletionDelta]] = [[] for _ in range(n)]
+class _AnswerReader:
+    """Turns the progress of answer ``index`` into deltas. ``output`` separates tool calls from text, if the
+    answer may have some."""
+
+    def __init__(
+        self,
+        index: int,
+        on_delta: Callable[[CompletionDelta], None],
+        *,
+        logprobs: _LogprobReader | None = None,
+        output: ToolOutput | None = None,
+    ) -> None:
+        self._index = index
+        self._on_delta = on_delta
+        self._logprobs = logprobs
+        self._output = output
+        self._num_chars = 0
+
+    def push(self, progress: Progress) -> None:
+        self._num_chars += len(progress.text)
+        tokens = () if self._logprobs is None else self._logprobs.push(progress)
+        if self._output is None:
+            self._emit_text(progress.text, tokens)
+        elif progress.text or tokens:
+            self._emit_pieces(self._output.push(progress.text), tokens)
+
+    def finish(self, end: Finished) -> None:
+        rest = end.text[self._num_chars :]
+        tokens = () if self._logprobs is None else self._logprobs.finish(end)
+        if self._output is None:
+            self._emit_text(rest, tokens)
+        else:
+            self._emit_pieces(self._output.finish(rest), tokens)
+        usage = Usage(end.prompt_tokens, end.cached_tokens, end.output_tokens)
+        self._on_delta(AnswerEnded(self._index, self._reason(end), usage, end.stopped_by))
+
+    def _reason(self, end: Finished) -> FinishReason:
+        if end.finish_reason == "length":
+            return "length"
+        return "tool_calls" if self._output is not None and self._output.num_calls else "stop"
+
+    def _emit_text(self, text: str, tokens: Sequence[TokenLogprob]) -> None:
+        if text or tokens:
+            self._on_delta(TextDelta(self._index, text, tuple(tokens)))
+
+    def _emit_pieces(self, pieces: Sequence[Piece], tokens: Sequence[TokenLogprob]) -> None:
+        assert self._output is not None
+        if tokens:
+            self._emit_text("", tokens)
+        call = self._output.num_calls - sum(isinstance(piece, CallBegun) for piece in pieces) - 1
+        for piece in pieces:
+            match piece:
+                case TextPiece():
+                    self._emit_text(piece.text, ())
+                case CallBegun():
+                    call += 1
+                    self._on_delta(ToolCallBegun(self._index, call, piece.id, piece.name))
+                case Arguments():
+                    self._on_delta(ToolArguments(self._index, call, piece.text))
+
+
+class _LogprobReader:
+    """Emits each token of an answer together with the text that it is part of.
+
+    A token may end within a character, or be withheld because a stop string could begin in its text. It is
+    emitted once all of its text is. Under a constraint, tokens can still be replaced by others with the same
+    text, so they are emitted at the end.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, *, is_constrained: bool) -> None:
+        self._tokenizer = tokenizer
+        self._num_top = params.top_logprobs
+        self._is_constrained = is_constrained
+        self._waiting: deque[tuple[int, TokenLogprob]] = deque()  # each with the end of its text
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_emitted = 0
+        self._num_token_chars = 0
+        self._num_text_chars = 0
+
+    def push(self, progress: Progress) -> list[TokenLogprob]:
+        """The tokens whose text is complete with this progress."""
+        if self._is_constrained:
+            return []
+        tops: Sequence[TopTokens | None] = progress.top_logprobs or [None] * len(progress.token_ids)
+        for token_id, logprob, top in zip(progress.token_ids, progress.logprobs, tops, strict=True):
+            token = self._token(token_id, logprob, top)
+            self._num_token_chars += len(self._decoder.decode(token.raw))
+            self._waiting.append((self._num_token_chars, token))
+        self._num_text_chars += len(progress.text)
+        emitted: list[TokenLogprob] = []
+        while self._waiting and self._waiting[0][0] <= self._num_text_chars:
+            emitted.append(self._waiting.popleft()[1])
+        self._num_emitted += len(emitted)
+        return emitted
+
+    def finish(self, end: Finished) -> list[TokenLogprob]:
+        """The remaining tokens."""
+        start = self._num_emitted
+        tops = end.top_logprobs or [None] * len(end.token_ids)
+        rest = zip(end.token_ids[start:], end.logprobs[start:], tops[start:], strict=True)
+        return [self._token(token_id, logprob, top) for token_id, logprob, top in rest]
+
+    def _token(self, token_id: int, logprob: float | None, top: TopTokens | None) -> TokenLogprob:
+        shown = self._tokenizer.shown
+        likeliest = () if top is None else top[: self._num_top]
+        tops = tuple([TokenLogprob(other, *shown(other), value) for other, value in likeliest])
+        return TokenLogprob(token_id, *shown(token_id), logprob, tops)
+
+
+def answers_of(deltas: Sequence[CompletionDelta], num_answers: int) -> list[Answer]:
+    """Assembles answers from all of their deltas."""
+    by_index: list[list[CompletionDelta]] = [[] for _ in range(num_answers)]
     for delta in deltas:
         by_index[delta.index].append(delta)
     return [_answer_of(own) for own in by_index]
@@ -257,10 +402,10 @@ def _answer_of(deltas: Sequence[CompletionDelta]) -> Answer:
     return Answer("".join(texts), called, tuple(tokens), end.finish_reason, end.usage, end.stop)
 
 
-def _joined(deltas: Sequence[CompletionDelta]) -> list[CompletionDelta]:
-    """Deltas of the same text that follow each other, put together."""
+def _merged(deltas: Sequence[CompletionDelta]) -> list[CompletionDelta]:
+    """The deltas, with consecutive ones of the same text as one."""
     runs: list[list[CompletionDelta]] = []
-    last: dict[int, list[CompletionDelta]] = {}  # of each answer its last run
+    last: dict[int, list[CompletionDelta]] = {}  # the last run of each answer
     for delta in deltas:
         run = last.get(delta.index)
         if run is not None and type(run[0]) is type(delta) and isinstance(delta, TextDelta | ToolArguments):
@@ -278,65 +423,3 @@ def _one_of(run: Sequence[CompletionDelta]) -> CompletionDelta:
         return ToolArguments(first.index, first.call, text)
     tokens = [token for delta in run if isinstance(delta, TextDelta) for token in delta.tokens]
     return TextDelta(first.index, text, tuple(tokens))
-
-
-class CompletionSet:
-    """Use ``completing_all`` to make one. What fails one request fails all."""
-
-    def __init__(self, num_requests: int) -> None:
-        self._deltas: list[CompletionDelta] = []
-        self._num_unaccepted = num_requests
-        self._num_running = num_requests
-        self._failure: Exception | None = None
-        self._changed = anyio.Event()
-
-    async def until_accepted(self) -> None:
-        """Waits until all requests are. Raises what one was refused with."""
-        while self._num_unaccepted and self._failure is None:
-            await self._changed.wait()
-        if self._failure is not None:
-            raise self._failure
-
-    async def next(self) -> list[CompletionDelta]:
-        """As of a ``Completion``."""
-        while not self._deltas and self._num_running and self._failure is None:
-            await self._changed.wait()
-        if not self._deltas and self._failure is not None:
-            raise self._failure
-        deltas, self._deltas = self._deltas, []
-        return deltas
-
-    async def run(self, generator: EngineGenerator, request: CompletionRequest, first_index: int) -> None:
-        """For ``completing_all``: runs one request and takes over what comes of it."""
-        try:
-            async with completing(generator, request) as completion:
-                await completion.until_accepted()
-                self._num_unaccepted -= 1
-                self._tell()
-                while deltas := await completion.next():
-                    self._deltas += [replace(delta, index=first_index + delta.index) for delta in deltas]
-                    self._tell()
-        except Exception as error:
-            self._failure = self._failure or first_of(error)
-        self._num_running -= 1
-        self._tell()
-
-    def _tell(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
-
-
-@asynccontextmanager
-async def completing_all(
-    generator: EngineGenerator, requests: Sequence[CompletionRequest]
-) -> AsyncIterator[CompletionSet]:
-    """Runs the requests while the scope lasts. ``RateLimited`` where the tenant may not send so many."""
-    generator.check_gate(sum(request.n for request in requests))
-    completions = CompletionSet(len(requests))
-    async with open_task_group() as group:
-        first_index = 0
-        for request in requests:
-            group.start_soon(completions.run, generator, request, first_index)
-            first_index += request.n
-        yield completions
-        group.cancel_scope.cancel()

@@ -1,8 +1,4 @@
-"""What every HTTP API asks of the engine, in one form, and what it gets back.
-
-One module per API translates its own requests into a ``CompletionRequest`` and the deltas into its own
-answers; ``completion`` runs them.
-"""
+"""A completion request and the deltas of its answers, in one form for all HTTP APIs."""
 
 from __future__ import annotations
 
@@ -18,18 +14,21 @@ from agentflow.protocol.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """A prompt as the ids that the model is given, with nothing put before them."""
+    """A prompt as token ids, which the model is given unchanged."""
 
     ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """``prompt``: a conversation, after which the assistant speaks (a last turn of the assistant's own is
-    not ended, but goes on); or a text in which special tokens count; or token ids. ``n`` answers are
-    generated. ``constraint``: of answers that call no tool. ``priority``: higher goes first, within the
-    tenant. ``max_prompt_tokens``: a longer prompt is refused. ``opens_turn``: False where only the prompt's
-    ids are wanted, of the conversation without the assistant's next turn."""
+    """A prompt and how to answer it ``n`` times.
+
+    ``prompt``: a conversation, which the assistant continues (a last turn of the assistant is continued
+    itself); or text, in which special tokens count; or token ids. ``constraint`` applies to answers that call
+    no tool. A higher ``priority`` is served first, among the requests of one tenant. A prompt of more than
+    ``max_prompt_tokens`` is rejected. ``opens_turn`` is False where only the ids of the prompt are needed,
+    without the opening of the assistant's turn.
+    """
 
     prompt: tuple[Message, ...] | str | TokenIds
     params: SamplingParams
@@ -44,7 +43,7 @@ class CompletionRequest:
 
     @property
     def conversation(self) -> Conversation:
-        """``NotSupported`` where the prompt is none."""
+        """The prompt with its tools. ``NotSupported`` for text and token ids."""
         if isinstance(self.prompt, str | TokenIds):
             raise NotSupported("tools need a conversation as the prompt, not plain text or token ids")
         return Conversation(self.prompt, self.tools, self.tool_choice)
@@ -52,8 +51,8 @@ class CompletionRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A generated token as log-probabilities name it; ``logprob`` is None where it was encoded anew.
-    ``top``: the likeliest at its place."""
+    """A generated token. ``raw``: its bytes. ``logprob`` is None if the text was encoded anew. ``top``: the
+    most likely tokens at this position."""
 
     token_id: int
     text: str
@@ -64,7 +63,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """Answer number ``index`` goes on by ``text``; ``tokens`` where log-probabilities are asked for."""
+    """More text of answer ``index``, with its tokens if log-probabilities were requested."""
 
     index: int
     text: str
@@ -73,7 +72,7 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallBegun:
-    """Answer number ``index`` calls a tool; ``call`` counts its calls from 0."""
+    """Answer ``index`` begins a tool call. ``call`` numbers the calls of an answer from 0."""
 
     index: int
     call: int
@@ -83,7 +82,7 @@ class ToolCallBegun:
 
 @dataclass(frozen=True, slots=True)
 class ToolArguments:
-    """The call's arguments, a JSON object, go on by ``text``."""
+    """More text of a call's arguments, which are a JSON object."""
 
     index: int
     call: int
@@ -95,8 +94,8 @@ FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
 @dataclass(frozen=True, slots=True)
 class AnswerEnded:
-    """The last delta of an answer. ``stop``: the stop string, or the token id of ``stop_token_ids``, that
-    ended it; None for the model's own end."""
+    """The last delta of an answer. ``stop``: the stop string, or the id of ``stop_token_ids``, that ended it;
+    None if the model ended it."""
 
     index: int
     finish_reason: FinishReason
@@ -109,7 +108,7 @@ CompletionDelta: TypeAlias = TextDelta | ToolCallBegun | ToolArguments | AnswerE
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """All deltas of one answer, put together."""
+    """A whole answer: all of its deltas, assembled."""
 
     text: str
     tool_calls: tuple[CalledTool, ...]

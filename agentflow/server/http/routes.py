@@ -10,21 +10,24 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from agentflow.server.anthropic.errors import AnthropicErrorFormat
+from agentflow.server.anthropic.answer import AnthropicErrorFormat
 from agentflow.server.anthropic.messages import count_tokens, create_message
 from agentflow.server.anthropic.types import CountAnswer, CountRequest, MessageAnswer, MessagesRequest
 from agentflow.server.http.call import ApiEndpoint, ErrorFormat, Handler, request_id_of
 from agentflow.server.http.errors import ApiError
+from agentflow.server.openai.answer import OpenAIErrorFormat
 from agentflow.server.openai.chat import create_chat_completion
 from agentflow.server.openai.completions import TextAnswer, TextRequest, create_completion
-from agentflow.server.openai.errors import OpenAIErrorFormat
-from agentflow.server.openai.models import ModelCard, ModelList, get_model, list_models
-from agentflow.server.openai.tokenize import (
+from agentflow.server.openai.models import (
     DetokenizeAnswer,
     DetokenizeRequest,
+    ModelCard,
+    ModelList,
     TokenizeAnswer,
     TokenizeRequest,
     detokenize,
+    get_model,
+    list_models,
     tokenize,
 )
 from agentflow.server.openai.types import ChatAnswer, ChatRequest

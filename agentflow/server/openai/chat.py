@@ -1,27 +1,48 @@
-"""``POST /v1/chat/completions``, as OpenAI's API has it.
+"""``POST /v1/chat/completions``: continues a conversation, as OpenAI's API does.
 
-From ``POST /v1/chat/completions`` to what the engine is asked.
+The answer is one JSON object, or a stream of chunks. Thousands of chunks are written per second, so
+``_ChatChunks`` prepares all of a chunk but its text once for each answer.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
 
 from agentflow.engine.generator import EngineGenerator
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.json_bounds import schema_constraint
 from agentflow.server.completion.completion import completing
-from agentflow.server.completion.request import Answer, CompletionRequest
+from agentflow.server.completion.request import (
+    Answer,
+    AnswerEnded,
+    CompletionDelta,
+    CompletionRequest,
+    TextDelta,
+    TokenLogprob,
+    ToolArguments,
+    ToolCallBegun,
+)
 from agentflow.server.http.call import ApiCall
-from agentflow.server.openai.conversation import conversation_of, tool_choice_of, tools_of
-from agentflow.server.openai.sampling import (
+from agentflow.server.openai.answer import (
+    AnswerIdentity,
+    encode_json,
+    stream_answers,
+    usage_body,
+    usage_of_prompts,
+)
+from agentflow.server.openai.request import (
     check_fields,
     check_num_logprobs,
     constraint_of,
+    conversation_of,
+    invalid_field,
     is_given,
     naming_field,
     sampling_of,
-    wrong,
+    tool_choice_of,
+    tools_of,
 )
-from agentflow.server.openai.stream import AnswerIdentity, ChatChunks, chat_logprobs, stream_answers
 from agentflow.server.openai.types import (
     AnsweredFunction,
     AnsweredToolCall,
@@ -29,16 +50,48 @@ from agentflow.server.openai.types import (
     ChatAnswer,
     ChatChoice,
     ChatRequest,
+    ChatTokenLogprob,
+    ChoiceLogprobs,
     ObjectFormat,
     SchemaFormat,
+    TopLogprob,
+    UsageBody,
 )
-from agentflow.server.openai.usage import usage_body, usage_of_prompts
 
-ANY_OBJECT = Constraint("schema", '{"type":"object"}')
+_ANY_OBJECT = Constraint("schema", '{"type":"object"}')
+_KIND = "chat.completion.chunk"
 
 
-def completion_of_chat(call: ApiCall, body: ChatRequest, generator: EngineGenerator) -> CompletionRequest:
-    """``ApiError`` that names the field, where something cannot be had."""
+async def create_chat_completion(call: ApiCall) -> None:
+    """Continues a conversation."""
+    body = await call.beside(call.read, ChatRequest)
+    generator = call.generator(body.model, priority=body.priority)
+    request = await call.beside(_request_of, call, body, generator)
+    identity = AnswerIdentity.new("chatcmpl", generator.capabilities.model)
+    has_logprobs = request.params.wants_logprobs
+    with naming_field("messages", request.constraint):
+        async with completing(generator, request) as completion:
+            if body.stream:
+                include_usage = bool(body.stream_options and body.stream_options.include_usage)
+                chunks = _ChatChunks(identity, request.n, include_usage=include_usage)
+                await stream_answers(call, completion, chunks, n=request.n, include_usage=include_usage)
+                return
+            answers = await completion.answers()
+    usage = usage_of_prompts([answer.usage for answer in answers], request.n)
+    await call.reply(
+        ChatAnswer(
+            id=identity.id,
+            created=identity.created,
+            model=identity.model,
+            system_fingerprint=identity.system_fingerprint,
+            choices=[_choice(n, answer, has_logprobs) for n, answer in enumerate(answers)],
+            usage=usage_body(usage, call.record),
+        )
+    )
+
+
+def _request_of(call: ApiCall, body: ChatRequest, generator: EngineGenerator) -> CompletionRequest:
+    """The request as the engine takes it. ``ApiError`` names the field that is wrong or not supported."""
     limits = call.service.http_limits
     check_fields(body, limits.max_n)
     tools = tools_of(body.tools or ())
@@ -61,56 +114,28 @@ def completion_of_chat(call: ApiCall, body: ChatRequest, generator: EngineGenera
 
 def _top_logprobs(body: ChatRequest) -> int | None:
     if body.top_logprobs is not None and not body.logprobs:
-        raise wrong("top_logprobs", "'top_logprobs' needs 'logprobs' to be true")
+        raise invalid_field("top_logprobs", "'top_logprobs' needs 'logprobs' to be true")
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
 def _form_of(body: ChatRequest) -> Constraint | None:
-    """What the text must look like, where no tool is called."""
-    asked = {"regex or grammar": constraint_of(body), "response_format": _response_format(body)}
-    names = [name for name, constraint in asked.items() if constraint is not None]
+    """The constraint of an answer that calls no tool."""
+    constraints = {"regex or grammar": constraint_of(body), "response_format": _response_format(body)}
+    names = [name for name, constraint in constraints.items() if constraint is not None]
     if len(names) > 1:
-        raise wrong("response_format", f"'response_format' excludes {names[0]}: give one of them")
-    return asked[names[0]] if names else None
+        raise invalid_field("response_format", f"'response_format' and {names[0]} exclude each other")
+    return constraints[names[0]] if names else None
 
 
 def _response_format(body: ChatRequest) -> Constraint | None:
     match body.response_format:
         case ObjectFormat():
-            return ANY_OBJECT
+            return _ANY_OBJECT
         case SchemaFormat(json_schema=spec):
             if spec.schema is None or not is_given(spec.schema):
-                return ANY_OBJECT
+                return _ANY_OBJECT
             return schema_constraint(spec.schema, "response_format")
     return None
-
-
-async def create_chat_completion(call: ApiCall) -> None:
-    """Goes on with a conversation."""
-    body = await call.beside(call.read, ChatRequest)
-    generator = call.generator(body.model, priority=body.priority)
-    request = await call.beside(completion_of_chat, call, body, generator)
-    identity = AnswerIdentity.new("chatcmpl", generator.capabilities.model)
-    has_logprobs = request.params.wants_logprobs
-    with naming_field("messages", request.constraint):
-        async with completing(generator, request) as completion:
-            if body.stream:
-                include_usage = bool(body.stream_options and body.stream_options.include_usage)
-                chunks = ChatChunks(identity, request.n, include_usage=include_usage)
-                await stream_answers(call, completion, chunks, n=request.n, include_usage=include_usage)
-                return
-            answers = await completion.answers()
-    usage = usage_of_prompts([answer.usage for answer in answers], request.n)
-    await call.reply(
-        ChatAnswer(
-            id=identity.id,
-            created=identity.created,
-            model=identity.model,
-            system_fingerprint=identity.system_fingerprint,
-            choices=[_choice(n, answer, has_logprobs) for n, answer in enumerate(answers)],
-            usage=usage_body(usage, call.record),
-        )
-    )
 
 
 def _choice(index: int, answer: Answer, has_logprobs: bool) -> ChatChoice:
@@ -122,6 +147,89 @@ def _choice(index: int, answer: Answer, has_logprobs: bool) -> ChatChoice:
     return ChatChoice(
         index=index,
         message=AnswerMessage(role="assistant", content=content, refusal=None, tool_calls=calls),
-        logprobs=chat_logprobs(answer.tokens) if has_logprobs else None,
+        logprobs=_logprobs(answer.tokens) if has_logprobs else None,
         finish_reason=answer.finish_reason,
     )
+
+
+class _ChatChunks:
+    """The chunks of one request. ``include_usage``: each has a ``usage`` of null."""
+
+    def __init__(self, identity: AnswerIdentity, n: int, *, include_usage: bool) -> None:
+        self._identity = identity
+        front = identity.event_head(_KIND)
+        self._fronts = [front + b'"choices":[{"index":%d,"delta":' % index for index in range(n)]
+        self._text_fronts = [front + b'{"content":' for front in self._fronts]
+        self._end = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
+        self._middle = b',"logprobs":null,"finish_reason":null' + self._end
+        self._text_middle = b"}" + self._middle
+        self._is_begun = [False] * n
+
+    def write(self, deltas: Sequence[CompletionDelta]) -> bytes:
+        """The events of these deltas."""
+        parts: list[bytes] = []
+        for delta in deltas:
+            if not self._is_begun[delta.index]:
+                parts.append(self._role(delta))
+            if isinstance(delta, TextDelta):
+                parts += (self._text_fronts[delta.index], encode_json(delta.text))
+                parts.append(self._with_logprobs(delta.tokens) if delta.tokens else self._text_middle)
+            elif isinstance(delta, AnswerEnded):
+                parts += (self._fronts[delta.index], b'{},"logprobs":null,"finish_reason":')
+                parts += (encode_json(delta.finish_reason), self._end)
+            else:
+                parts += (self._fronts[delta.index], _tool_call(delta), self._middle)
+        return b"".join(parts)
+
+    def usage(self, usage: UsageBody) -> bytes:
+        """The event with the usage."""
+        return self._identity.event(_KIND, {"choices": [], "usage": usage})
+
+    def _role(self, delta: CompletionDelta) -> bytes:
+        self._is_begun[delta.index] = True
+        content = b"null" if isinstance(delta, ToolCallBegun) else b'""'
+        return (
+            self._fronts[delta.index]
+            + b'{"role":"assistant","content":%b,"refusal":null}' % content
+            + self._middle
+        )
+
+    def _with_logprobs(self, tokens: Sequence[TokenLogprob]) -> bytes:
+        logprobs = encode_json(_logprobs(tokens))
+        return b'},"logprobs":' + logprobs + b',"finish_reason":null' + self._end
+
+
+def _tool_call(delta: ToolCallBegun | ToolArguments) -> bytes:
+    if isinstance(delta, ToolArguments):
+        return b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (
+            delta.call,
+            encode_json(delta.text),
+        )
+    begun = {
+        "index": delta.call,
+        "id": delta.id,
+        "type": "function",
+        "function": {"name": delta.name, "arguments": ""},
+    }
+    return encode_json({"tool_calls": [begun]})
+
+
+def _logprobs(tokens: Sequence[TokenLogprob]) -> ChoiceLogprobs:
+    return ChoiceLogprobs(content=[_token_logprob(token) for token in tokens])
+
+
+def _token_logprob(token: TokenLogprob) -> ChatTokenLogprob:
+    return ChatTokenLogprob(
+        token=token.text,
+        bytes=_byte_values(token.raw),
+        logprob=token.logprob,
+        top_logprobs=[
+            TopLogprob(token=top.text, bytes=_byte_values(top.raw), logprob=top.logprob) for top in token.top
+        ],
+    )
+
+
+@lru_cache(maxsize=16_384)
+def _byte_values(raw: bytes) -> list[int]:
+    """The bytes as a list, which is shared and must not be changed."""
+    return list(raw)

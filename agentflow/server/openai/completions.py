@@ -1,22 +1,16 @@
-"""``POST /v1/completions``, as OpenAI's API has it: texts are gone on with, without a chat template.
-
-The request and the answer of ``POST /v1/completions``.
-
-Log-probabilities in the form of ``/v1/completions``, and the chunks of its streams.
-"""
+"""``POST /v1/completions``: continues one text or several without a chat template, as OpenAI's API does."""
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
 from typing import Annotated, Literal, TypeAlias, cast
 
 import msgspec
 from msgspec import Meta
 
 from agentflow.engine.generator import EngineGenerator
-from agentflow.server.completion.completion import answers_of, completing, completing_all
+from agentflow.server.completion.completion import completing
 from agentflow.server.completion.request import (
     Answer,
     AnswerEnded,
@@ -27,21 +21,27 @@ from agentflow.server.completion.request import (
     TokenLogprob,
 )
 from agentflow.server.http.call import ApiCall
-from agentflow.server.openai.sampling import (
-    SharedFields,
-    TokenId,
+from agentflow.server.openai.answer import (
+    AnswerIdentity,
+    encode_json,
+    stream_answers,
+    usage_body,
+    usage_of_prompts,
+)
+from agentflow.server.openai.request import (
     check_fields,
     check_num_logprobs,
     constraint_of,
+    invalid_field,
     naming_field,
     sampling_of,
-    wrong,
 )
-from agentflow.server.openai.stream import AnswerIdentity, DeltaSource, encode_json, stream_answers
-from agentflow.server.openai.usage import UsageBody, usage_body, usage_of_prompts
+from agentflow.server.openai.types import SharedFields, TokenId, UsageBody
 
-# That many of the likeliest tokens this endpoint has always told.
+# The limit of OpenAI's endpoint.
 MAX_LOGPROBS = 5
+_DEFAULT_MAX_TOKENS = 16
+_KIND = "text_completion"
 
 IdList: TypeAlias = Annotated[list[TokenId], Meta(min_length=1)]
 Prompt: TypeAlias = Annotated[
@@ -51,16 +51,16 @@ Prompt: TypeAlias = Annotated[
 
 
 class TextRequest(SharedFields, kw_only=True):
-    """A text to go on with, or several. In a text, special tokens that are written out count."""
+    """A text to continue, or several. Special tokens in a text are read as such."""
 
     prompt: Prompt
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
 class TextLogprobs(msgspec.Struct, kw_only=True):
-    """One member of each list for each token. ``text_offset``: where in the answer its text begins, in
-    characters. A token that is no UTF-8 of its own is written as ``bytes:\\x..``. ``token_logprobs`` is null
-    where the text was encoded anew, which happens under a constraint."""
+    """Each list has one item per token. ``text_offset``: where the token's text begins in the answer, in
+    characters. A token that is not valid UTF-8 is written as ``bytes:\\x..``. ``token_logprobs`` is null if
+    the text was encoded anew, which happens under a constraint."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -69,7 +69,7 @@ class TextLogprobs(msgspec.Struct, kw_only=True):
 
 
 class TextChoice(msgspec.Struct, kw_only=True):
-    """One answer, or in a stream a piece of it. Answers are counted prompt by prompt."""
+    """One answer, or a piece of it in a stream. Answers are numbered prompt by prompt."""
 
     index: int
     text: str
@@ -89,82 +89,8 @@ class TextAnswer(msgspec.Struct, kw_only=True):
     object: Literal["text_completion"] = "text_completion"
 
 
-KIND = "text_completion"
-
-
-class OffsetLogprobs:
-    """Tells the tokens of one answer, and where in its text each begins."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._offset = 0
-
-    def push(self, tokens: Sequence[TokenLogprob]) -> TextLogprobs:
-        """Of the tokens that come next."""
-        offsets: list[int] = []
-        for token in tokens:
-            offsets.append(self._offset)
-            self._offset += len(self._decoder.decode(token.raw))
-        return TextLogprobs(
-            tokens=[_written(token) for token in tokens],
-            token_logprobs=[token.logprob for token in tokens],
-            top_logprobs=[_top(token) for token in tokens],
-            text_offset=offsets,
-        )
-
-
-def _top(token: TokenLogprob) -> dict[str, float | None]:
-    """The likeliest, and always the token itself."""
-    top = {_written(one): one.logprob for one in token.top}
-    top.setdefault(_written(token), token.logprob)
-    return top
-
-
-def _written(token: TokenLogprob) -> str:
-    if "\ufffd" not in token.text or not token.raw:
-        return token.text
-    return "bytes:" + "".join([f"\\x{byte:02x}" for byte in token.raw])
-
-
-class TextChunks:
-    """Those of one request with ``num_answers`` in all. ``include_usage``: chunks say that their own usage
-    is null."""
-
-    def __init__(self, identity: AnswerIdentity, num_answers: int, *, include_usage: bool) -> None:
-        self._identity = identity
-        front = identity.event_head(KIND)
-        self._fronts = [front + b'"choices":[{"index":%d,"text":' % index for index in range(num_answers)]
-        self._end = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
-        self._goes_on = b',"logprobs":null,"finish_reason":null' + self._end
-        self._logprobs = [OffsetLogprobs() for _ in range(num_answers)]
-
-    def write(self, deltas: Sequence[CompletionDelta]) -> bytes:
-        """The events of these deltas."""
-        parts: list[bytes] = []
-        for delta in deltas:
-            front = self._fronts[delta.index]
-            if isinstance(delta, TextDelta):
-                parts += (front, encode_json(delta.text))
-                if delta.tokens:
-                    told = encode_json(self._logprobs[delta.index].push(delta.tokens))
-                    parts += (b',"logprobs":', told, b',"finish_reason":null', self._end)
-                else:
-                    parts.append(self._goes_on)
-            elif isinstance(delta, AnswerEnded):
-                reason = encode_json(delta.finish_reason)
-                parts += (front, b'"","logprobs":null,"finish_reason":', reason, self._end)
-        return b"".join(parts)
-
-    def usage(self, usage: UsageBody) -> bytes:
-        """The event that tells the tokens."""
-        return self._identity.event(KIND, {"choices": [], "usage": usage})
-
-
-DEFAULT_MAX_TOKENS = 16
-
-
 async def create_completion(call: ApiCall) -> None:
-    """Goes on with one text or with several."""
+    """Continues one text or several."""
     body = await call.beside(call.read, TextRequest)
     generator = call.generator(body.model, priority=body.priority)
     requests = await call.beside(_requests_of, call, body, generator)
@@ -172,16 +98,13 @@ async def create_completion(call: ApiCall) -> None:
     num_answers = n * len(requests)
     identity = AnswerIdentity.new("cmpl", generator.capabilities.model)
     with naming_field("prompt", requests[0].constraint):
-        async with _completing(generator, requests) as source:
+        async with completing(generator, *requests) as completion:
             if body.stream:
                 include_usage = bool(body.stream_options and body.stream_options.include_usage)
-                chunks = TextChunks(identity, num_answers, include_usage=include_usage)
-                await stream_answers(call, source, chunks, n=n, include_usage=include_usage)
+                chunks = _TextChunks(identity, num_answers, include_usage=include_usage)
+                await stream_answers(call, completion, chunks, n=n, include_usage=include_usage)
                 return
-            deltas: list[CompletionDelta] = []
-            while some := await source.next():
-                deltas += some
-    answers = answers_of(deltas, num_answers)
+            answers = await completion.answers()
     usage = usage_of_prompts([answer.usage for answer in answers], n)
     await call.reply(
         TextAnswer(
@@ -197,24 +120,16 @@ async def create_completion(call: ApiCall) -> None:
     )
 
 
-def _completing(
-    generator: EngineGenerator, requests: Sequence[CompletionRequest]
-) -> AbstractAsyncContextManager[DeltaSource]:
-    if len(requests) == 1:
-        return completing(generator, requests[0])
-    return completing_all(generator, requests)
-
-
 def _requests_of(call: ApiCall, body: TextRequest, generator: EngineGenerator) -> list[CompletionRequest]:
-    """One for each prompt."""
+    """A request for each prompt."""
     limits = call.service.http_limits
     check_fields(body, limits.max_n)
     prompts = prompts_of(body.prompt)
     n = body.n or 1
     if n * len(prompts) > limits.max_n:
         asked = f"{len(prompts)} prompts with {n} answers each"
-        raise wrong("prompt", f"{asked}: this server gives at most {limits.max_n} answers to a request")
-    params = sampling_of(body, generator, body.max_tokens or DEFAULT_MAX_TOKENS, body.logprobs)
+        raise invalid_field("prompt", f"{asked} exceed the limit of {limits.max_n} answers to a request")
+    params = sampling_of(body, generator, body.max_tokens or _DEFAULT_MAX_TOKENS, body.logprobs)
     check_num_logprobs(params, generator, n * len(prompts), "logprobs")
     return [
         CompletionRequest(
@@ -231,12 +146,14 @@ def _requests_of(call: ApiCall, body: TextRequest, generator: EngineGenerator) -
 
 
 def prompts_of(prompt: Prompt) -> list[str | TokenIds]:
-    """What is to be gone on with. ``ApiError`` for a list of different things."""
+    """The prompts. ``ApiError`` for a list of mixed types."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = {type(member) for member in prompt}
     if len(kinds) > 1:
-        raise wrong("prompt", "'prompt' is a text, a list of texts, token ids, or a list of lists of them")
+        raise invalid_field(
+            "prompt", "'prompt' must be a text, a list of texts, a list of token ids, or a list of those"
+        )
     if kinds == {int}:
         return [TokenIds(tuple(cast("list[int]", prompt)))]
     return [TokenIds(tuple(member)) if isinstance(member, list) else cast(str, member) for member in prompt]
@@ -247,6 +164,73 @@ def _choice(index: int, answer: Answer, has_logprobs: bool) -> TextChoice:
     return TextChoice(
         index=index,
         text=answer.text,
-        logprobs=OffsetLogprobs().push(answer.tokens) if has_logprobs else None,
+        logprobs=_OffsetLogprobs().push(answer.tokens) if has_logprobs else None,
         finish_reason=reason,
     )
+
+
+class _OffsetLogprobs:
+    """The tokens of one answer with the offsets of their texts."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def push(self, tokens: Sequence[TokenLogprob]) -> TextLogprobs:
+        """The log-probabilities of the next tokens."""
+        offsets: list[int] = []
+        for token in tokens:
+            offsets.append(self._offset)
+            self._offset += len(self._decoder.decode(token.raw))
+        return TextLogprobs(
+            tokens=[_written(token) for token in tokens],
+            token_logprobs=[token.logprob for token in tokens],
+            top_logprobs=[_top(token) for token in tokens],
+            text_offset=offsets,
+        )
+
+
+def _top(token: TokenLogprob) -> dict[str, float | None]:
+    """The most likely tokens, and always the token itself."""
+    top = {_written(one): one.logprob for one in token.top}
+    top.setdefault(_written(token), token.logprob)
+    return top
+
+
+def _written(token: TokenLogprob) -> str:
+    if "\ufffd" not in token.text or not token.raw:
+        return token.text
+    return "bytes:" + "".join([f"\\x{byte:02x}" for byte in token.raw])
+
+
+class _TextChunks:
+    """The chunks of one request. ``include_usage``: each has a ``usage`` of null."""
+
+    def __init__(self, identity: AnswerIdentity, num_answers: int, *, include_usage: bool) -> None:
+        self._identity = identity
+        front = identity.event_head(_KIND)
+        self._fronts = [front + b'"choices":[{"index":%d,"text":' % index for index in range(num_answers)]
+        self._end = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
+        self._middle = b',"logprobs":null,"finish_reason":null' + self._end
+        self._logprobs = [_OffsetLogprobs() for _ in range(num_answers)]
+
+    def write(self, deltas: Sequence[CompletionDelta]) -> bytes:
+        """The events of these deltas."""
+        parts: list[bytes] = []
+        for delta in deltas:
+            front = self._fronts[delta.index]
+            if isinstance(delta, TextDelta):
+                parts += (front, encode_json(delta.text))
+                if delta.tokens:
+                    logprobs = encode_json(self._logprobs[delta.index].push(delta.tokens))
+                    parts += (b',"logprobs":', logprobs, b',"finish_reason":null', self._end)
+                else:
+                    parts.append(self._middle)
+            elif isinstance(delta, AnswerEnded):
+                reason = encode_json(delta.finish_reason)
+                parts += (front, b'"","logprobs":null,"finish_reason":', reason, self._end)
+        return b"".join(parts)
+
+    def usage(self, usage: UsageBody) -> bytes:
+        """The event with the usage."""
+        return self._identity.event(_KIND, {"choices": [], "usage": usage})

@@ -1,16 +1,35 @@
-"""``GET /v1/models`` and ``GET /v1/models/{name}``, as OpenAI's API has them."""
+"""What clients can ask of models without generating: ``/v1/models``, ``/tokenize`` and ``/detokenize``.
+
+The list of models is OpenAI's; the tokenizer's endpoints are vLLM's.
+"""
 
 from __future__ import annotations
 
-import msgspec
+from functools import partial
+from typing import Annotated
 
+import msgspec
+from msgspec import Meta
+
+from agentflow.engine.generator import EngineGenerator
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.server.completion.completion import COUNTED_CONTEXTS, prompt_ids
+from agentflow.server.completion.request import CompletionRequest
 from agentflow.server.http.call import ApiCall
 from agentflow.server.models import Model
+from agentflow.server.openai.request import (
+    conversation_of,
+    invalid_field,
+    naming_field,
+    naming_param,
+    tools_of,
+)
+from agentflow.server.openai.types import MAX_MESSAGES, MAX_TOOLS, ChatMessage, TokenId, Tool
 
 
 class ModelCard(msgspec.Struct):
-    """One model. ``created``: since when it is served (Unix time). ``max_model_len``: tokens of prompt and
-    output together."""
+    """A model. ``created``: when the server loaded it (Unix time). ``max_model_len``: the limit of prompt and
+    output tokens together."""
 
     id: str
     created: int
@@ -20,23 +39,129 @@ class ModelCard(msgspec.Struct):
 
 
 class ModelList(msgspec.Struct):
-    """All that the tenant may use; the first is the default of sessions."""
+    """The models that the tenant may use. The first is the default of sessions."""
 
     data: list[ModelCard]
     object: str = "list"
 
 
 async def list_models(call: ApiCall) -> None:
-    """The tenant's models."""
+    """Lists the models that the tenant may use."""
     seen = call.service.models.seen_by(call.tenant)
     await call.reply(ModelList([_card(call, model) for model in seen]))
 
 
 async def get_model(call: ApiCall) -> None:
-    """One of them. ``UnknownModel``."""
+    """Describes one model. ``UnknownModel``."""
     await call.reply(_card(call, call.service.models.find(call.path_params["name"], call.tenant)))
 
 
 def _card(call: ApiCall, model: Model) -> ModelCard:
     capabilities = model.generator(call.tenant).capabilities
     return ModelCard(model.name, model.created_s, capabilities.max_context)
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Either ``prompt``, as in ``/v1/completions``, or ``messages``, as in ``/v1/chat/completions``.
+
+    ``add_special_tokens`` (with ``prompt``): adds the tokens that the model expects before a text.
+    ``add_generation_prompt`` (with ``messages``): adds the opening of the assistant's turn.
+    ``return_token_strs``: also returns the text of each token.
+    """
+
+    model: str
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeAnswer(msgspec.Struct, kw_only=True):
+    """``max_model_len``: the limit of prompt and output tokens together."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int | None
+    token_strs: list[str] | None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Token ids to convert to text."""
+
+    model: str
+    tokens: list[TokenId]
+
+
+class DetokenizeAnswer(msgspec.Struct):
+    """The text of the ids, with special tokens."""
+
+    prompt: str
+
+
+async def tokenize(call: ApiCall) -> None:
+    """Returns the token ids of a prompt."""
+    body = await call.beside(call.read, TokenizeRequest)
+    generator = call.generator(body.model, to_generate=False)
+    texts: list[str] | None = None
+    with generator.metered():
+        with naming_field("prompt" if body.messages is None else "messages", None):
+            token_ids = await _ids_of(call, body, generator)
+        if body.return_token_strs:
+            texts = await generator.encode_beside(len(token_ids), partial(_texts, generator), token_ids)
+    call.record.prompt_tokens = len(token_ids)
+    await call.reply(
+        TokenizeAnswer(
+            tokens=token_ids,
+            count=len(token_ids),
+            max_model_len=generator.capabilities.max_context,
+            token_strs=texts,
+        )
+    )
+
+
+async def detokenize(call: ApiCall) -> None:
+    """Returns the text of token ids."""
+    body = await call.beside(call.read, DetokenizeRequest)
+    generator = call.generator(body.model, to_generate=False)
+    with naming_param("tokens"):
+        generator.check_ids(body.tokens)
+    decode = partial(generator.tokenizer.decode, skip_special=False)
+    with generator.metered():
+        text = await generator.encode_beside(len(body.tokens), decode, body.tokens)
+    await call.reply(DetokenizeAnswer(text))
+
+
+def _texts(generator: EngineGenerator, token_ids: list[int]) -> list[str]:
+    decode = generator.tokenizer.decode
+    return [decode([token_id], skip_special=False, continues=True) for token_id in token_ids]
+
+
+async def _ids_of(call: ApiCall, body: TokenizeRequest, generator: EngineGenerator) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid_field("prompt", "give either 'prompt' or 'messages'")
+    if body.messages is not None:
+        if body.add_special_tokens is not None:
+            raise invalid_field("add_special_tokens", "'add_special_tokens' needs 'prompt'")
+        model = generator.capabilities.model
+        request = CompletionRequest(
+            await call.beside(conversation_of, body.messages, model),
+            SamplingParams(),
+            tools=await call.beside(tools_of, body.tools or ()),
+            opens_turn=body.add_generation_prompt is not False,
+        )
+        return await prompt_ids(generator, request)
+    for name in ("tools", "add_generation_prompt"):
+        if getattr(body, name) is not None:
+            raise invalid_field(name, f"{name!r} needs 'messages'")
+    prompt = body.prompt or ""
+    if body.add_special_tokens is not False and prompt:
+        return await prompt_ids(generator, CompletionRequest(prompt, SamplingParams()))
+    tokenizer = generator.tokenizer
+    if not prompt:
+        return [] if body.add_special_tokens is False else list(tokenizer.prefix_ids)
+    most = COUNTED_CONTEXTS * generator.most_tokens()
+    generator.check_length(len(prompt), most)
+    await generator.check_texts([prompt], most)
+    return await generator.encode_beside(len(prompt), tokenizer.encode_markup, prompt)

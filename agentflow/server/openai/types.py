@@ -1,18 +1,102 @@
-"""The request and the answer of ``POST /v1/chat/completions``.
+"""The JSON shapes of OpenAI's API: requests, messages, tools, and chat answers.
 
-The messages and tools of OpenAI's chat requests, as they come.
+Every bound is part of a type, so the OpenAPI document has it too. Null is the same as leaving a field out.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
-from agentflow.protocol.sampling import MAX_TOP_LOGPROBS
-from agentflow.server.openai.sampling import Count, GivenObject, Refused, SharedFields, Unread
-from agentflow.server.openai.usage import UsageBody
+from agentflow.engine.request import MAX_PRIORITY
+from agentflow.protocol.constraint import MAX_SOURCE_CHARS
+from agentflow.protocol.ops import MAX_SALT_CHARS
+from agentflow.protocol.sampling import (
+    MAX_BIASES,
+    MAX_INT,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    MAX_TOP_LOGPROBS,
+)
+
+if TYPE_CHECKING:
+    Unread: TypeAlias = msgspec.Raw | None
+else:
+    Unread = msgspec.Raw
+
+
+_INT64 = 2**63
+
+Count: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_INT)]
+TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_INT)]
+Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
+Source: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_SOURCE_CHARS)]
+StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+Stop: TypeAlias = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
+Bias: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
+Biases: TypeAlias = Annotated[
+    dict[TokenId, Bias],
+    Meta(
+        max_length=MAX_BIASES,
+        description="Token ids, as strings, with the values that are added to their logits.",
+        extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"}},
+    ),
+]
+# A value that is not read is not decoded: a body is large enough for millions of objects.
+Unsupported: TypeAlias = Annotated[
+    Unread, Meta(extra_json_schema={"type": "null"}, description="Not supported.")
+]
+# An object that is decoded later, after its bounds are checked (protocol/json_bounds.py).
+GivenObject: TypeAlias = Annotated[Unread, Meta(extra_json_schema={"type": ["object", "null"]})]
+OnlyFalse: TypeAlias = Annotated[bool, Meta(extra_json_schema={"const": False})]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``include_usage``: a last chunk without choices has the usage of the whole request."""
+
+    include_usage: bool | None = None
+    include_obfuscation: OnlyFalse | None = None
+
+
+class SharedFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The fields that both generating endpoints have. The last ones have no effect on the answer."""
+
+    model: str
+    n: Count | None = None
+    seed: Annotated[int, Meta(ge=-_INT64, le=_INT64 - 1)] | None = None
+    stop: Stop | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_BIASES)] | None = None
+    ignore_eos: bool | None = None
+    max_tokens: Count | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    logit_bias: Biases | None = None
+    regex: Source | None = None
+    grammar: Source | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    cache_salt: Annotated[str, Meta(max_length=MAX_SALT_CHARS)] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: Unread = None
+    prompt_cache_retention: str | None = None
+    metadata: dict[str, str] | None = None
+    store: OnlyFalse | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    best_of: Count | None = None
+    echo: OnlyFalse | None = None
+    suffix: Unsupported = None
+
 
 MAX_NAME_CHARS = 64
 
@@ -20,32 +104,32 @@ ToolName: TypeAlias = Annotated[str, Meta(pattern=f"^[a-zA-Z0-9_-]{{1,{MAX_NAME_
 
 
 class TextPart(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
-    """A part of a message's text. ``prompt_cache_breakpoint``: what was computed is cached in any case."""
+    """A part of a message's text. ``prompt_cache_breakpoint`` has no effect: prompts are cached anyway."""
 
     text: str
     prompt_cache_breakpoint: Unread = None
 
 
 class RefusalPart(msgspec.Struct, tag_field="type", tag="refusal", forbid_unknown_fields=True):
-    """What an assistant said in place of an answer; it is text like any other."""
+    """The assistant's refusal to answer, which is treated as text."""
 
     refusal: str
 
 
 class ImagePart(msgspec.Struct, tag_field="type", tag="image_url"):
-    """Refused: no model here sees images."""
+    """Not supported: the models take no images."""
 
     image_url: msgspec.Raw
 
 
 class AudioPart(msgspec.Struct, tag_field="type", tag="input_audio"):
-    """Refused: no model here hears."""
+    """Not supported: the models take no audio."""
 
     input_audio: msgspec.Raw
 
 
 class FilePart(msgspec.Struct, tag_field="type", tag="file"):
-    """Refused."""
+    """Not supported."""
 
     file: msgspec.Raw
 
@@ -55,32 +139,32 @@ Content: TypeAlias = str | Annotated[list[Part], Meta(min_length=1)]
 
 
 class _Message(msgspec.Struct, tag_field="role", kw_only=True, forbid_unknown_fields=True):
-    """``name``: of the one who speaks; chat templates do not show it."""
+    """``name`` has no effect: chat templates do not show it."""
 
     name: str | None = None
 
 
 class SystemMessage(_Message, tag="system", kw_only=True):
-    """What the application wants of the model."""
+    """The application's instructions."""
 
     content: Content
 
 
 class DeveloperMessage(_Message, tag="developer", kw_only=True):
-    """The same as ``system``."""
+    """The same as a system message."""
 
     content: Content
 
 
 class UserMessage(_Message, tag="user", kw_only=True):
-    """What the user says."""
+    """A message of the user."""
 
     content: Content
 
 
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
-    """``arguments``: a JSON object, as text. ``parsed_arguments``: the same once more, by which clients'
-    typed helpers send back what they were given."""
+    """``arguments``: a JSON object, as text. ``parsed_arguments`` is not read: typed client helpers
+    send it back along with the arguments."""
 
     name: ToolName
     arguments: str
@@ -88,7 +172,7 @@ class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class MessageToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A call that the assistant asked for."""
+    """A tool call of the assistant."""
 
     id: Annotated[str, Meta(min_length=1)]
     function: CalledFunction
@@ -97,8 +181,8 @@ class MessageToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class AssistantMessage(_Message, tag="assistant", kw_only=True):
-    """What the model said, or asked to have called. ``content`` may be null with tool calls only.
-    ``parsed``: the content once more, as of ``parsed_arguments``."""
+    """The model's text, its tool calls, or both. ``content`` may be null only with tool calls. ``parsed`` is
+    not read, like ``parsed_arguments``."""
 
     content: Content | None = None
     tool_calls: list[MessageToolCall] | None = None
@@ -110,14 +194,14 @@ class AssistantMessage(_Message, tag="assistant", kw_only=True):
 
 
 class ToolMessage(_Message, tag="tool", kw_only=True):
-    """What came of the call ``tool_call_id`` of a message before."""
+    """The result of the call ``tool_call_id`` of an earlier message."""
 
     content: Content
     tool_call_id: str
 
 
 class FunctionMessage(msgspec.Struct, tag_field="role", tag="function"):
-    """Refused: what came before tools."""
+    """Not supported: the deprecated predecessor of tool messages."""
 
     name: Unread = None
     content: Unread = None
@@ -129,8 +213,8 @@ ChatMessage: TypeAlias = (
 
 
 class FunctionSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``parameters``: the JSON schema of an object; without it the tool takes none. ``strict``: arguments
-    are always valid where the tool is called because it had to be."""
+    """``parameters``: the JSON schema of an object; without it the tool has none. ``strict`` has no effect:
+    the arguments of a required call are always valid."""
 
     name: ToolName
     description: str | None = None
@@ -139,13 +223,13 @@ class FunctionSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class FunctionTool(msgspec.Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
-    """A tool that the model may ask to have called."""
+    """A tool that the model may call."""
 
     function: FunctionSpec
 
 
 class CustomTool(msgspec.Struct, tag_field="type", tag="custom"):
-    """Refused: a tool that takes free text."""
+    """Not supported: a tool that takes free text."""
 
     custom: msgspec.Raw
 
@@ -154,25 +238,25 @@ Tool: TypeAlias = FunctionTool | CustomTool
 
 
 class FunctionName(msgspec.Struct, forbid_unknown_fields=True):
-    """Which tool."""
+    """The name of a tool."""
 
     name: ToolName
 
 
 class NamedChoice(msgspec.Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
-    """This tool is called."""
+    """Requires a call of this tool."""
 
     function: FunctionName
 
 
 class AllowedTools(msgspec.Struct, tag_field="type", tag="allowed_tools"):
-    """Refused."""
+    """Not supported."""
 
     allowed_tools: msgspec.Raw
 
 
 class CustomChoice(msgspec.Struct, tag_field="type", tag="custom"):
-    """Refused."""
+    """Not supported."""
 
     custom: msgspec.Raw
 
@@ -193,7 +277,7 @@ class ObjectFormat(msgspec.Struct, tag_field="type", tag="json_object", forbid_u
 
 
 class SchemaSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A JSON schema (without one: any object). The text is always valid, ``strict`` or not."""
+    """A JSON schema (without one: any object). The text is valid with or without ``strict``."""
 
     name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
     description: str | None = None
@@ -202,7 +286,7 @@ class SchemaSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class SchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True):
-    """A JSON value with this schema."""
+    """A JSON value that conforms to this schema."""
 
     json_schema: SchemaSpec
 
@@ -211,7 +295,7 @@ ResponseFormat: TypeAlias = TextFormat | ObjectFormat | SchemaFormat
 
 
 class ChatRequest(SharedFields, kw_only=True):
-    """A conversation to go on with."""
+    """A conversation to continue."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
@@ -225,15 +309,30 @@ class ChatRequest(SharedFields, kw_only=True):
     modalities: list[Literal["text"]] | None = None
     verbosity: Literal["medium"] | None = None
     reasoning_effort: Literal["none"] | None = None
-    audio: Refused = None
-    functions: Refused = None
-    function_call: Refused = None
-    web_search_options: Refused = None
-    moderation: Refused = None
+    audio: Unsupported = None
+    functions: Unsupported = None
+    function_call: Unsupported = None
+    web_search_options: Unsupported = None
+    moderation: Unsupported = None
+
+
+class PromptDetails(msgspec.Struct):
+    """``cached_tokens``: the prompt tokens that were not computed for this request."""
+
+    cached_tokens: int
+
+
+class UsageBody(msgspec.Struct, kw_only=True):
+    """Numbers of tokens. A prompt counts once, however many answers it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
 
 
 class TopLogprob(msgspec.Struct, kw_only=True):
-    """A token that could have stood there. ``bytes``: of its text, in UTF-8."""
+    """A likely token at a position. ``bytes``: its text in UTF-8."""
 
     token: str
     bytes: list[int]
@@ -241,7 +340,7 @@ class TopLogprob(msgspec.Struct, kw_only=True):
 
 
 class ChatTokenLogprob(msgspec.Struct, kw_only=True):
-    """A token of the answer. ``logprob`` is null where the text was encoded anew, which happens under a
+    """A token of the answer. ``logprob`` is null if the text was encoded anew, which happens under a
     constraint."""
 
     token: str
@@ -251,7 +350,7 @@ class ChatTokenLogprob(msgspec.Struct, kw_only=True):
 
 
 class ChoiceLogprobs(msgspec.Struct, kw_only=True):
-    """Of all tokens of an answer, or of those that a chunk brings."""
+    """The tokens of an answer, or of a chunk."""
 
     content: list[ChatTokenLogprob]
     refusal: None = None
@@ -265,7 +364,7 @@ class AnsweredFunction(msgspec.Struct):
 
 
 class AnsweredToolCall(msgspec.Struct, kw_only=True):
-    """A call that the model asks for."""
+    """A tool call of the model."""
 
     id: str
     function: AnsweredFunction
@@ -273,7 +372,7 @@ class AnsweredToolCall(msgspec.Struct, kw_only=True):
 
 
 class AnswerMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What the model said: text, or tool calls, or both."""
+    """The model's text, its tool calls, or both."""
 
     role: Literal["assistant"]
     content: str | None

@@ -332,7 +332,7 @@ async def test_deltas_put_together_are_the_same_answers(answers, order):
         left = [line for line in lines if line]
         turn = order[len(mixed)] if len(mixed) < len(order) else 0
         mixed.append(left[turn % len(left)].pop(0))
-    joined = completion_module._joined(mixed)
+    joined = completion_module._merged(mixed)
     assert answers_of(joined, len(answers)) == answers_of(mixed, len(answers))
     assert len(joined) <= len(mixed)
 
@@ -345,7 +345,7 @@ async def test_deltas_are_put_together_once():
     deltas += [AnswerEnded(index, "stop", Usage()) for index in range(num_answers)]
     answers = answers_of(deltas, num_answers)
     assert {(answer.text, len(answer.tokens)) for answer in answers} == {("a" * num_deltas, num_deltas)}
-    [joined] = completion_module._joined([TextDelta(0, "a" * 50, (token,))] * 300_000)
+    [joined] = completion_module._merged([TextDelta(0, "a" * 50, (token,))] * 300_000)
     assert (len(joined.text), len(joined.tokens)) == (15_000_000, 300_000)
-    [joined] = completion_module._joined([ToolArguments(0, 2, "a" * 50)] * 300_000)
+    [joined] = completion_module._merged([ToolArguments(0, 2, "a" * 50)] * 300_000)
     assert (joined.call, len(joined.text)) == (2, 15_000_000)

@@ -30,8 +30,8 @@ from agentflow.server.http.call import ApiCall, ApiEndpoint, Handler
 from agentflow.server.http.errors import MAX_MESSAGE_CHARS, MAX_PARAM_CHARS, ApiError
 from agentflow.server.log import MAX_LOGGED_BYTES
 from agentflow.server.models import Models, OneGenerator
-from agentflow.server.openai.errors import OpenAIErrorFormat
-from agentflow.server.openai.sampling import Unread
+from agentflow.server.openai.answer import OpenAIErrorFormat
+from agentflow.server.openai.types import Unread
 from agentflow.server.service import Service
 from agentflow.server.tenants.keys import DEFAULT_TENANT, Tenants
 from agentflow.server.websocket.sessions import open_sessions

@@ -281,47 +281,47 @@ def test_a_seed_may_be_negative(server: ApiServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "param", "words"),
+    ("asked", "param", "code"),
     [
-        ({"audio": {"voice": "x", "format": "wav"}}, "audio", "not speak"),
-        ({"functions": [{"name": "f"}]}, "functions", "use tools"),
-        ({"function_call": "none"}, "function_call", "use tool_choice"),
-        ({"web_search_options": {}}, "web_search_options", "does not search"),
-        ({"store": True}, "store", "nothing is stored"),
-        ({"modalities": ["text", "audio"]}, "modalities[1]", "Invalid enum value 'audio'"),
-        ({"reasoning_effort": "high"}, "reasoning_effort", "'high'"),
-        ({"verbosity": "low"}, "verbosity", "'low'"),
-        ({"service_tier": "flex"}, "service_tier", "'flex'"),
-        ({"extra_body": {"best_of": 2}}, "best_of", "all answers are given"),
-        ({"extra_body": {"echo": True}}, "echo", "not part of the answer"),
-        ({"extra_body": {"suffix": "x"}}, "suffix", "gap"),
-        ({"extra_body": {"no_such": 1}}, "no_such", "there is no parameter 'no_such' here"),
-        ({"top_logprobs": 2}, "top_logprobs", "needs 'logprobs'"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "<= 20"),
-        ({"temperature": -1}, "temperature", ">= 0"),
-        ({"n": 0}, "n", ">= 1"),
-        ({"n": 129}, "n", "at most 128"),
-        ({"max_tokens": 2, "extra_body": {"min_tokens": 3}}, "min_tokens", "from 0 to max_tokens"),
-        ({"logit_bias": {"x": 1}}, "logit_bias", "int"),
-        ({"logit_bias": {"100000": 1}}, "logit_bias", "100000 is no token of this model"),
-        ({"logit_bias": {"7": 101}}, "logit_bias[...]", "<= 100"),
-        ({"extra_body": {"stop_token_ids": [99999]}}, "stop_token_ids", "99999 is no token"),
-        ({"stream_options": {"include_usage": True}}, "stream_options", "'stream'"),
+        ({"audio": {"voice": "x", "format": "wav"}}, "audio", "unsupported"),
+        ({"functions": [{"name": "f"}]}, "functions", "unsupported"),
+        ({"function_call": "none"}, "function_call", "unsupported"),
+        ({"web_search_options": {}}, "web_search_options", "unsupported"),
+        ({"store": True}, "store", "unsupported"),
+        ({"modalities": ["text", "audio"]}, "modalities[1]", "invalid_request"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "invalid_request"),
+        ({"verbosity": "low"}, "verbosity", "invalid_request"),
+        ({"service_tier": "flex"}, "service_tier", "invalid_request"),
+        ({"extra_body": {"best_of": 2}}, "best_of", "unsupported"),
+        ({"extra_body": {"echo": True}}, "echo", "unsupported"),
+        ({"extra_body": {"suffix": "x"}}, "suffix", "unsupported"),
+        ({"extra_body": {"no_such": 1}}, "no_such", "invalid_request"),
+        ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_request"),
+        ({"temperature": -1}, "temperature", "invalid_request"),
+        ({"n": 0}, "n", "invalid_request"),
+        ({"n": 129}, "n", "invalid_value"),
+        ({"max_tokens": 2, "extra_body": {"min_tokens": 3}}, "min_tokens", "invalid_value"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "invalid_request"),
+        ({"logit_bias": {"100000": 1}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"7": 101}}, "logit_bias[...]", "invalid_request"),
+        ({"extra_body": {"stop_token_ids": [99999]}}, "stop_token_ids", "invalid_value"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
         (
             {"stream": True, "stream_options": {"include_obfuscation": True}},
             "stream_options.include_obfuscation",
-            "as long as",
+            "unsupported",
         ),
-        ({"messages": []}, "messages", "length >= 1"),
-        ({"messages": [{"role": "poet", "content": "x"}]}, "messages[0].role", "Invalid value 'poet'"),
-        ({"messages": [{"role": "user", "content": "x" * 3000}]}, "messages", "shorten it"),
+        ({"messages": []}, "messages", "invalid_request"),
+        ({"messages": [{"role": "poet", "content": "x"}]}, "messages[0].role", "invalid_request"),
+        ({"messages": [{"role": "user", "content": "x" * 3000}]}, "messages", "context_length_exceeded"),
     ],
 )
 def test_what_cannot_be_had_is_refused_by_name(
-    server: ApiServer, asked: dict[str, Any], param: str, words: str
+    server: ApiServer, asked: dict[str, Any], param: str, code: str
 ) -> None:
     with sync_client(server) as client, pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(**({"model": MODEL, "messages": MESSAGES} | asked))
     assert caught.value.param == param
-    assert words in caught.value.message
+    assert caught.value.code == code
     assert caught.value.type == "invalid_request_error"

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
 from agentflow.server.http.errors import ApiError
-from agentflow.server.openai.conversation import conversation_of, tool_choice_of, tools_of
-from agentflow.server.openai.sampling import check_fields
+from agentflow.server.openai.request import check_fields, conversation_of, tool_choice_of, tools_of
 from agentflow.server.openai.types import ChatRequest
 
 TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=8)

@@ -172,19 +172,19 @@ def test_each_format(server: ApiServer, form: str, kind: ClientKind, stream: boo
 
 
 @pytest.mark.parametrize(
-    ("asked", "param", "words"),
+    ("asked", "param", "code"),
     [
-        ({"extra_body": {"regex": "a", "grammar": "start: A"}}, "grammar", "exclude each other"),
+        ({"extra_body": {"regex": "a", "grammar": "start: A"}}, "grammar", "invalid_value"),
         (
             {"extra_body": {"regex": "a"}, "response_format": {"type": "json_object"}},
             "response_format",
-            "excludes regex",
+            "invalid_value",
         ),
-        ({"response_format": {"type": "xml"}}, "response_format.type", "Invalid value 'xml'"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_request"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a b"}}},
             "response_format.json_schema.name",
-            "regex",
+            "invalid_request",
         ),
         (
             {
@@ -194,17 +194,17 @@ def test_each_format(server: ApiServer, form: str, kind: ClientKind, stream: boo
                 }
             },
             "response_format",
-            "Invalid type",
+            "invalid_value",
         ),
-        ({"extra_body": {"regex": "(a"}}, "regex", "unterminated"),
-        ({"extra_body": {"regex": ""}}, "regex", "length >= 1"),
-        ({"extra_body": {"grammar": "start: nothing_known"}}, "grammar", "nothing_known"),
+        ({"extra_body": {"regex": "(a"}}, "regex", "invalid_value"),
+        ({"extra_body": {"regex": ""}}, "regex", "invalid_request"),
+        ({"extra_body": {"grammar": "start: nothing_known"}}, "grammar", "invalid_value"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(
-    server: ApiServer, asked: dict[str, Any], param: str | None, words: str
+    server: ApiServer, asked: dict[str, Any], param: str | None, code: str
 ) -> None:
     with sync_client(server) as client, pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model=MODEL, messages=MESSAGES, **asked)
     assert caught.value.param == param
-    assert words in caught.value.message
+    assert caught.value.code == code

@@ -239,36 +239,36 @@ CALLED = {"id": "c1", "type": "function", "function": {"name": "weather", "argum
 
 
 @pytest.mark.parametrize(
-    ("asked", "param", "words"),
+    ("asked", "param", "code"),
     [
-        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type", "use 'function'"),
-        ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name", "two tools named 'weather'"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type", "unsupported"),
+        ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name", "invalid_value"),
         (
             {"tools": [{"type": "function", "function": {"name": "a b"}}]},
             "tools[0].function.name",
-            "regex",
+            "invalid_request",
         ),
-        ({"tool_choice": "required"}, "tool_choice", "there are no 'tools'"),
-        ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice", "Invalid enum value 'any'"),
+        ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
+        ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice", "invalid_request"),
         (
             {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "other"}}},
             "tool_choice",
-            "'other', which is not among",
+            "invalid_value",
         ),
         (
             {"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}},
             "tool_choice",
-            "its type must be 'function'",
+            "unsupported",
         ),
         (
             {"tools": [WEATHER], "tool_choice": {"type": "custom", "custom": {"name": "x"}}},
             "tool_choice",
-            "its type must be 'function'",
+            "unsupported",
         ),
         (
             {"messages": [*ASKED, {"role": "tool", "tool_call_id": "c9", "content": "x"}]},
             "messages[1].tool_call_id",
-            "no message before messages[1] has a tool call 'c9'",
+            "invalid_value",
         ),
         (
             {
@@ -283,18 +283,18 @@ CALLED = {"id": "c1", "type": "function", "function": {"name": "weather", "argum
                 ]
             },
             "messages[1].tool_calls[0].function.arguments",
-            "not the text of a JSON object",
+            "invalid_value",
         ),
-        ({"messages": [*ASKED, {"role": "assistant"}]}, "messages[1].content", "neither content nor"),
+        ({"messages": [*ASKED, {"role": "assistant"}]}, "messages[1].content", "invalid_value"),
         (
             {"messages": [{"role": "function", "name": "f", "content": "x"}]},
             "messages[0].role",
-            "use 'tool'",
+            "unsupported",
         ),
         (
             {"messages": [{"role": "assistant", "content": "x", "audio": {"id": "1"}}]},
             "messages[0].audio",
-            "do not speak",
+            "unsupported",
         ),
         (
             {
@@ -309,14 +309,14 @@ CALLED = {"id": "c1", "type": "function", "function": {"name": "weather", "argum
                 ]
             },
             "messages[0].content[1]",
-            "takes no images",
+            "unsupported",
         ),
     ],
 )
 def test_what_cannot_be_had_is_refused_by_name(
-    server: ApiServer, asked: dict[str, Any], param: str, words: str
+    server: ApiServer, asked: dict[str, Any], param: str, code: str
 ) -> None:
     with sync_client(server) as client, pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(**({"model": MODEL, "messages": ASKED} | asked))
     assert caught.value.param == param
-    assert words in caught.value.message
+    assert caught.value.code == code

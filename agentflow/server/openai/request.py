@@ -1,0 +1,321 @@
+"""Translates the fields of OpenAI's requests: conversation, tools, sampling parameters, and constraint.
+
+Errors name the field that is wrong (``invalid_field``) or not supported (``unsupported``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import msgspec
+
+from agentflow.engine.generator import EngineGenerator
+from agentflow.engine.text.chat_template import read_arguments
+from agentflow.errors import BadArgument, PromptTooLong, RequestRefused
+from agentflow.protocol.chat import CalledTool, Message, ToolChoice, ToolSpec
+from agentflow.protocol.constraint import Constraint
+from agentflow.protocol.json_bounds import OBJECT_BOUNDS, JsonScan, TooMuchJson, object_of, pieces_of
+from agentflow.protocol.sampling import SamplingParams
+from agentflow.server.http.errors import ApiError
+from agentflow.server.openai.types import (
+    AssistantMessage,
+    AudioPart,
+    ChatMessage,
+    Content,
+    CustomTool,
+    DeveloperMessage,
+    FilePart,
+    FunctionMessage,
+    FunctionSpec,
+    ImagePart,
+    MessageToolCall,
+    NamedChoice,
+    Part,
+    RefusalPart,
+    SharedFields,
+    StreamOptions,
+    SystemMessage,
+    TextPart,
+    Tool,
+    ToolChoiceField,
+    ToolMessage,
+    UserMessage,
+)
+
+# The default of OpenAI's API.
+TEMPERATURE = 1.0
+# A token with log-probabilities takes about 200 bytes for its text and bytes until its answer is sent.
+MAX_LOGPROB_TOKENS = 2_000_000
+
+_WHY_UNSUPPORTED = {
+    "suffix": "the models continue a text, and cannot fill a gap in one",
+    "store": "nothing is stored",
+    "echo": "the prompt is not part of the answer; /tokenize returns its tokens",
+    "audio": "the models generate no audio",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "web_search_options": "the server does not search the web",
+    "moderation": "the server does not moderate",
+}
+_FIELD_OF_CONSTRAINT = {"regex": "regex", "grammar": "grammar", "schema": "response_format"}
+# False has no effect.
+_FLAGS = ("store", "echo")
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+_KIND_OF_PART = {ImagePart: "images", AudioPart: "audio", FilePart: "files"}
+_UNSUPPORTED_MEMBERS = {"audio": "the models generate no audio", "function_call": "use tool_calls"}
+
+
+def is_given(value: object) -> bool:
+    """Whether a field has a value other than null.
+
+    >>> is_given(None), is_given(msgspec.Raw(b"null")), is_given(msgspec.Raw(b"[]"))
+    (False, False, True)
+    """
+    return value is not None and not (
+        isinstance(value, msgspec.Raw) and bytes(memoryview(value)[:5]) == b"null"
+    )
+
+
+def unsupported(param: str, why: str) -> ApiError:
+    """The error for a field that is not supported."""
+    return ApiError(400, "unsupported", f"{param!r} is not supported: {why}", param=param)
+
+
+def invalid_field(param: str, message: str) -> ApiError:
+    """The error for a field whose value is wrong."""
+    return ApiError(400, "invalid_value", message, param=param)
+
+
+@contextmanager
+def naming_param(param: str | None = None) -> Iterator[None]:
+    """Converts ``BadArgument`` to an ``ApiError`` that names the field ``param``, or the error's own."""
+    try:
+        yield
+    except BadArgument as error:
+        field = param or error.param
+        if field is None:
+            raise
+        raise invalid_field(field, str(error).removeprefix("gen: ")) from error
+
+
+@contextmanager
+def naming_field(prompt: str, constraint: Constraint | None) -> Iterator[None]:
+    """Makes errors of the engine name a field of the request: ``prompt`` if the prompt is too long, empty, or
+    has unknown ids, and the field of the constraint if that is rejected."""
+    try:
+        yield
+    except (BadArgument, RequestRefused) as error:
+        if isinstance(error, PromptTooLong) or error.param == "prompt":
+            error.param = prompt
+        elif error.param == "constraint" and constraint is not None:
+            error.param = _FIELD_OF_CONSTRAINT[constraint.kind]
+        raise
+
+
+def check_fields(request: SharedFields, max_n: int) -> None:
+    """``ApiError`` for a field that asks for something that is not supported."""
+    for name, why in _WHY_UNSUPPORTED.items():
+        value = getattr(request, name, None)
+        if is_given(value) and not (value is False and name in _FLAGS):
+            raise unsupported(name, why)
+    n = request.n or 1
+    if request.best_of is not None and request.best_of != n:
+        raise unsupported("best_of", "the server returns all answers; use n")
+    if n > max_n:
+        raise invalid_field("n", f"'n' is {n}, and the limit is {max_n} answers to a request")
+    if request.stream_options is not None:
+        _check_stream_options(request, request.stream_options)
+
+
+def _check_stream_options(request: SharedFields, options: StreamOptions) -> None:
+    if not request.stream:
+        raise invalid_field("stream_options", "'stream_options' needs 'stream' to be true")
+    if options.include_obfuscation:
+        raise unsupported("stream_options.include_obfuscation", "chunks are not padded")
+
+
+def sampling_of(
+    request: SharedFields, generator: EngineGenerator, max_tokens: int | None, top_logprobs: int | None
+) -> SamplingParams:
+    """The sampling parameters. ``max_tokens`` None: what the context has left. ``top_logprobs`` None: no
+    log-probabilities."""
+    room = generator.capabilities.max_context or SamplingParams().max_tokens
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop
+    biases = request.logit_bias or {}
+    params = SamplingParams(
+        max_tokens=room if max_tokens is None else max_tokens,
+        min_tokens=request.min_tokens or 0,
+        temperature=_or(request.temperature, TEMPERATURE),
+        top_p=_or(request.top_p, 1.0),
+        top_k=max(0, request.top_k or 0),  # -1 also turns it off
+        min_p=request.min_p or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        presence_penalty=request.presence_penalty or 0.0,
+        repetition_penalty=_or(request.repetition_penalty, 1.0),
+        logit_bias=tuple(biases.items()),
+        seed=None if request.seed is None else request.seed % 2**63,
+        stop=tuple(stop or ()),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        ignore_eos=bool(request.ignore_eos),
+        logprobs=top_logprobs is not None,
+        top_logprobs=top_logprobs or 0,
+    )
+    with naming_param():
+        params.check()
+    for name, token_ids in (("logit_bias", biases), ("stop_token_ids", params.stop_token_ids)):
+        with naming_param(name):
+            generator.check_ids(tuple(token_ids))
+    return params
+
+
+def check_num_logprobs(
+    params: SamplingParams, generator: EngineGenerator, num_answers: int, param: str
+) -> None:
+    """``ApiError`` if a request asks for too many log-probabilities. An answer has at most as many tokens as
+    the context."""
+    if not params.wants_logprobs:
+        return
+    room = generator.capabilities.max_context or params.max_tokens
+    num_tokens = min(params.max_tokens, room)
+    num_logprobs = num_answers * num_tokens * (1 + params.top_logprobs)
+    if num_logprobs > MAX_LOGPROB_TOKENS:
+        asked = f"{num_answers} answers of up to {num_tokens:,} tokens with {params.top_logprobs} others each"
+        raise invalid_field(
+            param,
+            f"{param!r}: {num_logprobs:,} log-probabilities for {asked} exceed the limit of "
+            f"{MAX_LOGPROB_TOKENS:,}: ask for fewer of them, or for shorter or fewer answers",
+        )
+
+
+def constraint_of(request: SharedFields) -> Constraint | None:
+    """The constraint of ``regex`` or ``grammar``."""
+    if request.regex is not None and request.grammar is not None:
+        raise invalid_field("grammar", "'regex' and 'grammar' exclude each other: give one of them")
+    if request.regex is not None:
+        return Constraint("regex", request.regex)
+    return None if request.grammar is None else Constraint("grammar", request.grammar)
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def conversation_of(messages: Sequence[ChatMessage], model: str) -> tuple[Message, ...]:
+    """The conversation. ``ApiError`` names the message that is wrong."""
+    turns: list[Message] = []
+    called: dict[str, str] = {}  # the tool of each call
+    scan = JsonScan(OBJECT_BOUNDS)  # over the arguments of all calls
+    for number, message in enumerate(messages):
+        place = f"messages[{number}]"
+        match message:
+            case SystemMessage() | DeveloperMessage():
+                turns.append(Message("system", _text_of(message.content, place, model)))
+            case UserMessage():
+                turns.append(Message("user", _text_of(message.content, place, model)))
+            case AssistantMessage():
+                turns.append(_assistant_turn(message, place, model, scan))
+                called.update({call.id: call.name for call in turns[-1].tool_calls})
+            case ToolMessage():
+                name = called.get(message.tool_call_id)
+                if name is None:
+                    raise invalid_field(
+                        f"{place}.tool_call_id",
+                        f"no message before {place} has the tool call {message.tool_call_id[:100]!r}",
+                    )
+                text = _text_of(message.content, place, model)
+                turns.append(Message("tool", text, tool_call_id=message.tool_call_id, name=name))
+            case FunctionMessage():
+                raise unsupported(f"{place}.role", "use the role 'tool'")
+    return tuple(turns)
+
+
+def _assistant_turn(message: AssistantMessage, place: str, model: str, scan: JsonScan) -> Message:
+    for member, why in _UNSUPPORTED_MEMBERS.items():
+        if is_given(getattr(message, member)):
+            raise unsupported(f"{place}.{member}", why)
+    calls = tuple(
+        _called(call, f"{place}.tool_calls[{number}]", scan)
+        for number, call in enumerate(message.tool_calls or ())
+    )
+    content = message.content if message.content is not None else message.refusal
+    if content is None and not calls:
+        raise invalid_field(f"{place}.content", f"{place} has neither content nor tool_calls")
+    text = "" if content is None else _text_of(content, place, model)
+    return Message("assistant", text, tool_calls=calls)
+
+
+def _called(call: MessageToolCall, place: str, scan: JsonScan) -> CalledTool:
+    arguments = call.function.arguments.strip() or "{}"
+    param = f"{place}.function.arguments"
+    called = CalledTool(call.id, call.function.name, arguments)
+    try:
+        for piece in pieces_of(arguments.encode()):
+            scan.push(piece)
+        msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])
+    except TooMuchJson as error:
+        raise invalid_field(param, f"{param}: the arguments up to this call have {error}") from None
+    except (msgspec.DecodeError, RecursionError):
+        raise invalid_field(param, f"{param} is not a JSON object") from None
+    with naming_param(param):
+        read_arguments(called)
+    return called
+
+
+def _text_of(content: Content, place: str, model: str) -> str:
+    """The parts without anything between them, as chat templates write them."""
+    if isinstance(content, str):
+        return content
+    return "".join(
+        [_part_text(part, f"{place}.content[{number}]", model) for number, part in enumerate(content)]
+    )
+
+
+def _part_text(part: Part, place: str, model: str) -> str:
+    match part:
+        case TextPart():
+            return part.text
+        case RefusalPart():
+            return part.refusal
+        case ImagePart() | AudioPart() | FilePart():
+            raise unsupported(place, f"{model} takes only text, no {_KIND_OF_PART[type(part)]}")
+
+
+def tools_of(tools: Sequence[Tool]) -> tuple[ToolSpec, ...]:
+    """The tools that the model may call."""
+    specs: dict[str, ToolSpec] = {}
+    scan = JsonScan(OBJECT_BOUNDS)
+    for number, tool in enumerate(tools):
+        if isinstance(tool, CustomTool):
+            raise unsupported(f"tools[{number}].type", "use tools of the type 'function'")
+        spec = _tool_spec(tool.function, f"tools[{number}].function.parameters", scan)
+        if spec.name in specs:
+            raise invalid_field(f"tools[{number}].function.name", f"two tools are named {spec.name!r}")
+        specs[spec.name] = spec
+    return tuple(specs.values())
+
+
+def _tool_spec(function: FunctionSpec, param: str, scan: JsonScan) -> ToolSpec:
+    given = function.parameters
+    parameters = _NO_PARAMETERS if given is None or not is_given(given) else object_of(given, param, scan)
+    return ToolSpec(function.name, function.description or "", parameters)
+
+
+def tool_choice_of(
+    choice: ToolChoiceField | None, tools: Sequence[ToolSpec], parallel: bool | None
+) -> ToolChoice:
+    """Which tools the model may or must call."""
+    is_parallel = parallel is not False
+    if isinstance(choice, NamedChoice):
+        name = choice.function.name
+        if all(tool.name != name for tool in tools):
+            raise invalid_field("tool_choice", f"'tool_choice' names {name!r}, which is not in 'tools'")
+        return ToolChoice("required", name, is_parallel)
+    if choice is not None and not isinstance(choice, str):
+        raise unsupported(
+            "tool_choice", "its type must be 'function'; leave out tools that may not be called"
+        )
+    if choice == "required" and not tools:
+        raise invalid_field("tool_choice", "'tool_choice' requires a call, but there are no 'tools'")
+    mode = choice or ("auto" if tools else "none")
+    return ToolChoice(mode, None, is_parallel)
