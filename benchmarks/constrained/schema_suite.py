@@ -1,4 +1,4 @@
-"""JSON schema's own test suite: which schemas are accepted, which are refused by name, and whether what is
+"""JSON schema's own test suite: which schemas are accepted, which are rejected, and whether what is
 generated under the accepted ones is valid.
 
 ``python -m benchmarks schema_suite`` measures; ``python -m benchmarks.constrained.schema_suite`` writes the
@@ -147,7 +147,7 @@ def table_lines(rows_of_draft: dict[str, list[Row]]) -> Iterator[str]:
     for draft, rows in rows_of_draft.items():
         yield f"**{draft}**"
         yield ""
-        yield "| keyword (file of the suite) | schemas | by a machine | by a grammar | refused by name |"
+        yield "| keyword (file of the suite) | schemas | DFA | parser | rejected |"
         yield "|---|---:|---:|---:|---:|"
         for row in [*rows, _total(rows)]:
             yield f"| {row.keyword} | {row.schemas} | {row.machines} | {row.grammars} | {row.refused} |"
@@ -173,7 +173,7 @@ def run(report: Report, console: Console, only: str) -> None:
             continue
         rows = run_suite(draft, INSTANCES[report.scale])
         table = Table(title=draft, title_justify="left")
-        for column in ("keyword", "schemas", "by a machine", "by a grammar", "refused", "instances", "valid"):
+        for column in ("keyword", "schemas", "DFA", "parser", "rejected", "instances", "valid"):
             table.add_column(column, justify="left" if column == "keyword" else "right")
         for row in [*rows, _total(rows)]:
             counts = (row.schemas, row.machines, row.grammars, row.refused, row.instances)

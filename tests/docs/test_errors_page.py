@@ -17,11 +17,11 @@ ANTHROPICS_PAGE = (PAGES / "anthropic-api.md").read_text(encoding="utf-8")
 
 
 def table(chapter: str) -> dict[str, list[str]]:
-    """The cells of the rows under a heading, by their first one."""
+    """The rows under a heading by their ids, without the text of the cause."""
     text = PAGE.partition(f"\n## {chapter}\n")[2].partition("\n## ")[0]
     lines = re.findall(r"^\|(.*)\|$", text, flags=re.MULTILINE)[2:]
     rows = [[cell.strip() for cell in line.split("|")] for line in lines]
-    found = {cause: cells for cause, *cells in rows}
+    found = {row.strip("`"): cells for row, _, *cells in rows}
     assert len(found) == len(rows) > 0
     return found
 

@@ -62,10 +62,10 @@ def many_wrong_keys(_: ApiServer) -> tuple[str, str]:
 
 
 REFUSED: dict[str, Callable[[ApiServer], tuple[str, str]]] = {
-    "`/health/ready`: the server is starting or shutting down": an_ending_server,
-    "`/health/ready`: an engine does not answer": a_dead_engine,
-    "`/health/ready`: as many sessions are open as may be": many_sessions,
-    "`/metrics`: no API key, or one that nobody has": lambda _: metrics(),
-    "`/metrics`: too many wrong API keys from one address": many_wrong_keys,
-    "`/metrics`: a key that may not read them": lambda _: metrics(headers=BEARER),
+    "ready_not_ready": an_ending_server,
+    "ready_engine_down": a_dead_engine,
+    "ready_sessions_full": many_sessions,
+    "metrics_wrong_key": lambda _: metrics(),
+    "metrics_too_many_wrong_keys": many_wrong_keys,
+    "metrics_forbidden": lambda _: metrics(headers=BEARER),
 }

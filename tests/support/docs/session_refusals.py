@@ -61,15 +61,15 @@ def large_headers(server: ApiServer) -> tuple[str, str]:
 
 
 HANDSHAKES: dict[str, Ends] = {
-    "no API key, or one that nobody has": no_key,
-    "too many wrong API keys from one address": many_wrong_keys,
-    "a page of another site": lambda server: refused_handshake(
+    "wrong_key": no_key,
+    "too_many_wrong_keys": many_wrong_keys,
+    "forbidden_origin": lambda server: refused_handshake(
         address(server), {"Origin": "http://elsewhere.example"}
     ),
-    "another host name": another_host,
-    "another path": lambda server: refused_handshake(address(server, "/v1/models")),
-    "too many headers, or one that is too long": large_headers,
-    "the server is starting or shutting down": an_ending_server,
+    "unknown_host": another_host,
+    "unknown_path": lambda server: refused_handshake(address(server, "/v1/models")),
+    "large_headers": large_headers,
+    "not_ready": an_ending_server,
 }
 
 
@@ -235,36 +235,36 @@ NO_LIMIT = {"op": "limit", "output_tokens": -1}
 PROVIDED = {"op": "provide", "var": 2, "text": "x"}
 
 SESSION_ENDS: dict[str, Ends] = {
-    "no `hello` in time": of(sending(greets=False), hello_timeout_s=0.05),
-    "another frame before `hello`": sending({"frame": "bye"}, greets=False),
-    "another version of the protocol": sending({**HELLO, "version": 99}, greets=False),
-    "a frame that cannot be read": sending(b"[]"),
-    "a frame that is not expected": sending(HELLO),
-    "binary and text messages in one connection": mixed_frames,
-    "a text message that is not UTF-8": sending(b"\xff"),
-    "a frame over the limit": of(sending(LONG), frame_bytes=4096),
-    "a frame of more than twice the limit": of(sending(VERY_LONG), frame_bytes=4096),
-    "a gap in the numbers of the ops": ops(OPEN, first=2),
-    "a state that is not there, or closed": ops(text("x", state=7)),
-    "an op that does not say its state": ops({"op": "text", "state": "1", "parts": ["x"]}),
-    "a state with a number that is too large": ops({"op": "open", "state": 2**63}),
-    "a `limit` of the session that makes no sense": ops({**NO_LIMIT, "state": 0}),
-    "`provide` for what the client does not provide": ops(*ASK, gen(), PROVIDED),
-    "too many sessions": of_two(max_sessions=1),
-    "too many sessions of one tenant": too_many_of_one_tenant,
-    "too many connections": of_two(max_connections=1),
-    "too many connections of one tenant": too_many_connections_of_one_tenant,
-    "too many ops that were rejected": patched(
+    "no_hello": of(sending(greets=False), hello_timeout_s=0.05),
+    "frame_before_hello": sending({"frame": "bye"}, greets=False),
+    "wrong_version": sending({**HELLO, "version": 99}, greets=False),
+    "unreadable_frame": sending(b"[]"),
+    "unexpected_frame": sending(HELLO),
+    "mixed_messages": mixed_frames,
+    "not_utf8": sending(b"\xff"),
+    "frame_too_large": of(sending(LONG), frame_bytes=4096),
+    "frame_far_too_large": of(sending(VERY_LONG), frame_bytes=4096),
+    "op_gap": ops(OPEN, first=2),
+    "unknown_state": ops(text("x", state=7)),
+    "no_state": ops({"op": "text", "state": "1", "parts": ["x"]}),
+    "large_state_number": ops({"op": "open", "state": 2**63}),
+    "invalid_session_limit": ops({**NO_LIMIT, "state": 0}),
+    "unexpected_provide": ops(*ASK, gen(), PROVIDED),
+    "too_many_sessions": of_two(max_sessions=1),
+    "too_many_sessions_of_tenant": too_many_of_one_tenant,
+    "too_many_connections": of_two(max_connections=1),
+    "too_many_connections_of_tenant": too_many_connections_of_one_tenant,
+    "too_many_rejected_ops": patched(
         interpreter, "REJECTED_BYTES", 1, ops({**OPEN, "cache_salt": "x" * 257})
     ),
-    "too many `getstats` wait for their answers": patched(
+    "too_many_getstats": patched(
         stats_answers, "MAX_TICKETS", 1, ops(*[{"op": "getstats", "ticket": 1}] * 2)
     ),
-    "the session to resume is gone, or is somebody else's": an_unknown_session,
-    "no such model, or none for this key": an_unknown_model,
-    "the session's API key is not valid any more": a_revoked_key,
-    "the session was resumed over another connection": taken_over,
-    "the server shuts down": the_servers_end,
-    "a ping was not answered": no_answer_to_a_ping,
-    "a fault of the server": a_fault_of_the_server,
+    "session_gone": an_unknown_session,
+    "unknown_model": an_unknown_model,
+    "revoked_key": a_revoked_key,
+    "taken_over": taken_over,
+    "shutdown": the_servers_end,
+    "no_pong": no_answer_to_a_ping,
+    "internal_error": a_fault_of_the_server,
 }
