@@ -172,7 +172,7 @@ def test_the_limits_are_those_of_the_code() -> None:
     assert f"concern | {state_tree.MAX_LIMITS:,} |" in PAGE
     assert f"| {interpreter.MAX_PENDING_OPS:,} |" in PAGE
     assert ops.MAX_NUMBER == 2**53 - 1
-    assert f"one behind the other | {events.MAX_CAUSES};" in PAGE
+    assert f"nested causes of an error | {events.MAX_CAUSES};" in PAGE
     assert f"{ws_session.ACK_OPS} ops or {ws_session.ACK_BYTES // 1024} KiB" in PAGE
 
 
