@@ -159,7 +159,7 @@ class EngineGenerator:
         text = ReplyText(context.tools, constraint)
 
         def hear(progress: Progress) -> None:
-            if told := text.hear(progress.text):
+            if told := text.push(progress.text):
                 on_text(told)
 
         end = await self.complete(context, params, hear, text.constraint)

@@ -1,0 +1,7 @@
+"""Text and token ids: tokenizer, chat template, tools, and where generated text ends.
+
+Read ``tokenizer_files`` and ``tokenizer``; ``chat_template`` (renders conversations) and ``chat_layout``
+(separates contents from markup in a rendering); ``token_state`` (a state's text as token ids) with
+``choices`` (a select's choices); ``detokenizer`` (generated text and stops); ``tool_format``, ``tool_output``
+and ``tools`` (tool calls: notation, parsing, use).
+"""

@@ -1,25 +1,16 @@
-"""A rendered conversation, taken apart: which of its characters are contents and which are markup.
+"""Separates contents from markup in a rendered conversation.
 
-The template is a program, so its source does not say. It is asked instead: rendered once with the real
-contents, and again with markers that nobody could have guessed in their place. What stands between the
-markers is markup, and a walk along the real rendering finds the contents between it, as they are or
-trimmed. Where that fails (the template drops a part of a content, or writes other markup for it), the
-turns in question are rendered once more as markers among the real others: together where there is one way
-only to place them, else in halves, at last each by itself. There is a limit to how much is rendered so.
-What cannot be told apart is never taken for markup, in which special tokens would count: it is content, or
-the call is refused.
+A template is a program, so its source does not show where contents are. It is rendered once with the real
+contents and once with unguessable markers in their place. The text between markers is markup, and a walk
+along the real rendering finds each content between it, unchanged or trimmed. If that fails (the template
+drops a part of a content, or writes other markup for it), the turns in question are rendered again as markers
+among the real others: together if there is only one way to place them, else in halves, and finally one by
+one. The amount of rendering is limited. Text that cannot be attributed is never treated as markup, in which
+special tokens are recognised: it is content, or the call fails.
 
-Tools and tool calls come from outside too, but are shown inside the markup (see ``outside_text``).
-
-A rendering with markers in the place of contents, laid beside the real one: where are the contents?
-
-Nothing here renders anything; ``chat_layout`` does, and chooses which contents become markers.
-
-Where in a rendering the text of tools and tool calls stands, which comes from outside like contents.
-
-It stands inside the template's markup, where special tokens count. So the conversation is rendered again
-with a nonce before and behind each such string: what stands between two nonces came from outside, and a
-special token that is even partly written by it is content.
+Tools and tool calls are untrusted like contents but appear inside the markup. The conversation is rendered
+again with a nonce before and after each of their strings; what stands between two nonces is an *untrusted
+span*, and a special token that is even partly inside one is encoded as content.
 """
 
 from __future__ import annotations
@@ -54,15 +45,15 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """The markup around contents that are markers: ``first``, then for each content in the order of the
-    text its turn and the markup after it."""
+    """The markup around markers: ``first``, then for each content, in the order of the text, its turn and the
+    markup after it."""
 
     first: str
     after: tuple[tuple[int, str], ...]
 
 
 def walk(text: str, messages: Sequence[Message], marks: Marks) -> list[Shown] | None:
-    """The places of the contents where each stands as it is, or trimmed, between the same markup."""
+    """The places of the contents, if each appears unchanged or trimmed between the same markup."""
     if not text.startswith(marks.first):
         return None
     at = len(marks.first)
@@ -77,7 +68,7 @@ def walk(text: str, messages: Sequence[Message], marks: Marks) -> list[Shown] | 
 
 
 def between(text: str, marks: Marks) -> list[tuple[int, int]] | None:
-    """The places of one content that is written alike wherever the markup around it leaves room."""
+    """The places of one content, if all the text that the markup leaves is the same each time."""
     if not marks.after:
         return [] if marks.first == text else None
     room = len(text) - len(marks.first) - sum(len(after) for _, after in marks.after)
@@ -95,13 +86,13 @@ def between(text: str, marks: Marks) -> list[tuple[int, int]] | None:
 
 
 def aligned(text: str, marks: Marks) -> list[Shown] | None:
-    """The places of contents of which nothing is known. None where there is no place for them, or more than
-    one, or where a content that is shown several times is not written alike each time."""
+    """The places of contents that may be altered. None if there is no way to place them, or more than one, or
+    if a content that is shown several times is not written the same each time."""
     lefts = _ends(text, marks.first, [after for _, after in marks.after])
     if lefts is None:
         return None
     backwards = [marks.first, *(after for _, after in marks.after)][::-1]
-    # Reversed and not by rfind, which takes quadratic time for some texts.
+    # Reversed instead of rfind, which takes quadratic time on some texts.
     reverse = _ends(text[::-1], backwards[0][::-1], [after[::-1] for after in backwards[1:]])
     if reverse is None or [(len(text) - end, len(text) - start) for start, end in reverse[::-1]] != lefts:
         return None
@@ -112,7 +103,7 @@ def aligned(text: str, marks: Marks) -> list[Shown] | None:
 
 
 def _ends(text: str, first: str, after: Sequence[str]) -> list[tuple[int, int]] | None:
-    """What stands between the markup, each piece of which is taken as far to the left as it can be."""
+    """The text between the markup, each piece of which is matched as far to the left as possible."""
     if not text.startswith(first):
         return None
     at = len(first)
@@ -130,8 +121,8 @@ def _ends(text: str, first: str, after: Sequence[str]) -> list[tuple[int, int]] 
 
 
 def suspects(text: str, messages: Sequence[Message], marks: Marks) -> set[int]:
-    """The turns that are probably altered: those that a walk stumbles over, which goes on at the next place
-    where the markup after them stands."""
+    """The turns that are probably altered: those where a walk fails, which resumes at the next match of the
+    markup after them."""
     found: set[int] = set()
     if not text.startswith(marks.first):
         return found
@@ -149,7 +140,7 @@ def suspects(text: str, messages: Sequence[Message], marks: Marks) -> set[int]:
 
 
 def _written_at(text: str, at: int, content: str, after: str) -> int | None:
-    """How long ``content`` is that stands at ``at`` as it is, or trimmed, with ``after`` behind it."""
+    """The length of ``content`` at ``at``, unchanged or trimmed, if ``after`` follows it."""
     for written in (content, content.strip(), content.lstrip(), content.rstrip()):
         if text.startswith(written, at) and text.startswith(after, at + len(written)):
             return len(written)
@@ -157,7 +148,7 @@ def _written_at(text: str, at: int, content: str, after: str) -> int | None:
 
 
 def common_prefix(a: str, b: str) -> int:
-    """How many characters at the front are the same."""
+    """The length of the common prefix."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high
@@ -175,18 +166,21 @@ def common_suffix(a: str, b: str) -> int:
 
 
 Place: TypeAlias = "tuple[int, int]"
-"""From the first character to behind the last one."""
+"""Start and end of a stretch of text."""
 
 Places: TypeAlias = Callable[[str], "Sequence[Place]"]
-"""Where a text writes tokens that no content may have, such as ``Tokenizer.closed_places``."""
+"""Finds where a text contains tokens that no content may have, such as ``Tokenizer.closed_places``."""
 
 
-def outside_places(render: Callable[[Mark], str], text: str, closed_places: Places) -> tuple[Place, ...]:
-    """The places in ``text``, in order. ``render`` gives ``text`` under the mark that changes nothing.
+def find_untrusted_spans(
+    render: Callable[[Mark], str], text: str, closed_places: Places
+) -> tuple[Place, ...]:
+    """The untrusted spans of ``text``, in order. ``render`` renders it with a mark around each untrusted
+    string; without one it gives ``text``.
 
-    Some templates look at the strings (at the type of a parameter, at the length of an id) and write
-    something else for marked ones: then only those parts are marked that a special token is written in.
-    Raises ``NotSupported`` where the template does not show these as they are.
+    Some templates inspect the strings (the type of a parameter, the length of an id) and write other text for
+    marked ones; then only strings that contain a special token are marked. ``NotSupported`` if the template
+    does not show these unchanged.
     """
     for around in (_all_of, closed_places):
         nonce = new_nonce()
@@ -198,27 +192,29 @@ def outside_places(render: Callable[[Mark], str], text: str, closed_places: Plac
         if len(parts) % 2 and "".join(parts) == text:
             return _inside(parts)
     raise NotSupported(
-        "the model's chat template alters what is written in tools or tool calls, and a special token of the "
-        "model is written there: leave that out"
+        "the model's chat template alters text of tools or tool calls that contains a special token of the "
+        "model: remove that token"
     )
 
 
-def cut_out(text: str, start: int, end: int, outside: Sequence[Place], closed_places: Places) -> list[Place]:
-    """The places between ``start`` and ``end`` where a closed token is written, wholly or in part, by what
-    came from outside: in order, and none in the other."""
-    firsts, ends = [place[0] for place in outside], [place[1] for place in outside]
+def closed_untrusted_spans(
+    text: str, start: int, end: int, untrusted: Sequence[Place], closed_places: Places
+) -> list[Place]:
+    """The places between ``start`` and ``end`` of closed tokens that are at least partly in an untrusted
+    span: in order and disjoint."""
+    firsts, ends = [place[0] for place in untrusted], [place[1] for place in untrusted]
     found: list[Place] = []
     unread = [(start, end)]
     while unread:
         low, high = unread.pop()
         if bisect_right(ends, low) >= bisect_left(firsts, high):
-            continue  # nothing in it came from outside
+            continue  # no untrusted span in it
         at = low
         for a, b in closed_places(text[low:high]):
             a, b = a + low, b + low
             if a < b and bisect_right(ends, a) < bisect_left(firsts, b):
                 found.append((a, b))
-                # What stands around may be read otherwise without it.
+                # The text around it may be tokenised differently without it.
                 unread.append((at, a))
                 at = b
         if at > low:
@@ -227,13 +223,13 @@ def cut_out(text: str, start: int, end: int, outside: Sequence[Place], closed_pl
 
 
 def new_nonce() -> str:
-    """A text that nobody could have guessed: digits, which stay the same in capitals, and of one length, as
-    templates may look at that."""
+    """An unguessable text: digits, which have no case, and of constant length, as templates may check
+    that."""
     return str(10**38 + secrets.randbelow(10**38))
 
 
 def _all_of(string: str) -> list[Place]:
-    """But for white space at its ends, which templates trim."""
+    """The string without white space at its ends, which templates trim."""
     return [(len(string) - len(string.lstrip()), len(string.rstrip()))]
 
 
@@ -258,17 +254,18 @@ def _inside(parts: list[str]) -> tuple[Place, ...]:
 
 
 _TURN_DIGITS = 9
-# What may be rendered to find the altered contents of one layout: a second or so of work.
+# The limit of characters rendered to find the altered contents of one layout: about a second of work.
 MAX_RENDERED_CHARS = 32_000_000
-# A turn costs about as much as so many characters.
+# The cost of a turn, in characters.
 CHARS_PER_TURN = 100
-# However long the text is.
+# Renderings that are always allowed, however long the text is.
 MIN_RENDERINGS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A stretch of a rendering. ``turn``: index of the message whose content it shows; None for markup."""
+    """A stretch of a rendering. ``turn``: the index of the message whose content it shows; None for
+    markup."""
 
     kind: Literal["markup", "content"]
     text: str
@@ -277,10 +274,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A rendering and where in it the contents are, in the order of the text.
+    """A rendering and the places of the contents in it, in the order of the text.
 
-    A turn may be shown as it is, altered, several times or not at all; the template decides.
-    ``outside``: places in the markup that show what tools and tool calls say, as far as they were asked for.
+    A turn may be shown unchanged, altered, several times or not at all, as the template decides.
+    ``untrusted_spans``: places in the markup that show strings of tools and tool calls, if requested.
     """
 
     messages: tuple[Message, ...]
@@ -288,10 +285,10 @@ class Layout:
     text: str
     shown: tuple[Shown, ...]
     tools: tuple[ToolSpec, ...] = ()
-    outside: tuple[Place, ...] = ()
+    untrusted_spans: tuple[Place, ...] = ()
 
     def pieces(self) -> list[Piece]:
-        """The whole text, piece by piece: markup, content, markup, …, markup. Markup may be empty."""
+        """The whole text in pieces: markup, content, markup, …, markup. Markup may be empty."""
         pieces: list[Piece] = []
         at = 0
         for part in self.shown:
@@ -311,15 +308,14 @@ def lay_out(
     previous: Layout | None = None,
     closed_places: Places | None = None,
 ) -> Layout:
-    """Renders ``messages`` and says where each content is. ``open_role``: whose turn is then opened; the text
-    ends where its content begins (for an assistant, with the template's own generation prompt).
+    """Renders ``messages`` and finds each content. ``open_role``: the role whose turn is then opened; the
+    text ends where its content begins (for an assistant, with the template's generation prompt).
 
-    ``previous``: a layout of an earlier state of the same conversation; what its text has in common with
-    the new one is read off it. ``closed_places``: where a text has tokens that no content may have; only
-    with it does the layout say what came from ``outside``. Costs two renderings (three with tools), and two
-    or more where the template alters new turns.
-    Raises ``NotSupported`` where the template refuses these messages, hides the opened turn or alters too
-    many turns in ways of its own.
+    ``previous``: a layout of an earlier state of the same conversation; places in the common prefix are
+    reused. ``closed_places``: finds tokens that no content may have; without it, ``untrusted_spans`` stays
+    empty. Costs two renderings (three with tools), and two or more extra if the template alters new turns.
+
+    ``NotSupported`` if the template rejects these messages, hides the opened turn or alters too many turns.
     """
     asked = _Asked(template, tuple(messages), open_role, now or datetime.now(), tuple(tools))
     if previous is not None and (previous.messages, previous.open_role, previous.tools) == (
@@ -334,10 +330,10 @@ def lay_out(
     if shown is None:
         shown = _one_by_one(text, asked, marks, previous)
     shown = _whole_generations(text, asked.messages, shown)
-    outside: tuple[Place, ...] = ()
+    untrusted: tuple[Place, ...] = ()
     if closed_places is not None and asked.says_more_than_contents:
-        outside = outside_places(lambda mark: asked.render(asked.messages, mark), text, closed_places)
-    return Layout(asked.messages, open_role, text, tuple(shown), asked.tools, outside)
+        untrusted = find_untrusted_spans(lambda mark: asked.render(asked.messages, mark), text, closed_places)
+    return Layout(asked.messages, open_role, text, tuple(shown), asked.tools, untrusted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,18 +361,16 @@ class _Asked:
         opened = (*messages, Message(self.open_role, marker))
         text = self.template.render(opened, tools=self.tools, now=self.now, mark=mark)
         if marker not in text:
-            raise NotSupported(
-                f"the model's chat template does not show a {self.open_role} turn at this place"
-            )
+            raise NotSupported(f"the model's chat template does not show a {self.open_role} turn here")
         return text[: text.rindex(marker)]
 
     def marks(self, turns: Set[int] | None = None) -> Marks | None:
-        """The markup around all contents, or around those of ``turns`` with the others as they are. None
-        where the template does not take a marker for a content."""
+        """The markup around all contents, or around those of ``turns`` with the others unchanged. None if the
+        template rejects markers as contents."""
         nonce = new_nonce()
         marked = tuple(
             replace(message, content=f"{nonce}{number:0{_TURN_DIGITS}}")
-            # Beside tool calls, templates write no content otherwise than an empty one.
+            # Beside tool calls, templates treat an absent content like an empty one.
             if (message.content or not message.tool_calls if turns is None else number in turns)
             else message
             for number, message in enumerate(self.messages)
@@ -390,7 +384,7 @@ class _Asked:
 
 
 def _one_by_one(text: str, asked: _Asked, marks: Marks | None, previous: Layout | None) -> list[Shown]:
-    """The places of the contents, many found together where that leaves no doubt, else each by itself."""
+    """The places of the contents: many at once where that is unambiguous, else one at a time."""
     counts = None if marks is None else Counter(turn for turn, _ in marks.after)
     shown = _still_shown(text, asked.messages, previous)
     shown = [part for part in shown if counts is None or counts[part.turn] == 1]
@@ -426,7 +420,7 @@ def _one_by_one(text: str, asked: _Asked, marks: Marks | None, previous: Layout 
 
 
 class _Budget:
-    """Of renderings that may be made for one layout: a caller sends what costs the square of its size."""
+    """Limits the renderings for one layout, whose cost is quadratic in the size of the request."""
 
     def __init__(self, cost: int) -> None:
         self._cost = cost
@@ -442,11 +436,11 @@ class _Budget:
 
 
 def _alone(text: str, message: Message, turn: int, around: Marks | None, unsure: list[Shown]) -> list[Shown]:
-    """The places of one content; where that is not known yet, its region is added to ``unsure``."""
+    """The places of one content. If they are not known yet, its region is appended to ``unsure``."""
     places = None if around is None else between(text, around)
     is_blank = not message.content.strip()
     if places is not None:
-        # What is written for no content at all is the template's own.
+        # Text written for an empty content belongs to the template.
         return [Shown(turn, a, b) for a, b in places if not (is_blank and text[a:b].strip())]
     if around is not None and len(around.after) == 1 and not is_blank:
         start = common_prefix(text, around.first)
@@ -458,8 +452,8 @@ def _alone(text: str, message: Message, turn: int, around: Marks | None, unsure:
 
 
 def _together(text: str, messages: tuple[Message, ...], around: Marks) -> list[Shown] | None:
-    """The places of several contents, where there is no doubt: each is as it was given or trimmed, or there
-    is one way only to place them and each shows a part of its content."""
+    """The places of several contents, if unambiguous: each is unchanged or trimmed, or there is only one way
+    to place them and each shows a part of its content."""
     shown = walk(text, messages, around)
     if shown is not None:
         return shown
@@ -469,7 +463,7 @@ def _together(text: str, messages: tuple[Message, ...], around: Marks) -> list[S
     shown = []
     for part in places:
         content, written = messages[part.turn].content, text[part.start : part.end]
-        # Else a content might hold the markup of another: that markup would be taken for the template's.
+        # Else a content might contain the markup of another, which would pass for the template's.
         if written not in content and written not in json.dumps(content, ensure_ascii=False):
             return None
         if content.strip() or not written.strip():  # else as in ``_alone``
@@ -480,8 +474,8 @@ def _together(text: str, messages: tuple[Message, ...], around: Marks) -> list[S
 def _search(text: str, message: Message, region: Shown, shown: list[Shown]) -> list[Shown]:
     """The place of a content around which the template writes other markup than around a marker.
 
-    ``region`` is where the rendering differs from that with a marker. The content may also reach out of
-    it, to the places of the turns before and after, but always covers it.
+    ``region`` is where the rendering differs from that with a marker. The content covers it and may extend to
+    the places of the turns before and after.
     """
     low = max((part.end for part in shown if part.turn < region.turn and part.end <= region.end), default=0)
     high = min(
@@ -498,7 +492,7 @@ def _search(text: str, message: Message, region: Shown, shown: list[Shown]) -> l
 
 
 def _still_shown(text: str, messages: tuple[Message, ...], previous: Layout | None) -> list[Shown]:
-    """The places that ``previous`` found in the text that it has in common with ``text``."""
+    """The places found in ``previous`` that lie in the common prefix with ``text``."""
     if previous is None:
         return []
     same = 0
@@ -511,8 +505,8 @@ def _still_shown(text: str, messages: tuple[Message, ...], previous: Layout | No
 
 
 def _whole_generations(text: str, messages: tuple[Message, ...], shown: list[Shown]) -> list[Shown]:
-    """Counts to a generated content what is its own though the template writes it as markup, such as the
-    space that it puts before each answer: what a model generated stays as it was generated."""
+    """Extends a generated content by text that the template writes as markup, such as the space before each
+    answer, so that generated text keeps its ids."""
     whole: list[Shown] = []
     for number, part in enumerate(shown):
         message = messages[part.turn]

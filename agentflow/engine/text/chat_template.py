@@ -1,14 +1,10 @@
 """A model's chat template: Jinja source from its folder, rendered as transformers renders it.
 
-How a rendering is taken apart into markup and contents is in ``chat_layout``.
-
-What a chat template is given: messages, tool calls and tools as the dictionaries that templates expect.
-
-What comes from outside (names, descriptions, schemas, arguments) passes through a *mark*, with which a
-layout finds it again in the rendering. The arguments of a call are a dictionary that remembers its text:
-where a template writes it as JSON, it is written as the model wrote it.
-
-In which form a chat template wants tool calls, found by giving it one in each form.
+Messages, calls and tools are given to the template as the dictionaries that templates expect. Untrusted
+strings in them (names, descriptions, schemas, arguments) pass through a *mark*, by which ``chat_layout``
+finds them in the rendering. The arguments of a call are a dictionary that keeps its JSON text: a template
+that writes it as JSON writes it as the model did. The form in which a template expects calls is found by
+trying each.
 """
 
 from __future__ import annotations
@@ -36,26 +32,26 @@ from agentflow.protocol.chat import CalledTool, Message, ToolSpec
 from agentflow.protocol.json_bounds import MOST_NESTING, nests_deeper
 
 Mark: TypeAlias = Callable[[str], str]
-"""Makes a string of outside recognisable in a rendering."""
+"""Makes an untrusted string recognisable in a rendering."""
 
 SHORT_ID_CHARS = 9
 
 
 @dataclass(frozen=True, slots=True)
 class ToolDialect:
-    """How a template wants tool calls. ``arguments``: as an object, or as the text of one. ``short_ids``:
-    it takes only ids of nine letters and digits, and is given such ones in place of others."""
+    """The form in which a template expects calls. ``arguments``: as an object or as its JSON text.
+    ``short_ids``: ids must be nine letters and digits; others are replaced."""
 
     arguments: Literal["object", "text"] = "object"
     short_ids: bool = False
 
 
 class JsonObject(dict[str, Any]):
-    """An object as it was read, and the text that it was read from."""
+    """An object together with the JSON text it was read from."""
 
     def __init__(self, members: dict[str, Any], text: str) -> None:
         super().__init__(members)
-        self._text = text  # with an underscore: templates reach members by name, and may not see this one
+        self._text = text  # private: templates reach members by name
 
 
 def unmarked(text: str) -> str:
@@ -66,12 +62,12 @@ def unmarked(text: str) -> str:
 def message_values(
     messages: Sequence[Message], dialect: ToolDialect, mark: Mark = unmarked
 ) -> list[dict[str, Any]]:
-    """Messages in the shape of OpenAI's API. ``BadArgument`` as of ``read_arguments``."""
+    """Messages in the form of OpenAI's API. ``BadArgument`` as in ``read_arguments``."""
     return [_message_value(message, dialect, mark) for message in messages]
 
 
 def tool_values(tools: Sequence[ToolSpec], mark: Mark = unmarked) -> list[dict[str, Any]] | None:
-    """Tools in the shape of OpenAI's API; None without any, as templates ask for that."""
+    """Tools in the form of OpenAI's API; None if there are none, as templates test for that."""
     if not tools:
         return None
     return [
@@ -88,8 +84,8 @@ def tool_values(tools: Sequence[ToolSpec], mark: Mark = unmarked) -> list[dict[s
 
 
 def marked_leaves(value: Any, mark: Mark) -> Any:
-    """A JSON value in which all strings, names of members too, are marked; but not a schema's own words,
-    for which templates look."""
+    """A JSON value with all strings marked, names of members included, except words of JSON schema, which
+    templates test for."""
     if isinstance(value, str):
         return value if value in _SCHEMA_WORDS else mark(value)
     if isinstance(value, dict):
@@ -100,7 +96,7 @@ def marked_leaves(value: Any, mark: Mark) -> Any:
 
 
 def read_arguments(call: CalledTool) -> dict[str, Any]:
-    """The arguments of a call. ``BadArgument`` where they are no JSON object, or nest too deep."""
+    """The arguments of a call. ``BadArgument`` if they are not a JSON object or nest too deeply."""
     try:
         members = json.loads(call.arguments)
         if not isinstance(members, dict):
@@ -121,7 +117,7 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The filter ``tojson``. (Jinja's own escapes for HTML, which no model was trained on.)"""
+    """The ``tojson`` filter. Jinja's own escapes HTML, which models were not trained on."""
     options: dict[str, Any] = {"ensure_ascii": ensure_ascii, "indent": indent, "separators": separators}
     if ensure_ascii or sort_keys or indent is not None or separators is not None:
         return json.dumps(value, sort_keys=sort_keys, **options)
@@ -189,12 +185,12 @@ _DIALECTS = tuple(
 
 
 def find_dialect(render: RenderIn) -> ToolDialect:
-    """The first form in which a call is shown as it was given; arguments as text come before those as an
-    object, as a template that takes both leaves a text alone. Where no form is, that of most templates."""
-    # A template may refuse a call without its result, or (one that only calls are shown by) any result.
+    """The first form in which a call is rendered as given. Text comes before objects, as a template that
+    accepts both leaves text unchanged. If no form works, the default."""
+    # A template may reject a call without its result, or any result.
     for is_answered in (True, False):
         for dialect in _DIALECTS:
-            # Ids are the clients' own: some template wants at least nine characters, another one just nine.
+            # Clients choose ids: one template requires at least nine characters, another exactly nine.
             if all(
                 _shows_calls(render, dialect, call_id, is_answered) for call_id in ("1", "call_0123456789")
             ):
@@ -204,7 +200,7 @@ def find_dialect(render: RenderIn) -> ToolDialect:
 
 def _shows_calls(render: RenderIn, dialect: ToolDialect, call_id: str, is_answered: bool) -> bool:
     name, key, value = [f"n{secrets.token_hex(8)}" for _ in range(3)]
-    # No writer of JSON puts white space so: what is shown so was left alone.
+    # No JSON encoder writes white space like this: if it is shown, the text was left unchanged.
     arguments = f'{{"{key}" :  "{value}"}}'
     call = CalledTool(call_id, name, arguments)
     messages = [Message("user", "?"), Message("assistant", "", tool_calls=(call,))]
@@ -216,15 +212,15 @@ def _shows_calls(render: RenderIn, dialect: ToolDialect, call_id: str, is_answer
         return False
     if name not in text or arguments in text:
         return name in text
-    # A dictionary that a template takes apart member by member is shown too; but text as Python writes a
-    # dictionary, or as JSON writes a string, is not what the model has seen.
+    # A template may also write the members one by one. But Python's notation of a dictionary, or JSON in a
+    # JSON string, is not what the model was trained on.
     is_misread = f"'{key}'" in text or f'\\"{key}' in text
     return dialect.arguments == "object" and key in text and not is_misread
 
 
 class ChatTemplate:
-    """``source`` is the template's Jinja text, None where the model has none. ``special_tokens`` are
-    given to the template by name, such as ``{"bos_token": "<s>"}``."""
+    """``source``: the template's Jinja text; None if the model has none. ``special_tokens`` are passed to the
+    template by name, such as ``{"bos_token": "<s>"}``."""
 
     def __init__(
         self,
@@ -233,7 +229,8 @@ class ChatTemplate:
         *,
         where: str = "the chat template",
     ) -> None:
-        """Raises ``BadModelFolder`` for a source that is no valid Jinja; the message calls it ``where``."""
+        """``BadModelFolder``, whose message calls the template ``where``, if the source is not valid
+        Jinja."""
         self.special_tokens = dict(special_tokens or {})
         self.source = source or ""
         try:
@@ -245,19 +242,19 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path) -> ChatTemplate:
-        """Reads the folder's default chat template, if it has one. Raises ``BadModelFolder``."""
+        """Reads the folder's default chat template, if any. ``BadModelFolder``."""
         return cls(
             chat_template_source(folder), named_special_tokens(folder), where=f"the chat template in {folder}"
         )
 
     @property
     def has_template(self) -> bool:
-        """Whether the model can hold a conversation in roles."""
+        """Whether the model supports conversations in roles."""
         return self._template is not None
 
     @cached_property
     def dialect(self) -> ToolDialect:
-        """How it wants tool calls: found by trying, at the first conversation that has some."""
+        """The form in which it expects calls, found at the first conversation that has some."""
         return find_dialect(lambda messages, dialect: self.render(messages, dialect=dialect))
 
     def render(
@@ -270,11 +267,11 @@ class ChatTemplate:
         dialect: ToolDialect | None = None,
         mark: Mark = unmarked,
     ) -> str:
-        """The conversation as the model reads it. ``now``: what the template takes for the present time.
-        ``dialect``: None is the template's own. ``mark`` is put on all that is said in tools and calls.
+        """The conversation as the model reads it. ``now``: the time given to the template. ``dialect``: None
+        is the template's own. ``mark``: applied to all strings of tools and calls.
 
-        Raises ``NotSupported`` where there is no template, or where it refuses these messages, and
-        ``BadArgument`` for a tool call whose arguments are no JSON object.
+        ``NotSupported`` if there is no template or it rejects these messages. ``BadArgument`` for a call
+        whose arguments are not a JSON object.
         """
         if self._template is None:
             raise NotSupported("this model has no chat template: use plain text instead of roles")
@@ -292,14 +289,14 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 strftime_now=moment.strftime,
             )
-        except Exception as error:  # a template is a program, and fails as programs do
+        except Exception as error:  # a template is a program and may raise anything
             roles = ", ".join(message.role for message in messages) or "none"
             raise NotSupported(
-                f"the model's chat template refuses turns of these roles ({roles}): {error}"
+                f"the model's chat template rejects turns of these roles ({roles}): {error}"
             ) from error
 
     def turn_markup(self) -> str:
-        """What the template writes around turns of a user and an assistant; empty where it refuses them."""
+        """The markup around turns of a user and an assistant; empty if the template rejects them."""
         marker = secrets.token_hex(16)
         turns = [Message(role, marker) for role in ("user", "assistant", "user")]
         try:
@@ -309,7 +306,7 @@ class ChatTemplate:
 
 
 class _Generation(jinja2.ext.Extension):
-    """Reads ``{% generation %}…{% endgeneration %}``, which marks what a model wrote, as just its body."""
+    """Parses ``{% generation %}…{% endgeneration %}``, which marks a model's text, as its body."""
 
     tags = {"generation"}  # noqa: RUF012  (the name and type that Jinja asks for)
 
@@ -319,7 +316,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Dict:
-    """``dict`` as templates may use it: to make one, without its other attributes."""
+    """``dict`` for templates: creates dictionaries and has no other attributes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)

@@ -1,17 +1,12 @@
-"""The ids of a select's choices: each is encoded together with the text that it continues.
+"""A select's choices: their token ids, and how they are compared.
 
-The last tokens of a text depend on what comes after it, so a choice is never encoded alone behind text
-that may still be encoded otherwise, and no choice is treated differently from another. Of a long text
-only the end is encoded again for each.
+The last tokens of a text depend on what follows, so each choice is encoded together with the text before it;
+of a long text only the end is encoded again. Scoring begins at the first id in which two choices differ (or
+with the last id of the shortest choice, if that is a prefix of the others). So a score depends on the whole
+text and the other choices, and not on how they are divided: ``"Answer: "`` with ``"yes"`` and ``"no"`` is
+``"Answer:"`` with ``" yes"`` and ``" no"``.
 
-What is scored of a choice begins with the first id in which two choices differ (or with the last id of the
-shortest, where that begins all others). So a choice's score depends on the whole text and on the other
-choices, and not on how text and choices divide what all have in common: ``"Answer: "`` with ``"yes"`` and
-``"no"`` is ``"Answer:"`` with ``" yes"`` and ``" no"``.
-
-How a select compares its choices, given the log-probability of each token of each.
-
-The three methods of SGLang's frontend (Zheng et al., 2024; its ``choices`` module).
+The scores are the three methods of SGLang's frontend (Zheng et al., 2024; its ``choices`` module).
 """
 
 from __future__ import annotations
@@ -24,14 +19,14 @@ from agentflow.errors import BadArgument
 
 
 def mean(logprobs: Sequence[float]) -> float:
-    """``token_length_normalized``: what a token of the choice has on average."""
+    """``token_length_normalized``: the mean log-probability of the choice's tokens."""
     return sum(logprobs) / len(logprobs)
 
 
 def num_greedy_tokens(ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]) -> list[int]:
-    """``greedy_token_selection``: for how many of its tokens each choice stays in the running, when token by
-    token only the choices with the likeliest next token stay. A choice that is over leaves, unless all
-    that are left are over."""
+    """``greedy_token_selection``: the number of tokens for which each choice stays in the running, if at each
+    token only the choices with the likeliest next token stay. A choice that ends drops out, unless all that
+    remain end."""
     running = list(range(len(ids)))
     counts = [0] * len(ids)
     depth = 0
@@ -53,8 +48,8 @@ def scores_of(
     logprobs: Sequence[Sequence[float]],
     unconditional: Sequence[Sequence[float]],
 ) -> list[float]:
-    """What the method compares, for each choice; the largest wins, the first of equals. ``unconditional``:
-    the same tokens' log-probabilities after nothing, where the method asks for them."""
+    """The scores that the method compares. The largest wins; of equal ones, the first. ``unconditional``:
+    log-probabilities of the same tokens without context, if the method needs them."""
     if method == "greedy_token_selection":
         counts = num_greedy_tokens(ids, logprobs)
         return [float(count) for count in counts]
@@ -64,19 +59,21 @@ def scores_of(
     return normalised
 
 
-# Up to so many characters in all are simply encoded: about a millisecond.
+# Up to this many characters in all are encoded whole: about a millisecond.
 MAX_PLAIN_CHARS = 4000
-# Of a longer text about so many characters at its end are encoded again with each choice.
+# Of a longer text, about this many characters at its end are encoded again with each choice.
 WINDOW_CHARS = 64
 _MAX_TRIED = 4
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedChoices:
-    """What a state would become with each choice. ``num_before``: so many of its ids are settled;
-    ``text`` comes after them and is encoded together with each of ``choices``. ``prefix``: the ids, settled
-    ones included, that all choices have in common, but for the last of the shortest. ``ends``: of
-    each choice the others, at least one."""
+    """The state with each choice appended.
+
+    ``num_before``: settled ids. ``text``: the text after them, which is encoded together with each of
+    ``choices``. ``prefix``: the ids that all choices share, settled ones included, except the last of the
+    shortest choice. ``ends``: the remaining ids of each choice, at least one.
+    """
 
     num_before: int
     text: str
@@ -85,16 +82,17 @@ class EncodedChoices:
     ends: list[list[int]]
 
     def run(self, index: int) -> tuple[str, list[int]]:
-        """The text and the ids that one choice adds to what is settled."""
+        """The text and the ids that one choice adds to the settled ones."""
         return self.text + self.choices[index], self.prefix[self.num_before :] + self.ends[index]
 
 
 def encode_choices(
     tokenizer: Tokenizer, before: list[int], text: str, choices: Sequence[str], *, continues: bool
 ) -> EncodedChoices:
-    """The choices after the ids ``before`` and then ``text``; ``continues`` as the tokenizer has it, of
-    ``text``. BadArgument for a choice that the vocabulary cannot write at all. Only at the very beginning of
-    a sequence, where nothing would come before the ids that differ, is ``text`` encoded apart."""
+    """Encodes the choices after the ids ``before`` and then ``text``; ``continues`` as in
+    ``Tokenizer.encode``, for ``text``. ``BadArgument`` for a choice that the vocabulary cannot write at all.
+    ``text`` is encoded separately only at the start of a sequence, if no id would precede those that
+    differ."""
     head, tails = encode_after(tokenizer, text, choices, continues=continues)
     for choice, tail in zip(choices, tails, strict=True):
         if not tail:
@@ -102,7 +100,7 @@ def encode_choices(
     first, last = min(tails), max(tails)
     most = min([len(tail) for tail in tails]) - 1
     num_common = next((n for n in range(most) if first[n] != last[n]), most)
-    if text and not before and not head and not num_common:  # something must come before what is scored
+    if text and not before and not head and not num_common:  # at least one id must precede those scored
         head = tokenizer.encode(text, continues=continues)
         tails = [tokenizer.encode(choice, continues=True) for choice in choices]
     prefix = before + head + tails[0][:num_common]
@@ -112,13 +110,13 @@ def encode_choices(
 def encode_after(
     tokenizer: Tokenizer, text: str, choices: Sequence[str], *, continues: bool
 ) -> tuple[list[int], list[list[int]]]:
-    """The ids of ``text`` with each choice: ids that all begin with, and what each goes on with."""
+    """The ids of ``text`` with each choice: the ids they all begin with, and the rest of each."""
     if sum(map(len, choices)) + len(text) * len(choices) > MAX_PLAIN_CHARS:
         window = _window(tokenizer, text, continues)
         if window is not None:
             head, rest, rest_ids = window
             tails = [tokenizer.encode(rest + choice, continues=True) for choice in choices]
-            # What a choice changes must end well behind the place where the window begins.
+            # A choice must not change ids near the start of the window.
             kept = len(rest_ids) // 2
             if all(tail[:kept] == rest_ids[:kept] for tail in tails):
                 return head, tails
@@ -126,8 +124,8 @@ def encode_after(
 
 
 def _window(tokenizer: Tokenizer, text: str, continues: bool) -> tuple[list[int], str, list[int]] | None:
-    """The end of ``text`` that is encoded again: the ids before it, the end itself, and its ids. It begins
-    with a token, and alone it has the ids that it has there. None where no such place is found."""
+    """The end of ``text`` that is encoded again: the ids before it, the end, and its ids. It begins at a
+    token and gets the same ids alone as in the whole. None if no such place is found."""
     if len(text) <= 2 * WINDOW_CHARS:
         return None
     ids = tokenizer.encode(text, continues=continues)
@@ -141,8 +139,8 @@ def _window(tokenizer: Tokenizer, text: str, continues: bool) -> tuple[list[int]
 
 
 def _places(text: str) -> Iterator[int]:
-    """Where a token might begin, from ``WINDOW_CHARS`` before the end backwards: before white space that
-    comes after something else, or, where there is little of that, anywhere."""
+    """Where a token might begin, from ``WINDOW_CHARS`` before the end backwards: before white space after
+    other text or, if there is little of that, anywhere."""
     latest = len(text) - WINDOW_CHARS
     earliest = max(1, latest - WINDOW_CHARS)
     words = [n for n in range(latest, earliest, -1) if text[n].isspace() and not text[n - 1].isspace()]

@@ -15,7 +15,7 @@ from datetime import datetime
 from functools import lru_cache
 
 from agentflow.engine.cache.radix_cache import num_common_ids
-from agentflow.engine.text.chat_layout import Layout, cut_out, lay_out
+from agentflow.engine.text.chat_layout import Layout, closed_untrusted_spans, lay_out
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.choices import EncodedChoices, encode_choices
 from agentflow.engine.text.detokenizer import Detokenizer
@@ -151,7 +151,11 @@ def _laid_out(
 def _markup(layout: Layout, tokenizer: Tokenizer, start: int, end: int) -> Iterator[Span]:
     """Markup, in which special tokens from tools and tool calls are content."""
     at = start
-    cuts = cut_out(layout.text, start, end, layout.outside, tokenizer.closed_places) if layout.outside else ()
+    cuts = (
+        closed_untrusted_spans(layout.text, start, end, layout.untrusted_spans, tokenizer.closed_places)
+        if layout.untrusted_spans
+        else ()
+    )
     for low, high in cuts:
         if at < low:
             yield Span(layout.text[at:low], is_markup=True)

@@ -1,4 +1,4 @@
-"""Reads the small text files of a model folder that say how its text works: tokenizer and chat template."""
+"""Reads the text files of a model folder that describe its tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMED_TOKENS = (
 
 
 def read_text(file: Path) -> str | None:
-    """The file's text, None where there is none. Raises ``BadModelFolder`` where it cannot be read."""
+    """The file's text; None if there is no such file. ``BadModelFolder`` if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -31,7 +31,7 @@ def read_text(file: Path) -> str | None:
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    """The file's JSON object, None where there is no such file. Raises ``BadModelFolder``."""
+    """The file's JSON object; None if there is no such file. ``BadModelFolder`` if it is invalid."""
     text = read_text(file)
     if text is None:
         return None
@@ -40,15 +40,13 @@ def read_json(file: Path) -> dict[str, Any] | None:
     except ValueError as error:
         raise BadModelFolder(f"{file} is not valid JSON ({error}); fetch the model again") from error
     if not isinstance(value, dict):
-        raise BadModelFolder(f"{file} holds no JSON object; fetch the model again")
+        raise BadModelFolder(f"{file} is not a JSON object; fetch the model again")
     return value
 
 
 def named_special_tokens(folder: Path) -> dict[str, str]:
-    """The tokens that the folder names by their part, such as ``{"bos_token": "<s>"}``.
-
-    Read from ``special_tokens_map.json``, then from ``tokenizer_config.json``, which has the last word.
-    """
+    """The special tokens by role, such as ``{"bos_token": "<s>"}``. ``tokenizer_config.json`` overrides
+    ``special_tokens_map.json``."""
     named: dict[str, str] = {}
     for file_name in ("special_tokens_map.json", "tokenizer_config.json"):
         config = read_json(folder / file_name) or {}
@@ -65,10 +63,10 @@ def named_special_tokens(folder: Path) -> dict[str, str]:
 
 
 def chat_template_source(folder: Path) -> str | None:
-    """The Jinja source of the folder's default chat template, None where the model has none.
+    """The Jinja source of the folder's default chat template; None if it has none.
 
-    ``chat_template.jinja`` comes first, then ``chat_template.json``, then ``tokenizer_config.json``; in the
-    JSON files it is a string or a list of named templates, of which ``default`` is taken.
+    Taken from the first of ``chat_template.jinja``, ``chat_template.json`` and ``tokenizer_config.json``. In
+    the JSON files it is a string or a list of named templates, of which ``default`` is used.
     """
     source = read_text(folder / "chat_template.jinja")
     if source is not None:
@@ -84,7 +82,7 @@ def chat_template_source(folder: Path) -> str | None:
                 names = ", ".join(sorted(str(name) for name in named)) or "none"
                 raise BadModelFolder(
                     f"{folder / file_name} has no chat template named default (it has: {names}); "
-                    "save the wanted one as chat_template.jinja"
+                    "save the one to use as chat_template.jinja"
                 )
         if isinstance(found, str):
             return found

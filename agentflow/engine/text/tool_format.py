@@ -1,19 +1,22 @@
-"""How a model writes tool calls, asked of its chat template and not read from its source.
+"""How a model writes tool calls, found by rendering its chat template.
 
-An assistant's turn is rendered with calls whose names and arguments nobody could have guessed, and what is
-written around them is the model's notation. A template that does not show tools, calls and results knows
-of no tools: then the notation is ``FALLBACK``, and ``tool_messages`` puts tools and calls into contents.
+``tool_format`` renders an assistant's turn with calls whose names and arguments are random; the text around
+these is the model's notation. A template that does not render tools, calls and results does not support
+tools; ``as_plain_messages`` then writes them into contents in the notation ``FALLBACK``.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from agentflow.engine.text.chat_template import ChatTemplate
+from msgspec.structs import replace
+
+from agentflow.engine.text.chat_template import ChatTemplate, read_arguments
 from agentflow.errors import NotSupported
 from agentflow.protocol.chat import CalledTool, Message, ToolSpec
 from agentflow.protocol.constraint import Whitespace
@@ -21,13 +24,13 @@ from agentflow.protocol.constraint import Whitespace
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """A call is ``begin``, a JSON object, ``end``; where ``is_list``, a JSON list of such objects stands
-    between the two. The object has the members ``name_key`` and ``arguments_key``, the name first where
-    ``name_first``, and before them the ``constants``.
+    """A call is ``begin``, a JSON object, ``end``; if ``is_list``, a JSON list of such objects instead. The
+    object has the members ``name_key`` and ``arguments_key``, the name first if ``name_first``, preceded by
+    the ``constants``.
 
-    ``before`` stands between prose and the first ``begin``, ``between`` from one ``end`` to the next
-    ``begin``; None where there is never a second call. ``whitespace``: inside the JSON, as of ``Constraint``.
-    ``is_native``: it is the template's own.
+    ``before``: the text between prose and the first ``begin``. ``between``: the text from one ``end`` to the
+    next ``begin``; None if there is never a second call. ``whitespace``: of the JSON, as in ``Constraint``.
+    ``is_native``: the notation is the template's own.
     """
 
     begin: str
@@ -44,8 +47,8 @@ class ToolFormat:
 
     @property
     def mark(self) -> str:
-        """What a reader looks for: ``begin`` without white space around it. Empty where a call has no mark
-        and can only be a whole turn."""
+        """What a reader searches for: ``begin`` without surrounding white space. Empty if calls have no mark;
+        then only a whole turn can be a call."""
         return self.begin.strip()
 
     @property
@@ -55,12 +58,12 @@ class ToolFormat:
 
 
 FALLBACK = ToolFormat("<tool_call>", "</tool_call>", is_native=False)
-"""For templates that know of no tools."""
+"""For templates that do not support tools."""
 
 
 @lru_cache(maxsize=64)
 def tool_format(template: ChatTemplate) -> ToolFormat:
-    """The template's notation, or ``FALLBACK``. Found once for a template, by some ten renderings."""
+    """The template's notation, or ``FALLBACK``. Found with about ten renderings, once for each template."""
     if not template.has_template or not _knows_tools(template):
         return FALLBACK
     return _native(template) or FALLBACK
@@ -75,7 +78,7 @@ def _call() -> CalledTool:
 
 
 def _knows_tools(template: ChatTemplate) -> bool:
-    """Whether it shows what tools there are, what was called, and what came of it."""
+    """Whether the template renders tools, calls and results."""
     tool = ToolSpec(_nonce(), _nonce(), {"type": "object", "properties": {_nonce(): {"type": "string"}}})
     call, result, question = _call(), _nonce(), _nonce()
     messages = [
@@ -99,7 +102,7 @@ def _words(call: CalledTool) -> tuple[str, str]:
 
 
 def _native(template: ChatTemplate) -> ToolFormat | None:
-    """None where a call is not written as a JSON object."""
+    """None if calls are not written as JSON objects."""
     call, more, prose = _call(), _call(), _nonce()
     alone = _after_prompt(template, Message("assistant", "", tool_calls=(call,)))
     plain = _after_prompt(template, Message("assistant", prose))
@@ -129,7 +132,7 @@ def _native(template: ChatTemplate) -> ToolFormat | None:
 
 
 def _after_prompt(template: ChatTemplate, *turns: Message) -> str | None:
-    """What is written for turns of an assistant, behind the prompt for it."""
+    """What is rendered for turns of an assistant, after the generation prompt."""
     question = Message("user", _nonce())
     try:
         prompt = template.render([question], add_generation_prompt=True)
@@ -143,7 +146,7 @@ def _after_prompt(template: ChatTemplate, *turns: Message) -> str | None:
 
 
 def _json_with(text: str, call: CalledTool) -> tuple[int, int, dict[str, Any]] | None:
-    """From where to where the object is written that the call is a member's value of, and the object."""
+    """The first JSON object that has the call's name as a member: its start, its end and its value."""
     decoder = json.JSONDecoder()
     at = text.find("{")
     while at >= 0:
@@ -158,7 +161,7 @@ def _json_with(text: str, call: CalledTool) -> tuple[int, int, dict[str, Any]] |
 
 
 def _members(written: str, members: dict[str, Any], call: CalledTool) -> dict[str, Any] | None:
-    """Which member is what, and how they are written."""
+    """Which member is which, and how they are written."""
     arguments = json.loads(call.arguments)
     names = [key for key, value in members.items() if value == call.name]
     holders = [key for key, value in members.items() if value == arguments]
@@ -170,10 +173,10 @@ def _members(written: str, members: dict[str, Any], call: CalledTool) -> dict[st
         for key, value in members.items()
         if isinstance(value, str) and key not in (names[0], holders[0]) and call.id not in value
     }
-    # A short id is one that the template was given in place of the call's.
+    # The template may have been given a short id in place of the call's.
     constants = {key: value for key, value in constants.items() if key != "id"}
     layouts: dict[Whitespace, tuple[str, str]] = {"compact": (", ", ": "), "tight": (",", ":")}
-    # How the arguments are written follows from their own text, so only what stands around is looked at.
+    # Arguments keep their own text, so only the text around them shows the separators.
     shown = written.replace(call.arguments, '""')
     outline = {key: "" if key == holders[0] else value for key, value in members.items()}
     whitespace = next(
@@ -190,7 +193,7 @@ def _members(written: str, members: dict[str, Any], call: CalledTool) -> dict[st
 
 
 def _between(template: ChatTemplate, one: CalledTool, other: CalledTool) -> str | None:
-    """What is written between the objects of two calls; None where there may be only one."""
+    """The text between the objects of two calls; None if there may be only one."""
     text = _after_prompt(template, Message("assistant", "", tool_calls=(one, other)))
     first = _json_with(text, one) if text is not None else None
     if text is None or first is None:
@@ -200,7 +203,7 @@ def _between(template: ChatTemplate, one: CalledTool, other: CalledTool) -> str 
 
 
 def _before(template: ChatTemplate, call: CalledTool, prose: str, begin: str) -> str:
-    """What is written between prose and the calls after it."""
+    """The text between prose and the calls after it."""
     text = _after_prompt(template, Message("assistant", prose, tool_calls=(call,)))
     written = "" if text is None else text.partition(prose)[2].partition(begin)[0]
     return written if not written.strip() else ""
@@ -211,3 +214,77 @@ def _common_end(a: str, b: str) -> str:
     while length < min(len(a), len(b)) and a[-1 - length] == b[-1 - length]:
         length += 1
     return a[len(a) - length :]
+
+
+def as_plain_messages(
+    messages: Sequence[Message], tools: Sequence[ToolSpec], template: ChatTemplate
+) -> tuple[Message, ...]:
+    """The same conversation in messages that have only a content.
+
+    Tools are described in the system turn; if there is none it is added or, if the template has no system
+    turns, the description precedes the first content. Results become turns of the user. Consecutive results,
+    and the user's text right after them, share a turn, as many templates require roles to alternate.
+    """
+    plain: list[Message] = []
+    parts: list[list[str]] = []  # the lines of each message's content
+    is_answering = False
+    for message in messages:
+        content = message.content
+        if message.role == "tool":
+            content, role = f"<tool_response>\n{content}\n</tool_response>", "user"
+        else:
+            role = message.role
+        if message.tool_calls:
+            content = _with_calls(message)
+        if is_answering and role == "user":
+            parts[-1].append(content)
+        else:
+            plain.append(Message(role, "", message.generated))
+            parts.append([content])
+        is_answering = message.role == "tool"
+    plain = [replace(one, content="\n".join(said)) for one, said in zip(plain, parts, strict=True)]
+    return tuple(_with_tools(plain, tools, template) if tools else plain)
+
+
+def _with_calls(message: Message) -> str:
+    written: list[str] = []
+    for call in message.tool_calls:
+        read_arguments(call)  # raises as under other templates
+        name = json.dumps(call.name, ensure_ascii=False)
+        written.append(f'{FALLBACK.begin}{{"name": {name}, "arguments": {call.arguments}}}{FALLBACK.end}')
+    calls = (FALLBACK.between or "").join(written)
+    return f"{message.content}{FALLBACK.before}{calls}" if message.content else calls
+
+
+def _with_tools(plain: list[Message], tools: Sequence[ToolSpec], template: ChatTemplate) -> list[Message]:
+    text = _description(tools)
+    if plain and plain[0].role == "system":
+        said = plain[0].content
+        return [replace(plain[0], content=f"{said}\n\n{text}" if said else text), *plain[1:]]
+    with_system = [Message("system", text), *plain]
+    if not plain or _takes_system(template):
+        return with_system
+    return [replace(plain[0], content=f"{text}\n\n{plain[0].content}"), *plain[1:]]
+
+
+def _takes_system(template: ChatTemplate) -> bool:
+    try:
+        template.render([Message("system", "x"), Message("user", "x")], add_generation_prompt=True)
+    except NotSupported:
+        return False
+    return True
+
+
+def _description(tools: Sequence[ToolSpec]) -> str:
+    """Short, as models that need it are small."""
+    lines = [
+        json.dumps(
+            {"name": tool.name, "description": tool.description, "parameters": tool.parameters},
+            ensure_ascii=False,
+        )
+        for tool in tools
+    ]
+    how = f'{FALLBACK.begin}{{"name": ..., "arguments": {{...}}}}{FALLBACK.end}'
+    return "\n".join(
+        ["You can call these tools:", "<tools>", *lines, "</tools>", f"To call one, write {how}"]
+    )

@@ -48,7 +48,7 @@ def test_a_file_in_place_of_a_folder_is_refused(tmp_path: Path) -> None:
 def test_a_config_that_is_no_json_object_is_named(tmp_path: Path, content: bytes) -> None:
     folder = _tiny_folder(tmp_path / "model")
     (folder / "config.json").write_bytes(content)
-    with pytest.raises(BadModelFolder, match=r"config.json holds no JSON object"):
+    with pytest.raises(BadModelFolder, match=r"config.json is not a JSON object"):
         resolve_model(str(folder))
 
 

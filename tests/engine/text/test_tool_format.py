@@ -8,8 +8,7 @@ import pytest
 from support.engine.tool_template_shapes import LLAMA, MISTRAL, TEMPLATES, TOKENS, WITHOUT_TOOLS
 
 from agentflow.engine.text.chat_template import ChatTemplate, ToolDialect
-from agentflow.engine.text.tool_format import FALLBACK, ToolFormat, tool_format
-from agentflow.engine.text.tools import as_plain_messages
+from agentflow.engine.text.tool_format import FALLBACK, ToolFormat, as_plain_messages, tool_format
 from agentflow.errors import NotSupported
 from agentflow.protocol.chat import CalledTool, Message, ToolSpec
 

@@ -130,7 +130,7 @@ def test_ids_of_harmless_words_are_those_of_the_rendering(
     state = state_with(TEMPLATES[name], tools, messages)
     layout = state._lay_out()
     assert layout is not None
-    assert layout.outside
+    assert layout.untrusted_spans
     expected: list[int] = []
     for piece in layout.pieces():
         if piece.text:
@@ -185,7 +185,7 @@ def test_special_text_in_what_a_template_alters() -> None:
             assert TOKENIZER.special_ids.isdisjoint(state.ids())
             assert state.text_view() == description[:12] + "x"
         else:
-            with pytest.raises(NotSupported, match="alters what is written in tools"):
+            with pytest.raises(NotSupported, match="alters text of tools"):
                 state.ids()
 
 

@@ -179,9 +179,9 @@ def test_a_text_that_begins_as_a_call_is_a_valid_one(name, tools):
     [
         (
             Constraint("schema", '{"type": "object"}'),
-            'schema: a text of it may begin with \'{"name": "weather',
+            'schema: its text may begin with \'{"name": "weather',
         ),
-        (Constraint("grammar", "start: /(?s:.+)/"), "grammar: a text of it may begin with"),
+        (Constraint("grammar", "start: /(?s:.+)/"), "grammar: its text may begin with"),
         (Constraint("grammar", "start: ("), "grammar: "),
         (Constraint("schema", '{"type": "array", "items": {"$ref": "#/x"}}'), "schema: .*x"),
     ],
@@ -195,7 +195,7 @@ def test_a_form_that_cannot_be_told_from_a_call_is_refused(otherwise, why, tools
 
 def test_words_that_begin_as_a_bare_call_are_refused_where_a_parser_reads_them():
     use = use_of(TEMPLATES["llama"], request(AUTO, ANY))
-    with pytest.raises(BadArgument, match=r"regex: a text of it may begin with '\{'"):
+    with pytest.raises(BadArgument, match=r"regex: its text may begin with '\{'"):
         compile_constraint(use.constraint(OPEN["llama"][1]))
     assert compile_constraint(use.constraint(Constraint("regex", "[a-z]+"))).form == "llguidance"
 
@@ -211,7 +211,7 @@ def test_a_form_that_no_text_has_is_refused_beside_tools_too():
 def test_a_form_beside_bare_calls_of_any_layout_is_refused():
     use = use_of(TEMPLATES["llama"], request(AUTO))
     loose = replace(use, form=replace(use.form, whitespace="free"))
-    with pytest.raises(NotSupported, match="writes calls as any JSON: no schema beside tools"):
+    with pytest.raises(NotSupported, match="writes calls as plain JSON: no schema"):
         loose.constraint(Constraint("schema", "{}"))
     assert loose.constraint() is None
 
@@ -247,7 +247,7 @@ def test_a_conversation_without_tools_stays_as_it_is():
     [
         ({"prompt": "text"}, NotSupported, "need a conversation"),
         ({"prompt": TokenIds((1, 2))}, NotSupported, "need a conversation"),
-        ({"tools": (NOW, NOW)}, BadArgument, "two tools have one name: now, now"),
+        ({"tools": (NOW, NOW)}, BadArgument, "tool names must be unique: now, now"),
         ({"tools": (), "choice": REQUIRED}, BadArgument, "there are no tools"),
         ({"choice": ToolChoice("required", name="x")}, BadArgument, "tool 'x' is to be called, but"),
     ],
