@@ -1,5 +1,9 @@
-"""agentflow: programs that call language models many times. See ``docs/`` and the README."""
+"""agentflow: programs that call language models many times. See ``docs/`` and the README.
 
+``import agentflow as af`` gives what programs use. ``af.errors`` has all errors, including those of commands.
+"""
+
+from agentflow import errors
 from agentflow.backends.local import Embedded
 from agentflow.backends.open_session import map, run, session
 from agentflow.backends.remote import Remote
@@ -26,11 +30,9 @@ from agentflow.errors import (
     NotAuthorized,
     NotSupported,
     Overloaded,
-    PortInUse,
     ProgramError,
     PromptTooLong,
     ProtocolError,
-    PullFailed,
     RateLimited,
     RecordingError,
     ReplayDiffers,
@@ -84,7 +86,6 @@ __all__ = [
     "NotAuthorized",
     "NotSupported",
     "Overloaded",
-    "PortInUse",
     "Program",
     "ProgramError",
     "ProgramEvent",
@@ -92,7 +93,6 @@ __all__ = [
     "ProgramStream",
     "PromptTooLong",
     "ProtocolError",
-    "PullFailed",
     "RateLimited",
     "RecordingError",
     "Remote",
@@ -125,6 +125,7 @@ __all__ = [
     "__version__",
     "assistant",
     "conversation",
+    "errors",
     "gen",
     "image",
     "map",

@@ -1,48 +1,51 @@
-"""Every error agentflow raises, as one tree.
+"""All errors of agentflow, as one tree. Those that programs raise are also in ``agentflow`` itself.
 
 ::
 
     AgentflowError
-    ├── ProgramError            the program used the language wrongly
+    ├── ProgramError            the program misuses the language
     │   ├── BadArgument         (also a ValueError)
     │   ├── UnknownVariable     (also a KeyError)
-    │   ├── StateClosed         an op on a state after its scope, or on a sealed branch
-    │   ├── ForeignState        objects of two sessions in one op
-    │   ├── BacklogFull         too many ops wait on one state
-    │   ├── DataDependent       a trace cannot know what the program asks there
-    │   └── ConcurrentAppend    two tasks append to one state at the same time
-    ├── RequestRefused          the backend refuses one request
-    │   ├── NotSupported        the backend cannot do what was asked
-    │   ├── PromptTooLong       prompt + output do not fit the context or the KV pool
-    │   └── FrameTooLarge       one op is larger than a frame may be
+    │   ├── StateClosed         the state, or the session, has ended, or the branch is sealed
+    │   ├── ForeignState        an op refers to another session, or a join to another fork
+    │   ├── BacklogFull         too many unfinished ops in one state
+    │   ├── DataDependent       a traced program depends on a generated value
+    │   └── ConcurrentAppend    two tasks append to one state concurrently
+    ├── RequestRefused          the backend rejects one request
+    │   ├── NotSupported        the backend does not have the feature
+    │   ├── PromptTooLong       prompt and output exceed the context length or the KV pool
+    │   └── FrameTooLarge       one op exceeds the frame size limit
     ├── LimitExceeded
-    │   ├── DeadlineExceeded    the time that the session, the state or the gen had is over
-    │   └── BudgetExceeded      the tokens that the session or the state had are used up
-    ├── RunFailed               something a value depends on failed; the cause says what
-    │   ├── InvalidValue        the text is there, and is no value of the type asked for
-    │   └── ScriptMismatch      the script of a scripted backend has no fitting answer
-    ├── Cancelled               the value's state was cancelled
+    │   ├── DeadlineExceeded    the session, the state or the gen exceeded its time limit
+    │   └── BudgetExceeded      the session or the state used up its output tokens
+    ├── RunFailed               a dependency failed; ``__cause__`` is its error
+    │   ├── InvalidValue        the generated text is not a value of the requested type
+    │   └── ScriptMismatch      the script has no valid answer for the prompt
+    ├── Cancelled               the state was cancelled
     ├── RecordingError
-    │   ├── BadRecording        a file that is no recording, or of another version
-    │   └── ReplayDiffers       the program does something else than what was recorded
+    │   ├── BadRecording        the file is not a recording, or of another version
+    │   └── ReplayDiffers       the program differs from the recording
     ├── ModelError
-    │   ├── UnknownModel        no such name or folder
-    │   ├── BadModelFolder      a folder that holds no usable model
-    │   └── PullFailed          a model could not be fetched or verified
+    │   ├── UnknownModel        no model has this name or path
+    │   ├── BadModelFolder      the folder contains no usable model
+    │   └── PullFailed          a download or its verification failed
     ├── ServerError
-    │   ├── ServerUnreachable   nobody answers at the url
-    │   ├── ServerLost          the connection is gone and could not be resumed
-    │   ├── ProtocolError       a frame the other side does not understand
-    │   ├── Overloaded          a limit of the server is reached; try later
-    │   │   └── RateLimited     the tenant has used what it may use, in a minute or at once
-    │   ├── NotAuthorized       no key, a wrong one, or one that does not allow this
-    │   └── PortInUse           the address to serve on is taken
-    └── EngineFailed            the engine itself broke; not the request's fault
-        └── EngineDown          it is being restarted, or has stopped; try later
+    │   ├── ServerUnreachable   no server answers at the URL
+    │   ├── ServerLost          the connection was lost and could not be resumed
+    │   ├── ProtocolError       an invalid frame
+    │   ├── Overloaded          a limit of the server is reached; retry later
+    │   │   └── RateLimited     the tenant exceeded its rate or its number of requests
+    │   ├── NotAuthorized       the API key is missing, invalid, or not allowed to do this
+    │   └── PortInUse           the server's address is in use
+    └── EngineFailed            the engine failed, not because of the request
+        └── EngineDown          it is restarting or has stopped; retry later
 
-Each class has a ``code``: the name that goes over the wire. ``from_code`` finds the class again.
+Each class has a ``code``, its name on the wire; ``from_code`` makes the error again. ``incident`` logs an
+internal error and makes one for the client that has only an id.
 
-Faults of the library's own: the log explains one, and an error that goes to a client has only its id.
+>>> from agentflow import errors
+>>> errors.from_code("port_in_use", "127.0.0.1:8410 is in use")
+PortInUse('127.0.0.1:8410 is in use')
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ MAX_MESSAGE_CHARS = 4_000
 
 
 class AgentflowError(Exception):
-    """Root of the tree.
+    """Base of all errors of agentflow.
 
     >>> try:
     ...     grade = await flow.run(judge, essay)
@@ -68,9 +71,9 @@ class AgentflowError(Exception):
 
     code: ClassVar[str] = "error"
     place: tuple[int, int] | None = None
-    """Of the op that failed: its state's number, and the op's own number there, from 1. For the session."""
+    """The op that failed: the number of its state, and its own number in that state, from 1."""
     param: str | None = None
-    """The argument, or the field of a request, that is wrong, where it is one."""
+    """The name of the invalid argument or request field, if there is one."""
 
     def __init__(self, *args: object, param: str | None = None) -> None:
         super().__init__(*(shortened(arg) if isinstance(arg, str) else arg for arg in args))
@@ -79,13 +82,13 @@ class AgentflowError(Exception):
 
 
 class ProgramError(AgentflowError):
-    """The program used the language wrongly."""
+    """The program misuses the language."""
 
     code = "program_error"
 
 
 class BadArgument(ProgramError, ValueError):
-    """An argument's value makes no sense.
+    """An argument is invalid.
 
     >>> af.gen("answer", max_tokens=0)
     Traceback (most recent call last):
@@ -96,7 +99,7 @@ class BadArgument(ProgramError, ValueError):
 
 
 class UnknownVariable(ProgramError, KeyError):
-    """``s["x"]`` before any op declared ``x``.
+    """``s["x"]`` when no op has declared ``x``.
 
     >>> s["nobody"]
     Traceback (most recent call last):
@@ -110,7 +113,7 @@ class UnknownVariable(ProgramError, KeyError):
 
 
 class StateClosed(ProgramError):
-    """An op on a state after its scope, or on a sealed branch.
+    """The state or the session has ended, or the branch is sealed.
 
     >>> async with s.fork(2) as branches:
     ...     pass
@@ -132,7 +135,7 @@ class ForeignState(ProgramError):
 
 
 class BacklogFull(ProgramError):
-    """Too many ops wait on one state: await something first.
+    """A state has too many unfinished ops. Await something before appending more.
 
     >>> for _ in range(20_000):  # raises BacklogFull
     ...     s += "more"
@@ -142,7 +145,7 @@ class BacklogFull(ProgramError):
 
 
 class DataDependent(ProgramError):
-    """The program's course follows from a value, and a trace has none.
+    """The program depends on a generated value, which does not exist in a trace.
 
     >>> @af.program
     ... async def brief(s: af.State) -> str:
@@ -157,7 +160,7 @@ class DataDependent(ProgramError):
 
 
 class ConcurrentAppend(ProgramError):
-    """Two tasks append to one state at the same time: the order would be chance.
+    """Two tasks append to one state concurrently, so the order of the ops would be random.
 
     >>> async def write(state: af.State, line: str) -> None:
     ...     for _ in range(2):
@@ -176,7 +179,7 @@ class ConcurrentAppend(ProgramError):
 
 
 class RequestRefused(AgentflowError):
-    """The backend refuses one request; nothing else is affected.
+    """The backend rejects one request. Others are not affected.
 
     >>> try:
     ...     grade = await flow.run(judge, essay)
@@ -188,7 +191,7 @@ class RequestRefused(AgentflowError):
 
 
 class NotSupported(RequestRefused):
-    """The backend cannot do what was asked, and does not pretend to.
+    """The backend does not have the requested feature.
 
     >>> s.token_ids()  # of a scripted answer
     Traceback (most recent call last):
@@ -199,19 +202,19 @@ class NotSupported(RequestRefused):
 
 
 class PromptTooLong(RequestRefused):
-    """Prompt and output do not fit the model's context or the KV pool."""
+    """Prompt and output together exceed the model's context length or the KV pool."""
 
     code = "prompt_too_long"
 
 
 class FrameTooLarge(RequestRefused):
-    """One op is larger than the server's frame limit."""
+    """One op exceeds the server's frame size limit."""
 
     code = "frame_too_large"
 
 
 class RunFailed(AgentflowError):
-    """Something that this value or state depends on failed; ``__cause__`` says what.
+    """A dependency of this value or state failed. ``__cause__`` is the error of the dependency.
 
     >>> s += s["answer"].json("score")
     >>> await s
@@ -223,7 +226,8 @@ class RunFailed(AgentflowError):
 
 
 class InvalidValue(RunFailed, ValueError):
-    """The text is there, and is no value of the type that was asked for: cut by ``max_tokens``, say.
+    """The generated text is not a value of the requested type, for example because ``max_tokens`` truncated
+    it.
 
     >>> report = af.gen("report", schema=Report)
     >>> s += af.user("What is the weather in Oslo?") + af.assistant(report)
@@ -236,8 +240,8 @@ class InvalidValue(RunFailed, ValueError):
 
 
 class ScriptMismatch(RunFailed):
-    """The script of ``af.Scripted`` has no answer, or none that what was asked for allows. The program and
-    its test disagree: the same call fails again.
+    """The script of ``af.Scripted`` has no answer for the prompt, or one that the op does not allow. Program
+    and test do not match, so a retry fails too.
 
     >>> async with af.session(backend=af.Scripted(["maybe"])) as flow, flow.state() as s:
     ...     s += af.select("related", ["yes", "no"])
@@ -250,13 +254,13 @@ class ScriptMismatch(RunFailed):
 
 
 class LimitExceeded(AgentflowError):
-    """More was used than the program allowed."""
+    """A limit that the program set was exceeded."""
 
     code = "limit_exceeded"
 
 
 class DeadlineExceeded(LimitExceeded):
-    """The time that the session, the state or the gen had is over.
+    """The session, the state or the gen exceeded its time limit.
 
     >>> s += af.gen("answer", timeout_s=1e-9)
     >>> await s["answer"]  # raises DeadlineExceeded
@@ -266,7 +270,7 @@ class DeadlineExceeded(LimitExceeded):
 
 
 class BudgetExceeded(LimitExceeded):
-    """The tokens that the session or the state had are used up.
+    """The session or the state used up its output tokens.
 
     >>> await s
     >>> s.limit(output_tokens=2)
@@ -278,7 +282,7 @@ class BudgetExceeded(LimitExceeded):
 
 
 class Cancelled(AgentflowError):
-    """The state was cancelled before this value was there.
+    """The state was cancelled before this value was complete.
 
     >>> s += af.gen("answer")
     >>> s.cancel()
@@ -289,13 +293,13 @@ class Cancelled(AgentflowError):
 
 
 class RecordingError(AgentflowError):
-    """The recording of a run, or its replay."""
+    """An error of a recording or of its replay."""
 
     code = "recording_error"
 
 
 class BadRecording(RecordingError):
-    """The file is no recording, is damaged, or was written by another version.
+    """The file is not a recording, is damaged, or was written by another version.
 
     >>> af.Replay("chart.png")  # raises BadRecording
     """
@@ -304,7 +308,7 @@ class BadRecording(RecordingError):
 
 
 class ReplayDiffers(RecordingError):
-    """The program does something else than what was recorded; the message says where and what.
+    """The program differs from the recording. The message has the place and the difference.
 
     >>> async with af.session(record="run.jsonl") as flow:
     ...     grade = await flow.run(judge, essay)
@@ -316,7 +320,7 @@ class ReplayDiffers(RecordingError):
 
 
 class ModelError(AgentflowError):
-    """A model cannot be had or used.
+    """A model is not available or not usable.
 
     >>> try:
     ...     async with af.session(model="smollm2-135m") as flow:
@@ -329,25 +333,25 @@ class ModelError(AgentflowError):
 
 
 class UnknownModel(ModelError):
-    """No model of that name and no folder of that path."""
+    """No model has this name, and no folder this path."""
 
     code = "unknown_model"
 
 
 class BadModelFolder(ModelError):
-    """The folder holds no usable model."""
+    """The folder contains no usable model."""
 
     code = "bad_model_folder"
 
 
 class PullFailed(ModelError):
-    """A model could not be fetched or verified."""
+    """The download of a model, or its verification, failed."""
 
     code = "pull_failed"
 
 
 class ServerError(AgentflowError):
-    """The way to the server, or the server itself.
+    """An error of the server or of the connection to it.
 
     >>> try:
     ...     async with af.session("ws://127.0.0.1:8410") as flow:
@@ -360,51 +364,51 @@ class ServerError(AgentflowError):
 
 
 class ServerUnreachable(ServerError):
-    """Nobody answers at the url."""
+    """No server answers at the URL."""
 
     code = "server_unreachable"
 
 
 class ServerLost(ServerError):
-    """The connection is gone and could not be resumed."""
+    """The connection was lost and could not be resumed."""
 
     code = "server_lost"
 
 
 class ProtocolError(ServerError):
-    """A frame that the receiver does not understand."""
+    """A frame is invalid."""
 
     code = "protocol_error"
 
 
 class Overloaded(ServerError):
-    """A limit of the server is reached; try again later. ``retry_after_s``: when, where that is known."""
+    """A limit of the server is reached. ``retry_after_s``: seconds until a retry makes sense, if known."""
 
     code = "overloaded"
     retry_after_s: float | None = None
 
 
 class RateLimited(Overloaded):
-    """The tenant has used what it may use in a minute, and ``retry_after_s`` says when there is room again;
-    or it has as many unfinished requests as it may have, and nobody knows when one ends."""
+    """The tenant exceeded its rate per minute, with ``retry_after_s`` set, or its number of unfinished
+    requests, with ``retry_after_s`` unknown."""
 
     code = "rate_limited"
 
 
 class NotAuthorized(ServerError):
-    """The server wants an API key, or this key does not allow what was asked."""
+    """The server requires an API key, or the key does not permit the request."""
 
     code = "not_authorized"
 
 
 class PortInUse(ServerError):
-    """The address to serve on is taken."""
+    """The server's address is already in use."""
 
     code = "port_in_use"
 
 
 class EngineFailed(AgentflowError):
-    """The engine itself broke; not the request's fault.
+    """The engine failed, not because of the request.
 
     >>> broken = af.Scripted([af.EngineFailed("out of memory")])  # how to test what a program does then
     >>> async with af.session(backend=broken) as flow, flow.state() as s:
@@ -416,14 +420,14 @@ class EngineFailed(AgentflowError):
 
 
 class EngineDown(EngineFailed):
-    """The engine has no process now: it is being restarted, or has stopped. Try again later."""
+    """The engine has no process: it is restarting or has stopped. Retry later."""
 
     code = "engine_down"
 
 
 @contextmanager
 def faults_of(param: str) -> Iterator[None]:
-    """Around what deals with one argument or field: errors that name none are of this one."""
+    """Sets ``param`` on errors that leave the block without one."""
     try:
         yield
     except AgentflowError as error:
@@ -442,12 +446,13 @@ _BY_CODE = _tree(AgentflowError)
 
 
 def from_code(code: str, message: str) -> AgentflowError:
-    """The error that travelled as ``code`` and ``message``; an unknown code gives the root class."""
+    """The error of this code. An unknown code gives ``AgentflowError``."""
     return _BY_CODE.get(code, AgentflowError)(message)
 
 
 def shortened(message: str) -> str:
-    """``message`` without its middle where it is very long: errors quote what failed, and each other."""
+    """``message`` without its middle if it exceeds ``MAX_MESSAGE_CHARS``: errors quote texts, and each
+    other."""
     if len(message) <= MAX_MESSAGE_CHARS:
         return message
     half = MAX_MESSAGE_CHARS // 2
@@ -455,7 +460,7 @@ def shortened(message: str) -> str:
 
 
 def incident(logger: logging.Logger, what: str, fault: BaseException) -> EngineFailed:
-    """Logs the fault with its traceback; the error that says ``what`` failed, and where to read why.
+    """Logs the fault with its traceback and an id. Returns the error for the client, which has only the id.
 
     >>> raise incident(logger, "a websocket", fault)
     Traceback (most recent call last):
@@ -470,11 +475,11 @@ MAX_REPR = 120
 
 
 def short_repr(item: object) -> str:
-    """A repr that fits a line, of any object."""
+    """A repr of any object, shortened to ``MAX_REPR`` characters."""
     shortened = reprlib.Repr()
     shortened.maxstring = shortened.maxother = 60
     try:
         text = " ".join(shortened.repr(item).split())
-    except Exception:  # an error message must not fail for what it tells of
+    except Exception:  # an error message must not fail because of the object it describes
         text = f"a {type(item).__name__} without a repr"
     return text if len(text) <= MAX_REPR else f"{text[: MAX_REPR - 1]}…"

@@ -1,13 +1,9 @@
-"""What can be appended to a state: text, variables, ``gen``, ``select``, roles, conversations, and sums of
-these.
+"""What can be appended to a state: text, variables, ``gen``, ``select``, roles, images, conversations, and
+sums of these.
 
-An expression is inert: the state turns it into ops when it is appended.
-
-Images: from a URL, a file or its bytes to what goes over the wire.
-
-``conversation``: a state begins with messages as chat APIs have them, and tools.
-
-``reply``: what the assistant says after a conversation, tool calls included.
+``Expression`` is the base. An expression is inert: a state turns it into ops when it is appended
+(``recorder.Recorder``). ``select``, ``system``, ``user``, ``assistant``, ``tool``, ``image`` and
+``conversation`` check their arguments and make expressions; ``gen`` and ``reply`` are in ``gen``.
 """
 
 from __future__ import annotations
@@ -32,7 +28,7 @@ ValueT = TypeVar("ValueT")
 
 
 class Expression:
-    """Base of variables and of what ``gen``, ``select`` and the roles return. ``+`` puts them in a row."""
+    """Base of variables and of what ``gen``, ``select`` and the roles return. ``+`` concatenates."""
 
     __slots__ = ()
 
@@ -44,7 +40,7 @@ class Expression:
 
 
 class Sequence_(Expression):
-    """Expressions in a row. Rows of rows become one, so that a long sum is not a deep one."""
+    """A concatenation. Nested concatenations are flattened, so that a long sum is not a deep one."""
 
     __slots__ = ("parts",)
 
@@ -58,7 +54,7 @@ class Sequence_(Expression):
 
 
 class GenExpression(Expression, Generic[ValueT]):
-    """A generation into the variable ``name``. ``s[expression]`` is that variable, with its type."""
+    """A generation into variable ``name``. ``s[expression]`` is that variable, with its type."""
 
     __slots__ = ("name", "params", "timeout_s", "value_type")
 
@@ -72,7 +68,7 @@ class GenExpression(Expression, Generic[ValueT]):
 
 
 class SelectExpression(Expression):
-    """A choice into the variable ``name``."""
+    """A choice into variable ``name``."""
 
     __slots__ = ("choices", "method", "name")
 
@@ -83,7 +79,7 @@ class SelectExpression(Expression):
 
 
 class RoleExpression(Expression):
-    """A whole turn of the conversation."""
+    """A turn of a conversation."""
 
     __slots__ = ("parts", "role")
 
@@ -102,7 +98,7 @@ class ImageExpression(Expression):
 
 
 class ConversationExpression(Expression):
-    """A whole conversation, and the beginning of the assistant's turn."""
+    """A conversation, followed by the beginning of the assistant's turn."""
 
     __slots__ = ("conversation",)
 
@@ -116,17 +112,17 @@ Appendable: TypeAlias = str | Expression
 def select(
     name: str, choices: Sequence[str], *, method: SelectMethod = "token_length_normalized"
 ) -> SelectExpression:
-    """The likeliest of ``choices``, as variable ``name``.
+    """The most likely of ``choices``, as variable ``name``.
 
-    ``method`` says what is compared: ``token_length_normalized`` the mean log-probability of a choice's
-    tokens; ``greedy_token_selection`` for how many tokens a choice follows the walk that takes, token by
-    token, the likeliest next one; ``unconditional_likelihood_normalized`` the mean, less what it is with no
-    text before (so that what is likely anyway does not win by that). ``s["verdict"].choices`` has each
-    choice's score under the method, the largest for the one that is taken.
+    ``method``: the score of a choice. ``token_length_normalized``: the mean log-probability of its tokens.
+    ``greedy_token_selection``: for how many tokens it agrees with greedy decoding.
+    ``unconditional_likelihood_normalized``: the mean log-probability, minus the same without the prompt, so
+    that a choice does not win by being a common text. ``s["verdict"].choices`` has the score of each choice;
+    the highest is selected.
 
-    A choice's tokens are those from the first one on in which choices differ, each encoded together with
-    the text before. So it does not matter whether a space, or words that all choices begin with, stand at
-    the end of the prompt or in the choices.
+    Each choice is encoded together with the text before it, and its tokens count from the first one in which
+    the choices differ. So it does not matter whether a space or a common beginning is at the end of the
+    prompt or in the choices.
 
     >>> s += af.user("Is it about science?")
     >>> s += af.assistant(af.select("verdict", ["yes", "no"]))
@@ -162,7 +158,7 @@ def user(*parts: Appendable) -> RoleExpression:
 
 
 def assistant(*parts: Appendable) -> RoleExpression:
-    """An assistant turn; what is generated in it follows the model's chat template.
+    """An assistant turn. Text generated in it follows the model's chat template.
 
     >>> s += af.assistant("The answer is ", af.gen("answer", max_tokens=8))
     """
@@ -170,7 +166,7 @@ def assistant(*parts: Appendable) -> RoleExpression:
 
 
 def tool(*parts: Appendable) -> RoleExpression:
-    """A turn with what a tool gave.
+    """A turn with the result of a tool.
 
     >>> s += af.tool(json.dumps({"temperature": 12}))
     """
@@ -178,7 +174,7 @@ def tool(*parts: Appendable) -> RoleExpression:
 
 
 def not_appendable(item: object) -> BadArgument:
-    """The error for what is no ``Appendable``."""
+    """The error for an item that is no ``Appendable``."""
     return BadArgument(
         f"cannot append {type(item).__name__} {item!r}: "
         "append a string, a variable, gen, select, image, a role or a conversation"
@@ -186,13 +182,13 @@ def not_appendable(item: object) -> BadArgument:
 
 
 def check_name(name: str, what: str) -> None:
-    """``BadArgument`` where ``what`` got no name for its variable."""
+    """``BadArgument`` if ``name`` is not a name for the variable of ``what``."""
     if not isinstance(name, str) or not name:
         raise BadArgument(f'{what} needs a name for its variable, as in {what}("answer"), not {name!r}')
 
 
 def tuple_of(values: Iterable[ItemT], where: str, wanted: str) -> tuple[ItemT, ...]:
-    """The values, or ``BadArgument`` that says what ``where`` wanted."""
+    """The values as a tuple; ``BadArgument`` if they cannot be iterated."""
     try:
         return tuple(values)
     except TypeError:
@@ -203,16 +199,16 @@ _IMAGE_STARTS = {"png": b"\x89PNG\r\n", "jpeg": b"\xff\xd8\xff", "gif": b"GIF8",
 
 
 def image(source: str | bytes | os.PathLike[str]) -> ImageExpression:
-    """An image: a URL (``https:`` or ``data:``), the bytes of a file, or a file's path.
+    """An image: a URL (``https:`` or ``data:``), the bytes of a file, or the path of a file.
 
-    Refused where the backend's model has no vision.
+    Appending it raises ``NotSupported`` if the backend's model has no vision.
 
     >>> s += af.user(af.image("chart.png"), "What does the chart show?")
     """
     if isinstance(source, str) and source.startswith(("https:", "data:image/")):
         return ImageExpression(source)
     if isinstance(source, str) and source.startswith(("http:", "data:")):
-        raise BadArgument(f"image: a URL must begin with https: or data:image/, not as {source[:40]!r} does")
+        raise BadArgument(f"image: a URL must begin with https: or data:image/, unlike {source[:40]!r}")
     if isinstance(source, bytes):
         return ImageExpression(_data_url(source))
     if not isinstance(source, str | os.PathLike):
@@ -229,10 +225,10 @@ def _data_url(data: bytes) -> str:
     for kind, start in _IMAGE_STARTS.items():
         if data.startswith(start) and (kind != "webp" or data[8:12] == b"WEBP"):
             return f"data:image/{kind};base64,{base64.b64encode(data).decode('ascii')}"
-    raise BadArgument(f"image: {data[:12]!r}… is the start of no image: PNG, JPEG, GIF and WebP are known")
+    raise BadArgument(f"image: {data[:12]!r}… begins no known image: PNG, JPEG, GIF and WebP are supported")
 
 
-MODES = ("auto", "required", "none")
+_MODES = ("auto", "required", "none")
 
 
 def conversation(
@@ -242,14 +238,14 @@ def conversation(
     choice: str | ToolChoice = "auto",
     parallel: bool = True,
 ) -> ConversationExpression:
-    """A whole conversation; the assistant's turn is open after it, or goes on where the last message is the
-    assistant's own. It begins a state: nothing stands before it. ``gen`` or ``reply`` comes next.
+    """A conversation, after which the assistant's turn is open; if the last message is the assistant's, its
+    turn continues. A conversation must be the first item of a state. ``gen`` or ``reply`` comes next.
 
-    ``messages``: as OpenAI's API has them, with the ``tool_calls`` of an assistant and the results of tools,
-    or ``af.Message``. What the model has said before is found again as the tokens that it generated.
-    ``tools``: what it is told of: functions with annotated parameters, or their schemas. ``choice``: whether
-    an ``af.reply`` may call them: ``"auto"``, ``"required"``, ``"none"``, or the name of the one that it has
-    to call; ``parallel``: several at once.
+    ``messages``: ``af.Message``, or dicts in the format of OpenAI's API, including the ``tool_calls`` of an
+    assistant and the results of tools. Earlier answers of the model reuse the tokens that it generated.
+    ``tools``: functions with annotated parameters, or schemas, that the model may call. ``choice``: whether
+    an ``af.reply`` calls them: ``"auto"``, ``"required"``, ``"none"``, or the name of the tool that it must
+    call. ``parallel``: whether one reply may call several.
 
     >>> async with flow.state() as s:
     ...     s += af.conversation([{"role": "user", "content": "What do plants do?"}])
@@ -257,13 +253,13 @@ def conversation(
     ...     print((await s["answer"]).text)
     Plants turn light into sugar.
     """
-    told = tuple([_message(message) for message in tuple_of(messages, "conversation", "messages")])
+    checked = tuple([_message(message) for message in tuple_of(messages, "conversation", "messages")])
     given = tuple_of(tools, "conversation: tools", "functions or schemas")
     specs = tuple([tool if isinstance(tool, ToolSpec) else spec_of(tool) for tool in given])
     if not isinstance(choice, ToolChoice):
-        choice = ToolChoice(choice) if choice in MODES else ToolChoice("required", choice)  # type: ignore[arg-type]
+        choice = ToolChoice(choice) if choice in _MODES else ToolChoice("required", choice)  # type: ignore[arg-type]
         choice = msgspec.structs.replace(choice, parallel=parallel)
-    whole = Conversation(told, specs, choice)
+    whole = Conversation(checked, specs, choice)
     check_types(whole)
     return ConversationExpression(whole.check())
 
@@ -278,8 +274,8 @@ class _Call(msgspec.Struct):
     function: _Function
 
 
-class _Asked(msgspec.Struct, forbid_unknown_fields=True):
-    """A message as OpenAI's API has it, text only."""
+class _OpenAIMessage(msgspec.Struct, forbid_unknown_fields=True):
+    """A message in the format of OpenAI's API, text only."""
 
     role: str
     content: str | None = None
@@ -291,15 +287,15 @@ class _Asked(msgspec.Struct, forbid_unknown_fields=True):
 def _message(message: object) -> Message:
     if not isinstance(message, Message):
         try:
-            asked = msgspec.convert(message, _Asked)
-        except ValueError as error:  # also of half a character in a name
+            given = msgspec.convert(message, _OpenAIMessage)
+        except ValueError as error:  # also for a lone surrogate in a name
             raise BadArgument(f"conversation: {message!r:.200} is no message: {error}") from None
-        calls = [CalledTool(c.id, c.function.name, c.function.arguments) for c in asked.tool_calls or ()]
+        calls = [CalledTool(c.id, c.function.name, c.function.arguments) for c in given.tool_calls or ()]
         message = Message(
-            asked.role,
-            asked.content or "",
+            given.role,
+            given.content or "",
             tool_calls=tuple(calls),
-            tool_call_id=asked.tool_call_id,
-            name=asked.name,
+            tool_call_id=given.tool_call_id,
+            name=given.name,
         )
     return message

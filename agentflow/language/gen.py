@@ -1,4 +1,4 @@
-"""``gen``: text that the model writes, with every parameter that it may have."""
+"""``gen`` and ``reply``: text that the model generates, and the parameters of sampling."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ValueT = TypeVar("ValueT")
 
 
 class SamplingOptions(TypedDict, total=False):
-    """What ``gen`` takes besides its name and the type of its value; see there."""
+    """The options of ``gen`` that do not affect the type of its value; see there."""
 
     max_tokens: int
     temperature: float
@@ -51,7 +51,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class JsonOptions(SamplingOptions, total=False):
-    """And what it takes where its text is JSON."""
+    """The options of a ``gen`` whose text is JSON."""
 
     whitespace: Whitespace
 
@@ -112,35 +112,34 @@ def gen(
     whitespace: Whitespace = "compact",
     jump_forward: bool = True,
 ) -> GenExpression[Any]:
-    """Text that the model writes, as variable ``name``.
+    """Text that the model generates, as variable ``name``.
 
     Ends after ``max_tokens`` tokens (256), before the first of the ``stop`` strings or the first match of
-    ``stop_regex`` (neither is part of the text), at one of ``stop_token_ids``, or at the model's own end
-    token (unless ``ignore_eos``); none of these acts before ``min_tokens`` tokens (0).
-    The text before it should not end in a space: most models write words with the space in front.
+    ``stop_regex`` (neither is part of the text), at one of ``stop_token_ids``, or at the model's end token
+    (unless ``ignore_eos``), but not before ``min_tokens`` tokens (0). The text before a gen should not end in
+    a space: in most models, tokens of words begin with the space.
 
-    ``temperature`` 0 (the default) is greedy; ``top_k`` (0: off), ``top_p`` (1.0: off) and ``min_p``
-    (0.0: off) cut the distribution. ``frequency_penalty`` and ``presence_penalty`` (-2 to 2, 0.0: off)
-    act against tokens that were generated, ``repetition_penalty`` (1.0: off) also against those of the
-    prompt; ``logit_bias`` maps token ids to what is added to their logits, -100 to 100. ``seed``: None
-    takes one from the session's.
+    ``temperature`` 0 (the default) is greedy; ``top_k`` (0: off), ``top_p`` (1.0: off) and ``min_p`` (0.0:
+    off) truncate the distribution. ``frequency_penalty`` and ``presence_penalty`` (-2 to 2, 0.0: off) apply
+    to generated tokens, ``repetition_penalty`` (1.0: off) also to those of the prompt. ``logit_bias`` maps
+    token ids to numbers that are added to their logits, -100 to 100. ``seed``: None derives one from the
+    session's.
 
-    ``logprobs``: the variable's ``logprobs`` are wanted; ``top_logprobs`` (0 to 20): and at each place so
-    many likeliest tokens. ``SamplingParams`` says in which order these act. ``BadArgument`` names what is
-    wrong; a backend that cannot do what is asked says so.
+    ``logprobs``: the variable gets ``logprobs``. ``top_logprobs`` (0 to 20): it also gets this many most
+    likely tokens at each position. ``SamplingParams`` defines the order in which all of these apply.
+    ``BadArgument`` names an invalid argument; ``NotSupported`` an option that the backend does not have.
 
-    One of these says what the text must be, and what its value is (text where none is given):
-    ``regex`` (all of the text matches it), ``choices`` (one of these strings), ``grammar`` (Lark's
-    notation), ``type`` (``int``, ``float``, ``bool``), ``schema`` (a pydantic model, a dataclass, a
-    TypedDict, or a JSON schema as a dict: the value is of that type), ``tools`` (functions or OpenAI's
-    tool schemas: the value is a list of ``ToolCall``), ``tags`` (free text, and ``af.Tag`` says what stands
-    where in it: the value is a list of strings and ``af.Tagged``). A value that ``max_tokens`` cut raises
-    ``InvalidValue`` when it is awaited.
+    At most one of these constrains the text and determines its value (without one, the text is the value):
+    ``regex`` (all of the text matches it), ``choices`` (one of these strings), ``grammar`` (Lark's notation),
+    ``type`` (``int``, ``float``, ``bool``), ``schema`` (a pydantic model, a dataclass, a TypedDict, or a JSON
+    schema as a dict: the value is of that type), ``tools`` (functions or OpenAI's tool schemas: the value is
+    a list of ``ToolCall``), ``tags`` (free text in which ``af.Tag`` constrains places: the value is a list of
+    strings and ``af.Tagged``). Awaiting a value that ``max_tokens`` truncated raises ``InvalidValue``.
 
     ``whitespace`` between the parts of JSON: ``"compact"`` (one line, with ``, `` and ``: ``), ``"tight"``
-    (none) or ``"free"`` (what the model likes). ``jump_forward=False``: text that the constraint forces is
-    sampled token by token too, which is slower. ``timeout_s``: what takes longer, from the gen's turn on,
-    fails with ``DeadlineExceeded``.
+    (none) or ``"free"`` (the model's choice). ``jump_forward=False``: text that the constraint forces is
+    sampled token by token too, which is slower. ``timeout_s``: a gen that takes longer, counted from the
+    start of its op, fails with ``DeadlineExceeded``.
 
     >>> s += af.user("What do plants do?")
     >>> s += af.assistant(af.gen("answer", max_tokens=32, stop="\\n"))
@@ -178,11 +177,11 @@ def gen(
         top_logprobs=top_logprobs,
     )
     kinds = {"regex": regex, "schema": schema, "choices": choices, "type": type, "tools": tools}
-    wanted = _wanted({**kinds, "grammar": grammar}, tags).decoded(whitespace, jump_forward)
+    wanted = _type_of({**kinds, "grammar": grammar}, tags).decoded(whitespace, jump_forward)
     return GenExpression(name, params.check(), wanted, timeout_s)
 
 
-def _wanted(kinds: Mapping[str, Any], tags: Sequence[Tag] | None) -> ValueType:
+def _type_of(kinds: Mapping[str, Any], tags: Sequence[Tag] | None) -> ValueType:
     if tags is None:
         return value_type(**kinds)
     refuse_several({**kinds, "tags": tags})
@@ -195,7 +194,7 @@ def _bias_pairs(biases: Mapping[int, float] | None) -> tuple[tuple[int, float], 
     if not isinstance(biases, Mapping):
         raise BadArgument(f"gen: logit_bias must be a dict of token id to number, not {biases!r}")
     pairs = tuple(biases.items())
-    # Equal biases are equal parameters, whatever their order; what is no id, the check refuses.
+    # Sorted, so that equal biases are equal parameters. The check rejects keys that are not token ids.
     return tuple(sorted(pairs)) if all(isinstance(token, int) for token in biases) else pairs
 
 
@@ -208,16 +207,16 @@ def reply(
     grammar: str | None = None,
     **options: Unpack[JsonOptions],
 ) -> GenExpression[Reply]:
-    """What the assistant says after ``af.conversation``, as variable ``name``: prose, and calls of the
-    conversation's tools, whatever notation the model has for those. Calls are valid under their tools'
-    schemas. What ``max_tokens`` cut off is a reply, too: its last call may be incomplete.
+    """The assistant's reply to an ``af.conversation``, as variable ``name``: prose, and calls of the
+    conversation's tools in the model's own notation. Calls are valid under the schemas of their tools. A
+    reply that ``max_tokens`` truncated is a value too; its last call may be incomplete.
 
-    ``regex``, ``schema``, ``choices`` and ``grammar`` say what a reply is that calls no tool: it then has
-    either calls and nothing else, or such a text. The other parameters are those of ``gen``.
+    ``regex``, ``schema``, ``choices`` and ``grammar`` constrain a reply that calls no tool. The reply is then
+    either calls alone, or such a text. The other parameters are those of ``gen``.
 
-    The text of the variable is the prose: iterating gives that as it comes, and it is what f-strings,
-    transforms, ``join`` and other states take. ``s["answer"].partials()`` gives a ``Reply`` with the calls,
-    too, each further than the one before. ``s.messages()`` has the calls as its turn's ``tool_calls``.
+    The text of the variable is the prose: iterating yields it, and f-strings, transforms, ``join`` and other
+    states use it. ``s["answer"].partials()`` yields ``Reply`` objects with the calls, each longer than the
+    one before. In ``s.messages()`` the calls are the ``tool_calls`` of the turn.
 
     >>> async with flow.state() as s:
     ...     s += af.conversation(
@@ -230,13 +229,13 @@ def reply(
     ...     reply = await s[answer]
     """
     check_name(name, "reply")
-    asked: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "regex": regex,
         "schema": schema,
         "choices": choices,
         "grammar": grammar,
         **options,
     }
-    written = gen(name, **asked)
-    kind = replace(written.value_type, shown="reply", read=read_reply, comes_in_parts=False, is_reply=True)
-    return GenExpression(name, written.params, kind, written.timeout_s)
+    generation = gen(name, **arguments)
+    kind = replace(generation.value_type, shown="reply", read=read_reply, comes_in_parts=False, is_reply=True)
+    return GenExpression(name, generation.params, kind, generation.timeout_s)

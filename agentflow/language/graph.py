@@ -1,47 +1,30 @@
-"""A program's compiled form: its ops with their places, before anything has run.
+"""A graph: a program's ops, compiled by ``program.trace(...)``.
 
-Made by ``program.trace(...)``. States and variables are numbered from 1 inside the graph; whoever runs
-it moves them to numbers of its own. ``graph_passes`` looks for what can be done better,
-``graph_drawing`` draws it, ``flow.submit`` runs it.
-
-What can be done for a graph before it runs: constants are folded.
-
-There is no pass for the prefix that all runs of a graph share, nor for its task groups: the engine computes
-what waiting requests share once, and knows the branches of every fork as a group.
-
-A graph as a Mermaid flowchart: a box for each state, an arrow for each stream, dashed ones for data.
-
-Text inside the quotes of a Mermaid label.
+Numbers of states and variables begin at 1 in each graph; ``trace.GraphRun`` moves them to numbers of the
+session. ``Graph.optimised`` folds constants. It does nothing about the prefix that all runs share or about
+task groups, because the scheduler handles both. ``Graph.draw`` makes a Mermaid flowchart, with a box for each
+state, an arrow for each stream of ops, and a dashed arrow for data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from agentflow.errors import BadArgument
-from agentflow.language.values import TEXT, ValueType
+from agentflow.language.values import ValueType
 from agentflow.protocol import ops
 from agentflow.protocol.op_table import ROOT, needs_of
 from agentflow.protocol.transform import apply_transforms
-
-
-def escaped(text: str) -> str:
-    """Inside quotes Mermaid reads such entities; the first one makes room for the others."""
-    for char, entity in (("#", "#35;"), ('"', "#quot;"), ("<", "#lt;"), (">", "#gt;"), ("`", "#96;")):
-        text = text.replace(char, entity)
-    return text
-
 
 EdgeKind = Literal["stream", "fork", "data"]
 
 
 class Edge(NamedTuple):
-    """Op number ``target`` (an index into ``Graph.ops``) comes after ``source``: in the same state's stream,
-    as the first of a forked state, or because it needs a variable."""
+    """Op ``target`` (an index into ``Graph.ops``) comes after op ``source``: in the stream of the same state,
+    as the first op of a fork, or because it needs a variable."""
 
     source: int
     target: int
@@ -49,16 +32,16 @@ class Edge(NamedTuple):
 
 
 class Output(NamedTuple):
-    """In a graph's result: the value of this variable stands here."""
+    """Stands in a graph's result for the value of this variable."""
 
     variable: int
 
 
 @dataclass(frozen=True)
 class Graph:
-    """``arguments``: the variables that ``flow.submit`` gives values to, by name. ``result``: what the
-    program returned, with an ``Output`` wherever a value will stand. ``places``: of each gen without a
-    seed of its own, where its seed is derived from. ``value_types``: of variables whose value is no text.
+    """``arguments``: name to variable, of the texts that ``flow.submit`` provides. ``result``: what the
+    program returned, with an ``Output`` for each value. ``places``: variable to place, from which the seed of
+    a gen without a seed is derived. ``value_types``: the types of variables whose value is not text.
 
     >>> graph = judge.trace(dimensions=("clarity", "evidence")).optimised()
     >>> graph
@@ -78,13 +61,8 @@ class Graph:
         return f"<Graph {self.name} of {len(self.ops)} ops, arguments: {', '.join(self.arguments) or 'none'}>"
 
     @property
-    def num_ids(self) -> int:
-        """States and variables are numbered from 1 to this. For ``submit``."""
-        return max([max(ids_of(op)) for op in self.ops])
-
-    @property
     def names(self) -> dict[int, str]:
-        """The name of each variable, by its number.
+        """The names of the variables by number.
 
         >>> sorted(set(judge.trace().names.values()))
         ['essay', 'grade', 'judgment']
@@ -93,7 +71,7 @@ class Graph:
 
     @property
     def outputs(self) -> list[int]:
-        """The variables whose values the result needs.
+        """The variables that the result needs.
 
         >>> graph = judge.trace()
         >>> [graph.names[variable] for variable in graph.outputs]
@@ -103,7 +81,7 @@ class Graph:
 
     @property
     def generated(self) -> list[int]:
-        """The variables of its gens and selects, and those that the result needs besides.
+        """The variables of gens and selects, then the others that the result needs.
 
         >>> graph = judge.trace()
         >>> [graph.names[variable] for variable in graph.generated]
@@ -112,18 +90,14 @@ class Graph:
         written = [op.var for op in self.ops if isinstance(op, ops.Gen | ops.Select)]
         return list(dict.fromkeys([*written, *self.outputs]))
 
-    def type_of(self, variable: int) -> ValueType:
-        """What the variable's value is. For ``submit``."""
-        return self.value_types.get(variable, TEXT)
-
     def edges(self) -> list[Edge]:
-        """What comes after what, and why.
+        """The order of the ops, and its reasons.
 
         >>> sorted({edge.kind for edge in judge.trace().edges()})
         ['data', 'fork', 'stream']
         """
         last: dict[int, int] = {}  # state → its last op so far
-        forked: dict[int, int] = {}  # state that has not begun → the fork
+        forked: dict[int, int] = {}  # state without ops so far → its fork
         declared: dict[int, int] = {}
         found: list[Edge] = []
         for index, op in enumerate(self.ops):
@@ -143,17 +117,16 @@ class Graph:
         return found
 
     def draw(self) -> str:
-        """The graph as a Mermaid flowchart, for documents and for ``mermaid.live``.
+        """The source of a Mermaid flowchart of the graph.
 
         >>> print(judge.trace().draw())
         flowchart TD
         ...
         """
-
-        return draw(self)
+        return _draw(self)
 
     def optimised(self) -> Graph:
-        """The same results by less: constants folded.
+        """The graph with constants folded. Its results are the same.
 
         >>> @af.program
         ... async def greet(s: af.State, name: str) -> str:
@@ -164,57 +137,7 @@ class Graph:
         >>> len(graph.ops) - len(graph.optimised().ops)  # the set is gone
         1
         """
-
-        return fold_constants(self)
-
-    def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments by name; ``args`` are the first ones. ``BadArgument`` for too many. For ``map``."""
-        if len(args) > len(self.arguments) or set(list(self.arguments)[: len(args)]) & set(kwargs):
-            known = ", ".join(self.arguments) or "none"
-            raise BadArgument(f"graph {self.name!r} has the arguments {known}: each is given once")
-        return {**dict(zip(self.arguments, args, strict=False)), **kwargs}
-
-    def inputs(self, values: Mapping[str, str]) -> dict[int, str]:
-        """The arguments' values by variable. ``BadArgument`` for a missing or unknown one. For ``submit``."""
-        if not isinstance(values, Mapping):
-            raise BadArgument(
-                f"graph {self.name!r}: the inputs are a dict of texts by name, not {values!r:.200}"
-            )
-        for name, value in values.items():
-            if name not in self.arguments:
-                known = ", ".join(self.arguments) or "none"
-                raise BadArgument(f"graph {self.name!r} has no argument {name!r} (it has: {known})")
-            if not isinstance(value, str):
-                raise BadArgument(f"graph {self.name!r}: argument {name!r} is text, not {value!r}")
-        missing = [name for name in self.arguments if name not in values]
-        if missing:
-            raise BadArgument(f"graph {self.name!r} needs the arguments {', '.join(map(repr, missing))}")
-        return {self.arguments[name]: value for name, value in values.items()}
-
-
-def ids_of(op: ops.Op) -> list[int]:
-    """The numbers of states and variables that an op names, with a 0 in front."""
-    found = [0]
-    for name in ("state", "var"):
-        if hasattr(op, name):
-            found.append(getattr(op, name))
-    found += getattr(op, "children", ())
-    return found + needs_of(op)
-
-
-def filled(result: Any, values: Mapping[int, Any]) -> Any:
-    """A graph's result with values in place of its outputs."""
-    match result:
-        case Output(variable):
-            return values[variable]
-        case list():
-            return [filled(item, values) for item in result]
-        case tuple():
-            return tuple([filled(item, values) for item in result])
-        case dict():
-            return {key: filled(item, values) for key, item in result.items()}
-        case _:
-            return result
+        return _fold_constants(self)
 
 
 def _outputs_in(result: Any) -> Iterator[int]:
@@ -231,15 +154,14 @@ def _outputs_in(result: Any) -> Iterator[int]:
             pass
 
 
-def fold_constants(graph: Graph) -> Graph:
-    """The graph without variables that are constants: their texts stand where they were referred to, and
-    runs of text are one op each. Results stay what they were."""
+def _fold_constants(graph: Graph) -> Graph:
+    """The graph without constant variables: references to them become text, and consecutive texts one op."""
     constants: dict[int, str] = {}
     folded: list[ops.Op] = []
     for op in graph.ops:
         if isinstance(op, ops.Text | ops.Set):
             op = msgspec.structs.replace(op, parts=_folded(op.parts, constants))
-        # An empty one says that its state has got there; see State.ending.
+        # A set without parts marks the end of a branch; see ``State.join``.
         if isinstance(op, ops.Set) and op.parts and not needs_of(op):
             constants[op.var] = "".join([part for part in op.parts if isinstance(part, str)])
         folded.append(op)
@@ -261,8 +183,8 @@ def _folded(parts: ops.Parts, constants: dict[int, str]) -> ops.Parts:
 
 
 def _merged(sequence: list[ops.Op]) -> list[ops.Op]:
-    """Texts of a state that follow each other in its stream become one, where the first stands, unless
-    the later one refers to a variable that is declared in between."""
+    """The ops with consecutive texts of a state merged into the first, unless the later one refers to a
+    variable that is declared in between."""
     found: list[ops.Op | None] = []
     last_text: dict[int, int] = {}  # state → index of the text that its stream ends with
     declared_at: dict[int, int] = {}
@@ -288,12 +210,12 @@ _ARROWS = {"stream": "-->", "fork": "==>", "data": "-.->"}
 _MAX_LABEL = 40
 
 
-def draw(graph: Graph) -> str:
-    """The flowchart's source."""
+def _draw(graph: Graph) -> str:
+    """The source of the flowchart."""
     shown = [index for index, op in enumerate(graph.ops) if _label(op, graph)]
     lines = ["flowchart TD"]
     for name, variable in graph.arguments.items():
-        lines.append(f'    a{variable}[/"{escaped(name)}"/]')
+        lines.append(f'    a{variable}[/"{_escaped(name)}"/]')
     for state in dict.fromkeys([getattr(graph.ops[index], "state", ROOT) for index in shown]):
         lines.append(f'    subgraph s{state}["{"root" if state == ROOT else f"state {state}"}"]')
         for index in shown:
@@ -305,7 +227,7 @@ def draw(graph: Graph) -> str:
 
 
 def _arrows(graph: Graph, shown: set[int]) -> list[str]:
-    """The edges between the ops that are shown; those that are not are passed through."""
+    """The edges between ops that are shown; an edge passes through ops that are not."""
     before: dict[int, list[tuple[int, str]]] = {}
     lines: list[str] = []
     for edge in graph.edges():
@@ -325,7 +247,7 @@ def _arrows(graph: Graph, shown: set[int]) -> list[str]:
 
 def _node(index: int, graph: Graph) -> str:
     op = graph.ops[index]
-    label = f'"{escaped(_label(op, graph))}"'
+    label = f'"{_escaped(_label(op, graph))}"'
     match op:
         case ops.Gen():
             return f"n{index}([{label}])"
@@ -338,7 +260,7 @@ def _node(index: int, graph: Graph) -> str:
 
 
 def _label(op: ops.Op, graph: Graph) -> str:
-    """What is written into an op's box; nothing for ops that are not drawn."""
+    """The label of an op; empty for ops that are not drawn."""
     names = graph.names
     match op:
         case ops.Text() | ops.Set():
@@ -360,3 +282,11 @@ def _label(op: ops.Op, graph: Graph) -> str:
             return f"conversation of {len(op.conversation.messages)} messages"
         case _:
             return ""
+
+
+def _escaped(text: str) -> str:
+    """``text`` for a quoted Mermaid label, which has entities of its own. The first replacement must come
+    first."""
+    for char, entity in (("#", "#35;"), ('"', "#quot;"), ("<", "#lt;"), (">", "#gt;"), ("`", "#96;")):
+        text = text.replace(char, entity)
+    return text

@@ -261,8 +261,9 @@ class _MapWork(Generic[ResultT]):
         try:
             args, kwargs = _arguments_of(item)
             if isinstance(self._program, Graph):
-                texts = self._program.named(args, kwargs)
-                work = GraphRun(self._link, self._program, texts, index=run_index, objective="throughput")
+                work = GraphRun(
+                    self._link, self._program, args, kwargs, index=run_index, objective="throughput"
+                )
                 run = work.run
                 self._end_item(index, await work.result())
             else:

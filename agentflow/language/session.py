@@ -101,7 +101,7 @@ class Session:
         ...         print(event.text, end="")
         """
         if isinstance(program, Graph):
-            work = GraphRun(self._link, program, program.named(args, kwargs), is_streamed=True)
+            work = GraphRun(self._link, program, args, kwargs, is_streamed=True)
             return ProgramStream(self._link, work.run, work.result)
         check_program(program, "stream")
         run = Run(self._link)
@@ -211,7 +211,7 @@ class Session:
         """
         if not isinstance(graph, Graph):
             raise BadArgument(f"submit: give a graph, which program.trace(...) makes, not {graph!r}")
-        return await GraphRun(self._link, graph, inputs or {}).result()
+        return await GraphRun(self._link, graph, (), inputs or {}).result()
 
     def state(
         self, *, cache_salt: str = "", objective: Objective | None = None, program: str = ""

@@ -11,22 +11,23 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
 from agentflow.errors import BadArgument, DataDependent, short_repr
-from agentflow.language.graph import Graph, Output, filled
+from agentflow.language.graph import Graph, Output
 from agentflow.language.link import Link
 from agentflow.language.op_log import ProgramLine, calling_line
 from agentflow.language.run import Run, StateRecord, VariableRecord
 from agentflow.language.state import State
+from agentflow.language.values import TEXT
 from agentflow.language.variable import Reference, Variable, target_of
 from agentflow.protocol import ops
 from agentflow.protocol.constraint import CONSTRAINT_KINDS
 from agentflow.protocol.events import Capabilities
-from agentflow.protocol.op_table import ROOT, check_sendable
+from agentflow.protocol.op_table import ROOT, check_sendable, needs_of
 from agentflow.protocol.ops import run_of
 from agentflow.protocol.transform import Transform
 
@@ -204,22 +205,25 @@ def _as_output(result: Any, name: str) -> Any:
 
 
 class GraphRun:
-    """A graph that was sent with the texts of its arguments. ``index``, ``objective``: of its run.
-    ``is_streamed``: the backend reports all generated texts, not only those that the result needs."""
+    """A graph that was sent with the texts of its arguments, positional (``args``) or by name (``kwargs``).
+    ``index``, ``objective``: of its run. ``is_streamed``: the backend reports all generated texts, not only
+    those that the result needs. ``BadArgument`` if an argument is missing, unknown, given twice, or not a
+    text."""
 
     def __init__(
         self,
         link: Link,
         graph: Graph,
-        arguments: Mapping[str, str],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
         *,
         index: int | None = None,
         objective: ops.Objective | None = None,
         is_streamed: bool = False,
     ) -> None:
-        values = graph.inputs(arguments)
+        values = _inputs(graph, args, kwargs)
         link.markers.refuse(values.values(), f"an argument of graph {graph.name!r}")
-        base = link.reserve_ids(graph.num_ids)
+        base = link.reserve_ids(max([max(_ids_of(op)) for op in graph.ops]))
         index = link.next_run_index() if index is None else index
         op = ops.Submit(
             base + ROOT,
@@ -237,8 +241,8 @@ class GraphRun:
         places = {part.var: part.state for part in graph.ops if isinstance(part, ops.Declaring)}
         self._outputs: dict[int, Variable[Any]] = {}
         for number in op.outputs:
-            state = states[places[number]]
-            record = VariableRecord(state, base + number, graph.names[number], graph.type_of(number))
+            state, value_type = states[places[number]], graph.value_types.get(number, TEXT)
+            record = VariableRecord(state, base + number, graph.names[number], value_type)
             state.declare(record)
             self._outputs[number] = Variable(record)
 
@@ -259,7 +263,7 @@ class GraphRun:
         try:
             await State(root)
             values = {number: await self._outputs[number] for number in self._graph.outputs}
-            return filled(self._graph.result, values)
+            return _filled(self._graph.result, values)
         except BaseException:
             root.cancel()
             raise
@@ -271,3 +275,50 @@ def _with_objective(graph_ops: tuple[ops.Op, ...], objective: ops.Objective | No
     if objective is None or not isinstance(graph_ops[0], ops.Open):
         return graph_ops
     return (msgspec.structs.replace(graph_ops[0], objective=objective), *graph_ops[1:])
+
+
+def _inputs(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, str]:
+    """The arguments of a graph by variable."""
+    if not isinstance(kwargs, Mapping):
+        raise BadArgument(
+            f"graph {graph.name!r}: the inputs are a dict of texts by name, not {kwargs!r:.200}"
+        )
+    if len(args) > len(graph.arguments) or set(list(graph.arguments)[: len(args)]) & set(kwargs):
+        known = ", ".join(graph.arguments) or "none"
+        raise BadArgument(f"graph {graph.name!r} has the arguments {known}: each is given once")
+    values = {**dict(zip(graph.arguments, args, strict=False)), **kwargs}
+    for name, value in values.items():
+        if name not in graph.arguments:
+            known = ", ".join(graph.arguments) or "none"
+            raise BadArgument(f"graph {graph.name!r} has no argument {name!r} (it has: {known})")
+        if not isinstance(value, str):
+            raise BadArgument(f"graph {graph.name!r}: argument {name!r} is text, not {value!r}")
+    missing = [name for name in graph.arguments if name not in values]
+    if missing:
+        raise BadArgument(f"graph {graph.name!r} needs the arguments {', '.join(map(repr, missing))}")
+    return {graph.arguments[name]: value for name, value in values.items()}
+
+
+def _ids_of(op: ops.Op) -> list[int]:
+    """The numbers of states and variables that an op contains, and 0."""
+    found = [0]
+    for name in ("state", "var"):
+        if hasattr(op, name):
+            found.append(getattr(op, name))
+    found += getattr(op, "children", ())
+    return found + needs_of(op)
+
+
+def _filled(result: Any, values: Mapping[int, Any]) -> Any:
+    """A graph's result with values in place of outputs."""
+    match result:
+        case Output(variable):
+            return values[variable]
+        case list():
+            return [_filled(item, values) for item in result]
+        case tuple():
+            return tuple([_filled(item, values) for item in result])
+        case dict():
+            return {key: _filled(item, values) for key, item in result.items()}
+        case _:
+            return result
