@@ -74,6 +74,13 @@ async def test_a_block_that_prints_something_else_fails(source: str):
         await run_block(DOCS / "guides" / "coming-from.md", Block("a heading", 7, source), {})
 
 
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"])
+def test_links_of_pages_outside_the_site_have_a_target(name: str):
+    """mkdocs checks the others."""
+    targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / name).read_text(encoding="utf-8"))
+    assert [target for target in targets if not (ROOT / target).exists()] == []
+
+
 def test_the_figures_of_the_readme_are_the_committed_ones():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert with_headlines(readme) == readme
