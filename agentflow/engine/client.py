@@ -24,7 +24,7 @@ from agentflow.engine.process.ipc import (
     FromEngine,
     Origin,
     Progress,
-    Report,
+    StatsRequest,
     Stop,
     Submit,
     ToEngine,
@@ -215,7 +215,7 @@ class EngineClient:
         self._check_alive()
         if self._report is None:
             ticket = next(self._ids)
-            self.engine.send(Report(ticket))
+            self.engine.send(StatsRequest(ticket))
             self._report = (ticket, _Call())
         _, report = self._report
         await report.ended.wait()

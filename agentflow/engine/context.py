@@ -1,52 +1,301 @@
-"""A state as the engine's generator has it."""
+"""The engine's view of one program state: its tokens, and how a whole conversation becomes tokens.
+
+``EngineContext`` is what the generator opens, fills and forks. ``fill_conversation`` writes a conversation
+that an HTTP client sent into an empty context, turn by turn. Such a client sends the whole conversation
+again with each turn, and earlier answers come back as text. Encoded again, an answer may become other tokens
+than the ones that were generated, and nothing after it would be found in the cache. ``OutputTokenCache``
+therefore keeps the generated tokens of recent answers, by the conversation that each one ends. Only an
+identical conversation matches, so what one conversation gets never depends on another.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
 
-from agentflow.engine.process.ipc import Origin
+from agentflow.engine.process.ipc import Finished, Origin
+from agentflow.engine.runner import RunnerInfo
+from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.token_state import TokenState
-from agentflow.engine.text.tools import ToolUse
+from agentflow.engine.text.tokenizer import Tokenizer
+from agentflow.engine.text.tools import ToolUse, tool_use
+from agentflow.errors import BadArgument, PromptTooLong
+from agentflow.protocol.chat import Conversation, Message
 
-# What laying out a turn costs, beside its text.
+# Rendering one turn costs about as much as encoding this many characters.
 CHARS_PER_TURN = 32
+# Appending this many characters of a conversation costs about as much as encoding one.
+FILLED_CHARS = 16
+
+MAX_TOKENS = 500_000
+"""Default capacity of an ``OutputTokenCache``, at four bytes a token."""
+TOKENS_PER_ENTRY = 64
+"""The memory of one cache entry beside its tokens, counted in tokens."""
+
+
+class PromptLimits:
+    """The longest prompt that one model takes, and checks against it that cost nothing."""
+
+    def __init__(self, tokenizer: Tokenizer, info: RunnerInfo) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = info.vocab_size
+        self.max_turns = info.max_context  # each turn is at least one token
+        self._max_tokens = min(info.max_context, info.num_slots)
+
+    def max_tokens(self, limit: int | None = None) -> int:
+        """Tokens that a prompt may have: the smaller of the model's context, the KV pool and ``limit``."""
+        return min(self._max_tokens, limit or self._max_tokens)
+
+    def check_length(self, num_chars: int, max_tokens: int | None = None) -> None:
+        """``PromptTooLong`` if a text of so many characters exceeds ``max_tokens`` however it is encoded.
+        Call it before encoding, which would take long. Default: what the model takes."""
+        max_tokens = max_tokens or self._max_tokens
+        fewest = self._tokenizer.fewest_tokens(num_chars)
+        if fewest > max_tokens:
+            raise PromptTooLong(
+                f"the prompt has {num_chars:,} characters, which is at least {fewest:,} tokens; "
+                f"the limit is {max_tokens:,}: shorten it"
+            )
+
+    def check_num_tokens(self, num_tokens: int, max_tokens: int | None = None) -> None:
+        """``PromptTooLong`` for more than ``max_tokens``. Default: what the model takes."""
+        max_tokens = max_tokens or self._max_tokens
+        if num_tokens > max_tokens:
+            raise PromptTooLong(
+                f"the prompt has {num_tokens:,} tokens; this server takes at most {max_tokens:,}: shorten it"
+            )
+
+    def check_turns(self, num_turns: int) -> None:
+        """``PromptTooLong`` for more turns than the context has tokens."""
+        if num_turns > self.max_turns:
+            raise PromptTooLong(
+                f"the prompt has more than {self.max_turns:,} turns of at least one token each: shorten it"
+            )
+
+    def check_ids(self, token_ids: Sequence[int]) -> None:
+        """``BadArgument`` for an id outside the vocabulary."""
+        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
+            return
+        wrong = next(i for i in token_ids if not 0 <= i < self._vocab_size)
+        raise BadArgument(
+            f"{wrong} is not a token of this model: ids are 0 to {self._vocab_size - 1}", param="prompt"
+        )
 
 
 @dataclass(eq=False)
 class EngineContext:
-    """One state in the engine: its tokens, and where its requests come from. ``num_computed``: so many
-    of its tokens the engine has had to compute already. ``has_run``: the engine knows the state.
-    ``computing_ahead``: the request that computes a prefix before its forks ask for it. ``deadline``:
-    when the program wants it to be done (``time.monotonic``). ``tools``: of the conversation that it began
-    with. ``conversation``: the key of that one, where the model's answer comes next."""
+    """One state of a program in the engine.
+
+    ``origin``: what its requests say about where they come from. ``num_computed``: leading tokens that the
+    engine was already asked to compute. ``has_run``: the engine knows the state. ``prefill_ahead``: id of
+    the request that computes a shared prefix before its forks need it. ``deadline``: when the program wants
+    the state done (``time.monotonic``). ``tools``: those of the conversation that it began with.
+    ``conversation_key``: key of that conversation if the model's answer comes next.
+    """
 
     tokens: TokenState
     origin: Origin
+    limits: PromptLimits
     num_unencoded_chars: int = 0
     num_unencoded_turns: int = 0
     num_turns: int = 0
     num_computed: int = 0
     has_run: bool = False
-    computing_ahead: int | None = None
+    prefill_ahead: int | None = None
     deadline: float | None = None
     tools: ToolUse | None = None
-    conversation: bytes | None = None
+    conversation_key: bytes | None = None
+
+    def fill(self, text: str) -> None:
+        """Appends text, to be encoded later. ``PromptTooLong`` if no output would fit after it."""
+        self.limits.check_length(self.num_unencoded_chars + len(text))
+        self.tokens.text(text)
+        self.num_unencoded_chars += len(text)
+
+    def begin_role(self, role: str) -> None:
+        """Opens a turn under the chat template. ``PromptTooLong`` for more turns than tokens fit."""
+        self.limits.check_turns(self.num_turns + 1)
+        self.tokens.begin_role(role)
+        self.num_turns += 1
+        self.num_unencoded_turns += 1
+
+    def end_role(self) -> None:
+        """Closes the turn."""
+        self.tokens.end_role()
 
     @property
     def num_to_encode(self) -> int:
-        """What there is to lay out and to encode, in characters."""
+        """The cost of rendering and encoding what was appended, in characters."""
         return self.num_unencoded_chars + CHARS_PER_TURN * self.num_unencoded_turns
 
-    def was_encoded(self) -> None:
-        """All that was appended."""
+    def mark_encoded(self) -> None:
+        """Everything appended so far is encoded."""
         self.num_unencoded_chars = self.num_unencoded_turns = 0
 
     def origin_now(self) -> Origin:
-        """Where a request that is made now comes from: with the time that is left until the deadline."""
+        """The origin of a request made now, with the time left until the deadline."""
         if self.deadline is None:
             return self.origin
         left_s = max(0.0, self.deadline - time.monotonic())
         return msgspec.structs.replace(self.origin, deadline_s=left_s)
+
+    def fork(self, origin: Origin) -> EngineContext:
+        """A context with the same tokens. What was appended must be encoded."""
+        return EngineContext(
+            self.tokens.fork(),
+            origin,
+            self.limits,
+            num_turns=self.num_turns,
+            num_computed=self.num_computed,
+            deadline=self.deadline,
+            tools=self.tools,
+            conversation_key=self.conversation_key,
+        )
+
+
+def fill_conversation(
+    context: EngineContext,
+    conversation: Conversation,
+    template: ChatTemplate,
+    outputs: OutputTokenCache,
+    *,
+    opens_turn: bool = True,
+) -> None:
+    """Writes a conversation into an empty context and opens the assistant's turn, unless ``opens_turn`` is
+    False or the last message is the assistant's own, which then continues. Answers found in ``outputs``
+    enter as the tokens that were generated. ``BadArgument`` or ``NotSupported`` if the template or the tools
+    do not allow it; ``PromptTooLong``."""
+    use = context.tools = tool_use(template, conversation)
+    context.tokens.tools(use.tools)
+    context.num_unencoded_chars += _num_chars_of_tools(conversation)
+    start = repr((context.origin.cache_salt, use.tools)).encode("utf-8", "backslashreplace")
+    keys = conversation_keys(use.messages, start=start)
+    last = len(use.messages) - 1
+    for number, (message, key) in enumerate(zip(use.messages, keys, strict=True)):
+        if message.tool_calls or message.role == "tool":
+            context.tokens.turn(message)
+            context.num_unencoded_chars += _num_chars_of(message)
+            continue
+        token_ids = outputs.get(key) if message.role == "assistant" else None
+        context.begin_role(message.role)
+        if token_ids is None:
+            context.fill(message.content)
+        else:
+            context.tokens.generated(token_ids, message.content)
+        if number == last and message.role == "assistant":
+            return
+        context.end_role()
+    if opens_turn:
+        context.begin_role("assistant")
+        context.conversation_key = keys[-1] if keys else b""
+
+
+def fill_cost(conversation: Conversation) -> int:
+    """The cost of ``fill_conversation``, in characters that could be encoded in the same time."""
+    num_items = len(conversation.tools)
+    num_items += sum(1 + len(message.tool_calls) for message in conversation.messages)
+    return CHARS_PER_TURN * num_items + num_chars(conversation) // FILLED_CHARS
+
+
+class OutputTokenCache:
+    """The generated tokens of one tenant's recent answers from one model, by conversation.
+
+    Holds at most ``max_tokens`` tokens, each entry counting ``TOKENS_PER_ENTRY`` more than it has. The least
+    recently used entry goes first.
+    """
+
+    def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
+        self._max_tokens = max_tokens
+        self._num_tokens = 0
+        self._outputs: OrderedDict[bytes, array[int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._outputs)
+
+    def put_answer(self, context: EngineContext, end: Finished) -> None:
+        """Stores what was generated for the context, if it holds a conversation."""
+        if context.conversation_key is not None:
+            [key] = conversation_keys([Message("assistant", end.text)], start=context.conversation_key)
+            self.put(key, end.token_ids)
+
+    def put(self, key: bytes, token_ids: Sequence[int]) -> None:
+        """Stores the tokens of the answer that ends the conversation ``key``. Ignores an empty answer."""
+        self._drop(key)
+        if not token_ids or _entry_size(token_ids) > self._max_tokens:
+            return
+        self._outputs[key] = array("i", token_ids)
+        self._num_tokens += _entry_size(token_ids)
+        while self._num_tokens > self._max_tokens:
+            self._drop(next(iter(self._outputs)))
+
+    def get(self, key: bytes) -> Sequence[int] | None:
+        """The tokens of the answer that ends the conversation ``key``, or None. Safe in any thread."""
+        token_ids = self._outputs.get(key)
+        if token_ids is not None:
+            with suppress(KeyError):  # dropped by another thread in the meantime
+                self._outputs.move_to_end(key)
+        return token_ids
+
+    def _drop(self, key: bytes) -> None:
+        dropped = self._outputs.pop(key, None)
+        if dropped is not None:
+            self._num_tokens -= _entry_size(dropped)
+
+
+def _entry_size(token_ids: Sequence[int]) -> int:
+    return len(token_ids) + TOKENS_PER_ENTRY
+
+
+# Marks a field that is None, which differs from an empty one.
+_NONE = b"\xff" * 8
+
+
+def conversation_keys(messages: Iterable[Message], start: bytes = b"") -> list[bytes]:
+    """For each message, the key of the conversation up to and including it: a chained BLAKE2b hash of all
+    fields. ``start``: the key of what precedes them."""
+    keys: list[bytes] = []
+    key = start
+    for message in messages:
+        fields = [message.role, message.content, message.tool_call_id, message.name]
+        for call in message.tool_calls:
+            fields += [call.name, call.arguments]
+        digest = hashlib.blake2b(key, digest_size=16)
+        for text in fields:
+            data = b"" if text is None else text.encode("utf-8", "surrogatepass")
+            digest.update(len(data).to_bytes(8, "little", signed=False) if text is not None else _NONE)
+            digest.update(data)
+        key = digest.digest()
+        keys.append(key)
+    return keys
+
+
+def num_chars(conversation: Conversation) -> int:
+    """Characters of all messages, tool calls and tool definitions."""
+    return sum(map(_num_chars_of, conversation.messages)) + _num_chars_of_tools(conversation)
+
+
+def texts_of(messages: Iterable[Message]) -> list[str]:
+    """The contents of the messages and the arguments of their tool calls."""
+    return [
+        text
+        for message in messages
+        for text in (message.content, *[call.arguments for call in message.tool_calls])
+    ]
+
+
+def _num_chars_of(message: Message) -> int:
+    return len(message.content) + sum(len(call.name) + len(call.arguments) for call in message.tool_calls)
+
+
+def _num_chars_of_tools(conversation: Conversation) -> int:
+    return sum(
+        len(tool.name) + len(tool.description) + len(msgspec.json.encode(tool.parameters))
+        for tool in conversation.tools
+    )

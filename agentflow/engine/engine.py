@@ -1,16 +1,18 @@
-"""The engine of one model: schedule → one batch → run → end of text → commit, in a loop.
+"""The engine of one model: schedule, run the batch, read the output, report, in a loop.
 
-It lives in a thread of its own, away from the event loop, and speaks only in the messages of
-``engine_messages``. It sleeps on its inbox while there is nothing to run.
+An ``Engine`` runs in a thread of its own, away from the event loop, or in a process of its own. It speaks
+only in the messages of ``process/ipc``: ``send`` queues one, and each step delivers a list of them. With
+nothing to run, the engine blocks on its inbox.
 
-What an engine tells of itself: its counters and gauges, read between two steps.
-
-A request whose text a grammar constrains: keeps its mask up to date, and jumps forward for it.
+Below the engine: ``make_request`` turns a ``Submit`` into a ``Request``, ``check_request`` is the part of its
+checks that a client can run in advance, ``ConstrainedRequest`` keeps a request under its grammar, and
+``engine_stats`` reads the counters.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import resource
 import secrets
@@ -20,144 +22,76 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import NoReturn
 
+import numpy as np
+
 from agentflow.engine.batch import Batch
 from agentflow.engine.grammar.grammar import TokenWords
 from agentflow.engine.grammar.grammar_cache import GrammarCache
 from agentflow.engine.grammar.jump_forward import ConstrainedText, Encode, Jump
-from agentflow.engine.intake import request_of, text_end_of
 from agentflow.engine.process.ipc import (
+    PHASES,
+    STEP_BOUNDS_S,
     Abort,
+    BucketCounts,
     CloseState,
     EngineStats,
     Failed,
     Finished,
     FromEngine,
+    NeedPayload,
     Progress,
-    Report,
     Started,
+    StatsRequest,
     StepBegins,
     Stop,
     Submit,
     ToEngine,
-    Wanted,
 )
 from agentflow.engine.request import Request, Status, TopTokens
-from agentflow.engine.runner import AcceleratorFault, ModelRunner, OutOfMemory
+from agentflow.engine.runner import AcceleratorFault, ModelRunner, OutOfMemory, RunnerInfo
 from agentflow.engine.scheduling.in_flight import StepResult
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from agentflow.engine.step_times import COMPLETE, DELIVER, RUN, SCHEDULE, StepTimes
 from agentflow.engine.text.detokenizer import TextEnd
 from agentflow.engine.text.tokenizer import Tokenizer
-from agentflow.errors import AgentflowError, Cancelled, EngineFailed, RequestRefused
-
-
-def engine_stats(ticket: int, model: str, scheduler: Scheduler, times: StepTimes) -> EngineStats:
-    """The answer to ``Report(ticket)``."""
-    memory = scheduler.memory
-    counters = scheduler.counters
-    return EngineStats(
-        ticket=ticket,
-        model=model,
-        steps=counters.steps,
-        prompt_tokens=counters.prompt_tokens,
-        cached_tokens=counters.cached_tokens,
-        cached_output_tokens=counters.cached_output_tokens,
-        computed_tokens=counters.computed_tokens,
-        generated_tokens=counters.generated_tokens,
-        forced_tokens=counters.forced_tokens,
-        evicted_tokens=counters.evicted_tokens,
-        retractions=counters.retractions,
-        free_slots=memory.slots.num_free,
-        cached_slots=memory.cache.num_cached,
-        held_slots=memory.num_held,
-        total_slots=memory.slots.total,
-        running=len(scheduler.running),
-        waiting=len(scheduler.waiting),
-        peak_resident_bytes=peak_resident_bytes(),
-        step_times=deepcopy(times.phases),  # read in another thread, while this one counts on
-    )
-
-
-def peak_resident_bytes() -> int:
-    """Largest resident memory of this process so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-class ConstrainedRequest:
-    """``request.token_mask`` is right after each call."""
-
-    def __init__(self, request: Request, text: ConstrainedText, end_words: TokenWords) -> None:
-        self._request = request
-        self._text = text
-        self._end_words = end_words
-        self._cannot_go_on = False
-
-    def is_complete(self) -> bool:
-        """Whether the text is complete, and nothing may follow or none of the model's tokens can write it."""
-        return self._cannot_go_on or self._text.must_end()
-
-    def begin(self, generated_ids: Sequence[int]) -> Jump | None:
-        """What an engine that died had generated is there already; what is forced then is appended."""
-        for token_id in generated_ids:
-            self._text.take(token_id)
-        return self._go_on()
-
-    def take(self, token_id: int) -> Jump | None:
-        """One more token was sampled; what is forced after it is appended."""
-        self._text.take(token_id)
-        return self._go_on()
-
-    def _go_on(self) -> Jump | None:
-        jump = self._text.jump(self._request.max_new_tokens)
-        self._request.token_mask = self._mask()
-        return jump
-
-    def _mask(self) -> TokenWords:
-        """With the tokens that end the generation, where it may end. ``RequestRefused`` for an empty one."""
-        text, request = self._text, self._request
-        words = text.mask()
-        if not text.may_end():
-            if not words.any():
-                raise RequestRefused(
-                    "the constraint wants a text next that the model's tokens cannot write: "
-                    f"the text so far is {text.shown()!r}"
-                )
-            return words
-        if not words.any():
-            self._cannot_go_on = not self._end_words.any()
-            return self._end_words
-        is_early = len(text.token_ids) < request.params.min_tokens
-        return words if is_early else words | self._end_words
-
-
-def constrained_request(
-    request: Request, message: Submit, grammars: GrammarCache, tokenizer: Tokenizer
-) -> ConstrainedRequest:
-    """The request of a ``Submit`` with a constraint."""
-    assert message.constraint is not None
-
-    matcher = grammars.grammar(message.constraint).matcher()
-    jumping: Encode | None = tokenizer.encode_written if message.jump_forward else None
-    text = ConstrainedText(matcher, grammars.vocabulary, jumping)
-    return ConstrainedRequest(request, text, grammars.vocabulary.only(request.end_ids))
-
+from agentflow.engine.token_tree import token_tree
+from agentflow.errors import (
+    AgentflowError,
+    BadArgument,
+    Cancelled,
+    EngineFailed,
+    PromptTooLong,
+    RequestRefused,
+)
+from agentflow.protocol.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 Deliver = Callable[[list[FromEngine]], None]
-# Forward passes in a row that fail, after which the engine counts as broken.
+# After this many failed forward passes in a row the engine counts as broken.
 MAX_FAILURES_IN_A_ROW = 3
+_GREEDY = SamplingParams()
+_SCHEDULE, _RUN, _COMPLETE, _DELIVER = range(len(PHASES))
 
 
 class EngineBroken(Exception):
-    """This engine cannot go on, and its requests are not to blame: another one may run them. The message is
-    for clients."""
+    """The engine cannot continue, through no fault of its requests: another engine may run them. The message
+    is safe to show to clients."""
+
+
+class StepTimes:
+    """Durations of the phases of an engine's steps since its start: a histogram for each of ``PHASES``."""
+
+    def __init__(self) -> None:
+        self.phases = [BucketCounts.empty(STEP_BOUNDS_S) for _ in PHASES]
+
+    def count(self, phase: int, took_s: float) -> None:
+        """Adds one phase of one step."""
+        self.phases[phase].count(STEP_BOUNDS_S, took_s)
 
 
 class Engine:
-    """Runs requests on ``runner``. ``send`` may be called from any thread; ``deliver`` is called from the
-    engine's: with what a step gave while the next one runs, or at once where there is none."""
+    """Runs requests on ``runner``. ``send`` may be called from any thread. The engine's thread calls
+    ``deliver`` with the messages of a step: while the next step runs, or at once if there is none."""
 
     def __init__(
         self, runner: ModelRunner, tokenizer: Tokenizer, config: SchedulerConfig, deliver: Deliver
@@ -168,26 +102,26 @@ class Engine:
         self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         info = runner.info
         self.scheduler = Scheduler(num_slots=info.num_slots, max_context=info.max_context, config=config)
+        self.times = StepTimes()
         self._requests: dict[int, Request] = {}
         self._texts: dict[int, TextEnd] = {}
         self._constrained: dict[int, ConstrainedRequest] = {}
         self._grammars = GrammarCache(tokenizer, info.vocab_size)
-        self._endings: dict[int, str] = {}  # of requests whose text is complete: why
+        self._finish_reasons: dict[int, str] = {}  # of requests whose text is complete, but not yet scored
         self._started: set[int] = set()
         self._outbox: list[FromEngine] = []
-        self._failed_meanwhile: Exception | None = None
-        self._num_failures = 0  # of forward passes, in a row
-        self._num_halved = 0  # batches, since the start
+        self._delivery_error: Exception | None = None
+        self._num_failures = 0  # forward passes in a row
+        self._num_halved = 0  # batches since the start
         self._is_stopping = False
-        self.times = StepTimes()
 
     def send(self, message: ToEngine) -> None:
-        """Queues a message; it is read before the next step starts."""
+        """Queues a message. The engine reads it before the next step."""
         self._inbox.put(message)
 
     def run(self) -> None:
-        """The loop, until ``Stop``. ``EngineBroken`` after a fault of the accelerator, or
-        ``MAX_FAILURES_IN_A_ROW`` forward passes that failed."""
+        """Runs until ``Stop``. ``EngineBroken`` after an accelerator fault or ``MAX_FAILURES_IN_A_ROW``
+        failed forward passes."""
         try:
             self._grammars.prepare()
             while True:
@@ -199,16 +133,16 @@ class Engine:
         finally:
             try:
                 self._runner.close()
-            except Exception:  # a broken device cannot even give its memory back
-                logger.exception("the model runner cannot be closed")
+            except Exception:  # a broken device may not even free its memory
+                logger.exception("cannot close the model runner")
 
     def step(self) -> bool:
-        """One forward pass, if there is anything to run."""
+        """Runs one forward pass. Returns False if there was nothing to run."""
         began = time.perf_counter()
         batch = self.scheduler.schedule()
         if batch is None:
             return False
-        self.times.count(SCHEDULE, time.perf_counter() - began)
+        self.times.count(_SCHEDULE, time.perf_counter() - began)
         self._announce(batch)
         began = time.perf_counter()
         try:
@@ -217,71 +151,22 @@ class Engine:
             self._forward_failed(error)
             return True
         self._num_failures = 0
-        if self._failed_meanwhile is not None:
-            raise self._failed_meanwhile
+        if self._delivery_error is not None:
+            raise self._delivery_error
         has_run = time.perf_counter()
-        self.times.count(RUN, has_run - began)
+        self.times.count(_RUN, has_run - began)
         for result in self.scheduler.complete(output, has_run - began):
             try:
                 self._advance(result)
             except AgentflowError as error:
                 self._fail(result.request.id, error)
             except Exception:
-                self._fail(result.request.id, _logged("the request's output cannot be used"))
-        self.times.count(COMPLETE, time.perf_counter() - has_run)
+                self._fail(result.request.id, _logged("cannot process the request's output"))
+        self.times.count(_COMPLETE, time.perf_counter() - has_run)
         return True
 
-    def _forward_failed(self, error: Exception) -> None:
-        """Called while ``error`` is handled. A batch that did not fit into memory runs again in halves. Of
-        another one each request runs again alone: the one whose pass fails then is to blame and fails."""
-        if isinstance(error, AcceleratorFault):
-            self._break(_logged("the accelerator failed"))
-        if isinstance(error, OutOfMemory):
-            failed = self.scheduler.retry_smaller(one_by_one=False)
-            if not failed:
-                self._num_halved += 1
-                if self._num_halved.bit_count() == 1:  # at 1, 2, 4, …: it may happen in every step
-                    text = "no memory for a forward pass (%d so far): its batch runs again in halves: %s"
-                    logger.warning(text, self._num_halved, error)
-                return
-        self._num_failures += 1
-        failure = _logged("the forward pass failed")
-        if self._num_failures == MAX_FAILURES_IN_A_ROW:
-            self._break(failure)
-        if not isinstance(error, OutOfMemory):
-            failed = self.scheduler.retry_smaller(one_by_one=True)
-        for request in failed:
-            self._fail(request.id, failure)
-
-    def _break(self, failure: EngineFailed) -> NoReturn:
-        self._deliver_outbox()  # also which requests were running
-        raise EngineBroken(f"the engine is broken: {failure}")
-
-    def _announce(self, batch: Batch) -> None:
-        """What is sent when a step begins."""
-        new = self.scheduler.running.keys() - self._started
-        if new:
-            self._started |= new
-            self._outbox.append(Started(sorted(new)))
-        self._outbox.append(StepBegins(len(batch.token_ids)))
-
-    def _deliver_outbox(self) -> None:
-        if self._outbox:
-            delivered, self._outbox = self._outbox, []
-            began = time.perf_counter()
-            self._deliver(delivered)
-            self.times.count(DELIVER, time.perf_counter() - began)
-
-    def _meanwhile(self) -> None:
-        """While a batch runs, delivers what the one before gave. An error is kept until this batch has run,
-        which did not cause it."""
-        try:
-            self._deliver_outbox()
-        except Exception as error:
-            self._failed_meanwhile = error
-
     def take_messages(self) -> None:
-        """Reads what was sent; where there is nothing to run, waits for something."""
+        """Handles all queued messages. If there is nothing to run, waits for one first."""
         is_idle = not self.scheduler.running and not len(self.scheduler.waiting) and not self._outbox
         while True:
             try:
@@ -297,10 +182,9 @@ class Engine:
                         self._fail(message.request_id, Cancelled("the request was aborted"))
                 case CloseState():
                     self.scheduler.close_state(message.state)
-                case Report():
+                case StatsRequest():
                     model = self._runner.info.model
-                    stats = engine_stats(message.ticket, model, self.scheduler, self.times)
-                    self._outbox.append(stats)
+                    self._outbox.append(engine_stats(message.ticket, model, self.scheduler, self.times))
                 case Stop():
                     self._is_stopping = True
                     return
@@ -308,11 +192,11 @@ class Engine:
     def _submit(self, message: Submit) -> None:
         constraint = message.constraint
         if constraint is not None and not constraint.payload and not self._grammars.knows(constraint):
-            self._outbox.append(Wanted(message.request_id))
+            self._outbox.append(NeedPayload(message.request_id))
             return
         try:
-            request = request_of(message, self._runner.info, self.scheduler.max_total_tokens)
-            text = text_end_of(message, self._tokenizer)
+            request = make_request(message, self._runner.info, self.scheduler.max_total_tokens)
+            text = _text_end(message, self._tokenizer)
             if message.constraint is not None and text is not None:
                 self._constrain(request, text, message)
             self.scheduler.add(request)
@@ -320,7 +204,7 @@ class Engine:
             self._fail(message.request_id, error)
             return
         except Exception:
-            self._fail(message.request_id, _logged("the request cannot be taken"))
+            self._fail(message.request_id, _logged("cannot accept the request"))
             return
         self._requests[request.id] = request
         if text is not None:
@@ -329,25 +213,48 @@ class Engine:
                 self._finish_if_complete(request, text)
 
     def _constrain(self, request: Request, text: TextEnd, message: Submit) -> None:
-        """Puts the request under its grammar; what that forces at once is appended."""
-        constrained = constrained_request(request, message, self._grammars, self._tokenizer)
+        """Puts the request under its grammar and appends what the grammar forces first."""
+        constrained = ConstrainedRequest(request, message, self._grammars, self._tokenizer)
         self._constrained[request.id] = constrained
         jump = constrained.begin(message.generated_ids)
         if jump is not None:
             self._jump(request, text, jump)
 
+    def _announce(self, batch: Batch) -> None:
+        new = self.scheduler.running.keys() - self._started
+        if new:
+            self._started |= new
+            self._outbox.append(Started(sorted(new)))
+        self._outbox.append(StepBegins(len(batch.token_ids)))
+
+    def _meanwhile(self) -> None:
+        """Delivers the previous step's messages while a batch runs. An error is raised only after the batch,
+        which did not cause it."""
+        try:
+            self._deliver_outbox()
+        except Exception as error:
+            self._delivery_error = error
+
+    def _deliver_outbox(self) -> None:
+        if self._outbox:
+            delivered, self._outbox = self._outbox, []
+            began = time.perf_counter()
+            self._deliver(delivered)
+            self.times.count(_DELIVER, time.perf_counter() - began)
+
     def _advance(self, result: StepResult) -> None:
+        """Applies what one step gave a request, and reports it."""
         request = result.request
         if request.status is Status.FINISHED:
             return
         params = request.params
-        if params.wants_logprobs or request.score_from:  # others get some too, beside those that asked
+        if params.wants_logprobs or request.score_from:  # a batch has them for all requests or for none
             request.logprobs += result.logprobs
         if params.top_logprobs:
             request.top_logprobs += result.tops
         if result.token_id is None:
             if request.num_to_compute == 0:
-                self._finish(request, self._endings.get(request.id, "length"))
+                self._finish(request, self._finish_reasons.get(request.id, "length"))
             return
         text = self._texts[request.id]
         if result.token_id in self._runner.info.end_token_ids and not params.ignore_eos:
@@ -366,7 +273,7 @@ class Engine:
             self._finish_if_complete(request, text)
 
     def _jump(self, request: Request, text: TextEnd, jump: Jump) -> None:
-        """The request goes on by what its grammar forces."""
+        """Appends the tokens that the grammar forces."""
         num_dropped = request.num_generated - jump.num_kept
         self.scheduler.replace_output(request, jump.num_kept, jump.token_ids)
         delta = text.replace(jump.num_kept, jump.token_ids)
@@ -380,10 +287,10 @@ class Engine:
             self._finish_when_scored(request, "length")
 
     def _finish_when_scored(self, request: Request, reason: str) -> None:
-        """Ends the request, or has it run on for the log-probabilities of what was forced."""
+        """Ends the request, once the log-probabilities of its forced tokens are computed."""
         if request.first_unscored < request.num_tokens:
             request.is_complete = True
-            self._endings[request.id] = reason
+            self._finish_reasons[request.id] = reason
         else:
             self._finish(request, reason)
 
@@ -396,9 +303,9 @@ class Engine:
         if text_end is not None:
             ending = text_end.finish()
             token_ids, text = ending.ids, ending.text
-            anew: list[None] = [None] * (len(token_ids) - ending.kept)
-            logprobs = [*logprobs[: ending.kept], *anew] if logprobs else []
-            top_logprobs = [*top_logprobs[: ending.kept], *anew] if top_logprobs else []
+            reencoded: list[None] = [None] * (len(token_ids) - ending.kept)
+            logprobs = [*logprobs[: ending.kept], *reencoded] if logprobs else []
+            top_logprobs = [*top_logprobs[: ending.kept], *reencoded] if top_logprobs else []
         self._outbox.append(
             Finished(
                 request_id=request.id,
@@ -424,14 +331,207 @@ class Engine:
         request = self._requests.pop(request_id, None)
         self._texts.pop(request_id, None)
         self._constrained.pop(request_id, None)
-        self._endings.pop(request_id, None)
+        self._finish_reasons.pop(request_id, None)
         self._started.discard(request_id)
         if request is not None:
             self.scheduler.release(request)
 
+    def _forward_failed(self, error: Exception) -> None:
+        """Called in the handler of ``error``. A batch that ran out of memory runs again in two halves. After
+        any other error, or if it cannot be halved, each of its requests runs again alone, and one whose own
+        pass fails is failed."""
+        if isinstance(error, AcceleratorFault):
+            self._break(_logged("the accelerator failed"))
+        if isinstance(error, OutOfMemory):
+            failed = self.scheduler.retry_smaller(one_by_one=False)
+            if not failed:
+                self._num_halved += 1
+                if self._num_halved.bit_count() == 1:  # log at 1, 2, 4, …: it may happen in every step
+                    text = "out of memory in a forward pass (%d so far), running its batch in halves: %s"
+                    logger.warning(text, self._num_halved, error)
+                return
+        self._num_failures += 1
+        failure = _logged("the forward pass failed")
+        if self._num_failures == MAX_FAILURES_IN_A_ROW:
+            self._break(failure)
+        if not isinstance(error, OutOfMemory):
+            failed = self.scheduler.retry_smaller(one_by_one=True)
+        for request in failed:
+            self._fail(request.id, failure)
+
+    def _break(self, failure: EngineFailed) -> NoReturn:
+        self._deliver_outbox()  # includes which requests were running
+        raise EngineBroken(f"the engine is broken: {failure}")
+
+
+def make_request(message: Submit, info: RunnerInfo, max_total_tokens: int) -> Request:
+    """The scheduler's request for a ``Submit``. Tokens that an engine generated before it died are part of
+    it and will be computed again, as after a preemption. ``max_total_tokens``: limit of prompt and output.
+    ``BadArgument`` for a parameter out of range."""
+    params, origin = message.params or _GREEDY, message.origin
+    if not message.token_ids:
+        raise EngineFailed("a request needs at least one token")
+    request = Request.create(
+        message.request_id,
+        np.array(message.token_ids, dtype=np.int32),
+        _output_limit(message, max_total_tokens),
+        params,
+        seed=message.seed,
+        tenant=origin.tenant,
+        salt=origin.cache_salt,
+        score_from=message.score_from,
+        tree=token_tree(message.choices) if message.choices else None,
+        objective=origin.objective,
+        task_group=origin.task_group or None,
+        state=origin.state or None,
+        expected_output=origin.output_tokens,
+        deadline=_time_in(origin.deadline_s),
+        patience_end=_time_in(origin.patience_s),
+        priority=origin.priority,
+        share=origin.share,
+        end_ids=_end_ids(params, info),
+    )
+    end = request.num_prompt + len(message.generated_ids)
+    request.tokens[request.num_prompt : end] = message.generated_ids
+    request.num_tokens = end
+    request.logprobs += message.generated_logprobs
+    request.top_logprobs += message.generated_top_logprobs
+    return request
+
+
+def check_request(num_prompt: int, params: SamplingParams, info: RunnerInfo) -> None:
+    """Raises what the engine would reject a generation with: ``BadArgument`` for a bias outside the
+    vocabulary, or ``PromptTooLong``. For clients that must know before they submit."""
+    _end_ids(params, info)
+    limit = min(info.max_context, info.num_slots)
+    if num_prompt >= limit:
+        raise PromptTooLong(
+            f"the prompt has {num_prompt:,} tokens; with at least one of output it must fit into "
+            f"{limit:,} (the smaller of the model's context and the KV pool): shorten it"
+        )
+
+
+def _output_limit(message: Submit, max_total_tokens: int) -> int:
+    if message.params is None or message.score_from:
+        return 0
+    return min(message.params.max_tokens, max(1, max_total_tokens - len(message.token_ids)))
+
+
+def _time_in(seconds: float | None) -> float:
+    return math.inf if seconds is None else time.monotonic() + seconds
+
+
+def _end_ids(params: SamplingParams, info: RunnerInfo) -> tuple[int, ...]:
+    """Tokens of the vocabulary that end a generation. ``BadArgument`` for a bias outside the vocabulary."""
+    for token_id, _ in params.logit_bias:
+        if token_id >= info.vocab_size:
+            raise BadArgument(
+                f"gen: logit_bias names token {token_id}; this model's ids are 0 to {info.vocab_size - 1}"
+            )
+    own = () if params.ignore_eos else info.end_token_ids
+    return tuple({token_id for token_id in (*own, *params.stop_token_ids) if token_id < info.vocab_size})
+
+
+def _text_end(message: Submit, tokenizer: Tokenizer) -> TextEnd | None:
+    """Detokenizes the output and finds its stops; None if nothing is generated. Starts after the tokens that
+    a dead engine generated, whose text the client already has."""
+    params = message.params
+    if params is None or message.score_from:
+        return None
+    text = TextEnd(tokenizer, params.stop, stop_regex=params.stop_regex, min_tokens=params.min_tokens)
+    for token_id in message.generated_ids:
+        text.push(token_id)
+    return text
+
+
+class ConstrainedRequest:
+    """A request under a grammar. Each call updates ``request.token_mask`` and returns what the grammar then
+    forces, which the caller appends. ``RequestRefused`` if no token of the model can continue the text."""
+
+    def __init__(
+        self, request: Request, message: Submit, grammars: GrammarCache, tokenizer: Tokenizer
+    ) -> None:
+        assert message.constraint is not None
+        matcher = grammars.grammar(message.constraint).matcher()
+        encode: Encode | None = tokenizer.encode_written if message.jump_forward else None
+        self._request = request
+        self._text = ConstrainedText(matcher, grammars.vocabulary, encode)
+        self._end_words = grammars.vocabulary.only(request.end_ids)
+        self._is_stuck = False
+
+    def is_complete(self) -> bool:
+        """Whether the text is complete, and nothing may follow or no token of the model can write it."""
+        return self._is_stuck or self._text.must_end()
+
+    def begin(self, generated_ids: Sequence[int]) -> Jump | None:
+        """Starts after the tokens that a dead engine generated."""
+        for token_id in generated_ids:
+            self._text.take(token_id)
+        return self._update()
+
+    def take(self, token_id: int) -> Jump | None:
+        """One more token was sampled."""
+        self._text.take(token_id)
+        return self._update()
+
+    def _update(self) -> Jump | None:
+        jump = self._text.jump(self._request.max_new_tokens)
+        self._request.token_mask = self._mask()
+        return jump
+
+    def _mask(self) -> TokenWords:
+        """The allowed tokens; end tokens are among them where the generation may end."""
+        text, request = self._text, self._request
+        words = text.mask()
+        if not text.may_end():
+            if not words.any():
+                raise RequestRefused(
+                    "the constraint requires text that the model's tokens cannot write; "
+                    f"the text so far is {text.shown()!r}"
+                )
+            return words
+        if not words.any():
+            self._is_stuck = not self._end_words.any()
+            return self._end_words
+        is_early = len(text.token_ids) < request.params.min_tokens
+        return words if is_early else words | self._end_words
+
+
+def engine_stats(ticket: int, model: str, scheduler: Scheduler, times: StepTimes) -> EngineStats:
+    """The answer to ``StatsRequest(ticket)``."""
+    memory = scheduler.memory
+    counters = scheduler.counters
+    return EngineStats(
+        ticket=ticket,
+        model=model,
+        steps=counters.steps,
+        prompt_tokens=counters.prompt_tokens,
+        cached_tokens=counters.cached_tokens,
+        cached_output_tokens=counters.cached_output_tokens,
+        computed_tokens=counters.computed_tokens,
+        generated_tokens=counters.generated_tokens,
+        forced_tokens=counters.forced_tokens,
+        evicted_tokens=counters.evicted_tokens,
+        retractions=counters.retractions,
+        free_slots=memory.slots.num_free,
+        cached_slots=memory.cache.num_cached,
+        held_slots=memory.num_held,
+        total_slots=memory.slots.total,
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting),
+        peak_resident_bytes=peak_resident_bytes(),
+        step_times=deepcopy(times.phases),  # another thread reads it while this one counts
+    )
+
+
+def peak_resident_bytes() -> int:
+    """The largest resident memory of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
 
 def _logged(what: str) -> EngineFailed:
-    """For clients, which get no more than an id of the exception that is handled; the log has all of it."""
+    """Logs the exception being handled under an id. The error for clients contains only that id."""
     error_id = secrets.token_hex(4)
     logger.exception("error %s: %s", error_id, what)
-    return EngineFailed(f"{what} (error {error_id}: the engine's log says more)")
+    return EngineFailed(f"{what} (error {error_id}: see the engine's log)")

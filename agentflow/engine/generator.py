@@ -1,6 +1,8 @@
-"""The engine as the interpreter sees it: contexts are token ids, so forks and turns are token-exact.
+"""The engine as the interpreter sees it: a ``Generator`` whose contexts are token ids.
 
-A state as the engine's generator has it.
+Forks and turns are therefore exact to the token. The generator encodes text (long text in a worker thread),
+compiles constraints, asks the tenant's gate, and sends requests through an ``EngineClient``. The HTTP
+endpoints use it too, for one tenant each.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar, TypeVarTuple, Unpack
 
 import anyio
@@ -16,10 +19,16 @@ import anyio.to_thread
 import msgspec
 
 from agentflow.engine.client import EngineClient, OnProgress, RequestObserver
-from agentflow.engine.context import EngineContext
-from agentflow.engine.conversation_context import AnswerMemory, fill_beside, num_chars, remember_answer
+from agentflow.engine.context import (
+    EngineContext,
+    OutputTokenCache,
+    PromptLimits,
+    fill_conversation,
+    fill_cost,
+    num_chars,
+)
+from agentflow.engine.engine import check_request
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler
-from agentflow.engine.intake import check_intake
 from agentflow.engine.process.ipc import EngineStats, Finished, Origin, Progress
 from agentflow.engine.request import TopTokens
 from agentflow.engine.tenant import NOBODY_ELSE, AdmittedRequest, RequestGate, Tenant
@@ -38,24 +47,28 @@ from agentflow.runtime.generator import Generated, OnText, Scored, StateHint
 ResultT = TypeVar("ResultT")
 ArgTs = TypeVarTuple("ArgTs")
 
-# Text longer than this is encoded in a worker thread: about a millisecond of encoding.
+# Longer text is encoded in a worker thread. Encoding this much takes about a millisecond.
 MAX_INLINE_CHARS = 4000
+# For each tenant.
 ENCODING_THREADS = 4
-# What a text is taken for until it is encoded.
+# The estimate until a text is encoded.
 CHARS_PER_TOKEN = 4
-# Of a text that is probably too long so much is encoded at once: some tenths of a second.
+# A text that is probably too long is encoded in pieces of this size, each some tenths of a second.
 PIECE_CHARS = 65_536
-# A prefix about to be forked is computed ahead from so many uncomputed tokens on: below that, the
-# forks wait for each other no longer than for this.
+# A shared prefix is computed before its forks ask for it if at least this many of its tokens are missing.
+# For fewer, the forks wait for the first of them about as briefly.
 MIN_AHEAD_TOKENS = 32
 
 
 class EngineGenerator:
-    """A ``Generator`` on a running engine. One engine serves many sessions and many generators of
-    this kind; ``tenant`` separates their caches, and ``gate`` says how much it may ask for. ``name``: the
-    model's, where it is not what the engine calls it.
-    ``use_hints=False`` tells the engine nothing of the program: neither which requests continue one
-    state, nor which are siblings, nor what will be forked. ``compiler``: of constraints."""
+    """A ``Generator`` on a running engine. One engine serves many sessions and many of these generators.
+
+    ``name``: the model's public name if it differs from the engine's. ``tenant`` separates caches, and
+    ``gate`` limits what the tenant may ask for. ``use_hints=False`` withholds the program's structure from
+    the engine: which requests continue one state, which are siblings, and what will be forked.
+    ``compiler``: None if constraints are not supported. ``patience_s``: of requests over HTTP; one that has
+    waited so long is admitted before others of its tenant and priority.
+    """
 
     def __init__(
         self,
@@ -70,15 +83,13 @@ class EngineGenerator:
         patience_s: float | None = None,
     ) -> None:
         self.patience_s = patience_s
-        """Of requests over HTTP: nobody there is told to wait for longer."""
         self._use_hints = use_hints
         self._client = client
         self.template = template
         self.tenant = tenant
-        self.encoding_threads = anyio.CapacityLimiter(ENCODING_THREADS)
-        """Long texts of the tenant are encoded in; others have threads of their own."""
-        self.answers = AnswerMemory()
-        """Of the tenant, in conversations over HTTP."""
+        self.encoding_threads = anyio.CapacityLimiter(ENCODING_THREADS)  # other tenants have their own
+        self.limits = PromptLimits(client.tokenizer, client.info)
+        self.output_token_cache = OutputTokenCache()
         self._gate = gate
         self._compiler = compiler
         self._num_rerendered = 0
@@ -100,8 +111,8 @@ class EngineGenerator:
     def open(
         self, cache_salt: str, *, program: str = "", priority: int = 0, patience_s: float | None = None
     ) -> EngineContext:
-        """An empty state. ``program``: one consumer waits for all states that name it. ``priority``: of its
-        requests, within the tenant. ``patience_s``: who has waited so long goes first among those."""
+        """A context for an empty state. ``program``: states that name the same program have one consumer.
+        ``priority``: of the state's requests, within the tenant. ``patience_s``: as for the generator."""
         origin = Origin(
             self.tenant.name,
             cache_salt,
@@ -111,41 +122,45 @@ class EngineGenerator:
             priority=priority,
             patience_s=patience_s,
         )
-        return EngineContext(TokenState(self._client.tokenizer, self.template), origin)
+        return EngineContext(TokenState(self._client.tokenizer, self.template), origin, self.limits)
 
     def fill(self, context: EngineContext, text: str) -> None:
-        """Appends to the pending run of text, which is encoded when something ends it. ``PromptTooLong``, at
-        once, where nothing could be generated after so much."""
-        self.check_length(context.num_unencoded_chars + len(text))
-        context.tokens.text(text)
-        context.num_unencoded_chars += len(text)
+        """Appends text, to be encoded later. ``PromptTooLong`` if no output would fit after it."""
+        context.fill(text)
 
     def begin_role(self, context: EngineContext, role: str) -> None:
-        """Opens a turn under the chat template. ``PromptTooLong``: there are as many as tokens may be."""
-        most = self._client.info.max_context
-        if context.num_turns >= most:
-            raise PromptTooLong(
-                f"the prompt has more than {most:,} turns, each of a token at least: shorten it"
-            )
-        context.tokens.begin_role(role)
-        context.num_turns += 1
-        context.num_unencoded_turns += 1
+        """Opens a turn under the chat template. ``PromptTooLong`` for more turns than tokens fit."""
+        context.begin_role(role)
 
     def end_role(self, context: EngineContext) -> None:
         """Closes the turn."""
-        context.tokens.end_role()
+        context.end_role()
 
     def image(self, context: EngineContext, source: str) -> None:
-        """Refused: ``capabilities`` says that there is no vision."""
+        """Raises ``NotSupported``: the engine's models have no vision, and ``capabilities`` says so."""
         self.capabilities.require_images()
 
     async def converse(self, context: EngineContext, conversation: Conversation) -> None:
-        """Begins an empty context with the conversation, and the assistant's turn after it. ``BadArgument``,
+        """Writes the conversation into an empty context and opens the assistant's turn. ``BadArgument``,
         ``NotSupported`` and ``PromptTooLong`` at once."""
         if context.tokens.continues:
-            raise BadArgument("a conversation begins a state: nothing may stand before it")
-        self.check_length(num_chars(conversation))
-        await fill_beside(self, context, conversation)
+            raise BadArgument("a conversation must come first: this state already has content")
+        self.limits.check_length(num_chars(conversation))
+        await self.fill_conversation(context, conversation)
+
+    async def fill_conversation(
+        self, context: EngineContext, conversation: Conversation, *, opens_turn: bool = True
+    ) -> None:
+        """``context.fill_conversation``, in a worker thread if the conversation is long."""
+        fill = partial(
+            fill_conversation,
+            context,
+            conversation,
+            self.template,
+            self.output_token_cache,
+            opens_turn=opens_turn,
+        )
+        await self.encode_beside(fill_cost(conversation), fill)
 
     async def reply(
         self,
@@ -163,7 +178,7 @@ class EngineGenerator:
                 on_text(told)
 
         end = await self.complete(context, params, hear, text.constraint)
-        remember_answer(self, context, end)
+        self.output_token_cache.put_answer(context, end)
         context.tokens.generated(end.token_ids, end.text)
         return self._generated(end, params, text.finish(end.text))
 
@@ -203,7 +218,7 @@ class EngineGenerator:
         self.capabilities.require(constraint)
         with self._admit(_guessed_tokens(context)) as admitted:
             admitted.prompt_tokens = 0  # until the engine has it
-            self.check_length(context.num_unencoded_chars)
+            self.limits.check_length(context.num_unencoded_chars)
             token_ids = await self.prompt_ids(context)
             compiled = None
             if constraint is not None and self._compiler is not None:
@@ -216,7 +231,7 @@ class EngineGenerator:
                 on_progress(progress)
 
             self._client.check_room(self.tenant.name)
-            check_intake(len(token_ids), params, self._client.info)
+            check_request(len(token_ids), params, self._client.info)
             admitted.prompt_tokens = len(token_ids)
             end = await self._client.generate(
                 token_ids,
@@ -278,7 +293,7 @@ class EngineGenerator:
         scores = scores_of(method, encoded.ends, end.choice_logprobs, unconditional)
         best = max(range(len(scores)), key=scores.__getitem__)
         context.tokens.choose(encoded, best)
-        context.was_encoded()
+        context.mark_encoded()
         context.num_computed = len(encoded.prefix)
         return Scored(best, tuple(scores), _usage(end))
 
@@ -296,30 +311,11 @@ class EngineGenerator:
         bos = self._client.tokenizer.bos_id
         return [bos if bos is not None else self._client.info.end_token_ids[0]]
 
-    def check_length(self, num_chars: int, most: int | None = None) -> None:
-        """``PromptTooLong`` for a text that is longer than ``most`` tokens (None: what fits), however it is
-        encoded: encoding it would take long."""
-        most = most or self.most_tokens()
-        fewest = self.tokenizer.fewest_tokens(num_chars)
-        if fewest > most:  # encoded for nothing otherwise
-            raise PromptTooLong(
-                f"the prompt has {num_chars:,} characters, which are at least {fewest:,} tokens, and "
-                f"{most:,} are the most there may be: shorten it"
-            )
-
-    def check_num_tokens(self, num_tokens: int, most: int | None = None) -> None:
-        """``PromptTooLong`` for more than ``most`` (None: what fits)."""
-        most = most or self.most_tokens()
-        if num_tokens > most:
-            raise PromptTooLong(
-                f"the prompt has {num_tokens:,} tokens, and this server takes at most {most:,}: shorten it"
-            )
-
     async def check_texts(self, texts: Iterable[str], most: int | None = None) -> None:
         """``PromptTooLong`` for texts that are far longer than ``most`` tokens (None: what fits). They are
         encoded piece by piece, so that it ends soon when they are, or when the caller is cancelled. Does
         nothing for texts that may well fit."""
-        most = most or self.most_tokens()
+        most = most or self.limits.max_tokens()
         texts = list(texts)
         if sum(map(len, texts)) <= CHARS_PER_TOKEN * most:
             return
@@ -335,23 +331,10 @@ class EngineGenerator:
                         f"the prompt has more than {most:,} tokens, and this server takes no more: shorten it"
                     )
 
-    def most_tokens(self, limit: int | None = None) -> int:
-        """That a prompt may have: those that fit, and no more than the ``limit``."""
-        info = self._client.info
-        return min(info.max_context, info.num_slots, limit or info.max_context)
-
     def check_gate(self, num_requests: int) -> None:
         """``RateLimited`` where the tenant may not send so many requests now."""
         if self._gate is not None:
             self._gate.check(self.tenant, num_requests)
-
-    def check_ids(self, token_ids: Sequence[int]) -> None:
-        """``BadArgument`` for one that the vocabulary does not have."""
-        size = self._client.info.vocab_size
-        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < size):
-            return
-        wrong = next(i for i in token_ids if not 0 <= i < size)
-        raise BadArgument(f"{wrong} is no token of this model: its ids are 0 to {size - 1}", param="prompt")
 
     async def fork(self, context: EngineContext, count: int, *, ahead: bool = True) -> list[EngineContext]:
         """Contexts with the same ids: one task group. What they share and nobody has computed yet is
@@ -395,15 +378,15 @@ class EngineGenerator:
             return
         if self._gate is not None and not self._gate.is_unlimited(self.tenant):
             return
-        if context.computing_ahead is not None:
-            self._client.forget(context.computing_ahead)
-        context.computing_ahead = self._client.compute_ahead(token_ids, origin=context.origin_now())
+        if context.prefill_ahead is not None:
+            self._client.forget(context.prefill_ahead)
+        context.prefill_ahead = self._client.compute_ahead(token_ids, origin=context.origin_now())
         context.num_computed, context.has_run = len(token_ids), True
 
     def free(self, context: EngineContext) -> None:
         """Nothing is held for an idle context, but its KV is kept longer than other cache: no more."""
-        if context.computing_ahead is not None:
-            self._client.forget(context.computing_ahead)
+        if context.prefill_ahead is not None:
+            self._client.forget(context.prefill_ahead)
         if context.has_run and context.origin.state:
             self._client.close_state(context.origin.state)
         self._num_rerendered += context.tokens.num_rerendered_tokens
@@ -417,15 +400,7 @@ class EngineGenerator:
             state=self._new_number(),
             task_group=group or context.origin.task_group,
         )
-        return EngineContext(
-            context.tokens.fork(),
-            origin,
-            num_turns=context.num_turns,
-            num_computed=context.num_computed,
-            deadline=context.deadline,
-            tools=context.tools,
-            conversation=context.conversation,
-        )
+        return context.fork(origin)
 
     async def stats(self) -> Stats:
         """Of the engine, all sessions together. For a tenant that may not see them, of its own requests here
@@ -462,7 +437,7 @@ class EngineGenerator:
         """Encodes what was appended, in a thread where it is much. The state's ops run one after the
         other, so nobody else touches the tokens meanwhile."""
         await self.encode_beside(context.num_to_encode, context.tokens.cut)
-        context.was_encoded()
+        context.mark_encoded()
 
     async def encode_beside(
         self, amount: int, encode: Callable[[Unpack[ArgTs]], ResultT], *arguments: *ArgTs

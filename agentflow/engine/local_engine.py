@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from agentflow.engine.client import EngineClient, running_engine
-from agentflow.engine.cuda_memory import free_cuda_bytes
 from agentflow.engine.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.compiler import constraint_compiler
-from agentflow.engine.machine import free_host_bytes
-from agentflow.engine.memory_shares import MIN_KV_TOKENS, WANTED_KV_TOKENS, kv_bytes_per_token
+from agentflow.engine.machine import (
+    MIN_KV_TOKENS,
+    WANTED_KV_TOKENS,
+    free_cuda_bytes,
+    free_host_bytes,
+    kv_bytes_per_token,
+)
 from agentflow.engine.process.ipc import Start
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
 from agentflow.engine.process.supervisor import Deadlines, supervised_engine

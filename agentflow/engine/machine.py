@@ -1,16 +1,14 @@
-"""How much memory there is for models: what the machine has free and the process's container allows, and
-what the GPU has free.
+"""The machine's resources: processors, free memory of host and GPU, and how models divide that memory.
 
-The GPU is asked by a process of its own (``cuda_memory``): the server's never loads torch.
+The machine may have more than the container of this process may use, so the limits of Linux cgroups count.
+The server never loads torch; it asks a child process for the GPU's free memory:
+``python -m agentflow.engine.machine`` prints it in bytes, or ``null`` if torch finds no GPU.
 
-How many bytes the GPU has free; ``python -m agentflow.engine.machine`` prints it, or ``null`` where
-torch finds no GPU.
-
-The cgroups of Linux around this process, with which containers limit memory and CPU time.
-
-How many processors this process can keep busy: a machine may have more than its container may use.
-
-What the system may do with the pages of a tensor in host memory.
+``divide_memory`` follows one rule. Of the memory that is free when the server starts, the fraction
+``memory_share`` is for all its models together: the GPU's for models that run on it, the host's for the
+others. Weights and processes come off first, then the KV pools of a given size. The other pools divide the
+rest equally; a pool takes at most ``WANTED_KV_TOKENS``, and what it leaves goes to the others. If the models
+do not fit, nothing is loaded.
 """
 
 from __future__ import annotations
@@ -19,21 +17,161 @@ import ctypes
 import json
 import math
 import os
+import struct
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import anyio
 
 from agentflow.engine.process.child import import_path
-from agentflow.errors import EngineFailed
+from agentflow.errors import BadArgument, BadModelFolder, EngineFailed
+
+WANTED_KV_TOKENS = 65_536
+MIN_KV_TOKENS = 1_024
+# What a process needs beside weights and KV: torch, the tokenizer, activations.
+PROCESS_BYTES = 500_000_000
+
+# The files of limit and usage, and the cached part of the usage in memory.stat, by version of cgroups.
+_MEMORY_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
 
 
-def groups_around(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
-    """Version (1 or 2) and folder of each cgroup that may limit this process by ``controller``, the innermost
-    first. Not all of the folders exist. Elsewhere than on Linux there are none. ``root``: where the system's
-    files are."""
+def usable_cpus(root: Path = Path("/")) -> int:
+    """Processors that this process can keep busy: those in its affinity mask (which cpusets narrow), but no
+    more than the CPU quotas of its cgroups allow, rounded up. At least 1. ``root``: of the file system.
+
+    Threads beyond the quota gain nothing: they use it up early in each period, spinning or working, and then
+    all of them stand still.
+    """
+    in_mask = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([in_mask, *_quotas(root)]))
+
+
+@dataclass(frozen=True, slots=True)
+class FreeMemory:
+    """``cuda_bytes``: of the GPU; None if no model runs on one."""
+
+    host_bytes: int
+    cuda_bytes: int | None = None
+
+    def is_on_gpu(self, device: str | None) -> bool:
+        """Whether a model with this ``device`` option (None: a GPU if there is one) runs on the GPU."""
+        return self.cuda_bytes is not None and device != "cpu"
+
+
+async def free_memory(devices: Iterable[str | None]) -> FreeMemory:
+    """The free memory for models on these devices. ``EngineFailed`` if a GPU is there and its memory cannot
+    be read."""
+    wants_gpu = any(device != "cpu" for device in devices)
+    cuda_bytes = await _child_cuda_bytes() if wants_gpu and _has_driver() else None
+    return FreeMemory(free_host_bytes(), cuda_bytes)
+
+
+def free_host_bytes(root: Path = Path("/")) -> int:
+    """The free memory of the machine or of a cgroup around this process, whichever is less. ``root``: of the
+    file system."""
+    import psutil
+
+    available: int = psutil.virtual_memory().available
+    return min([available, *_left_in_cgroups(root)])
+
+
+def free_cuda_bytes() -> int | None:
+    """The free memory of the GPU that models run on; None without one. Loads torch, and takes the GPU memory
+    that CUDA itself needs."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    num_bytes: int = torch.cuda.mem_get_info()[0]
+    return num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """Of one model. ``kv_tokens``: the configured size of its pool, or None."""
+
+    name: str
+    weight_bytes: int
+    kv_bytes_per_token: int
+    kv_tokens: int | None = None
+
+
+def memory_need(name: str, folder: Path, dtype: str, kv_tokens: int | None) -> MemoryNeed:
+    """What the model in ``folder`` needs. ``BadModelFolder``."""
+    item_bytes = 4 if dtype == "float32" else 2
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return MemoryNeed(
+        name, _num_parameters(folder) * item_bytes, kv_bytes_per_token(config, item_bytes), kv_tokens
+    )
+
+
+def kv_bytes_per_token(config: Mapping[str, Any], item_bytes: int) -> int:
+    """Bytes of the keys and values of one token in all layers. ``config``: the model's config.json."""
+    heads: int = config.get("num_key_value_heads") or config.get("num_attention_heads", 1)
+    head_size: int = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    layers: int = config["num_hidden_layers"]
+    return 2 * layers * heads * head_size * item_bytes
+
+
+def divide_memory(needs: Sequence[MemoryNeed], budget_bytes: int) -> dict[str, int]:
+    """The size of each model's KV pool in tokens. ``BadArgument`` if the models do not fit.
+
+    >>> two = [MemoryNeed("a", 0, 1_000), MemoryNeed("b", 0, 4_000)]
+    >>> divide_memory(two, 1_200_000_000)
+    {'a': 65536, 'b': 33616}
+    """
+    left = budget_bytes - sum(need.weight_bytes + PROCESS_BYTES for need in needs)
+    kv_tokens = {need.name: need.kv_tokens for need in needs if need.kv_tokens is not None}
+    left -= sum(kv_tokens[need.name] * need.kv_bytes_per_token for need in needs if need.name in kv_tokens)
+    open_needs = [need for need in needs if need.kv_tokens is None]
+    # The cheapest pools first: what they leave is for the others.
+    open_needs.sort(key=lambda need: need.kv_bytes_per_token)
+    if left < sum(MIN_KV_TOKENS * need.kv_bytes_per_token for need in open_needs):
+        raise _does_not_fit(needs, budget_bytes)
+    for number, need in enumerate(open_needs):
+        part = left // (len(open_needs) - number)
+        kv_tokens[need.name] = max(MIN_KV_TOKENS, min(WANTED_KV_TOKENS, part // need.kv_bytes_per_token))
+        left -= kv_tokens[need.name] * need.kv_bytes_per_token
+    return {need.name: kv_tokens[need.name] for need in needs}
+
+
+def _does_not_fit(needs: Sequence[MemoryNeed], budget_bytes: int) -> BadArgument:
+    lines = [
+        f"{need.name} {need.weight_bytes / 1e9:.2f} GB of weights and "
+        f"{(need.kv_tokens or MIN_KV_TOKENS) * need.kv_bytes_per_token / 1e9:.2f} GB for "
+        f"{need.kv_tokens or MIN_KV_TOKENS:,} tokens"
+        for need in needs
+    ]
+    return BadArgument(
+        f"the models do not fit into {budget_bytes / 1e9:.2f} GB: {'; '.join(lines)}; plus "
+        f"{PROCESS_BYTES / 1e9:.2f} GB for each process. Serve fewer models, reduce --kv-tokens, or raise "
+        "--memory-share"
+    )
+
+
+def _num_parameters(folder: Path) -> int:
+    """Counted in the headers of the safetensors files: 8 bytes of length, then JSON."""
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as stream:
+            try:
+                (length,) = struct.unpack("<Q", stream.read(8))
+                header: dict[str, Any] = json.loads(stream.read(length))
+            except (struct.error, ValueError) as error:
+                raise BadModelFolder(f"{file} is not a safetensors file: {error}") from None
+        total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    return total
+
+
+def _cgroups(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
+    """Version (1 or 2) and folder of each cgroup that may limit this process by ``controller``, innermost
+    first. Some folders may not exist. Yields nothing on systems other than Linux."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -44,31 +182,20 @@ def groups_around(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
         if not controllers:
             version, mount = 2, mounts
         elif controller in controllers.split(","):
-            # Under its own name, or (cpu,cpuacct) under that of all that are mounted together.
+            # Mounted under its own name, or under the names of all controllers of the mount (cpu,cpuacct).
             version, mount = 1, mounts / controller
             if not mount.is_dir():
                 mount = mounts / controllers
         else:
             continue
-        # Inside a container the path may be that of the host, which is not there: its root is, then.
+        # Inside a container this may be the host's path, which does not exist here; the root does.
         parts = [part for part in path.split("/") if part not in ("", "..")]
         for depth in range(len(parts), -1, -1):
             yield version, mount.joinpath(*parts[:depth])
 
 
-def usable_cpus(root: Path = Path("/")) -> int:
-    """Those that its threads may run on (affinity, which cpusets narrow), but no more than the CPU quotas of
-    the cgroups around it pay for, rounded up. At least 1. ``root``: where the system's files are.
-
-    More threads than the quota pays for gain nothing: they use it up early in each period, spinning or
-    working, and all of them stand still for the rest.
-    """
-    may_run_on = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min([may_run_on, *_quotas(root)]))
-
-
 def _quotas(root: Path) -> Iterator[int]:
-    for version, folder in groups_around("cpu", root):
+    for version, folder in _cgroups("cpu", root):
         try:
             if version == 2:
                 quota, period = (folder / "cpu.max").read_text().split()
@@ -79,67 +206,32 @@ def _quotas(root: Path) -> Iterator[int]:
             cpus = math.ceil(int(quota) / int(period))
         except (OSError, ValueError, ZeroDivisionError):  # no such file, or "max"
             continue
-        if cpus > 0:  # version 1 says -1 for no quota
+        if cpus > 0:  # version 1 has -1 for no quota
             yield cpus
 
 
-_NAMES = {
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    2: ("memory.max", "memory.current", "inactive_file"),
-}
-"""By version of cgroups: the files of limit and use, and in memory.stat what is cached."""
-
-
-@dataclass(frozen=True, slots=True)
-class FreeMemory:
-    """``cuda_bytes``: of the GPU; None where no model runs on one."""
-
-    host_bytes: int
-    cuda_bytes: int | None = None
-
-    def is_on_gpu(self, device: str | None) -> bool:
-        """Whether a model that was given this device (None: a GPU where there is one) runs on the GPU."""
-        return self.cuda_bytes is not None and device != "cpu"
-
-
-async def free_memory(devices: Iterable[str | None]) -> FreeMemory:
-    """What is free for models on these devices. ``EngineFailed`` where a GPU is there and does not say."""
-    wants_gpu = any(device != "cpu" for device in devices)
-    return FreeMemory(free_host_bytes(), await _free_cuda_bytes() if wants_gpu and _has_driver() else None)
-
-
-def free_host_bytes(root: Path = Path("/")) -> int:
-    """What the machine has free, or a container (cgroup) that this process is in, whichever is less.
-    ``root``: where the files of the system are."""
-    import psutil
-
-    available: int = psutil.virtual_memory().available
-    return min([available, *_left_in_cgroups(root)])
-
-
 def _left_in_cgroups(root: Path) -> Iterator[int]:
-    """Of each cgroup with a limit that this process is in, the innermost first."""
-    for version, folder in groups_around("memory", root):
-        left = _left_in(folder, *_NAMES[version])
+    for version, folder in _cgroups("memory", root):
+        left = _left_in(folder, *_MEMORY_FILES[version])
         if left is not None:
             yield left
 
 
 def _left_in(folder: Path, limit_name: str, used_name: str, cached_name: str) -> int | None:
-    """None where there is no limit."""
+    """None without a limit."""
     try:
         limit = int((folder / limit_name).read_text())
         used = int((folder / used_name).read_text())
         stat = (folder / "memory.stat").read_text()
     except (OSError, ValueError):  # no such file, or "max"
         return None
-    # Files that were read and are not in use count as used, and go when memory is wanted.
+    # The kernel counts cached file contents as used, but frees them when memory is needed.
     cached = dict(line.split(maxsplit=1) for line in stat.splitlines()).get(cached_name, "0")
     return max(0, limit - max(0, used - int(cached)))
 
 
 def _has_driver() -> bool:
-    """Whether torch could find an NVIDIA GPU at all; asking torch itself takes seconds."""
+    """Whether an NVIDIA driver is installed. Asking torch itself takes seconds."""
     try:
         ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     except OSError:
@@ -147,15 +239,23 @@ def _has_driver() -> bool:
     return True
 
 
-async def _free_cuda_bytes() -> int | None:
-    """None where torch finds no GPU."""
+async def _child_cuda_bytes() -> int | None:
+    """``free_cuda_bytes`` of a child process."""
     done = await anyio.run_process(
-        [sys.executable, "-P", "-m", "agentflow.engine.cuda_memory"],
+        [sys.executable, "-P", "-m", __name__],
         check=False,
         env={**os.environ, "PYTHONPATH": import_path()},
     )
     if done.returncode:
         last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise EngineFailed(f"the GPU does not say how much memory it has free: {last}")
+        raise EngineFailed(f"cannot read how much memory the GPU has free: {last}")
     num_bytes: int | None = json.loads(done.stdout)
     return num_bytes
+
+
+if __name__ == "__main__":
+    try:
+        free = free_cuda_bytes()
+    except ImportError:  # the engine's process reports it better
+        free = None
+    print(json.dumps(free))

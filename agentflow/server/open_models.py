@@ -13,8 +13,7 @@ from agentflow.engine.client import EngineClient
 from agentflow.engine.grammar.compiler.compiler import constraint_compiler
 from agentflow.engine.grammar.compiler.messages import CompileLimits
 from agentflow.engine.local_engine import EngineOptions, open_engine
-from agentflow.engine.machine import FreeMemory, free_memory
-from agentflow.engine.memory_shares import MemoryNeed, memory_need, share_memory
+from agentflow.engine.machine import FreeMemory, MemoryNeed, divide_memory, free_memory, memory_need
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
 from agentflow.engine.simulator.recording import recording
 from agentflow.engine.simulator.workload import open_sink, workload_name
@@ -80,8 +79,8 @@ def _sized(
     for name, options in models.items():
         need = memory_need(name, folders[name], options.dtype, options.kv_tokens)
         (on_gpu if free.is_on_gpu(options.device) else on_host).append(need)
-    shares = share_memory(on_host, int(free.host_bytes * memory_share))
-    shares |= share_memory(on_gpu, int((free.cuda_bytes or 0) * memory_share))
+    shares = divide_memory(on_host, int(free.host_bytes * memory_share))
+    shares |= divide_memory(on_gpu, int((free.cuda_bytes or 0) * memory_share))
     return {
         name: replace(options, model=str(folders[name]), kv_tokens=shares[name], own_process=True)
         for name, options in models.items()

@@ -28,8 +28,8 @@ from agentflow.engine.process.ipc import (
     FromEngine,
     Origin,
     Progress,
-    Report,
     Started,
+    StatsRequest,
     StepBegins,
     Stop,
     Submit,
@@ -536,7 +536,7 @@ def test_messages_of_a_step_are_delivered_together():
     params = SamplingParams(max_tokens=3)
     prompts = [[n] for n in range(2, 99) if alone([n], params).reason == "length"][:4]
     submits = [Submit(number, prompt, params) for number, prompt in enumerate(prompts, 1)]
-    before, first, second, third = ByHand(4).run(*submits, Report(9))
+    before, first, second, third = ByHand(4).run(*submits, StatsRequest(9))
     assert [type(message) for message in before] == [EngineStats, Started, StepBegins]
     assert before[1] == Started([1, 2, 3, 4])
     assert before[2] == StepBegins(4)
@@ -548,7 +548,7 @@ def test_messages_of_a_step_are_delivered_together():
 def test_what_a_step_gave_is_delivered_while_the_next_one_runs():
     delivered_before: list[int] = []
     by_hand = ByHand(4, on_step=lambda batch: delivered_before.append(len(by_hand.delivered)))
-    by_hand.run(Submit(1, [2], SamplingParams(max_tokens=4, ignore_eos=True)), Report(9))
+    by_hand.run(Submit(1, [2], SamplingParams(max_tokens=4, ignore_eos=True)), StatsRequest(9))
     assert delivered_before == [1, 2, 3, 4]
     assert len(by_hand.delivered) == 5
 
@@ -601,7 +601,7 @@ def test_what_is_sent_before_a_stop_is_dropped_with_it():
 def test_aborting_what_is_not_there_is_nothing():
     by_hand = ByHand(1)
     submit = Submit(1, PROMPT, SamplingParams())
-    [[aborted, stats]] = by_hand.run(Abort(7), submit, Abort(1), Abort(1), Report(2))
+    [[aborted, stats]] = by_hand.run(Abort(7), submit, Abort(1), Abort(1), StatsRequest(2))
     assert aborted == Failed(1, "cancelled", "the request was aborted")
     assert isinstance(stats, EngineStats)
     assert (stats.waiting, stats.running, stats.steps) == (0, 0, 0)

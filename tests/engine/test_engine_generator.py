@@ -161,9 +161,9 @@ async def test_conversations_are_token_exact_and_reuse_all_that_was_computed(pla
                 case "choose":
                     await talk.choose(context, args[0])
                 case "fork":
-                    ahead = context.computing_ahead
+                    ahead = context.prefill_ahead
                     talk.contexts += await talk.generator.fork(context, args[0])
-                    if context.computing_ahead != ahead:
+                    if context.prefill_ahead != ahead:
                         talk.note(context, prompt_of(context))
         for context in talk.contexts:
             talk.generator.free(context)

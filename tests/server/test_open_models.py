@@ -12,13 +12,13 @@ from safetensors.torch import save_file
 from support.small_tokenizers import byte_level, write_folder
 
 from agentflow.engine.local_engine import EngineOptions
-from agentflow.engine.machine import FreeMemory
-from agentflow.engine.memory_shares import (
+from agentflow.engine.machine import (
     PROCESS_BYTES,
     WANTED_KV_TOKENS,
+    FreeMemory,
     MemoryNeed,
+    divide_memory,
     memory_need,
-    share_memory,
 )
 from agentflow.engine.tenant import NOBODY_ELSE
 from agentflow.errors import BadArgument
@@ -146,7 +146,7 @@ def test_models_on_the_gpu_share_its_memory_and_others_that_of_the_machine(folde
 
     def shares(names: str, num_bytes: int) -> dict[str, int]:
         group: list[MemoryNeed] = [needs[name] for name in names]
-        return share_memory(group, int(num_bytes * MEMORY_SHARE))
+        return divide_memory(group, int(num_bytes * MEMORY_SHARE))
 
     sized = open_models_module._sized(models, folders, MEMORY_SHARE, free)
     expected = shares("ad", free.host_bytes) | shares("bc", free.cuda_bytes or 0)

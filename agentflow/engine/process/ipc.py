@@ -1,16 +1,14 @@
-"""What the engine and its client say to each other, the same whether a thread or a process is between.
+"""The messages between an engine and its client, the same for an engine in a thread and in a process.
 
-To the engine: one message each. From the engine: one list for the whole batch, once a step. Every
-``Submit`` is answered by exactly one ``Finished`` or ``Failed``, also when it was aborted.
-
-What goes over the socket between a server and its engine process, and how messages lie on it.
-
-First ``Start`` and the answer to it, then the messages of ``engine_messages``: one a frame to the
-engine, one list a frame from it (frames: ``message_frames.py``).
+To the engine go single messages; from it comes one list for the whole batch, once per step. Exactly one
+``Finished`` or ``Failed`` answers each ``Submit``, aborted or not. An engine process first gets ``Start`` and
+answers with ``Loaded`` or ``LoadFailed``. On the socket each message to the engine, and each list from it, is
+one msgpack frame (``child.to_frame``).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -20,19 +18,20 @@ from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.request import Objective, TopTokens
 from agentflow.engine.runner import ModelRunner, RunnerInfo
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
-from agentflow.engine.step_times import BucketCounts
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.sampling import SamplingParams
 
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):
-    """Where a request comes from. Requests share cached KV only under an equal ``tenant`` and
-    ``cache_salt``. ``state``: the program's state that it continues (0: none). ``task_group``: equal
-    for siblings that one consumer waits for (0: none). ``output_tokens``: what the program expects its
-    generations to have (0: nothing is known). ``deadline_s``: in so many seconds they should be done.
-    ``share``: the tenant's part of the engine's work, against that of others while both wait; its latest
-    request's holds. ``priority``: higher goes first, within the tenant; -10 to 10. ``patience_s``: who has
-    waited so long goes before all others of its tenant and priority (None: nobody is in a hurry)."""
+    """Where a request comes from, and what the program says about it.
+
+    Requests share cached KV only if their ``tenant`` and ``cache_salt`` are equal. ``state``: the program
+    state that the request continues (0: none). ``task_group``: equal for sibling requests that one consumer
+    waits for (0: none). ``output_tokens``: expected length of the output (0: unknown). ``deadline_s``:
+    seconds from now until it should be done. ``share``: the tenant's weight against other tenants; that of
+    its latest request counts. ``priority``: -10 to 10, higher first, within the tenant. ``patience_s``: a
+    request that has waited so long goes before others of its tenant and priority (None: never).
+    """
 
     tenant: str = ""
     cache_salt: str = ""
@@ -47,15 +46,15 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Run a request over ``token_ids``: generate (``params.max_tokens``), or only compute them
-    (``params`` None), or score the tokens from index ``score_from`` on, or score each of ``choices`` as
-    what comes after them.
+    """Runs a request over ``token_ids``. Generates up to ``params.max_tokens``; or, if ``params`` is None,
+    computes the tokens only, or scores those from index ``score_from`` on, or scores each of ``choices`` as
+    their continuation.
 
-    ``generated_ids``: what an engine that died had generated already, as told in ``Progress``. They
-    count as output, with ``generated_logprobs`` and ``generated_top_logprobs``; their text is not told
-    again. ``constraint``: what the text must be, without its payload where the engine has had that one
-    before; ``jump_forward``: whether what it forces is appended
-    without sampling."""
+    ``generated_ids``, ``generated_logprobs``, ``generated_top_logprobs``: what an engine that died had sent
+    as ``Progress``. It counts as output, and its text is not sent again. ``constraint``: a grammar for the
+    text, without its payload if this engine was already sent it. ``jump_forward``: append the tokens that the
+    grammar forces without sampling them.
+    """
 
     request_id: int
     token_ids: list[int]
@@ -72,49 +71,49 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Forget the request, wherever it stands. Unknown ids are ignored: it may just have ended."""
+    """Ends a request. Unknown ids are ignored: it may just have finished."""
 
     request_id: int
 
 
 class CloseState(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The program's state is over: what it computed need not be kept longer than other cache."""
+    """The program state is closed; its KV becomes ordinary cache."""
 
     state: int
 
 
-class Report(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Ask for ``EngineStats``."""
+class StatsRequest(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Asks for ``EngineStats``, which carry the same ticket."""
 
     ticket: int
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """End the engine; whatever still runs is dropped."""
+    """Stops the engine. Unfinished requests are dropped."""
 
 
-ToEngine = Submit | Abort | CloseState | Report | Stop
+ToEngine = Submit | Abort | CloseState | StatsRequest | Stop
 
 
 class Started(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """These requests are in a batch for the first time. Told before the batch runs, so that one that
-    brings the engine down is known."""
+    """These requests are in a batch for the first time. Sent before the batch runs, so that requests that
+    crash the engine can be identified."""
 
     request_ids: list[int]
 
 
 class StepBegins(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A forward pass over ``num_rows`` rows begins. The next list is sent when it has run, so that an engine
-    that hangs differs from one that computes."""
+    """A forward pass over ``num_tokens`` scheduled tokens begins. The next list follows when it has run, so
+    an engine that hangs can be told from one that computes."""
 
-    num_rows: int
+    num_tokens: int
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A request went on by ``token_ids``, with a log-probability and the likeliest tokens each where asked
-    for (of tokens that a grammar forced, these come later). ``text`` is what became certain with them, often
-    nothing; deltas are never taken back. ``num_dropped``: so many of the tokens that were told before are
-    replaced by these, for the same text is encoded in another way now."""
+    """A request gained ``token_ids``. ``logprobs`` and ``top_logprobs`` have an entry for each if requested;
+    those of tokens that a grammar forced come in a later message. ``text``: the text that became final, often
+    empty. ``num_dropped``: the last tokens sent so far that these replace, because the same text is now
+    encoded differently."""
 
     request_id: int
     text: str
@@ -124,19 +123,19 @@ class Progress(msgspec.Struct, frozen=True, tag=True, array_like=True):
     num_dropped: int = 0
 
 
-class Wanted(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The request came with the key of its constraint alone, and the engine has that one no longer: the
-    request is to be sent again, whole."""
+class NeedPayload(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The request came with a constraint's key only, and the engine no longer has that constraint. The
+    client must submit it again with the payload."""
 
     request_id: int
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The end of a request. ``token_ids`` and ``text`` are all of the generation; ``finish_reason``
-    is ``eos`` (the model's end token), ``stop`` or ``length``. ``logprobs``: one per generated (or
-    scored) token, None for a token that was re-encoded; empty where not asked for. ``top_logprobs``: the
-    same for the likeliest tokens at each place. ``choice_logprobs``: of each choice those of its tokens.
-    ``stopped_by``: the string of ``stop`` or the id of ``stop_token_ids`` that ended it, if one did."""
+    """The end of a request. ``token_ids`` and ``text``: the whole output. ``finish_reason``: ``eos`` (the
+    model's end token), ``stop`` or ``length``. ``logprobs``: one for each generated or scored token, None for
+    a token that was encoded again; empty if not requested. ``top_logprobs``: the likeliest tokens at each
+    place, likewise. ``choice_logprobs``: for each choice, those of its tokens. ``stopped_by``: the ``stop``
+    string or ``stop_token_ids`` id that ended it."""
 
     request_id: int
     token_ids: list[int]
@@ -152,18 +151,46 @@ class Finished(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The request (or ``Report``) ended with an error of the tree in ``errors.py``; an aborted one with
-    ``cancelled``."""
+    """The request (or ``StatsRequest``) failed. ``code``: of an error in ``agentflow.errors``; ``cancelled``
+    for an aborted request."""
 
     request_id: int
     code: str
     message: str
 
 
+PHASES = ("schedule", "run", "complete", "deliver")
+"""The phases of an engine's step, which ``EngineStats.step_times`` measure."""
+# Seconds, from a step's bookkeeping to a long prefill.
+STEP_BOUNDS_S = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
+
+
+class BucketCounts(msgspec.Struct, array_like=True):
+    """A histogram. ``counts[i]``: values above ``bounds[i - 1]`` and up to ``bounds[i]``; the last entry
+    counts values above all bounds. Cheap to update, and good enough for quantiles over any period."""
+
+    counts: list[int]
+    total: float = 0.0
+
+    @classmethod
+    def empty(cls, bounds: Sequence[float]) -> BucketCounts:
+        """An empty histogram."""
+        return cls([0] * (len(bounds) + 1))
+
+    def count(self, bounds: Sequence[float], value: float) -> None:
+        """Adds one value."""
+        self.counts[bisect_left(bounds, value)] += 1
+        self.total += value
+
+    def __add__(self, other: BucketCounts) -> BucketCounts:
+        counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
+        return BucketCounts(counts, self.total + other.total)
+
+
 class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Counters since the start (tokens, steps) and gauges of now (slots, requests, bytes).
-    ``restarts``: how often an engine process that died was started anew; the counters began anew then.
-    ``step_times``: of each phase of ``step_times.PHASES``."""
+    """Counters since the engine started (tokens, steps) and current gauges (slots, requests, bytes).
+    ``restarts``: how often the engine's process was replaced; its counters start over each time.
+    ``step_times``: one histogram for each of ``PHASES``."""
 
     ticket: int
     model: str
@@ -187,18 +214,19 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     step_times: Sequence[BucketCounts] = ()
 
 
-FromEngine = Started | StepBegins | Progress | Wanted | Finished | Failed | EngineStats
+FromEngine = Started | StepBegins | Progress | NeedPayload | Finished | Failed | EngineStats
 
 
 class LoadEngine(Protocol):
-    """What ``Start.loader`` names: makes all that an engine needs, in the engine's process."""
+    """The function that ``Start.loader`` names. It runs in the engine's process and makes what an engine
+    needs."""
 
     def __call__(self, **options: Any) -> tuple[ModelRunner, Tokenizer, SchedulerConfig]: ...
 
 
 class Start(msgspec.Struct, frozen=True):
-    """What an engine process is to run: ``loader`` is the name of a ``LoadEngine``, as in
-    ``package.module:function``, and ``options`` its arguments (plain values only)."""
+    """What an engine process is to load. ``loader``: a ``LoadEngine``, as ``package.module:function``;
+    ``options``: its arguments, plain values only."""
 
     loader: str
     options: dict[str, Any]
@@ -212,8 +240,8 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag=True):
-    """It will never be, and ends: an error of the tree in ``errors.py``, or the name of a package that
-    is not installed."""
+    """Loading failed, and the process ends. ``code``: of an error in ``agentflow.errors``.
+    ``missing_package``: set if the cause is a package that is not installed."""
 
     code: str
     message: str

@@ -38,13 +38,13 @@ from agentflow.engine.process.ipc import (
     FromEngine,
     Loaded,
     LoadFailed,
+    NeedPayload,
     Progress,
-    Report,
     Start,
+    StatsRequest,
     StepBegins,
     Submit,
     ToEngine,
-    Wanted,
     answer_decoder,
     from_engine_decoder,
 )
@@ -255,8 +255,8 @@ class EngineSupervisor:
         return None if self._child is None else self._child.pid
 
     def send(self, message: ToEngine) -> None:
-        """Takes a message, whether there is a process now or not. EngineFailed for a Report if not, and for
-        a Submit while the engine is down."""
+        """Accepts a message whether or not a process is running. ``EngineDown`` for a ``StatsRequest``
+        without one, and for a ``Submit`` while the engine is down."""
         match message:
             case Submit() if self._down_because is not None:
                 raise EngineDown(self._down_because)
@@ -272,9 +272,9 @@ class EngineSupervisor:
             case CloseState():
                 if self._outgoing is not None:
                     self._post(message)  # a new process keeps nothing for any state
-            case Report() if self._outgoing is None:
+            case StatsRequest() if self._outgoing is None:
                 raise EngineDown(self._down_because or RESTARTING)
-            case Report():
+            case StatsRequest():
                 self._reports.add(message.ticket)
                 self._post(message)
 
@@ -414,7 +414,7 @@ class EngineSupervisor:
 
     def _hear(self, messages: list[FromEngine]) -> None:
         last = messages[-1] if messages else None
-        num_rows = last.num_rows if isinstance(last, StepBegins) else None
+        num_rows = last.num_tokens if isinstance(last, StepBegins) else None
         self._pace.received(anyio.current_time(), num_rows)
         for position, message in enumerate(messages):
             match message:
@@ -424,7 +424,7 @@ class EngineSupervisor:
                     continue
                 case Progress() | Finished():
                     self._deaths = self._convictions = 0
-                case Wanted():
+                case NeedPayload():
                     self._send_whole(message.request_id)
             self._ledger.hear(message)
         self._hand_over(messages)

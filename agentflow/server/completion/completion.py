@@ -25,8 +25,7 @@ from contextlib import asynccontextmanager
 import anyio
 import msgspec
 
-from agentflow.engine.context import EngineContext
-from agentflow.engine.conversation_context import fill_beside, num_chars, remember_answer, texts_of
+from agentflow.engine.context import EngineContext, num_chars, texts_of
 from agentflow.engine.generator import EngineGenerator
 from agentflow.engine.process.ipc import Finished, Progress
 from agentflow.engine.request import TopTokens
@@ -80,7 +79,7 @@ async def prompt_ids(generator: EngineGenerator, request: CompletionRequest) -> 
     """The token ids of the prompt, as the model would be given them. Runs nothing on the engine."""
     context = generator.open(request.cache_salt)
     try:
-        await _check_length(generator, request, COUNTED_CONTEXTS * generator.most_tokens())
+        await _check_length(generator, request, COUNTED_CONTEXTS * generator.limits.max_tokens())
         await _fill(generator, request, context)
         return await generator.prompt_ids(context)
     finally:
@@ -194,11 +193,11 @@ class _Run:
         )
         contexts, self._context = [context], context
         try:
-            await _check_length(generator, request, generator.most_tokens(request.max_prompt_tokens))
+            await _check_length(generator, request, generator.limits.max_tokens(request.max_prompt_tokens))
             await _fill(generator, request, context)
             if request.max_prompt_tokens is not None:
                 num_tokens = len(await generator.prompt_ids(context))
-                generator.check_num_tokens(num_tokens, generator.most_tokens(request.max_prompt_tokens))
+                generator.limits.check_num_tokens(num_tokens, generator.limits.max_tokens(request.max_prompt_tokens))
             if request.n > 1:
                 # The first answer computes the prompt. A separate request for that would make the prompt
                 # look cached to all of them.
@@ -232,7 +231,7 @@ class _Run:
                 error.param = "tools"
             raise
         reader.finish(end)
-        remember_answer(self._generator, context, end)
+        self._generator.output_token_cache.put_answer(context, end)
 
 
 async def _check_length(generator: EngineGenerator, request: CompletionRequest, most: int) -> None:
@@ -240,12 +239,12 @@ async def _check_length(generator: EngineGenerator, request: CompletionRequest, 
     little cost."""
     prompt = request.prompt
     if isinstance(prompt, TokenIds):
-        generator.check_num_tokens(len(prompt.ids), most)
+        generator.limits.check_num_tokens(len(prompt.ids), most)
     elif isinstance(prompt, str):
-        generator.check_length(len(prompt), most)
+        generator.limits.check_length(len(prompt), most)
         await generator.check_texts([prompt], most)
     else:
-        generator.check_length(num_chars(request.conversation), most)
+        generator.limits.check_length(num_chars(request.conversation), most)
         await generator.check_texts(texts_of(prompt), most)
 
 
@@ -258,10 +257,10 @@ async def _fill(generator: EngineGenerator, request: CompletionRequest, context:
             raise BadArgument("the prompt is empty: give a text with at least one token", param="prompt")
         context.tokens.generated(token_ids, prompt)
     elif isinstance(prompt, TokenIds):
-        generator.check_ids(prompt.ids)
+        generator.limits.check_ids(prompt.ids)
         context.tokens.only(prompt.ids)
     else:
-        await fill_beside(generator, context, request.conversation, opens_turn=request.opens_turn)
+        await generator.fill_conversation(context, request.conversation, opens_turn=request.opens_turn)
 
 
 class _AnswerReader:

@@ -24,8 +24,7 @@ from prometheus_client.utils import floatToGoString
 
 from agentflow.engine.client import RequestObserver
 from agentflow.engine.grammar.compiler.compiler import CompileCounts
-from agentflow.engine.process.ipc import EngineStats
-from agentflow.engine.step_times import PHASES, STEP_BOUNDS_S, BucketCounts
+from agentflow.engine.process.ipc import PHASES, STEP_BOUNDS_S, BucketCounts, EngineStats
 from agentflow.engine.tenant import NOBODY_ELSE
 from agentflow.protocol.events import Stats
 from agentflow.runtime.generator import Generator

@@ -126,7 +126,7 @@ async def detokenize(call: ApiCall) -> None:
     body = await call.beside(call.read, DetokenizeRequest)
     generator = call.generator(body.model, to_generate=False)
     with naming_param("tokens"):
-        generator.check_ids(body.tokens)
+        generator.limits.check_ids(body.tokens)
     decode = partial(generator.tokenizer.decode, skip_special=False)
     with generator.metered():
         text = await generator.encode_beside(len(body.tokens), decode, body.tokens)
@@ -161,7 +161,7 @@ async def _ids_of(call: ApiCall, body: TokenizeRequest, generator: EngineGenerat
     tokenizer = generator.tokenizer
     if not prompt:
         return [] if body.add_special_tokens is False else list(tokenizer.prefix_ids)
-    most = COUNTED_CONTEXTS * generator.most_tokens()
-    generator.check_length(len(prompt), most)
+    most = COUNTED_CONTEXTS * generator.limits.max_tokens()
+    generator.limits.check_length(len(prompt), most)
     await generator.check_texts([prompt], most)
     return await generator.encode_beside(len(prompt), tokenizer.encode_markup, prompt)

@@ -165,7 +165,7 @@ def sampling_of(
         params.check()
     for name, token_ids in (("logit_bias", biases), ("stop_token_ids", params.stop_token_ids)):
         with naming_param(name):
-            generator.check_ids(tuple(token_ids))
+            generator.limits.check_ids(tuple(token_ids))
     return params
 
 

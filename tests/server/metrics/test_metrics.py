@@ -20,13 +20,24 @@ from support.process_engine import PLAIN, generate, kill, process_engine
 from support.wire_peer import WireGenerator
 
 from agentflow.engine.client import EngineClient
+from agentflow.engine.engine import StepTimes
 from agentflow.engine.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.compiler import constraint_compiler
 from agentflow.engine.grammar.compiler.messages import CompiledConstraint, CompileLimits
 from agentflow.engine.grammar.dfa import build_dfa
 from agentflow.engine.grammar.regex import parse_regex
-from agentflow.engine.process.ipc import EngineStats, Failed, Finished, Origin, Progress, Started, Submit
-from agentflow.engine.step_times import PHASES, STEP_BOUNDS_S, BucketCounts, StepTimes
+from agentflow.engine.process.ipc import (
+    PHASES,
+    STEP_BOUNDS_S,
+    BucketCounts,
+    EngineStats,
+    Failed,
+    Finished,
+    Origin,
+    Progress,
+    Started,
+    Submit,
+)
 from agentflow.errors import EngineFailed, RequestRefused
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Stats

@@ -7,8 +7,8 @@ import contextlib
 import msgspec
 import pytest
 
+from agentflow.engine.engine import check_request, make_request
 from agentflow.engine.fake_runner import FakeRunner
-from agentflow.engine.intake import check_intake, request_of
 from agentflow.engine.process.ipc import Origin, Submit
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.errors import BadArgument, PromptTooLong
@@ -23,16 +23,16 @@ def submitted(origin: Origin) -> Submit:
 
 def test_a_request_keeps_its_tenant_with_its_share_and_its_priority() -> None:
     info = FakeRunner().info
-    request = request_of(submitted(Origin("ann", "salt", share=2.5, priority=-3)), info, 100)
+    request = make_request(submitted(Origin("ann", "salt", share=2.5, priority=-3)), info, 100)
     assert (request.tenant, request.share, request.priority) == ("ann", 2.5, -3)
-    request = request_of(submitted(Origin()), info, 100)
+    request = make_request(submitted(Origin()), info, 100)
     assert (request.tenant, request.share, request.priority) == ("", 1.0, 0)
 
 
 @pytest.mark.parametrize("origin", [Origin(share=0.0), Origin(share=1e9), Origin(priority=11)])
 def test_what_would_upset_the_scheduler_is_refused(origin: Origin) -> None:
     with pytest.raises(BadArgument, match="must be"):
-        request_of(submitted(origin), FakeRunner().info, 100)
+        make_request(submitted(origin), FakeRunner().info, 100)
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,8 @@ def test_what_the_engine_would_refuse_is_known_before_it_is_sent(
 
     def in_engine() -> None:
         scheduler = Scheduler(num_slots=num_slots, max_context=max_context, config=SchedulerConfig())
-        scheduler.add(request_of(Submit(1, [1] * num_prompt, params), info, scheduler.max_total_tokens))
+        scheduler.add(make_request(Submit(1, [1] * num_prompt, params), info, scheduler.max_total_tokens))
 
-    for check in (in_engine, lambda: check_intake(num_prompt, params, info)):
+    for check in (in_engine, lambda: check_request(num_prompt, params, info)):
         with pytest.raises(error) if error is not None else contextlib.nullcontext():
             check()

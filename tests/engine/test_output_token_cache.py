@@ -1,18 +1,18 @@
-"""Answers by their conversations, against a plain list of all that was said."""
+"""The output token cache against a plain list, and the keys of conversations."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.engine.conversation_context import TOKENS_PER_ENTRY, AnswerMemory, conversation_keys
+from agentflow.engine.context import TOKENS_PER_ENTRY, OutputTokenCache, conversation_keys
 from agentflow.protocol.chat import CalledTool, Message
 
 CALL = CalledTool("call_1", "weather", '{"city": "Oslo"}')
 
 
-def test_a_key_tells_all_that_was_said():
-    said = [
+def test_a_key_covers_every_field():
+    conversations = [
         [Message("user", "a")],
         [Message("user", "b")],
         [Message("system", "a")],
@@ -28,10 +28,10 @@ def test_a_key_tells_all_that_was_said():
         [Message("tool", "a")],
         [Message("user", "\ud800")],
     ]
-    keys = [conversation_keys(messages)[-1] for messages in said]
-    assert len(set(keys)) == len(said)
-    assert conversation_keys(said[0], start=b"tools")[-1] not in keys
-    assert conversation_keys([*said[0], *said[1]])[0] == keys[0]
+    keys = [conversation_keys(messages)[-1] for messages in conversations]
+    assert len(set(keys)) == len(conversations)
+    assert conversation_keys(conversations[0], start=b"tools")[-1] not in keys
+    assert conversation_keys([*conversations[0], *conversations[1]])[0] == keys[0]
     assert conversation_keys([]) == []
 
 
@@ -45,13 +45,13 @@ EVENT = st.tuples(st.booleans(), st.sampled_from([b"a", b"b", b"c", b"d"]), st.i
 
 
 @given(st.integers(0, 4 * TOKENS_PER_ENTRY), st.lists(EVENT, max_size=40))
-def test_the_answers_last_asked_for_are_kept(room, events):
-    memory = AnswerMemory(room)
+def test_the_least_recently_used_entry_goes_first(room, events):
+    cache = OutputTokenCache(room)
     kept: list[tuple[bytes, list[int]]] = []  # the oldest first
-    for number, (remembers, key, length) in enumerate(events):
-        if remembers:
+    for number, (is_put, key, length) in enumerate(events):
+        if is_put:
             token_ids = [number] * length
-            memory.remember(key, token_ids)
+            cache.put(key, token_ids)
             kept = [one for one in kept if one[0] != key]
             if 0 < length <= room - TOKENS_PER_ENTRY:
                 kept.append((key, token_ids))
@@ -59,15 +59,15 @@ def test_the_answers_last_asked_for_are_kept(room, events):
                 del kept[0]
         else:
             known = dict(kept).get(key)
-            found = memory.recall(key)
+            found = cache.get(key)
             assert (None if found is None else [*found]) == known
             if known is not None:
                 kept = [one for one in kept if one[0] != key] + [(key, known)]
-        assert len(memory) == len(kept)
+        assert len(cache) == len(kept)
 
 
-def test_short_answers_do_not_fill_the_memory():
-    memory = AnswerMemory(10 * TOKENS_PER_ENTRY)
+def test_short_answers_do_not_fill_the_cache():
+    cache = OutputTokenCache(10 * TOKENS_PER_ENTRY)
     for number in range(1_000):
-        memory.remember(b"%d" % number, [1] * (number % 2))
-    assert len(memory) == 9
+        cache.put(b"%d" % number, [1] * (number % 2))
+    assert len(cache) == 9

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.engine.memory_shares import (
+from agentflow.engine.machine import (
     MIN_KV_TOKENS,
     PROCESS_BYTES,
     WANTED_KV_TOKENS,
     MemoryNeed,
+    divide_memory,
     memory_need,
-    share_memory,
 )
 from agentflow.errors import BadArgument, BadModelFolder
 
@@ -49,9 +49,9 @@ def test_what_is_shared_out_is_there(needs, budget):
     )
     if least > budget:
         with pytest.raises(BadArgument, match="the models do not fit"):
-            share_memory(needs, budget)
+            divide_memory(needs, budget)
         return
-    shares = share_memory(needs, budget)
+    shares = divide_memory(needs, budget)
     assert [*shares] == [need.name for need in needs]
     used = sum(shares[need.name] * need.kv_bytes_per_token for need in needs)
     used += sum(need.weight_bytes + PROCESS_BYTES for need in needs)
@@ -66,7 +66,7 @@ def test_what_is_shared_out_is_there(needs, budget):
 @given(NEEDS, st.integers(0, 10**11))
 def test_pools_without_a_size_get_equal_parts_unless_they_want_less(needs, budget):
     try:
-        shares = share_memory(needs, budget)
+        shares = divide_memory(needs, budget)
     except BadArgument:
         return
     open_needs = [need for need in needs if need.kv_tokens is None]
@@ -84,7 +84,7 @@ def test_pools_without_a_size_get_equal_parts_unless_they_want_less(needs, budge
 def test_a_model_that_does_not_fit_is_named_with_what_it_needs():
     needs = [MemoryNeed("small", 10**9, 20_000), MemoryNeed("large", 14 * 10**9, 100_000, 50_000)]
     with pytest.raises(BadArgument) as caught:
-        share_memory(needs, 8 * 10**9)
+        divide_memory(needs, 8 * 10**9)
     assert str(caught.value) == (
         "the models do not fit into 8.00 GB: small 1.00 GB of weights and 0.02 GB for 1,024 tokens; large "
         "14.00 GB of weights and 5.00 GB for 50,000 tokens; and 0.50 GB each for its process. Serve fewer, "
