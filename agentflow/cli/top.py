@@ -90,7 +90,7 @@ class ModelFigures:
     output_per_s: float
     hit_rate: float | None
     hit_rate_ever: float | None
-    kv_held: int
+    kv_in_use: int
     kv_cached: int
     kv_free: int
     ttft: Quantiles
@@ -142,7 +142,7 @@ def _model(name: str, before: Scrape, now: Scrape, over_s: float) -> ModelFigure
     prompts, computed = "agentflow_prompt_tokens_total", {"source": "computed"}
     kv = {
         state: int(now.total("agentflow_kv_tokens", model=name, state=state))
-        for state in ("held", "cached", "free")
+        for state in ("in_use", "cached", "free")
     }
     return ModelFigures(
         name=name,
@@ -153,7 +153,7 @@ def _model(name: str, before: Scrape, now: Scrape, over_s: float) -> ModelFigure
         output_per_s=grown("agentflow_generated_tokens_total") / over_s,
         hit_rate=_share(grown(prompts), grown(prompts, **computed)),
         hit_rate_ever=_share(now.total(prompts, model=name), now.total(prompts, model=name, **computed)),
-        kv_held=kv["held"],
+        kv_in_use=kv["in_use"],
         kv_cached=kv["cached"],
         kv_free=kv["free"],
         ttft=_quantiles("agentflow_ttft_seconds", before, now, model=name),
@@ -291,7 +291,7 @@ def _load(now: Figures) -> Table:
     table = _table("model")
     for header in ("run", "wait", "in/s", "out/s", "hits", "hits ever"):
         table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("KV: # held, = cached", no_wrap=True)
+    table.add_column("KV: # in use, = cached", no_wrap=True)
     for model in now.models:
         table.add_row(
             Text(model.name) if model.is_up else Text(f"{model.name} (down)", style="red"),
@@ -337,14 +337,14 @@ def _table(first: str) -> Table:
 
 def kv_bar(model: ModelFigures) -> str:
     """How full the pool is: what running requests hold, what is cached, and both in per cent."""
-    total = model.kv_held + model.kv_cached + model.kv_free
+    total = model.kv_in_use + model.kv_cached + model.kv_free
     if not total:
         return "-"
     # A cell for whatever is there at all.
-    held = ceil(BAR_CELLS * model.kv_held / total)
-    used = max(held, ceil(BAR_CELLS * (model.kv_held + model.kv_cached) / total))
-    bar = f"{'#' * held}{'=' * (used - held)}{'·' * (BAR_CELLS - used)}"
-    return f"{bar} {(model.kv_held + model.kv_cached) / total:.0%}"
+    in_use = ceil(BAR_CELLS * model.kv_in_use / total)
+    used = max(in_use, ceil(BAR_CELLS * (model.kv_in_use + model.kv_cached) / total))
+    bar = f"{'#' * in_use}{'=' * (used - in_use)}{'·' * (BAR_CELLS - used)}"
+    return f"{bar} {(model.kv_in_use + model.kv_cached) / total:.0%}"
 
 
 def _rate(value: float) -> str:

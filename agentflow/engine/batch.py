@@ -87,17 +87,17 @@ class ScoredTokens:
 
 
 @dataclass(slots=True, frozen=True)
-class BranchRows:
+class TreeAttention:
     """Rows that stand at the end of a batch and are part of no request's sequence: the tokens of trees below
     a prefix. Each sees the whole prefix, then the nodes above it in its tree, then itself.
 
-    ``page_rows``, ``prefix_lens``, ``query_lens`` [G]: of each tree the page table's row and the length of
+    ``req_rows``, ``prefix_lens``, ``query_lens`` [G]: of each tree the page table's row and the length of
     its prefix there, this batch's rows included, and how many rows it has here. ``paths`` [B, any]: for each
     row the slots of the nodes above it and its own, of which the first ``path_lens[b]`` count; the
     others repeat its own.
     """
 
-    page_rows: IntArray
+    req_rows: IntArray
     prefix_lens: IntArray
     query_lens: IntArray
     paths: IntArray
@@ -155,24 +155,24 @@ class Batch:
     """One forward pass over T rows of R requests.
 
     ``token_ids``, ``positions``, ``write_slots`` [T]: what each row is, where it stands in its
-    sequence, and the slot its key and value go to. ``page_table`` [any, max_context] int32 is the
-    scheduler's own table, shared and not copied; ``page_rows`` [R] says which of its rows belongs
-    to which request: ``page_table[page_rows[r], :kv_lens[r]]`` are the slots of request r in order
+    sequence, and the slot its key and value go to. ``req_to_token`` [any, max_context] int32 is the
+    scheduler's own table, shared and not copied; ``req_rows`` [R] says which of its rows belongs
+    to which request: ``req_to_token[req_rows[r], :kv_lens[r]]`` are the slots of request r in order
     of position, those written in this step included. ``query_lens`` [R]: rows of each request.
-    ``num_decode``: so many requests at the front have one row each. ``branches``: of the last rows of
+    ``num_decode``: so many requests at the front have one row each. ``trees``: of the last rows of
     the batch, which are counted in none of these; None where there are none.
     """
 
     token_ids: IntArray
     positions: IntArray
     write_slots: IntArray
-    page_table: NDArray[np.int32]
-    page_rows: IntArray
+    req_to_token: NDArray[np.int32]
+    req_rows: IntArray
     query_lens: IntArray
     kv_lens: IntArray
     num_decode: int
     sampled: SampledRows
-    branches: BranchRows | None = None
+    trees: TreeAttention | None = None
 
 
 @dataclass(slots=True, frozen=True)

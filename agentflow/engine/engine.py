@@ -388,7 +388,7 @@ def make_request(message: Submit, info: RunnerInfo, max_total_tokens: int) -> Re
         deadline=_time_in(origin.deadline_s),
         patience_end=_time_in(origin.patience_s),
         priority=origin.priority,
-        share=origin.share,
+        weight=origin.weight,
         end_ids=_end_ids(params, info),
     )
     end = request.num_prompt + len(message.generated_ids)
@@ -515,7 +515,7 @@ def engine_stats(ticket: int, model: str, scheduler: Scheduler, times: StepTimes
         retractions=counters.retractions,
         free_slots=memory.slots.num_free,
         cached_slots=memory.cache.num_cached,
-        held_slots=memory.num_held,
+        in_use_slots=memory.num_in_use,
         total_slots=memory.slots.total,
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),

@@ -120,20 +120,20 @@ class _SlotsOfRows:
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
         self._owners = np.repeat(np.arange(len(batch.query_lens)), batch.query_lens)
-        if batch.branches is not None:
-            lens = batch.branches.query_lens
-            self._trees = np.repeat(np.arange(len(lens)), lens)
+        if batch.trees is not None:
+            lens = batch.trees.query_lens
+            self._tree_of = np.repeat(np.arange(len(lens)), lens)
 
     def seen_by(self, row: int, end: int) -> NDArray[np.int64]:
         """In the order of their positions, which are those below ``end``."""
-        batch, branches = self._batch, self._batch.branches
+        batch, trees = self._batch, self._batch.trees
         if row < len(self._owners):
-            return batch.page_table[batch.page_rows[self._owners[row]], :end].astype(np.int64)
-        assert branches is not None
-        branch = row - len(self._owners)
-        tree = self._trees[branch]
-        prefix = batch.page_table[branches.page_rows[tree], : branches.prefix_lens[tree]]
-        return np.concatenate((prefix, branches.paths[branch, : branches.path_lens[branch]]), dtype=np.int64)
+            return batch.req_to_token[batch.req_rows[self._owners[row]], :end].astype(np.int64)
+        assert trees is not None
+        node = row - len(self._owners)
+        tree = self._tree_of[node]
+        prefix = batch.req_to_token[trees.req_rows[tree], : trees.prefix_lens[tree]]
+        return np.concatenate((prefix, trees.paths[node, : trees.path_lens[node]]), dtype=np.int64)
 
 
 def _logprob(before: NDArray[np.int64], token: int) -> float:

@@ -31,7 +31,7 @@ from agentflow.engine.engine import check_request
 from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler
 from agentflow.engine.process.ipc import EngineStats, Finished, Origin, Progress
 from agentflow.engine.request import TopTokens
-from agentflow.engine.tenant import NOBODY_ELSE, AdmittedRequest, RequestGate, Tenant
+from agentflow.engine.tenant import ANONYMOUS, AdmittedRequest, RequestGate, Tenant
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.choices import WINDOW_CHARS, EncodedChoices, scores_of
 from agentflow.engine.text.token_state import TokenState
@@ -76,7 +76,7 @@ class EngineGenerator:
         template: ChatTemplate,
         *,
         name: str | None = None,
-        tenant: Tenant = NOBODY_ELSE,
+        tenant: Tenant = ANONYMOUS,
         gate: RequestGate | None = None,
         use_hints: bool = True,
         compiler: ConstraintCompiler | None = None,
@@ -118,7 +118,7 @@ class EngineGenerator:
             cache_salt,
             state=self._new_number(),
             task_group=_group_of(program) if program and self._use_hints else 0,
-            share=self.tenant.share,
+            weight=self.tenant.weight,
             priority=priority,
             patience_s=patience_s,
         )

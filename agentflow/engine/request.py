@@ -22,7 +22,7 @@ Objective = Literal["latency", "throughput"]
 TopTokens = list[tuple[int, float]]
 """The likeliest tokens at one place with their log-probabilities, likeliest first."""
 
-MIN_SHARE, MAX_SHARE = 0.01, 100.0
+MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0
 """Of a tenant, against that of others."""
 MAX_PRIORITY = 10
 """Of a request within its tenant; the lowest is -MAX_PRIORITY."""
@@ -88,7 +88,7 @@ class Request:
     deadline: float = math.inf
     patience_end: float = math.inf
     priority: int = 0
-    share: float = 1.0
+    weight: float = 1.0
     token_mask: TokenWords | None = None
     is_complete: bool = False
     arrival: int = -1
@@ -99,7 +99,7 @@ class Request:
     num_shared: int = 0
     num_charged: int = 0
     was_admitted: bool = False
-    page_row: int = -1
+    req_row: int = -1
     committed: PrefixMatch | None = None
     num_nodes_computed: int = 0
     node_slots: SlotArray = field(default_factory=lambda: _NO_SLOTS)
@@ -127,15 +127,15 @@ class Request:
         deadline: float = math.inf,
         patience_end: float = math.inf,
         priority: int = 0,
-        share: float = 1.0,
+        weight: float = 1.0,
         end_ids: tuple[int, ...] = (),
     ) -> Request:
         """A waiting request over a copy of ``prompt`` (int32, at least one token). ``BadArgument`` for a
         priority or a share that is out of range."""
         if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
             raise BadArgument(f"priority must be {-MAX_PRIORITY} to {MAX_PRIORITY}, not {priority}")
-        if not MIN_SHARE <= share <= MAX_SHARE:
-            raise BadArgument(f"a tenant's share must be {MIN_SHARE} to {MAX_SHARE}, not {share}")
+        if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+            raise BadArgument(f"a tenant's weight must be {MIN_WEIGHT} to {MAX_WEIGHT}, not {weight}")
         tokens: TokenArray = np.empty(len(prompt) + max_new_tokens, dtype=np.int32)
         tokens[: len(prompt)] = prompt
         return cls(
@@ -156,7 +156,7 @@ class Request:
             deadline=deadline,
             patience_end=patience_end,
             priority=priority,
-            share=share,
+            weight=weight,
             end_ids=end_ids,
         )
 

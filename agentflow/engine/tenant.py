@@ -10,13 +10,13 @@ from typing import Protocol
 @dataclass(frozen=True, slots=True)
 class Tenant:
     """``name`` separates caches, queues and constraints of tenants from each other; a server without keys
-    has one, whose name is empty. ``share``: of the engine's work, against that of others, while both wait.
+    has one, whose name is empty. ``weight``: of its work against other tenants' while both wait.
     ``requests_per_minute`` and ``tokens_per_minute`` (prompt and output): more are refused until there is
     room again. ``max_unfinished``: requests at once, those that wait included. ``models``: those it may use;
     None: all. ``sees_metrics``: may read ``/metrics``, which tells of all tenants."""
 
     name: str = ""
-    share: float = 1.0
+    weight: float = 1.0
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     max_unfinished: int | None = None
@@ -28,7 +28,7 @@ class Tenant:
         return self.models is None or model in self.models
 
 
-NOBODY_ELSE = Tenant(sees_metrics=True)
+ANONYMOUS = Tenant(sees_metrics=True)
 """The tenant of a server without keys."""
 
 

@@ -14,7 +14,7 @@ A request's keys are cut into runs that it shares with other requests and a tail
   side by side and padded to the longest.
 * A *short group* holds chunks of a few rows, such as tokens that a grammar has forced: the whole tail of
   each is gathered once for all of its rows, and a mask shows to each row what comes before it.
-  *Branch rows*, the nodes of trees below a prefix (``branches``), are such a chunk, too: the mask shows to
+  *Branch rows*, the nodes of trees below a prefix (``trees``), are such a chunk, too: the mask shows to
   each the nodes above it. A long prefix is a context part for all of them.
 * A *causal group* holds prefill chunks: row i of a chunk sees its rows 0 to i.
 
@@ -41,7 +41,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentflow.kernels.inputs import AttentionBatch, Branches, IntArray, PageTable, side_by_side, tree_block
+from agentflow.kernels.inputs import (
+    AttentionBatch,
+    IntArray,
+    ReqToToken,
+    TreeAttention,
+    side_by_side,
+    tree_block,
+)
 
 Index = slice | Tensor
 """Positions along a dimension: a slice where they are consecutive, which costs no copy."""
@@ -133,7 +140,7 @@ class SharedRun:
 
 
 def find_shared_runs(
-    page_table: NDArray[np.int32], page_rows: IntArray, limits: IntArray, least_saving: int, step: int = 1
+    req_to_token: NDArray[np.int32], req_rows: IntArray, limits: IntArray, least_saving: int, step: int = 1
 ) -> tuple[list[SharedRun], IntArray]:
     """The shared runs that are worth a part of their own, and where each request's own tail starts.
 
@@ -146,13 +153,13 @@ def find_shared_runs(
     their first slots.
     """
     runs: list[SharedRun] = []
-    tails = np.zeros(len(page_rows), dtype=np.int64)
-    pending = [(np.arange(len(page_rows)), 0)] if len(page_rows) > 1 else []
+    tails = np.zeros(len(req_rows), dtype=np.int64)
+    pending = [(np.arange(len(req_rows)), 0)] if len(req_rows) > 1 else []
     while pending:
         members, depth = pending.pop()
         members = members[limits[members] > depth]
-        for siblings in _equal_groups(members, page_table[page_rows[members], depth]):
-            common = page_table[page_rows[siblings], depth : int(limits[siblings].min())]
+        for siblings in _equal_groups(members, req_to_token[req_rows[members], depth]):
+            common = req_to_token[req_rows[siblings], depth : int(limits[siblings].min())]
             differs = (common != common[0]).any(axis=0)
             end = depth + (int(differs.argmax()) if differs.any() else len(differs))
             start = int(tails[siblings[0]])
@@ -216,47 +223,47 @@ SHORT_STEP = 4
 
 
 def plan_attention(
-    page_table: PageTable,
-    page_rows: IntArray,
+    req_to_token: ReqToToken,
+    req_rows: IntArray,
     query_lens: IntArray,
     kv_lens: IntArray,
     *,
     dtype: torch.dtype,
     device: torch.device,
-    branches: Branches | None = None,
+    trees: TreeAttention | None = None,
     part_overhead: int = PART_OVERHEAD,
     max_gathered: int = MAX_GATHERED,
     run_step: int = MOST_STEP,
 ) -> AttentionPlan:
-    """The plan for R requests: ``page_table[page_rows[r], :kv_lens[r]]`` are the slots of request r,
-    of which the last ``query_lens[r]`` belong to its rows in this batch. ``branches``: of the rows after
+    """The plan for R requests: ``req_to_token[req_rows[r], :kv_lens[r]]`` are the slots of request r,
+    of which the last ``query_lens[r]`` belong to its rows in this batch. ``trees``: of the rows after
     those. ``dtype``: of the queries. ``run_step``: the lengths of shared runs are multiples of it."""
-    planner = _Planner(page_table, page_rows, query_lens, kv_lens, branches, dtype, device)
+    planner = _Planner(req_to_token, req_rows, query_lens, kv_lens, trees, dtype, device)
     return planner.plan(part_overhead, max_gathered, run_step)
 
 
 class _Planner:
     def __init__(
         self,
-        page_table: PageTable,
-        page_rows: IntArray,
+        req_to_token: ReqToToken,
+        req_rows: IntArray,
         query_lens: IntArray,
         kv_lens: IntArray,
-        branches: Branches | None,
+        trees: TreeAttention | None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.page_table = page_table
-        self.page_rows = page_rows
+        self.req_to_token = req_to_token
+        self.req_rows = req_rows
         self.query_lens = query_lens
         self.kv_lens = kv_lens
         self.cached = kv_lens - query_lens
-        self.branches = branches
-        self.num_requests = len(page_rows)
-        if branches is not None:  # each tree counts as one more request, with its prefix in the cache
-            self.page_rows = np.concatenate((page_rows, branches.page_rows))
-            self.query_lens = np.concatenate((query_lens, branches.query_lens))
-            self.cached = np.concatenate((self.cached, branches.prefix_lens))
+        self.trees = trees
+        self.num_requests = len(req_rows)
+        if trees is not None:  # each tree counts as one more request, with its prefix in the cache
+            self.req_rows = np.concatenate((req_rows, trees.req_rows))
+            self.query_lens = np.concatenate((query_lens, trees.query_lens))
+            self.cached = np.concatenate((self.cached, trees.prefix_lens))
         self.dtype = dtype
         self.device = device
         self.first_rows = np.cumsum(self.query_lens) - self.query_lens
@@ -264,7 +271,9 @@ class _Planner:
         self.contexts: list[ContextPart] = []
 
     def plan(self, part_overhead: int, max_gathered: int, run_step: int) -> AttentionPlan:
-        runs, starts = find_shared_runs(self.page_table, self.page_rows, self.cached, part_overhead, run_step)
+        runs, starts = find_shared_runs(
+            self.req_to_token, self.req_rows, self.cached, part_overhead, run_step
+        )
         for run in runs:
             self._add_context(run)
         num = self.num_requests
@@ -281,11 +290,11 @@ class _Planner:
             self._add_cached(int(r), int(starts[r]), int(cached[r]))
         causals = self._causal_groups(chunks)
         return AttentionPlan(
-            self.page_table,
-            self.page_rows[:num],
+            self.req_to_token,
+            self.req_rows[:num],
             query_lens,
             self.kv_lens,
-            self.branches,
+            self.trees,
             singles,
             shorts,
             causals,
@@ -298,7 +307,7 @@ class _Planner:
         rows = _ranges(self.first_rows[run.members], self.query_lens[run.members])
         length = run.end - run.start
         column = np.arange(rounded_up(length))
-        slots = self.page_table[self.page_rows[run.members[0]], run.start + column.clip(max=length - 1)]
+        slots = self.req_to_token[self.req_rows[run.members[0]], run.start + column.clip(max=length - 1)]
         mask = self._mask((column < length)[None, None, None]) if length < len(column) else None
         part = ContextPart(self._index(rows), len(rows), self._index(slots), len(slots), mask)
         self.contexts.append(part)
@@ -315,7 +324,7 @@ class _Planner:
         """A part for what is left of a tree's prefix but its last token, if it is worth one. Where a row of
         its own computes that token, it sees the same and shares the part: returns its request."""
         members, last = [tree], None
-        for request in np.flatnonzero(self.page_rows[: self.num_requests] == self.page_rows[tree]).tolist():
+        for request in np.flatnonzero(self.req_rows[: self.num_requests] == self.req_rows[tree]).tolist():
             if self.query_lens[request] == 1 and starts[request] == starts[tree]:
                 members, last = [request, tree], request
         start = int(starts[tree])
@@ -345,19 +354,21 @@ class _Planner:
             groups.append(self._tree_group(packed, lasts, starts))
         return groups
 
-    def _tree_group(self, trees: list[int], lasts: dict[int, int | None], starts: IntArray) -> ShortGroup:
-        branches, num = self.branches, self.num_requests
-        assert branches is not None
+    def _tree_group(
+        self, tree_indices: list[int], lasts: dict[int, int | None], starts: IntArray
+    ) -> ShortGroup:
+        trees, num = self.trees, self.num_requests
+        assert trees is not None
         rows: list[int] = []
         slots: list[IntArray] = []
         blocks: list[NDArray[np.bool_]] = []
-        for tree in trees:
+        for tree in tree_indices:
             last, first = lasts[tree], int(self.first_rows[tree])
             end = first + int(self.query_lens[tree])
             rows += [*([] if last is None else [int(self.first_rows[last])]), *range(first, end)]
             first_node = int(self.first_rows[num])
-            head = self.page_table[self.page_rows[tree], starts[tree] : self.cached[tree]]
-            paths = branches.paths[first - first_node : end - first_node]
+            head = self.req_to_token[self.req_rows[tree], starts[tree] : self.cached[tree]]
+            paths = trees.paths[first - first_node : end - first_node]
             own_slots, visible = tree_block(head, paths, 0 if last is None else 1)
             slots.append(own_slots)
             blocks.append(visible)
@@ -392,7 +403,7 @@ class _Planner:
     def _tails(self, requests: IntArray, starts: IntArray, lens: IntArray, num: int) -> NDArray[np.int32]:
         """``num`` slots of each request's tail, by repeating its last one."""
         columns = starts[:, None] + np.minimum(np.arange(num), (lens - 1)[:, None])
-        return self.page_table[self.page_rows[requests][:, None], columns].ravel()
+        return self.req_to_token[self.req_rows[requests][:, None], columns].ravel()
 
     def _short_groups(self, requests: IntArray, starts: IntArray, max_gathered: int) -> list[ShortGroup]:
         """Groups of chunks whose tails are of like length."""
@@ -431,7 +442,7 @@ class _Planner:
             self.group_rows.append(np.where(np.arange(num_rows) <= last, rows, -1).ravel())
             rows = rows.ravel()
             columns = columns + self.cached[group][:, None]
-            slots = self.page_table[self.page_rows[group][:, None], columns].ravel()
+            slots = self.req_to_token[self.req_rows[group][:, None], columns].ravel()
             groups.append(CausalGroup(self._index(rows), self._index(slots), len(group), num_rows))
             first = end
         return groups

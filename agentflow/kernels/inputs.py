@@ -24,17 +24,17 @@ from torch import Tensor
 IntArray = NDArray[np.int64]
 
 
-class Branches(Protocol):
+class TreeAttention(Protocol):
     """The last B rows of a batch, tree after tree. Each sees the whole prefix of its tree, then the nodes
     above it, then itself.
 
-    Of G trees: ``page_table[page_rows[g], :prefix_lens[g]]`` are the slots of the prefix, and
+    Of G trees: ``req_to_token[req_rows[g], :prefix_lens[g]]`` are the slots of the prefix, and
     ``query_lens[g]`` the number of rows. Of the rows: ``paths[b, :path_lens[b]]`` are the slots of the nodes
     above, from the top, and its own, which all further columns repeat.
     """
 
     @property
-    def page_rows(self) -> IntArray: ...
+    def req_rows(self) -> IntArray: ...
     @property
     def prefix_lens(self) -> IntArray: ...
     @property
@@ -155,19 +155,19 @@ class DecoderWeights:
     norm_eps: float
 
 
-PageTable = NDArray[np.int32]
+ReqToToken = NDArray[np.int32]
 
 
 @dataclass(slots=True, frozen=True)
 class AttentionBatch:
-    """R requests: ``page_table[page_rows[r], :kv_lens[r]]`` are the slots of request r, of which the last
-    ``query_lens[r]`` belong to its rows in this batch. ``branches``: of the rows after those."""
+    """R requests: ``req_to_token[req_rows[r], :kv_lens[r]]`` are the slots of request r, of which the last
+    ``query_lens[r]`` belong to its rows in this batch. ``trees``: of the rows after those."""
 
-    page_table: PageTable
-    page_rows: IntArray
+    req_to_token: ReqToToken
+    req_rows: IntArray
     query_lens: IntArray
     kv_lens: IntArray
-    branches: Branches | None
+    trees: TreeAttention | None
 
 
 @dataclass(frozen=True, slots=True)

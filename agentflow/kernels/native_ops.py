@@ -87,14 +87,14 @@ class NativeRows(Structure):
 class NativeBatch(Structure):
     paths_array: NDArray[Any] | None = None  # that it refers to and nobody else holds
     _fields_ = (
-        ("page_table", c_void_p),
+        ("req_to_token", c_void_p),
         ("page_stride", c_int64),
         ("num_requests", c_int64),
-        ("page_rows", c_void_p),
+        ("req_rows", c_void_p),
         ("query_lens", c_void_p),
         ("kv_lens", c_void_p),
         ("num_trees", c_int64),
-        ("tree_page_rows", c_void_p),
+        ("tree_req_rows", c_void_p),
         ("prefix_lens", c_void_p),
         ("tree_query_lens", c_void_p),
         ("paths", c_void_p),
@@ -217,27 +217,27 @@ def native_decoder(weights: DecoderWeights) -> NativeDecoder:
 
 def native_batch(batch: AttentionBatch) -> NativeBatch:
     """It refers to the batch's arrays, which must outlive it."""
-    table = batch.page_table
+    table = batch.req_to_token
     assert table.dtype == np.int32
     assert table.strides[1] == 4
     made = NativeBatch(
         table.__array_interface__["data"][0],  # rows may be apart
         table.strides[0] // 4,
-        len(batch.page_rows),
-        address(batch.page_rows),
+        len(batch.req_rows),
+        address(batch.req_rows),
         address(batch.query_lens),
         address(batch.kv_lens),
     )
-    branches = batch.branches
-    if branches is not None:
-        made.num_trees = len(branches.page_rows)
-        made.tree_page_rows = address(branches.page_rows)
-        made.prefix_lens = address(branches.prefix_lens)
-        made.tree_query_lens = address(branches.query_lens)
-        made.paths_array = np.ascontiguousarray(branches.paths)  # made by indexing, in any order
+    trees = batch.trees
+    if trees is not None:
+        made.num_trees = len(trees.req_rows)
+        made.tree_req_rows = address(trees.req_rows)
+        made.prefix_lens = address(trees.prefix_lens)
+        made.tree_query_lens = address(trees.query_lens)
+        made.paths_array = np.ascontiguousarray(trees.paths)  # made by indexing, in any order
         made.paths = address(made.paths_array)
         made.path_stride = made.paths_array.shape[1]
-        made.path_lens = address(branches.path_lens)
+        made.path_lens = address(trees.path_lens)
     return made
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from agentflow.kernels.choice import choose as choose
-from agentflow.kernels.inputs import AttentionBatch, Branches, DecoderWeights, LinearWeight, PageTable
+from agentflow.kernels.inputs import AttentionBatch, DecoderWeights, LinearWeight, ReqToToken, TreeAttention
 
 
 def pack_linear(
@@ -73,26 +73,26 @@ def whole_forward(weights: DecoderWeights, head: LinearWeight) -> None:
 def attention(q: Tensor, kv_layer: Tensor, plan: AttentionBatch, scale: float) -> Tensor:
     out = torch.empty_like(q)
     row = 0
-    for page_row, query_len, kv_len in zip(plan.page_rows, plan.query_lens, plan.kv_lens, strict=True):
-        slots = torch.from_numpy(plan.page_table[page_row, :kv_len].copy()).to(q.device)
+    for req_row, query_len, kv_len in zip(plan.req_rows, plan.query_lens, plan.kv_lens, strict=True):
+        slots = torch.from_numpy(plan.req_to_token[req_row, :kv_len].copy()).to(q.device)
         for num_seen in range(int(kv_len - query_len) + 1, int(kv_len) + 1):
             out[row] = _attend(q[row], kv_layer[slots[:num_seen]], scale)
             row += 1
-    if plan.branches is not None:
-        _attend_branches(out[row:], q[row:], kv_layer, plan.page_table, plan.branches, scale)
+    if plan.trees is not None:
+        _attend_trees(out[row:], q[row:], kv_layer, plan.req_to_token, plan.trees, scale)
     return out.flatten(1)
 
 
-def _attend_branches(
-    out: Tensor, q: Tensor, kv_layer: Tensor, page_table: PageTable, branches: Branches, scale: float
+def _attend_trees(
+    out: Tensor, q: Tensor, kv_layer: Tensor, req_to_token: ReqToToken, trees: TreeAttention, scale: float
 ) -> None:
     row = 0
-    for page_row, prefix_len, num_rows in zip(
-        branches.page_rows, branches.prefix_lens, branches.query_lens, strict=True
+    for req_row, prefix_len, num_rows in zip(
+        trees.req_rows, trees.prefix_lens, trees.query_lens, strict=True
     ):
-        prefix = page_table[page_row, :prefix_len].tolist()
+        prefix = req_to_token[req_row, :prefix_len].tolist()
         for _ in range(int(num_rows)):
-            slots = prefix + branches.paths[row, : branches.path_lens[row]].tolist()
+            slots = prefix + trees.paths[row, : trees.path_lens[row]].tolist()
             out[row] = _attend(q[row], kv_layer[slots], scale)
             row += 1
 

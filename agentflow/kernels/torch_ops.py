@@ -157,13 +157,13 @@ def rope_and_write(qkv: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, writ
 
 def plan_attention(batch: AttentionBatch, dtype: torch.dtype, device: torch.device) -> AttentionPlan:
     return plan_parts(
-        batch.page_table,
-        batch.page_rows,
+        batch.req_to_token,
+        batch.req_rows,
         batch.query_lens,
         batch.kv_lens,
         dtype=dtype,
         device=device,
-        branches=batch.branches,
+        trees=batch.trees,
     )
 
 

@@ -33,7 +33,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from agentflow.engine.tenant import NOBODY_ELSE
+from agentflow.engine.tenant import ANONYMOUS
 from agentflow.errors import NotAuthorized, RateLimited
 from agentflow.protocol.wire import SESSION_PATH
 from agentflow.runtime.generator import Generator
@@ -68,7 +68,7 @@ async def ready(request: Request) -> JSONResponse:
     for model in service.models:
         try:
             with anyio.fail_after(STATS_TIMEOUT_S):
-                await model.generator(NOBODY_ELSE).stats()
+                await model.generator(ANONYMOUS).stats()
         except Exception as error:  # whatever it is: the engine does not answer as it should
             is_late = isinstance(error, TimeoutError)
             why = f"has not answered for {STATS_TIMEOUT_S} s" if is_late else f"does not answer: {error}"

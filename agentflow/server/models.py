@@ -21,7 +21,7 @@ from agentflow.engine.client import EngineClient
 from agentflow.engine.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.compiler import CompileCounts, ConstraintCompiler
 from agentflow.engine.process.ipc import Failed, Finished, FromEngine, Started, Submit
-from agentflow.engine.tenant import NOBODY_ELSE, Tenant
+from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.errors import Overloaded, UnknownModel
 from agentflow.runtime.generator import Generator
@@ -210,7 +210,7 @@ class EngineModel:
     def keep_tenants(self, tenants: Iterable[Tenant]) -> None:
         """States that are opened from now on have the new shares, also in sessions that are open; what is
         remembered of tenants that are gone is dropped."""
-        self._tenants = {tenant.name: tenant for tenant in (NOBODY_ELSE, *tenants)}
+        self._tenants = {tenant.name: tenant for tenant in (ANONYMOUS, *tenants)}
         self._generators = {name: one for name, one in self._generators.items() if name in self._tenants}
         for name, generator in self._generators.items():
             generator.tenant = self._tenants[name]

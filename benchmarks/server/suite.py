@@ -15,7 +15,7 @@ from rich.console import Console
 from agentflow.engine.local_engine import EngineOptions
 from agentflow.engine.process.child import give_way
 from agentflow.engine.process.ipc import FromEngine, Progress, Submit
-from agentflow.engine.tenant import NOBODY_ELSE
+from agentflow.engine.tenant import ANONYMOUS
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.models import EngineModel
 from agentflow.server.open_models import open_models
@@ -54,7 +54,7 @@ class InProcess:
 
     def prompt(self) -> list[int]:
         """The next one."""
-        generator = self._model.generator(NOBODY_ELSE)
+        generator = self._model.generator(ANONYMOUS)
         context = generator.open("")
         generator.begin_role(context, "user")
         generator.fill(context, " ".join([self._rng.choice(WORDS) for _ in range(self._num_words)]))

@@ -119,8 +119,8 @@ def _greedy_ids(runner: Any, num_tokens: int) -> list[list[int]]:
             write_slots=np.concatenate([table[r, p] for r, p in zip(requests, new, strict=True)]).astype(
                 np.int64
             ),
-            page_table=table,
-            page_rows=np.array(requests),
+            req_to_token=table,
+            req_rows=np.array(requests),
             query_lens=np.array(counts),
             kv_lens=np.array([len(tokens[r]) for r in requests]),
             sampled=replace(form.sampled.part(0, len(requests)), rows=ends),

@@ -60,7 +60,7 @@ def tree_batch(leaves: int, num_slots: int, max_context: int) -> Batch:
     last of them."""
     depth = int(math.log2(leaves)) + 1
     batch = batch_of(Shape(leaves, depth * LEVEL), num_slots, max_context)
-    table = batch.page_table.copy()
+    table = batch.req_to_token.copy()
     for level in range(depth):
         for leaf in range(leaves):
             node = (leaf >> (depth - 1 - level)) + (1 << level)
@@ -68,7 +68,7 @@ def tree_batch(leaves: int, num_slots: int, max_context: int) -> Batch:
             table[leaf, level * LEVEL : (level + 1) * LEVEL] = np.arange(first, first + LEVEL)
     own = np.arange(leaves) + num_slots - leaves
     table[:, depth * LEVEL] = own
-    return replace(batch, page_table=table, write_slots=own.astype(np.int64))
+    return replace(batch, req_to_token=table, write_slots=own.astype(np.int64))
 
 
 def _step_ms(runner: TorchRunner, batch: Batch, runs: int) -> float:

@@ -53,15 +53,15 @@ def test_what_is_shared_is_read_once() -> None:
 
 def test_requests_share_the_slots_that_they_should() -> None:
     batch = batch_of(Shape(4, 50, shared=30), 1_000, 200)
-    assert (batch.page_table[:, :30] == np.arange(30)).all()
-    own = batch.page_table[:, 30:51]
+    assert (batch.req_to_token[:, :30] == np.arange(30)).all()
+    own = batch.req_to_token[:, 30:51]
     assert len(np.unique(own)) == own.size
     assert own.min() >= 30
     assert batch.write_slots.tolist() == own[:, -1].tolist()
 
 
 def test_a_tree_of_requests_shares_more_the_nearer_they_are() -> None:
-    table = tree_batch(8, 5_000, 1_000).page_table
+    table = tree_batch(8, 5_000, 1_000).req_to_token
     common = [int((table[0, : 4 * LEVEL] == table[leaf, : 4 * LEVEL]).sum()) for leaf in (1, 2, 4)]
     assert common == [3 * LEVEL, 2 * LEVEL, LEVEL]
 

@@ -53,7 +53,7 @@ agentflow_sessions 5
 agentflow_running_requests{model="a"} 2
 agentflow_running_requests{model="b"} 1
 agentflow_waiting_requests{model="a"} 3
-agentflow_kv_tokens{model="a",state="held"} 10
+agentflow_kv_tokens{model="a",state="in_use"} 10
 agentflow_kv_tokens{model="a",state="cached"} 30
 agentflow_kv_tokens{model="a",state="free"} 60
 agentflow_prompt_tokens_total{model="a",source="prompt_cache"} 130
@@ -89,7 +89,7 @@ def test_the_figures_of_two_scrapes():
     assert (a.name, a.is_up, a.running, a.waiting, a.restarts) == ("a", True, 2, 3, 0)
     assert (a.input_per_s, a.output_per_s) == (50.0, 75.0)
     assert (a.hit_rate, a.hit_rate_ever) == (0.5, 1 - 350 / 500)
-    assert (a.kv_held, a.kv_cached, a.kv_free) == (10, 30, 60)
+    assert (a.kv_in_use, a.kv_cached, a.kv_free) == (10, 30, 60)
     assert a.ttft.p50_s == pytest.approx(0.15)
     assert a.ttft.p95_s == pytest.approx(0.195)
     assert a.tpot == Quantiles(None, None)
@@ -171,7 +171,7 @@ def model(**changes) -> ModelFigures:
     none = Quantiles(None, None)
     fields = {
         "name": "smollm2-135m", "is_up": True, "running": 64, "waiting": 1234, "input_per_s": 98_765.0,
-        "output_per_s": 1234.0, "hit_rate": 1.0, "hit_rate_ever": 0.5, "kv_held": 50, "kv_cached": 50,
+        "output_per_s": 1234.0, "hit_rate": 1.0, "hit_rate_ever": 0.5, "kv_in_use": 50, "kv_cached": 50,
         "kv_free": 0, "ttft": none, "tpot": none, "restarts": 0,
     }  # fmt: skip
     return ModelFigures(**{**fields, **changes})
@@ -179,9 +179,9 @@ def model(**changes) -> ModelFigures:
 
 def test_the_bar_shows_what_is_there():
     assert kv_bar(model()) == "#######======= 100%"
-    assert kv_bar(model(kv_held=1, kv_cached=0, kv_free=9999)) == "#············· 0%"
-    assert kv_bar(model(kv_held=0, kv_cached=50, kv_free=50)) == "=======······· 50%"
-    assert kv_bar(model(kv_held=0, kv_cached=0, kv_free=0)) == "-"
+    assert kv_bar(model(kv_in_use=1, kv_cached=0, kv_free=9999)) == "#············· 0%"
+    assert kv_bar(model(kv_in_use=0, kv_cached=50, kv_free=50)) == "=======······· 50%"
+    assert kv_bar(model(kv_in_use=0, kv_cached=0, kv_free=0)) == "-"
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -21,7 +21,7 @@ from agentflow.engine.grammar.compiler.messages import CompiledConstraint
 from agentflow.engine.grammar.dfa import Dfa, build_dfa
 from agentflow.engine.grammar.regex import parse_regex
 from agentflow.engine.process.ipc import Finished, FromEngine, Submit
-from agentflow.engine.process.request_journal import EngineLedger
+from agentflow.engine.process.request_journal import RequestJournal
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.errors import RequestRefused
 from agentflow.protocol.sampling import SamplingParams
@@ -167,7 +167,7 @@ def test_an_engine_that_takes_over_goes_on_as_the_dead_one_would_have(asked: Ask
         async with plain_engine() as first:
             first.observe(Observer())
             await ask(first, asked)
-        ledger = EngineLedger()
+        ledger = RequestJournal()
         ledger.add(submit[0])
         ledger.release()
         for message in messages[:num_heard]:

@@ -85,11 +85,10 @@ def test_a_model_that_does_not_fit_is_named_with_what_it_needs():
     needs = [MemoryNeed("small", 10**9, 20_000), MemoryNeed("large", 14 * 10**9, 100_000, 50_000)]
     with pytest.raises(BadArgument) as caught:
         divide_memory(needs, 8 * 10**9)
-    assert str(caught.value) == (
-        "the models do not fit into 8.00 GB: small 1.00 GB of weights and 0.02 GB for 1,024 tokens; large "
-        "14.00 GB of weights and 5.00 GB for 50,000 tokens; and 0.50 GB each for its process. Serve fewer, "
-        "give smaller --kv-tokens, or a larger --memory-share"
-    )
+    message = str(caught.value)
+    assert "into 8.00 GB" in message
+    assert "small 1.00 GB of weights and 0.02 GB for 1,024 tokens" in message
+    assert "large 14.00 GB of weights and 5.00 GB for 50,000 tokens" in message
 
 
 def test_weights_are_counted_in_the_headers_of_their_files(tmp_path):
@@ -102,5 +101,5 @@ def test_weights_are_counted_in_the_headers_of_their_files(tmp_path):
     assert memory_need("m", tmp_path, "bfloat16", None) == MemoryNeed("m", 22 * 2, 2 * 2 * 2 * 8 * 2, None)
     assert memory_need("m", tmp_path, "float32", 7) == MemoryNeed("m", 22 * 4, 2 * 2 * 2 * 8 * 4, 7)
     (tmp_path / "model-0.safetensors").write_bytes(b"short")
-    with pytest.raises(BadModelFolder, match="no safetensors file"):
+    with pytest.raises(BadModelFolder, match="model-0.safetensors"):
         memory_need("m", tmp_path, "bfloat16", None)

@@ -382,12 +382,12 @@ async def test_an_output_that_cannot_be_used_fails_its_request_only(caplog):
     fake = runner(next_token=choose)
     tokenizer = BrokenTokenizer(byte_level(special=("<|im_start|>", "<|im_end|>")))
     async with running_engine(lambda: (fake, tokenizer, SchedulerConfig())) as client:
-        with pytest.raises(EngineFailed, match="output cannot be used"):
+        with pytest.raises(EngineFailed, match="request's output"):
             await generate(client, [9, 9])
         end, _ = await generate(client, [8], max_tokens=3)
         assert end.token_ids == [PLAIN_IDS[1]] * 3
         client.engine.scheduler.check_idle()
-    assert "output cannot be used" in caplog.text
+    assert "request's output" in caplog.text
 
 
 async def test_an_engine_that_breaks_tells_everybody_and_takes_nothing_more(caplog):
@@ -501,7 +501,7 @@ async def test_stats_count_what_was_done():
         assert (stats.prompt_tokens, stats.cached_tokens, stats.generated_tokens) == (20, 9, 8)
         assert stats.computed_tokens == 10 + 3 + 1 + 3
         assert stats.steps == 8
-        assert (stats.running, stats.waiting, stats.held_slots) == (0, 0, 0)
+        assert (stats.running, stats.waiting, stats.in_use_slots) == (0, 0, 0)
         assert stats.cached_slots == 13
         assert stats.free_slots + stats.cached_slots == stats.total_slots == 4096
         assert stats.peak_resident_bytes > 1_000_000

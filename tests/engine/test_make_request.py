@@ -23,13 +23,13 @@ def submitted(origin: Origin) -> Submit:
 
 def test_a_request_keeps_its_tenant_with_its_share_and_its_priority() -> None:
     info = FakeRunner().info
-    request = make_request(submitted(Origin("ann", "salt", share=2.5, priority=-3)), info, 100)
-    assert (request.tenant, request.share, request.priority) == ("ann", 2.5, -3)
+    request = make_request(submitted(Origin("ann", "salt", weight=2.5, priority=-3)), info, 100)
+    assert (request.tenant, request.weight, request.priority) == ("ann", 2.5, -3)
     request = make_request(submitted(Origin()), info, 100)
-    assert (request.tenant, request.share, request.priority) == ("", 1.0, 0)
+    assert (request.tenant, request.weight, request.priority) == ("", 1.0, 0)
 
 
-@pytest.mark.parametrize("origin", [Origin(share=0.0), Origin(share=1e9), Origin(priority=11)])
+@pytest.mark.parametrize("origin", [Origin(weight=0.0), Origin(weight=1e9), Origin(priority=11)])
 def test_what_would_upset_the_scheduler_is_refused(origin: Origin) -> None:
     with pytest.raises(BadArgument, match="must be"):
         make_request(submitted(origin), FakeRunner().info, 100)

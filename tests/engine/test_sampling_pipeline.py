@@ -84,15 +84,15 @@ rows = st.builds(
 )
 
 
-def sampled(batch: list[Row], page_rows: list[int]) -> SampledRows:
+def sampled(batch: list[Row], req_rows: list[int]) -> SampledRows:
     """As the scheduler makes it: attached to page rows, then gathered for a step."""
     table = SamplingTable(32)
-    for number, (row, page_row) in enumerate(zip(batch, page_rows, strict=True)):
+    for number, (row, req_row) in enumerate(zip(batch, req_rows, strict=True)):
         request = row.request(number)
-        request.page_row = page_row
+        request.req_row = req_row
         table.attach(request)
     positions = [len(row.prompt) + len(row.generated) for row in batch]
-    return table.sampled_rows(np.arange(len(batch)), np.array(page_rows), np.array(positions))
+    return table.sampled_rows(np.arange(len(batch)), np.array(req_rows), np.array(positions))
 
 
 def random_logits(num_rows: int, seed: int) -> torch.Tensor:
@@ -141,7 +141,7 @@ def test_a_page_row_forgets_its_last_request() -> None:
     second = Row(SamplingParams(), [1], [], (), 6).request(2)
     scoring = Request.create(3, np.array([1, 2], dtype=np.int32), 0, SamplingParams(), score_from=1)
     for request in (first, scoring, second):
-        request.page_row = 1
+        request.req_row = 1
         table.attach(request)
         assert table.num_scoring == (request is scoring)
         assert table.num_silent == (request is scoring)

@@ -65,8 +65,8 @@ class Shape:
 class Case:
     """A batch for the attention kernels, with a pool and queries."""
 
-    page_table: NDArray[np.int32]
-    page_rows: NDArray[np.int64]
+    req_to_token: NDArray[np.int32]
+    req_rows: NDArray[np.int64]
     query_lens: NDArray[np.int64]
     kv_lens: NDArray[np.int64]
     q: torch.Tensor
@@ -104,22 +104,22 @@ def make_case(
     num_slots = sum(s.cached + s.query_len for s in shapes) + 50
     free = list(range(num_slots) if consecutive else rng.permutation(num_slots))
     num_columns = max(s.cached + s.query_len for s in shapes) + 5
-    page_table = np.full((len(shapes) + 3, num_columns), FOREIGN, dtype=np.int32)
-    page_rows = rng.permutation(len(shapes) + 3)[: len(shapes)]
+    req_to_token = np.full((len(shapes) + 3, num_columns), FOREIGN, dtype=np.int32)
+    req_rows = rng.permutation(len(shapes) + 3)[: len(shapes)]
     kv_layer = torch.full((num_slots, 2, num_kv_heads, head_dim), poison, dtype=dtype)
-    for row, shape in zip(page_rows, shapes, strict=True):
+    for row, shape in zip(req_rows, shapes, strict=True):
         end = shape.cached + shape.query_len
         if shape.parent >= 0:
-            page_table[row, : shape.shared] = page_table[page_rows[shape.parent], : shape.shared]
+            req_to_token[row, : shape.shared] = req_to_token[req_rows[shape.parent], : shape.shared]
         own = [free.pop(0) for _ in range(end - shape.shared)]
-        page_table[row, shape.shared : end] = own
+        req_to_token[row, shape.shared : end] = own
         kv_layer[own] = torch.randn(len(own), 2, num_kv_heads, head_dim).to(dtype)
     query_lens = np.array([s.query_len for s in shapes])
     # Queries come as a strided view of the fused product, as in the model.
     fused = torch.randn(int(query_lens.sum()), num_heads + 2 * num_kv_heads, head_dim).to(dtype)
     return Case(
-        page_table=page_table,
-        page_rows=page_rows,
+        req_to_token=req_to_token,
+        req_rows=req_rows,
         query_lens=query_lens,
         kv_lens=np.array([s.cached + s.query_len for s in shapes]),
         q=fused[:, :num_heads],

@@ -21,8 +21,8 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 0.02}
 
 def planned(case: Case, **limits: int) -> AttentionPlan:
     return plan_attention(
-        case.page_table,
-        case.page_rows,
+        case.req_to_token,
+        case.req_rows,
         case.query_lens,
         case.kv_lens,
         dtype=case.q.dtype,
@@ -47,8 +47,8 @@ def assert_equals_reference(case: Case, plan: AttentionPlan) -> None:
 def naive(case: Case) -> torch.Tensor:
     """Dense attention in float64, one token and one head at a time."""
     out = []
-    for r, page_row in enumerate(case.page_rows):
-        slots = case.page_table[page_row, : case.kv_lens[r]].tolist()
+    for r, req_row in enumerate(case.req_rows):
+        slots = case.req_to_token[req_row, : case.kv_lens[r]].tolist()
         for i in range(case.query_lens[r]):
             q = case.q[len(out)].double()
             seen = [case.kv_layer[s].double() for s in slots[: len(slots) - int(case.query_lens[r]) + i + 1]]

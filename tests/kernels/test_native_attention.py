@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import NATIVE_KERNELS, Case, Shape, make_case, shapes
 from test_attention import naive
-from test_branches import Rows, Tree, batches, with_trees
+from test_tree_attention import Rows, Tree, batches, with_trees
 
 from agentflow.kernels import reference_ops
 from agentflow.kernels.inputs import AttentionBatch
@@ -26,7 +26,7 @@ STRETCHES = st.sampled_from([1, 9])
 
 
 def batch_of(case: Case, rows: Rows | None = None) -> AttentionBatch:
-    return AttentionBatch(case.page_table, case.page_rows, case.query_lens, case.kv_lens, rows)
+    return AttentionBatch(case.req_to_token, case.req_rows, case.query_lens, case.kv_lens, rows)
 
 
 def assert_equals_reference(
@@ -116,7 +116,7 @@ def test_scores_of_any_size_give_weights(kernels: Kernels) -> None:
 @NATIVE_KERNELS
 def test_a_row_of_infinite_keys_is_lost_alone(kernels: Kernels) -> None:
     case = make_case([Shape(-1, 0, 30, 1), Shape(-1, 0, 40, 1)])
-    case.kv_layer[case.page_table[case.page_rows[0], 7]] = math.nan
+    case.kv_layer[case.req_to_token[case.req_rows[0], 7]] = math.nan
     out = kernels.attention(case.q, case.kv_layer, batch_of(case), 0.3)
     assert out[0].isnan().all()
     torch.testing.assert_close(out[1].double(), naive(case)[1], rtol=1e-5, atol=1e-5)
@@ -134,10 +134,10 @@ def test_many_rows_over_one_prefix_and_none_over_it(kernels: Kernels) -> None:
 def test_arrays_of_any_stride_are_read_right(kernels: Kernels) -> None:
     """A page table that is a part of a wider one, and queries in another order of memory."""
     case = make_case([Shape(-1, 0, 90, 1), Shape(0, 80, 85, 3)])
-    wide = np.full((case.page_table.shape[0], case.page_table.shape[1] + 7), 2**31 - 1, dtype=np.int32)
-    wide[:, : case.page_table.shape[1]] = case.page_table
+    wide = np.full((case.req_to_token.shape[0], case.req_to_token.shape[1] + 7), 2**31 - 1, dtype=np.int32)
+    wide[:, : case.req_to_token.shape[1]] = case.req_to_token
     queries = case.q.transpose(1, 2).contiguous().transpose(1, 2)
-    part = replace(case, page_table=wide[:, : case.page_table.shape[1]], q=queries)
+    part = replace(case, req_to_token=wide[:, : case.req_to_token.shape[1]], q=queries)
     assert_equals_reference(kernels, part)
     case, rows = with_trees(case, [Tree(0, (-1, 0, 0, 1)), Tree(1, (-1, 0))], 0)
     assert_equals_reference(kernels, case, replace(rows, paths=np.asfortranarray(rows.paths)))

@@ -159,7 +159,7 @@ def step_of(sizes: Sizes, shapes: list[Shape], sampled: list[bool], dtype: torch
     rng = np.random.default_rng(seed)
     case = make_case(shapes, seed=seed, dtype=dtype, num_kv_heads=sizes.num_kv_heads, head_dim=sizes.head_dim)
     positions = [np.arange(s.cached, s.cached + s.query_len) for s in shapes]
-    slots = [case.page_table[row, p] for row, p in zip(case.page_rows, positions, strict=True)]
+    slots = [case.req_to_token[row, p] for row, p in zip(case.req_rows, positions, strict=True)]
     num_rows = sum(map(len, positions))
     wanted = np.flatnonzero([sampled[i % len(sampled)] for i in range(num_rows)])
     layers = [case.kv_layer * (1 + i) for i in range(NUM_LAYERS)]
@@ -167,7 +167,7 @@ def step_of(sizes: Sizes, shapes: list[Shape], sampled: list[bool], dtype: torch
         token_ids=rng.integers(0, VOCAB, num_rows),
         positions=np.concatenate(positions),
         write_slots=np.concatenate(slots).astype(np.int64),
-        batch=AttentionBatch(case.page_table, case.page_rows, case.query_lens, case.kv_lens, None),
+        batch=AttentionBatch(case.req_to_token, case.req_rows, case.query_lens, case.kv_lens, None),
         rows=wanted,
         kv=torch.stack(layers),
     )
@@ -252,7 +252,7 @@ def test_a_row_gives_the_same_whatever_else_is_in_the_batch(kernels: Kernels) ->
     for row in (0, 13, 29):
         batch = replace(
             together.batch,
-            page_rows=together.batch.page_rows[row : row + 1],
+            req_rows=together.batch.req_rows[row : row + 1],
             query_lens=together.batch.query_lens[row : row + 1],
             kv_lens=together.batch.kv_lens[row : row + 1],
         )

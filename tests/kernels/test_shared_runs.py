@@ -16,8 +16,8 @@ def runs_of(
     """The runs, the starts of the tails, and each request's slots that can be shared."""
     case = make_case(batch)
     limits = case.kv_lens - case.query_lens
-    runs, tails = find_shared_runs(case.page_table, case.page_rows, limits, least_saving, step)
-    slots = [case.page_table[row, :n].tolist() for row, n in zip(case.page_rows, limits, strict=True)]
+    runs, tails = find_shared_runs(case.req_to_token, case.req_rows, limits, least_saving, step)
+    slots = [case.req_to_token[row, :n].tolist() for row, n in zip(case.req_rows, limits, strict=True)]
     return runs, tails.tolist(), slots
 
 

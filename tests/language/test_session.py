@@ -232,7 +232,7 @@ async def test_stats_of_an_engine_add_up():
         assert stats.generated_tokens == s["x"].usage.output_tokens == 8
         assert stats.prompt_tokens == s["x"].usage.prompt_tokens
         assert stats.steps == 8
-        assert stats.free_slots + stats.cached_slots + stats.held_slots == stats.total_slots
+        assert stats.free_slots + stats.cached_slots + stats.in_use_slots == stats.total_slots
         assert stats.peak_resident_bytes > 1_000_000
         assert stats.hit_rate == 0
         assert (stats.running, stats.waiting) == (0, 0)

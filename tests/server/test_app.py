@@ -21,7 +21,7 @@ from websockets.exceptions import ConnectionClosedError, InvalidStatus
 from websockets.sync.client import connect
 
 from agentflow.backends.remote import Remote
-from agentflow.engine.tenant import NOBODY_ELSE
+from agentflow.engine.tenant import ANONYMOUS
 from agentflow.errors import BadArgument, EngineFailed, UnknownModel
 from agentflow.protocol import ops
 from agentflow.protocol.wire import VERSION, Hello, Refused, Welcome, encode, server_frames
@@ -247,7 +247,7 @@ async def test_a_session_is_on_the_model_that_it_names() -> None:
         yield Models([one, other])
 
     def num_open(model: OneGenerator) -> int:
-        return model.generator(NOBODY_ELSE).num_open  # type: ignore[attr-defined]
+        return model.generator(ANONYMOUS).num_open  # type: ignore[attr-defined]
 
     async with running_server(open_models) as server:
         for name, counts in ((None, (1, 0)), ("one", (1, 0)), ("other", (0, 1))):

@@ -6,7 +6,7 @@ import pytest
 from support.fake_engine import TEMPLATE, FakeEngine
 from support.wire_peer import WireGenerator
 
-from agentflow.engine.tenant import NOBODY_ELSE, Tenant
+from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.errors import BadArgument, UnknownModel
 from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.models import EngineModel, Models, OneGenerator
@@ -25,11 +25,11 @@ def named(name: str) -> OneGenerator:
 
 async def test_a_model_is_found_by_its_name_and_the_first_is_the_default():
     models = Models([named("a"), named("b")])
-    assert models.find(None, NOBODY_ELSE).name == "a"
-    assert models.find("b", NOBODY_ELSE).name == "b"
+    assert models.find(None, ANONYMOUS).name == "a"
+    assert models.find("b", ANONYMOUS).name == "b"
     assert [model.name for model in models] == ["a", "b"]
     with pytest.raises(UnknownModel, match=r"there is no model 'c' here \(there are: a, b\)"):
-        models.find("c", NOBODY_ELSE)
+        models.find("c", ANONYMOUS)
     await models.until_idle()
 
 
@@ -59,18 +59,18 @@ async def test_tenants_that_are_others_than_before():
         model = EngineModel("served", client, TEMPLATE)
         models = Models([model, named("other")])
         ann, ben, nobody = (model.generator(Tenant(name)) for name in ("ann", "ben", ""))
-        changed = Tenant("ann", share=3.0, max_unfinished=2)
+        changed = Tenant("ann", weight=3.0, max_unfinished=2)
         models.keep_tenants([changed])
         assert ann.tenant == changed
-        assert ann.open("").origin.share == 3.0
+        assert ann.open("").origin.weight == 3.0
         assert model.generator(changed) is ann
-        assert model.generator(NOBODY_ELSE) is nobody
+        assert model.generator(ANONYMOUS) is nobody
         assert model.generator(Tenant("ben")) is not ben
         # A request that came before the change asks after it.
         assert model.generator(Tenant("ann")) is ann
-        assert ann.open("").origin.share == 3.0
-        models.keep_tenants([changed, Tenant("carl", share=2.0)])
-        assert model.generator(Tenant("carl")).tenant.share == 2.0
+        assert ann.open("").origin.weight == 3.0
+        models.keep_tenants([changed, Tenant("carl", weight=2.0)])
+        assert model.generator(Tenant("carl")).tenant.weight == 2.0
 
 
 async def test_the_models_hear_of_a_keys_file_that_is_read_again(tmp_path):
@@ -84,9 +84,9 @@ async def test_the_models_hear_of_a_keys_file_that_is_read_again(tmp_path):
         ann = model.generator(tenants.of("af-ann"))
         file.write_text(entry + "7.0")
         await service.reload_tenants()
-        assert ann.open("").origin.share == 7.0
+        assert ann.open("").origin.weight == 7.0
         assert model.generator(tenants.of("af-ann")) is ann
         file.write_text(entry + "none")
         with pytest.raises(BadArgument):
             await service.reload_tenants()
-        assert ann.open("").origin.share == 7.0
+        assert ann.open("").origin.weight == 7.0

@@ -20,7 +20,7 @@ from agentflow.engine.machine import (
     divide_memory,
     memory_need,
 )
-from agentflow.engine.tenant import NOBODY_ELSE
+from agentflow.engine.tenant import ANONYMOUS
 from agentflow.errors import BadArgument
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.server import open_models as open_models_module
@@ -108,7 +108,7 @@ async def test_models_are_opened_in_the_memory_there_is_and_warmed_up(
             # A first request has been answered before the models are there for anybody.
             assert (stats.generated_tokens, stats.running, stats.waiting) == (2, 0, 0)
             assert stats.computed_tokens > 2
-            assert model.generator(NOBODY_ELSE).capabilities.model == model.name
+            assert model.generator(ANONYMOUS).capabilities.model == model.name
             end = await model.client.generate([5, 6], SamplingParams(max_tokens=3, ignore_eos=True), seed=0)
             assert end.output_tokens == 3
     assert engine_processes() == []

@@ -16,7 +16,7 @@ from agentflow.engine.generator import EngineGenerator
 from agentflow.engine.grammar.compiler.compiler import LOADER, ConstraintCompiler, constraint_compiler
 from agentflow.engine.grammar.compiler.messages import CompileLimits
 from agentflow.engine.process.ipc import EngineStats
-from agentflow.engine.tenant import NOBODY_ELSE
+from agentflow.engine.tenant import ANONYMOUS
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.server.app import Access
 from agentflow.server.config.limits import HttpLimits, ServerLimits
@@ -51,7 +51,7 @@ class ApiServer:
     @property
     def generator(self) -> EngineGenerator:
         """What a server without keys answers with."""
-        generator = self.service.models.find(MODEL, NOBODY_ELSE).generator(NOBODY_ELSE)
+        generator = self.service.models.find(MODEL, ANONYMOUS).generator(ANONYMOUS)
         assert isinstance(generator, EngineGenerator)
         return generator
 

@@ -108,6 +108,6 @@ class FakeEngine:
             while self.client.num_calls:
                 await anyio.lowlevel.checkpoint()
         stats = await self.client.stats()
-        assert (stats.running, stats.waiting, stats.held_slots) == (0, 0, 0)
+        assert (stats.running, stats.waiting, stats.in_use_slots) == (0, 0, 0)
         assert stats.free_slots + stats.cached_slots == stats.total_slots
         self.client.engine.scheduler.check_idle()

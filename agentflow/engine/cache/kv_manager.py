@@ -87,7 +87,7 @@ class KVMemory:
         self.slots = KVSlots(num_slots)
         self.cache = RadixCache(_tenant_of, IDLE_AFTER_POOLS * num_slots)
         self.liveness = Liveness(self.cache, num_slots)
-        self.page_table: SlotArray = np.zeros((max_running, max_context), dtype=np.int32)
+        self.req_to_token: SlotArray = np.zeros((max_running, max_context), dtype=np.int32)
         self.num_computed = 0  # tokens, since the start
         self.num_evicted = 0
         self.num_steps = 0
@@ -97,7 +97,7 @@ class KVMemory:
         self._free_rows = list(range(max_running - 1, -1, -1))
 
     @property
-    def num_held(self) -> int:
+    def num_in_use(self) -> int:
         """Slots of running requests that are not in the cache."""
         return self.slots.total - self.slots.num_free - self.cache.num_cached
 
@@ -129,8 +129,8 @@ class KVMemory:
 
     def attach(self, request: Request, match: PrefixMatch) -> None:
         """The request runs, on top of its match, which counts as computed already."""
-        request.page_row = self._free_rows.pop()
-        self.cache.write_slots(match, self.page_table[request.page_row])
+        request.req_row = self._free_rows.pop()
+        self.cache.write_slots(match, self.req_to_token[request.req_row])
         request.committed = match
 
     def allocate(self, num_rows: int) -> SlotArray:
@@ -147,7 +147,7 @@ class KVMemory:
     def give_back(self, request: Request, count: int) -> None:
         """So many slots after those computed: given to the request last, and not computed."""
         start = request.num_computed
-        self.slots.release(self.page_table[request.page_row, start : start + count])
+        self.slots.release(self.req_to_token[request.req_row, start : start + count])
 
     def give_back_nodes(self, request: Request, count: int) -> None:
         """The same for so many nodes of its tree."""
@@ -166,7 +166,7 @@ class KVMemory:
         count = request.num_computed
         if count == known.num_tokens or not self._use_cache:
             return
-        row = self.page_table[request.page_row]
+        row = self.req_to_token[request.req_row]
         run = request.run(count)
         match, existing = self.cache.extend(
             known, request.extra_key, run, row[:count], num_prompt=request.num_prompt
@@ -175,7 +175,7 @@ class KVMemory:
             self.slots.release(row[known.num_tokens : existing])
             self.cache.write_slots(match, row)
         self.cache.move_lock(known, match)
-        self.cache.weigh(request.tenant, request.share)
+        self.cache.weigh(request.tenant, request.weight)
         request.committed = match
         self._on_cached(request.extra_key, run)
 
@@ -184,7 +184,7 @@ class KVMemory:
         free, and what of them is cached stays cached, for others."""
         known = request.committed
         assert known is not None
-        row = self.page_table[request.page_row]
+        row = self.req_to_token[request.req_row]
         held_from = max(count, known.num_tokens)
         if held_from < request.num_computed:
             self.slots.release(row[held_from : request.num_computed])
@@ -208,12 +208,12 @@ class KVMemory:
         self.cache.unlock(request.committed)
         held_from = request.committed.num_tokens
         if held_from < request.num_computed:
-            row = self.page_table[request.page_row]
+            row = self.req_to_token[request.req_row]
             self.slots.release(row[held_from : request.num_computed])
         request.committed = None
         request.num_computed = request.num_nodes_computed = 0
-        self._free_rows.append(request.page_row)
-        request.page_row = -1
+        self._free_rows.append(request.req_row)
+        request.req_row = -1
 
     def redo_tokens(self, request: Request) -> int:
         """What a running request alone holds: if it gave way, so much would become free, and might
@@ -228,8 +228,8 @@ class KVMemory:
 
     def check(self) -> None:
         """Raises ``AssertionError`` unless nothing is held or locked, as it must be when idle."""
-        assert self.num_held == 0, f"{self.num_held} slots are held by nobody"
+        assert self.num_in_use == 0, f"{self.num_in_use} slots are held by nobody"
         assert self.cache.num_locked == 0, f"{self.cache.num_locked} cached tokens are locked by nobody"
-        assert len(self._free_rows) == len(self.page_table)
+        assert len(self._free_rows) == len(self.req_to_token)
         self.slots.check()
         self.cache.check()

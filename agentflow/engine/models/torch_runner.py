@@ -28,7 +28,7 @@ def forward_input_of(batch: Batch, kernels: Kernels, kv_layers: tuple[Tensor, ..
     """Its arrays, and the plan of its attention. ``kv_layers``: the pool, in the model's dtype and on its
     device (``KvPool.layers``)."""
     attended = AttentionBatch(
-        batch.page_table, batch.page_rows, batch.query_lens, batch.kv_lens, batch.branches
+        batch.req_to_token, batch.req_rows, batch.query_lens, batch.kv_lens, batch.trees
     )
     plan = kernels.plan_attention(attended, kv_layers[0].dtype, kv_layers[0].device)
     rows = batch.sampled.rows

@@ -28,7 +28,7 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
     Requests share cached KV only if their ``tenant`` and ``cache_salt`` are equal. ``state``: the program
     state that the request continues (0: none). ``task_group``: equal for sibling requests that one consumer
     waits for (0: none). ``output_tokens``: expected length of the output (0: unknown). ``deadline_s``:
-    seconds from now until it should be done. ``share``: the tenant's weight against other tenants; that of
+    seconds from now until it should be done. ``weight``: the tenant's weight against other tenants; that of
     its latest request counts. ``priority``: -10 to 10, higher first, within the tenant. ``patience_s``: a
     request that has waited so long goes before others of its tenant and priority (None: never).
     """
@@ -40,7 +40,7 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
     task_group: int = 0
     output_tokens: int = 0
     deadline_s: float | None = None
-    share: float = 1.0
+    weight: float = 1.0
     priority: int = 0
     patience_s: float | None = None
 
@@ -204,7 +204,7 @@ class EngineStats(msgspec.Struct, frozen=True, tag=True, array_like=True):
     retractions: int
     free_slots: int
     cached_slots: int
-    held_slots: int
+    in_use_slots: int
     total_slots: int
     running: int
     waiting: int

@@ -55,7 +55,7 @@ class _Entry:
         )
 
 
-class EngineLedger:
+class RequestJournal:
     """No input or output of its own. A request is *held* until ``release`` gives it out, and then *sent*
     until its end is heard or the process dies."""
 

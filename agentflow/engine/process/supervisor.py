@@ -48,7 +48,7 @@ from agentflow.engine.process.ipc import (
     answer_decoder,
     from_engine_decoder,
 )
-from agentflow.engine.process.request_journal import EngineLedger, aborted
+from agentflow.engine.process.request_journal import RequestJournal, aborted
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
 from agentflow.engine.process.worker import LAST_STEP_S
 from agentflow.engine.text.tokenizer import Tokenizer
@@ -237,7 +237,7 @@ class EngineSupervisor:
         self._client: EngineClient | None = None
         self._child: EngineChild | None = None
         self._outgoing: MemoryObjectSendStream[bytes] | None = None
-        self._ledger = EngineLedger()
+        self._ledger = RequestJournal()
         self._reports: set[int] = set()
         self._sent_keys: set[str] = set()  # of the constraints that this process has been sent
         self._deaths = 0  # in a row, of unknown cause

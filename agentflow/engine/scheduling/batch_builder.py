@@ -1,6 +1,6 @@
 """Writes a batch: the rows of each scheduled request, as arrays.
 
-Writes a batch's branch rows: the nodes of token trees that a step computes, and what they are to score.
+Writes a batch's tree attention: the nodes of token trees that a step computes, and what they are to score.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from agentflow.engine.batch import Batch, BatchOutput, BranchRows, IntArray, SampledRows, ScoredTokens
+from agentflow.engine.batch import Batch, BatchOutput, IntArray, SampledRows, ScoredTokens, TreeAttention
 from agentflow.engine.cache.radix_cache import SlotArray
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling.sampling_table import SamplingTable
@@ -32,36 +32,36 @@ class TreeRows(NamedTuple):
         return slice(int(tree.first_targets[self.first]), int(tree.first_targets[self.end]))
 
 
-def tree_rows(work: Sequence[tuple[Request, int]], branches: Sequence[tuple[Request, int]]) -> list[TreeRows]:
-    """All of them in a step that computes so many tokens (``work``) and nodes (``branches``) of each
+def tree_rows(work: Sequence[tuple[Request, int]], trees: Sequence[tuple[Request, int]]) -> list[TreeRows]:
+    """All of them in a step that computes so many tokens (``work``) and nodes (``trees``) of each
     request, in the order in which their targets are scored."""
     rows = [
         TreeRows(request, 0, 1)
         for request, num_rows in work
         if request.tree is not None and request.num_computed + num_rows == request.num_tokens
     ]
-    for request, num_nodes in branches:
+    for request, num_nodes in trees:
         first = 1 + request.num_nodes_computed
         rows.append(TreeRows(request, first, first + num_nodes))
     return rows
 
 
-class Branches(NamedTuple):
+class TreePart(NamedTuple):
     """The nodes of a step as rows of its batch."""
 
     token_ids: IntArray
     positions: IntArray
-    rows: BranchRows
+    rows: TreeAttention
 
 
-def build_branches(branches: Sequence[tuple[Request, int]], slots: SlotArray) -> Branches:
+def build_tree_attention(trees: Sequence[tuple[Request, int]], slots: SlotArray) -> TreePart:
     """The next so many nodes of each request's tree. ``slots``: for all of them; the requests hold them from
     now on."""
     token_ids: list[IntArray] = []
     depths: list[IntArray] = []
     paths: list[IntArray] = []
     num_taken = 0
-    for request, num_nodes in branches:
+    for request, num_nodes in trees:
         tree, first = request.tree, request.num_nodes_computed
         assert tree is not None
         end = first + num_nodes
@@ -70,18 +70,18 @@ def build_branches(branches: Sequence[tuple[Request, int]], slots: SlotArray) ->
         token_ids.append(tree.token_ids[first:end])
         depths.append(tree.depths[first:end])
         paths.append(request.node_slots[tree.paths(first, end)].astype(np.int64))
-    query_lens = np.array([num_nodes for _, num_nodes in branches], dtype=np.int64)
-    prefix_lens = np.array([request.num_tokens for request, _ in branches], dtype=np.int64)
+    query_lens = np.array([num_nodes for _, num_nodes in trees], dtype=np.int64)
+    prefix_lens = np.array([request.num_tokens for request, _ in trees], dtype=np.int64)
     all_depths = np.concatenate(depths)
-    rows = BranchRows(
-        page_rows=np.array([request.page_row for request, _ in branches], dtype=np.int64),
+    rows = TreeAttention(
+        req_rows=np.array([request.req_row for request, _ in trees], dtype=np.int64),
         prefix_lens=prefix_lens,
         query_lens=query_lens,
         paths=_side_by_side(paths),
         path_lens=all_depths + 1,
     )
     positions = np.repeat(prefix_lens, query_lens) + all_depths
-    return Branches(np.concatenate(token_ids), positions, rows)
+    return TreePart(np.concatenate(token_ids), positions, rows)
 
 
 def scored_tokens(rows: Sequence[TreeRows], sampled_rows: Sequence[int]) -> ScoredTokens:
@@ -126,12 +126,12 @@ Work = tuple[Request, int]
 def build_batch(
     work: Sequence[Work],
     slots: NDArray[np.int32],
-    page_table: NDArray[np.int32],
+    req_to_token: NDArray[np.int32],
     sampling: SamplingTable,
-    branches: Sequence[Work] = (),
+    trees: Sequence[Work] = (),
 ) -> Batch:
     """The batch of ``work``, in its order: requests with one row come first. Then so many nodes of each of
-    ``branches``. ``slots`` [T]: for all rows, in that order; they are written to the page table, and those
+    ``trees``. ``slots`` [T]: for all rows, in that order; they are written to the page table, and those
     of nodes to their requests.
 
     Nothing is made for each row, and for each request only what is in Python lists, so that the number
@@ -139,33 +139,33 @@ def build_batch(
     """
     num_single = [num_rows for _, num_rows in work].count(1)
     starts = np.array([request.num_computed for request, _ in work], dtype=np.int64)
-    page_rows = np.array([request.page_row for request, _ in work], dtype=np.int64)
+    req_rows = np.array([request.req_row for request, _ in work], dtype=np.int64)
     query_lens = np.array([num_rows for _, num_rows in work], dtype=np.int64)
     token_ids = _next_tokens(work, num_single)
-    positions, rows_of_table = starts, page_rows
+    positions, rows_of_table = starts, req_rows
     if num_single < len(work):
         first_rows = np.cumsum(query_lens) - query_lens
         positions = np.arange(len(token_ids)) + np.repeat(starts - first_rows, query_lens)
-        rows_of_table = np.repeat(page_rows, query_lens)
+        rows_of_table = np.repeat(req_rows, query_lens)
     kv_lens = starts + query_lens
-    page_table[rows_of_table, positions] = slots[: len(token_ids)]
-    sampled = _sampled_rows(work, page_rows, query_lens, kv_lens, sampling, branches)
-    branch_rows: BranchRows | None = None
-    if branches:
-        nodes, node_positions, branch_rows = build_branches(branches, slots[len(token_ids) :])
+    req_to_token[rows_of_table, positions] = slots[: len(token_ids)]
+    sampled = _sampled_rows(work, req_rows, query_lens, kv_lens, sampling, trees)
+    tree_attention: TreeAttention | None = None
+    if trees:
+        nodes, node_positions, tree_attention = build_tree_attention(trees, slots[len(token_ids) :])
         token_ids = np.concatenate((token_ids, nodes))
         positions = np.concatenate((positions, node_positions))
     return Batch(
         token_ids=token_ids,
         positions=positions,
         write_slots=slots.astype(np.int64),
-        page_table=page_table,
-        page_rows=page_rows,
+        req_to_token=req_to_token,
+        req_rows=req_rows,
         query_lens=query_lens,
         kv_lens=kv_lens,
         num_decode=num_single,
         sampled=sampled,
-        branches=branch_rows,
+        trees=tree_attention,
     )
 
 
@@ -196,26 +196,26 @@ def targets_of(request: Request, num_rows: int) -> Sequence[tuple[int, int]]:
 
 def _sampled_rows(
     work: Sequence[Work],
-    page_rows: IntArray,
+    req_rows: IntArray,
     query_lens: IntArray,
     kv_lens: IntArray,
     sampling: SamplingTable,
-    branches: Sequence[Work],
+    trees: Sequence[Work],
 ) -> SampledRows:
     """``targets_of`` of all requests. In most steps each gives a token, from its last row."""
     if sampling.num_scoring:
-        return _scored_and_sampled_rows(work, branches, sampling)
+        return _scored_and_sampled_rows(work, trees, sampling)
     rows: IntArray = query_lens.cumsum() - 1
     at_end = [request.num_tokens - request.num_computed == num_rows for request, num_rows in work]
     if sampling.num_silent or not all(at_end):
         sampled = [index for index, is_last in enumerate(at_end) if is_last and work[index][0].max_new_tokens]
         chosen = np.array(sampled, dtype=np.int64)
-        rows, page_rows, kv_lens = rows[chosen], page_rows[chosen], kv_lens[chosen]
-    return sampling.sampled_rows(rows, page_rows, kv_lens)
+        rows, req_rows, kv_lens = rows[chosen], req_rows[chosen], kv_lens[chosen]
+    return sampling.sampled_rows(rows, req_rows, kv_lens)
 
 
 def _scored_and_sampled_rows(
-    work: Sequence[Work], branches: Sequence[Work], sampling: SamplingTable
+    work: Sequence[Work], trees: Sequence[Work], sampling: SamplingTable
 ) -> SampledRows:
     """The same where some are only scored, and of each node's targets the first."""
     rows: list[int] = []
@@ -230,16 +230,16 @@ def _scored_and_sampled_rows(
                 tree_begins.append(len(rows))
             rows.append(first_row + row)
             targets.append(target)
-            owners.append(request.page_row)
+            owners.append(request.req_row)
             positions.append(request.num_computed + row + 1)
         first_row += num_rows
-    for request, num_nodes in branches:
+    for request, num_nodes in trees:
         tree, first = request.tree, request.num_nodes_computed
         assert tree is not None
         tree_begins.append(len(rows))
         rows += range(first_row, first_row + num_nodes)
         targets += tree.targets[tree.first_targets[1 + first : 1 + first + num_nodes]].tolist()
-        owners += [request.page_row] * num_nodes
+        owners += [request.req_row] * num_nodes
         positions += (tree.depths[first : first + num_nodes] + request.num_tokens + 1).tolist()
         first_row += num_nodes
     return sampling.sampled_rows(
@@ -247,5 +247,5 @@ def _scored_and_sampled_rows(
         np.array(owners, dtype=np.int64),
         np.array(positions, dtype=np.int64),
         np.array(targets, dtype=np.int64),
-        scored_tokens(tree_rows(work, branches), tree_begins) if tree_begins else None,
+        scored_tokens(tree_rows(work, trees), tree_begins) if tree_begins else None,
     )

@@ -264,7 +264,7 @@ class Tenant:
     def __init__(self, token_budget: int, clock: Callable[[], float], used: float) -> None:
         self._clock = clock
         self._short_tokens = SHORT_BATCHES * token_budget
-        self.share = 1.0
+        self.weight = 1.0
         self.used = used
         self.num_admitted = 0  # and not over yet
         self.num_waiting = 0
@@ -304,7 +304,7 @@ class Tenant:
 
     def charge(self, request: Request, num_rows: int) -> None:
         """So many more rows of the request, by its share."""
-        self.used += num_rows / self.share
+        self.used += num_rows / self.weight
         if request is self.oldest:
             self.oldest_rows += num_rows
         else:
@@ -448,7 +448,7 @@ class FairLongestPrefix:
             least = min((other.used for other in self._tenants.values()), default=0.0)
             tenant = self._tenants[request.tenant] = Tenant(self._token_budget, self._clock, least)
         tenant.num_waiting += 1
-        tenant.share = request.share
+        tenant.weight = request.weight
         self._num_waiting += 1
         return tenant
 

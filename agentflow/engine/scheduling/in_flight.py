@@ -13,7 +13,7 @@ from agentflow.engine.batch import BatchOutput
 from agentflow.engine.cache.kv_manager import KVMemory
 from agentflow.engine.request import Request, TopTokens
 from agentflow.engine.scheduling.batch_builder import TreeRows, Work, take_scored, targets_of
-from agentflow.engine.scheduling.in_progress_prefixes import Prefills
+from agentflow.engine.scheduling.in_progress_prefixes import InProgressPrefixes
 
 
 @dataclass(slots=True)
@@ -54,12 +54,12 @@ class StepResult(NamedTuple):
 
 
 class InFlight:
-    """``work`` and ``branches``: the rows of requests and the nodes of trees, in the order of the batch.
+    """``work`` and ``trees``: the rows of requests and the nodes of trees, in the order of the batch.
     ``scored``: which of them are scored. All are empty where nothing runs."""
 
-    def __init__(self, memory: KVMemory, prefills: Prefills, counters: Counters) -> None:
+    def __init__(self, memory: KVMemory, prefills: InProgressPrefixes, counters: Counters) -> None:
         self.work: list[Work] = []
-        self.branches: list[Work] = []
+        self.trees: list[Work] = []
         self.scored: list[TreeRows] = []
         self._memory = memory
         self._prefills = prefills
@@ -102,7 +102,7 @@ class InFlight:
         """The same for the nodes of the batch, and what was scored."""
         take_scored(self.scored, output)
         told = {result.request.id for result in results}
-        for request, num_nodes in self.branches:
+        for request, num_nodes in self.trees:
             request.num_nodes_computed += num_nodes
             self._memory.num_computed += num_nodes
             self._prefills.moved(request)
@@ -114,7 +114,7 @@ class InFlight:
     def by_request(self) -> list[list[Work]]:
         """The batch in parts, one for each request: all rows of its tokens and nodes."""
         rows: Counter[Request] = Counter()
-        for request, num_rows in (*self.work, *self.branches):
+        for request, num_rows in (*self.work, *self.trees):
             rows[request] += num_rows
         return [[item] for item in rows.items()]
 
@@ -137,11 +137,11 @@ class InFlight:
         """The batch failed: its rows are not computed, its slots go back. Returns its requests."""
         for request, num_rows in self.work:
             self._memory.give_back(request, num_rows)
-        for request, num_nodes in self.branches:
+        for request, num_nodes in self.trees:
             self._memory.give_back_nodes(request, num_nodes)
-        failed = list(dict.fromkeys([request for request, _ in (*self.work, *self.branches)]))
+        failed = list(dict.fromkeys([request for request, _ in (*self.work, *self.trees)]))
         self._clear()
         return failed
 
     def _clear(self) -> None:
-        self.work, self.branches, self.scored = [], [], []
+        self.work, self.trees, self.scored = [], [], []

@@ -13,7 +13,7 @@ from agentflow.engine.request import CacheIdentity, Request
 _Place = tuple[CacheIdentity, int, int]
 
 
-class Prefills:
+class InProgressPrefixes:
     """Running requests with more than one row to compute, and selects until they are done. ``moved`` when
     one got further."""
 

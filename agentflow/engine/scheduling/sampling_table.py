@@ -106,7 +106,7 @@ class SamplingTable:
 
     def attach(self, request: Request) -> None:
         """The request runs, in its page row."""
-        row, params = request.page_row, request.params
+        row, params = request.req_row, request.params
         self._count(request, 1)
         self._temperatures[row] = params.temperature
         self._top_ps[row] = params.top_p
@@ -121,12 +121,12 @@ class SamplingTable:
     def detach(self, request: Request) -> None:
         """It runs no longer, and is about to lose its page row."""
         self._count(request, -1)
-        self._special.pop(request.page_row, None)
-        self._constrained.pop(request.page_row, None)
+        self._special.pop(request.req_row, None)
+        self._constrained.pop(request.req_row, None)
 
     def keep_output(self, request: Request, num_kept: int) -> None:
         """Of what the request has generated only the first ``num_kept`` tokens are still what they were."""
-        special = self._special.get(request.page_row)
+        special = self._special.get(request.req_row)
         if special is not None:
             special.keep_output(num_kept)
 
@@ -143,21 +143,21 @@ class SamplingTable:
     def sampled_rows(
         self,
         rows: IntArray,
-        page_rows: IntArray,
+        req_rows: IntArray,
         positions: IntArray,
         target_ids: IntArray | None = None,
         scored: ScoredTokens | None = None,
     ) -> SampledRows:
-        """How a token is chosen from each of ``rows``, which belong to ``page_rows``; with ``target_ids``
+        """How a token is chosen from each of ``rows``, which belong to ``req_rows``; with ``target_ids``
         some have a target. One that wants log-probabilities has them made for all in its batch. ``scored``:
         what is to be scored besides."""
         edits, masks, top_counts = None, None, None
         if self._special:
-            edits, top_counts = self._edits_of(page_rows, target_ids)
+            edits, top_counts = self._edits_of(req_rows, target_ids)
         if self._constrained:
-            masks = self._masks_of(page_rows, target_ids)
-        floats: FloatArray = self._floats.take(page_rows, axis=1)
-        ints: IntArray = self._ints.take(page_rows, axis=1)
+            masks = self._masks_of(req_rows, target_ids)
+        floats: FloatArray = self._floats.take(req_rows, axis=1)
+        ints: IntArray = self._ints.take(req_rows, axis=1)
         return SampledRows(
             rows=rows,
             target_ids=self._no_targets[: len(rows)] if target_ids is None else target_ids,
@@ -175,12 +175,12 @@ class SamplingTable:
             scored=scored,
         )
 
-    def _masks_of(self, page_rows: IntArray, target_ids: IntArray | None) -> TokenMasks | None:
+    def _masks_of(self, req_rows: IntArray, target_ids: IntArray | None) -> TokenMasks | None:
         """The masks of the rows that are sampled under a grammar."""
         rows: list[int] = []
         words: list[TokenWords] = []
-        for index, page_row in enumerate(page_rows.tolist()):
-            request = self._constrained.get(page_row)
+        for index, req_row in enumerate(req_rows.tolist()):
+            request = self._constrained.get(req_row)
             if request is not None and (target_ids is None or target_ids[index] < 0):
                 assert request.token_mask is not None
                 rows.append(index)
@@ -188,17 +188,17 @@ class SamplingTable:
         return TokenMasks(np.array(rows, dtype=np.int64), np.stack(words)) if rows else None
 
     def _edits_of(
-        self, page_rows: IntArray, target_ids: IntArray | None
+        self, req_rows: IntArray, target_ids: IntArray | None
     ) -> tuple[LogitEdits | None, IntArray | None]:
         """The edits of the rows that are sampled, and how many likeliest tokens each row wants told."""
         found = [
-            (index, self._special[page_row])
-            for index, page_row in enumerate(page_rows.tolist())
-            if page_row in self._special
+            (index, self._special[req_row])
+            for index, req_row in enumerate(req_rows.tolist())
+            if req_row in self._special
         ]
         if not found:
             return None, None
-        top_counts: IntArray = np.zeros(len(page_rows), dtype=np.int64)
+        top_counts: IntArray = np.zeros(len(req_rows), dtype=np.int64)
         for index, special in found:
             top_counts[index] = special.params.top_logprobs
         if target_ids is not None:

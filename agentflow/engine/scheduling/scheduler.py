@@ -30,7 +30,7 @@ from agentflow.engine.request import CacheIdentity, Request, Status
 from agentflow.engine.scheduling.admission import OutputReserve
 from agentflow.engine.scheduling.batch_builder import Work, build_batch, tree_rows
 from agentflow.engine.scheduling.in_flight import Counters, InFlight, StepResult
-from agentflow.engine.scheduling.in_progress_prefixes import Prefills
+from agentflow.engine.scheduling.in_progress_prefixes import InProgressPrefixes
 from agentflow.engine.scheduling.policies import DEFAULT_POLICY, policy_named
 from agentflow.engine.scheduling.sampling_table import SamplingTable
 from agentflow.engine.scheduling.step_cost import Features, StepCost, batch_features
@@ -67,15 +67,15 @@ class Draft:
     def parts(self) -> tuple[list[Work], list[Work]]:
         """How many tokens of each request, those with one row first, and how many nodes of each select."""
         work: list[Work] = []
-        branches: list[Work] = []
+        trees: list[Work] = []
         for request, num_rows in self.rows.items():
             num_nodes = max(0, num_rows - (request.num_tokens - request.num_computed))
             if num_nodes < num_rows:
                 work.append((request, num_rows - num_nodes))
             if num_nodes:
-                branches.append((request, num_nodes))
+                trees.append((request, num_nodes))
         work.sort(key=_is_chunk)  # stable
-        return work, branches
+        return work, trees
 
 
 def _is_chunk(item: Work) -> bool:
@@ -141,7 +141,7 @@ class Scheduler:
         self.max_total_tokens = min(max_context, num_slots)
         self.waiting = policy_named(config.policy, self._peek, config.token_budget)
         self.running: dict[int, Request] = {}
-        self._prefills = Prefills()
+        self._prefills = InProgressPrefixes()
         self.memory = KVMemory(
             num_slots=num_slots,
             max_context=max_context,
@@ -185,12 +185,12 @@ class Scheduler:
                     return None
                 self._retract_one(1)  # half-done prefills hold all slots between them
                 draft = None
-        work, branches = draft.parts()
-        self._in_flight.work, self._in_flight.branches = work, branches
+        work, trees = draft.parts()
+        self._in_flight.work, self._in_flight.trees = work, trees
         if self._sampling.num_scoring:
-            self._in_flight.scored = tree_rows(work, branches)
+            self._in_flight.scored = tree_rows(work, trees)
         slots = self.memory.allocate(draft.num_rows)
-        batch = build_batch(work, slots, self.memory.page_table, self._sampling, branches)
+        batch = build_batch(work, slots, self.memory.req_to_token, self._sampling, trees)
         self._features = batch_features(batch)
         return batch
 

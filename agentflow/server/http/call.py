@@ -22,7 +22,7 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from agentflow.engine.generator import EngineGenerator
-from agentflow.engine.tenant import NOBODY_ELSE, Tenant
+from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.errors import AgentflowError
 from agentflow.protocol.json_bounds import BODY_BOUNDS, JsonScan, TooMuchJson
 from agentflow.runtime.limits import MemoryBudget
@@ -72,7 +72,7 @@ class ApiCall:
         self.headers = Headers(scope=scope)
         self.address = address_of(scope)
         self.id = request_id_of(self.headers)
-        self.tenant: Tenant = NOBODY_ELSE
+        self.tenant: Tenant = ANONYMOUS
         self.record = RequestRecord(self.id, scope["method"], logged_path(scope["path"]))
         self.path_params: Mapping[str, str] = scope.get("path_params", {})
         self.has_begun = False

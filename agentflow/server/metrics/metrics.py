@@ -25,7 +25,7 @@ from prometheus_client.utils import floatToGoString
 from agentflow.engine.client import RequestObserver
 from agentflow.engine.grammar.compiler.compiler import CompileCounts
 from agentflow.engine.process.ipc import PHASES, STEP_BOUNDS_S, BucketCounts, EngineStats
-from agentflow.engine.tenant import NOBODY_ELSE
+from agentflow.engine.tenant import ANONYMOUS
 from agentflow.protocol.events import Stats
 from agentflow.runtime.generator import Generator
 from agentflow.server.metrics.request_times import TPOT_BOUNDS_S, WAIT_BOUNDS_S, RequestTimes
@@ -85,7 +85,7 @@ class MetricFamilies(Collector):
         for name, stats in last.items():
             slots.add_metric([name, "free"], stats.free_slots)
             slots.add_metric([name, "cached"], stats.cached_slots)
-            slots.add_metric([name, "held"], stats.held_slots)
+            slots.add_metric([name, "in_use"], stats.in_use_slots)
         yield slots
         resident = {name: stats.peak_resident_bytes for name, stats in last.items()}
         yield self._gauge("engine_peak_resident_bytes", "Largest memory of the engine's process.", resident)
@@ -311,7 +311,7 @@ class ServerMetrics:
         self._compiled_before = self.compile_counts
         self._models = models
         for model in models:
-            self.of(model.name).watch(model.generator(NOBODY_ELSE))
+            self.of(model.name).watch(model.generator(ANONYMOUS))
 
     @property
     def compile_counts(self) -> CompileCounts:
@@ -329,7 +329,7 @@ class ServerMetrics:
             metrics.is_engine_up = False
         async with anyio.create_task_group() as group:
             for model in models or ():
-                group.start_soon(self.of(model.name).ask, model.generator(NOBODY_ELSE))
+                group.start_soon(self.of(model.name).ask, model.generator(ANONYMOUS))
         return self.text()
 
     def text(self) -> bytes:

@@ -13,7 +13,7 @@ The file of tenants: who may use the server, by the hashes of their keys, and ho
 
     [tenants.alice]
     keys = ["sha256:9f86d0…"]        # what `agentflow key` printed; never the key itself
-    share = 2.0                      # of the engine's work, against that of others (default: 1)
+    weight = 2.0                     # of the engine's work, against that of others (default: 1)
     requests_per_minute = 600        # no limit where this or one of the next two is left out
     tokens_per_minute = 100_000
     max_unfinished = 64
@@ -45,8 +45,8 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
-from agentflow.engine.request import MAX_SHARE, MIN_SHARE
-from agentflow.engine.tenant import NOBODY_ELSE, Tenant
+from agentflow.engine.request import MAX_WEIGHT, MIN_WEIGHT
+from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.errors import BadArgument, NotAuthorized, RateLimited
 from agentflow.server.http.addresses import client_of
 from agentflow.server.tenants.rate_limit import Bucket
@@ -54,7 +54,7 @@ from agentflow.server.tenants.rate_limit import Bucket
 MAX_NAME_CHARS = 64
 
 _HASHED = re.compile(r"sha256:[0-9a-f]{64}")
-_Share: TypeAlias = Annotated[float, msgspec.Meta(ge=MIN_SHARE, le=MAX_SHARE)]
+_Weight: TypeAlias = Annotated[float, msgspec.Meta(ge=MIN_WEIGHT, le=MAX_WEIGHT)]
 _Amount: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 _ModelName: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 
@@ -63,7 +63,7 @@ class _Entry(msgspec.Struct, frozen=True):
     """A tenant in the file: the fields of ``Tenant``, with keys in place of the name."""
 
     keys: list[str]
-    share: _Share = 1.0
+    weight: _Weight = 1.0
     requests_per_minute: _Amount | None = None
     tokens_per_minute: _Amount | None = None
     max_unfinished: _Amount | None = None
@@ -246,7 +246,7 @@ class Tenants:
 
     >>> tenants = Tenants(file=Path("keys.toml"))
     >>> tenants.of("af-…")
-    Tenant(name='alice', share=2.0, …)
+    Tenant(name='alice', weight=2.0, …)
     >>> tenants.of(None)
     Traceback (most recent call last):
     NotAuthorized: this server wants an API key: …
@@ -266,7 +266,7 @@ class Tenants:
     def __iter__(self) -> Iterator[Tenant]:
         """All tenants, in order of the file."""
         if not self.need_keys:
-            yield NOBODY_ELSE
+            yield ANONYMOUS
         yield from {tenant.name: tenant for tenant in self._tenant_of.values()}.values()
 
     def of_request(self, headers: Mapping[str, str], address: str | None) -> Tenant:
@@ -296,7 +296,7 @@ class Tenants:
         """Whom the key names. ``NotAuthorized`` where it names nobody, or is missing and wanted. How long
         that takes does not tell how near a wrong key was."""
         if not self.need_keys:
-            return NOBODY_ELSE
+            return ANONYMOUS
         if key is None:
             raise NotAuthorized(
                 "this server wants an API key: send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'"

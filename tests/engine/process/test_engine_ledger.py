@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentflow.engine.process.ipc import Failed, Finished, Progress, Started, Submit
-from agentflow.engine.process.request_journal import MAX_DEATHS, EngineLedger
+from agentflow.engine.process.request_journal import MAX_DEATHS, RequestJournal
 
 
 def submit(number: int) -> Submit:
@@ -20,8 +20,8 @@ def finished(number: int) -> Finished:
     return Finished(number, [], "", "length", 1, 0, 0, [])
 
 
-def ledger_of(*numbers: int) -> EngineLedger:
-    ledger = EngineLedger()
+def ledger_of(*numbers: int) -> RequestJournal:
+    ledger = RequestJournal()
     for number in numbers:
         ledger.add(submit(number))
     return ledger

@@ -129,7 +129,7 @@ def test_tenants_that_wait_get_what_their_shares_say(sizes, chunk, num_chunks, s
     generates: dict[int, int] = {}
     waiting: Counter[str] = Counter()
     for number, (size, tenant, output) in enumerate(sizes):
-        made = request(number, size + 1, 0, tenant, share=share[tenant])
+        made = request(number, size + 1, 0, tenant, weight=share[tenant])
         policy.add(made)
         waiting[tenant] += 1
         left[number], generates[number] = made.num_tokens, output
@@ -186,7 +186,7 @@ def test_tenants_that_flood_get_tokens_in_proportion_to_their_shares():
         tenant = "one" if number % 2 else "three"
         tokens = np.arange(number * size, (number + 1) * size, dtype=np.int32) % 20_000
         scheduler.add(
-            Request.create(number, tokens, output, SamplingParams(), tenant=tenant, share=share[tenant])
+            Request.create(number, tokens, output, SamplingParams(), tenant=tenant, weight=share[tenant])
         )
     charged: Counter[str] = Counter()
     finished: Counter[str] = Counter()
@@ -206,7 +206,7 @@ def test_tenants_that_flood_get_tokens_in_proportion_to_their_shares():
 @pytest.mark.parametrize("share", [0.0, -1.0, math.nan, math.inf, 0.001])
 def test_a_share_that_would_stop_the_round_is_refused(share):
     with pytest.raises(BadArgument, match=r"share must be 0\.01 to 100\.0"):
-        request(0, 10, share=share)
+        request(0, 10, weight=share)
 
 
 @pytest.mark.parametrize("priority", [-11, 11])

@@ -114,7 +114,7 @@ def test_who_gave_way_keeps_its_tokens_its_forced_ones_and_its_place():
     assert batch is not None
     assert list(scheduler.running) == [1, 2, 3, 4]  # in order of arrival, before who came later
     assert second.num_shared == len(streamed) - 3  # what was computed is all still there
-    assert batch.query_lens[batch.page_rows.tolist().index(second.page_row)] == 3
+    assert batch.query_lens[batch.req_rows.tolist().index(second.req_row)] == 3
 
 
 def test_a_pool_half_as_large_as_asked_for_costs_little_and_loses_nothing():

@@ -60,9 +60,9 @@ class UnpenalizedRunner(FakeRunner):
         return super().choose(seen, replace(sampled, edits=None))
 
 
-def penalized(batch: Batch, page_row: int) -> dict[int, float] | None:
+def penalized(batch: Batch, req_row: int) -> dict[int, float] | None:
     """What the batch penalizes in the row that samples for this page row; None where none does."""
-    rows = np.flatnonzero(batch.page_rows == page_row).tolist()
+    rows = np.flatnonzero(batch.req_rows == req_row).tolist()
     last_rows = (np.cumsum(batch.query_lens) - 1)[rows].tolist()
     found = [index for index, row in enumerate(batch.sampled.rows.tolist()) if row in last_rows]
     if not found:
@@ -103,8 +103,8 @@ def test_a_batch_penalizes_the_tokens_that_the_request_has_after_replacements(re
             num_kept = min(action[0], request.num_generated)
             harness.scheduler.replace_output(request, num_kept, list(action[1]))
             continue
-        generated, row_before = harness.output(1), request.page_row
+        generated, row_before = harness.output(1), request.req_row
         harness.step()
-        found = penalized(harness.batches[-1], request.page_row)
-        if found is not None and row_before in (-1, request.page_row):
+        found = penalized(harness.batches[-1], request.req_row)
+        if found is not None and row_before in (-1, request.req_row):
             assert found == expected(generated, prompt if repetition != 1 else [])

@@ -14,7 +14,7 @@ from support.refusing_servers import tenants
 from support.server.anthropic_peer import HELLO, AnthropicPeer, anthropic_peer
 from support.server.http_clients import CLIENTS
 
-from agentflow.engine.tenant import NOBODY_ELSE, Tenant
+from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.errors import EngineFailed, NotAuthorized, Overloaded, RateLimited
 from agentflow.server.anthropic.answer import AnthropicErrorFormat
 from agentflow.server.config.limits import HttpLimits
@@ -37,7 +37,7 @@ class KeyRing(Tenants):
             raise faults[key]
         if key != KEY:
             raise NotAuthorized("no such key")
-        return NOBODY_ELSE
+        return ANONYMOUS
 
 
 @pytest.fixture(scope="module")

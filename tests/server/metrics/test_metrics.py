@@ -121,7 +121,7 @@ async def test_the_application_tells_what_its_engine_did():
     assert told["agentflow_computed_tokens_total",] == stats.computed_tokens
     assert told["agentflow_steps_total",] == stats.steps
     assert (told["agentflow_running_requests",], told["agentflow_waiting_requests",]) == (0, 0)
-    slots = [told["agentflow_kv_tokens", state] for state in ("free", "cached", "held")]
+    slots = [told["agentflow_kv_tokens", state] for state in ("free", "cached", "in_use")]
     assert slots == [stats.free_slots, stats.cached_slots, 0]
     assert sum(slots) == 4096
     assert told["agentflow_ttft_seconds_count",] == told["agentflow_tpot_seconds_count",] == 2

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentflow.engine.tenant import NOBODY_ELSE, Tenant
+from agentflow.engine.tenant import ANONYMOUS, Tenant
 from agentflow.errors import BadArgument, NotAuthorized
 from agentflow.server.tenants.keys import (
     DEFAULT_TENANT,
@@ -24,7 +24,7 @@ ANN, BOB = "af-ann", "af-bob"
 WHOLE = f"""
 [tenants.ann]
 keys = ["{hashed_key(ANN)}", "{hashed_key("af-second")}"]
-share = 2
+weight = 2
 requests_per_minute = 600
 tokens_per_minute = 100_000
 max_unfinished = 64
@@ -57,9 +57,9 @@ def test_a_new_key_has_256_random_bits_and_is_found_by_its_hash(tmp_path: Path) 
 def test_without_keys_everybody_is_the_same_tenant() -> None:
     tenants = Tenants()
     assert not tenants.need_keys
-    assert tenants.of(None) is tenants.of("anything") is NOBODY_ELSE
-    assert list(tenants) == [NOBODY_ELSE]
-    assert tenants.current(NOBODY_ELSE) is NOBODY_ELSE
+    assert tenants.of(None) is tenants.of("anything") is ANONYMOUS
+    assert list(tenants) == [ANONYMOUS]
+    assert tenants.current(ANONYMOUS) is ANONYMOUS
 
 
 def test_keys_of_the_command_line_name_one_tenant_that_sees_the_metrics() -> None:
@@ -74,7 +74,7 @@ def test_the_file_says_who_may_use_how_much(tmp_path: Path) -> None:
     tenants = Tenants(file=written(tmp_path, WHOLE))
     ann = Tenant("ann", 2.0, 600, 100_000, 64, ("smollm2-135m",), True)
     assert tenants.of(ANN) == tenants.of("af-second") == ann
-    assert isinstance(ann.share, float)
+    assert isinstance(ann.weight, float)
     assert tenants.of(BOB) == Tenant("bob & co")
     assert list(tenants) == [ann, Tenant("bob & co")]
     assert tenants.of(ANN).may_use("smollm2-135m")
@@ -142,7 +142,7 @@ REFUSED = {
     "no table of tenants": ("tenants = 3", "it names no tenant"),
     "another table": ("[tenant.ann]\nkeys = []", "there is no field 'tenant'"),
     "no table": ("[tenants]\nann = 3", r"tenants\.ann must be a table"),
-    "no keys": ("[tenants.ann]\nshare = 1.0", r"tenants\.ann: .*missing required field `keys`"),
+    "no keys": ("[tenants.ann]\nweight = 1.0", r"tenants\.ann: .*missing required field `keys`"),
     "one key": (f'[tenants.ann]\nkeys = "{HASHED}"', r"tenants\.ann\.keys: Expected `array`, got `str`"),
     "key in plain text": (
         f'[tenants.ann]\nkeys = ["{ANN}"]',
@@ -159,21 +159,21 @@ REFUSED = {
     ),
     "unknown field": (
         "[tenants.ann]\nkeys = []\nshares = 1",
-        r"tenants\.ann\.shares: there is no such field; there are: keys, share",
+        r"tenants\.ann\.weights: there is no such field; there are: keys, weight",
     ),
     "share of another type": (
-        '[tenants.ann]\nkeys = []\nshare = "2"',
-        r"tenants\.ann\.share: Expected `float`, got `str`",
+        '[tenants.ann]\nkeys = []\nweight = "2"',
+        r"tenants\.ann\.weight: Expected `float`, got `str`",
     ),
     "share of nothing": (
-        "[tenants.ann]\nkeys = []\nshare = 0",
-        r"tenants\.ann\.share: Expected `float` >= 0\.01",
+        "[tenants.ann]\nkeys = []\nweight = 0",
+        r"tenants\.ann\.weight: Expected `float` >= 0\.01",
     ),
     "infinite share": (
-        "[tenants.ann]\nkeys = []\nshare = inf",
-        r"tenants\.ann\.share: Expected `float` <= 100",
+        "[tenants.ann]\nkeys = []\nweight = inf",
+        r"tenants\.ann\.weight: Expected `float` <= 100",
     ),
-    "share that is no number": ("[tenants.ann]\nkeys = []\nshare = nan", r"tenants\.ann\.share: "),
+    "share that is no number": ("[tenants.ann]\nkeys = []\nweight = nan", r"tenants\.ann\.weight: "),
     "half a request": (
         "[tenants.ann]\nkeys = []\nrequests_per_minute = 0.5",
         r"ann\.requests_per_minute: Expected `int \| null`",
@@ -251,17 +251,17 @@ def test_the_file_is_read_again_and_a_bad_one_changes_nothing(tmp_path: Path) ->
         file.write_text(broken)
         with pytest.raises(BadArgument):
             tenants.reload()
-        assert tenants.of(ANN).share == 2.0
+        assert tenants.of(ANN).weight == 2.0
         assert tenants.of(BOB).name == "bob & co"
     file.unlink()
     with pytest.raises(BadArgument):
         tenants.reload()
-    assert tenants.of(ANN).share == 2.0
+    assert tenants.of(ANN).weight == 2.0
     before = tenants.of(ANN)
-    file.write_text(WHOLE.replace("share = 2", "share = 3").replace(hashed_key(BOB), hashed_key("af-new")))
+    file.write_text(WHOLE.replace("weight = 2", "weight = 3").replace(hashed_key(BOB), hashed_key("af-new")))
     tenants.reload()
-    assert tenants.of(ANN).share == 3.0
-    assert before.share == 2.0
+    assert tenants.of(ANN).weight == 3.0
+    assert before.weight == 2.0
     assert tenants.current(before) is tenants.of(ANN)
     assert tenants.of("af-new").name == "bob & co"
     with pytest.raises(NotAuthorized):
@@ -293,6 +293,6 @@ def test_whatever_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, e
         expected |= dict.fromkeys(hashes, tenant)
         lines += [f"[tenants.{name}]", f"keys = {hashes}", f"sees_metrics = {str(sees_metrics).lower()}"]
         lines += [f"requests_per_minute = {requests}"] * (requests is not None)
-        lines += [f"share = {share!r}"] * (share is not None)
+        lines += [f"weight = {share!r}"] * (share is not None)
     file = written(tmp_path_factory.mktemp("keys"), "\n".join(lines))
     assert read_keys_file(file) == expected

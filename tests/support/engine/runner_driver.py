@@ -20,7 +20,7 @@ FOREIGN = 2**31 - 1
 class Walker:
     """One request: its row in the page table, its tokens, and how many of them are computed."""
 
-    page_row: int
+    req_row: int
     tokens: list[int]
     num_computed: int = 0
     prompt_len: int = field(init=False)
@@ -50,7 +50,7 @@ class Driver:
         if prefix_of is not None:
             assert prefix_of.tokens[:shared] == sequence.tokens[:shared]
             assert shared <= prefix_of.num_computed
-            self._table[sequence.page_row, :shared] = self._table[prefix_of.page_row, :shared]
+            self._table[sequence.req_row, :shared] = self._table[prefix_of.req_row, :shared]
             sequence.num_computed = shared
         return sequence
 
@@ -76,7 +76,7 @@ class Driver:
         """A slot for each row."""
         for sequence, num_rows in work:
             for position in range(sequence.num_computed, sequence.num_computed + num_rows):
-                self._table[sequence.page_row, position] = self._free.pop()
+                self._table[sequence.req_row, position] = self._free.pop()
 
     def generate(self, sequences: Sequence[Walker], num_tokens: int, *, max_chunk: int = 4096) -> None:
         """Greedy tokens for all of them: prefill in chunks of random size, mixed with decoding."""
@@ -97,14 +97,14 @@ class Driver:
             span = slice(sequence.num_computed, sequence.num_computed + num_rows)
             tokens += sequence.tokens[span]
             positions += range(span.start, span.stop)
-            slots += self._table[sequence.page_row, span].tolist()
+            slots += self._table[sequence.req_row, span].tolist()
         query_lens = np.array([num_rows for _, num_rows in work], dtype=np.int64)
         return Batch(
             token_ids=np.array(tokens, dtype=np.int64),
             positions=np.array(positions, dtype=np.int64),
             write_slots=np.array(slots, dtype=np.int64),
-            page_table=self._table,
-            page_rows=np.array([sequence.page_row for sequence, _ in work], dtype=np.int64),
+            req_to_token=self._table,
+            req_rows=np.array([sequence.req_row for sequence, _ in work], dtype=np.int64),
             query_lens=query_lens,
             kv_lens=np.array([s.num_computed + n for s, n in work], dtype=np.int64),
             num_decode=int((query_lens == 1).sum()),

@@ -72,7 +72,7 @@ class Harness:
         if batch is None:
             return False
         self.batches.append(batch)
-        num_rows = batch.query_lens.sum() + (0 if batch.branches is None else batch.branches.query_lens.sum())
+        num_rows = batch.query_lens.sum() + (0 if batch.trees is None else batch.trees.query_lens.sum())
         assert len(batch.token_ids) == len(batch.positions) == len(batch.write_slots) == num_rows
         assert len(np.unique(batch.write_slots)) == len(batch.write_slots)
         for result in self.scheduler.complete(self.runner.run(batch)):
@@ -90,7 +90,7 @@ class Harness:
             r.num_computed - r.committed.num_tokens + len(r.node_slots) for r in scheduler.running.values()
         )
         memory = scheduler.memory
-        assert memory.num_held == held
+        assert memory.num_in_use == held
         assert memory.slots.num_free + memory.cache.num_cached + held == memory.slots.total
         memory.cache.check()
         memory.slots.check()

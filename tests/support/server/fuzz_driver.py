@@ -22,7 +22,7 @@ from agentflow.backends.scripted import ScriptedContext
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.grammar.compiler.compiler import constraint_compiler
 from agentflow.engine.grammar.compiler.messages import CompileLimits
-from agentflow.engine.tenant import NOBODY_ELSE
+from agentflow.engine.tenant import ANONYMOUS
 from agentflow.protocol import ops
 from agentflow.protocol.constraint import Constraint
 from agentflow.protocol.events import Usage
@@ -87,7 +87,7 @@ async def engine_target() -> AsyncIterator[tuple[Any, CheckIdle]]:
     async with engine.open_client() as client, constraint_compiler(limits) as compiler:
         await compiler.compile(Constraint("regex", "a"), tenant="")  # the process is loaded
         model = EngineModel("fake", client, TEMPLATE, compiler=compiler)
-        yield model.generator(NOBODY_ELSE), engine.assert_idle
+        yield model.generator(ANONYMOUS), engine.assert_idle
 
 
 class Fuzzer:

@@ -1,4 +1,4 @@
-"""Attention of branch rows: trees of tokens below the prefixes of a random batch, against the reference, and
+"""Tree attention: trees of tokens below the prefixes of a random batch, against the reference, and
 that against float64."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class Rows:
-    page_rows: NDArray[np.int64]
+    req_rows: NDArray[np.int64]
     prefix_lens: NDArray[np.int64]
     query_lens: NDArray[np.int64]
     paths: NDArray[np.int64]
@@ -66,7 +66,7 @@ def with_trees(case: Case, trees: list[Tree], seed: int) -> tuple[Case, Rows]:
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed + 1)
     kv_heads, head_dim = case.kv_layer.shape[2:]
-    used = set(case.page_table.ravel().tolist())
+    used = set(case.req_to_token.ravel().tolist())
     free = rng.permutation([slot for slot in range(len(case.kv_layer)) if slot not in used]).tolist()
     paths: list[list[int]] = []
     for tree in trees:
@@ -76,21 +76,21 @@ def with_trees(case: Case, trees: list[Tree], seed: int) -> tuple[Case, Rows]:
     longest = max(map(len, paths)) + 1
     owners = np.array([tree.owner for tree in trees])
     rows = Rows(
-        page_rows=case.page_rows[owners],
+        req_rows=case.req_rows[owners],
         prefix_lens=case.kv_lens[owners],
         query_lens=np.array([len(tree.parents) - tree.first for tree in trees]),
         paths=np.array([path + [path[-1]] * (longest - len(path)) for path in paths]),
         path_lens=np.array([len(path) for path in paths]),
     )
     left_out = [tree.owner for tree in trees if tree.is_alone]
-    stays = np.array([r not in left_out for r in range(len(case.page_rows))])
+    stays = np.array([r not in left_out for r in range(len(case.req_rows))])
     query_lens = case.query_lens[stays]
     num_rows = int(query_lens.sum() + rows.query_lens.sum())
     fused = torch.randn(num_rows, case.q.shape[1] + 2 * kv_heads, head_dim).to(case.q.dtype)
     return (
         replace(
             case,
-            page_rows=case.page_rows[stays],
+            req_rows=case.req_rows[stays],
             query_lens=query_lens,
             kv_lens=case.kv_lens[stays],
             q=fused[:, : case.q.shape[1]],
@@ -101,13 +101,13 @@ def with_trees(case: Case, trees: list[Tree], seed: int) -> tuple[Case, Rows]:
 
 def planned(case: Case, rows: Rows, **limits: int) -> AttentionPlan:
     return plan_attention(
-        case.page_table,
-        case.page_rows,
+        case.req_to_token,
+        case.req_rows,
         case.query_lens,
         case.kv_lens,
         dtype=case.q.dtype,
         device=case.q.device,
-        branches=rows,
+        trees=rows,
         **limits,
     )
 
@@ -115,11 +115,11 @@ def planned(case: Case, rows: Rows, **limits: int) -> AttentionPlan:
 def seen_by_all(case: Case, rows: Rows) -> list[list[int]]:
     """The slots that each row of the batch sees."""
     seen = []
-    for page_row, query_len, kv_len in zip(case.page_rows, case.query_lens, case.kv_lens, strict=True):
-        slots = case.page_table[page_row, :kv_len].tolist()
+    for req_row, query_len, kv_len in zip(case.req_rows, case.query_lens, case.kv_lens, strict=True):
+        slots = case.req_to_token[req_row, :kv_len].tolist()
         seen += [slots[: kv_len - query_len + i + 1] for i in range(query_len)]
     for tree, count in enumerate(rows.query_lens):
-        prefix = case.page_table[rows.page_rows[tree], : rows.prefix_lens[tree]].tolist()
+        prefix = case.req_to_token[rows.req_rows[tree], : rows.prefix_lens[tree]].tolist()
         first = int(rows.query_lens[:tree].sum())
         seen += [prefix + rows.paths[b, : rows.path_lens[b]].tolist() for b in range(first, first + count)]
     return seen
@@ -221,10 +221,8 @@ def test_large_trees_have_groups_of_their_own() -> None:
     sizes = [3, 600, 70, 4]
     trees = [Tree(r, tuple(n // 2 - 1 for n in range(size))) for r, size in enumerate(sizes)]
     case = make_case([*batch, Shape(-1, 0, 1000, 1)])  # a pool with room for the nodes
-    case.page_table[case.page_rows[4], :1001] = FOREIGN
-    left = replace(
-        case, page_rows=case.page_rows[:4], query_lens=case.query_lens[:4], kv_lens=case.kv_lens[:4]
-    )
+    case.req_to_token[case.req_rows[4], :1001] = FOREIGN
+    left = replace(case, req_rows=case.req_rows[:4], query_lens=case.query_lens[:4], kv_lens=case.kv_lens[:4])
     case, rows = with_trees(left, trees, 0)
     plan = planned(case, rows)
     assert [group.num_rows for group in plan.shorts] == [16, 608, 80, 16]
