@@ -354,15 +354,13 @@ class _Planner:
             groups.append(self._tree_group(packed, lasts, starts))
         return groups
 
-    def _tree_group(
-        self, tree_indices: list[int], lasts: dict[int, int | None], starts: IntArray
-    ) -> ShortGroup:
+    def _tree_group(self, members: list[int], lasts: dict[int, int | None], starts: IntArray) -> ShortGroup:
         trees, num = self.trees, self.num_requests
         assert trees is not None
         rows: list[int] = []
         slots: list[IntArray] = []
         blocks: list[NDArray[np.bool_]] = []
-        for tree in tree_indices:
+        for tree in members:
             last, first = lasts[tree], int(self.first_rows[tree])
             end = first + int(self.query_lens[tree])
             rows += [*([] if last is None else [int(self.first_rows[last])]), *range(first, end)]
