@@ -93,7 +93,7 @@ async def test_a_select_that_is_given_up_gives_all_slots_back():
 
 async def test_a_select_whose_forward_pass_fails_gives_all_slots_back(caplog):
     def fail_late(batch) -> None:
-        if batch.branches is not None and batch.branches.query_lens.sum() == 3:  # the tree's last piece
+        if batch.trees is not None and batch.trees.query_lens.sum() == 3:  # the tree's last piece
             raise ZeroDivisionError
 
     async with plain_engine(SchedulerConfig(token_budget=8), on_step=fail_late) as client:

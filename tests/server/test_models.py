@@ -75,7 +75,7 @@ async def test_tenants_that_are_others_than_before():
 
 async def test_the_models_hear_of_a_keys_file_that_is_read_again(tmp_path):
     file = tmp_path / "keys.toml"
-    entry = f'[tenants.ann]\nkeys = ["{hashed_key("af-ann")}"]\nshare = '
+    entry = f'[tenants.ann]\nkeys = ["{hashed_key("af-ann")}"]\nweight = '
     file.write_text(entry + "2.0")
     async with FakeEngine().open_client() as client, open_sessions(ServerLimits()) as sessions:
         models, tenants = Models([EngineModel("served", client, TEMPLATE)]), Tenants(file=file)

@@ -273,7 +273,7 @@ async def test_a_prompt_of_ids_is_not_copied_for_each_answer_before_it_is_refuse
         generator = model.generator(Tenant("ann"))
         request = CompletionRequest(TokenIds((5,) * 100_000), SHORT, n=100)
         monkeypatch.setattr(generator, "fork", None)  # nothing may be copied
-        monkeypatch.setattr(generator, "check_ids", None)
+        monkeypatch.setattr(generator.limits, "check_ids", None)
         async with completing(generator, request) as completion:
             with pytest.raises(PromptTooLong, match="100,000 tokens; this server takes at most 1,024"):
                 await completion.answers()

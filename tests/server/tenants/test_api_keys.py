@@ -158,7 +158,7 @@ REFUSED = {
         r"bob\.keys\[0\] is the same key as tenants\.ann",
     ),
     "unknown field": (
-        "[tenants.ann]\nkeys = []\nshares = 1",
+        "[tenants.ann]\nkeys = []\nweights = 1",
         r"tenants\.ann\.weights: there is no such field; there are: keys, weight",
     ),
     "share of another type": (
