@@ -188,16 +188,16 @@ def test_large_bodies_are_decoded_beside_the_event_loop(
 def test_a_conversation_of_many_calls_is_laid_out_beside_the_event_loop(
     server: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from agentflow.engine import conversation_context
+    from agentflow.engine import context
 
     threads: list[int] = []
-    use = conversation_context.tool_use
+    use = context.tool_use
 
     def tool_use(*arguments: Any) -> Any:
         threads.append(threading.get_ident())
         return use(*arguments)
 
-    monkeypatch.setattr(conversation_context, "tool_use", tool_use)
+    monkeypatch.setattr(context, "tool_use", tool_use)
     post(server, "/v1/chat/completions", messages=called("{}", 500), max_tokens=1)
     assert threads
     assert server.call(threading.get_ident) not in threads
