@@ -197,7 +197,9 @@ class _Run:
             await _fill(generator, request, context)
             if request.max_prompt_tokens is not None:
                 num_tokens = len(await generator.prompt_ids(context))
-                generator.limits.check_num_tokens(num_tokens, generator.limits.max_tokens(request.max_prompt_tokens))
+                generator.limits.check_num_tokens(
+                    num_tokens, generator.limits.max_tokens(request.max_prompt_tokens)
+                )
             if request.n > 1:
                 # The first answer computes the prompt. A separate request for that would make the prompt
                 # look cached to all of them.
