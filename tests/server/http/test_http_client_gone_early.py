@@ -22,6 +22,7 @@ from agentflow.engine.grammar.compiler.compiler import ConstraintCompiler
 from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.protocol.constraint import Constraint
 from agentflow.server.http.call import ApiCall
+from agentflow.server.openai import models as openai_models
 
 TEXT = "The quick brown fox"
 LONG = TEXT * (MAX_INLINE_CHARS // len(TEXT) + 1)
@@ -78,6 +79,33 @@ def test_while_its_prompt_is_encoded(
         assert stays.recv(100).startswith(b"HTTP/1.1 200")
     server.call(server.service.calls.until_none)
     assert heard.num_sent == 1
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/tokenize"])
+def test_while_its_prompt_is_tokenized(
+    long_server: ApiServer, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    server, encoding, decoded = long_server, HeldEncoding(monkeypatch), []
+
+    def texts(generator: object, token_ids: list[int]) -> list[str]:
+        decoded.append(len(token_ids))
+        return [""] * len(token_ids)
+
+    monkeypatch.setattr(openai_models, "_texts", texts)
+    # So many tokens that their texts, too, are looked up in a thread.
+    body: dict[str, Any] = {"prompt": LONG * 8, "return_token_strs": True, "max_tokens": None}
+    connection = post(server, path, **body)
+    assert encoding.has_begun.wait(20)
+    assert server.generator.encoding_threads.borrowed_tokens == 1
+    connection.close()
+    assert encoding.has_gone.wait(20)
+    encoding.is_let_go.set()
+    server.call(server.service.calls.until_none)
+    assert server.generator.encoding_threads.borrowed_tokens == 0
+    assert decoded == []  # the second half of the work never began
+    with post(server, path, **body) as stays:
+        assert stays.recv(100).startswith(b"HTTP/1.1 200")
+    assert len(decoded) == 1
 
 
 @pytest.fixture(scope="module")

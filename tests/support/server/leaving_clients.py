@@ -23,8 +23,9 @@ def asking(path: str, text: str) -> dict[str, Any]:
 
 
 def post(server: ApiServer, path: str, **fields: Any) -> socket.socket:
-    """The connection of a request whose answer nobody has read yet."""
-    body = msgspec.json.encode({"model": MODEL, "max_tokens": 900, **fields})
+    """Sends a request and returns its connection. A field of None is left out."""
+    values = {"model": MODEL, "max_tokens": 900, **fields}
+    body = msgspec.json.encode({name: value for name, value in values.items() if value is not None})
     host, port = server.url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)))
     head = f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(body)}\r\n\r\n"
