@@ -1,14 +1,11 @@
-"""Token ids to text as they come, and back from a place in the text to the ids before it.
+"""Generated token ids to text, as they arrive, and where the text ends.
 
-Where the text of a generation ends: stops, half characters, and the ids that are left.
+``TextEnd`` reads a generation: it delivers text that can no longer be part of a stop, and finds the ids that
+remain. It uses ``Detokenizer`` (ids to text, incomplete characters held back), ``_Stop`` (one stop string)
+and ``StopPattern`` (a regular expression, with a limit of processor time).
 
-The stop that is complete first ends the text; of several that are complete at the same character, the
-one that begins first. Read character by character, that does not depend on how the text came in tokens.
-
-Searches a text that still grows for a regular expression, and bounds what that may cost.
-
-The package ``regex`` can say of a text whether its end may be the beginning of a match, and gives up
-when a search takes too long; Python's own ``re`` can do neither.
+The stop that is completed first ends the text; of several completed at the same character, the one that
+begins first. Text is searched character by character, so the result does not depend on its tokens.
 """
 
 from __future__ import annotations
@@ -25,19 +22,19 @@ from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import RequestRefused
 from agentflow.protocol.sampling import MATCHES_NOTHING, refused
 
-# Processor time that one request may take the engine for its searches: so much at once, and so much more
-# with each token. A search is a microsecond where the pattern is sound.
+# Processor time that one request may use for its searches: a burst, and more with each token. A search with a
+# sound pattern takes a microsecond.
 BURST_S = 0.05
 PER_TOKEN_S = 0.0005
 
 
 class StopPattern:
-    """Reads a text character by character: the text ends where the pattern first has a match in what was
-    read so far, before the leftmost one. ``num_safe``: characters at the front that no match can begin in,
-    now or later.
+    """Searches text that still grows. The text ends where the pattern first has a match, before the leftmost
+    one. ``num_safe``: the characters at the front in which no match can begin, now or later.
 
-    ``BadArgument`` for what is no pattern, or matches the empty text; ``RequestRefused``, then or from any
-    ``step``, when it takes too long.
+    Uses the package ``regex``, which can tell whether the end of a text may begin a match, and which stops a
+    search after a time limit; Python's ``re`` does neither. ``BadArgument`` if the pattern is invalid or
+    matches the empty text; ``RequestRefused``, then or from any ``step``, if it takes too long.
     """
 
     def __init__(self, source: str) -> None:
@@ -56,17 +53,17 @@ class StopPattern:
         self.num_safe = 0
 
     def skip(self, new: str) -> None:
-        """More text, in which no match may begin; look-behinds see it."""
+        """Adds text in which no match may begin; look-behinds see it."""
         self._text += new
         self._num_read = self.num_safe = len(self._text)
 
     def add(self, new: str) -> None:
-        """More text, the next token's: to be read by one ``step`` for each character."""
+        """Adds the text of one token. Call ``step`` once for each character."""
         self._text += new
         self._left_s = min(BURST_S, self._left_s + PER_TOKEN_S)
 
     def step(self) -> int | None:
-        """Reads one character; where the match begins, if there is one now. Not called after that."""
+        """Reads one character. Where the match begins, if there is one now; not to be called after that."""
         self._num_read += 1
         found = self._search()
         if found is not None and not found.partial:
@@ -75,8 +72,8 @@ class StopPattern:
         return None
 
     def _search(self) -> regex.Match[str] | None:
-        """A match in what was read, a partial one, or None. ``regex`` looks at the clock on the wall, which
-        also runs while others have the processor: only what this thread has used counts."""
+        """A match, a partial match or None. The time limit of ``regex`` is on the wall clock, which also runs
+        while other threads do; only this thread's processor time counts, so the search is repeated."""
         while True:
             began = time.thread_time()
             try:
@@ -95,7 +92,7 @@ class StopPattern:
                 return found
 
 
-@functools.lru_cache(maxsize=32)  # its own: that of ``regex`` is large, and a pattern may be too
+@functools.lru_cache(maxsize=32)  # bounded here: the cache of ``regex`` is large, and patterns may be too
 def _compiled(source: str) -> regex.Pattern[str]:
     return regex.compile(source, cache_pattern=False)
 
@@ -103,7 +100,7 @@ def _compiled(source: str) -> regex.Pattern[str]:
 def _too_slow() -> RequestRefused:
     return RequestRefused(
         f"stop_regex takes too long to search for: more than {BURST_S * 1000:g} ms of processor time "
-        "beyond its share of each token; write it without repeats within repeats, or use stop strings"
+        "beyond its share of each token; avoid nested repeats, or use stop strings"
     )
 
 
@@ -111,10 +108,10 @@ _UNFINISHED = -1
 
 
 class Detokenizer:
-    """The text of a growing list of ids. Each ``push`` costs what the new token's bytes cost.
+    """The text of a growing list of ids. A ``push`` costs as much as its token is long.
 
-    The text is what ``Tokenizer.decode`` makes of the same ids, less a last character whose bytes are not
-    all there yet. ``continues``: the ids stand after other text (see ``Tokenizer.encode``).
+    The text equals ``Tokenizer.decode`` of the same ids, without a last character that is incomplete.
+    ``continues``: the ids follow other text (see ``Tokenizer.encode``).
     """
 
     def __init__(self, tokenizer: Tokenizer, *, continues: bool = True) -> None:
@@ -125,12 +122,12 @@ class Detokenizer:
         self._continues = continues
         self.ids: list[int] = []
         self.num_chars = 0
-        # For each id: the text's length before it, and the length after it where it ends a character.
+        # For each id, the length of the text before it, and after it if it ends a character.
         self._starts: list[int] = []
         self._ends: list[int] = []
 
     def push(self, token_id: int) -> str:
-        """Takes one more id and gives the text that it makes certain; often a word, sometimes nothing."""
+        """Appends an id. Returns the text that is now complete; often a word, sometimes nothing."""
         self._starts.append(_UNFINISHED if self.is_unfinished else self.num_chars)
         self.ids.append(token_id)
         text = self._utf8.decode(self._tokenizer.token_bytes(token_id))
@@ -143,11 +140,11 @@ class Detokenizer:
         return text
 
     def push_all(self, ids: Iterable[int]) -> str:
-        """``push`` for each of ``ids``; gives the text that they made certain together."""
+        """``push`` for each of ``ids``. Returns their text together."""
         return "".join([self.push(token_id) for token_id in ids])
 
     def rewind(self, num_ids: int) -> None:
-        """Only the first ``num_ids`` ids were pushed."""
+        """Removes all but the first ``num_ids`` ids."""
         num_whole = num_ids
         while num_whole and self._ends[num_whole - 1] == _UNFINISHED:
             num_whole -= 1
@@ -160,26 +157,26 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """All the text that is certain."""
+        """The text so far, without an incomplete character."""
         if len(self._chunks) > 1:
             self._chunks = ["".join(self._chunks)]
         return self._chunks[0] if self._chunks else ""
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether the last bytes are the beginning of a character that is not in the text yet."""
+        """Whether the last bytes are the beginning of a character."""
         return bool(self._utf8.getstate()[0])
 
     def num_ids_within(self, end: int) -> int:
-        """How many ids at the front make up text that lies wholly before character ``end``."""
+        """The number of leading ids whose text lies wholly before character ``end``."""
         count = len(self.ids)
         while count and not (self._ends[count - 1] != _UNFINISHED and self._ends[count - 1] <= end):
             count -= 1
         return count
 
     def ids_of(self, start: int, end: int) -> list[int]:
-        """Ids whose text is exactly ``text[start:end]``: those that lie wholly inside as they were pushed,
-        and new ones for what is left of a token that straddles ``start`` or ``end``."""
+        """Ids whose text is exactly ``text[start:end]``: ids that lie wholly inside are kept, and the rest of
+        a token that straddles ``start`` or ``end`` is encoded anew."""
         last = self.num_ids_within(end)
         first = next((n for n in range(last) if self._starts[n] >= start), last)
         text = self.text
@@ -192,7 +189,7 @@ class Detokenizer:
         return self._tokenizer.encode_exact(text, continues=self._continues or at > 0) if text else []
 
     def _strip(self, text: str) -> str:
-        """Takes the spaces that decoding takes from the front of the whole text."""
+        """Removes the spaces that decoding removes from the front of the whole text."""
         bare = text.lstrip(" ")
         num_spaces = min(self._spaces_to_strip, len(text) - len(bare))
         self._spaces_to_strip = 0 if bare else self._spaces_to_strip - num_spaces
@@ -201,8 +198,8 @@ class Detokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What is left of a generation. ``ids`` stand for exactly ``text``; the first ``kept`` of them are as
-    sampled, the others were encoded anew. ``rest``: what of ``text`` no ``push`` has delivered."""
+    """The result of a generation. ``ids`` stand for exactly ``text``; the first ``kept`` are as sampled, the
+    others were encoded anew. ``rest``: the part of ``text`` that no ``push`` returned."""
 
     ids: list[int]
     text: str
@@ -211,12 +208,13 @@ class Ending:
 
 
 class TextEnd:
-    """Follows the text of one generation and delivers what can no longer be part of a stop: a string of
-    ``stop`` or a match of ``stop_regex``. No stop begins in the text of the first ``min_tokens`` tokens.
+    """Follows the text of one generation and delivers what can no longer be part of a stop: one of the
+    strings ``stop``, or a match of ``stop_regex``. No stop begins in the text of the first ``min_tokens``
+    tokens.
 
-    ``continues``: the generation stands after other text, as in all but an empty state. Each ``push``
-    costs what the new text costs, times the number of stop strings; ``stop_regex`` costs a search for
-    each character, and ``StopPattern`` says what it raises.
+    ``continues``: the generation follows other text, as in all but an empty state. A ``push`` costs the
+    length of its text times the number of stop strings; ``stop_regex`` costs a search for each character and
+    raises as ``StopPattern`` does.
     """
 
     def __init__(
@@ -238,24 +236,22 @@ class TextEnd:
         self._num_delivered = 0
         self._stopped_at: int | None = None
         self.stop: str | None = None
-        """Of ``stop`` the string that ended the text; None where none has, or a match of ``stop_regex``."""
+        """The string of ``stop`` that ended the text; None if none did, or a match of ``stop_regex``."""
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop is complete; ids that come later change nothing."""
+        """Whether a stop is complete. Later ids are ignored."""
         return self._stopped_at is not None
 
     def push(self, token_id: int) -> str:
-        """Takes one more sampled id and gives the text that may be delivered now.
-
-        The model's own end token, or another token that ends the generation, is not pushed.
-        """
+        """Appends a sampled id. Returns the text that may be delivered now. Tokens that end the generation
+        are not pushed."""
         if self.stopped:
             return ""
         is_free = len(self._detokenizer.ids) < self._min_tokens
         new = self._detokenizer.push(token_id)
         before = self._num_read
-        if self._detokenizer.num_chars - len(new) < before:  # text that was read already, in other tokens
+        if self._detokenizer.num_chars - len(new) < before:  # text already read, in other tokens
             new = new[before - self._detokenizer.num_chars + len(new) :]
         self._num_read += len(new)
         if is_free and self._pattern is not None:
@@ -270,17 +266,16 @@ class TextEnd:
         return delta
 
     def replace(self, num_kept: int, token_ids: Iterable[int]) -> str:
-        """Of the ids that were pushed the first ``num_kept`` stay, and ``token_ids`` come after them: the
-        same text in other tokens, and then more of it, or its end is still to be pushed again. Gives the
-        text that may be delivered now."""
+        """Keeps the first ``num_kept`` ids and appends ``token_ids``, which continue with the same text in
+        other tokens; its end may still have to be pushed. Returns the text that may be delivered now."""
         if self.stopped:
             return ""
         self._detokenizer.rewind(num_kept)
         return "".join([self.push(token_id) for token_id in token_ids])
 
     def finish(self) -> Ending:
-        """Ids and text of the generation, which ends here. What was held back is delivered with ``rest``;
-        the bytes of a last character that is not all there are dropped."""
+        """Ends the generation. Text held back is in ``rest``; bytes of an incomplete last character are
+        dropped."""
         detokenizer = self._detokenizer
         end = detokenizer.num_chars if self._stopped_at is None else self._stopped_at
         text = detokenizer.text[:end]
@@ -288,7 +283,8 @@ class TextEnd:
         return Ending(ids, text, kept=detokenizer.num_ids_within(end), rest=text[self._num_delivered :])
 
     def _search(self, new: str, at: int) -> int:
-        """Reads ``new``, whose first character is number ``at``; gives the end of what may be delivered."""
+        """Reads ``new``, whose first character has index ``at``. Returns the end of the text that may be
+        delivered."""
         stops, pattern = self._stops, self._pattern
         if pattern is not None:
             pattern.add(new)
@@ -307,10 +303,10 @@ class TextEnd:
 
 
 class _Stop:
-    """Finds one string in a text that is read character by character, without looking back (Knuth, Morris
-    and Pratt, 1977, "Fast pattern matching in strings").
+    """Searches for one string character by character without looking back (Knuth, Morris and Pratt, 1977,
+    "Fast pattern matching in strings").
 
-    ``num_matched``: length of the longest end of the text so far that the string begins with.
+    ``num_matched``: the length of the longest suffix of the text that is a prefix of the string.
     """
 
     __slots__ = ("_fallback", "num_matched", "string")
@@ -318,12 +314,12 @@ class _Stop:
     def __init__(self, string: str) -> None:
         self.string = string
         self.num_matched = 0
-        # For each length that was matched, the next shorter one that the same text also matches. Made as
-        # far as it is needed, so that a request with long stops costs nothing until they nearly occur.
+        # For each matched length, the next shorter one that also matches. Computed as far as needed, so that
+        # long stops cost nothing until they nearly occur.
         self._fallback = [0, 0]
 
     def step(self, char: str) -> None:
-        """Reads one more character; not called once the string is complete."""
+        """Reads one more character. Not to be called once the string is complete."""
         matched = self._longer(self.num_matched, char)
         if matched == len(self._fallback):
             self._fallback.append(self._longer(self._fallback[-1], char))

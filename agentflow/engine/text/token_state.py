@@ -1,10 +1,8 @@
-"""A state of a program as the engine has it: token ids, with the text and the turns they stand for.
+"""A program's state in the engine: token ids, with the text and turns they stand for.
 
-The ids follow from what was appended and from nothing else. Text that comes in one go or in many is
-encoded as one run, cut only at generated tokens, at the marks of roles, and where ``cut`` says so. What a
-model generated stays the ids that it generated.
-
-From the parts of a state to the stretches of text that are encoded, and from these to ids.
+The ids depend only on what was appended. Consecutive text is encoded as one run, split only at generated
+tokens, at role markup and where ``cut`` says so. Generated text keeps the ids that were generated. The parts
+of a state become spans of text (``spans_of``), and these become ids (``encode_spans``).
 """
 
 from __future__ import annotations
@@ -23,13 +21,13 @@ from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import BadArgument, NotSupported
 from agentflow.protocol.chat import Message, ToolSpec
 
-# Characters and ids of a generated run of which slices are remembered; they are held long after its state.
+# The largest generated run (characters plus ids) whose slices are cached; the cache outlives its state.
 MAX_REMEMBERED = 8_000
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Text that is encoded in one go (``ids`` is None), or what a model generated and the ids of it."""
+    """Text to be encoded as a whole (``ids`` None), or generated text with its ids."""
 
     text: str
     ids: tuple[int, ...] | None = None
@@ -37,8 +35,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One turn, or (``role`` is None) text outside all turns. ``given``: the message that a whole turn was
-    given as; what it says beside its content holds."""
+    """One turn or, if ``role`` is None, text outside all turns. ``given``: the message of a turn that was
+    appended whole, with fields other than its content."""
 
     role: str | None
     runs: tuple[Run, ...] = ()
@@ -54,13 +52,13 @@ class Part:
         return any(run.ids is not None for run in self.runs)
 
     def message(self) -> Message:
-        """The turn as the template is given it."""
+        """The turn as the template receives it."""
         return self.given or Message(self.role or "", self.text, self.is_generated)
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Text that becomes ids without regard to what stands around it. ``ids``: those it has already."""
+    """Text that is encoded independently of the text around it. ``ids``: its ids, if it has any already."""
 
     text: str
     is_markup: bool
@@ -69,7 +67,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A span with its ids; ``continues`` as the tokenizer has it."""
+    """A span with its ids; ``continues`` as in ``Tokenizer.encode``."""
 
     span: Span
     continues: bool
@@ -83,9 +81,8 @@ def spans_of(
     template: ChatTemplate,
     now: datetime,
 ) -> list[Span]:
-    """The whole state in the order of its text. ``layout``: that of its closed turns, and of the opening of
-    the one that is open. Raises ``NotSupported`` where the template leaves no place for text between turns.
-    """
+    """The whole state, in the order of its text. ``layout``: that of its closed turns and of the opening of
+    the open one. ``NotSupported`` if the template leaves no place for text between turns."""
     begins_plain = not parts or parts[0].role is None
     spans = [Span("", is_markup=True, ids=tokenizer.prefix_ids)] if begins_plain else []
     if layout is None:
@@ -93,7 +90,7 @@ def spans_of(
     at = 0
     bos = tokenizer.bos
     if begins_plain and bos and tokenizer.bos_id in tokenizer.prefix_ids and layout.text.startswith(bos):
-        at = len(bos)  # the state has one already
+        at = len(bos)  # the state already begins with bos
     turns = [part for part in parts if part.role is not None and not part.is_open]
     for part, end in _between_turns(parts, layout, template, now):
         spans += _laid_out(layout, turns, tokenizer, at, end)
@@ -104,8 +101,8 @@ def spans_of(
 
 
 def encode_spans(spans: Sequence[Span], tokenizer: Tokenizer, old: Sequence[Segment]) -> list[Segment]:
-    """The ids of ``spans``. Those that are also in ``old``, an earlier state of the same, are not encoded
-    again."""
+    """The ids of ``spans``. Spans that are also in ``old``, an earlier state of the same text, are not
+    encoded again."""
     known: dict[tuple[Span, bool], Segment] = {}
     segments: list[Segment] = []
     num_chars = 0
@@ -136,7 +133,7 @@ def _as_it_is(part: Part) -> list[Span]:
 def _laid_out(
     layout: Layout, turns: Sequence[Part], tokenizer: Tokenizer, start: int, end: int
 ) -> Iterator[Span]:
-    """Characters ``start`` to ``end`` of the layout, in which whole turns stand."""
+    """Characters ``start`` to ``end`` of the layout, which contain only whole turns."""
     at = start
     for shown in layout.shown:
         if shown.start < start or shown.end > end:
@@ -149,7 +146,7 @@ def _laid_out(
 
 
 def _markup(layout: Layout, tokenizer: Tokenizer, start: int, end: int) -> Iterator[Span]:
-    """Markup, in which special tokens from tools and tool calls are content."""
+    """Markup. Special tokens in its untrusted spans are content."""
     at = start
     cuts = (
         closed_untrusted_spans(layout.text, start, end, layout.untrusted_spans, tokenizer.closed_places)
@@ -166,7 +163,7 @@ def _markup(layout: Layout, tokenizer: Tokenizer, start: int, end: int) -> Itera
 
 
 def _rewritten(runs: Sequence[Run], text: str, tokenizer: Tokenizer) -> list[Run]:
-    """The runs of a turn of which the template shows ``text``: whole, in part, or replaced."""
+    """The runs of a turn that the template shows as ``text``: whole, in part, or replaced."""
     whole = "".join([run.text for run in runs])
     if text == whole:
         return list(runs)
@@ -184,7 +181,7 @@ def _rewritten(runs: Sequence[Run], text: str, tokenizer: Tokenizer) -> list[Run
 
 
 def _slice(tokenizer: Tokenizer, run: Run, low: int, high: int) -> Run:
-    """Characters ``low`` to ``high`` of a run. Generated tokens that lie wholly inside stay as they are."""
+    """Characters ``low`` to ``high`` of a run. Generated tokens that lie wholly inside are kept."""
     if run.ids is None or (low, high) == (0, len(run.text)):
         return Run(run.text[low:high], run.ids)
     if len(run.text) + len(run.ids) > MAX_REMEMBERED:
@@ -200,14 +197,14 @@ def _decoded_slice(tokenizer: Tokenizer, run: Run, low: int, high: int) -> Run:
     return Run(run.text[low:high], tuple(detokenizer.ids_of(low, high)))
 
 
-# Each turn of a conversation asks for the slices of all before it.
+# Each turn of a conversation slices all turns before it.
 _remembered_slice = lru_cache(maxsize=1024)(_decoded_slice)
 
 
 def _between_turns(
     parts: Sequence[Part], layout: Layout, template: ChatTemplate, now: datetime
 ) -> list[tuple[Part, int]]:
-    """Each part that is no turn, and the place in the layout where it stands."""
+    """Each part outside turns, with its place in the layout."""
     found: list[tuple[Part, int]] = []
     num_turns = 0
     for part in parts:
@@ -219,7 +216,7 @@ def _between_turns(
 
 
 def _end_of_turns(num_turns: int, layout: Layout, template: ChatTemplate, now: datetime) -> int:
-    """Where in the layout the first ``num_turns`` turns and the markup that closes them end."""
+    """Where the first ``num_turns`` turns end in the layout, closing markup included."""
     if num_turns == 0:
         return 0
     if num_turns == len(layout.messages) and layout.open_role is None:
@@ -234,23 +231,23 @@ def _end_of_turns(num_turns: int, layout: Layout, template: ChatTemplate, now: d
             return end
     role = layout.messages[num_turns - 1].role
     raise NotSupported(
-        f"the model's chat template leaves no place for the text after the {role} turn (turn {num_turns}): "
+        f"the model's chat template has no place for the text after the {role} turn (turn {num_turns}): "
         "put that text into a turn"
     )
 
 
 class TokenState:
-    """Append-only. The template is rendered when ids are wanted, not at every op: some templates refuse a
-    conversation that is half there (a system turn alone), and accept it with its next turn.
+    """Append-only. The template is rendered when ids are needed, not at every op: some templates reject an
+    incomplete conversation (a system turn alone) and accept it with its next turn.
 
-    ``num_rerendered_tokens``: ids that ``cut`` had settled and that were given up later, because the
-    template rewrote earlier turns; what comes after the first of them has to be computed anew.
+    ``num_rerendered_tokens``: settled ids that were discarded later because the template rewrote earlier
+    turns; everything after the first of them is computed again.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self._tokenizer = tokenizer
         self._template = template
-        # A template that shows the time must not rewrite the conversation as time goes on.
+        # Fixed, so that a template that shows the time does not rewrite the conversation later.
         self._now = datetime.now()
         self._tools: tuple[ToolSpec, ...] = ()
         self._parts: list[Part] = []
@@ -259,34 +256,34 @@ class TokenState:
         self._segments: list[Segment] = []
         self._ids: list[int] = []
         self._is_settled = False
-        # Those that were last asked for while they were not settled: asking again costs nothing.
+        # The last result of ``ids`` while not settled.
         self._ids_read: list[int] | None = None
         self._has_prefix = True
         self.num_rerendered_tokens = 0
 
     def tools(self, specs: Sequence[ToolSpec]) -> None:
-        """The tools that the template tells the model of. ``BadArgument`` once there is a turn."""
+        """Sets the tools that the template describes. ``BadArgument`` after the first turn."""
         if any(part.role is not None for part in self._parts):
-            raise BadArgument("tools are told before the first turn: begin a new state for other ones")
+            raise BadArgument("tools must be set before the first turn: begin a new state")
         self._tools = tuple(specs)
         self._has_changed()
 
     def turn(self, message: Message) -> None:
-        """Appends a whole turn, with its tool calls. One that has none has the same ids as with
-        ``begin_role``, ``text`` and ``end_role``. Raises as these do."""
+        """Appends a whole turn, with its tool calls. Without calls, the ids are those of ``begin_role``,
+        ``text`` and ``end_role``. Raises the same errors."""
         self.begin_role(message.role)
         self.text(message.content)
         self.end_role()
         self._parts[-1] = replace(self._parts[-1], given=message)
 
     def text(self, s: str) -> None:
-        """Appends content to the open turn, or outside all turns where none is open."""
+        """Appends content to the open turn or, if none is open, outside all turns."""
         if s:
             self._pending.append(s)
             self._has_changed()
 
     def begin_role(self, role: str) -> None:
-        """Opens a turn. Raises ``BadArgument`` inside another turn, ``NotSupported`` without a template."""
+        """Opens a turn. ``BadArgument`` inside another turn, ``NotSupported`` without a chat template."""
         if not role:
             raise BadArgument("a role needs a name, such as user")
         if self._open_role is not None:
@@ -298,28 +295,28 @@ class TokenState:
         self._has_changed()
 
     def end_role(self) -> None:
-        """Closes the open turn. Raises ``BadArgument`` where none is open."""
+        """Closes the open turn. ``BadArgument`` if none is open."""
         if self._open_role is None:
-            raise BadArgument("a role ends that never began")
+            raise BadArgument("no role is open")
         self._take_pending()
         self._parts[-1] = replace(self._parts[-1], is_open=False)
         self._has_changed()
 
     def generated(self, ids: Sequence[int], text: str) -> None:
-        """Appends what a model generated: ``ids`` without its end token, and the text they stand for."""
+        """Appends generated text: ``ids`` without the end token, and their text."""
         self._take_pending()
         if ids:
             self._parts = _with_run(self._parts, Run(text, tuple(ids)))
             self._has_changed()
 
     def only(self, ids: Sequence[int]) -> None:
-        """Begins an empty state with exactly these ids: nothing is put before them."""
+        """Starts an empty state with exactly these ids: no prefix is added."""
         self._has_prefix = False
         self.generated(ids, self._tokenizer.decode(ids, skip_special=False))
 
     def cut(self) -> None:
-        """Ends the pending run of text and settles its ids. Called before a generation, a select, a fork
-        and media. Where the template refuses the conversation as it is, ids stay open until it does not."""
+        """Ends the pending run of text and settles its ids. Called before a generation, a select, a fork and
+        media. If the template rejects the conversation so far, ids stay unsettled until it accepts it."""
         self._take_pending()
         try:
             self._settle()
@@ -327,8 +324,8 @@ class TokenState:
             return
 
     def ids(self) -> list[int]:
-        """The ids that the model would be given now. Raises ``NotSupported`` where the template refuses
-        the conversation or cannot hold what stands between its turns."""
+        """The ids the model would receive now. ``NotSupported`` if the template rejects the conversation or
+        has no place for text between turns."""
         if self._is_settled:
             return list(self._ids)
         if self._ids_read is None:
@@ -336,9 +333,8 @@ class TokenState:
         return list(self._ids_read)
 
     def encode_choices(self, choices: Sequence[str]) -> EncodedChoices:
-        """The ids that the state would have with each of ``choices`` as its next text: the pending run of
-        text is encoded anew with each. One of them may then be appended with ``choose``. Raises as
-        ``ids`` does."""
+        """The ids of the state with each of ``choices`` as its next text; the pending run is encoded anew
+        with each. ``choose`` then appends one. Raises as ``ids`` does."""
         pending, self._pending = self._pending, []
         try:
             self._settle()
@@ -349,14 +345,14 @@ class TokenState:
         return encode_choices(self._tokenizer, self._ids, "".join(pending), choices, continues=continues)
 
     def choose(self, encoded: EncodedChoices, index: int) -> None:
-        """Appends one of the choices, with exactly the ids that it was encoded to. Nothing may have been
-        appended since ``encode_choices``."""
+        """Appends one of the choices with exactly its encoded ids. Nothing may have been appended since
+        ``encode_choices``."""
         text, ids = encoded.run(index)
         self._pending = []
         self.generated(ids, text)
 
     def fork(self) -> TokenState:
-        """A copy that goes its own way from here; costs a copy of the ids, no rendering and no encoding."""
+        """An independent copy. Costs a copy of the ids; nothing is rendered or encoded."""
         self.cut()
         child = TokenState(self._tokenizer, self._template)
         child._now = self._now
@@ -381,12 +377,12 @@ class TokenState:
 
     @property
     def num_settled(self) -> int:
-        """Ids that are settled already."""
+        """The number of settled ids."""
         return len(self._ids)
 
     @property
     def continues(self) -> bool:
-        """Whether a generation that begins now stands after other text (see ``Tokenizer.encode``)."""
+        """Whether a generation that begins now follows other text (see ``Tokenizer.encode``)."""
         return bool(self._parts or self._pending)
 
     @property
@@ -402,7 +398,7 @@ class TokenState:
         self._pending = []
 
     def _all_parts(self) -> list[Part]:
-        """The parts as they would be if the pending text were cut now."""
+        """The parts, with the pending text as a run of its own."""
         return _with_run(self._parts, Run("".join(self._pending))) if self._pending else self._parts
 
     def _lay_out(self) -> Layout | None:
@@ -439,7 +435,7 @@ class TokenState:
 
 
 def _with_run(parts: list[Part], run: Run) -> list[Part]:
-    """``parts`` with ``run`` at their end: in the open turn, or outside all turns."""
+    """``parts`` with ``run`` appended: to the open turn or outside all turns."""
     last = parts[-1] if parts else None
     if last is not None and (last.is_open or last.role is None):
         return [*parts[:-1], replace(last, runs=(*last.runs, run))]

@@ -1,22 +1,15 @@
-"""Text to token ids and back, for one model folder, with a hard line between content and markup.
+"""Text to token ids and back, for one model folder, with a strict separation of content and markup.
 
-*Markup* is what the chat template writes and is trusted: its special tokens are recognised. *Content* is
-everybody else's text: a special token written out in it is encoded like any other text, so that a user
-who types ``<|im_start|>`` opens no turn. The same holds for every added token that the chat template names or
-that marks tool calls, special or not: a user's ``<tool_call>`` is text.
+*Markup* is written by the chat template and trusted: special tokens in it are recognised. *Content* is all
+other text: a special token spelled out in it is encoded like any other text, so that a user who types
+``<|im_start|>`` opens no turn. The same holds for every added token, special or not, that the chat template
+names or that marks tool calls: a user's ``<tool_call>`` is text.
 
-The bytes that each token of a vocabulary stands for, read off the tokenizer's decoder.
-
-Two families are known: byte-level BPE, which writes each byte as one printable character (the alphabet
-of GPT-2), and SentencePiece-style BPE with byte fallback, which writes a space as ``▁`` and a byte that
-is in no other token as ``<0xNN>``. In both a text is the concatenation of its tokens' bytes; the second
-puts one space in front of a text when it encodes, and takes it away again when it decodes.
-
-The space that some tokenizers put in front of a text before they encode it, found and taken away.
-
-A conversation is encoded piece by piece, and a piece in the middle must not get that space. The
-tokenizer's description says where it comes from; without those parts it encodes the same text as it
-stands.
+Two families are supported. Byte-level BPE writes each byte as one printable character (the alphabet of
+GPT-2). SentencePiece-style BPE with byte fallback writes a space as ``▁`` and a byte without a token as
+``<0xNN>``. In both, a text is the concatenation of its tokens' bytes (``TokenDecoder``). Some tokenizers put
+a space in front of a text before encoding it. A conversation is encoded in pieces, and inner pieces must not
+get that space, so the tokenizer is also built without the parts that add it (``without_space_prefix``).
 """
 
 from __future__ import annotations
@@ -42,7 +35,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Which character stands for which byte: printable bytes for themselves, the rest from U+0100 on."""
+    """The byte of each character: printable bytes are themselves, the others are numbered from U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
@@ -53,8 +46,9 @@ _BYTE_OF_CHAR = _byte_level_alphabet()
 
 @dataclass(frozen=True, slots=True)
 class TokenDecoder:
-    """How a token's written form becomes bytes. ``byte_level``: in the GPT-2 alphabet, otherwise
-    SentencePiece-style. ``stripped_spaces``: spaces that decoding takes from the front of a text."""
+    """Converts a token's written form to bytes. ``byte_level``: the GPT-2 alphabet, otherwise
+    SentencePiece-style. ``stripped_spaces``: the number of spaces that decoding removes from the front of a
+    text."""
 
     byte_level: bool
     stripped_spaces: int
@@ -66,12 +60,12 @@ class TokenDecoder:
             return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
         try:
             return bytes([_BYTE_OF_CHAR[char] for char in token])
-        except KeyError:  # an added token, which is written as it is
+        except KeyError:  # an added token, written literally
             return token.encode()
 
 
 def read_decoder(spec: Mapping[str, Any] | None, where: str) -> TokenDecoder:
-    """The decoder of a ``tokenizer.json``. Raises ``BadModelFolder`` naming one of another family."""
+    """The decoder of a ``tokenizer.json``. ``BadModelFolder`` if it belongs to another family."""
     parts = _flat(spec)
     kinds = [part.get("type") for part in parts]
     if kinds == ["ByteLevel"]:
@@ -96,13 +90,13 @@ def _flat(spec: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
 
 
 SpacePrefix = Literal["none", "first", "every"]
-"""``first``: only where the whole text begins. ``every``: also after each added token inside it."""
+"""``first``: only at the beginning of the whole text. ``every``: also after each added token in it."""
 
 _CHILDREN = ("normalizers", "pretokenizers")
 
 
 def find_space_prefix(*parts: Mapping[str, Any] | None) -> SpacePrefix:
-    """Where the given normalizer and pre-tokenizer of a ``tokenizer.json`` put a space in front."""
+    """Where this normalizer and pre-tokenizer of a ``tokenizer.json`` put a space in front."""
     found: set[SpacePrefix] = {"none"}
     for part in parts:
         if part is not None:
@@ -113,7 +107,7 @@ def find_space_prefix(*parts: Mapping[str, Any] | None) -> SpacePrefix:
 
 
 def without_space_prefix(part: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The same normalizer or pre-tokenizer, which leaves the front of the text as it is."""
+    """The same normalizer or pre-tokenizer without the part that adds a space in front."""
     if part is None or part.get("type") == "Prepend":
         return None
     bare = dict(part)
@@ -141,22 +135,21 @@ def _own_prefix(part: Mapping[str, Any]) -> SpacePrefix:
     return "none"
 
 
-# For less than this, 0.2 ms, nobody minds to wait.
+# Shorter texts take less than 0.2 ms and are encoded under the GIL.
 _LONG_CHARS = 1000
-# Unicode composes a letter and its marks to one character: at most so many (U+1F82 is four, decomposed).
+# The most characters that Unicode composes to one (U+1F82 decomposes to four).
 COMPOSED_CHARS = 4
 
 
 class Tokenizer:
-    """The tokenizer of one model. Its methods may be called from any thread, and hold no lock of Python's
-    while they encode: a caller with a very long text runs them in a worker thread.
+    """The tokenizer of one model. Its methods may be called from any thread and release the GIL while they
+    encode long texts, so callers may run them in worker threads.
 
-    ``vocab_size``: ids run from 0 to below it. ``special_ids``: tokens that are no text. ``named_tokens``:
-    such as ``{"bos_token": "<s>"}``. ``prefix_ids``: what the model expects before a text that no template
-    opens (usually nothing or its bos). ``space_prefix``: whether, and where, encoding puts a space in front.
-    ``mark_ids``: tokens that contents may not form and a model may write, as those that mark tool calls or
-    thoughts; text, even where they are special. ``fingerprint``: equal for tokenizers that were made of the
-    same files.
+    ``vocab_size``: ids are below it. ``special_ids``: tokens without text. ``named_tokens``: by role, such as
+    ``{"bos_token": "<s>"}``. ``prefix_ids``: the ids that precede a text without a template (usually none or
+    bos). ``space_prefix``: where encoding puts a space in front. ``mark_ids``: tokens that a model may write
+    and contents may not, such as marks of tool calls or thoughts; they have text even if special.
+    ``fingerprint``: equal for tokenizers made from the same files.
     """
 
     def __init__(
@@ -169,12 +162,12 @@ class Tokenizer:
         template_source: str = "",
         where: str = "the tokenizer",
     ) -> None:
-        """``spec``: the object of a ``tokenizer.json``. ``turn_markup``: what the chat template writes around
-        turns; an added token in it is text in contents even where the tokenizer does not call it special.
-        ``tool_markup``: what a model writes around tool calls; an added token in it is closed to contents,
-        and text in what a model writes, so that calls can be read. ``template_source``: the chat template;
-        an added token in it that is not special is closed to contents, and open to models.
-        Raises ``BadModelFolder``, in whose message the tokenizer is called ``where``."""
+        """``spec``: the object in ``tokenizer.json``. ``turn_markup``: the template's markup of turns; an
+        added token in it is plain text in contents even if it is not special. ``tool_markup``: the markup of
+        tool calls; an added token in it is closed to contents and is text in a model's output, so that calls
+        can be parsed. ``template_source``: the chat template; an added token in it that is not special is
+        closed to contents and open to models. ``BadModelFolder``, whose message calls the tokenizer
+        ``where``."""
         self.named_tokens = dict(named_tokens or {})
         parts = (spec, self.named_tokens, turn_markup, tool_markup, template_source)
         self.fingerprint = hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
@@ -206,7 +199,7 @@ class Tokenizer:
             open_to_models = self._closed_to_content - marks
             self._inner_written = _variant({**spec, **bare}, self._markup, self._added, open_to_models)
 
-        # Asked, not read: the library numbers added tokens itself, whatever id the file gives them.
+        # Queried, because the library numbers added tokens itself and ignores the ids in the file.
         ids = {text: i for text in is_special if (i := self._markup.token_to_id(text)) is not None}
         self._added_ids = frozenset(ids.values())
         self._closed_ids = frozenset(ids[text] for text in self._closed_to_content)
@@ -220,7 +213,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """Reads ``tokenizer.json`` and the files beside it. Raises ``BadModelFolder``."""
+        """Reads ``tokenizer.json`` and the files beside it. ``BadModelFolder``."""
         file = folder / "tokenizer.json"
         text = read_text(file)
         if text is None:
@@ -233,7 +226,7 @@ class Tokenizer:
         except ValueError as error:
             raise BadModelFolder(f"{file} is not valid JSON ({error}); fetch the model again") from error
         if not isinstance(spec, dict):
-            raise BadModelFolder(f"{file} holds no tokenizer; fetch the model again")
+            raise BadModelFolder(f"{file} is not a tokenizer; fetch the model again")
         added = spec.get("added_tokens") or []
         all_special = all(token.get("special") for token in added)
         template = ChatTemplate.from_folder(folder)
@@ -249,12 +242,12 @@ class Tokenizer:
 
     @property
     def bos(self) -> str | None:
-        """The token that begins a sequence, as it is written."""
+        """The token that begins a sequence, in written form."""
         return self.named_tokens.get("bos_token")
 
     @property
     def eos(self) -> str | None:
-        """The token that ends a sequence, as it is written."""
+        """The token that ends a sequence, in written form."""
         return self.named_tokens.get("eos_token")
 
     @property
@@ -267,30 +260,30 @@ class Tokenizer:
 
     @property
     def closed_ids(self) -> frozenset[int]:
-        """The tokens that no content has: the special ones, and those to which the chat template or the
-        format of tool calls gives a meaning."""
+        """Tokens that no content contains: special ones, and those that have a meaning in the chat template
+        or in tool calls."""
         return self._closed_ids
 
     def id_of(self, token: str) -> int | None:
-        """The id of a token as it is written in the vocabulary, None where it is not there."""
+        """The id of a token in written form; None if it is not in the vocabulary."""
         found: int | None = self._markup.token_to_id(token)
         return found
 
     def encode(self, text: str, *, continues: bool = False) -> list[int]:
-        """The ids of content: never a special token, whatever is written in it.
+        """The ids of content. Never contains a special token, whatever the text.
 
-        ``continues``: the text stands after other text (see ``continues_after``), so that no space is put
-        in front of it. Raises ``BadArgument`` for a text with half of a surrogate pair.
+        ``continues``: the text follows other text (see ``continues_after``), so no space is put in front.
+        ``BadArgument`` for a text with a lone surrogate.
         """
         ids = self._encode(self._content, self._inner_content, text, continues)
         if self._closed_ids.isdisjoint(ids):
             return ids
-        # A vocabulary whose merges build a special token out of plain text: spell it instead.
+        # The vocabulary's merges build a special token out of plain text: spell it instead.
         return [part for i in ids for part in (self._spell(i) if i in self._closed_ids else (i,))]
 
     def encode_written(self, text: str) -> list[int]:
-        """The ids of text that a model writes, after other text: as content, but that the marks of tool
-        calls are the tokens that they are."""
+        """The ids of text that a model writes after other text: as content, except that marks of tool calls
+        are recognised."""
         if not self.mark_ids:
             return self.encode(text, continues=True)
         ids = self._encode(self._inner_written, self._inner_written, text, True)
@@ -304,7 +297,7 @@ class Tokenizer:
         return self._encode(self._markup, self._inner_markup, text, continues)
 
     def closed_places(self, text: str) -> list[tuple[int, int]]:
-        """From where to where ``text``, taken as markup, writes tokens of ``closed_ids``."""
+        """The start and end of each token of ``closed_ids`` in ``text``, read as markup."""
         if not self._closed_ids:
             return []
         encoded = self._encoding(self._markup, text)
@@ -312,9 +305,9 @@ class Tokenizer:
         return [place for token, place in pairs if token in self._closed_ids]
 
     def encode_exact(self, text: str, *, continues: bool = False) -> list[int]:
-        """Ids of content whose bytes are exactly those of ``text``, also where the tokenizer would have
-        normalised it. Characters that it cannot write otherwise are written byte by byte. (A byte that the
-        vocabulary cannot write at all is left out, as in ``encode``: SmolLM2 has no token for U+0004.)"""
+        """Ids of content whose bytes are exactly those of ``text``, even where the tokenizer would normalise
+        it. Characters that it cannot write otherwise are written byte by byte. (A byte without a token is
+        dropped, as in ``encode``: SmolLM2 has no token for U+0004.)"""
         ids = self.encode(text, continues=continues)
         if self.decode(ids, continues=continues) == text:
             return ids
@@ -326,50 +319,48 @@ class Tokenizer:
         return ids
 
     def continues_after(self, num_chars: int, last_id: int | None) -> bool:
-        """Whether a text that comes after ``num_chars`` characters, of which ``last_id`` is the last token,
-        counts as going on: False where this tokenizer puts a space in front of it."""
+        """Whether text after ``num_chars`` characters, the last of which are token ``last_id``, continues
+        them. False if this tokenizer puts a space in front of it."""
         if num_chars == 0:
             return False
         return not (self.space_prefix == "every" and last_id in self._added_ids)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True, continues: bool = False) -> str:
-        """The text of ``ids``; bytes that are no UTF-8 become U+FFFD as ``bytes.decode`` has it.
-
-        ``continues``: the ids stand after other text, so that a space in front of them is kept.
-        """
+        """The text of ``ids``. Invalid UTF-8 becomes U+FFFD as in ``bytes.decode``. ``continues``: the ids
+        follow other text, so a space in front is kept."""
         table = self._bytes if skip_special else self._bytes_with_special
         size = len(table)
         text = b"".join([table[i] for i in ids if 0 <= i < size]).decode(errors="replace")
         return text if continues else text[self.leading_spaces(text) :]
 
     def leading_spaces(self, text: str) -> int:
-        """How many spaces decoding takes from the front of a text that goes on from nothing."""
+        """The number of spaces that decoding removes from the front of a text that follows nothing."""
         most = self._decoder.stripped_spaces
         return min(most, len(text) - len(text.lstrip(" "))) if most else 0
 
     @property
     def max_leading_spaces(self) -> int:
-        """The most that ``leading_spaces`` can give."""
+        """The largest result of ``leading_spaces``."""
         return self._decoder.stripped_spaces
 
     def fewest_tokens(self, num_chars: int) -> int:
-        """A text of so many characters has at least so many tokens (those aside that the vocabulary cannot
-        write at all): known without encoding it. 0 where a normalizer might make it any shorter first."""
+        """A lower bound of the tokens of a text of this length, without encoding it (characters the
+        vocabulary cannot write aside). 0 if a normalizer may shorten the text without bound."""
         shrinkage = self._most_shrinkage
         return 0 if shrinkage is None else -(-num_chars // (shrinkage * self._longest))
 
     @cached_property
     def _longest(self) -> int:
-        """The most bytes, and so the most characters, that a token stands for."""
+        """The most bytes, and so the most characters, of one token."""
         return max(1, *map(len, self._bytes_with_special))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for; none for special tokens and for ids outside the vocabulary."""
+        """The bytes of a token; empty for special tokens and unknown ids."""
         return self._bytes[token_id] if 0 <= token_id < self.vocab_size else b""
 
     def shown(self, token_id: int) -> tuple[str, bytes]:
-        """A token's text, where it stands after others, and its bytes. Kept once it was asked for: of
-        log-probabilities the same tokens are told again and again."""
+        """A token's text after other text, and its bytes. Cached, as the same tokens recur in
+        log-probabilities."""
         found = self._shown.get(token_id)
         if found is None:
             text = self.decode([token_id], skip_special=False, continues=True)
@@ -384,7 +375,7 @@ class Tokenizer:
 
     @cached_property
     def _bytes(self) -> list[bytes]:
-        """For each id its bytes. Computed at the first use; two threads at once both compute it."""
+        """The bytes of each id. Computed at first use; two threads at once may both compute it."""
         written = [self._markup.id_to_token(i) for i in range(self.vocab_size)]
         to_bytes, unseen = self._decoder.to_bytes, self.special_ids - self.mark_ids
         return [b"" if token is None or i in unseen else to_bytes(token) for i, token in enumerate(written)]
@@ -403,7 +394,7 @@ class Tokenizer:
         ids: list[int] = encoded.ids
         if not continues or inner is whole:
             return ids
-        # What follows an added token is a section of its own, to which the rules of the whole apply.
+        # Text after an added token is a section of its own, encoded by the rules of a whole text.
         first = next((n for n, i in enumerate(ids) if i in self._added_ids), None)
         if first is None:
             return list(_encoded(inner, text).ids)
@@ -414,7 +405,7 @@ class Tokenizer:
         try:
             return _encoded(whole, text)
         except TypeError as error:
-            raise BadArgument(f"a text to encode holds half of a surrogate pair: {text[:40]!r}") from error
+            raise BadArgument(f"cannot encode a lone surrogate: {text[:40]!r}") from error
 
     def _spell(self, token_id: int) -> list[int]:
         ids: list[int] = []
@@ -432,7 +423,7 @@ class Tokenizer:
 
 
 def _most_shrinkage(normalizer: Mapping[str, Any] | None) -> int | None:
-    """At most so many characters become one in the normalizer; None: unknown."""
+    """The most characters that the normalizer merges into one; None: unknown."""
     if normalizer is None:
         return 1
     return COMPOSED_CHARS if normalizer.get("type") in ("NFC", "NFKC") else None
@@ -441,7 +432,7 @@ def _most_shrinkage(normalizer: Mapping[str, Any] | None) -> int | None:
 def _encoded(tokenizer: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
     if len(text) < _LONG_CHARS:
         return tokenizer.encode(text, add_special_tokens=False)
-    # Of the library's ways to encode, only that for several texts lets other threads run meanwhile.
+    # Only the library's batch method releases the GIL.
     return tokenizer.encode_batch([text], add_special_tokens=False)[0]
 
 
@@ -460,8 +451,8 @@ def _variant(
 ) -> tokenizers.Tokenizer:
     """A tokenizer that shares ``base``'s vocabulary in memory and differs in the rest of ``spec``.
 
-    ``closed_to_content``: added tokens that are not recognised in text; None: all are recognised.
-    Whether special tokens are recognised is a flag of the library's object, hence one object for each.
+    ``closed_to_content``: added tokens that are not recognised in text; None: all are recognised. Recognition
+    is a flag of the library's object, so each variant is an object of its own.
     """
     is_open = closed_to_content is None
     tokens = [

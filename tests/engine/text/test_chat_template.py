@@ -131,7 +131,7 @@ def test_where_a_folder_keeps_its_template(
     [
         ({"chat_template.jinja": "{% for %}"}, "no valid Jinja template"),
         ({"tokenizer_config.json": '{"chat_template": [{"name": "rag", "template": "R"}]}'}, "it has: rag"),
-        ({"tokenizer_config.json": "[]"}, "no JSON object"),
+        ({"tokenizer_config.json": "[]"}, "not a JSON object"),
     ],
 )
 def test_bad_folders(files: dict[str, str], message: str, tmp_path: Path) -> None:

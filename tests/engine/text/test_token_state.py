@@ -276,7 +276,7 @@ def test_completion_begins_as_the_model_expects(chunks: list[str]) -> None:
 
 def test_wrong_order_of_roles() -> None:
     state = state_of("chatml")
-    with pytest.raises(BadArgument, match="ends that never began"):
+    with pytest.raises(BadArgument, match="no role is open"):
         state.end_role()
     with pytest.raises(BadArgument, match="needs a name"):
         state.begin_role("")
@@ -284,7 +284,7 @@ def test_wrong_order_of_roles() -> None:
     with pytest.raises(BadArgument, match="assistant begins inside role user"):
         state.begin_role("assistant")
     state.end_role()
-    with pytest.raises(BadArgument, match="ends that never began"):
+    with pytest.raises(BadArgument, match="no role is open"):
         state.end_role()
 
 

@@ -260,7 +260,7 @@ def test_a_long_text_is_encoded_as_the_library_does(name: str) -> None:
     for text in ("The answer, é 日本.\n" * 200, "<s>the  answer</s>" * 200):
         expected = LIBRARIES[name].encode(text, add_special_tokens=False).ids
         assert TOKENIZERS[name].encode_markup(text) == expected
-    with pytest.raises(BadArgument, match="half of a surrogate pair"):
+    with pytest.raises(BadArgument, match="lone surrogate"):
         TOKENIZERS[name].encode("x" * 5000 + "\ud800")
 
 
@@ -325,7 +325,7 @@ class TestDefaultModel:
     [
         (None, "no tokenizer.json"),
         ("{", "not valid JSON"),
-        ("[]", "holds no tokenizer"),
+        ("[]", "is not a tokenizer"),
         ("{}", "decodes with nothing"),
         ('{"decoder": {"type": "WordPiece"}}', "decodes with WordPiece"),
         ('{"decoder": {"type": "ByteLevel"}}', "cannot be used"),

@@ -229,7 +229,7 @@ def test_ids_that_a_template_takes() -> None:
 def test_tools_are_told_before_the_first_turn() -> None:
     state = TokenState(TOKENIZER, TEMPLATES["hermes"])
     say(state, "user", "x")
-    with pytest.raises(BadArgument, match="before the first turn"):
+    with pytest.raises(BadArgument, match="must be set before the first turn"):
         state.tools([])
 
 
