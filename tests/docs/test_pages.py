@@ -9,6 +9,7 @@ from typing import Any
 
 import anyio
 import pytest
+from support.api_server import MODEL, api_server
 from support.docs.page_blocks import DOCS, ROOT, Block, blocks_of, compiled, pages, run_block
 from support.docs.page_model import ESSAY, SCRIPT
 
@@ -38,6 +39,29 @@ async def test_the_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_p
                     await run_block(page, block, namespace)
                 else:
                     compiled(page, block)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("name", ["quickstart.md", "reference/http-api.md", "reference/anthropic-api.md"])
+async def test_the_blocks_of_clients_run_on_a_server(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Embedded, "connect", af.Scripted(SCRIPT).connect)
+    namespace: dict[str, Any] = {"essay": ESSAY}
+    num_clients = 0
+    with anyio.fail_after(60), api_server() as server:
+        for block in blocks_of(DOCS / name):
+            if block.runs:
+                await run_block(DOCS / name, block, namespace)
+                continue
+            assert "127.0.0.1:8410" in block.source
+            source = block.source.replace("smollm2-135m", MODEL)
+            source = source.replace("http://127.0.0.1:8410", server.url)
+            source = source.replace("ws://127.0.0.1:8410", server.url.replace("http://", "ws://"))
+            # What the engine of the tests writes is not what the page shows.
+            quiet = {**namespace, "print": lambda *_, **__: None}
+            await run_block(DOCS / name, block._replace(source=source), quiet)
+            num_clients += 1
+        server.assert_idle()
+    assert num_clients > 0
 
 
 def test_the_comparison_has_every_program_in_all_four_frameworks():
