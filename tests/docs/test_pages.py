@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import anyio
@@ -14,6 +15,7 @@ from support.docs.page_blocks import DOCS, ROOT, Block, blocks_of, compiled, pag
 from support.docs.page_model import ESSAY, SCRIPT
 
 import agentflow as af
+from agentflow import integrations
 from agentflow.backends.local import Embedded
 from benchmarks.page import HEADLINES, with_headlines
 
@@ -78,17 +80,19 @@ def test_every_parameter_of_gen_is_named():
     assert set(inspect.signature(af.gen).parameters) - {"name"} <= named
 
 
-def test_the_reference_has_every_public_name_once():
+@pytest.mark.parametrize("package", [af, integrations], ids=["agentflow", "agentflow.integrations"])
+def test_the_reference_has_every_public_name_once(package: ModuleType):
     pages = [page.read_text(encoding="utf-8") for page in (DOCS / "reference" / "api").glob("*.md")]
-    documented = [
-        name for page in pages for name in re.findall(r"^::: agentflow\.(\w+)$", page, re.MULTILINE)
-    ]
-    documented += [
-        name
-        for name in af.__all__
-        if isinstance(error := getattr(af, name), type) and issubclass(error, af.AgentflowError)
-    ]
-    assert sorted([*documented, "__version__"]) == sorted(af.__all__)
+    names = rf"^::: {re.escape(package.__name__)}\.(\w+)$"
+    documented = [name for page in pages for name in re.findall(names, page, re.MULTILINE)]
+    if package is af:  # one block has the module of errors
+        documented += [name for name in af.__all__ if is_error(getattr(af, name))]
+        documented.append("__version__")
+    assert sorted(documented) == sorted(package.__all__)
+
+
+def is_error(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, af.AgentflowError)
 
 
 @pytest.mark.anyio
