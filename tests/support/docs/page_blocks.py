@@ -1,8 +1,8 @@
 """Runs the Python blocks of a documentation page, which may await, in order and in one namespace.
 
 A block marked ``python`` runs. In it, lines that begin with ``# →`` show what it prints, ``...`` standing for
-anything. A block marked ``py`` needs another package or a server: it is only compiled, or runs on a server that
-the test starts.
+anything. A block marked ``py`` needs another package or a server: it is only compiled, or runs on a server of
+the test.
 """
 
 from __future__ import annotations
