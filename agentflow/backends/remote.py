@@ -56,6 +56,7 @@ from agentflow.protocol.events import (
     Value,
     VarFailed,
 )
+from agentflow.protocol.op_table import GRAPH_TICKET, declared, opened
 from agentflow.protocol.ops import GetStats, Op
 from agentflow.protocol.wire import (
     SESSION_PATH,
@@ -185,19 +186,14 @@ class Cursors:
 
     def submit(self, op: ops.Op) -> bool:
         """Notes an op; False if it is to be held back (``due_closes`` gives it later)."""
+        self._states |= {state_id: _StateCursor() for state_id in opened(op)}
+        for var_id, _ in declared(op):
+            self._variables[var_id] = _VariableCursor(op.state)  # type: ignore[union-attr]
+            if op.state in self._states:  # type: ignore[union-attr]
+                self._states[op.state].num_unfinished += 1  # type: ignore[union-attr]
         match op:
-            case ops.Open():
-                self._states[op.state] = _StateCursor()
-            case ops.Fork():
-                self._states |= {child: _StateCursor() for child in op.children}
             case ops.Submit():
-                self._states[op.state] = _StateCursor(num_unfinished=len(op.outputs), ticket=1)
-                for number in op.outputs:
-                    self._variables[op.session_number(number)] = _VariableCursor(op.state)
-            case _ if isinstance(op, ops.Declaring):
-                self._variables[op.var] = _VariableCursor(op.state)
-                if op.state in self._states:
-                    self._states[op.state].num_unfinished += 1
+                self._states[op.state].ticket = GRAPH_TICKET
             case ops.Await():
                 if op.state in self._states:
                     self._states[op.state].ticket = op.ticket

@@ -64,10 +64,11 @@ from agentflow.protocol.events import (
     Value,
     VarFailed,
 )
-from agentflow.protocol.op_table import OpKind, declared, shape_of
+from agentflow.protocol.op_table import GRAPH_TICKET, declared, opened, spec_of
 from agentflow.recording.file import Recording, read_recording
 from agentflow.recording.places import Content, ForkTree, Node, Path, describe, difference
 from agentflow.recording.runs import (
+    CONTROL,
     RecordedEvent,
     RecordedOp,
     RecordedRun,
@@ -75,7 +76,6 @@ from agentflow.recording.runs import (
     RecordedState,
     RecordedVariable,
 )
-from agentflow.runtime.graph_execution import TICKET
 from agentflow.runtime.task_group import open_task_group
 
 
@@ -329,37 +329,37 @@ class ReplayConnection:
 
     def _take(self, op: ops.Op) -> ErrorInfo | None:
         """One op; why it is refused, if it was."""
+        is_content = spec_of(op).is_content
         match op:
-            case ops.GetStats():
-                self._answer_stats(op.ticket)
-                return None
-            case ops.Provide() | ops.Limit():
-                return None
             case ops.Open() | ops.Submit():
                 state = self._tree.open(op)
                 state.id = op.state
                 self._runs.add(state)
+            case ops.GetStats():
+                self._answer_stats(op.ticket)
+                return None
+            case _ if is_content or isinstance(op, CONTROL):
+                state = self._tree.node(op.state)  # type: ignore[union-attr]
             case _:
-                state = self._tree.node(op.state)
-        match shape_of(op).kind:
-            case OpKind.CONTENT:
+                return None
+        match op:
+            case _ if is_content:
                 refusal = self._take_content(state, op)
                 if isinstance(op, ops.Submit) and refusal is None:
-                    self._take_await(state, TICKET)
+                    self._take_await(state, GRAPH_TICKET)
                 return refusal
-            case OpKind.GROUP:
+            case ops.TaskGroup():
                 state.groups.add(self._tree.content(op, state))
                 self._check_group(state)
-            case OpKind.AWAIT:
-                assert isinstance(op, ops.Await)
-                self._take_await(state, op.ticket)
-            case OpKind.CANCEL:
+            case ops.Await(ticket=ticket):
+                self._take_await(state, ticket)
+            case ops.Cancel():
                 state.cancel()
-            case OpKind.SEAL:
+            case ops.Seal():
                 sealed_after = state.recorded.num_ops_sealed if state.recorded is not None else None
                 if sealed_after is not None:  # variables of a sealed state may follow
                     self._check_complete(state, sealed_after)
-            case OpKind.CLOSE:
+            case ops.Close():
                 self._identify(state, is_likelier=lambda run, num_sent: run.num_ops == num_sent)
                 self._tree.forget(state.id)
                 self._check_complete(state)
@@ -384,7 +384,7 @@ class ReplayConnection:
     def _enter(self, op: ops.Op, state: LiveState) -> list[LiveState]:
         forks = self._tree.enter(op, state)
         if forks:
-            for child, child_id in zip(forks, getattr(op, shape_of(op).children or ""), strict=True):
+            for child, child_id in zip(forks, opened(op), strict=True):
                 child.id = child_id
         return forks
 

@@ -16,7 +16,7 @@ import msgspec
 
 from agentflow.language.values import ValueType
 from agentflow.protocol import ops
-from agentflow.protocol.op_table import ROOT, needs_of
+from agentflow.protocol.op_table import ROOT, opened, references, spec_of
 from agentflow.protocol.transform import apply_transforms
 
 EdgeKind = Literal["stream", "fork", "data"]
@@ -101,7 +101,7 @@ class Graph:
         declared: dict[int, int] = {}
         found: list[Edge] = []
         for index, op in enumerate(self.ops):
-            for needed in needs_of(op):
+            for needed in references(op):
                 found.append(Edge(declared[needed], index, "data"))
             state = getattr(op, "state", None)
             if state in last:
@@ -110,9 +110,8 @@ class Graph:
                 found.append(Edge(forked[state], index, "fork"))
             if state is not None:
                 last[state] = index
-            if isinstance(op, ops.Fork):
-                forked |= dict.fromkeys(op.children, index)
-            elif isinstance(op, ops.Declaring):
+            forked |= dict.fromkeys(set(opened(op)) - {state}, index)
+            if isinstance(op, ops.Declaring):
                 declared[op.var] = index
         return found
 
@@ -161,8 +160,7 @@ def _fold_constants(graph: Graph) -> Graph:
     for op in graph.ops:
         if isinstance(op, ops.Text | ops.Set):
             op = msgspec.structs.replace(op, parts=_folded(op.parts, constants))
-        # A set without parts marks the end of a branch; see ``State.join``.
-        if isinstance(op, ops.Set) and op.parts and not needs_of(op):
+        if isinstance(op, ops.Set) and not references(op):
             constants[op.var] = "".join([part for part in op.parts if isinstance(part, str)])
         folded.append(op)
     outputs = set(graph.outputs)
@@ -191,7 +189,7 @@ def _merged(sequence: list[ops.Op]) -> list[ops.Op]:
     for op in sequence:
         state = getattr(op, "state", None)
         at = last_text.get(state) if state is not None else None
-        if isinstance(op, ops.Text) and at is not None and all(declared_at[v] < at for v in needs_of(op)):
+        if isinstance(op, ops.Text) and at is not None and all(declared_at[v] < at for v in references(op)):
             earlier = found[at]
             assert isinstance(earlier, ops.Text)
             found[at] = ops.Text(op.state, _folded((*earlier.parts, *op.parts), {}))
@@ -247,41 +245,14 @@ def _arrows(graph: Graph, shown: set[int]) -> list[str]:
 
 def _node(index: int, graph: Graph) -> str:
     op = graph.ops[index]
-    label = f'"{_escaped(_label(op, graph))}"'
-    match op:
-        case ops.Gen():
-            return f"n{index}([{label}])"
-        case ops.Select():
-            return f"n{index}{{{{{label}}}}}"
-        case ops.Fork():
-            return f"n{index}{{{label}}}"
-        case _:
-            return f"n{index}[{label}]"
+    begin, end = spec_of(op).box
+    return f'n{index}{begin}"{_escaped(_label(op, graph))}"{end}'
 
 
 def _label(op: ops.Op, graph: Graph) -> str:
     """The label of an op; empty for ops that are not drawn."""
-    names = graph.names
-    match op:
-        case ops.Text() | ops.Set():
-            pieces = [part if isinstance(part, str) else f"{{{names[part.var]}}}" for part in op.parts]
-            text = " ".join("".join(pieces).split())
-            shown = text if len(text) <= _MAX_LABEL else f"{text[: _MAX_LABEL - 1]}…"
-            return f"{op.name} = {shown}" if isinstance(op, ops.Set) else shown
-        case ops.Gen():
-            return f"gen {op.name}"
-        case ops.Select():
-            return f"select {op.name}: {' | '.join(op.choices)}"[:_MAX_LABEL]
-        case ops.Begin():
-            return f"{op.role}:"
-        case ops.Fork():
-            return f"fork {len(op.children)}"
-        case ops.Image():
-            return "image"
-        case ops.Converse():
-            return f"conversation of {len(op.conversation.messages)} messages"
-        case _:
-            return ""
+    label = spec_of(op).label(op, graph.names)
+    return label if len(label) <= _MAX_LABEL else f"{label[: _MAX_LABEL - 1]}…"
 
 
 def _escaped(text: str) -> str:

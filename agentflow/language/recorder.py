@@ -29,15 +29,16 @@ from agentflow.language.values import TEXT, ValueType
 from agentflow.language.variable import Reference, Variable, target_of
 from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation
+from agentflow.protocol.op_table import num_done_with
 from agentflow.protocol.transform import apply_transforms
 
 
 class _Declared(NamedTuple):
-    """A new variable. The first ``num_ops`` of the ops are done when it ends."""
+    """A new variable. ``op_index``: of its op, among the recorded ones."""
 
     record: VariableRecord
     is_gen: bool
-    num_ops: int
+    op_index: int
 
 
 class Recorder:
@@ -59,7 +60,8 @@ class Recorder:
         num_before = state.in_flight.num_submitted
         state.submit(self._ops)
         state.transcript.extend(self._entries, self._open_role)
-        for record, is_gen, num_ops in self._declared:
+        for record, is_gen, index in self._declared:
+            num_ops = num_done_with(self._ops, index)
             state.num_gens += is_gen
             record.line = state.line_of(num_before + num_ops)
             state.declare(record)
@@ -122,9 +124,6 @@ class Recorder:
         self._open_role = None
         self._entries.append(TurnEnds())
         self.put(ops.End(self._state.id))
-        # The end of a turn neither waits nor fails: it is done with the variable before it.
-        if self._declared and self._declared[-1].num_ops == len(self._ops) - 1:
-            self._declared[-1] = self._declared[-1]._replace(num_ops=len(self._ops))
 
     def set(self, name: str, values: Sequence[str | Reference[Any]]) -> Variable[str]:
         """Records a variable whose text is not appended to the state."""
@@ -132,7 +131,6 @@ class Recorder:
         for value in values:
             pieces += self._state.link.markers.split(value) if isinstance(value, str) else [value]
         parts = tuple([self._part(piece) for piece in pieces])
-        parts = parts or ("",)  # a set without parts marks the end of a branch
         record = self._declare(name, TEXT)
         self._ops.append(ops.Set(self._state.id, record.id, name, parts))
         return Variable(record)
@@ -209,7 +207,7 @@ class Recorder:
     ) -> VariableRecord:
         """Declares the variable of the op that is recorded next."""
         record = VariableRecord(self._state, self._state.link.next_id(), name, value_type, is_shown=is_shown)
-        self._declared.append(_Declared(record, is_gen, len(self._ops) + 1))
+        self._declared.append(_Declared(record, is_gen, len(self._ops)))
         return record
 
     def _refuse_markers(self, texts: Iterable[object], where: str) -> None:

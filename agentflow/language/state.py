@@ -360,7 +360,7 @@ class State:
         )
         state.declare(record)
         # Not appended through a recorder, so that a sealed state may have one.
-        state.link.send([ops.Set(state.id, record.id, record.name, ())])
+        state.link.send([ops.Done(state.id, record.id, record.name)])
         return Variable(record)
 
 

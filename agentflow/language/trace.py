@@ -27,13 +27,12 @@ from agentflow.language.variable import Reference, Variable, target_of
 from agentflow.protocol import ops
 from agentflow.protocol.constraint import CONSTRAINT_KINDS
 from agentflow.protocol.events import Capabilities
-from agentflow.protocol.op_table import ROOT, check_sendable, needs_of
+from agentflow.protocol.op_table import ROOT, check_sendable, numbers, spec_of
 from agentflow.protocol.ops import run_of
 from agentflow.protocol.transform import Transform
 
 ResultT = TypeVar("ResultT")
 
-_LEFT_OUT = ops.Await | ops.Close | ops.GetStats
 _EVERYTHING = Capabilities(model="a trace", constraints=CONSTRAINT_KINDS, images=True, conversations=True)
 
 
@@ -58,7 +57,7 @@ def trace(function: Callable[..., Awaitable[Any]], args: tuple[Any, ...], kwargs
         raise DataDependent(f"{link.cancelled_at}: a state is cancelled, which a graph cannot do")
     return Graph(
         name=function.__name__,
-        ops=tuple([op for op in link.collected if not isinstance(op, _LEFT_OUT)]),
+        ops=tuple([op for op in link.collected if isinstance(op, ops.Open) or spec_of(op).in_graph]),
         arguments=arguments,
         result=_as_output(result, function.__name__),
         places=run.places,
@@ -223,7 +222,7 @@ class GraphRun:
     ) -> None:
         values = _inputs(graph, args, kwargs)
         link.markers.refuse(values.values(), f"an argument of graph {graph.name!r}")
-        base = link.reserve_ids(max([max(_ids_of(op)) for op in graph.ops]))
+        base = link.reserve_ids(max([max(numbers(op)) for op in graph.ops]))
         index = link.next_run_index() if index is None else index
         op = ops.Submit(
             base + ROOT,
@@ -297,16 +296,6 @@ def _inputs(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dic
     if missing:
         raise BadArgument(f"graph {graph.name!r} needs the arguments {', '.join(map(repr, missing))}")
     return {graph.arguments[name]: value for name, value in values.items()}
-
-
-def _ids_of(op: ops.Op) -> list[int]:
-    """The numbers of states and variables that an op contains, and 0."""
-    found = [0]
-    for name in ("state", "var"):
-        if hasattr(op, name):
-            found.append(getattr(op, name))
-    found += getattr(op, "children", ())
-    return found + needs_of(op)
 
 
 def _filled(result: Any, values: Mapping[int, Any]) -> Any:

@@ -1,51 +1,270 @@
-"""What each class of op is to a recording: which of its fields name states and variables, and what a
-replay does with it. The one place where a new op is listed; a test fails while it is not.
+"""The table of ops: what each op is to the checks, the memory estimate, graphs, recordings and drawings.
 
-What an op must hold, whichever backend takes it, and what a backend must be able to do for it.
+``OPS`` has one ``OpSpec`` for each class in ``ops.Op``; the functions below derive the rest from it. A new op
+needs its class in ``ops``, its row here, its execution in the interpreter, and a test.
 
-The one list of these checks. The frontend makes them before it sends an op, so that an argument that makes no
-sense is refused in the line that has it; the interpreter makes them when the op's turn comes, and then the op
-fails its state. What needs a session's other states and variables is the interpreter's own.
+Fields of these names hold numbers that the client chose: ``state`` (the op's own state), ``var`` (a
+variable), ``children`` (states) and ``ticket``. A field ``parts`` may hold references to variables. All other
+fields are content, which two runs of a program have in common.
+
+The frontend checks an op before it sends it, so that the error points at the program's line; the interpreter
+checks it again before it runs. Checks that need the session's states and variables are the interpreter's own.
 """
 
 from __future__ import annotations
 
-import enum
 import functools
-from dataclasses import dataclass
-from typing import Any
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import msgspec
 
-from agentflow.errors import BadArgument, NotSupported
+from agentflow.errors import AgentflowError, BadArgument, NotSupported, ProtocolError
 from agentflow.protocol import ops
 from agentflow.protocol.events import Capabilities
 from agentflow.protocol.transform import check_transforms, check_written
+
+ROOT: Final = 1
+"""The number of the root state in every graph."""
+GRAPH_TICKET: Final = 1
+"""The root of a submitted graph reaches this ticket when all states of the graph have ended."""
+MAX_GRAPH_OPS: Final = 10_000
+
+OP_BYTES: Final = 600
+"""Estimated memory of a waiting op, and of a reference in its text."""
+NUMBER_BYTES: Final = 32
+_BIAS_BYTES = 120
+
+
+def texts_bytes(texts: Iterable[str]) -> int:
+    """The memory of the texts."""
+    return sum(map(sys.getsizeof, texts))
+
+
+# Functions of the table's rows, by op.
+
+
+def _check_open(op: ops.Open) -> None:
+    for name, text in (("cache_salt", op.cache_salt), ("program", op.program)):
+        if len(text) > ops.MAX_SALT_CHARS:
+            raise BadArgument(f"{name}: {ops.MAX_SALT_CHARS} characters at most, not {len(text):,}")
+
+
+def _check_parts(op: ops.Text | ops.Set) -> None:
+    for part in op.parts:
+        if isinstance(part, ops.Ref):
+            check_written(part.transforms)
+
+
+def _parts_bytes(op: ops.Text | ops.Set) -> int:
+    num_bytes = 0
+    for part in op.parts:
+        if isinstance(part, str):
+            num_bytes += sys.getsizeof(part)
+        else:
+            num_bytes += OP_BYTES + texts_bytes(transform.argument for transform in part.transforms)
+    return num_bytes
+
+
+def _parts_label(op: ops.Text | ops.Set, names: Mapping[int, str]) -> str:
+    pieces = [part if isinstance(part, str) else f"{{{names[part.var]}}}" for part in op.parts]
+    return " ".join("".join(pieces).split())
+
+
+def _converse_bytes(op: ops.Converse) -> int:
+    num_bytes = 0
+    for message in op.conversation.messages:
+        num_bytes += OP_BYTES + sys.getsizeof(message.content)
+        for call in message.tool_calls:
+            num_bytes += OP_BYTES + texts_bytes((call.id, call.name, call.arguments))
+    for tool in op.conversation.tools:
+        num_bytes += OP_BYTES + texts_bytes((tool.name, tool.description)) + _json_bytes(tool.parameters)
+    return num_bytes
+
+
+def _json_bytes(value: object) -> int:
+    num_bytes = 0
+    level = [value]
+    while level:  # level by level: a value may nest deeper than Python's stack
+        num_bytes += sum(map(sys.getsizeof, level))
+        inner = [
+            (*part, *part.values()) if isinstance(part, dict) else part
+            for part in level
+            if isinstance(part, dict | list)
+        ]
+        level = [part for parts in inner for part in parts]
+    return num_bytes
+
+
+def _check_gen(op: ops.Gen) -> None:
+    op.params.check()
+    if op.constraint is not None:
+        op.constraint.check()
+    ops.check_timeout(op.timeout_s)
+
+
+def _require_gen(op: ops.Gen, capabilities: Capabilities) -> None:
+    if op.reply:
+        capabilities.require_conversations()
+    if op.params.wants_logprobs and not capabilities.logprobs:
+        raise NotSupported(f"{capabilities.model} has no log-probabilities: use an engine")
+    capabilities.require(op.constraint)
+
+
+def _gen_bytes(op: ops.Gen) -> int:
+    params, constraint = op.params, op.constraint
+    num_bytes = texts_bytes(params.stop) + sys.getsizeof(params.stop_regex)
+    num_bytes += _BIAS_BYTES * len(params.logit_bias) + NUMBER_BYTES * len(params.stop_token_ids)
+    return num_bytes + (0 if constraint is None else texts_bytes(constraint.texts()))
+
+
+def _require_roles(op: ops.Begin | ops.End, capabilities: Capabilities) -> None:
+    if not capabilities.roles:
+        raise NotSupported(f"{capabilities.model} has no chat template: use plain text instead of roles")
+
+
+def _require_select(op: ops.Select, capabilities: Capabilities) -> None:
+    if not capabilities.select:
+        raise NotSupported(f"{capabilities.model} cannot select: it does not score choices")
+
+
+def _require_read(op: ops.Read, capabilities: Capabilities) -> None:
+    if op.what == "token_ids" and not capabilities.token_ids:
+        raise NotSupported(f"{capabilities.model} does not report token ids")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpSpec:
+    """One row of the table.
+
+    ``is_content``: the op stands in its state's stream, and a replay compares it with the recorded one.
+    ``is_numbered``: it counts among its state's ops, by which ``ErrorInfo.op`` names it. ``in_graph``: it may
+    stand in a ``Submit`` (``Open`` only as its first op). ``opens``: the field with the states that the op
+    creates. ``is_instant``: it neither waits nor fails, so it is done together with the op before it.
+    ``outcome``: what a variable that the op declares has not been, where the op did not run.
+
+    ``check`` raises ``BadArgument`` for a wrong value. ``require`` raises ``NotSupported`` where the backend
+    cannot run the op. ``num_bytes``: its memory beyond ``OP_BYTES``. ``label``: its text in a drawing of a
+    graph, given the names of variables; an op without one is not drawn. ``box``: the marks of its Mermaid
+    node."""
+
+    is_content: bool = False
+    is_numbered: bool = False
+    in_graph: bool = False
+    is_instant: bool = False
+    opens: str = ""
+    outcome: str = "set"
+    check: Callable[[Any], None] = field(default=lambda op: None)
+    require: Callable[[Any, Capabilities], None] = field(default=lambda op, capabilities: None)
+    num_bytes: Callable[[Any], int] = field(default=lambda op: 0)
+    label: Callable[[Any, Mapping[int, str]], str] = field(default=lambda op, names: "")
+    box: tuple[str, str] = ("[", "]")
+
+
+_step = functools.partial(OpSpec, is_content=True, is_numbered=True, in_graph=True)
+
+OPS: Final[Mapping[type[ops.Op], OpSpec]] = {
+    ops.Open: OpSpec(is_content=True, opens="state", check=_check_open),
+    ops.Submit: OpSpec(is_content=True, opens="state"),
+    ops.Text: _step(check=_check_parts, num_bytes=_parts_bytes, label=_parts_label),
+    ops.Image: _step(
+        require=lambda op, capabilities: capabilities.require_images(),
+        num_bytes=lambda op: len(op.source),
+        label=lambda op, names: "image",
+    ),
+    ops.Converse: _step(
+        check=lambda op: op.conversation.check(),
+        require=lambda op, capabilities: capabilities.require_conversations(),
+        num_bytes=_converse_bytes,
+        label=lambda op, names: f"conversation of {len(op.conversation.messages)} messages",
+    ),
+    ops.Begin: _step(require=_require_roles, label=lambda op, names: f"{op.role}:"),
+    ops.End: _step(is_instant=True, require=_require_roles),
+    ops.Gen: _step(
+        outcome="generated",
+        check=_check_gen,
+        require=_require_gen,
+        num_bytes=_gen_bytes,
+        label=lambda op, names: f"gen {op.name}",
+        box=("([", "])"),
+    ),
+    ops.Select: _step(
+        outcome="generated",
+        check=lambda op: ops.check_choices(op.name, op.choices),
+        require=_require_select,
+        num_bytes=lambda op: texts_bytes(op.choices),
+        label=lambda op, names: f"select {op.name}: {' | '.join(op.choices)}",
+        box=("{{", "}}"),
+    ),
+    ops.Set: _step(
+        check=_check_parts,
+        num_bytes=_parts_bytes,
+        label=lambda op, names: f"{op.name} = {_parts_label(op, names)}",
+    ),
+    ops.Read: _step(outcome="read", require=_require_read),
+    ops.Done: OpSpec(is_content=True, in_graph=True, outcome="reached"),
+    ops.Expect: OpSpec(is_content=True, in_graph=True, outcome="provided"),
+    ops.Provide: OpSpec(),
+    ops.Hint: _step(check=lambda op: ops.check_hint(op.output_tokens, op.forks, op.deadline_s)),
+    ops.Limit: OpSpec(in_graph=True, check=lambda op: ops.check_limit(op.deadline_s, op.output_tokens)),
+    ops.Fork: _step(
+        opens="children",
+        num_bytes=lambda op: NUMBER_BYTES * len(op.children),
+        label=lambda op, names: f"fork {len(op.children)}",
+        box=("{", "}"),
+    ),
+    ops.TaskGroup: OpSpec(in_graph=True),
+    ops.Seal: OpSpec(in_graph=True),
+    ops.Await: OpSpec(),
+    ops.Cancel: OpSpec(),
+    ops.Close: OpSpec(),
+    ops.GetStats: OpSpec(),
+}
+
+
+def spec_of(op: ops.Op) -> OpSpec:
+    """The op's row."""
+    return OPS[type(op)]
+
+
+def kind_of(op: ops.Op) -> str:
+    """The value of the op's ``op`` field on the wire."""
+    return str(type(op).__struct_config__.tag)
+
+
+def num_done_with(sequence: Sequence[ops.Op], index: int) -> int:
+    """The number of ops in a state's stream that are done once the op at ``index`` is."""
+    is_followed = index + 1 < len(sequence) and spec_of(sequence[index + 1]).is_instant
+    return index + (2 if is_followed else 1)
+
+
+# What the frontend checks before it sends an op.
 
 _encoder = msgspec.msgpack.Encoder()
 
 
 def check_sendable(op: ops.Op, capabilities: Capabilities) -> None:
-    """Before anything of ``op`` is sent: its types, all values in it, and what it asks of the backend, for a
-    graph of each of its ops. ``BadArgument``, ``NotSupported``."""
+    """Checks the types in ``op``, its values, and that the backend can run it; of a graph each op in it.
+    ``BadArgument``, ``NotSupported``."""
     check_types(op)
     for one in op.ops if isinstance(op, ops.Submit) else (op,):
-        check_values(one)
-        if isinstance(one, ops.Text | ops.Set):
-            for part in one.parts:
-                if isinstance(part, ops.Ref):
-                    check_transforms(part.transforms)
-        check_supported(one, capabilities)
+        spec = spec_of(one)
+        spec.check(one)
+        for ref in _refs(one):
+            check_transforms(ref.transforms)
+        spec.require(one, capabilities)
 
 
 def check_types(value: msgspec.Struct) -> None:
-    """``BadArgument`` where a field of ``value``, or of what is in it, is not what its class says, or where a
-    text is not Unicode: what could not go over the wire."""
+    """Raises ``BadArgument`` where a field of ``value``, or of a struct in it, has the wrong type, or where a
+    text is not Unicode: both could not be sent."""
     name = type(value).__name__.lower()
     try:
         _decoder_of(type(value)).decode(_encoder.encode(value))
     except UnicodeEncodeError as error:
-        raise BadArgument(f"{name}: half a character (a lone surrogate) is no text: {error}") from None
+        raise BadArgument(f"{name}: a text holds half a surrogate pair: {error}") from None
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise BadArgument(f"{name}: {error}") from None
 
@@ -55,145 +274,46 @@ def _decoder_of(kind: type) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(kind)
 
 
-def check_values(op: ops.Op) -> None:
-    """``BadArgument`` where a value in the op makes no sense. Compiles no pattern of a transform."""
-    match op:
-        case ops.Open():
-            for name, text in (("cache_salt", op.cache_salt), ("program", op.program)):
-                if len(text) > ops.MAX_SALT_CHARS:
-                    raise BadArgument(f"{name}: {ops.MAX_SALT_CHARS} characters at most, not {len(text):,}")
-        case ops.Text() | ops.Set():
-            for part in op.parts:
-                if isinstance(part, ops.Ref):
-                    check_written(part.transforms)
-        case ops.Converse():
-            op.conversation.check()
-        case ops.Gen():
-            op.params.check()
-            if op.constraint is not None:
-                op.constraint.check()
-            ops.check_timeout(op.timeout_s)
-        case ops.Select():
-            ops.check_choices(op.name, op.choices)
-        case ops.Hint():
-            ops.check_hint(op.output_tokens, op.forks, op.deadline_s)
-        case ops.Limit():
-            ops.check_limit(op.deadline_s, op.output_tokens)
-        case _:
-            pass
+def op_bytes(op: ops.Op) -> int:
+    """The memory of a waiting op, by estimate."""
+    return OP_BYTES + spec_of(op).num_bytes(op)
 
 
-def check_supported(op: ops.Op, capabilities: Capabilities) -> None:
-    """``NotSupported`` where a backend of these capabilities cannot do what the op asks."""
-    match op:
-        case ops.Begin() | ops.End() if not capabilities.roles:
-            raise NotSupported(f"{capabilities.model} has no chat template: use plain text instead of roles")
-        case ops.Converse() | ops.Gen(reply=True) if not capabilities.conversations:
-            raise NotSupported(
-                f"{capabilities.model} takes no whole conversations: append its turns one by one"
-            )
-        case ops.Gen():
-            if op.params.wants_logprobs and not capabilities.logprobs:
-                raise NotSupported(f"{capabilities.model} has no log-probabilities: ask an engine for them")
-            capabilities.require(op.constraint)
-        case ops.Select() if not capabilities.select:
-            raise NotSupported(f"{capabilities.model} cannot select: it scores no choices")
-        case ops.Image():
-            capabilities.require_images()
-        case ops.Read(what="token_ids") if not capabilities.token_ids:
-            raise NotSupported(f"{capabilities.model} does not tell its token ids")
-        case _:
-            pass
+# The numbers in an op.
 
 
-class OpKind(enum.Enum):
-    """How a replay treats an op."""
-
-    CONTENT = enum.auto()  # stands in its state's stream, and is compared with what stood there
-    GROUP = enum.auto()  # acts at once: compared as a member of its state's set
-    CANCEL = enum.auto()  # acts at once: when, and whether, may differ with the timing
-    SEAL = enum.auto()  # not compared: what is appended is
-    AWAIT = enum.auto()  # not compared: it changes nothing, and timing decides whether one is needed
-    CLOSE = enum.auto()  # the state must have got all that was recorded
-    ASIDE = enum.auto()  # acts at once, and is not compared: the text that a client provides, a limit
-    STATS = enum.auto()  # of the session, not of a state
+def _refs(op: ops.Op) -> list[ops.Ref]:
+    return [part for part in getattr(op, "parts", ()) if isinstance(part, ops.Ref)]
 
 
-@dataclass(frozen=True)
-class OpShape:
-    """``state`` (of every op but those of the session) and the fields named here hold numbers that the
-    client gave; a recording and its replay may number differently. References (``ops.Ref``) are found
-    wherever they stand. All other fields are content.
-
-    ``var``: declares a variable. ``children``: declares states. ``states``, ``reads``: tuples of numbers
-    of states and variables that exist. ``ticket``: a number that only the answer repeats.
-    """
-
-    kind: OpKind
-    var: str | None = None
-    children: str | None = None
-    states: tuple[str, ...] = ()
-    reads: tuple[str, ...] = ()
-    ticket: str | None = None
-
-    @property
-    def numbers(self) -> set[str]:
-        """The fields that hold numbers of states, variables or tickets."""
-        named = {"state", self.var, self.children, self.ticket, *self.states, *self.reads}
-        return {name for name in named if name is not None}
+def references(op: ops.Op) -> list[int]:
+    """The variables that the op's text refers to, in their order."""
+    return [ref.var for ref in _refs(op)]
 
 
-SHAPES: dict[type, OpShape] = {
-    ops.Open: OpShape(OpKind.CONTENT),
-    ops.Submit: OpShape(OpKind.CONTENT),
-    ops.Text: OpShape(OpKind.CONTENT),
-    ops.Image: OpShape(OpKind.CONTENT),
-    ops.Converse: OpShape(OpKind.CONTENT),
-    ops.Begin: OpShape(OpKind.CONTENT),
-    ops.End: OpShape(OpKind.CONTENT),
-    ops.Gen: OpShape(OpKind.CONTENT, var="var"),
-    ops.Select: OpShape(OpKind.CONTENT, var="var"),
-    ops.Set: OpShape(OpKind.CONTENT, var="var"),
-    ops.Read: OpShape(OpKind.CONTENT, var="var"),
-    ops.Expect: OpShape(OpKind.CONTENT, var="var"),
-    ops.Provide: OpShape(OpKind.ASIDE, var="var"),
-    ops.Hint: OpShape(OpKind.CONTENT),
-    ops.Limit: OpShape(OpKind.ASIDE),
-    ops.Fork: OpShape(OpKind.CONTENT, children="children"),
-    ops.TaskGroup: OpShape(OpKind.GROUP, states=("children",)),
-    ops.Seal: OpShape(OpKind.SEAL),
-    ops.Await: OpShape(OpKind.AWAIT, ticket="ticket"),
-    ops.Cancel: OpShape(OpKind.CANCEL),
-    ops.Close: OpShape(OpKind.CLOSE),
-    ops.GetStats: OpShape(OpKind.STATS, ticket="ticket"),
-}
+def opened(op: ops.Op) -> tuple[int, ...]:
+    """The states that the op creates."""
+    match spec_of(op).opens:
+        case "":
+            return ()
+        case "state":
+            return (op.state,)  # type: ignore[union-attr]  # ops that open have one
+        case name:
+            return tuple(getattr(op, name))
 
 
 def declared(op: ops.Op) -> list[tuple[int, str]]:
-    """The variables that the op declares and that are told: their numbers and names."""
+    """The variables that the op declares, of a graph those that it reports: their numbers and names."""
     if isinstance(op, ops.Submit):
         names = {one.var: one.name for one in op.ops if isinstance(one, ops.Declaring)}
         return [(op.session_number(number), names.get(number, "")) for number in op.outputs]
-    shape = shape_of(op)
-    return [] if shape.var is None else [(getattr(op, shape.var), getattr(op, "name", ""))]
+    return [(op.var, op.name)] if isinstance(op, ops.Declaring) else []
 
 
-def shape_of(op: ops.Op) -> OpShape:
-    """The shape of an op. ``NotSupported`` where none is listed."""
-    shape = SHAPES.get(type(op))
-    if shape is None:
-        raise NotSupported(f"recordings do not know the op {type(op).__name__.lower()!r} yet")
-    return shape
-
-
-ROOT = 1
-"""The number of the root state in every graph."""
-
-
-def needs_of(op: ops.Op) -> list[int]:
-    """The variables that an op's text refers to."""
-    parts = op.parts if isinstance(op, ops.Text | ops.Set) else ()
-    return [part.var for part in parts if isinstance(part, ops.Ref)]
+def numbers(op: ops.Op) -> list[int]:
+    """The numbers of all states and variables that the op names."""
+    own = [getattr(op, name) for name in ("state", "var") if hasattr(op, name)]
+    return [*own, *getattr(op, "children", ()), *references(op)]
 
 
 def moved(op: ops.Op, base: int) -> ops.Op:
@@ -211,3 +331,34 @@ def moved(op: ops.Op, base: int) -> ops.Op:
             ]
         )
     return msgspec.structs.replace(op, **changes)
+
+
+def expanded(graph: ops.Submit) -> Iterator[ops.Op]:
+    """The ops of a submitted graph with the session's numbers, and a ``Seal`` for each state that has none.
+    ``ProtocolError`` where it is not a graph."""
+    base = graph.state - ROOT
+    if not 0 < len(graph.ops) <= MAX_GRAPH_OPS:
+        raise ProtocolError(f"a graph has 1 to {MAX_GRAPH_OPS} ops, not {len(graph.ops)}")
+    if not isinstance(graph.ops[0], ops.Open) or graph.ops[0].state != ROOT:
+        raise ProtocolError(f"a graph must begin with the opening of state {ROOT}")
+    unsealed: dict[int, None] = {ROOT: None}
+    yield moved(graph.ops[0], base)
+    for op in graph.ops[1:]:
+        if not spec_of(op).in_graph:
+            raise ProtocolError(f"the op {kind_of(op)!r} cannot stand in a graph")
+        unsealed |= dict.fromkeys(opened(op))
+        if isinstance(op, ops.Seal):
+            unsealed.pop(op.state, None)
+        elif isinstance(op, ops.Gen) and op.var in graph.places:
+            seed = ops.derived_seed(graph.seeds, graph.places[op.var])
+            op = msgspec.structs.replace(op, params=msgspec.structs.replace(op.params, seed=seed))
+        yield moved(op, base)
+    for state in unsealed:
+        yield ops.Seal(state + base)
+
+
+def rejected(op: ops.Op, error: AgentflowError) -> ops.Rejected:
+    """The stand-in for ``op``, which failed with ``error``."""
+    names = {op.var: ""} if isinstance(op, ops.Provide) else dict(declared(op))
+    children = op.children if isinstance(op, ops.Fork) else ()
+    return ops.Rejected(getattr(op, "state", 0), error, kind_of(op), names, children)

@@ -1,11 +1,11 @@
-"""The operations: what a program records, what goes over the wire, what the interpreter runs.
+"""The operations: a program records them, the wire carries them, the interpreter runs them.
 
-States and variables are numbered by the client, from 1, unique in a session. The ops of one state
-run in the order in which they were submitted; ops of different states run side by side. ``Cancel``,
-``TaskGroup``, ``Limit`` and ``Provide`` act at once, whatever waits before them.
+The client numbers states and variables, from 1, unique in a session. The ops of one state run in the order in
+which they were submitted; ops of different states run concurrently. ``Cancel``, ``TaskGroup``, ``Limit`` and
+``Provide`` act at once, before ops that wait. ``op_table`` has the properties of each op.
 
-Seeds of generations that name none: they follow from where the generation stands.
-"""
+A generation without a seed of its own gets a ``derived_seed``, which depends only on its place in the
+program."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ from agentflow.protocol.transform import Transform
 
 
 def run_of(session_seed: int, index: int) -> str:
-    """The first part of what a seed is derived from: the session's seed and the run's index."""
+    """The ``run`` of ``derived_seed``: the session's seed and the run's index."""
     return f"{session_seed}/{index}"
 
 
 def place_of(path: tuple[int, ...], number: int) -> str:
-    """The second part: the state's path in the fork tree, and the gen's number in the state."""
+    """The ``place`` of ``derived_seed``: the state's path in the fork tree, and the gen's number in the
+    state."""
     return f"{path}/{number}"
 
 
 def derived_seed(run: str, place: str) -> int:
-    """``run`` and ``place``: from ``run_of`` and ``place_of``. The same places draw the same, in a replay and
-    in a compiled graph."""
+    """A seed of 63 bits for a gen (the first 8 bytes of BLAKE2b, shifted right by one). ``run`` comes from
+    ``run_of``, ``place`` from ``place_of``: a replay and a compiled graph derive the same seeds."""
     digest = hashlib.blake2b(f"{run}/{place}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -53,7 +54,7 @@ ReadWhat = Literal["text", "token_ids"]
 MAX_CHOICES = 1000
 MAX_SALT_CHARS = 256
 MAX_NUMBER = 2**53 - 1
-"""Of a state, variable or ticket: what every JSON reader takes for the same number."""
+"""The largest number of a state, variable or ticket: every JSON reader represents it exactly."""
 
 
 class _Op(msgspec.Struct, frozen=True, tag_field="op", tag=str.lower, omit_defaults=True):
@@ -61,8 +62,8 @@ class _Op(msgspec.Struct, frozen=True, tag_field="op", tag=str.lower, omit_defau
 
 
 class Ref(msgspec.Struct, frozen=True, tag_field="op", tag="ref", omit_defaults=True):
-    """A variable inside text: its value, once there is one, stands here as plain text, after the
-    ``transforms`` in their order."""
+    """A reference to a variable inside text. It stands for the variable's value as plain text, after
+    ``transforms`` are applied in their order."""
 
     var: int
     transforms: tuple[Transform, ...] = ()
@@ -72,8 +73,8 @@ Parts = tuple[str | Ref, ...]
 
 
 class Open(_Op, frozen=True):
-    """A new root state. States share cached KV only under an equal ``cache_salt``. ``objective``: as if a
-    ``Hint`` came first. ``program``: states that name the same one are siblings to the scheduler."""
+    """Creates a root state. States share cached KV only under an equal ``cache_salt``. ``objective``: as in a
+    ``Hint``. ``program``: the scheduler treats states of the same program as siblings."""
 
     state: int
     cache_salt: str = ""
@@ -82,7 +83,7 @@ class Open(_Op, frozen=True):
 
 
 class Text(_Op, frozen=True):
-    """Appends text; references are resolved when the op's turn comes."""
+    """Appends text; references are resolved when the op runs."""
 
     state: int
     parts: Parts
@@ -96,7 +97,7 @@ class Image(_Op, frozen=True):
 
 
 class Converse(_Op, frozen=True):
-    """Begins the state with a whole conversation, and opens the assistant's turn after it (or goes on with
+    """Begins an empty state with a whole conversation, and opens the assistant's turn after it (or continues
     its last one). A ``Gen`` with ``reply`` may then call the tools."""
 
     state: int
@@ -117,8 +118,8 @@ class End(_Op, frozen=True):
 
 
 class Gen(_Op, frozen=True):
-    """Generates text into variable ``var``. ``timeout_s`` counts from the op's turn. ``reply``: what
-    a conversation's assistant says, as a reply (``agentflow.reply``)."""
+    """Generates text into variable ``var``. ``timeout_s`` counts from when the op starts. ``reply``: the text
+    is the notation of a reply (``protocol.chat``) to the state's conversation."""
 
     state: int
     var: int
@@ -130,7 +131,7 @@ class Gen(_Op, frozen=True):
 
 
 class Select(_Op, frozen=True):
-    """Appends the likeliest of ``choices``; variable ``var`` takes it."""
+    """Appends the most likely of ``choices``, which becomes the value of variable ``var``."""
 
     state: int
     var: int
@@ -140,7 +141,7 @@ class Select(_Op, frozen=True):
 
 
 class Set(_Op, frozen=True):
-    """Variable ``var`` takes the text of ``parts``; the state's own text stays as it is."""
+    """Sets variable ``var`` to the text of ``parts``; appends nothing. A sealed state may have one."""
 
     state: int
     var: int
@@ -149,8 +150,8 @@ class Set(_Op, frozen=True):
 
 
 class Read(_Op, frozen=True):
-    """Variable ``var`` takes what the state holds here: its ``text``, the template's marks included, or
-    its ``token_ids`` as a JSON list."""
+    """Sets variable ``var`` to the state's content at this point: its ``text``, including the markup of the
+    chat template, or its ``token_ids`` as a JSON list. A sealed state may have one."""
 
     state: int
     var: int
@@ -158,8 +159,17 @@ class Read(_Op, frozen=True):
     what: ReadWhat
 
 
+class Done(_Op, frozen=True):
+    """Sets variable ``var`` to the empty text when all earlier ops of the state are done, such as those of a
+    branch that is joined. A sealed state may have one."""
+
+    state: int
+    var: int
+    name: str
+
+
 class Expect(_Op, frozen=True):
-    """Variable ``var`` is the client's own: a ``Provide`` will give its value."""
+    """Declares variable ``var``, whose value the client will send in a ``Provide``."""
 
     state: int
     var: int
@@ -167,7 +177,7 @@ class Expect(_Op, frozen=True):
 
 
 class Provide(_Op, frozen=True):
-    """The value of an expected variable, or why there is none. At once."""
+    """The value of an expected variable, or the error that prevented it. Acts at once."""
 
     var: int
     text: str = ""
@@ -175,9 +185,9 @@ class Provide(_Op, frozen=True):
 
 
 class Hint(_Op, frozen=True):
-    """What the program knows of the state's next ops: whether somebody waits for them (``latency``) or
-    only the sum of all counts, how many tokens its gens will have, how many forks come next, in how
-    many seconds its gens should be done. Changes no result."""
+    """Advice to the scheduler about the state's next ops; changes no result. ``objective``: whether their
+    latency counts or only the total throughput. ``output_tokens``: the expected length of its gens.
+    ``forks``: the number of forks that come next. ``deadline_s``: when its gens should be done."""
 
     state: int
     objective: Objective | None = None
@@ -187,8 +197,8 @@ class Hint(_Op, frozen=True):
 
 
 class Limit(_Op, frozen=True):
-    """From now on the state and all that is forked from it (0: all states of the session) may take so
-    many seconds, and generate so many tokens together. At once. What goes on fails."""
+    """From now on the state and all its forks (0: all states of the session) may take ``deadline_s`` seconds,
+    and generate ``output_tokens`` tokens together. Beyond that their ops fail. Acts at once."""
 
     state: int
     deadline_s: float | None = None
@@ -197,10 +207,10 @@ class Limit(_Op, frozen=True):
 
 class Submit(_Op, frozen=True):
     """Runs a whole graph. In ``ops`` states and variables are numbered from 1, the root first; number n is
-    the session's ``state`` + n - 1. ``inputs``: the values of its expected variables. Of its variables only
-    ``outputs`` are told, each when it is complete; the root says when all has ended, as if asked by an
-    ``Await`` with ticket 1. ``seeds`` and ``places``: what the seed of a gen that has none is derived from.
-    ``Close`` of the root closes all its states, and cancels what still runs there."""
+    the session's ``state`` + n - 1. ``inputs``: the values of its expected variables. Only ``outputs`` of its
+    variables are reported, each when it is complete. When all its states have ended, the root reaches ticket
+    1, without an ``Await``. ``seeds`` and ``places``: the arguments of ``derived_seed`` for gens without a
+    seed. ``Close`` of the root closes all states of the graph, and cancels the ops that still run."""
 
     state: int
     ops: tuple[Op, ...]
@@ -215,52 +225,52 @@ class Submit(_Op, frozen=True):
 
 
 class Fork(_Op, frozen=True):
-    """New states ``children`` that go on from here, independently."""
+    """Creates the states ``children``, which continue from here independently."""
 
     state: int
     children: tuple[int, ...]
 
 
 class TaskGroup(_Op, frozen=True):
-    """Couples forked states: when one fails, the others are cancelled and ``state`` fails. At once."""
+    """Couples forked states: when one fails, the others are cancelled and ``state`` fails. Acts at once."""
 
     state: int
     children: tuple[int, ...]
 
 
 class Seal(_Op, frozen=True):
-    """Nothing more is appended; variables stay readable."""
+    """Ends the state's text. Its variables stay readable."""
 
     state: int
 
 
 class Await(_Op, frozen=True):
-    """Somebody waits for the state to get here: answered by ``Reached`` with the same ticket.
-    Tickets of one state increase."""
+    """Asks for a ``Reached`` event with the same ticket once all earlier ops of the state are done. The
+    tickets of one state increase."""
 
     state: int
     ticket: int
 
 
 class Cancel(_Op, frozen=True):
-    """Aborts what the state and its forks run, and whatever waits there. At once."""
+    """Aborts the running and waiting ops of the state and its forks. Acts at once."""
 
     state: int
 
 
 class Close(_Op, frozen=True):
-    """The state and its variables are not needed any more."""
+    """Forgets the state and its variables."""
 
     state: int
 
 
 class GetStats(_Op, frozen=True):
-    """Asks for ``StatsReply`` with the same ticket."""
+    """Asks for a ``StatsReply`` with the same ticket."""
 
     ticket: int
 
 
-Declaring = Gen | Select | Set | Read | Expect
+Declaring = Gen | Select | Set | Read | Done | Expect
 """Ops that declare a variable."""
 Op = (
     Open
@@ -286,9 +296,10 @@ Op = (
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """Not on the wire: stands for an op that was not taken because of ``error``. Its ``state`` (0: it has
-    none) fails with that, and so does what the op would have declared: variables (``names`` by their numbers)
-    and ``children``. Of a ``provide``, the variable is the one that it is for. ``kind``: the op's tag."""
+    """Not on the wire: stands in a state's stream for an op that was rejected with ``error``. The op's
+    ``state`` (0 if it has none) fails, and so do the variables (``names`` by number) and ``children`` that it
+    would have declared. ``kind``: the op's tag; of a ``provide``, ``names`` has the variable that it is
+    for."""
 
     state: int
     error: AgentflowError
@@ -297,39 +308,25 @@ class Rejected:
     children: tuple[int, ...] = ()
 
 
-def rejected(op: Op, error: AgentflowError) -> Rejected:
-    """What stands for ``op``."""
-    names: dict[int, str] = {}
-    if isinstance(op, Declaring):
-        names[op.var] = op.name
-    elif isinstance(op, Provide):
-        names[op.var] = ""
-    elif isinstance(op, Submit):
-        declared = {one.var: one.name for one in op.ops if isinstance(one, Declaring)}
-        names = {op.session_number(number): declared.get(number, "") for number in op.outputs}
-    children = op.children if isinstance(op, Fork) else ()
-    return Rejected(getattr(op, "state", 0), error, type(op).__name__.lower(), names, children)
-
-
 def check_timeout(timeout_s: float | None) -> None:
-    """Raises ``BadArgument`` where a gen could not have so many seconds."""
+    """Raises ``BadArgument`` unless it is None or a positive number of seconds."""
     if timeout_s is not None and not (is_number(timeout_s, 0, math.inf) and timeout_s > 0):
         raise BadArgument(f"gen: timeout_s must be a number of seconds above 0, not {timeout_s!r}")
 
 
 def may_be_number(number: int) -> bool:
-    """Whether a state, variable or ticket may have it."""
+    """Whether a state, variable or ticket may have this number."""
     return -MAX_NUMBER <= number <= MAX_NUMBER
 
 
 def check_number(number: int) -> None:
-    """Raises ``ProtocolError`` where no state, variable or ticket may have this number."""
+    """Raises ``ProtocolError`` for a number that no state, variable or ticket may have."""
     if not may_be_number(number):
         raise ProtocolError(f"states, variables and tickets have numbers up to {MAX_NUMBER}, not {number}")
 
 
 def check_hint(output_tokens: int | None, forks: int | None, deadline_s: float | None) -> None:
-    """Raises ``BadArgument`` where a state's future could not be like that."""
+    """Raises ``BadArgument`` for values that a ``Hint`` cannot have."""
     for name, value in (("output_tokens", output_tokens), ("forks", forks)):
         if value is not None and not is_whole(value, 1, MAX_INT):
             raise BadArgument(f"hint: {name} must be a whole number above 0, not {value!r}")
@@ -338,7 +335,7 @@ def check_hint(output_tokens: int | None, forks: int | None, deadline_s: float |
 
 
 def check_limit(deadline_s: float | None, output_tokens: int | None) -> None:
-    """Raises ``BadArgument`` where what a limit allows is no amount."""
+    """Raises ``BadArgument`` for values that a ``Limit`` cannot have."""
     if deadline_s is not None and not is_number(deadline_s, 0, math.inf):
         raise BadArgument(f"limit: deadline_s must be a number of seconds, not {deadline_s!r}")
     if output_tokens is not None and not is_whole(output_tokens, 0, math.inf):
@@ -346,7 +343,7 @@ def check_limit(deadline_s: float | None, output_tokens: int | None) -> None:
 
 
 def check_choices(name: str, choices: Sequence[str]) -> None:
-    """Raises ``BadArgument`` where a select named ``name`` could not choose among ``choices``."""
+    """Raises ``BadArgument`` for choices that the select ``name`` cannot have."""
     if not choices or not all(choices):
         raise BadArgument(f"select({name!r}): there must be at least one choice, and none may be empty")
     if len(choices) > MAX_CHOICES or len(set(choices)) != len(choices):

@@ -11,14 +11,14 @@ Contents of ops in words, short enough for an error message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
 from agentflow.errors import ProtocolError
 from agentflow.protocol import ops
-from agentflow.protocol.op_table import declared, shape_of
+from agentflow.protocol.op_table import declared, kind_of, opened
 from agentflow.protocol.ops import derived_seed, place_of, run_of
 from agentflow.protocol.sampling import SamplingParams
 from agentflow.protocol.transform import Transform
@@ -111,41 +111,27 @@ class ForkTree(Generic[NodeT]):
         if isinstance(op, ops.Submit):
             graph = msgspec.json.encode((op.ops, op.outputs, op.places)).decode()
             return Content("submit", (("ops", graph), ("inputs", tuple(op.inputs.items()))))
-        shape = shape_of(op)
         fields: list[tuple[str, Any]] = []
         for name in op.__struct_fields__:
             value = getattr(op, name)
-            if name in shape.states:
-                fields.append((name, tuple(self.node(state_id).path for state_id in value)))
-            elif name in shape.reads:
-                fields.append((name, tuple(self._place(var_id, node) for var_id in value)))
-            elif name == shape.children:
-                fields.append((name, len(value)))
-            elif name not in shape.numbers:
+            if name == "children":
+                is_new = bool(opened(op))
+                fields.append(
+                    (name, len(value) if is_new else tuple(self.node(child).path for child in value))
+                )
+            elif name not in ("state", "var"):
                 fields.append((name, self._plain(value, node)))
-        return Content(type(op).__name__.lower(), tuple(fields))
-
-    def sources(self, op: ops.Op) -> list[int]:
-        """The numbers of the variables that the op reads."""
-        if isinstance(op, ops.Submit):
-            return []
-        shape = shape_of(op)
-        found = [var_id for name in shape.reads for var_id in getattr(op, name)]
-        content = (getattr(op, name) for name in op.__struct_fields__ if name not in shape.numbers)
-        return found + [ref.var for value in content for ref in _refs(value)]
+        return Content(kind_of(op), tuple(fields))
 
     def enter(self, op: ops.Op, node: NodeT) -> list[NodeT]:
         """Takes note of what the op declares; the new states."""
-        shape = shape_of(op)
         for var_id, name in declared(op):
             self._variables[var_id] = (node, node.num_variables, name)
             self._declared.setdefault(op.state, []).append(var_id)  # type: ignore[union-attr]
             node.num_variables += 1
         node.num_gens += isinstance(op, ops.Gen)
-        if shape.children is None:
-            return []
+        children = op.children if isinstance(op, ops.Fork) else ()
         first = len(node.forks)
-        children = getattr(op, shape.children)
         forks = [self._make_node(node.run, (*node.path, first + i), node) for i in range(len(children))]
         self._nodes.update(zip(children, forks, strict=True))
         node.forks += forks
@@ -187,28 +173,13 @@ class ForkTree(Generic[NodeT]):
         return derived_seed(run_of(self._seed, node.run), place_of(node.path, node.num_gens))
 
 
-def _refs(value: Any) -> Iterator[ops.Ref]:
-    match value:
-        case ops.Ref():
-            yield value
-        case msgspec.Struct():
-            for name in value.__struct_fields__:
-                yield from _refs(getattr(value, name))
-        case tuple() | list():
-            for part in value:
-                yield from _refs(part)
-        case dict():
-            for part in value.values():
-                yield from _refs(part)
+_MAX_CHARS = 60
+_CHARS_BEFORE = 20
 
 
-MAX_CHARS = 60
-CHARS_BEFORE = 20
-
-
-def shortened(text: str, around: int = 0, max_chars: int = MAX_CHARS) -> str:
+def shortened(text: str, around: int = 0, max_chars: int = _MAX_CHARS) -> str:
     """``text`` in quotes, on one line; of a long one the part around that character."""
-    start = max(0, around - CHARS_BEFORE) if len(text) > max_chars else 0
+    start = max(0, around - _CHARS_BEFORE) if len(text) > max_chars else 0
     part = text[start : start + max_chars]
     return repr(("…" if start else "") + part + ("…" if start + max_chars < len(text) else ""))
 

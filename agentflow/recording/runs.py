@@ -17,10 +17,12 @@ from agentflow.protocol.events import (
     Value,
     VarFailed,
 )
-from agentflow.protocol.op_table import OpKind, declared, shape_of
+from agentflow.protocol.op_table import GRAPH_TICKET, declared, num_done_with, references, spec_of
 from agentflow.recording.file import Entry, Recording
 from agentflow.recording.places import Content, ForkTree, Node, Path
-from agentflow.runtime.graph_execution import TICKET
+
+CONTROL = ops.TaskGroup | ops.Seal | ops.Await | ops.Cancel | ops.Close
+"""Ops that are not compared in order, but matter to a replay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +146,11 @@ class RecordedState(Node):
     def _prove(self) -> None:
         """Collects which events say how far the state had got: each proves all positions before, too."""
         proofs = list(self._reached)
+        sequence = [op.op for op in self.ops]
         for index, op in enumerate(self.ops):
             done = [variable.done for variable in op.variables if variable.done is not None]
             if done and len(done) == len(op.variables):
-                ends_turn = self.ops[index + 1 : index + 2] and self.ops[index + 1].content.kind == "end"
-                proofs.append((index + (2 if ends_turn else 1), max(done)))
+                proofs.append((num_done_with(sequence, index), max(done)))
         self._proofs = []
         seq = None
         for position, when in sorted(proofs, reverse=True):
@@ -220,10 +222,8 @@ class RecordedRuns:
             self._num_events += 1
 
     def _send(self, op: ops.Op, at_s: float, refusal: ErrorInfo | None = None) -> None:
-        kind = shape_of(op).kind
-        if kind in (OpKind.STATS, OpKind.ASIDE):
-            return
-        if refusal is not None and kind is not OpKind.CONTENT:
+        is_content = spec_of(op).is_content
+        if not is_content and (refusal is not None or not isinstance(op, CONTROL)):
             return
         if isinstance(op, ops.Open | ops.Submit):
             state = self._tree.open(op)
@@ -231,24 +231,23 @@ class RecordedRuns:
         else:
             state = self._tree.node(op.state)  # type: ignore[union-attr]
         state.end_s = max(state.end_s, at_s)
-        match kind:
-            case OpKind.CONTENT:
+        match op:
+            case _ if is_content:
                 self._append(state, op, at_s, refusal)
-            case OpKind.GROUP:
+            case ops.TaskGroup():
                 state.groups.add(self._tree.content(op, state))
-            case OpKind.AWAIT:
-                assert isinstance(op, ops.Await)
-                state.ask(op.ticket)
-            case OpKind.CANCEL:
+            case ops.Await(ticket=ticket):
+                state.ask(ticket)
+            case ops.Cancel():
                 state.cancel()
-            case OpKind.SEAL:
+            case ops.Seal():
                 state.num_ops_sealed = len(state.ops)
             case _:
                 pass
 
     def _append(self, state: RecordedState, op: ops.Op, at_s: float, refusal: ErrorInfo | None) -> None:
         recorded = RecordedOp(op, self._tree.content(op, state), at_s, refusal)
-        recorded.sources = [self._variables[self._tree.variable(var_id)] for var_id in self._tree.sources(op)]
+        recorded.sources = [self._variables[self._tree.variable(var_id)] for var_id in references(op)]
         self._num_ops += 1
         run = self.runs[state.run]
         run.num_ops += 1
@@ -263,7 +262,7 @@ class RecordedRuns:
                 state.variables.append(variable)
                 recorded.variables.append(variable)
             if isinstance(op, ops.Submit):
-                state.ask(TICKET)
+                state.ask(GRAPH_TICKET)
         state.ops.append(recorded)
 
     def _hear(self, event: Event, at_s: float) -> None:
@@ -325,11 +324,10 @@ def _without_unwinding(recording: Recording) -> list[Entry]:
     entries = recording.entries
     if recording.ending != "cancelled":
         return entries
-    kinds = (OpKind.CANCEL, OpKind.SEAL, OpKind.CLOSE)
     num_left = len(entries) - 1
     while num_left > 0:
         sent = entries[num_left - 1].sent
-        if sent is None or shape_of(sent).kind not in kinds:
+        if not isinstance(sent, ops.Cancel | ops.Seal | ops.Close):
             break
         num_left -= 1
     return entries[:num_left]

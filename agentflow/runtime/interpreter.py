@@ -40,14 +40,21 @@ from agentflow.errors import (
 from agentflow.protocol import ops
 from agentflow.protocol.chat import Conversation
 from agentflow.protocol.events import MAX_CAUSES, ErrorInfo, StatsReply, Usage, Value
-from agentflow.protocol.op_table import check_supported, check_values
+from agentflow.protocol.op_table import (
+    OP_BYTES,
+    OPS,
+    expanded,
+    op_bytes,
+    opened,
+    references,
+    rejected,
+    spec_of,
+)
 from agentflow.protocol.ops import check_number
 from agentflow.protocol.transform import apply_in_turn
 from agentflow.runtime.generator import ContextT, Generator, Scored, StateHint
-from agentflow.runtime.graph_execution import GraphExecution, expanded
 from agentflow.runtime.limits import (
     FORKED_CHAR_BYTES,
-    OP_BYTES,
     TURN_CHARS,
     Budget,
     MemoryBudget,
@@ -55,13 +62,13 @@ from agentflow.runtime.limits import (
     check_time,
     clipped,
     deadline_of,
-    op_bytes,
     spend,
     time_is_over,
     variable_bytes,
 )
 from agentflow.runtime.state_tree import (
     EventCursor,
+    GraphExecution,
     PendingOp,
     StateRecord,
     StateTree,
@@ -266,7 +273,7 @@ MAX_PENDING_OPS = 20_000
 REJECTED_BYTES = 4_000_000
 # A stream of pure text ops never waits by itself: let others run after so many.
 OPS_PER_TURN = 64
-_MADE = {ops.Gen: "generated", ops.Select: "generated", ops.Read: "read", ops.Expect: "provided"}
+_NUMBERED = {str(kind.__struct_config__.tag) for kind, spec in OPS.items() if spec.is_numbered}
 
 
 class Interpreter(Generic[ContextT]):
@@ -306,13 +313,13 @@ class Interpreter(Generic[ContextT]):
         try:
             self._take(op)
         except AgentflowError as error:
-            self._reject(ops.rejected(op, error))
+            self._reject(rejected(op, error))
 
     def _take(self, op: ops.Op) -> None:
         """What raises has changed nothing, but for a graph that was begun."""
         match op:
             case ops.Open():
-                check_values(op)
+                spec_of(op).check(op)
                 root = self._states.add_root(op.state)
                 context = self._generator.open(op.cache_salt, program=op.program)
                 root.begin(context, Reservation(self._memory, 0))
@@ -328,7 +335,7 @@ class Interpreter(Generic[ContextT]):
             case ops.Provide():
                 self._provide(op)
             case ops.Limit():
-                check_values(op)
+                spec_of(op).check(op)
                 budget = Budget(deadline_s=op.deadline_s, output_tokens=op.output_tokens)
                 self._states.restrict(self._states.open_state(op.state) if op.state else None, budget)
             case ops.TaskGroup():
@@ -363,10 +370,8 @@ class Interpreter(Generic[ContextT]):
             raise Overloaded(f"{MAX_PENDING_OPS} ops wait on state {state.id}: await some of them first")
         else:
             held.add(op_bytes(op))
-        sources: tuple[VariableRecord, ...] = ()
+        sources = tuple([self._variable(var_id) for var_id in references(op)])
         children: tuple[StateRecord[ContextT], ...] = ()
-        if isinstance(op, ops.Text | ops.Set):
-            sources = tuple(self._variable(part.var) for part in op.parts if isinstance(part, ops.Ref))
         match op:
             case _ if isinstance(op, ops.Declaring):
                 ops.check_number(op.var)
@@ -392,7 +397,8 @@ class Interpreter(Generic[ContextT]):
                 ops.check_number(op.ticket)
             case _:
                 pass
-        state.pending.append(PendingOp(op, held, state.number_of(op), sources, children))
+        number = state.next_number() if spec_of(op).is_numbered else None
+        state.pending.append(PendingOp(op, held, number, sources, children))
         self._kick(state)
 
     def _reject(self, op: ops.Rejected) -> None:
@@ -418,7 +424,7 @@ class Interpreter(Generic[ContextT]):
                 variable.fail(op.error)
         if state.error is not None:
             return
-        number_here = state.number_of(op)
+        number_here = state.next_number() if op.kind in _NUMBERED else None
         can_begin = state.has_begun or state.parent is not None
         if isinstance(op.error, Overloaded) or not can_begin:
             self._states.end(state, _placed(op.error, state, number_here))  # at once: what waits takes room
@@ -488,12 +494,15 @@ class Interpreter(Generic[ContextT]):
             case ops.Close():
                 self._forget(state)
             case ops.Expect():
-                pass  # the client provides it when it likes
+                pass  # the client sends the value in a Provide
+            case ops.Done(var=var_id):
+                _complete(self._variables[var_id], "", "done")
             case ops.Rejected(error=error):
                 raise error
             case op:
-                check_values(op)
-                check_supported(op, self._generator.capabilities)
+                spec = spec_of(op)
+                spec.check(op)
+                spec.require(op, self._generator.capabilities)
                 await self._ops.execute(state, pending)
 
     def _start_child(
@@ -514,7 +523,7 @@ class Interpreter(Generic[ContextT]):
             case _ if isinstance(op, ops.Declaring):
                 variable = self._variables.get(op.var)  # None: its state is closed already
                 if variable is not None and not variable.done.is_set():
-                    variable.fail(because(f"{op.name!r} was not {_MADE.get(type(op), 'set')}", error))
+                    variable.fail(because(f"{op.name!r} was not {spec_of(op).outcome}", error))
             case ops.Fork():
                 for child in pending.children:
                     if self._states.waits_for_fork(child):
@@ -587,12 +596,10 @@ class Interpreter(Generic[ContextT]):
                 else:
                     self._take(part)
                 if isinstance(part, ops.Open):
-                    root = self._states.open_state(part.state)
-                    graph = GraphExecution(root)
-                    graph.add(root)
-                elif isinstance(part, ops.Fork) and graph is not None:
-                    for child in part.children:
-                        graph.add(self._states.open_state(child))
+                    graph = GraphExecution(self._states.open_state(part.state))
+                if graph is not None:
+                    for state_id in opened(part):
+                        graph.add(self._states.open_state(state_id))
         except AgentflowError as error:
             if graph is not None:
                 for state in graph.states:

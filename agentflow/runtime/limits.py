@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 from weakref import WeakValueDictionary
 
 import anyio
@@ -19,10 +18,9 @@ import msgspec
 from agentflow.errors import BadArgument, BudgetExceeded, DeadlineExceeded, Overloaded
 from agentflow.protocol import ops
 from agentflow.protocol.events import Value
+from agentflow.protocol.op_table import NUMBER_BYTES, texts_bytes
 from agentflow.protocol.sampling import SamplingParams
 
-OP_BYTES = 600
-"""Of an op in line, and of a reference in its text."""
 STATE_BYTES = 3_000
 """Of a state with an empty context."""
 VARIABLE_BYTES = 1_000
@@ -33,9 +31,7 @@ FORKED_CHAR_BYTES = 4
 """Of a character that a context has from its parent: texts are shared, lists of tokens copied."""
 TURN_CHARS = 32
 """So many characters a turn is worth without its text."""
-NUMBER_BYTES = 32
 TOP_TOKEN_BYTES = 160
-BIAS_BYTES = 120
 
 
 class MemoryBudget:
@@ -131,69 +127,6 @@ class Reservation:
         self._memory.count(-self._num_bytes)
 
 
-def op_bytes(op: ops.Op) -> int:
-    """Of an op that waits."""
-    size = _SIZES.get(type(op))
-    return OP_BYTES if size is None else OP_BYTES + size(op)
-
-
-def _parts_bytes(op: ops.Text | ops.Set) -> int:
-    num_bytes = 0
-    for part in op.parts:
-        num_bytes += sys.getsizeof(part) if isinstance(part, str) else _ref_bytes(part)
-    return num_bytes
-
-
-def _ref_bytes(ref: ops.Ref) -> int:
-    return OP_BYTES + _texts_bytes(transform.argument for transform in ref.transforms)
-
-
-def _gen_bytes(op: ops.Gen) -> int:
-    params, constraint = op.params, op.constraint
-    num_bytes = _texts_bytes(params.stop) + sys.getsizeof(params.stop_regex)
-    num_bytes += BIAS_BYTES * len(params.logit_bias) + NUMBER_BYTES * len(params.stop_token_ids)
-    if constraint is not None:
-        num_bytes += _texts_bytes(constraint.texts())
-    return num_bytes
-
-
-def _converse_bytes(op: ops.Converse) -> int:
-    messages, tools = op.conversation.messages, op.conversation.tools
-    num_bytes = 0
-    for message in messages:
-        num_bytes += OP_BYTES + sys.getsizeof(message.content)
-        for call in message.tool_calls:
-            num_bytes += OP_BYTES + _texts_bytes((call.id, call.name, call.arguments))
-    for tool in tools:
-        num_bytes += OP_BYTES + _texts_bytes((tool.name, tool.description)) + _json_bytes(tool.parameters)
-    return num_bytes
-
-
-def _json_bytes(value: object) -> int:
-    num_bytes = 0
-    level = [value]
-    while level:  # level by level: it may nest deeper than Python calls
-        num_bytes += sum(map(sys.getsizeof, level))
-        inner = [
-            (*part, *part.values()) if isinstance(part, dict) else part
-            for part in level
-            if isinstance(part, dict | list)
-        ]
-        level = [part for parts in inner for part in parts]
-    return num_bytes
-
-
-_SIZES: dict[type, Callable[[Any], int]] = {
-    ops.Text: _parts_bytes,
-    ops.Converse: _converse_bytes,
-    ops.Set: _parts_bytes,
-    ops.Gen: _gen_bytes,
-    ops.Select: lambda op: _texts_bytes(op.choices),
-    ops.Image: lambda op: len(op.source),
-    ops.Fork: lambda op: NUMBER_BYTES * len(op.children),
-}
-
-
 def variable_bytes(name: str) -> int:
     """Of a variable of this name without its value."""
     return VARIABLE_BYTES + sys.getsizeof(name)
@@ -217,12 +150,8 @@ def value_bytes(text: str, value: Value) -> int:
     if value.top_logprobs is not None:
         num_bytes += TOP_TOKEN_BYTES * sum(len(place or ()) for place in value.top_logprobs)
     if value.choices is not None:
-        num_bytes += NUMBER_BYTES * len(value.choices) + _texts_bytes(value.choices)
+        num_bytes += NUMBER_BYTES * len(value.choices) + texts_bytes(value.choices)
     return num_bytes
-
-
-def _texts_bytes(texts: Iterable[str]) -> int:
-    return sum(map(sys.getsizeof, texts))
 
 
 class Budget:

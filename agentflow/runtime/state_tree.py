@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol
+from typing import Generic, Protocol
 
 import anyio
 import msgspec
@@ -35,6 +35,7 @@ from agentflow.protocol.events import (
     Value,
     VarFailed,
 )
+from agentflow.protocol.op_table import GRAPH_TICKET
 from agentflow.protocol.ops import check_number
 from agentflow.runtime.generator import ContextT
 from agentflow.runtime.limits import (
@@ -46,9 +47,6 @@ from agentflow.runtime.limits import (
     text_bytes,
     value_bytes,
 )
-
-if TYPE_CHECKING:
-    from agentflow.runtime.graph_execution import GraphExecution
 
 
 class Record(Protocol):
@@ -89,11 +87,6 @@ class EventCursor:
         for record in fresh:
             events += record.take_events()
         return events
-
-
-_NOT_COUNTED = ops.Await | ops.Seal | ops.Close | ops.Expect
-# Of those that are in line; others act at once.
-_COUNTED_KINDS = {"text", "image", "converse", "begin", "end", "gen", "select", "set", "read", "hint", "fork"}
 
 
 class VariableRecord:
@@ -223,12 +216,8 @@ class StateRecord(Generic[ContextT]):
         self._heard_error = False
         self._num_ops = 0
 
-    def number_of(self, op: ops.Op | ops.Rejected) -> int | None:
-        """The number of an op that came now, by which the client finds its line in the program."""
-        if isinstance(op, ops.Rejected) and op.kind not in _COUNTED_KINDS:
-            return None
-        if isinstance(op, _NOT_COUNTED) or (isinstance(op, ops.Set) and not op.parts):
-            return None
+    def next_number(self) -> int:
+        """The number of an op that was submitted now; the client finds the program's line by it."""
         self._num_ops += 1
         return self._num_ops
 
@@ -276,6 +265,35 @@ class StateRecord(Generic[ContextT]):
             self._heard_error = True
             events.append(StateFailed(self.id, ErrorInfo.of(self.error)))
         return events
+
+
+class GraphExecution(Generic[ContextT]):
+    """The states of one submitted graph. The root reports their end, or their first error."""
+
+    def __init__(self, root: StateRecord[ContextT]) -> None:
+        self.states: list[StateRecord[ContextT]] = []
+        self._root = root
+        self._num_left = 0
+
+    def add(self, state: StateRecord[ContextT]) -> None:
+        """Adds a state of the graph; only the root sends events."""
+        self.states.append(state)
+        self._num_left += 1
+        state.graph = self
+        state.is_silent = state is not self._root
+
+    def ended(self) -> None:
+        """One of the states has no more ops to run."""
+        self._num_left -= 1
+        if self._num_left:
+            return
+        errors = [state.error for state in self.states if state.error is not None]
+        failures = [error for error in errors if not isinstance(error, Cancelled)]
+        if self._root.error is None and failures:
+            self._root.error = failures[0]
+            self._root.mark()
+        elif self._root.error is None:
+            self._root.reach(GRAPH_TICKET)
 
 
 class StatsRecord:

@@ -14,7 +14,7 @@ import agentflow as af
 from agentflow.backends.scripted import ScriptedGenerator
 from agentflow.protocol import ops
 from agentflow.protocol.events import Capabilities
-from agentflow.protocol.op_table import check_supported
+from agentflow.protocol.op_table import spec_of
 
 pytestmark = pytest.mark.anyio
 HALF = "\ud800"
@@ -141,4 +141,4 @@ def test_every_kind_of_op_is_looked_at() -> None:
     """An op that asks for nothing special is supported by a backend that can do nothing special."""
     nothing = Capabilities("nothing", False, False, False, False, None, (), False, False, False)
     for op in (ops.Open(1), ops.Text(1, ("a",)), ops.Read(1, 2, "text()", "text"), ops.Close(1)):
-        check_supported(op, nothing)
+        spec_of(op).require(op, nothing)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import anyio
 import anyio.lowlevel
-import msgspec
 import pytest
 from rich.console import Console
 from support.fake_engine import FakeEngine
@@ -21,7 +20,6 @@ from agentflow.cli.replay import run_replay
 from agentflow.protocol import ops
 from agentflow.protocol.backend import Backend, Connection, Deliver, Lost
 from agentflow.protocol.events import Event, Value
-from agentflow.protocol.op_table import SHAPES
 from agentflow.recording.file import VERSION, read_recording
 
 pytestmark = pytest.mark.anyio
@@ -50,19 +48,6 @@ async def record_judge(path: Path, *, seed: int | None = None) -> None:
     async with af.session(backend=af.Scripted(answer), record=path, seed=seed) as flow:
         await flow.run(judge, "an essay")
         await flow.stats()
-
-
-def test_every_op_has_a_shape_that_names_all_numbers():
-    """A new op must be listed: with all its fields that hold numbers of the client's making."""
-    assert set(SHAPES) == set(ops.Op.__args__)
-    for op, shape in SHAPES.items():
-        fields = {field.name: field.type for field in msgspec.structs.fields(op)}
-        named = shape.numbers - ({"state"} if "state" not in fields else set())
-        assert named <= set(fields), op
-        for name, kind in fields.items():
-            # The numbers in a graph are its own.
-            if kind in (int, tuple[int, ...]) and (op, name) != (ops.Submit, "outputs"):
-                assert name in named, f"{op.__name__}.{name}: a number of a state or variable, or content?"
 
 
 class Overheard:
@@ -171,7 +156,7 @@ async def test_a_lost_backend_is_recorded(tmp_path):
 async def test_what_cannot_be_recorded_is_not_run(tmp_path):
     backend = Noted(af.Scripted(answer))
     async with af.session(backend=backend, record=tmp_path / "run.jsonl") as flow, flow.state() as s:
-        with pytest.raises(af.BadArgument, match="half a character"):
+        with pytest.raises(af.BadArgument):
             s += "\ud800"
     assert not backend.of(ops.Text)
 

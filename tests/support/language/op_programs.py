@@ -106,7 +106,7 @@ class OpProgram:
             self.script.append(ops.Limit(state.id, deadline_s=1e6, output_tokens=1_000_000))
         elif kind == "provide" and self._to_provide:
             self.provide(self._to_provide.pop(b % len(self._to_provide)))
-        elif state.is_open or (state.is_sealed and kind in ("set", "read")):
+        elif state.is_open or (state.is_sealed and kind in ("set", "read", "done")):
             self._append(kind, state, b)
 
     def provide(self, var: int) -> None:
@@ -124,7 +124,7 @@ class OpProgram:
         op: ops.Op = ops.Text(state.id, (f"t{b} ",))
         if kind == "reference" and self.variables:
             op = ops.Text(state.id, ("r:", self._ref(b), " "))
-        elif kind in ("set", "read", "expect"):
+        elif kind in ("set", "read", "done", "expect"):
             op = self._variable_op(kind, state, b)
         elif kind == "turn":
             state.open_role = ("user", "assistant", "tool")[b % 3] if state.open_role is None else None
@@ -174,6 +174,8 @@ class OpProgram:
         self.variables[var] = (state, len(state.stream))
         if kind == "set":
             return ops.Set(state.id, var, f"v{var}", parts)
+        if kind == "done":
+            return ops.Done(state.id, var, f"v{var}")
         if kind == "read":
             return ops.Read(state.id, var, f"v{var}", "text")
         self.provided[var] = Failure("not to be had", is_own=True) if b == 0 else f"given {b}"
@@ -195,6 +197,8 @@ class OpProgram:
             return self._joined(op.parts)
         if isinstance(op, ops.Read):
             return prompt
+        if isinstance(op, ops.Done):
+            return ""
         said = answer(prompt)
         return Failure(str(said), is_own=True) if isinstance(said, Exception) else said
 
@@ -291,7 +295,7 @@ class OpProgram:
 
 CERTAIN = [
     *["open", "text", "text", "reference", "reference", "gen", "gen", "select", "fork", "await", "pause"],
-    *["set", "read", "turn", "image", "hint"],
+    *["set", "read", "done", "turn", "image", "hint"],
 ]
 ALL = [*CERTAIN, "seal", "cancel", "couple", "limit", "deadline", "expect", "expect", "provide"]
 

@@ -220,6 +220,9 @@ class OpsWriter:
         parts = self._parts()  # before the variable is there: none may be its own source
         return ops.Set(*self._declared(), parts)
 
+    def _done(self) -> Op:
+        return ops.Done(*self._declared())
+
     def _read(self) -> Op:
         return ops.Read(
             *self._declared(), self._random.choice(["text", "token_ids" if self._has_logprobs else "text"])
@@ -308,6 +311,7 @@ _DECLARING_WRITERS: tuple[_Writer, ...] = (
     OpsWriter._gen,
     OpsWriter._select,
     OpsWriter._set,
+    OpsWriter._done,
     OpsWriter._read,
     OpsWriter._expect,
 )

@@ -1,0 +1,87 @@
+"""The table of ops has a row for each op, and its functions find every number that an op names."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import msgspec
+import pytest
+
+from agentflow.errors import ProtocolError
+from agentflow.protocol import ops
+from agentflow.protocol.op_table import (
+    OPS,
+    declared,
+    expanded,
+    kind_of,
+    moved,
+    numbers,
+    op_bytes,
+    opened,
+    references,
+    rejected,
+)
+from agentflow.protocol.sampling import SamplingParams
+
+GRAPH: tuple[ops.Op, ...] = (
+    ops.Open(1),
+    ops.Expect(1, 2, "question"),
+    ops.Text(1, ("a", ops.Ref(2))),
+    ops.Fork(1, (3, 4)),
+    ops.Gen(3, 5, "x", SamplingParams()),
+    ops.Seal(3),
+    ops.Set(4, 6, "y", (ops.Ref(5),)),
+    ops.Done(4, 7, "end"),
+    ops.TaskGroup(1, (3, 4)),
+)
+
+
+def test_every_op_has_a_row() -> None:
+    assert set(OPS) == set(get_args(ops.Op))
+
+
+def test_every_field_that_may_hold_numbers_has_one_of_the_known_names() -> None:
+    """A field of another name would be compared as content, and not be renumbered in a graph."""
+    for op in OPS:
+        for field in msgspec.structs.fields(op):
+            if field.type in (int, tuple[int, ...]) and (op, field.name) != (ops.Submit, "outputs"):
+                assert field.name in ("state", "var", "children", "ticket"), (op, field.name)
+            if field.type == ops.Parts:
+                assert field.name == "parts"
+
+
+def test_the_functions_of_the_table_find_all_numbers() -> None:
+    assert [numbers(op) for op in GRAPH[:4]] == [[1], [1, 2], [1, 2], [1, 3, 4]]
+    assert [references(op) for op in (GRAPH[2], GRAPH[6])] == [[2], [5]]
+    assert [opened(op) for op in GRAPH if opened(op)] == [(1,), (3, 4)]
+    assert [declared(op)[0] for op in GRAPH if declared(op)] == [
+        (2, "question"),
+        (5, "x"),
+        (6, "y"),
+        (7, "end"),
+    ]
+    for op in GRAPH:
+        assert numbers(moved(op, 10)) == [number + 10 for number in numbers(op)]
+        assert op_bytes(op) > 0
+
+
+def test_a_graph_is_expanded_with_the_numbers_of_the_session_and_all_its_states_are_sealed() -> None:
+    graph = ops.Submit(11, GRAPH, outputs=(7,))
+    assert [*expanded(graph)] == [*[moved(op, 10) for op in GRAPH], ops.Seal(11), ops.Seal(14)]
+    assert (opened(graph), declared(graph)) == ((11,), [(17, "end")])
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if not OPS[op].in_graph], ids=lambda op: op.__name__)
+def test_an_op_that_may_not_stand_in_a_graph_is_rejected(op: type[ops.Op]) -> None:
+    given = {ops.Provide: (1,), ops.Await: (1, 1), ops.Submit: (1, ())}
+    with pytest.raises(ProtocolError):
+        [*expanded(ops.Submit(1, (ops.Open(1), op(*given.get(op, (1,))))))]
+
+
+def test_a_rejected_op_names_what_it_would_have_declared() -> None:
+    error = ProtocolError("why")
+    assert rejected(GRAPH[4], error).names == {5: "x"}
+    assert rejected(GRAPH[3], error).children == (3, 4)
+    assert rejected(ops.Provide(2), error).names == {2: ""}
+    assert rejected(ops.Submit(11, GRAPH, outputs=(7,)), error).names == {17: "end"}
+    assert {rejected(op, error).kind for op in GRAPH} == {kind_of(op) for op in GRAPH}
