@@ -1,4 +1,4 @@
-"""The seam between the frontend and whatever runs its ops."""
+"""The interface between the frontend and the backends that run its ops."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ Lost = Callable[[Exception], None]
 
 
 class Connection(Protocol):
-    """An open backend. ``send`` never waits."""
+    """An open backend. ``send`` does not block."""
 
     capabilities: Capabilities
 
     def send(self, ops: Sequence[Op]) -> None:
-        """Submits ops, all of them or (raising at once, where one can never be taken) none."""
+        """Submits all of the ops, or none: raises if one of them cannot be accepted."""
 
     def end(self, error: BaseException | None) -> None:
-        """The session's block was left: by ``error``, or (None) by its end. Called once, before the scope
-        ends. The scope itself is left without the error, which belongs to the program."""
+        """The session's block ended with ``error``, or normally (None). Called once, before the scope of
+        ``connect`` ends, which does not see the error."""
 
 
 class Backend(Protocol):
-    """Something that runs ops: embedded, on a server, on an API, or from a script."""
+    """Runs ops: in this process, on a server, or from a script or a recording."""
 
     def connect(self, deliver: Deliver, lost: Lost) -> AbstractAsyncContextManager[Connection]:
-        """Runs the backend while the scope lasts. ``deliver`` is called with events, in the loop;
-        ``lost`` once, if the backend is gone for good before the scope ends."""
+        """Runs the backend for the duration of the scope. It calls ``deliver`` with events, in the event
+        loop, and ``lost`` once if it fails for good before the scope ends."""

@@ -1,16 +1,12 @@
-"""A conversation as chat APIs have it: whole messages, the tool calls in them, the tools, and which of those
-the next answer may call.
+"""Conversations as in chat APIs, and replies to them: prose and tool calls in the order of generation.
 
-What an assistant says that may call tools: prose and calls, in the order in which they came.
+A ``Conversation`` has messages with their tool calls, the tools, and the choice among them. A ``Reply``
+travels as text, like every value, so that it is streamed, resumed and recorded like others. Its *notation* is
+a JSON list of parts, ``{"text": …}`` and ``{"id": …, "name": …, "arguments": …}``, the same for all models.
+The arguments of a call are a JSON object as text; a truncated reply may end within it.
 
-Between backend and frontend it is a text, as every value is, so that it streams, is resumed and recorded like
-others: a JSON list of parts, ``{"text": …}`` and ``{"id": …, "name": …, "arguments": …}``, its *notation*.
-The arguments of a call are a JSON object as text, which an answer that was cut off may end within. The
-notation is the same for all models, however they write calls.
-
-Where a text is wanted (in a reference, a transform, a message), the text of a reply is its prose:
-``ReplySoFar`` reads it from the notation, for the frontend and for the interpreter.
-"""
+``ReplyWriter`` writes the notation piece by piece, ``ReplyReader`` reads it, and ``ReplySoFar`` collects what
+was read. In references, transforms and messages a reply stands for its prose."""
 
 from __future__ import annotations
 
@@ -29,7 +25,7 @@ ROLES: Final = ("system", "user", "assistant", "tool")
 
 
 class ToolSpec(msgspec.Struct, frozen=True):
-    """A tool that the model may ask to have called. ``parameters``: the JSON schema of an object."""
+    """A tool that the model may call. ``parameters``: the JSON schema of an object."""
 
     name: str
     description: str
@@ -37,7 +33,7 @@ class ToolSpec(msgspec.Struct, frozen=True):
 
 
 class CalledTool(msgspec.Struct, frozen=True):
-    """A tool call of an assistant's turn. ``arguments``: a JSON object, as text.
+    """A tool call in an assistant message. ``arguments``: a JSON object, as text.
 
     >>> call = af.CalledTool("call_1", "weather", '{"city": "Oslo"}')
     >>> json.loads(call.arguments)
@@ -50,8 +46,8 @@ class CalledTool(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One turn: who speaks and what. ``generated``: a model wrote some of it. ``tool_calls``: what an
-    assistant asked for; a ``tool`` turn answers the call ``tool_call_id``, of the tool ``name``.
+    """One turn of a conversation. ``generated``: a model wrote some of it. ``tool_calls``: of an assistant
+    message. ``tool_call_id``: the call that a ``tool`` message answers, of the tool ``name``.
 
     >>> question = af.Message("user", "What do plants do?")
     >>> async with flow.state() as s:
@@ -66,7 +62,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """As OpenAI's API has it, and ``af.conversation`` takes it.
+        """The message in the format of OpenAI's API, which ``af.conversation`` accepts too.
 
         >>> af.Message("tool", "12 degrees", tool_call_id="call_1").as_dict()
         {'role': 'tool', 'content': '12 degrees', 'tool_call_id': 'call_1'}
@@ -82,9 +78,9 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ToolChoice(msgspec.Struct, frozen=True, omit_defaults=True):
-    """``auto``: the model may call tools, and writes what it likes beside them. ``required``: it calls at
-    least one, and writes nothing else. ``none``: it calls none, though it is told of them. ``name``: with
-    ``required``, this tool. ``parallel``: it may call several."""
+    """``auto``: the model may call tools and write prose. ``required``: it calls at least one tool, and
+    writes nothing else. ``none``: it sees the tools, but calls none. ``name``: with ``required``, the tool
+    that it calls. ``parallel``: it may call several."""
 
     mode: Literal["auto", "required", "none"] = "auto"
     name: str | None = None
@@ -92,49 +88,49 @@ class ToolChoice(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 FREE_CHOICE = ToolChoice()
-"""Where nobody says anything."""
+"""The default."""
 
 
 class Conversation(msgspec.Struct, frozen=True, omit_defaults=True):
-    """``messages``: after them the assistant speaks; a last turn of its own is not ended, but goes on.
-    ``tools``: what it is told of. ``choice``: which of them it may call."""
+    """``messages``: the assistant's turn follows; if the last message is an assistant's, it is continued.
+    ``tools``: those that the model sees. ``choice``: which of them it may call."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...] = ()
     choice: ToolChoice = FREE_CHOICE
 
     def check(self) -> Self:
-        """Itself, or ``BadArgument`` for a message that nobody could have said."""
+        """Returns itself, or raises ``BadArgument`` for a message, tool or choice that makes no sense."""
         for message in self.messages:
             if message.role not in ROLES:
                 known = ", ".join(ROLES)
-                raise BadArgument(f"conversation: there is no role {message.role!r} (there are: {known})")
+                raise BadArgument(f"conversation: unknown role {message.role!r} (known: {known})")
             if message.tool_calls and message.role != "assistant":
                 raise BadArgument(
-                    f"conversation: a {message.role} message calls no tools: an assistant's does"
+                    f"conversation: a {message.role} message cannot have tool calls, only an assistant's can"
                 )
         names = [tool.name for tool in self.tools]
         if len(set(names)) < len(names):
             twice = next(name for name, count in Counter(names).items() if count > 1)
-            raise BadArgument(f"conversation: two tools have the name {twice!r}")
+            raise BadArgument(f"conversation: two tools are named {twice!r}")
         if self.choice.mode == "required" and not names:
-            raise BadArgument("conversation: a tool has to be called, and there are no tools")
+            raise BadArgument("conversation: the choice is 'required', but there are no tools")
         if self.choice.name is not None and self.choice.name not in names:
             known = ", ".join(map(repr, names))
-            raise BadArgument(f"conversation: there is no tool {self.choice.name!r} (there are: {known})")
+            raise BadArgument(f"conversation: unknown tool {self.choice.name!r} (known: {known})")
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """Prose goes on by ``text``."""
+    """More prose."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """A tool is called; what comes up to the next piece of another kind are its arguments."""
+    """A tool call begins; the ``Arguments`` that follow belong to it."""
 
     id: str
     name: str
@@ -142,7 +138,7 @@ class CallBegun:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The arguments of the call that began last, a JSON object as text, go on by ``text``."""
+    """More of the arguments of the latest call: part of the text of a JSON object."""
 
     text: str
 
@@ -151,7 +147,7 @@ Piece: TypeAlias = TextPiece | CallBegun | Arguments
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """A whole one: its prose, and its calls.
+    """A reply of the assistant: its prose, and its tool calls.
 
     >>> async with flow.state() as s:
     ...     s += af.conversation([{"role": "user", "content": "What do plants do?"}])
@@ -165,7 +161,7 @@ class Reply(msgspec.Struct, frozen=True):
     tool_calls: tuple[CalledTool, ...] = ()
 
     def message(self) -> Message:
-        """The assistant's turn, for the conversation that goes on from it.
+        """The reply as a message, to continue the conversation.
 
         >>> af.Reply("It is cold.").message().role
         'assistant'
@@ -174,7 +170,7 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class ReplyWriter:
-    """Pieces as the variable's text, as they come.
+    """Writes pieces in the notation of a reply, incrementally.
 
     >>> writer = ReplyWriter()
     >>> writer.push([TextPiece("I look."), CallBegun("c1", "weather"), Arguments("{")]) + writer.finish()
@@ -183,14 +179,14 @@ class ReplyWriter:
 
     def __init__(self) -> None:
         self._before = "["
-        self._is_text = False  # whether prose stands open
+        self._is_text = False  # whether a part with prose is open
 
     def push(self, pieces: Iterable[Piece]) -> str:
-        """The text goes on by this."""
+        """The notation of the pieces: what they append to the text."""
         return "".join([self._write(piece) for piece in pieces])
 
     def finish(self) -> str:
-        """The end of the text."""
+        """The end of the notation."""
         return "[]" if self._before == "[" else '"}]'
 
     def _write(self, piece: Piece) -> str:
@@ -210,7 +206,7 @@ class ReplyWriter:
 
 
 class ReplyReader:
-    """The pieces of a variable's text, as it comes.
+    """Reads pieces from the notation of a reply, incrementally.
 
     >>> reader = ReplyReader()
     >>> reader.push('[{"text":"I lo') + reader.push('ok."},{"id":"c1","name":"weather","argum')
@@ -218,48 +214,48 @@ class ReplyReader:
     """
 
     def __init__(self) -> None:
-        self._held = ""
-        self._piece: type[TextPiece | Arguments] | None = None  # whose text is read
+        self._rest = ""  # not read yet
+        self._piece: type[TextPiece | Arguments] | None = None  # the kind of piece that is open
         self._has_begun = False
         self.is_over = False
 
     def push(self, text: str) -> list[Piece]:
-        """The text goes on; what that says. ``ProtocolError`` where it is no reply."""
-        self._held += text
+        """The pieces in ``text``, which continues the notation. ``ProtocolError`` if it is malformed."""
+        self._rest += text
         pieces: list[Piece] = []
         while self._read(pieces):
             continue
         return pieces
 
     def _read(self, pieces: list[Piece]) -> bool:
-        """Whether there may be more to read in what is held."""
+        """Reads one step; whether there may be more to read."""
         return self._read_head(pieces) if self._piece is None else self._read_text(self._piece, pieces)
 
     def _read_head(self, pieces: list[Piece]) -> bool:
-        """Up to the text of the next part, or to the end."""
-        if self._held == ("]" if self._has_begun else "[]"):
-            self._held, self.is_over = "", True
+        """Reads up to the text of the next part, or to the end."""
+        if self._rest == ("]" if self._has_begun else "[]"):
+            self._rest, self.is_over = "", True
             return False
-        end = self._held.find(_ARGUMENTS)
-        text = self._held.find(_TEXT)
+        end = self._rest.find(_ARGUMENTS)
+        text = self._rest.find(_TEXT)
         if text in (0, 1):
-            self._held = self._held[text + len(_TEXT) :]
+            self._rest = self._rest[text + len(_TEXT) :]
             self._piece, self._has_begun = TextPiece, True
         elif end > 0:
-            pieces.append(_call(self._held[1:end] + "}"))
-            self._held = self._held[end + len(_ARGUMENTS) :]
+            pieces.append(_call(self._rest[1:end] + "}"))
+            self._rest = self._rest[end + len(_ARGUMENTS) :]
             self._piece, self._has_begun = Arguments, True
         else:
             return False
         return True
 
     def _read_text(self, piece: type[TextPiece | Arguments], pieces: list[Piece]) -> bool:
-        """Up to the quote that ends it; an escape that is not whole is held back."""
-        end = _WHOLE_CHARS.match(self._held).end()  # type: ignore[union-attr]  # it matches nothing, too
-        is_over = self._held.startswith('"}', end)
+        """Reads up to the quote that ends the text; keeps back an incomplete escape."""
+        end = _WHOLE_CHARS.match(self._rest).end()  # type: ignore[union-attr]  # it matches nothing, too
+        is_over = self._rest.startswith('"}', end)
         if end:
-            pieces.append(piece(_unquoted(self._held[:end])))
-        self._held = self._held[end + 2 if is_over else end :]
+            pieces.append(piece(_unquoted(self._rest[:end])))
+        self._rest = self._rest[end + 2 if is_over else end :]
         if is_over:
             self._piece = None
         return is_over
@@ -274,11 +270,11 @@ def _call(head: str) -> CallBegun:
     try:
         return msgspec.json.decode(head, type=CallBegun)
     except msgspec.DecodeError as error:
-        raise ProtocolError(f"what should be a reply is none: {error}") from None
+        raise ProtocolError(f"malformed reply: {error}") from None
 
 
 class ReplySoFar:
-    """What there is of a reply while its notation grows.
+    """Collects a reply while its notation grows.
 
     >>> ReplySoFar().follow('[{"text":"I look."},{"id":"c1","name":"weather","arguments":"{').now()
     Reply(text='I look.', tool_calls=(CalledTool(id='c1', name='weather', arguments='{'),))
@@ -292,11 +288,12 @@ class ReplySoFar:
 
     @property
     def is_over(self) -> bool:
-        """Whether it is complete."""
+        """Whether the reply is complete."""
         return self._reader.is_over
 
     def follow(self, notation: str) -> Self:
-        """``notation`` is what there is of it now. ``ProtocolError`` where it is no reply."""
+        """Reads ``notation``, which begins with what was read before. ``ProtocolError`` if it is
+        malformed."""
         added, self._num_read = notation[self._num_read :], len(notation)
         for piece in self._reader.push(added) if added else ():
             match piece:
@@ -309,16 +306,16 @@ class ReplySoFar:
         return self
 
     def now(self) -> Reply:
-        """The reply as far as it is there."""
+        """The reply so far."""
         calls = [CalledTool(call.id, call.name, "".join(parts)) for call, parts in self._calls]
         return Reply(self.text, tuple(calls))
 
 
 def read_reply(notation: str) -> Reply:
-    """The whole one. ``ProtocolError`` where the notation is none."""
+    """The reply. ``ProtocolError`` if the notation is malformed or incomplete."""
     found = ReplySoFar().follow(notation)
     if not found.is_over:
-        raise ProtocolError(f"what should be a reply is none, or not whole: {notation[:100]!r}")
+        raise ProtocolError(f"malformed or incomplete reply: {notation[:100]!r}")
     return found.now()
 
 
@@ -330,12 +327,12 @@ def _unquoted(escaped: str) -> str:
     try:
         return str(json.loads(f'"{escaped}"'))
     except ValueError as error:
-        raise ProtocolError(f"what should be a reply is none: {error}") from None
+        raise ProtocolError(f"malformed reply: {error}") from None
 
 
 def hoisted(name: str, schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
-    """``schema`` as a part of a larger one: what it defines goes into the definitions of the whole, under
-    the tool's name, and what it refers to is found there."""
+    """``schema`` as part of a larger one: its definitions move into ``definitions``, prefixed with the tool's
+    ``name``, and its references are adapted."""
 
     def moved(part: Any) -> Any:
         if isinstance(part, Mapping):
@@ -350,7 +347,7 @@ def hoisted(name: str, schema: dict[str, Any], definitions: dict[str, Any]) -> d
             if reference.startswith(f"#/{keyword}/"):
                 return f"#/$defs/{name}." + reference.removeprefix(f"#/{keyword}/")
         if reference.startswith("#"):
-            raise BadArgument(f"tool {name!r}: its schema may only refer to its $defs, not to {reference!r}")
+            raise BadArgument(f"tool {name!r}: its schema may refer only to its $defs, not to {reference!r}")
         return reference
 
     for keyword in ("$defs", "definitions"):

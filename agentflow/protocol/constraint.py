@@ -1,7 +1,7 @@
-"""Constraints: what shape the text of a generation must have.
+"""Constraints on the text of a generation.
 
-A backend says in its capabilities which kinds it can keep; the others are refused before anything runs.
-How a value is made of the text again is the client's business (``value_type``).
+A backend names the kinds that it supports in its ``Capabilities``; others are rejected before anything runs.
+The client parses the text into a value (``language.values``).
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ MAX_MARK_CHARS = 200
 
 
 class TagRule(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One member of the list that a constraint of the kind ``tags`` has for its source: what stands
-    between ``begin`` and the next ``end`` after it is a text of this ``kind`` and ``source``. ``lead``, such
-    as a line break, must come right after ``begin``. The end of a schema may be empty: a JSON object or
-    list ends by itself."""
+    """One member of the list in the source of a ``tags`` constraint: the text between ``begin`` and the next
+    ``end`` satisfies a constraint of this ``kind`` and ``source``. ``lead``, such as a line break, must
+    follow ``begin``. The ``end`` of a schema may be empty, because a JSON object or list ends by itself."""
 
     begin: str
     kind: TaggedKind
@@ -36,7 +35,7 @@ class TagRule(msgspec.Struct, frozen=True, omit_defaults=True):
     lead: str = ""
 
     def check(self) -> None:
-        """``BadArgument`` where it cannot be one."""
+        """Raises ``BadArgument`` for values that a tag cannot have."""
         least_end = 0 if self.kind == "schema" else 1
         for name, mark, least in (
             ("begin", self.begin, 1),
@@ -49,14 +48,16 @@ class TagRule(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
-    """``source``: the regular expression that all of the text matches, the JSON schema (as JSON), the
-    grammar (Lark's notation), or the tags that may stand in free text (a JSON list, see ``tags``).
-    ``choices``: of these one, whole. ``whitespace`` between the parts of a JSON value: ``compact`` is one
-    line with ``, `` and ``: ``, ``tight`` none, ``free`` any. ``jump_forward``: text that is forced may be
-    appended without sampling. There are at most ``max_tags`` (None: any number). ``between``: with
-    it, the tags stand in no free text: there is at least one, and between two there is just this.
-    ``instead``: the text may just as well be one of this constraint, which is of another kind than ``tags``,
-    and has none itself; such a text begins with none of ``apart``, so that one knows which it is."""
+    """``source``: the regular expression that the whole text matches, the JSON schema (as JSON), the grammar
+    (in Lark's notation), or the tags that may stand in free text (a JSON list of ``TagRule``). ``choices``:
+    the texts of which one is generated. ``whitespace`` between the parts of a JSON value: ``compact`` is one
+    line with ``, `` and ``: ``, ``tight`` none, ``free`` any. ``jump_forward``: forced text may be appended
+    without sampling.
+
+    Of tags: at most ``max_tags`` of them (None: any number). With ``between`` there is no free text: at least
+    one tag, and exactly this text between two. ``instead``: an alternative constraint, of another kind than
+    ``tags`` and without an alternative of its own; a text under it begins with none of ``apart``, which tells
+    the two apart."""
 
     kind: ConstraintKind
     source: str = ""
@@ -69,11 +70,11 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
     apart: tuple[str, ...] = ()
 
     def check(self) -> Constraint:
-        """Itself, or ``BadArgument`` where it cannot be one."""
+        """Returns itself, or raises ``BadArgument`` for values that a constraint cannot have."""
         if self.kind == "choices":
             self._check_choices()
         elif not isinstance(self.source, str) or not 0 < len(self.source) <= MAX_SOURCE_CHARS:
-            raise BadArgument(f"{self.kind}: a string of 1 to {MAX_SOURCE_CHARS} characters is needed")
+            raise BadArgument(f"{self.kind}: the source must have 1 to {MAX_SOURCE_CHARS} characters")
         if self.kind == "tags":
             _check_tags(self.tags())
         self._check_row()
@@ -89,26 +90,26 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def has_schema(self) -> bool:
-        """Whether a JSON schema is part of it."""
+        """Whether the constraint contains a JSON schema."""
         return self.kind == "schema" or (
             self.kind == "tags" and any(tag.kind == "schema" for tag in self.tags())
         )
 
     def texts(self) -> list[str]:
-        """All that is written in it, for whoever counts what it holds."""
+        """All texts in the constraint, to estimate its memory."""
         found: list[str] = []
         part: Constraint | None = self
-        while part is not None:  # a client may send a long chain, which is refused later
+        while part is not None:  # a client may send a long chain, which is rejected later
             found += [part.source, part.between or "", *part.choices, *part.apart]
             part = part.instead
         return found
 
     def tags(self) -> tuple[TagRule, ...]:
-        """Of the kind ``tags``: its tags. ``BadArgument`` where the source is no list of tags."""
+        """The tags of a ``tags`` constraint. ``BadArgument`` if the source is not a list of tags."""
         try:
             return msgspec.json.decode(self.source, type=tuple[TagRule, ...])
         except (msgspec.DecodeError, UnicodeError) as error:
-            raise BadArgument(f"tags: the source is no list of tags: {error}") from None
+            raise BadArgument(f"tags: the source is not a list of tags: {error}") from None
 
     def _check_row(self) -> None:
         if self.between is None and self.max_tags is None:
@@ -131,21 +132,21 @@ class Constraint(msgspec.Struct, frozen=True, omit_defaults=True):
         if self.instead is None:
             return
         if self.kind == "tags" and self.between is None:
-            raise BadArgument("instead: tags in free text leave nothing else to be said")
+            raise BadArgument("instead: tags in free text need no alternative")
         if self.instead.kind == "tags" or self.instead.instead is not None:
-            raise BadArgument("instead: one constraint, and not of tags")
+            raise BadArgument("instead: a single constraint of another kind than tags")
         self.instead.check()
 
     def _check_choices(self) -> None:
         if not all(isinstance(choice, str) and choice for choice in self.choices):
-            raise BadArgument("choices: each must be a string, and not an empty one")
+            raise BadArgument("choices: each must be a string that is not empty")
         if not 0 < len(set(self.choices)) == len(self.choices) <= MAX_CONSTRAINT_CHOICES:
-            raise BadArgument(f"choices: 1 to {MAX_CONSTRAINT_CHOICES} of them, each once")
+            raise BadArgument(f"choices: 1 to {MAX_CONSTRAINT_CHOICES} different ones are needed")
 
 
 def _check_tags(tags: tuple[TagRule, ...]) -> None:
     if not 0 < len(tags) <= MAX_TAGS:
-        raise BadArgument(f"tags: 1 to {MAX_TAGS} of them")
+        raise BadArgument(f"tags: 1 to {MAX_TAGS} are needed")
     for tag in tags:
         tag.check()
     begins = [tag.begin for tag in tags]

@@ -1,9 +1,8 @@
-"""The events: what a backend tells the frontend.
+"""The events that a backend sends to the frontend, and what they carry: usage, counters, errors,
+capabilities.
 
-They describe how far variables and states have got, so they can be made anew at any time from what
-the backend knows: a slow reader gets larger deltas, and a resumed one continues at an offset.
-
-The likeliest tokens at one place of a generated text: what ``gen(..., top_logprobs=k)`` tells.
+Events describe the progress of variables and states, so a backend can make them at any time from its records:
+a slow reader gets larger deltas, and a client that resumes continues at an offset.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Capabilities(msgspec.Struct, frozen=True):
-    """What a generator can do; the rest is refused before anything runs."""
+    """The features of a generator. Ops that need others are rejected before anything runs."""
 
     model: str
     roles: bool = True
@@ -44,27 +43,28 @@ class Capabilities(msgspec.Struct, frozen=True):
     conversations: bool = False
 
     def require_conversations(self) -> None:
-        """``NotSupported`` where the backend takes no whole conversations."""
+        """Raises ``NotSupported`` if the backend does not accept whole conversations."""
         if not self.conversations:
-            raise NotSupported(f"{self.model} takes no whole conversations: append its turns one by one")
+            raise NotSupported(f"{self.model} does not accept whole conversations: append turns")
 
     def require(self, constraint: Constraint | None) -> None:
-        """``NotSupported`` where the backend could not keep the constraint."""
+        """Raises ``NotSupported`` if the backend cannot enforce the constraint."""
         for part in (constraint, constraint and constraint.instead):
             if part is not None and part.kind not in self.constraints:
                 raise NotSupported(
-                    f"{self.model} cannot generate under a constraint of the kind {part.kind!r} "
-                    f"(it can: {', '.join(self.constraints) or 'none'})"
+                    f"{self.model} does not support constraints of the kind {part.kind!r} "
+                    f"(supported: {', '.join(self.constraints) or 'none'})"
                 )
 
     def require_images(self) -> None:
-        """``NotSupported`` where the backend sees no images."""
+        """Raises ``NotSupported`` if the model has no vision."""
         if not self.images:
-            raise NotSupported(f"{self.model} sees no images: image() needs a model with vision")
+            raise NotSupported(f"{self.model} does not accept images: image() needs a model with vision")
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens of one generation: prompt, of which cached, and output. Usages can be added.
+    """The tokens of one generation: of the prompt, those of them that were cached, and of the output. Usages
+    can be added.
 
     >>> await s["answer"]
     'Plants turn light into sugar.'
@@ -80,7 +80,7 @@ class Usage(msgspec.Struct, frozen=True):
 
     @property
     def hit_rate(self) -> float:
-        """Cached share of the prompt tokens, 0 to 1."""
+        """Cached prompt tokens / prompt tokens, 0 to 1."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def __add__(self, other: Usage) -> Usage:
@@ -92,7 +92,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Stats(msgspec.Struct, frozen=True):
-    """Counters of the backend since its start, and gauges of now. Tokens unless the name says
+    """Counters of the backend since its start, and current gauges. They count tokens unless the name says
     otherwise; ``steps`` are forward passes, ``*_slots`` tokens in the KV pool.
 
     >>> await s
@@ -123,22 +123,22 @@ class Stats(msgspec.Struct, frozen=True):
 
     @property
     def hit_rate(self) -> float:
-        """Cached share of all prompt tokens, 0 to 1."""
+        """Cached prompt tokens / all prompt tokens, 0 to 1."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 TopLogprobs = tuple[tuple[TokenLogprob, ...] | None, ...]
-"""For each generated token the likeliest at its place, likeliest first; None for a token that was encoded
-anew at the end of the text."""
+"""For each generated token the most likely ones at its position, in descending order; None for a token that
+re-encoding the end of the text changed."""
 
 
 MAX_CAUSES = 16
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An error of the tree in ``errors.py``, with what caused it. ``state`` and ``op``: whose op failed, and
-    which, counted from 1 (text, turns, gens and the like; not ``await``, ``seal``, ``close``).
-    ``retry_after_s``: of an ``Overloaded``, in so many seconds it is worth another try."""
+    """An error of ``errors.py`` with its cause. ``state`` and ``op``: the state whose op failed, and the op's
+    number there, from 1, among the ops that ``op_table`` numbers (text, turns, gens and the like).
+    ``retry_after_s``: of an ``Overloaded``, when another attempt may succeed."""
 
     code: str
     message: str
@@ -149,7 +149,8 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def of(cls, error: BaseException) -> ErrorInfo:
-        """Describes an exception and its causes. Foreign exceptions travel as ``run_failed``."""
+        """Describes an exception and its causes. Exceptions outside of ``errors.py`` become
+        ``run_failed``."""
         chain = [error]
         while chain[-1].__cause__ is not None and len(chain) < MAX_CAUSES:
             chain.append(chain[-1].__cause__)
@@ -165,7 +166,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def origin(self) -> ErrorInfo:
-        """The failure that this one follows from; itself where it follows from none."""
+        """The error at the end of the chain of causes: the root cause, or this error."""
         info = self
         while info.cause is not None:
             info = info.cause
@@ -173,7 +174,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def place(self) -> tuple[int, int] | None:
-        """The op that failed first, of those that are named: its state and its number there."""
+        """The state and number of the op nearest to the root cause, of the errors that name one."""
         found: tuple[int, int] | None = None
         info: ErrorInfo | None = self
         while info is not None:
@@ -183,14 +184,14 @@ class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
         return found
 
     def at(self, state: int, op: int) -> ErrorInfo:
-        """The same; where the failure that it follows from names no op, it was this one."""
+        """A copy in which the root cause names this op, if it named none."""
         if self.cause is not None:
             return msgspec.structs.replace(self, cause=self.cause.at(state, op))
         return self if self.op is not None else msgspec.structs.replace(self, state=state, op=op)
 
     def to_exception(self) -> AgentflowError:
-        """The exception again, causes included, ``MAX_CAUSES`` of them at most: whoever sends more, nested as
-        deep as Python's stack, is not followed."""
+        """The exception with its causes, ``MAX_CAUSES`` at most: a hostile peer may nest more than Python's
+        stack can hold."""
         chain: list[ErrorInfo] = []
         info: ErrorInfo | None = self
         while info is not None and len(chain) < MAX_CAUSES:
@@ -212,7 +213,7 @@ class _Event(msgspec.Struct, frozen=True, tag_field="event", tag=str.lower, omit
 
 
 class Delta(_Event, frozen=True):
-    """Variable ``var`` goes on with ``text`` at character ``at``."""
+    """Variable ``var`` continues with ``text`` at character ``at``."""
 
     var: int
     at: int
@@ -220,8 +221,9 @@ class Delta(_Event, frozen=True):
 
 
 class Value(_Event, frozen=True):
-    """Variable ``var`` is complete: ``text`` from character ``at`` on is its rest. ``choices``: of a
-    select, each choice with its score. ``top_logprobs``: for each token the likeliest there."""
+    """Variable ``var`` is complete: its text ends with ``text``, from character ``at`` on. ``choices``: the
+    score of each choice of a select. ``top_logprobs``: for each token the most likely ones at its
+    position."""
 
     var: int
     at: int
@@ -234,28 +236,28 @@ class Value(_Event, frozen=True):
 
 
 class VarFailed(_Event, frozen=True):
-    """Variable ``var`` will never have a value."""
+    """Variable ``var`` failed and has no value."""
 
     var: int
     error: ErrorInfo
 
 
 class Reached(_Event, frozen=True):
-    """All that was submitted to the state before the ``Await`` with this ticket is done."""
+    """All ops that were submitted to the state before the ``Await`` with this ticket are done."""
 
     state: int
     ticket: int
 
 
 class StateFailed(_Event, frozen=True):
-    """An op of the state failed (or it was cancelled): nothing after it runs."""
+    """An op of the state failed, or the state was cancelled: later ops do not run."""
 
     state: int
     error: ErrorInfo
 
 
 class StatsReply(_Event, frozen=True):
-    """Answers ``GetStats``: with the counters, or with why there are none now."""
+    """Answers ``GetStats`` with the counters, or with the error that prevented it."""
 
     ticket: int
     stats: Stats | None = None

@@ -1,17 +1,13 @@
-"""How much a JSON text holds, counted while it arrives: before any object is made of it.
+"""Bounds for JSON from clients, checked before it is decoded.
 
-Decoding holds the interpreter's lock for the whole of a text, and takes up to a hundred times as long for
-a megabyte of empty lists as for a megabyte of prose. So a limit of bytes does not bound it: values are
-counted first, in pieces, between which the event loop goes on. The count relies on nothing but quotes and
-backslashes; a text that is no JSON gets some count, and is refused by its decoder.
+Decoding holds the GIL for the whole text, and a megabyte of empty lists takes up to a hundred times as long
+as a megabyte of prose, so a limit of bytes does not bound it. ``JsonScan`` counts the values of a text first,
+piece by piece, so that the event loop can run in between. It looks only at quotes, backslashes and brackets;
+text that is not JSON gets some count, and the decoder rejects it.
 
-How deep a JSON value nests. What walks through one calls itself at each level, and must not be led so deep
-that Python calls no further.
-
-Objects in a request's body that are not decoded with it: schemas, parameters of tools, inputs of tool
-calls. They are counted by themselves first (json_scan.py), and a schema and a call's input go on as text, so
-that no object is made of them here at all.
-"""
+``object_text``, ``object_of`` and ``schema_constraint`` read objects that a request's body carries undecoded:
+schemas, parameters of tools, arguments of calls. ``nests_deeper`` bounds the nesting of decoded values,
+through which other code recurses."""
 
 from __future__ import annotations
 
@@ -29,7 +25,7 @@ MOST_NESTING: Final = 200
 
 
 def nests_deeper(value: Any, most: int) -> bool:
-    """Whether more than ``most`` objects and lists stand inside each other.
+    """Whether objects and lists nest more than ``most`` levels deep.
 
     >>> nests_deeper({"a": [1, 2]}, 2), nests_deeper({"a": [1, 2]}, 1)
     (False, True)
@@ -44,14 +40,14 @@ def nests_deeper(value: Any, most: int) -> bool:
 
 
 PIECE_BYTES: Final = 64 * 1024
-"""So much is counted in about half a millisecond."""
+"""A piece of this size is counted in about half a millisecond."""
 _NOT_BRACKETS: Final = bytes(byte for byte in range(256) if byte not in b"[]{}")
 
 
 @dataclass(frozen=True, slots=True)
 class JsonBounds:
-    """``values``: of any kind. ``parts``: objects, lists and strings, names of members among them, which
-    become objects of their own. ``depth``: objects and lists inside each other."""
+    """``values``: the largest number of values of any kind. ``parts``: of objects, lists and strings, names
+    of members included, each of which becomes a Python object. ``depth``: levels of nesting."""
 
     values: int
     parts: int
@@ -59,15 +55,15 @@ class JsonBounds:
 
 
 BODY_BOUNDS: Final = JsonBounds(values=1_000_000, parts=100_000)
-"""Of a request: decoding takes 50 ms at most."""
+"""Of a request's body: decoding takes 50 ms at most."""
 
 
 class TooMuchJson(Exception):
-    """The text exceeds a bound; the message names it."""
+    """The text exceeds a bound, which the message names."""
 
 
 class JsonScan:
-    """Counts one text, piece by piece.
+    """Counts the values of one text, piece by piece.
 
     >>> scan = JsonScan(JsonBounds(values=100, parts=3))
     >>> scan.push(b'{"a": [1, 2, ')
@@ -85,9 +81,9 @@ class JsonScan:
         self._depth = 0
 
     def push(self, piece: bytes) -> None:
-        """Counts the next piece of the text. ``TooMuchJson`` as soon as a bound is exceeded."""
+        """Counts the next piece of the text. Raises ``TooMuchJson`` as soon as a bound is exceeded."""
         data = self._carry + piece
-        # Of an odd number of backslashes at the end, the last one belongs to what comes next.
+        # The last of an odd number of backslashes at the end escapes the next character.
         is_cut = (len(data) - len(data.rstrip(b"\\"))) % 2
         self._carry, data = (b"\\", data[:-1]) if is_cut else (b"", data)
         if b"\\" in data:
@@ -110,7 +106,7 @@ class JsonScan:
         num_closed = outside.count(b"]") + outside.count(b"}")
         if self._depth + num_opened > most:
             brackets = np.frombuffer(outside.translate(None, _NOT_BRACKETS), dtype=np.uint8)
-            # Of the four, only those that open have this bit.
+            # Of the four brackets, only the opening ones have this bit.
             steps = np.where(brackets & 2, 1, -1).cumsum()
             if self._depth + int(steps.max()) > most:
                 raise TooMuchJson(f"more than {most} objects and lists inside each other")
@@ -118,20 +114,20 @@ class JsonScan:
 
 
 def pieces_of(data: bytes | memoryview) -> Iterator[bytes]:
-    """Of a text that is there as a whole."""
+    """The pieces of a complete text."""
     for start in range(0, len(data), PIECE_BYTES):
         yield bytes(data[start : start + PIECE_BYTES])
 
 
 OBJECT_BOUNDS: Final = JsonBounds(values=40_000, parts=20_000, depth=MOST_NESTING)
-"""Of all tools of a request together, of all arguments of its tool calls, and of its schema: templates and
-compilers walk through them."""
+"""Of all tools of a request together, of all arguments of its tool calls, and of its schema: chat templates
+and grammar compilers walk through them."""
 _MOST_BYTES: Final = 4  # of a character in UTF-8
 
 
 def object_text(given: msgspec.Raw, param: str, scan: JsonScan) -> str:
-    """The object as JSON in one line. ``scan`` counts it with others that it shares ``OBJECT_BOUNDS`` with.
-    ``BadArgument``, of the field ``param``, where they are exceeded or this is no object."""
+    """The object as JSON on one line. ``scan`` counts it together with the others that share its bounds.
+    Raises ``BadArgument`` for the field ``param`` if they are exceeded or it is not an object."""
     data = memoryview(given)
     if bytes(data[:1]) != b"{":
         raise BadArgument(f"{param}: Expected `object`", param=param)
@@ -140,23 +136,23 @@ def object_text(given: msgspec.Raw, param: str, scan: JsonScan) -> str:
             scan.push(piece)
         return msgspec.json.format(bytes(data), indent=-1).decode()
     except TooMuchJson as error:
-        raise BadArgument(f"{param}: with this, there are {error}, which is the limit", param=param) from None
+        raise BadArgument(f"{param}: with it there are {error}, which is the limit", param=param) from None
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise BadArgument(f"{param}: it is no JSON: {error}", param=param) from None
+        raise BadArgument(f"{param}: invalid JSON: {error}", param=param) from None
 
 
 def object_of(given: msgspec.Raw, param: str, scan: JsonScan) -> dict[str, Any]:
-    """The object. ``BadArgument`` as above."""
+    """The decoded object. ``BadArgument`` as in ``object_text``."""
     found: dict[str, Any] = msgspec.json.decode(object_text(given, param, scan))
     return found
 
 
 def schema_constraint(given: msgspec.Raw, param: str) -> Constraint:
-    """Of a JSON schema. ``BadArgument`` as above, and where it is too long for one."""
+    """The constraint for a JSON schema. ``BadArgument`` as in ``object_text``, and if it is too long."""
     num_bytes = len(memoryview(given))
     if num_bytes > _MOST_BYTES * MAX_SOURCE_CHARS:
         raise BadArgument(
-            f"{param}: the schema has {num_bytes:,} bytes, and {MAX_SOURCE_CHARS:,} characters are the limit",
+            f"{param}: the schema has {num_bytes:,} bytes; at most {MAX_SOURCE_CHARS:,} characters fit",
             param=param,
         )
     return Constraint("schema", object_text(given, param, JsonScan(OBJECT_BOUNDS)))

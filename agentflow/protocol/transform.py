@@ -1,8 +1,7 @@
-"""Transforms: what happens to a variable's text on its way into another state.
+"""Transforms of a variable's text where another state refers to it.
 
-Named ones run where the ops run, so that a value passes from one state to the next without the client.
-A Python function runs in the client (``Variable.map``), and never on a server.
-"""
+They run in the backend, so a value passes from one state to another without a round trip to the client.
+Python functions (``Variable.map``) run in the client, never on a server."""
 
 from __future__ import annotations
 
@@ -21,31 +20,32 @@ TransformName = Literal["strip", "lower", "upper", "first_line", "json", "regex"
 MAX_TRANSFORMS = 16
 MAX_PATTERN_CHARS = 1000
 MAX_JSON_VALUES = 250_000
-"""That ``json`` reads; commas in texts count, too. All is decoded in one go, and nothing runs beside that."""
+"""The largest number of values that ``json`` decodes, commas in texts included: decoding holds the GIL."""
 MAX_INLINE_CHARS = 65_536
 REGEX_TIMEOUT_S = 0.2
-"""A pattern that takes longer fails its own state; this is what it can cost others."""
+"""A search that takes longer fails its state; it bounds the cost for other states."""
 
 
 class Transform(msgspec.Struct, frozen=True, array_like=True):
-    """One step. ``argument``: the path of ``json`` (``a.b.0``) or the pattern of ``regex``."""
+    """One transform. ``argument``: the path of ``json`` (``a.b.0``) or the pattern of ``regex``."""
 
     name: TransformName
     argument: str = ""
 
 
 def check_written(transforms: tuple[Transform, ...]) -> None:
-    """``BadArgument`` where there are too many of them, or an argument is no text."""
+    """Raises ``BadArgument`` if there are too many, or if an argument is not a string. Compiles no
+    pattern."""
     if len(transforms) > MAX_TRANSFORMS:
-        raise BadArgument(f"at most {MAX_TRANSFORMS} transforms may follow each other, not {len(transforms)}")
+        raise BadArgument(f"a reference may have at most {MAX_TRANSFORMS} transforms, not {len(transforms)}")
     for transform in transforms:
         if transform.name != "regex" and not isinstance(transform.argument, str):
-            raise BadArgument(f"{transform.name}: give a string, not {transform.argument!r:.60}")
+            raise BadArgument(f"{transform.name}: the argument must be text, not {transform.argument!r:.60}")
 
 
 def check_transforms(transforms: tuple[Transform, ...]) -> None:
-    """``BadArgument`` where one of them could never be applied. Compiles the patterns: a server must not do
-    that for thousands of them while all its clients wait, and leaves it to ``apply_in_turn``."""
+    """Raises ``BadArgument`` for transforms that cannot be applied. Compiles the patterns, which may take
+    long: a server leaves that to ``apply_in_turn``."""
     check_written(transforms)
     for transform in transforms:
         if transform.name == "regex":
@@ -53,22 +53,22 @@ def check_transforms(transforms: tuple[Transform, ...]) -> None:
 
 
 def compiled(pattern: str) -> regex.Pattern[str]:
-    """The pattern, ready to search with; ``BadArgument`` where it is none."""
+    """The compiled pattern. ``BadArgument`` if it is not a regular expression."""
     if not isinstance(pattern, str) or not 0 < len(pattern) <= MAX_PATTERN_CHARS:
         raise BadArgument(
-            f"a pattern is a string of 1 to {MAX_PATTERN_CHARS} characters, not {pattern!r:.60}"
+            f"a pattern must be a string of 1 to {MAX_PATTERN_CHARS} characters, not {pattern!r:.60}"
         )
     try:
         return regex.compile(pattern)
     except regex.error as error:
-        raise BadArgument(f"{pattern!r} is no regular expression: {error}") from None
+        raise BadArgument(f"{pattern!r} is not a regular expression: {error}") from None
     except RecursionError:
         raise BadArgument(f"{pattern!r:.60}… is nested too deeply for a regular expression") from None
 
 
 def apply_transforms(text: str, transforms: tuple[Transform, ...]) -> str:
-    """``text`` after all of them. ``RunFailed`` where it does not have what one of them looks for,
-    ``BadArgument`` where a pattern is none."""
+    """``text`` after all transforms. ``RunFailed`` if one of them does not find its target, ``BadArgument``
+    for an invalid pattern."""
     for transform in transforms:
         text = _STEPS[transform.name](text, transform.argument)
     return text
@@ -77,7 +77,7 @@ def apply_transforms(text: str, transforms: tuple[Transform, ...]) -> str:
 async def apply_in_turn(
     text: str, transforms: tuple[Transform, ...], limiter: anyio.CapacityLimiter | None = None
 ) -> str:
-    """``apply_transforms`` for an event loop: a search that may take its time holds nobody up."""
+    """``apply_transforms`` for an event loop: searches and long decoding run in a thread."""
     is_long = len(text) > MAX_INLINE_CHARS and any(transform.name == "json" for transform in transforms)
     if is_long or any(transform.name == "regex" for transform in transforms):
         return await anyio.to_thread.run_sync(apply_transforms, text, transforms, limiter=limiter)
@@ -90,14 +90,14 @@ def _json(text: str, path: str) -> str:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RunFailed(f"json({path!r}): the text is no JSON ({error}): {_shown(text)}") from None
+        raise RunFailed(f"json({path!r}): the text is not JSON ({error}): {_shown(text)}") from None
     for step in path.split(".") if path else ():
         try:
             value = value[int(step)] if isinstance(value, list) else value[step]
         except (KeyError, IndexError, ValueError, TypeError):
             raise RunFailed(f"json({path!r}): there is no {step!r} in {_shown(json.dumps(value))}") from None
     found = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    # JSON can escape half a character, which no text may hold.
+    # JSON can escape half a surrogate pair, which is not valid in text.
     return found.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -105,7 +105,7 @@ def _regex(text: str, pattern: str) -> str:
     try:
         found = compiled(pattern).search(text, timeout=REGEX_TIMEOUT_S)
     except TimeoutError:
-        raise RunFailed(f"regex({pattern!r}): the search takes too long: simplify the pattern") from None
+        raise RunFailed(f"regex({pattern!r}): the search takes too long; simplify the pattern") from None
     if found is None:
         raise RunFailed(f"regex({pattern!r}) finds nothing in {_shown(text)}")
     return str(found.group(1) or "") if compiled(pattern).groups else str(found.group())

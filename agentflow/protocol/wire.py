@@ -1,14 +1,14 @@
-"""The wire: frames between a client and a server, and how they are written.
+"""The frames between a client and a server, and their encodings.
 
-One websocket carries one session. The first frame says which encoding both sides use from then on:
-JSON in text frames, or msgpack in binary ones. ``docs/reference/protocol.md`` documents every field.
+One websocket carries one session. The client's first frame decides the encoding of both directions: JSON in
+text messages, or MessagePack in binary ones. ``docs/reference/protocol.md`` documents every field.
 
-The client's ops are numbered from 1 in the order they were submitted; an ``Ops`` frame carries a
-run of them. The server says how far it has taken them (``ack``), so that after a broken connection
-the client sends the rest again and nothing runs twice. Events carry their own position.
+Ops are numbered from 1 in the order of submission; an ``Ops`` frame carries a run of them. The server
+acknowledges the ops that it has taken, so that after a broken connection the client sends only the rest again
+and nothing runs twice. Each event carries its own position.
 
-A frame is read first, and then each op in it by itself: an op that cannot be read costs its state, a frame
-that cannot be read the session.
+The server decodes a frame first, and then each op in it separately: a malformed op fails its state, a
+malformed frame ends the session.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VERSION = 1
 MAX_FRAME_BYTES = 8 * 1024 * 1024
 DEFAULT_PORT = 8410
 SESSION_PATH = "/v1/session"
-# A websocket close code of our own (RFC 6455, section 7.4.2): the session has another connection now.
+# A private close code (RFC 6455, section 7.4.2): another connection has taken the session over.
 TAKEN_OVER = 4001
 
 
@@ -36,8 +36,8 @@ class _Frame(msgspec.Struct, frozen=True, tag_field="frame", tag=str.lower, omit
 
 
 class Resume(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the client of a broken connection still has: ``variables`` maps each unfinished variable
-    to the characters received, ``states`` each open state to the last ticket reached."""
+    """What the client has received before its connection broke: ``variables`` maps each unfinished variable
+    to the number of characters received, ``states`` each open state to the last ticket reached."""
 
     session: str
     secret: str
@@ -46,8 +46,8 @@ class Resume(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Hello(_Frame, frozen=True):
-    """Client, first frame. ``model``: its name, where the server has several; the server's first one
-    otherwise. An API key goes into the Authorization header."""
+    """Client, first frame. ``model``: None for the server's first one. An API key goes into the Authorization
+    header."""
 
     version: int
     resume: Resume | None = None
@@ -62,25 +62,26 @@ class Ops(_Frame, frozen=True):
 
 
 class UnreadOps(_Frame, frozen=True, tag="ops"):
-    """The same as the server gets it: ``op_reader`` reads one op after the other."""
+    """An ``Ops`` frame on the server's side: ``op_reader`` decodes the ops one by one."""
 
     first: int
     ops: tuple[msgspec.Raw, ...]
 
 
 class Bye(_Frame, frozen=True):
-    """Client, last frame: the session ends now, with no grace period."""
+    """Client, last frame: the session ends at once, without a grace period."""
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What the server takes. ``resume_grace_s``: how long a session outlives its connection."""
+    """``frame_bytes``: the largest frame that the server accepts. ``resume_grace_s``: how long a session
+    outlives its connection."""
 
     frame_bytes: int
     resume_grace_s: float
 
 
 class Welcome(_Frame, frozen=True):
-    """Server, answers ``Hello``. ``ack``: the last op taken (0 in a new session)."""
+    """Server, answers ``Hello``. ``ack``: the number of the last op taken (0 in a new session)."""
 
     version: int
     session: str
@@ -98,7 +99,7 @@ class Events(_Frame, frozen=True):
 
 
 class Refused(_Frame, frozen=True):
-    """Server, last frame: why it closes the connection."""
+    """Server, last frame: the error for which it closes the connection."""
 
     error: ErrorInfo
 
@@ -113,7 +114,7 @@ _msgpack_encoder = msgspec.msgpack.Encoder()
 
 
 def frame_name(frame: ClientFrame | ReceivedFrame | ServerFrame) -> str:
-    """What the frame's ``frame`` field says."""
+    """The value of the frame's ``frame`` field."""
     return str(type(frame).__struct_config__.tag)
 
 
@@ -123,7 +124,7 @@ def encode(frame: ClientFrame | ServerFrame, *, binary: bool) -> bytes:
 
 
 class _Head(msgspec.Struct):
-    """Whose an op is, as far as that can be read of any."""
+    """The fields of a malformed op that say which state and variable it fails."""
 
     op: str
     state: int = 0
@@ -135,12 +136,13 @@ class _Declared(msgspec.Struct):
     children: tuple[int, ...] = ()
 
 
-UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)
+_UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)
+_HALF_PAIR = ("hex escape", "surrogate")
 
 
 def op_reader(*, binary: bool) -> Callable[[msgspec.Raw], Op | Rejected]:
-    """Reads the ops of a frame; ``Rejected`` with ``BadArgument`` stands for one that cannot be read.
-    ``ProtocolError`` where it does not even say which state it is for."""
+    """A function that decodes one op of a frame. For a malformed op it returns a ``Rejected`` with
+    ``BadArgument``; it raises ``ProtocolError`` if the op's state cannot be read either."""
     new_decoder = msgspec.msgpack.Decoder if binary else msgspec.json.Decoder
     read_op: Callable[[msgspec.Raw], Op] = new_decoder(Op).decode
     read_head: Callable[[msgspec.Raw], _Head] = new_decoder(_Head).decode
@@ -149,14 +151,14 @@ def op_reader(*, binary: bool) -> Callable[[msgspec.Raw], Op | Rejected]:
     def read(data: msgspec.Raw) -> Op | Rejected:
         try:
             return read_op(data)
-        except UNREADABLE as error:
+        except _UNREADABLE as error:
             wrong = str(error)
         try:
             head = read_head(data)
-        except UNREADABLE:
+        except _UNREADABLE:
             raise ProtocolError(f"an op cannot be read: {wrong}") from None
         declared = _Declared()
-        with suppress(*UNREADABLE):
+        with suppress(*_UNREADABLE):
             declared = read_declared(data)
         names = {} if head.var is None else {head.var: declared.name}
         children = declared.children if head.op == "fork" else ()
@@ -166,25 +168,29 @@ def op_reader(*, binary: bool) -> Callable[[msgspec.Raw], Op | Rejected]:
 
 
 class FrameDecoder(Generic[ReceivedT]):
-    """Reads frames of one direction; anything else raises ``ProtocolError`` that names the field."""
+    """Decodes the frames of one direction."""
 
     def __init__(self, frames: type[ReceivedT]) -> None:
         self._json = msgspec.json.Decoder(frames)
         self._msgpack = msgspec.msgpack.Decoder(frames)
 
     def decode(self, data: bytes | str) -> ReceivedT:
-        """A frame from a binary (bytes: msgpack) or text (str: JSON) message."""
+        """The frame in a binary message (``bytes``: MessagePack) or a text message (``str``: JSON).
+        ``ProtocolError`` names the field that is wrong."""
         try:
             return self._json.decode(data) if isinstance(data, str) else self._msgpack.decode(data)
-        except UNREADABLE as error:
-            raise ProtocolError(f"a frame cannot be read: {error}") from None
+        except _UNREADABLE as error:
+            # msgspec describes the first half as an "unexpected end of hex escape".
+            is_half = isinstance(error, UnicodeError) or any(word in str(error) for word in _HALF_PAIR)
+            hint = " (a text holds half a surrogate pair)" if is_half else ""
+            raise ProtocolError(f"a frame cannot be read: {error}{hint}") from None
 
 
 def client_frames() -> FrameDecoder[ReceivedFrame]:
-    """Reads what a client sends."""
+    """The decoder of a client's frames."""
     return FrameDecoder(ReceivedFrame)  # type: ignore[arg-type]
 
 
 def server_frames() -> FrameDecoder[ServerFrame]:
-    """Reads what a server sends."""
+    """The decoder of a server's frames."""
     return FrameDecoder(ServerFrame)  # type: ignore[arg-type]

@@ -95,7 +95,7 @@ def test_the_largest_op_that_is_taken_makes_a_frame_within_the_limit(binary: boo
 
 def test_what_cannot_be_written_is_a_bad_argument() -> None:
     queue = OpQueue(binary=True, frame_bytes=FRAME_BYTES)
-    with pytest.raises(BadArgument, match="half a character"):
+    with pytest.raises(BadArgument):
         queue.encoded(ops.Text(1, ("\udfff",)))
     assert len(queue) == 0
 

@@ -269,7 +269,7 @@ async def test_an_op_over_the_limit_is_refused_before_it_is_sent(strict_server: 
 
 async def test_half_a_character_is_refused_before_it_is_sent(server: ThreadServer) -> None:
     async with opened(Remote(server.url)) as (connection, listener):
-        with pytest.raises(BadArgument, match="half a character"):
+        with pytest.raises(BadArgument):
             connection.send([ops.Open(1), ops.Text(1, ("\ud800",))])
         await check_program(connection, listener)
 

@@ -195,7 +195,7 @@ async def test_a_sum_draws_as_its_parts_do():
 async def test_token_ids_are_refused_where_there_are_none():
     noted = Noted(af.Scripted(echo))
     async with af.session(backend=noted) as flow, flow.state() as s:
-        with pytest.raises(af.NotSupported, match="scripted does not tell its token ids"):
+        with pytest.raises(af.NotSupported):
             s.token_ids()
         assert noted.ops == [ops.Open(s.id)]
 
@@ -274,7 +274,7 @@ async def test_set_and_read_over_the_wire(server):
         assert await s["q"] == "why THIS?"
         assert await s.text() == "say thisthiswhy THIS?"
         assert s["q"].finish_reason == "set"
-        with pytest.raises(af.NotSupported, match="does not tell its token ids"):
+        with pytest.raises(af.NotSupported):
             s.token_ids()
     await server.wait_until_idle()
 

@@ -230,7 +230,7 @@ class WsSession(Generic[ContextT]):
         is_binary = not isinstance(data, str)
         if first:
             self._binary = is_binary
-        num_bytes = len(data.encode()) if isinstance(data, str) else len(data)
+        num_bytes = len(data.encode(errors="surrogatepass")) if isinstance(data, str) else len(data)
         if num_bytes > self._limits.frame_bytes:
             raise FrameTooLarge(
                 f"a frame of {num_bytes:,} bytes came, and {self._limits.frame_bytes:,} are the limit: "

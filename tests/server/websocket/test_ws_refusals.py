@@ -99,7 +99,7 @@ async def test_silent_connections_of_one_tenant_leave_others_their_places(
 
 # Frames that make no sense
 
-BAD_FRAMES: dict[str, tuple[bytes, str]] = {
+BAD_FRAMES: dict[str, tuple[bytes | str, str]] = {
     "nothing": (b"", "cannot be read"),
     "no frame": (b"[]", "Expected `object`"),
     "no kind": (b"{}", "missing required field `frame`"),
@@ -112,8 +112,10 @@ BAD_FRAMES: dict[str, tuple[bytes, str]] = {
     "very deep": (b"[" * 20_000, "cannot be read"),
     "half a character": (
         b'{"frame":"ops","first":1,"ops":[{"op":"text","state":1,"parts":["\\ud800"]}]}',
-        "cannot be read",
+        "half a surrogate pair",
     ),
+    "the second half": (b'{"frame":"hello","version":1,"model":"\\udc00"}', "half a surrogate pair"),
+    "an unescaped half": ('{"frame":"hello","version":1,"model":"\ud800"}', "half a surrogate pair"),
     "second hello": (encode(Hello(VERSION), binary=False), "expected ops or a bye, and a hello frame came"),
     "gap": (encode(Ops(3, (ops.Open(1),)), binary=False), "expected ops from number 1 on"),
     "number zero": (encode(Ops(0, (ops.Open(1),)), binary=False), "expected ops from number 1 on"),

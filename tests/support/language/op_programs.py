@@ -295,9 +295,9 @@ class OpProgram:
 
 CERTAIN = [
     *["open", "text", "text", "reference", "reference", "gen", "gen", "select", "fork", "await", "pause"],
-    *["set", "read", "done", "turn", "image", "hint"],
+    *["set", "read", "turn", "image", "hint"],
 ]
-ALL = [*CERTAIN, "seal", "cancel", "couple", "limit", "deadline", "expect", "expect", "provide"]
+ALL = [*CERTAIN, "done", "seal", "cancel", "couple", "limit", "deadline", "expect", "expect", "provide"]
 
 
 @st.composite
