@@ -155,7 +155,7 @@ def test_the_schema_of_many_tools_refers_to_what_each_of_them_defines():
 
 def test_a_schema_that_refers_to_its_own_root_is_refused():
     tree = {"type": "object", "properties": {"inner": {"$ref": "#"}}}
-    with pytest.raises(af.BadArgument, match=r"tool 'tree': its schema may only refer to its \$defs"):
+    with pytest.raises(af.BadArgument, match=r"tool 'tree': its schema may refer only to its \$defs"):
         af.gen("x", tools=[{"name": "tree", "parameters": tree}])
 
 
@@ -197,7 +197,7 @@ REFUSED = [
     ("ping", "tools must be a list"),
     (3, "tools must be a list"),
     (object(), "tools must be a list"),
-    ([PING, PING], "two tools have the name 'ping'"),
+    ([PING, PING], "two tools are named 'ping'"),
     ([3], "a tool is a function or a schema, not 3"),
     ([{}], "a tool's schema needs a name, and parameters"),
     ([{"name": "x", "parameters": 3}], "a tool's schema needs a name, and parameters"),

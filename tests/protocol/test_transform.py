@@ -52,15 +52,15 @@ RESULTS = [
     ("regex", "(?<=b )\\w+", "a 12 b 34", "34"),
 ]
 FAILURES = [
-    ("json", "a", "no JSON", r"json\('a'\): the text is no JSON .*: 'no JSON'"),
-    ("json", "", "[" * 100_000, r"json\(''\): the text is no JSON"),
+    ("json", "a", "no JSON", r"json\('a'\): the text is not JSON .*: 'no JSON'"),
+    ("json", "", "[" * 100_000, r"json\(''\): the text is not JSON"),
     ("json", "city.street", PLACE, r"there is no 'street' in"),
     ("json", "city.parts.2", PLACE, r"there is no '2' in"),
     ("json", "city.parts.first", PLACE, r"there is no 'first' in"),
     ("json", "city.name.0", PLACE, r"there is no '0' in"),
     ("json", "city.size.x", PLACE, r"there is no 'x' in '1.5'"),
     ("regex", "[0-9]+", "no digits", r"regex\('\[0-9\]\+'\) finds nothing in 'no digits'"),
-    ("regex", HOSTILE, VICTIM, "the search takes too long: simplify the pattern"),
+    ("regex", HOSTILE, VICTIM, "the search takes too long"),
 ]
 
 
@@ -196,14 +196,14 @@ async def test_leaving_while_a_pattern_is_searched_for_ends_soon():
 async def test_what_is_no_pattern_is_refused_where_it_is_written(pattern):
     async with af.session(backend=af.Scripted(["x"])) as flow, flow.state() as s:
         s += af.gen("x")
-        with pytest.raises(af.BadArgument, match=r"regular expression|a pattern is a string of 1 to"):
+        with pytest.raises(af.BadArgument, match=r"regular expression|a pattern must be a string of 1 to"):
             s["x"].regex(pattern)
 
 
 NO_PATTERNS = [
     ("(" * 450 + ")" * 450, "nested too deeply"),
-    ("(", "is no regular"),
-    ("", "a pattern is a string"),
+    ("(", "is not a regular"),
+    ("", "a pattern must be a string"),
 ]
 
 
@@ -225,7 +225,7 @@ async def test_a_wire_client_that_sends_too_many_transforms_fails_its_state(serv
         variable = s.set("x", "text")
         flow._link._connection.send([ops.Text(s.id, (ops.Ref(variable.id, (Transform("strip"),) * 17),))])
         s += "more"
-        with pytest.raises(af.BadArgument, match="at most 16 transforms may follow each other"):
+        with pytest.raises(af.BadArgument, match="at most 16 transforms"):
             await s
         assert await variable == "text"
     await server.wait_until_idle()
@@ -237,7 +237,7 @@ async def test_a_row_of_transforms_has_an_end():
         reference = s["x"]
         for _ in range(16):
             reference = reference.strip()
-        with pytest.raises(af.BadArgument, match="at most 16 transforms may follow each other, not 17"):
+        with pytest.raises(af.BadArgument, match="at most 16 transforms, not 17"):
             reference.strip()
         assert await reference == "x"
 

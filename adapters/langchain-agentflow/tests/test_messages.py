@@ -85,7 +85,7 @@ def test_what_another_model_has_said_is_taken():
             "of the type 'reasoning', and this model takes",
         ),
         (FunctionMessage("x", name="f"), "messages of the type 'function' are not taken"),
-        (ChatMessage(role="judge", content="x"), "there is no role 'judge'"),
+        (ChatMessage(role="judge", content="x"), "unknown role 'judge'"),
     ],
 )
 def test_what_is_no_text_is_refused(message, why):
