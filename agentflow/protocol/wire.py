@@ -13,6 +13,7 @@ malformed frame ends the session.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Generic, TypeVar
@@ -137,7 +138,7 @@ class _Declared(msgspec.Struct):
 
 
 _UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)
-_HALF_PAIR = ("hex escape", "surrogate")
+_HALF_PAIR = re.compile(r"\\ud[89ab]..(?!\\ud[c-f])|(?<!\\ud[89ab]..)\\ud[c-f]", re.IGNORECASE)
 
 
 def op_reader(*, binary: bool) -> Callable[[msgspec.Raw], Op | Rejected]:
@@ -180,10 +181,10 @@ class FrameDecoder(Generic[ReceivedT]):
         try:
             return self._json.decode(data) if isinstance(data, str) else self._msgpack.decode(data)
         except _UNREADABLE as error:
-            # msgspec describes the first half as an "unexpected end of hex escape".
-            is_half = isinstance(error, UnicodeError) or any(word in str(error) for word in _HALF_PAIR)
-            hint = " (a text holds half a surrogate pair)" if is_half else ""
-            raise ProtocolError(f"a frame cannot be read: {error}{hint}") from None
+            # Of the escape of a first half, msgspec says that the data was truncated.
+            is_half = isinstance(data, str) and (isinstance(error, UnicodeError) or _HALF_PAIR.search(data))
+            why = "a text in it has half a surrogate pair" if is_half else error
+            raise ProtocolError(f"a frame cannot be read: {why}") from None
 
 
 def client_frames() -> FrameDecoder[ReceivedFrame]:
