@@ -41,7 +41,7 @@ def _default(setting: Setting) -> str:
             return "not set"
         case bool(on):
             return "on" if on else "off"
-        case int(number):
+        case int(number) if number >= 100_000:
             return f"{number:,}"
         case float(number):
             return f"{number:g}"

@@ -1,15 +1,18 @@
-"""docs/operating/settings.md: the hook writes every setting of the schema with flag, variable and default."""
+"""The pages for operators: every setting of the schema is listed, and the files that they show can be read."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
+from pathlib import Path
 
 import pytest
 from support.docs.page_blocks import DOCS
 
 from agentflow.runtime.declared import allowed_values
+from agentflow.server.config.config import read_config_file
 from agentflow.server.config.schema import Setting, all_settings, model_settings
+from agentflow.server.tenants.keys import read_keys_file
 
 SETTINGS = list(all_settings().values())
 
@@ -39,3 +42,22 @@ def test_the_page_has_the_setting(page: str, setting: Setting) -> None:
 def test_the_page_has_nothing_else(page: str) -> None:
     assert len(re.findall(r"<br>`AGENTFLOW_SERVE_", page)) == len(SETTINGS)
     assert all(f"`{name}`" in page for name in model_settings())
+
+
+def block_of(page: str) -> str:
+    text = (DOCS / "operating" / page).read_text(encoding="utf-8")
+    [block] = re.findall(r"```toml\n(.*?)```", text, flags=re.DOTALL)
+    return str(block)
+
+
+def test_the_configuration_file_can_be_read(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text(block_of("serving.md"), encoding="utf-8")
+    assert set(read_config_file(file).models) == {"small", "large"}
+
+
+def test_the_keys_file_can_be_read(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(block_of("tenants.md").replace("5e88…", "5e" * 32), encoding="utf-8")
+    [tenant] = read_keys_file(file).values()
+    assert (tenant.name, tenant.weight) == ("alice", 2.0)
