@@ -1,4 +1,4 @@
-"""The pages for operators: every setting of the schema is listed, and the files that they show can be read."""
+"""The pages for operators: each setting of the schema is listed, and the files shown can be read."""
 
 from __future__ import annotations
 
