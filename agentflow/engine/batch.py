@@ -1,7 +1,9 @@
-"""What one forward pass runs, and what comes out: the seam between the scheduler and the model.
+"""What one forward pass computes, and what it returns: the interface between scheduler and model.
 
-Everything is a numpy array over *rows*. A row is one token that is computed in this step. Requests
-stand one after the other; those that decode (one row each) come before those that prefill.
+A batch is a set of numpy arrays over *scheduled tokens*: the tokens whose keys and values this step computes.
+The tokens of one request are adjacent. Requests that decode (one token each) come before those that prefill;
+the nodes of token trees come last. Read ``Batch`` first, then ``SampledRows``: the rows of logits that the
+pass computes, and how a token is chosen from each.
 """
 
 from __future__ import annotations
@@ -16,14 +18,102 @@ FloatArray = NDArray[np.float32]
 
 
 @dataclass(slots=True, frozen=True)
-class LogitEdits:
-    """What is done to single logits before the temperature, in this order. ``rows`` are indices into the
-    sampled rows, and no token stands twice for one row in one of the three lists.
+class Batch:
+    """One forward pass over T scheduled tokens of R requests.
 
-    *Penalties*: token ``penalized_ids[i]`` of row ``penalized_rows[i]`` was generated
-    ``penalized_counts[i]`` times (0: it is in the prompt only), and ``repetitions[i]``,
-    ``frequencies[i]`` and ``presences[i]`` are the penalties of that row. *Biases*: ``biases[i]`` is
-    added. *Forbidden*: the token cannot be chosen.
+    ``token_ids``, ``positions``, ``write_slots`` [T]: each token, its position in its sequence, and the slot
+    of the KV pool that its key and value go to. ``req_to_token`` [any, max_context] int32: the scheduler's
+    table of slots, shared and not copied. ``req_rows`` [R]: the row of each request in it, so that
+    ``req_to_token[req_rows[r], :kv_lens[r]]`` are the slots of request r by position, those written in this
+    step included. ``query_lens`` [R]: scheduled tokens of each request. ``num_decode``: how many requests at
+    the front have exactly one. ``trees``: describes tokens after those of the R requests, if there are any.
+    ``sampled``: which logits are needed.
+    """
+
+    token_ids: IntArray
+    positions: IntArray
+    write_slots: IntArray
+    req_to_token: NDArray[np.int32]
+    req_rows: IntArray
+    query_lens: IntArray
+    kv_lens: IntArray
+    num_decode: int
+    sampled: SampledRows
+    trees: TreeAttention | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class TreeAttention:
+    """The last B tokens of a batch, if they are nodes of G token trees below prefixes (tree attention). Each
+    attends to its tree's whole prefix, then to the nodes above it, then to itself.
+
+    ``req_rows``, ``prefix_lens``, ``query_lens`` [G]: the row of each tree's request in ``req_to_token``, the
+    length of the prefix there (this batch included), and its number of nodes in this batch. ``paths``
+    [B, any]: for each node the slots of the nodes above it and its own; the first ``path_lens[b]`` count, and
+    the others repeat its own.
+    """
+
+    req_rows: IntArray
+    prefix_lens: IntArray
+    query_lens: IntArray
+    paths: IntArray
+    path_lens: IntArray
+
+
+@dataclass(slots=True, frozen=True)
+class SampledRows:
+    """S rows of logits, and how a token is chosen from each. All arrays have length S.
+
+    ``rows``: the index of the scheduled token that each row of logits follows. ``target_ids``: -1 to sample;
+    otherwise nothing is sampled, and the log-probability of this token is wanted. ``positions``: the position
+    that the chosen token will have; with ``seeds`` it determines the random number. ``needs_logprobs``:
+    whether any row wants the log-probability of its token. ``top_counts``: how many of the likeliest tokens
+    each row wants. ``scored``: further tokens to score. ``edits``, ``masks``, ``top_counts`` and ``scored``
+    are None if no row has any, as in most batches.
+    """
+
+    rows: IntArray
+    target_ids: IntArray
+    temperatures: FloatArray
+    top_ps: FloatArray
+    top_ks: IntArray
+    min_ps: FloatArray
+    seeds: NDArray[np.uint64]
+    positions: IntArray
+    needs_logprobs: bool
+    edits: LogitEdits | None = None
+    masks: TokenMasks | None = None
+    top_counts: IntArray | None = None
+    scored: ScoredTokens | None = None
+
+    def part(self, first: int, end: int) -> SampledRows:
+        """The rows from ``first`` up to ``end``."""
+        chosen = slice(first, end)
+        return replace(
+            self,
+            rows=self.rows[chosen],
+            target_ids=self.target_ids[chosen],
+            temperatures=self.temperatures[chosen],
+            top_ps=self.top_ps[chosen],
+            top_ks=self.top_ks[chosen],
+            min_ps=self.min_ps[chosen],
+            seeds=self.seeds[chosen],
+            positions=self.positions[chosen],
+            edits=None if self.edits is None else self.edits.part(first, end),
+            masks=None if self.masks is None else self.masks.part(first, end),
+            top_counts=None if self.top_counts is None else self.top_counts[chosen],
+            scored=None if self.scored is None else self.scored.part(first, end),
+        )
+
+
+@dataclass(slots=True, frozen=True)
+class LogitEdits:
+    """Changes to single logits before the temperature is applied, in the order below. ``*_rows`` are indices
+    into the sampled rows; within one of the three lists no (row, token) pair repeats.
+
+    *Penalties*: row ``penalized_rows[i]`` has generated token ``penalized_ids[i]`` ``penalized_counts[i]``
+    times (0: it occurs in the prompt only); ``repetitions[i]``, ``frequencies[i]`` and ``presences[i]`` are
+    that row's penalties. *Biases*: ``biases[i]`` is added. *Forbidden*: the token cannot be chosen.
     """
 
     penalized_rows: IntArray
@@ -60,8 +150,8 @@ class LogitEdits:
 
 @dataclass(slots=True, frozen=True)
 class TokenMasks:
-    """``words`` [M, any] uint32: of each of the sampled rows ``rows`` [M] the only tokens that may be
-    chosen, as bits (see ``grammar.TokenWords``)."""
+    """Tokens allowed by grammars: for sampled row ``rows[i]`` (of M) those set in the bits ``words[i]``
+    ([M, any] uint32, see ``grammar.TokenWords``)."""
 
     rows: IntArray
     words: NDArray[np.uint32]
@@ -74,8 +164,8 @@ class TokenMasks:
 
 @dataclass(slots=True, frozen=True)
 class ScoredTokens:
-    """Tokens whose log-probabilities are wanted, any number after one row: ``token_ids[i]`` after sampled
-    row ``rows[i]``. ``rows`` ascend."""
+    """Tokens to score, any number for one row: ``token_ids[i]`` under the logits of sampled row ``rows[i]``.
+    ``rows`` ascend."""
 
     rows: IntArray
     token_ids: IntArray
@@ -87,101 +177,14 @@ class ScoredTokens:
 
 
 @dataclass(slots=True, frozen=True)
-class TreeAttention:
-    """Rows that stand at the end of a batch and are part of no request's sequence: the tokens of trees below
-    a prefix. Each sees the whole prefix, then the nodes above it in its tree, then itself.
-
-    ``req_rows``, ``prefix_lens``, ``query_lens`` [G]: of each tree the page table's row and the length of
-    its prefix there, this batch's rows included, and how many rows it has here. ``paths`` [B, any]: for each
-    row the slots of the nodes above it and its own, of which the first ``path_lens[b]`` count; the
-    others repeat its own.
-    """
-
-    req_rows: IntArray
-    prefix_lens: IntArray
-    query_lens: IntArray
-    paths: IntArray
-    path_lens: IntArray
-
-
-@dataclass(slots=True, frozen=True)
-class SampledRows:
-    """The rows whose logits are needed, and how a token is chosen from each. All arrays have length S.
-
-    ``rows``: index into the batch's rows. ``target_ids``: -1 to sample, otherwise the token whose
-    log-probability is asked for (nothing is sampled). ``positions``: the position the chosen token
-    will have in its sequence; with ``seeds`` it is the counter of the random number.
-    ``needs_logprobs``: whether any row wants the log-probability of its token. ``edits``, ``masks`` and
-    ``top_counts`` (how many likeliest tokens each row wants told) are None in the many batches where no
-    row has any. ``scored`` (None likewise): tokens to score beside the rows' own.
-    """
-
-    rows: IntArray
-    target_ids: IntArray
-    temperatures: FloatArray
-    top_ps: FloatArray
-    top_ks: IntArray
-    min_ps: FloatArray
-    seeds: NDArray[np.uint64]
-    positions: IntArray
-    needs_logprobs: bool
-    edits: LogitEdits | None = None
-    masks: TokenMasks | None = None
-    top_counts: IntArray | None = None
-    scored: ScoredTokens | None = None
-
-    def part(self, first: int, end: int) -> SampledRows:
-        """The sampled rows from ``first`` up to ``end``."""
-        cut = slice(first, end)
-        return replace(
-            self,
-            rows=self.rows[cut],
-            target_ids=self.target_ids[cut],
-            temperatures=self.temperatures[cut],
-            top_ps=self.top_ps[cut],
-            top_ks=self.top_ks[cut],
-            min_ps=self.min_ps[cut],
-            seeds=self.seeds[cut],
-            positions=self.positions[cut],
-            edits=None if self.edits is None else self.edits.part(first, end),
-            masks=None if self.masks is None else self.masks.part(first, end),
-            top_counts=None if self.top_counts is None else self.top_counts[cut],
-            scored=None if self.scored is None else self.scored.part(first, end),
-        )
-
-
-@dataclass(slots=True, frozen=True)
-class Batch:
-    """One forward pass over T rows of R requests.
-
-    ``token_ids``, ``positions``, ``write_slots`` [T]: what each row is, where it stands in its
-    sequence, and the slot its key and value go to. ``req_to_token`` [any, max_context] int32 is the
-    scheduler's own table, shared and not copied; ``req_rows`` [R] says which of its rows belongs
-    to which request: ``req_to_token[req_rows[r], :kv_lens[r]]`` are the slots of request r in order
-    of position, those written in this step included. ``query_lens`` [R]: rows of each request.
-    ``num_decode``: so many requests at the front have one row each. ``trees``: of the last rows of
-    the batch, which are counted in none of these; None where there are none.
-    """
-
-    token_ids: IntArray
-    positions: IntArray
-    write_slots: IntArray
-    req_to_token: NDArray[np.int32]
-    req_rows: IntArray
-    query_lens: IntArray
-    kv_lens: IntArray
-    num_decode: int
-    sampled: SampledRows
-    trees: TreeAttention | None = None
-
-
-@dataclass(slots=True, frozen=True)
 class BatchOutput:
-    """One token per sampled row: ``token_ids`` [S] (the target where one was asked for), and
-    ``logprobs`` [S], its log-probability under the unmodified logits (None where nobody asked).
-    ``top_ids`` and ``top_logprobs`` [S, any]: each row's likeliest tokens under the same logits, likeliest
-    first, at least as many as its ``top_counts`` (None where nobody asked). ``scored_logprobs``: of
-    ``SampledRows.scored``, in that order."""
+    """For each sampled row a token and what was asked for beside it.
+
+    ``token_ids`` [S]: the sampled token, or the row's target. ``logprobs`` [S]: its log-probability under the
+    unmodified logits (None if not needed). ``top_ids``, ``top_logprobs`` [S, any]: the likeliest tokens under
+    the same logits, likeliest first, at least ``top_counts`` of them (None if not needed).
+    ``scored_logprobs``: one for each of ``SampledRows.scored``.
+    """
 
     token_ids: IntArray
     logprobs: FloatArray | None
@@ -190,7 +193,7 @@ class BatchOutput:
     scored_logprobs: FloatArray | None = None
 
     def top_of(self, row: int, count: int) -> list[tuple[int, float]]:
-        """The ``count`` likeliest tokens of one sampled row, or as many as were found."""
+        """The ``count`` likeliest tokens of one sampled row, or all if there are fewer."""
         if self.top_ids is None or self.top_logprobs is None:
             return []
         ids, logprobs = self.top_ids[row, :count].tolist(), self.top_logprobs[row, :count].tolist()

@@ -1,4 +1,4 @@
-"""One request inside the engine: its tokens, how far they are computed, and what it holds."""
+"""One request inside the engine: its tokens, how many are computed, and what it uses meanwhile."""
 
 from __future__ import annotations
 
@@ -17,29 +17,28 @@ from agentflow.errors import BadArgument
 from agentflow.protocol.sampling import SamplingParams
 
 Objective = Literal["latency", "throughput"]
-"""What the program wants of a request: somebody waits for it, or only the sum of all counts."""
+"""What to optimize: ``latency`` if a consumer waits for it, ``throughput`` if only the total counts."""
 
 TopTokens = list[tuple[int, float]]
-"""The likeliest tokens at one place with their log-probabilities, likeliest first."""
+"""The likeliest tokens at one position with their log-probabilities, likeliest first."""
 
 MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0
-"""Of a tenant, against that of others."""
+"""Range of a tenant's weight."""
 MAX_PRIORITY = 10
-"""Of a request within its tenant; the lowest is -MAX_PRIORITY."""
-
+"""Priorities of requests are -MAX_PRIORITY to MAX_PRIORITY."""
 
 _NO_SLOTS: SlotArray = np.empty(0, dtype=np.int32)
 
 
 class CacheIdentity(NamedTuple):
-    """Whose KV a request may share: that of requests with an equal one, and of nobody else."""
+    """Requests share cached KV only if these are equal."""
 
     tenant: str
     salt: Hashable
 
 
 class Status(enum.Enum):
-    """Where a request stands in its life."""
+    """``RUNNING`` requests have a row of ``req_to_token`` and are part of batches."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -48,26 +47,33 @@ class Status(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A generation (``max_new_tokens`` > 0), a pure prefill (0), a scoring, or a select.
+    """A generation (``max_new_tokens`` > 0), a prefill without output (0), a scoring, or a select.
 
-    ``tokens`` is a buffer; its first ``num_tokens`` are known (prompt, then what was generated).
-    ``num_computed`` of them have their KV in slots. A scoring request has ``score_from`` > 0: the
-    log-probability of each token from that index on is wanted, and nothing is generated. A select has a
-    ``tree`` of choices below its tokens: ``num_nodes_computed`` of its nodes have their KV in ``node_slots``,
-    which are its own and never cached, and ``target_logprobs`` are those of its targets.
+    ``tokens`` is a buffer of which the first ``num_tokens`` are known: the prompt, then the output. The KV of
+    ``num_computed`` of them is in the pool. A scoring has ``score_from`` > 0: it generates nothing and wants
+    the log-probability of each token from that index on. A select has a ``tree`` of choices below its tokens:
+    ``num_nodes_computed`` of the nodes have their KV in ``node_slots``, which are never cached, and
+    ``target_logprobs`` are the results.
 
-    ``task_group``: names the siblings that one consumer waits for. ``state``: the program's state that
-    this request belongs to; what it computed is kept longer while that is open.
-    ``end_ids``: tokens that end it, forbidden before ``params.min_tokens``.
-    ``token_mask``: the tokens that its grammar allows next, if it has one. ``is_complete``: its text is, and
-    it runs on only for the log-probabilities of forced tokens. ``num_cached`` of its prompt came from the
-    cache when it was first admitted, ``num_shared`` of its tokens when it was last.
-    ``deadline``: when its program wants it to be done, on the clock of whoever made it (infinite: any time).
-    ``patience_end``: when it should have begun, on that clock too.
-    ``expected_output``: tokens that the program expects it to generate (0: nothing is known).
-    ``priority``: higher goes first, within its tenant. ``share``: its tenant's part, against that of others.
-    ``arrival``: its place among all requests, given by the scheduler and kept for good.
-    ``num_charged``: rows up to this place in its tokens and nodes were charged to its tenant.
+    What the program says about it:
+
+    - ``task_group``: equal for sibling requests that one consumer waits for.
+    - ``state``: the program state it belongs to. Its KV stays cached longer while the state is open.
+    - ``expected_output``: expected number of generated tokens (0: unknown).
+    - ``deadline``, ``patience_end``: when it should be done, and when it should have started, on the
+      scheduler's clock (infinite: never).
+    - ``priority``: higher goes first within its tenant. ``weight``: its tenant's, against other tenants.
+
+    What the engine knows:
+
+    - ``end_ids``: tokens that end it; forbidden before ``params.min_tokens``.
+    - ``token_mask``: the tokens that its grammar allows next. ``is_complete``: its text is complete, and it
+      continues only to score tokens that the grammar forced.
+    - ``num_cached``: prompt tokens found in the cache when it was first admitted. ``num_shared``: tokens
+      found there when it was last admitted.
+    - ``arrival``: its position among all requests, set once by the scheduler.
+    - ``num_charged``: up to this position its tokens and nodes have been charged to its tenant.
+    - ``req_row``: its row of ``req_to_token`` while it runs. ``committed``: its locked prefix in the cache.
     """
 
     id: int
@@ -170,7 +176,7 @@ class Request:
 
     @property
     def num_to_compute(self) -> int:
-        """Tokens whose KV (or logits) are needed now. The last token of a scoring is only a target."""
+        """Tokens and nodes whose KV or logits are needed. The last token of a scoring is only a target."""
         left = self.num_tokens - self.num_computed
         if self.tree is not None:
             return left + self.num_nodes_left
@@ -178,8 +184,8 @@ class Request:
 
     @property
     def first_unscored(self) -> int:
-        """Index of the first token whose log-probability is still wanted: one of those to score, or one that
-        a grammar forced. ``num_tokens`` where there is none."""
+        """Index of the first token whose log-probability is still wanted: to be scored, or forced by a
+        grammar. ``num_tokens`` if there is none."""
         if self.score_from:
             return self.score_from
         if self.params.wants_logprobs:
@@ -188,22 +194,22 @@ class Request:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of its tree, if it has one."""
+        """Nodes of its tree; 0 without one."""
         return 0 if self.tree is None else self.tree.num_nodes
 
     @property
     def num_nodes_left(self) -> int:
-        """Those of them that are not computed."""
+        """Nodes that are not computed yet."""
         return 0 if self.tree is None else self.tree.num_nodes - self.num_nodes_computed
 
     @property
     def num_reusable(self) -> int:
-        """So many leading tokens may come from the cache. The token whose logits are needed must be
-        computed: the last one, or the one before the first that is scored."""
+        """Leading tokens that may come from the cache. The first token whose logits are needed must be
+        computed: the last token, or the one before the first that is scored."""
         return self.first_unscored - 1
 
     def reusable_run(self) -> TokenRun:
-        """Those of its tokens that may come from the cache."""
+        """The tokens that may come from the cache."""
         return self.run(self.num_reusable)
 
     def run(self, count: int) -> TokenRun:

@@ -1,6 +1,6 @@
-"""Writes a batch: the rows of each scheduled request, as arrays.
+"""Builds a ``Batch`` from what was scheduled: so many tokens of each request, then so many nodes of selects.
 
-Writes a batch's tree attention: the nodes of token trees that a step computes, and what they are to score.
+The number of numpy calls does not depend on the number of requests; per request only Python lists grow.
 """
 
 from __future__ import annotations
@@ -16,111 +16,9 @@ from agentflow.engine.cache.radix_cache import SlotArray
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling.sampling_table import SamplingTable
 
-
-class TreeRows(NamedTuple):
-    """Rows of a request's tree, numbered as ``TokenTree.first_targets`` has it, whose logits a step gives."""
-
-    request: Request
-    first: int
-    end: int
-
-    @property
-    def targets(self) -> slice:
-        """Which of the tree's targets come after them."""
-        tree = self.request.tree
-        assert tree is not None
-        return slice(int(tree.first_targets[self.first]), int(tree.first_targets[self.end]))
-
-
-def tree_rows(work: Sequence[tuple[Request, int]], trees: Sequence[tuple[Request, int]]) -> list[TreeRows]:
-    """All of them in a step that computes so many tokens (``work``) and nodes (``trees``) of each
-    request, in the order in which their targets are scored."""
-    rows = [
-        TreeRows(request, 0, 1)
-        for request, num_rows in work
-        if request.tree is not None and request.num_computed + num_rows == request.num_tokens
-    ]
-    for request, num_nodes in trees:
-        first = 1 + request.num_nodes_computed
-        rows.append(TreeRows(request, first, first + num_nodes))
-    return rows
-
-
-class TreePart(NamedTuple):
-    """The nodes of a step as rows of its batch."""
-
-    token_ids: IntArray
-    positions: IntArray
-    rows: TreeAttention
-
-
-def build_tree_attention(trees: Sequence[tuple[Request, int]], slots: SlotArray) -> TreePart:
-    """The next so many nodes of each request's tree. ``slots``: for all of them; the requests hold them from
-    now on."""
-    token_ids: list[IntArray] = []
-    depths: list[IntArray] = []
-    paths: list[IntArray] = []
-    num_taken = 0
-    for request, num_nodes in trees:
-        tree, first = request.tree, request.num_nodes_computed
-        assert tree is not None
-        end = first + num_nodes
-        request.node_slots = np.concatenate((request.node_slots, slots[num_taken : num_taken + num_nodes]))
-        num_taken += num_nodes
-        token_ids.append(tree.token_ids[first:end])
-        depths.append(tree.depths[first:end])
-        paths.append(request.node_slots[tree.paths(first, end)].astype(np.int64))
-    query_lens = np.array([num_nodes for _, num_nodes in trees], dtype=np.int64)
-    prefix_lens = np.array([request.num_tokens for request, _ in trees], dtype=np.int64)
-    all_depths = np.concatenate(depths)
-    rows = TreeAttention(
-        req_rows=np.array([request.req_row for request, _ in trees], dtype=np.int64),
-        prefix_lens=prefix_lens,
-        query_lens=query_lens,
-        paths=_side_by_side(paths),
-        path_lens=all_depths + 1,
-    )
-    positions = np.repeat(prefix_lens, query_lens) + all_depths
-    return TreePart(np.concatenate(token_ids), positions, rows)
-
-
-def scored_tokens(rows: Sequence[TreeRows], sampled_rows: Sequence[int]) -> ScoredTokens:
-    """The targets of all ``rows``. ``sampled_rows``: which of the sampled rows each begins with."""
-    scored_rows: list[IntArray] = []
-    token_ids: list[IntArray] = []
-    for (request, first, end), sampled_row in zip(rows, sampled_rows, strict=True):
-        tree = request.tree
-        assert tree is not None
-        bounds = tree.first_targets[first : end + 1]
-        scored_rows.append(np.repeat(np.arange(sampled_row, sampled_row + end - first), np.diff(bounds)))
-        token_ids.append(tree.targets[bounds[0] : bounds[-1]])
-    return ScoredTokens(np.concatenate(scored_rows), np.concatenate(token_ids))
-
-
-def take_scored(rows: Sequence[TreeRows], output: BatchOutput) -> None:
-    """Gives the requests what was scored after ``rows``. Rows of a tree come in their order, from its first
-    row on, perhaps more than once."""
-    assert output.scored_logprobs is not None
-    scored: list[float] = output.scored_logprobs.tolist()
-    num_taken = 0
-    for tree_row in rows:
-        targets = tree_row.targets
-        end = num_taken + targets.stop - targets.start
-        tree_row.request.target_logprobs[targets] = scored[num_taken:end]
-        num_taken = end
-
-
-def _side_by_side(paths: Sequence[IntArray]) -> IntArray:
-    """The paths of several trees, made equally long by repeating their last columns."""
-    if len(paths) == 1:
-        return paths[0]
-    longest = max([path.shape[1] for path in paths])
-    columns = np.arange(longest)
-    return np.concatenate([path[:, np.minimum(columns, path.shape[1] - 1)] for path in paths])
-
-
 Work = tuple[Request, int]
-"""A request and how many of its tokens, from the first uncomputed one on, are computed in a step."""
+"""A request, and how many of its tokens (or of its tree's nodes) a step computes, from the first uncomputed
+one on."""
 
 
 def build_batch(
@@ -130,29 +28,25 @@ def build_batch(
     sampling: SamplingTable,
     trees: Sequence[Work] = (),
 ) -> Batch:
-    """The batch of ``work``, in its order: requests with one row come first. Then so many nodes of each of
-    ``trees``. ``slots`` [T]: for all rows, in that order; they are written to the page table, and those
-    of nodes to their requests.
-
-    Nothing is made for each row, and for each request only what is in Python lists, so that the number
-    of arrays is the same however many requests there are.
-    """
-    num_single = [num_rows for _, num_rows in work].count(1)
+    """The batch of ``work``, in its order (requests with one token come first), then of the nodes of
+    ``trees``. ``slots`` [T]: for all of these in that order. Writes them to ``req_to_token``, or for nodes to
+    their requests."""
+    num_single = [num_tokens for _, num_tokens in work].count(1)
     starts = np.array([request.num_computed for request, _ in work], dtype=np.int64)
     req_rows = np.array([request.req_row for request, _ in work], dtype=np.int64)
-    query_lens = np.array([num_rows for _, num_rows in work], dtype=np.int64)
+    query_lens = np.array([num_tokens for _, num_tokens in work], dtype=np.int64)
     token_ids = _next_tokens(work, num_single)
-    positions, rows_of_table = starts, req_rows
+    positions, rows_of_tokens = starts, req_rows
     if num_single < len(work):
-        first_rows = np.cumsum(query_lens) - query_lens
-        positions = np.arange(len(token_ids)) + np.repeat(starts - first_rows, query_lens)
-        rows_of_table = np.repeat(req_rows, query_lens)
+        first_tokens = np.cumsum(query_lens) - query_lens
+        positions = np.arange(len(token_ids)) + np.repeat(starts - first_tokens, query_lens)
+        rows_of_tokens = np.repeat(req_rows, query_lens)
     kv_lens = starts + query_lens
-    req_to_token[rows_of_table, positions] = slots[: len(token_ids)]
+    req_to_token[rows_of_tokens, positions] = slots[: len(token_ids)]
     sampled = _sampled_rows(work, req_rows, query_lens, kv_lens, sampling, trees)
     tree_attention: TreeAttention | None = None
     if trees:
-        nodes, node_positions, tree_attention = build_tree_attention(trees, slots[len(token_ids) :])
+        nodes, node_positions, tree_attention = _tree_part(trees, slots[len(token_ids) :])
         token_ids = np.concatenate((token_ids, nodes))
         positions = np.concatenate((positions, node_positions))
     return Batch(
@@ -170,7 +64,7 @@ def build_batch(
 
 
 def _next_tokens(work: Sequence[Work], num_single: int) -> IntArray:
-    """What is to be computed, in order; the first ``num_single`` requests have one row each."""
+    """The scheduled tokens in order; the first ``num_single`` requests have one each."""
     token_ids = np.array([r.tokens[r.num_computed] for r, _ in work[:num_single]], dtype=np.int64)
     if num_single == len(work):
         return token_ids
@@ -178,19 +72,20 @@ def _next_tokens(work: Sequence[Work], num_single: int) -> IntArray:
     return np.concatenate((token_ids, *prefilled), dtype=np.int64)
 
 
-def targets_of(request: Request, num_rows: int) -> Sequence[tuple[int, int]]:
-    """Which of the request's next ``num_rows`` rows give a token: pairs of row (0 is the first
-    uncomputed token) and target (-1 to sample). Of a select's targets after one row this is the first."""
-    start, end = request.num_computed, request.num_computed + num_rows
+def targets_of(request: Request, num_tokens: int) -> Sequence[tuple[int, int]]:
+    """Which of the request's next ``num_tokens`` tokens need logits: pairs of index (0 is the first
+    uncomputed token) and target (-1 to sample). If several targets of a select follow one token, the first of
+    them."""
+    start, end = request.num_computed, request.num_computed + num_tokens
     if request.tree is not None and end == request.num_tokens:
-        return ((num_rows - 1, int(request.tree.targets[0])),)
+        return ((num_tokens - 1, int(request.tree.targets[0])),)
     first_unscored = request.first_unscored
     if first_unscored == request.num_tokens:  # as in most steps
-        return ((num_rows - 1, -1),) if request.max_new_tokens and end == request.num_tokens else ()
+        return ((num_tokens - 1, -1),) if request.max_new_tokens and end == request.num_tokens else ()
     scored = range(max(start, first_unscored - 1), min(end, request.num_tokens - 1))
     targets = [(p - start, int(request.tokens[p + 1])) for p in scored]
     if request.max_new_tokens and not request.is_complete and end == request.num_tokens:
-        targets.append((num_rows - 1, -1))
+        targets.append((num_tokens - 1, -1))
     return targets
 
 
@@ -202,11 +97,11 @@ def _sampled_rows(
     sampling: SamplingTable,
     trees: Sequence[Work],
 ) -> SampledRows:
-    """``targets_of`` of all requests. In most steps each gives a token, from its last row."""
+    """``targets_of`` all requests. In most steps each request samples after its last token."""
     if sampling.num_scoring:
         return _scored_and_sampled_rows(work, trees, sampling)
     rows: IntArray = query_lens.cumsum() - 1
-    at_end = [request.num_tokens - request.num_computed == num_rows for request, num_rows in work]
+    at_end = [request.num_tokens - request.num_computed == num_tokens for request, num_tokens in work]
     if sampling.num_silent or not all(at_end):
         sampled = [index for index, is_last in enumerate(at_end) if is_last and work[index][0].max_new_tokens]
         chosen = np.array(sampled, dtype=np.int64)
@@ -217,35 +112,127 @@ def _sampled_rows(
 def _scored_and_sampled_rows(
     work: Sequence[Work], trees: Sequence[Work], sampling: SamplingTable
 ) -> SampledRows:
-    """The same where some are only scored, and of each node's targets the first."""
+    """The same if some tokens are scored, with the first target of each node."""
     rows: list[int] = []
     targets: list[int] = []
     owners: list[int] = []
     positions: list[int] = []
-    tree_begins: list[int] = []
-    first_row = 0
-    for request, num_rows in work:
-        for row, target in targets_of(request, num_rows):
+    first_rows: list[int] = []  # of each of ``scored_nodes``
+    first_token = 0
+    for request, num_tokens in work:
+        for index, target in targets_of(request, num_tokens):
             if request.tree is not None:
-                tree_begins.append(len(rows))
-            rows.append(first_row + row)
+                first_rows.append(len(rows))
+            rows.append(first_token + index)
             targets.append(target)
             owners.append(request.req_row)
-            positions.append(request.num_computed + row + 1)
-        first_row += num_rows
+            positions.append(request.num_computed + index + 1)
+        first_token += num_tokens
     for request, num_nodes in trees:
         tree, first = request.tree, request.num_nodes_computed
         assert tree is not None
-        tree_begins.append(len(rows))
-        rows += range(first_row, first_row + num_nodes)
+        first_rows.append(len(rows))
+        rows += range(first_token, first_token + num_nodes)
         targets += tree.targets[tree.first_targets[1 + first : 1 + first + num_nodes]].tolist()
         owners += [request.req_row] * num_nodes
         positions += (tree.depths[first : first + num_nodes] + request.num_tokens + 1).tolist()
-        first_row += num_nodes
+        first_token += num_nodes
     return sampling.sampled_rows(
         np.array(rows, dtype=np.int64),
         np.array(owners, dtype=np.int64),
         np.array(positions, dtype=np.int64),
         np.array(targets, dtype=np.int64),
-        scored_tokens(tree_rows(work, trees), tree_begins) if tree_begins else None,
+        _scored_tokens(scored_nodes(work, trees), first_rows) if first_rows else None,
     )
+
+
+def _tree_part(trees: Sequence[Work], slots: SlotArray) -> tuple[IntArray, IntArray, TreeAttention]:
+    """Token ids and positions of the next nodes of each request's tree, and what they attend to. ``slots``:
+    one for each node; their requests own them from now on."""
+    token_ids: list[IntArray] = []
+    depths: list[IntArray] = []
+    paths: list[IntArray] = []
+    num_taken = 0
+    for request, num_nodes in trees:
+        tree, first = request.tree, request.num_nodes_computed
+        assert tree is not None
+        end = first + num_nodes
+        request.node_slots = np.concatenate((request.node_slots, slots[num_taken : num_taken + num_nodes]))
+        num_taken += num_nodes
+        token_ids.append(tree.token_ids[first:end])
+        depths.append(tree.depths[first:end])
+        paths.append(request.node_slots[tree.paths(first, end)].astype(np.int64))
+    query_lens = np.array([num_nodes for _, num_nodes in trees], dtype=np.int64)
+    prefix_lens = np.array([request.num_tokens for request, _ in trees], dtype=np.int64)
+    all_depths = np.concatenate(depths)
+    attention = TreeAttention(
+        req_rows=np.array([request.req_row for request, _ in trees], dtype=np.int64),
+        prefix_lens=prefix_lens,
+        query_lens=query_lens,
+        paths=_side_by_side(paths),
+        path_lens=all_depths + 1,
+    )
+    return np.concatenate(token_ids), np.repeat(prefix_lens, query_lens) + all_depths, attention
+
+
+def _side_by_side(paths: Sequence[IntArray]) -> IntArray:
+    """The paths of several trees, padded to one length by repeating their last column."""
+    if len(paths) == 1:
+        return paths[0]
+    longest = max(path.shape[1] for path in paths)
+    columns = np.arange(longest)
+    return np.concatenate([path[:, np.minimum(columns, path.shape[1] - 1)] for path in paths])
+
+
+class ScoredNodes(NamedTuple):
+    """Rows of a request's tree, numbered as in ``TokenTree.first_targets``, whose logits a step computes."""
+
+    request: Request
+    first: int
+    end: int
+
+    @property
+    def targets(self) -> slice:
+        """The tree's targets after these rows."""
+        tree = self.request.tree
+        assert tree is not None
+        return slice(int(tree.first_targets[self.first]), int(tree.first_targets[self.end]))
+
+
+def scored_nodes(work: Sequence[Work], trees: Sequence[Work]) -> list[ScoredNodes]:
+    """The rows of trees in a step, in the order in which their targets are scored."""
+    rows = [
+        ScoredNodes(request, 0, 1)
+        for request, num_tokens in work
+        if request.tree is not None and request.num_computed + num_tokens == request.num_tokens
+    ]
+    for request, num_nodes in trees:
+        first = 1 + request.num_nodes_computed
+        rows.append(ScoredNodes(request, first, first + num_nodes))
+    return rows
+
+
+def _scored_tokens(nodes: Sequence[ScoredNodes], first_rows: Sequence[int]) -> ScoredTokens:
+    """The targets of all ``nodes``. ``first_rows``: the sampled row that each of these begins with."""
+    rows: list[IntArray] = []
+    token_ids: list[IntArray] = []
+    for (request, first, end), first_row in zip(nodes, first_rows, strict=True):
+        tree = request.tree
+        assert tree is not None
+        bounds = tree.first_targets[first : end + 1]
+        rows.append(np.repeat(np.arange(first_row, first_row + end - first), np.diff(bounds)))
+        token_ids.append(tree.targets[bounds[0] : bounds[-1]])
+    return ScoredTokens(np.concatenate(rows), np.concatenate(token_ids))
+
+
+def store_scores(nodes: Sequence[ScoredNodes], output: BatchOutput) -> None:
+    """Stores the scores of the targets of ``nodes`` in their requests. A tree's rows come in order from its
+    first row on, some perhaps more than once."""
+    assert output.scored_logprobs is not None
+    scores: list[float] = output.scored_logprobs.tolist()
+    num_taken = 0
+    for node in nodes:
+        targets = node.targets
+        end = num_taken + targets.stop - targets.start
+        node.request.target_logprobs[targets] = scores[num_taken:end]
+        num_taken = end

@@ -85,7 +85,7 @@ from typing import NamedTuple
 
 from agentflow.engine.cache.radix_cache import TokenRun
 from agentflow.engine.request import CacheIdentity, Request, Status
-from agentflow.engine.scheduling.policy import IsBlocked, Peek, Returned
+from agentflow.engine.scheduling.policy import IsBlocked, Peek, Retracted
 from agentflow.engine.scheduling.waiting_tree import WaitingTree
 
 MIN_GONE = 64
@@ -271,7 +271,7 @@ class Tenant:
         self.oldest_rows = self.other_rows = 0
         self.oldest: Request | None = None
         self.may_begin = True
-        self.returned = Returned()
+        self.retracted = Retracted()
         self.line = Line(OVERTAKEN_BATCHES * token_budget)
         self.tiers: dict[int, PriorityTier] = {}
         self.trees: list[WaitingTree] = []  # those of all tiers
@@ -317,9 +317,9 @@ class Tenant:
 
     def _first_due(self, is_blocked: IsBlocked) -> Request | None:
         """A request that lost its slots, or the oldest if it was overtaken as far as it may be."""
-        returned = self.returned.first(is_blocked)
-        if returned is not None:
-            return returned
+        retracted = self.retracted.first(is_blocked)
+        if retracted is not None:
+            return retracted
         overdue = self.line.overdue()
         if overdue is not None and not is_blocked(overdue, self.tiers[overdue.priority].match_of(overdue)):
             return overdue
@@ -344,7 +344,7 @@ class Tenant:
 
     def remove(self, request: Request) -> None:
         """It waits no longer."""
-        if self.returned.discard(request):
+        if self.retracted.discard(request):
             return
         self.line.remove(request)
         self.tiers[request.priority].remove(request)
@@ -372,13 +372,13 @@ class FairLongestPrefix:
 
     def __iter__(self) -> Iterator[Request]:
         for tenant in self._tenants.values():
-            yield from tenant.returned
+            yield from tenant.retracted
             for waiting in tenant.line.waiting.values():
                 yield waiting.request
 
     def __contains__(self, request: Request) -> bool:
         tenant = self._tenants.get(request.tenant)
-        return tenant is not None and (request.id in tenant.line.waiting or request in tenant.returned)
+        return tenant is not None and (request.id in tenant.line.waiting or request in tenant.retracted)
 
     def add(self, request: Request) -> None:
         run = request.reusable_run()
@@ -386,7 +386,7 @@ class FairLongestPrefix:
 
     def restore(self, request: Request) -> None:
         tenant = self._arrived(request)
-        tenant.returned.add(request)
+        tenant.retracted.add(request)
         tenant.num_admitted -= 1
 
     def start_step(self, prompts: Sequence[Request]) -> None:

@@ -1,7 +1,4 @@
-"""The batch that runs: whose rows it computes, and what they gave when it has run.
-
-What a scheduler counts.
-"""
+"""The batch in flight: what it computes, and what it gives its requests once it has run."""
 
 from __future__ import annotations
 
@@ -12,15 +9,16 @@ from typing import NamedTuple
 from agentflow.engine.batch import BatchOutput
 from agentflow.engine.cache.kv_manager import KVMemory
 from agentflow.engine.request import Request, TopTokens
-from agentflow.engine.scheduling.batch_builder import TreeRows, Work, take_scored, targets_of
+from agentflow.engine.scheduling.batch_builder import ScoredNodes, Work, store_scores, targets_of
 from agentflow.engine.scheduling.in_progress_prefixes import InProgressPrefixes
 
 
 @dataclass(slots=True)
 class Counters:
-    """What happened since the start, in tokens unless the name says otherwise. ``cached_tokens`` of the
-    prompts came from the cache; ``cached_output_tokens`` of these had been generated, not prompts.
-    ``forced_tokens`` of the generated ones were forced by a grammar and not sampled."""
+    """Totals since the start, in tokens unless the name says otherwise. Of the prompt tokens,
+    ``cached_tokens`` came from the cache; ``cached_output_tokens`` of these had been generated. Of the
+    generated tokens, ``forced_tokens`` were forced by a grammar instead of sampled. ``retractions``:
+    preemptions of running requests."""
 
     steps: int = 0
     prompt_tokens: int = 0
@@ -34,8 +32,8 @@ class Counters:
     _num_recounted: int = 0
 
     def generated(self, change: int) -> None:
-        """So many more tokens are generated. Where the same text got fewer tokens than before, fewer: that is
-        made up for with those that come next, for what is counted here never falls."""
+        """Adds generated tokens. A negative change, when the same text was encoded in fewer tokens, is set
+        off against later ones, because counters must not decrease."""
         self._num_recounted -= change
         if self._num_recounted < 0:
             self.generated_tokens -= self._num_recounted
@@ -43,9 +41,9 @@ class Counters:
 
 
 class StepResult(NamedTuple):
-    """What one step gave a request: a sampled token (None while it prefills or scores), and the
-    log-probabilities of its sampled or scored tokens where they were asked for. ``tops``: the likeliest
-    tokens at the place of each of them, as many as the request wants told."""
+    """What one step gave a request: the sampled token (None while it prefills or scores), the
+    log-probabilities of its sampled or scored tokens if its batch has them, and for each of these tokens the
+    likeliest tokens in its place, as many as the request asked for."""
 
     request: Request
     token_id: int | None
@@ -54,44 +52,45 @@ class StepResult(NamedTuple):
 
 
 class InFlight:
-    """``work`` and ``trees``: the rows of requests and the nodes of trees, in the order of the batch.
-    ``scored``: which of them are scored. All are empty where nothing runs."""
+    """``work`` and ``trees``: the scheduled tokens of requests and nodes of trees, in the order of the batch.
+    ``scored``: which of them have tokens to score. All are empty if nothing runs."""
 
     def __init__(self, memory: KVMemory, prefills: InProgressPrefixes, counters: Counters) -> None:
         self.work: list[Work] = []
         self.trees: list[Work] = []
-        self.scored: list[TreeRows] = []
+        self.scored: list[ScoredNodes] = []
         self._memory = memory
         self._prefills = prefills
         self._counters = counters
 
     def complete(self, output: BatchOutput) -> list[StepResult]:
-        """The batch has run: its rows are computed now. New tokens are appended to their requests; what the
-        rows of each request gave is returned."""
+        """The batch has run: appends new tokens to their requests and returns what each request got."""
         token_ids = output.token_ids.tolist()
-        logprobs = None if output.logprobs is None else output.logprobs.tolist()
+        all_logprobs = None if output.logprobs is None else output.logprobs.tolist()
         results: list[StepResult] = []
         next_output = 0
-        for request, num_rows in self.work:
-            targets = targets_of(request, num_rows)
+        for request, num_tokens in self.work:
+            targets = targets_of(request, num_tokens)
             end = next_output + len(targets)
             in_prompt = request.num_computed < request.num_prompt
-            request.num_computed += num_rows
-            self._memory.num_computed += num_rows
+            request.num_computed += num_tokens
+            self._memory.num_computed += num_tokens
             if in_prompt:
                 self._memory.commit(request)
-            self._prefills.moved(request)
+            self._prefills.advanced(request)
             token_id = None
             if targets and targets[-1][1] < 0:
                 token_id = token_ids[end - 1]
                 request.tokens[request.num_tokens] = token_id
                 request.num_tokens += 1
                 self._counters.generated(1)
-            told = [] if logprobs is None or request.tree is not None else logprobs[next_output:end]
+            logprobs = (
+                [] if all_logprobs is None or request.tree is not None else all_logprobs[next_output:end]
+            )
             tops: list[TopTokens] = []
             if request.params.top_logprobs:
                 tops = [output.top_of(i, request.params.top_logprobs) for i in range(next_output, end)]
-            results.append(StepResult(request, token_id, told, tops))
+            results.append(StepResult(request, token_id, logprobs, tops))
             next_output = end
         if self.scored:
             self._complete_trees(output, results)
@@ -99,49 +98,49 @@ class InFlight:
         return results
 
     def _complete_trees(self, output: BatchOutput, results: list[StepResult]) -> None:
-        """The same for the nodes of the batch, and what was scored."""
-        take_scored(self.scored, output)
-        told = {result.request.id for result in results}
+        """Stores the scores, and marks the batch's nodes as computed."""
+        store_scores(self.scored, output)
+        have_result = {result.request.id for result in results}
         for request, num_nodes in self.trees:
             request.num_nodes_computed += num_nodes
             self._memory.num_computed += num_nodes
-            self._prefills.moved(request)
+            self._prefills.advanced(request)
             if not request.num_nodes_left:
                 self._memory.release_nodes(request)
-            if request.id not in told:
+            if request.id not in have_result:
                 results.append(StepResult(request, None, [], []))
 
-    def by_request(self) -> list[list[Work]]:
-        """The batch in parts, one for each request: all rows of its tokens and nodes."""
-        rows: Counter[Request] = Counter()
-        for request, num_rows in (*self.work, *self.trees):
-            rows[request] += num_rows
-        return [[item] for item in rows.items()]
-
-    def halves(self) -> list[list[Work]]:
-        """The batch in two parts of as many rows each; in one where it has one row."""
-        items = [item for part in self.by_request() for item in part]
-        left = sum(num_rows for _, num_rows in items) // 2
-        first: list[Work] = []
-        second: list[Work] = []
-        for request, num_rows in items:
-            num_here = min(num_rows, left)
-            left -= num_here
-            if num_here:
-                first.append((request, num_here))
-            if num_here < num_rows:
-                second.append((request, num_rows - num_here))
-        return [part for part in (first, second) if part]
-
     def discard(self) -> list[Request]:
-        """The batch failed: its rows are not computed, its slots go back. Returns its requests."""
-        for request, num_rows in self.work:
-            self._memory.give_back(request, num_rows)
+        """The batch failed: frees its slots and returns its requests."""
+        for request, num_tokens in self.work:
+            self._memory.give_back(request, num_tokens)
         for request, num_nodes in self.trees:
             self._memory.give_back_nodes(request, num_nodes)
         failed = list(dict.fromkeys([request for request, _ in (*self.work, *self.trees)]))
         self._clear()
         return failed
+
+    def by_request(self) -> list[list[Work]]:
+        """The batch as one part for each request, with all its tokens and nodes."""
+        num_tokens: Counter[Request] = Counter()
+        for request, num in (*self.work, *self.trees):
+            num_tokens[request] += num
+        return [[item] for item in num_tokens.items()]
+
+    def halves(self) -> list[list[Work]]:
+        """The batch as two parts with equally many tokens, or one part if it has one token."""
+        items = [item for part in self.by_request() for item in part]
+        left = sum(num_tokens for _, num_tokens in items) // 2
+        first: list[Work] = []
+        second: list[Work] = []
+        for request, num_tokens in items:
+            num_here = min(num_tokens, left)
+            left -= num_here
+            if num_here:
+                first.append((request, num_here))
+            if num_here < num_tokens:
+                second.append((request, num_tokens - num_here))
+        return [part for part in (first, second) if part]
 
     def _clear(self) -> None:
         self.work, self.trees, self.scored = [], [], []

@@ -1,7 +1,7 @@
-"""Which prompts are being computed just now: whoever needs the same tokens next waits for them.
+"""Which prefixes running requests are about to compute, so that waiting requests do not compute them too.
 
-Found by the token that a running request computes next: a waiting request that needs it has the
-same prefix cached, for what runs commits its tokens step by step.
+A prefix in progress is found by its next uncomputed token. A waiting request that needs the same token next
+has the same prefix cached, because running requests commit their tokens to the cache step by step.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 from agentflow.engine.request import CacheIdentity, Request
 
-_Place = tuple[CacheIdentity, int, int]
+_Place = tuple[CacheIdentity, int, int]  # identity, position and id of the next uncomputed token
 
 
 class InProgressPrefixes:
-    """Running requests with more than one row to compute, and selects until they are done. ``moved`` when
-    one got further."""
+    """Running requests with more than one token to compute, and selects until they are done, in the order in
+    which they were admitted."""
 
     def __init__(self) -> None:
         self._requests: dict[int, tuple[Request, _Place | None]] = {}
@@ -30,11 +30,22 @@ class InProgressPrefixes:
     def __contains__(self, request: Request) -> bool:
         return request.id in self._requests
 
+    def will_compute(self, request: Request, match: int) -> bool:
+        """Whether a running request is about to compute the first token that ``request``, of which ``match``
+        tokens are cached, could then take from the cache."""
+        if match >= request.num_reusable:
+            return False
+        here = self._at.get((request.extra_key, match, int(request.tokens[match])))
+        if here is None:
+            return False
+        run = request.run(match)
+        return any(other.run(match) == run for other in here)
+
     def add(self, request: Request) -> None:
-        """It has just been admitted."""
+        """The request was just admitted."""
         next_index = request.num_computed
         if request.num_tokens - next_index <= 1 and request.tree is not None:
-            self._requests[request.id] = request, None  # nobody waits for one row, or for nodes
+            self._requests[request.id] = request, None  # one token or nodes: not worth waiting for
             return
         place = (request.extra_key, next_index, int(request.tokens[next_index]))
         self._requests[request.id] = request, place
@@ -44,19 +55,19 @@ class InProgressPrefixes:
         else:
             here.append(request)
 
-    def moved(self, request: Request) -> None:
-        """It has computed more; it leaves when one row or none is left, a select when none is. Unknown
-        ones are ignored."""
+    def advanced(self, request: Request) -> None:
+        """The request computed more tokens. Removes it if at most one token is left (for a select: none).
+        Unknown requests are ignored."""
         known = self._requests.get(request.id)
         if known is not None:
             self._leave(*known)
             if request.num_to_compute > (1 if request.tree is None else 0):
-                self.add(request)  # in its old place among the requests
+                self.add(request)  # keeps its place in the order
             else:
                 del self._requests[request.id]
 
     def discard(self, request: Request) -> None:
-        """It runs no longer. Unknown ones are ignored."""
+        """The request no longer runs. Unknown requests are ignored."""
         known = self._requests.pop(request.id, None)
         if known is not None:
             self._leave(*known)
@@ -69,14 +80,3 @@ class InProgressPrefixes:
             del self._at[place]
         else:
             here.remove(request)
-
-    def will_compute(self, request: Request, match: int) -> bool:
-        """Whether the first token that the request has not got cached, and could have from the cache,
-        is about to be computed by another; so many of its tokens are cached."""
-        if match >= request.num_reusable:
-            return False
-        here = self._at.get((request.extra_key, match, int(request.tokens[match])))
-        if here is None:
-            return False
-        run = request.run(match)
-        return any(other.run(match) == run for other in here)

@@ -1,33 +1,127 @@
-"""The scheduling policies by name.
+"""The scheduling policies by name, and the simple ones, which exist for comparison.
 
-The policies that follow the cache and nothing else: ``lpm`` and ``dfs-weight``.
-
-Both reach the best possible hit rate when all requests are known, one runs at a time, and the cache
-holds the longest of them (Zheng et al., "SGLang", 2024, theorem 3.1): each token of the requests' tree
-is then computed once. Neither is fair: a request that shares nothing waits for all that do.
+``fair-lpm`` is the default (see ``fair_policy``). ``lpm`` and ``dfs-weight`` follow only the cache. Both have
+the best possible hit rate if all requests are known, one runs at a time, and the cache holds the longest of
+them (Zheng et al., "SGLang", 2024, theorem 3.1): each token of the requests' tree is then computed once.
+Neither is fair: a request that shares nothing waits for all that do. ``fcfs`` is the order of arrival, and
+``random`` a random order. The simple policies ignore tenants, weights and priorities, and compute one prompt
+after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 
 from agentflow.engine.cache.radix_cache import TokenRun
 from agentflow.engine.request import CacheIdentity, Request
 from agentflow.engine.scheduling.fair_policy import FairLongestPrefix
-from agentflow.engine.scheduling.policy import (
-    FirstCome,
-    IsBlocked,
-    Peek,
-    Policy,
-    RandomOrder,
-    WaitingRequests,
-)
+from agentflow.engine.scheduling.policy import IsBlocked, Peek, Policy, Retracted
 from agentflow.engine.scheduling.waiting_tree import WaitingNode, WaitingTree
 from agentflow.errors import BadArgument
 
+MAX_PASSED_OVER = 128
+"""Policies without a tree look at this many blocked requests for one that is not."""
 
-class LongestPrefix(WaitingRequests):
-    """Longest cached prefix first; of equals, about the one that came first."""
+
+class _SimplePolicy(ABC):
+    """What policies without tenants have in common: running prompts get all tokens before others start, and
+    retracted requests run again first."""
+
+    def __init__(self) -> None:
+        self._retracted = Retracted()
+        self._waiting: dict[int, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._retracted) + len(self._waiting)
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from self._retracted
+        yield from self._waiting.values()
+
+    def __contains__(self, request: Request) -> bool:
+        return request.id in self._waiting or request in self._retracted
+
+    def add(self, request: Request) -> None:
+        self._waiting[request.id] = request
+
+    def restore(self, request: Request) -> None:
+        self._retracted.add(request)
+
+    def remove(self, request: Request) -> None:
+        if not self._retracted.discard(request):
+            del self._waiting[request.id]
+
+    def next(self, prompts: Sequence[Request], is_blocked: IsBlocked | None) -> Request | None:
+        if prompts:
+            return prompts[0]
+        if is_blocked is None:
+            return None
+        return self._retracted.first(is_blocked) or self._next_waiting(is_blocked)
+
+    @abstractmethod
+    def _next_waiting(self, is_blocked: IsBlocked) -> Request | None:
+        """The first request that has not run yet and is not blocked."""
+
+    def admit(self, request: Request) -> None:
+        self.remove(request)
+
+    def start_step(self, prompts: Sequence[Request]) -> None:  # noqa: B027  most of them track nothing
+        pass
+
+    def charge(self, request: Request, num_tokens: int) -> None:  # noqa: B027
+        pass
+
+    def finish(self, request: Request) -> None:  # noqa: B027
+        pass
+
+    def tokens_cached(self, identity: CacheIdentity, run: TokenRun) -> None:  # noqa: B027
+        pass
+
+    def tokens_evicted(self, identity: CacheIdentity, run: Callable[[], TokenRun], kept: int) -> None:  # noqa: B027
+        pass
+
+
+class FirstCome(_SimplePolicy):
+    """In order of arrival."""
+
+    def __init__(self, peek: Peek, token_budget: int) -> None:
+        super().__init__()
+
+    def _next_waiting(self, is_blocked: IsBlocked) -> Request | None:
+        for _, request in zip(range(MAX_PASSED_OVER), self._in_order(), strict=False):
+            if not is_blocked(request, None):
+                return request
+        return None
+
+    def _in_order(self) -> Iterator[Request]:
+        return iter(self._waiting.values())
+
+
+class RandomOrder(FirstCome):
+    """In a random order, from a fixed seed. A request once drawn stays first until it is admitted, so that
+    smaller requests do not overtake one that waits for memory."""
+
+    def __init__(self, peek: Peek, token_budget: int) -> None:
+        super().__init__(peek, token_budget)
+        self._random = random.Random(0)
+        self._order: list[Request] = []
+
+    def add(self, request: Request) -> None:
+        super().add(request)
+        self._order.append(request)
+        other = self._random.randrange(len(self._order))
+        self._order[other], self._order[-1] = self._order[-1], self._order[other]
+
+    def _in_order(self) -> Iterator[Request]:
+        while self._order and self._order[-1].id not in self._waiting:
+            self._order.pop()
+        return (request for request in reversed(self._order) if request.id in self._waiting)
+
+
+class LongestPrefix(_SimplePolicy):
+    """Longest cached prefix first; of equals roughly the oldest."""
 
     def __init__(self, peek: Peek, token_budget: int) -> None:
         super().__init__()
@@ -56,12 +150,12 @@ class LongestPrefix(WaitingRequests):
 
 
 class DfsWeight(LongestPrefix):
-    """Depth first through the tree of the waiting requests: below the request that was admitted last
-    for as long as there is any, and where the path is open, into the branch that holds most."""
+    """Depth first through the tree of waiting requests: below the request that was admitted last as long as
+    there are any, and otherwise into the subtree with the most requests."""
 
     def __init__(self, peek: Peek, token_budget: int) -> None:
         super().__init__(peek, token_budget)
-        self._path: list[WaitingNode] = []  # from the root to where the last one ended
+        self._path: list[WaitingNode] = []  # from the root to the end of the last admitted request
 
     def _next_waiting(self, is_blocked: IsBlocked) -> Request | None:
         while self._path and not self._path[-1].num_waiting:
@@ -111,7 +205,7 @@ POLICIES: dict[str, Callable[[Peek, int], Policy]] = {
 
 
 def policy_named(name: str, peek: Peek, token_budget: int) -> Policy:
-    """A new policy, for batches of so many rows. ``BadArgument`` names those there are."""
+    """A new policy, for a scheduler with this token budget. ``BadArgument`` for an unknown name."""
     if name not in POLICIES:
-        raise BadArgument(f"no scheduling policy {name!r}; there are: {', '.join(POLICIES)}")
+        raise BadArgument(f"unknown scheduling policy {name!r}; known: {', '.join(POLICIES)}")
     return POLICIES[name](peek, token_budget)

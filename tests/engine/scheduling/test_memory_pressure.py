@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.request import Request, Status
-from agentflow.engine.scheduling.admission import LEAST, OutputReserve
+from agentflow.engine.scheduling.admission import MIN_RESERVED, OutputReserve
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.engine.simulator.simulation import simulate
 from agentflow.engine.simulator.workload import Workload, unshared
@@ -27,7 +27,7 @@ running = st.lists(
 def test_the_need_at_the_worst_moment_is_that_of_a_replay(rows):
     """The twin: all go on in step, each takes a slot a step, and gives its own back at its end."""
     reserve = OutputReserve()
-    reserve.share = 1.0
+    reserve.used_fraction = 1.0
     reserve._update()
     requests = []
     for number, (size, computed, count, generated) in enumerate(rows):
@@ -57,7 +57,7 @@ def test_the_share_of_the_limit_that_is_used_is_learned():
         short = request(number, 5, 100)
         short.num_tokens += 10
         reserve.finished(short)
-    assert 0.09 < reserve.share < 0.12
+    assert 0.09 < reserve.used_fraction < 0.12
     assert reserve.expected(request(1, 5, 1000)) < 130
     reserve.retracted()
     assert reserve.expected(request(1, 5, 1000)) > 300  # careful for a while
@@ -140,6 +140,6 @@ def test_what_a_program_expects_goes_before_what_others_used():
     told.expected_output = 20
     assert (reserve.expected(told), reserve.expected(untold)) == (20, 50)
     told.num_tokens += 15
-    assert reserve.expected(told) == LEAST  # a little is left for whoever goes on
+    assert reserve.expected(told) == MIN_RESERVED  # a little is left for whoever goes on
     told.expected_output = 1000
     assert reserve.expected(told) == 85

@@ -237,7 +237,7 @@ def test_the_rows_that_fit_take_the_time_there_is(row_s, pair_s, read_s, context
     cost = StepCost()
     cost._row_s, cost._pair_s, cost._read_s = row_s, pair_s, read_s
     for seconds in (0.001, 0.05, 1.0):
-        num_rows = cost.rows_within(seconds, context, is_first=True)
+        num_rows = cost.tokens_within(seconds, context, is_first=True)
         if num_rows:
             assert cost.chunk_s(num_rows, context, is_first=True) <= seconds * (1 + 1e-6)
         if num_rows < 2**31:
