@@ -1,8 +1,8 @@
-"""Which states of programs are open: what they computed is evicted after everything else, and where the
-batch is well filled no waiting request begins on it in the steps in which the state's next request may come.
+"""Open states of programs: their KV is evicted last, and kept from new requests while the next op is due.
 
-Weights, never locks: the first expires when much else was computed since, and is given up where only kept
-tokens are left; the second only keeps waiting requests waiting, for two steps.
+A state that is open will probably continue from what it computed last. Liveness ranks evictions and delays
+admissions, but never locks. The rank expires once much else was computed, and does not help if only kept
+tokens are left. The delay lasts two steps, and only while the batch is well filled.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from typing import NamedTuple
 from agentflow.engine.cache.radix_cache import Node, PrefixMatch, RadixCache
 
 EXPIRES_AFTER_POOLS = 4
-"""A state that did nothing while so many times the pool was computed counts as finished."""
+"""A state without requests while this many times the pool is computed counts as finished."""
 
 EXPECTED_STEPS = 2
-"""So many steps after a request of a state its next one is expected: programs answer at once, people do
-not."""
+"""The next request of a state is expected for this many steps. Programs continue at once; people do not."""
 
 
 class _End(NamedTuple):
@@ -27,7 +26,7 @@ class _End(NamedTuple):
 
 
 class Liveness:
-    """The open states of one model, each with the end of what it last computed."""
+    """The open states of one model, each with the end of its last request in the cache."""
 
     def __init__(self, cache: RadixCache, num_slots: int) -> None:
         self._cache = cache
@@ -39,7 +38,7 @@ class Liveness:
         return len(self._ends)
 
     def refresh(self, state: Hashable, end: PrefixMatch, *, num_computed: int, step: int) -> None:
-        """The state is open and ends here now; ``num_computed``: tokens computed by the engine so far."""
+        """A request of the state ended here. ``num_computed``, ``step``: the engine's totals so far."""
         self.close(state)
         self._cache.keep(end)
         self._ends[state] = _End(end, num_computed, step)
@@ -47,13 +46,13 @@ class Liveness:
             self.close(next(iter(self._ends)))
 
     def close(self, state: Hashable) -> None:
-        """The state is over. Unknown ones are ignored."""
+        """The state was closed. Unknown states are ignored."""
         known = self._ends.pop(state, None)
         if known is not None:
             self._cache.unkeep(known.match)
 
     def expire(self, num_computed: int) -> None:
-        """Forgets states that did nothing for too long."""
+        """Drops states without recent requests."""
         while self._ends:
             state, end = next(iter(self._ends.items()))
             if num_computed - end.num_computed <= self._lifetime:
@@ -61,8 +60,7 @@ class Liveness:
             self.close(state)
 
     def num_expected(self, step: int) -> int:
-        """Cached tokens without a lock that requests of open states are expected to need within a few
-        steps."""
+        """Unlocked cached tokens that open states are expected to need within a few steps."""
         seen: set[Node] = set()
         total = 0
         for end in reversed(self._ends.values()):

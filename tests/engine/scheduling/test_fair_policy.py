@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentflow.engine.fake_runner import FakeRunner
-from agentflow.engine.request import MAX_SHARE, MIN_SHARE, Request, Status
+from agentflow.engine.request import MAX_WEIGHT, MIN_WEIGHT, Request, Status
 from agentflow.engine.scheduling import fair_policy
 from agentflow.engine.scheduling.fair_policy import FairLongestPrefix
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -109,7 +109,7 @@ def test_nobody_is_overtaken_further_than_the_bound(plan, least, share):
         assert {r.id for r in policy} == set(waiting)
 
 
-shares = st.sampled_from([1.0, 1.0, 3.0, 0.25, 0.01, 100.0]) | st.floats(MIN_SHARE, MAX_SHARE)
+shares = st.sampled_from([1.0, 1.0, 3.0, 0.25, 0.01, 100.0]) | st.floats(MIN_WEIGHT, MAX_WEIGHT)
 
 
 @settings(max_examples=200)
