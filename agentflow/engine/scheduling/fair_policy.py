@@ -1,77 +1,70 @@
-"""``fair-lpm``: longest prefix match with a share for each tenant, room for short prompts beside long ones,
+"""``fair-lpm``: longest prefix match, with a weight for each tenant, room for short prompts beside long ones,
 and a bound on overtaking.
 
-**Between tenants**: every row that a step computes for a tenant is charged to it as it is computed, prompt
-tokens and generated ones alike; what came from the cache costs nothing, nor does what is computed again
-after a preemption (the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models",
-OSDI 2024, with uncached tokens as the cost). Prompt rows are given out in chunks of at most c rows; each
-chunk goes to the tenant that was charged least for its share, of those that can use it. A tenant that comes
-back starts where the least charged active tenant is: nothing is saved up.
+**Between tenants.** Each token that a step computes for a tenant is charged to it when it is computed, prompt
+tokens and generated ones alike. Cached tokens are free, and so is what is computed again after a retraction
+(the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, with
+uncached tokens as the cost). Prompt tokens are scheduled in chunks of at most c tokens. Each chunk goes to
+the tenant with the lowest charge for its weight among those that can use it. A tenant that returns after
+being idle starts at the lowest charge of the active tenants: idle time earns no credit.
 
-**The shares.** Let tenants a and b with shares s(a) and s(b) start at equal charges, and let both be able to
-use every chunk from then on: each has a running prompt with rows left, or a waiting request that is not
-blocked and finds room. Let C(x) be what x was charged since, and G the most that the requests of one tenant
-which run together generate from one moment on. Then::
+**Weights.** Let tenants a and b with weights s(a) and s(b) start at equal charges, and let both be able to
+use every chunk from then on: each has a running prompt with tokens left, or a waiting request that is not
+blocked and fits into memory. Let C(x) be what x was charged since, and G the most tokens that the requests of
+one tenant which run together generate from one moment on. Then::
 
     | C(a) / s(a) - C(b) / s(b) |  <=  (c + G) / min(s(a), s(b))
 
-Proof. Take the last chunk that a was given: before it, C(a) / s(a) <= C(b) / s(b). The chunk adds at most c
-to C(a), and what a is charged after it are generated tokens of requests that run then: at most G. C(b) never
-falls. So C(a) / s(a) - C(b) / s(b) <= (c + G) / s(a); without any chunk for a it is at most G / s(a). The
-same holds with a and b exchanged. ∎
+Proof. Take the last chunk that went to a. Before it, C(a) / s(a) <= C(b) / s(b). The chunk adds at most c to
+C(a), and what a is charged after it are generated tokens of requests that run at that moment, at most G. C(b)
+never decreases. So C(a) / s(a) - C(b) / s(b) <= (c + G) / s(a); without any chunk for a it is at most G /
+s(a). The same holds with a and b exchanged. ∎
 
-**Within a tenant**: the order of waiting requests is: those that lost their slots; then the oldest, if it
-has been overtaken as far as the bound below allows; then those of the highest priority, and of lower ones
-only where all of these are blocked; among equal priorities in the order of ``priority_tier``: deadline,
-patience, task group, objective, short before long, longest match. A request is *short* if it has at most
-SHORT_BATCHES * token_budget tokens to compute. A chunk goes to the first waiting request rather than to a
-running prompt if that request lost its slots or was overtaken so far, or if it is of a higher priority, or
-else has an earlier deadline, or else the objective ``latency`` where the prompt has not, or else is short
-where the prompt is long. Of running prompts the first in this order goes first. But the prompt that was
-admitted first is given a chunk whenever it has less than a third of the rows that the others of its tenant
-were given in this step, so that it always advances.
+**Within a tenant.** Waiting requests are ordered thus: retracted requests; then the oldest request, if it has
+been overtaken as far as the bound below allows; then requests of the highest priority, and lower ones only if
+all of these are blocked; among equal priorities the order of ``PriorityTier``: deadline, patience, task
+group, objective, short before long, longest match. A request is *short* if it has at most SHORT_BATCHES *
+token_budget tokens to compute. A chunk goes to the first waiting request rather than to a running prompt if
+that request was retracted or overtaken so far, or if it has a higher priority, or else an earlier deadline,
+or else the objective ``latency`` and the prompt does not, or else is short and the prompt is long. Of running
+prompts the first in this order goes first. However, the prompt that was admitted first gets a chunk whenever
+it has less than a third of the tokens that the tenant's other prompts got in this step, so that it always
+advances.
 
 **Short beside long.** Let a short request r of a tenant arrive beside any number of running or waiting long
-prompts of its tenant, of no higher priority, no deadline and the same objective. Let S be the tokens to
-compute of r and of the short requests before it, and a chunk for each overdue or preempted request that
-begins before it; let P be the least number of prompt rows that its tenant is given in a step, and P > 2c.
-Then, while r finds room and is not blocked, its prompt is computed after at most::
+prompts of its tenant that have no higher priority, no deadline and the same objective. Let S be the tokens to
+compute of r and of the short requests before it, and a chunk for each overdue or retracted request that
+starts before it. Let P be the least number of prompt tokens that the tenant gets in a step, and P > 2c. Then,
+while r fits into memory and is not blocked, its prompt is computed after at most::
 
     ceil(4 S / (3 (P - c)))   steps, however many and however long the long prompts are.
 
-Proof. While r or those before it have rows left, a chunk goes to a long prompt only as the first admitted
-one, and only while it has less than a third of the others' rows x in this step; with the chunk it has less
-than x / 3 + c. So P < x + x / 3 + c in each step, or x > 3 (P - c) / 4, and all of x goes to S. ∎
+Proof. While r or requests before it have tokens left, a long prompt gets a chunk only as the first admitted
+one, and only while it has less than a third of the others' tokens x in this step; with the chunk it has less
+than x / 3 + c. So P < x + x / 3 + c in each step, or x > 3 (P - c) / 4, and all of x counts towards S. ∎
 
-With n tenants that all use their shares, P is on average the tenant's part of the rows, by the bound above.
+With n tenants that all use their weights, P is on average the tenant's part of the tokens, by the bound
+above.
 
-**The bound.** The *work* w(r) of a request is its uncached tokens on arrival (at least 1), the nodes of
-a select's tree among them. When r arrives, A(r) is the work that waits before it in its tenant's line,
-and it gets the limit M(r) = B + OVERTAKEN_SHARE * A(r), where B = OVERTAKEN_BATCHES * token_budget. Let
-O(r) be the work of later arrivals of its tenant that were admitted (or left) while r waited, and W the
-largest w of any request. Then, not counting while what r needs next is being computed by a running
-request::
+**Overtaking.** The *work* w(r) of a request is its number of uncached tokens on arrival (at least 1), nodes
+of a select's tree included. When r arrives, A(r) is the work that waits before it in its tenant's line, and r
+gets the limit M(r) = B + OVERTAKEN_FRACTION * A(r), where B = OVERTAKEN_BATCHES * token_budget. Let O(r) be
+the work of later arrivals of its tenant that were admitted (or left) while r waited, and W the largest w of
+any request. Then, not counting time in which a running request computes what r needs next::
 
     O(r) < M(r) + W
 
-Proof. A request other than the oldest, h, is admitted only while O(h) < M(q) for all waiting q. Let x,
-later than r, be admitted while r waits. Then x is not the oldest, so O(h) < M(r) before. Every request
-that overtook r arrived after h too, and while h waited, so O(r) <= O(h) < M(r) before, and O(r) <
-M(r) + w(x) <= M(r) + W after. ∎
+Proof. A request other than the oldest, h, is admitted only while O(h) < M(q) for all waiting q. Let x, later
+than r, be admitted while r waits. Then x is not the oldest, so O(h) < M(r) before. Every request that
+overtook r arrived after h too, and while h waited, so O(r) <= O(h) < M(r) before, and O(r) < M(r) + w(x) <=
+M(r) + W after. ∎
 
-So r waits for at most A(r) + O(r) < (1 + OVERTAKEN_SHARE) A(r) + B + W of its tenant's work:
-against first-come order, waiting grows by at most that factor and a constant, whatever arrives later.
+So r waits for at most A(r) + O(r) < (1 + OVERTAKEN_FRACTION) A(r) + B + W of its tenant's work. Compared to
+first-come order, waiting grows by at most that factor and a constant, whatever arrives later.
 
-The bound does not depend on priorities, so no request starves: a request of a higher priority that came later
-overtakes, as one with a longer match does. While many of a lower priority wait, higher ones go first for
-B of work at once, and beyond that for OVERTAKEN_SHARE of what the lower ones get in that time.
-
-The waiting requests of one tenant that have the same priority, and which of them goes first.
-
-That is the one with the first deadline, if any has one; then the one whose patience ended first, if that of
-any has; then the siblings of the task group that was admitted last; then those with the objective
-``latency``, then the others. Of these the short ones go first, which need few steps, and of equals the
-longest match.
+The bound does not depend on priorities, so no request starves: a later request of a higher priority overtakes
+as one with a longer match does. While many requests of a lower priority wait, higher ones go first for B of
+work at once, and beyond that for OVERTAKEN_FRACTION of the work that the lower ones get in the same time.
 """
 
 from __future__ import annotations
@@ -88,276 +81,19 @@ from agentflow.engine.request import CacheIdentity, Request, Status
 from agentflow.engine.scheduling.policy import IsBlocked, Peek, Retracted
 from agentflow.engine.scheduling.waiting_tree import WaitingTree
 
+OVERTAKEN_BATCHES = 32
+OVERTAKEN_FRACTION = 0.35
+"""Chosen on the workloads of ``benchmarks/workloads``: smaller values cost cache hits, larger ones delay
+requests that share nothing."""
+SHORT_BATCHES = 1
+"""A request with at most this many full batches to compute is short."""
+OLDEST_PART = 3
+"""A tenant's first admitted prompt gets at least one token for this many of the tenant's other prompts."""
 MIN_GONE = 64
 
 
-class TimeHeap:
-    """Waiting requests that have a time, the earliest first. ``waits``: whether one still does."""
-
-    def __init__(self, waits: Callable[[Request], bool]) -> None:
-        self._heap: list[tuple[float, int, Request]] = []  # old entries stay for a while
-        self._num_gone = 0
-        self._waits = waits
-
-    def add(self, at: float, request: Request) -> None:
-        """Unless it is at no time at all."""
-        if at < math.inf:
-            heapq.heappush(self._heap, (at, request.id, request))
-
-    def gone(self) -> None:
-        """Some request, with a time or without one, waits no longer. Where most have gone, all of these are
-        dropped: many may have left from the middle."""
-        self._num_gone += 1
-        if self._num_gone > MIN_GONE and 2 * self._num_gone > len(self._heap):
-            self._heap = [entry for entry in self._heap if self._waits(entry[2])]
-            heapq.heapify(self._heap)
-            self._num_gone = 0
-
-    def first(self, by: float = math.inf) -> Request | None:
-        """The earliest, if its time is not after ``by``."""
-        while self._heap and not self._waits(self._heap[0][2]):
-            heapq.heappop(self._heap)
-        return self._heap[0][2] if self._heap and self._heap[0][0] <= by else None
-
-    def __bool__(self) -> bool:
-        return bool(self._heap)
-
-
-class PriorityTier:
-    """Requests in the order that the module's docstring gives. ``clock``: seconds. ``short_tokens``: a
-    request with at most so many tokens to compute is short."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic, short_tokens: int = 0) -> None:
-        self._trees = {objective: (WaitingTree(), WaitingTree()) for objective in ("latency", "throughput")}
-        self.groups: dict[Hashable, dict[int, Request]] = {}
-        self._tree_of: dict[int, WaitingTree] = {}
-        self._deadlines = TimeHeap(self._waits)
-        self._patience_ends = TimeHeap(self._waits)
-        self._clock = clock
-        self._short_tokens = short_tokens
-
-    @property
-    def trees(self) -> list[WaitingTree]:
-        """All of them: of short and long requests with each objective."""
-        return [tree for pair in self._trees.values() for tree in pair]
-
-    def add(self, request: Request, run: TokenRun, match: int) -> None:
-        """A request, the tokens of it that may come from the cache, and how many of these are there."""
-        short, long = self._trees[request.objective]
-        tree = short if self._is_short(request, match) else long
-        tree.add(request, run, match)
-        self._tree_of[request.id] = tree
-        if request.task_group is not None:
-            self.groups.setdefault(request.task_group, {})[request.id] = request
-        self._deadlines.add(request.deadline, request)
-        self._patience_ends.add(request.patience_end, request)
-
-    def remove(self, request: Request) -> None:
-        """It waits no longer."""
-        self._tree_of.pop(request.id).remove(request)
-        self._deadlines.gone()
-        self._patience_ends.gone()
-        group = request.task_group
-        if group is not None:
-            del self.groups[group][request.id]
-            if not self.groups[group]:
-                del self.groups[group]
-
-    def next(self, current_group: Hashable, is_blocked: IsBlocked) -> Request | None:
-        """The first that is not blocked. ``current_group``: of the request that was admitted last."""
-        for urgent in (self._deadlines.first(), self._most_impatient()):
-            if urgent is not None and not is_blocked(urgent, self.match_of(urgent)):
-                return urgent
-        if current_group in self.groups:
-            for sibling in self.groups[current_group].values():
-                if not is_blocked(sibling, self.match_of(sibling)):
-                    return sibling
-        for short, long in self._trees.values():
-            found = self._better(short.longest_match(is_blocked), long.longest_match(is_blocked))
-            if found is not None:
-                return found
-        return None
-
-    def match_of(self, request: Request) -> int:
-        """How much of a waiting request is cached."""
-        return self._tree_of[request.id].match_of(request)
-
-    def _better(self, short: tuple[Request, int] | None, long: tuple[Request, int] | None) -> Request | None:
-        """Of the longest matches of both kinds the short one, unless the cache has made the long one
-        short."""
-        if short is None or long is None:
-            found = short or long
-            return None if found is None else found[0]
-        return long[0] if self._is_short(*long) and long[1] > short[1] else short[0]
-
-    def _is_short(self, request: Request, match: int) -> bool:
-        return request.num_tokens + request.num_nodes - match <= self._short_tokens
-
-    def _most_impatient(self) -> Request | None:
-        return self._patience_ends.first(by=self._clock()) if self._patience_ends else None
-
-    def _waits(self, request: Request) -> bool:
-        return request.id in self._tree_of
-
-
-OVERTAKEN_BATCHES = 32
-OVERTAKEN_SHARE = 0.35
-"""Chosen on the workloads of ``benchmarks/workloads`` (docs/benchmarks.md): less costs hits, more costs
-those who share nothing."""
-SHORT_BATCHES = 1
-"""A request with at most so many full batches to compute is short."""
-OLDEST_PART = 3
-"""The first admitted prompt of a tenant has at least one row for so many of the tenant's others."""
-
-
-class InLine(NamedTuple):
-    """A waiting request: what it has to compute, and the total of work left from which on what leaves
-    overtakes it, because all that was before it has left."""
-
-    request: Request
-    work: int
-    overtaken_from: int
-
-
-class Line:
-    """The waiting requests of one tenant in order of arrival, and how far the oldest was overtaken.
-
-    ``work_added`` and ``work_left`` are running totals: what waits is their difference, and what left
-    since the oldest arrived, less what was before it, is what overtook it.
-    """
-
-    def __init__(self, min_overtaken: int) -> None:
-        # Its first is found at once however many left before it, which a dict does not promise.
-        self.waiting: OrderedDict[int, InLine] = OrderedDict()
-        self._min_overtaken = min_overtaken
-        self._limits: list[tuple[float, int]] = []  # heap of (limit, request id), old entries stay
-        self.work_added = 0
-        self.work_left = 0
-
-    def add(self, request: Request, work: int) -> None:
-        """A request that has to compute so many tokens."""
-        limit = self._min_overtaken + OVERTAKEN_SHARE * (self.work_added - self.work_left)
-        self.waiting[request.id] = InLine(request, work, self.work_added)
-        heapq.heappush(self._limits, (limit, request.id))
-        self.work_added += work
-
-    def remove(self, request: Request) -> None:
-        """It left, admitted or not."""
-        self.work_left += self.waiting.pop(request.id).work
-        while self._limits and self._limits[0][1] not in self.waiting:
-            heapq.heappop(self._limits)
-
-    def overdue(self) -> Request | None:
-        """The oldest, if one more may not overtake it."""
-        for oldest in self.waiting.values():
-            overtaken = self.work_left - oldest.overtaken_from
-            return oldest.request if overtaken >= self._limits[0][0] else None
-        return None
-
-
-class Tenant:
-    """What one tenant has waiting, and what it was charged. ``used``: rows, divided by its share. ``tiers``:
-    by priority, highest first, one for each that it has used; mostly one. ``oldest_rows`` and
-    ``other_rows``: what its first admitted prompt and its others were given in this step. ``may_begin``:
-    some that wait may not be blocked."""
-
-    def __init__(self, token_budget: int, clock: Callable[[], float], used: float) -> None:
-        self._clock = clock
-        self._short_tokens = SHORT_BATCHES * token_budget
-        self.weight = 1.0
-        self.used = used
-        self.num_admitted = 0  # and not over yet
-        self.num_waiting = 0
-        self.oldest_rows = self.other_rows = 0
-        self.oldest: Request | None = None
-        self.may_begin = True
-        self.retracted = Retracted()
-        self.line = Line(OVERTAKEN_BATCHES * token_budget)
-        self.tiers: dict[int, PriorityTier] = {}
-        self.trees: list[WaitingTree] = []  # those of all tiers
-        self.current_group: Hashable = None
-
-    def add(self, request: Request, run: TokenRun, match: int) -> None:
-        self.line.add(request, max(1, request.num_tokens + request.num_nodes - match))
-        tier = self.tiers.get(request.priority)
-        if tier is None:
-            tier = self._new_tier(request.priority)
-        tier.add(request, run, match)
-
-    def next(self, prompts: Sequence[Request], is_blocked: IsBlocked | None) -> Request | None:
-        """Which of its requests gets the next chunk, in the order that the module's docstring gives."""
-        self.oldest = prompts[0] if prompts else None
-        if self.oldest is not None and OLDEST_PART * self.oldest_rows < self.other_rows:
-            return self.oldest
-        chosen: Request | None = None
-        if is_blocked is not None and self.may_begin:
-            due = self._first_due(is_blocked)
-            if due is not None:
-                return due
-            chosen = self._first_waiting(is_blocked)
-            self.may_begin = chosen is not None  # others can only become blocked within a step
-        if prompts:
-            first = min(prompts, key=self._urgency)
-            if chosen is None or self._urgency(chosen) >= self._urgency(first):
-                return first
-        return chosen
-
-    def charge(self, request: Request, num_rows: int) -> None:
-        """So many more rows of the request, by its share."""
-        self.used += num_rows / self.weight
-        if request is self.oldest:
-            self.oldest_rows += num_rows
-        else:
-            self.other_rows += num_rows
-
-    def start_step(self) -> None:
-        """No prompt was given any rows yet."""
-        self.oldest, self.oldest_rows, self.other_rows = None, 0, 0
-        self.may_begin = self.num_waiting > 0
-
-    def _first_due(self, is_blocked: IsBlocked) -> Request | None:
-        """A request that lost its slots, or the oldest if it was overtaken as far as it may be."""
-        retracted = self.retracted.first(is_blocked)
-        if retracted is not None:
-            return retracted
-        overdue = self.line.overdue()
-        if overdue is not None and not is_blocked(overdue, self.tiers[overdue.priority].match_of(overdue)):
-            return overdue
-        return None
-
-    def _first_waiting(self, is_blocked: IsBlocked) -> Request | None:
-        for tier in self.tiers.values():
-            found = tier.next(self.current_group, is_blocked)
-            if found is not None:
-                return found
-        return None
-
-    def _urgency(self, request: Request) -> tuple[int, float, bool, bool]:
-        """What is least goes first."""
-        to_compute = request.num_to_compute
-        if request.status is Status.WAITING:
-            to_compute -= self.tiers[request.priority].match_of(request)
-        elif not request.num_generated:  # a long prompt stays one until all of it is computed
-            to_compute += request.num_computed - request.num_shared
-        is_long = to_compute > self._short_tokens
-        return -request.priority, request.deadline, request.objective != "latency", is_long
-
-    def remove(self, request: Request) -> None:
-        """It waits no longer."""
-        if self.retracted.discard(request):
-            return
-        self.line.remove(request)
-        self.tiers[request.priority].remove(request)
-
-    def _new_tier(self, priority: int) -> PriorityTier:
-        tier = self.tiers[priority] = PriorityTier(self._clock, self._short_tokens)
-        self.tiers = dict(sorted(self.tiers.items(), reverse=True))
-        self.trees += tier.trees
-        return tier
-
-
 class FairLongestPrefix:
-    """``fair-lpm``, as the module's docstring describes it. ``clock``: in seconds."""
+    """The policy ``fair-lpm``. ``clock``: seconds."""
 
     def __init__(self, peek: Peek, token_budget: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -365,7 +101,7 @@ class FairLongestPrefix:
         self._token_budget = token_budget
         self._tenants: dict[str, Tenant] = {}
         self._num_waiting = 0
-        self._turns: list[tuple[float, int, Tenant, str]] = []  # heap of those that may use the next chunk
+        self._turns: list[tuple[float, int, Tenant, str]] = []  # heap of tenants that may use the next chunk
 
     def __len__(self) -> int:
         return self._num_waiting
@@ -399,8 +135,8 @@ class FairLongestPrefix:
         heapq.heapify(self._turns)
 
     def next(self, prompts: Sequence[Request], is_blocked: IsBlocked | None) -> Request | None:
-        """Of the tenant that was charged least for its share and can use a chunk. Within a step charges only
-        grow, and a tenant that can use none has none later."""
+        """A request of the tenant with the lowest charge that can use a chunk. Within a step charges only
+        grow, and a tenant that cannot use one cannot use a later one either."""
         while self._turns:
             used, number, tenant, name = self._turns[0]
             if used != tenant.used:
@@ -413,8 +149,8 @@ class FairLongestPrefix:
             heapq.heappop(self._turns)
         return None
 
-    def charge(self, request: Request, num_rows: int) -> None:
-        self._tenants[request.tenant].charge(request, num_rows)
+    def charge(self, request: Request, num_tokens: int) -> None:
+        self._tenants[request.tenant].charge(request, num_tokens)
 
     def remove(self, request: Request) -> None:
         tenant = self._tenants[request.tenant]
@@ -460,3 +196,261 @@ class FairLongestPrefix:
     def _trees(self, identity: CacheIdentity) -> Iterable[WaitingTree]:
         tenant = self._tenants.get(identity.tenant)
         return () if tenant is None else tenant.trees
+
+
+class Tenant:
+    """A tenant's waiting requests, and what it was charged. ``used``: tokens divided by its weight.
+    ``tiers``: by priority, highest first; mostly one. ``oldest_tokens``, ``other_tokens``: what its first
+    admitted prompt and its other prompts got in this step. ``may_begin``: some waiting request may not be
+    blocked."""
+
+    def __init__(self, token_budget: int, clock: Callable[[], float], used: float) -> None:
+        self._clock = clock
+        self._short_tokens = SHORT_BATCHES * token_budget
+        self.weight = 1.0
+        self.used = used
+        self.num_admitted = 0  # and not finished
+        self.num_waiting = 0
+        self.oldest_tokens = self.other_tokens = 0
+        self.oldest: Request | None = None
+        self.may_begin = True
+        self.retracted = Retracted()
+        self.line = Line(OVERTAKEN_BATCHES * token_budget)
+        self.tiers: dict[int, PriorityTier] = {}
+        self.trees: list[WaitingTree] = []  # of all tiers
+        self.current_group: Hashable = None
+
+    def add(self, request: Request, run: TokenRun, match: int) -> None:
+        self.line.add(request, max(1, request.num_tokens + request.num_nodes - match))
+        tier = self.tiers.get(request.priority)
+        if tier is None:
+            tier = self._new_tier(request.priority)
+        tier.add(request, run, match)
+
+    def next(self, prompts: Sequence[Request], is_blocked: IsBlocked | None) -> Request | None:
+        """The request that gets the next chunk, in the order of the module's docstring."""
+        self.oldest = prompts[0] if prompts else None
+        if self.oldest is not None and OLDEST_PART * self.oldest_tokens < self.other_tokens:
+            return self.oldest
+        chosen: Request | None = None
+        if is_blocked is not None and self.may_begin:
+            due = self._first_due(is_blocked)
+            if due is not None:
+                return due
+            chosen = self._first_waiting(is_blocked)
+            self.may_begin = chosen is not None  # within a step requests only become blocked
+        if prompts:
+            first = min(prompts, key=self._urgency)
+            if chosen is None or self._urgency(chosen) >= self._urgency(first):
+                return first
+        return chosen
+
+    def charge(self, request: Request, num_tokens: int) -> None:
+        """Charges for so many tokens of the request."""
+        self.used += num_tokens / self.weight
+        if request is self.oldest:
+            self.oldest_tokens += num_tokens
+        else:
+            self.other_tokens += num_tokens
+
+    def start_step(self) -> None:
+        """Resets what prompts got in this step."""
+        self.oldest, self.oldest_tokens, self.other_tokens = None, 0, 0
+        self.may_begin = self.num_waiting > 0
+
+    def _first_due(self, is_blocked: IsBlocked) -> Request | None:
+        """A retracted request, or the oldest if it must not be overtaken further."""
+        retracted = self.retracted.first(is_blocked)
+        if retracted is not None:
+            return retracted
+        overdue = self.line.overdue()
+        if overdue is not None and not is_blocked(overdue, self.tiers[overdue.priority].match_of(overdue)):
+            return overdue
+        return None
+
+    def _first_waiting(self, is_blocked: IsBlocked) -> Request | None:
+        for tier in self.tiers.values():
+            found = tier.next(self.current_group, is_blocked)
+            if found is not None:
+                return found
+        return None
+
+    def _urgency(self, request: Request) -> tuple[int, float, bool, bool]:
+        """Lower goes first."""
+        to_compute = request.num_to_compute
+        if request.status is Status.WAITING:
+            to_compute -= self.tiers[request.priority].match_of(request)
+        elif not request.num_generated:  # a long prompt counts as long until it is computed
+            to_compute += request.num_computed - request.num_shared
+        is_long = to_compute > self._short_tokens
+        return -request.priority, request.deadline, request.objective != "latency", is_long
+
+    def remove(self, request: Request) -> None:
+        """The request no longer waits."""
+        if self.retracted.discard(request):
+            return
+        self.line.remove(request)
+        self.tiers[request.priority].remove(request)
+
+    def _new_tier(self, priority: int) -> PriorityTier:
+        tier = self.tiers[priority] = PriorityTier(self._clock, self._short_tokens)
+        self.tiers = dict(sorted(self.tiers.items(), reverse=True))
+        self.trees += tier.trees
+        return tier
+
+
+class InLine(NamedTuple):
+    """A waiting request and its work. ``overtaken_from``: the value of ``Line.work_left`` at which all
+    requests before it have left, so that whatever leaves after that overtakes it."""
+
+    request: Request
+    work: int
+    overtaken_from: int
+
+
+class Line:
+    """One tenant's waiting requests in order of arrival, and how far the oldest was overtaken.
+
+    ``work_added`` and ``work_left`` are running totals. Their difference is the waiting work. The work that
+    left since the oldest arrived, minus the work that was before it, has overtaken it.
+    """
+
+    def __init__(self, min_overtaken: int) -> None:
+        # Finds its first entry in constant time after many removals, which a dict does not guarantee.
+        self.waiting: OrderedDict[int, InLine] = OrderedDict()
+        self._min_overtaken = min_overtaken
+        self._limits: list[tuple[float, int]] = []  # heap of (limit, request id), with old entries
+        self.work_added = 0
+        self.work_left = 0
+
+    def add(self, request: Request, work: int) -> None:
+        """A request arrived that has so many tokens to compute."""
+        limit = self._min_overtaken + OVERTAKEN_FRACTION * (self.work_added - self.work_left)
+        self.waiting[request.id] = InLine(request, work, self.work_added)
+        heapq.heappush(self._limits, (limit, request.id))
+        self.work_added += work
+
+    def remove(self, request: Request) -> None:
+        """A request left, admitted or not."""
+        self.work_left += self.waiting.pop(request.id).work
+        while self._limits and self._limits[0][1] not in self.waiting:
+            heapq.heappop(self._limits)
+
+    def overdue(self) -> Request | None:
+        """The oldest request, if no other may overtake it any more."""
+        for oldest in self.waiting.values():
+            overtaken = self.work_left - oldest.overtaken_from
+            return oldest.request if overtaken >= self._limits[0][0] else None
+        return None
+
+
+class PriorityTier:
+    """Waiting requests of one tenant and priority.
+
+    Order: the first deadline, if any request has one; then the one whose patience ended first, if any has;
+    then siblings in the task group that was admitted last; then the objective ``latency`` before
+    ``throughput``. Within these, short requests (at most ``short_tokens`` to compute) go first, and then the
+    longest match. ``clock``: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, short_tokens: int = 0) -> None:
+        self._trees = {objective: (WaitingTree(), WaitingTree()) for objective in ("latency", "throughput")}
+        self.groups: dict[Hashable, dict[int, Request]] = {}
+        self._tree_of: dict[int, WaitingTree] = {}
+        self._deadlines = TimeHeap(self._waits)
+        self._patience_ends = TimeHeap(self._waits)
+        self._clock = clock
+        self._short_tokens = short_tokens
+
+    @property
+    def trees(self) -> list[WaitingTree]:
+        """All waiting trees: short and long requests of each objective."""
+        return [tree for pair in self._trees.values() for tree in pair]
+
+    def add(self, request: Request, run: TokenRun, match: int) -> None:
+        """Adds a request. ``run``: its tokens that may come from the cache, of which ``match`` are cached."""
+        short, long = self._trees[request.objective]
+        tree = short if self._is_short(request, match) else long
+        tree.add(request, run, match)
+        self._tree_of[request.id] = tree
+        if request.task_group is not None:
+            self.groups.setdefault(request.task_group, {})[request.id] = request
+        self._deadlines.add(request.deadline, request)
+        self._patience_ends.add(request.patience_end, request)
+
+    def remove(self, request: Request) -> None:
+        """The request no longer waits."""
+        self._tree_of.pop(request.id).remove(request)
+        self._deadlines.gone()
+        self._patience_ends.gone()
+        group = request.task_group
+        if group is not None:
+            del self.groups[group][request.id]
+            if not self.groups[group]:
+                del self.groups[group]
+
+    def next(self, current_group: Hashable, is_blocked: IsBlocked) -> Request | None:
+        """The first request that is not blocked. ``current_group``: that of the last admitted request."""
+        for urgent in (self._deadlines.first(), self._most_impatient()):
+            if urgent is not None and not is_blocked(urgent, self.match_of(urgent)):
+                return urgent
+        if current_group in self.groups:
+            for sibling in self.groups[current_group].values():
+                if not is_blocked(sibling, self.match_of(sibling)):
+                    return sibling
+        for short, long in self._trees.values():
+            found = self._better(short.longest_match(is_blocked), long.longest_match(is_blocked))
+            if found is not None:
+                return found
+        return None
+
+    def match_of(self, request: Request) -> int:
+        """How many tokens of a waiting request are cached."""
+        return self._tree_of[request.id].match_of(request)
+
+    def _better(self, short: tuple[Request, int] | None, long: tuple[Request, int] | None) -> Request | None:
+        """Prefers the short request, unless the cache has made the long one short since."""
+        if short is None or long is None:
+            found = short or long
+            return None if found is None else found[0]
+        return long[0] if self._is_short(*long) and long[1] > short[1] else short[0]
+
+    def _is_short(self, request: Request, match: int) -> bool:
+        return request.num_tokens + request.num_nodes - match <= self._short_tokens
+
+    def _most_impatient(self) -> Request | None:
+        return self._patience_ends.first(by=self._clock()) if self._patience_ends else None
+
+    def _waits(self, request: Request) -> bool:
+        return request.id in self._tree_of
+
+
+class TimeHeap:
+    """Waiting requests by a time, earliest first. ``waits``: whether a request still waits."""
+
+    def __init__(self, waits: Callable[[Request], bool]) -> None:
+        self._heap: list[tuple[float, int, Request]] = []  # with old entries
+        self._num_gone = 0
+        self._waits = waits
+
+    def add(self, at: float, request: Request) -> None:
+        """Adds a request; ignored for an infinite time."""
+        if at < math.inf:
+            heapq.heappush(self._heap, (at, request.id, request))
+
+    def gone(self) -> None:
+        """A request, with a time or without, no longer waits. Drops old entries once they may be the most."""
+        self._num_gone += 1
+        if self._num_gone > MIN_GONE and 2 * self._num_gone > len(self._heap):
+            self._heap = [entry for entry in self._heap if self._waits(entry[2])]
+            heapq.heapify(self._heap)
+            self._num_gone = 0
+
+    def first(self, by: float = math.inf) -> Request | None:
+        """The earliest request, if its time is not after ``by``."""
+        while self._heap and not self._waits(self._heap[0][2]):
+            heapq.heappop(self._heap)
+        return self._heap[0][2] if self._heap and self._heap[0][0] <= by else None
+
+    def __bool__(self) -> bool:
+        return bool(self._heap)

@@ -1,11 +1,8 @@
-"""The sampling parameters of the running requests, as arrays indexed by their row in the page table.
+"""The sampling parameters of running requests, as arrays indexed by their row of ``req_to_token``.
 
-A request's parameters are written once, when it begins to run; a step gathers them for the rows that
-sample. Most requests are described by one number in each array. Those that edit logits or want the
-likeliest tokens told are *special*: what they need besides is made anew for each step, and a step
-without any of them does not even look.
-
-How often each token occurs in a request, as arrays that grow with it: what penalties are reckoned from.
+A request's parameters are written once, when it starts to run; each step gathers them for the rows of logits
+that it samples. One number in each array describes most requests. *Special* requests edit logits or want the
+likeliest tokens: what they need is made anew in each step, and a step without them does not look for it.
 """
 
 from __future__ import annotations
@@ -17,78 +14,15 @@ from agentflow.engine.batch import FloatArray, IntArray, LogitEdits, SampledRows
 from agentflow.engine.grammar.grammar import TokenWords
 from agentflow.engine.request import Request
 
-
-class TokenCounts:
-    """The different tokens of one request, and how often each was generated. ``with_prompt``: those that
-    stand only in the prompt are among them, with 0.
-
-    Everything follows from the request's tokens, so nothing has to be kept when it is preempted or its
-    engine ends. A step costs what its new tokens cost. Whatever replaces generated tokens calls ``keep``.
-    """
-
-    def __init__(self, request: Request, *, with_prompt: bool) -> None:
-        prompt = request.tokens[: request.num_prompt]
-        known = np.unique(prompt) if with_prompt else prompt[:0]
-        self._request = request
-        self._counted: list[int] = []  # the generated tokens that are counted, in their order
-        self._num_fixed = self._num_ids = len(known)
-        room = len(known) + max(16, request.num_generated + 1)
-        self._ids: IntArray = np.zeros(room, dtype=np.int64)
-        self._counts: FloatArray = np.zeros(room, dtype=np.float32)
-        self._ids[: len(known)] = known
-        self._place_of: dict[int, int] = {token: place for place, token in enumerate(known.tolist())}
-
-    def now(self) -> tuple[IntArray, FloatArray]:
-        """Token ids and counts, brought up to date. Read them before the next call."""
-        request = self._request
-        first_new = request.num_prompt + len(self._counted)
-        for token in request.tokens[first_new : request.num_tokens].tolist():
-            place = self._place_of.get(token)
-            if place is None:
-                place = self._add(token)
-            self._counts[place] += 1
-            self._counted.append(token)
-        return self._ids[: self._num_ids], self._counts[: self._num_ids]
-
-    def keep(self, num_generated: int) -> None:
-        """Of the generated tokens only the first ``num_generated`` are still what they were."""
-        for token in self._counted[num_generated:]:
-            place = self._place_of[token]
-            self._counts[place] -= 1
-            if self._counts[place] == 0 and place >= self._num_fixed:
-                self._remove(token, place)
-        del self._counted[num_generated:]
-
-    def _add(self, token: int) -> int:
-        place = self._num_ids
-        if place == len(self._ids):
-            self._ids = np.concatenate((self._ids, np.zeros_like(self._ids)))
-            self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
-        self._ids[place] = token
-        self._counts[place] = 0
-        self._place_of[token] = place
-        self._num_ids = place + 1
-        return place
-
-    def _remove(self, token: int, place: int) -> None:
-        """The last token moves to its place."""
-        self._num_ids -= 1
-        last = int(self._ids[self._num_ids])
-        self._ids[place], self._counts[place] = last, self._counts[self._num_ids]
-        self._place_of[last] = place
-        del self._place_of[token]
-
-
 _MASK_64 = 2**64 - 1
 
 
 class SamplingTable:
-    """Parameters of at most ``max_running`` requests, by page row. ``num_scoring`` of those that run may have
-    rows with a target: they score, or a grammar forces tokens on them whose log-probabilities are wanted.
-    ``num_silent`` of them do not generate.
+    """Parameters of at most ``max_running`` requests. ``num_scoring``: running requests that may have rows
+    with a target, because they score, or want log-probabilities of tokens that a grammar forces.
+    ``num_silent``: running requests that do not generate.
 
-    What is gathered together lies together: to take one array of three rows is as quick as to take one of
-    one, and a step's time here is the number of calls.
+    Parameters that are gathered together are stored together: the time depends on the number of numpy calls.
     """
 
     def __init__(self, max_running: int) -> None:
@@ -105,7 +39,7 @@ class SamplingTable:
         self._constrained: dict[int, Request] = {}
 
     def attach(self, request: Request) -> None:
-        """The request runs, in its page row."""
+        """The request starts to run, in its row of ``req_to_token``."""
         row, params = request.req_row, request.params
         self._count(request, 1)
         self._temperatures[row] = params.temperature
@@ -119,13 +53,13 @@ class SamplingTable:
             self._constrained[row] = request
 
     def detach(self, request: Request) -> None:
-        """It runs no longer, and is about to lose its page row."""
+        """The request no longer runs, and is about to lose its row."""
         self._count(request, -1)
         self._special.pop(request.req_row, None)
         self._constrained.pop(request.req_row, None)
 
     def keep_output(self, request: Request, num_kept: int) -> None:
-        """Of what the request has generated only the first ``num_kept`` tokens are still what they were."""
+        """Only the first ``num_kept`` generated tokens of the request are unchanged."""
         special = self._special.get(request.req_row)
         if special is not None:
             special.keep_output(num_kept)
@@ -148,9 +82,9 @@ class SamplingTable:
         target_ids: IntArray | None = None,
         scored: ScoredTokens | None = None,
     ) -> SampledRows:
-        """How a token is chosen from each of ``rows``, which belong to ``req_rows``; with ``target_ids``
-        some have a target. One that wants log-probabilities has them made for all in its batch. ``scored``:
-        what is to be scored besides."""
+        """The sampled rows after the scheduled tokens ``rows``, whose requests have ``req_rows``.
+        ``target_ids``: as in ``SampledRows``, if any row has a target. Log-probabilities are computed for all
+        rows or none. ``scored``: further tokens to score."""
         edits, masks, top_counts = None, None, None
         if self._special:
             edits, top_counts = self._edits_of(req_rows, target_ids)
@@ -176,7 +110,7 @@ class SamplingTable:
         )
 
     def _masks_of(self, req_rows: IntArray, target_ids: IntArray | None) -> TokenMasks | None:
-        """The masks of the rows that are sampled under a grammar."""
+        """The masks of rows sampled under a grammar."""
         rows: list[int] = []
         words: list[TokenWords] = []
         for index, req_row in enumerate(req_rows.tolist()):
@@ -190,7 +124,7 @@ class SamplingTable:
     def _edits_of(
         self, req_rows: IntArray, target_ids: IntArray | None
     ) -> tuple[LogitEdits | None, IntArray | None]:
-        """The edits of the rows that are sampled, and how many likeliest tokens each row wants told."""
+        """The logit edits of sampled rows, and how many of the likeliest tokens each row wants."""
         found = [
             (index, self._special[req_row])
             for index, req_row in enumerate(req_rows.tolist())
@@ -207,7 +141,7 @@ class SamplingTable:
 
 
 class _Special:
-    """What a request needs besides the numbers in the table."""
+    """What a special request needs beside the table."""
 
     __slots__ = ("_counts", "_forbidden_ids", "_request", "bias_ids", "biases", "params")
 
@@ -223,7 +157,7 @@ class _Special:
             self._counts = TokenCounts(request, with_prompt=params.repetition_penalty != 1)
 
     def counts(self) -> tuple[IntArray, FloatArray]:
-        """The tokens that are penalized now, and how often each was generated."""
+        """The penalized tokens, and how often each was generated."""
         if self._counts is None:
             return _NO_IDS, _NO_NUMBERS
         return self._counts.now()
@@ -233,7 +167,7 @@ class _Special:
             self._counts.keep(num_kept)
 
     def forbidden_ids(self) -> IntArray:
-        """What may not be chosen now."""
+        """Tokens that are forbidden now."""
         request = self._request
         return self._forbidden_ids if request.num_generated < self.params.min_tokens else _NO_IDS
 
@@ -243,7 +177,7 @@ _NO_NUMBERS: FloatArray = np.zeros(0, dtype=np.float32)
 
 
 def _edits(found: list[tuple[int, _Special]]) -> LogitEdits | None:
-    """All edits of these rows; None where there are none."""
+    """All edits of these rows, or None."""
     counted = [special.counts() for _, special in found]
     forbidden = [special.forbidden_ids() for _, special in found]
     num_penalized = [len(ids) for ids, _ in counted]
@@ -269,3 +203,64 @@ def _edits(found: list[tuple[int, _Special]]) -> LogitEdits | None:
         forbidden_rows=np.repeat(rows, num_forbidden),
         forbidden_ids=np.concatenate(forbidden),
     )
+
+
+class TokenCounts:
+    """The distinct tokens of one request and how often each was generated, for penalties. ``with_prompt``:
+    tokens that occur only in the prompt are included, with count 0.
+
+    The counts follow from the request's tokens, so nothing is stored when it is retracted. A step costs time
+    proportional to its new tokens. Code that replaces generated tokens must call ``keep``.
+    """
+
+    def __init__(self, request: Request, *, with_prompt: bool) -> None:
+        prompt = request.tokens[: request.num_prompt]
+        known = np.unique(prompt) if with_prompt else prompt[:0]
+        self._request = request
+        self._counted: list[int] = []  # the generated tokens counted so far, in order
+        self._num_fixed = self._num_ids = len(known)
+        room = len(known) + max(16, request.num_generated + 1)
+        self._ids: IntArray = np.zeros(room, dtype=np.int64)
+        self._counts: FloatArray = np.zeros(room, dtype=np.float32)
+        self._ids[: len(known)] = known
+        self._place_of: dict[int, int] = {token: place for place, token in enumerate(known.tolist())}
+
+    def now(self) -> tuple[IntArray, FloatArray]:
+        """Token ids and counts, up to date. The arrays are valid until the next call."""
+        request = self._request
+        first_new = request.num_prompt + len(self._counted)
+        for token in request.tokens[first_new : request.num_tokens].tolist():
+            place = self._place_of.get(token)
+            if place is None:
+                place = self._add(token)
+            self._counts[place] += 1
+            self._counted.append(token)
+        return self._ids[: self._num_ids], self._counts[: self._num_ids]
+
+    def keep(self, num_generated: int) -> None:
+        """Only the first ``num_generated`` generated tokens are unchanged."""
+        for token in self._counted[num_generated:]:
+            place = self._place_of[token]
+            self._counts[place] -= 1
+            if self._counts[place] == 0 and place >= self._num_fixed:
+                self._remove(token, place)
+        del self._counted[num_generated:]
+
+    def _add(self, token: int) -> int:
+        place = self._num_ids
+        if place == len(self._ids):
+            self._ids = np.concatenate((self._ids, np.zeros_like(self._ids)))
+            self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
+        self._ids[place] = token
+        self._counts[place] = 0
+        self._place_of[token] = place
+        self._num_ids = place + 1
+        return place
+
+    def _remove(self, token: int, place: int) -> None:
+        """Moves the last token to its place."""
+        self._num_ids -= 1
+        last = int(self._ids[self._num_ids])
+        self._ids[place], self._counts[place] = last, self._counts[self._num_ids]
+        self._place_of[last] = place
+        del self._place_of[token]

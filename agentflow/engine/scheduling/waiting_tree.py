@@ -1,10 +1,9 @@
-"""Which requests wait, by their tokens, and how much of each is cached: kept up to date, not searched.
+"""Which waiting requests have the longest cached prefix, kept up to date instead of searched.
 
-A radix tree over the prompts of waiting requests, for each extra key. An edge knows how many of its
-tokens are cached: a step that computes or evicts tokens tells the tree so, and that touches one
-path, however many requests wait below it. All requests below the point where the cached part of a
-path ends have the same match; such a point is a *frontier*, and a heap of frontiers gives the longest
-match without looking at the requests.
+A radix tree over the prompts of waiting requests, for each extra key. Each edge knows how many of its tokens
+are cached. When a step computes or evicts tokens, only one path is updated, however many requests wait below
+it. All requests below the point where the cached part of a path ends have the same match; such a point is a
+*frontier*, and a heap of frontiers gives the longest match without looking at single requests.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from agentflow.engine.scheduling.policy import IsBlocked
 
 
 class WaitingNode:
-    """One edge: the tokens ``start`` to ``end`` of all requests below, ``cached`` of them cached.
+    """One edge: tokens ``start`` to ``end`` of all requests below, of which the first ``cached`` are cached.
 
-    ``requests`` end here. ``uncached``: those children of which nothing is cached.
+    ``requests``: those that end here. ``uncached``: children without any cached token.
     ``num_waiting``: requests here and below.
     """
 
@@ -48,11 +47,11 @@ class WaitingNode:
         self.requests: dict[int, Request] = {}
         self.cached = 0
         self.num_waiting = 0
-        self.queued_match = -1  # what the heap has it under; -1: it is not there
+        self.queued_match = -1  # its match in the heap; -1: not in the heap
 
     @property
     def frontier_match(self) -> int:
-        """The match of the requests for which the cached part ends here; -1 where there are none."""
+        """The match of the requests whose cached part ends here; -1 if there are none."""
         if self.start + self.cached < self.end:
             return self.start + self.cached if self.cached else -1
         return self.end if self.requests or self.uncached else -1
@@ -62,7 +61,7 @@ class WaitingNode:
         return self.run[:TOKEN_BYTES]
 
     def any_request(self) -> Request:
-        """One of those here or below: the first of the first of the first …"""
+        """A request here or below."""
         node = self
         while not node.requests:
             node = next(iter(node.children.values()))
@@ -70,7 +69,7 @@ class WaitingNode:
 
 
 class WaitingTree:
-    """Requests in order of their match. ``roots``: one tree for each extra key that has any."""
+    """Requests by their match. ``roots``: a tree for each extra key with requests."""
 
     def __init__(self) -> None:
         self.roots: dict[Hashable, WaitingNode] = {}
@@ -85,7 +84,7 @@ class WaitingTree:
         return request.id in self._node_of
 
     def node_of(self, request: Request) -> WaitingNode:
-        """Where the request ends."""
+        """The node where the request ends."""
         return self._node_of[request.id]
 
     def match_of(self, request: Request) -> int:
@@ -96,7 +95,7 @@ class WaitingTree:
         return node.start + node.cached if node is not None else 0
 
     def add(self, request: Request, run: TokenRun, match: int) -> None:
-        """A request, the tokens of it that may come from the cache, and how many of these are there."""
+        """Adds a request. ``run``: its tokens that may come from the cache, of which ``match`` are cached."""
         node = self.roots.get(request.extra_key)
         if node is None:
             node = self.roots[request.extra_key] = WaitingNode(b"", 0, None)
@@ -121,7 +120,7 @@ class WaitingTree:
         self._queue(node)
 
     def remove(self, request: Request) -> None:
-        """The request waits no longer."""
+        """The request no longer waits."""
         node: WaitingNode | None = self._node_of.pop(request.id)
         assert node is not None
         del node.requests[request.id]
@@ -138,22 +137,22 @@ class WaitingTree:
             node = parent
 
     def tokens_cached(self, extra_key: Hashable, run: TokenRun) -> None:
-        """All of ``run`` is cached now."""
+        """The whole of ``run`` is cached now."""
         root = self.roots.get(extra_key)
         for child, common in _along(root, run) if root is not None else ():
             if common > child.cached:
                 self._set_cached(child, common)
 
     def tokens_evicted(self, extra_key: Hashable, run: Callable[[], TokenRun], kept: int) -> None:
-        """What was cached of the tokens that ``run`` gives and of all their continuations is gone but for
-        ``kept`` tokens."""
+        """Of the run that ``run()`` returns, and of all its continuations, only the first ``kept`` tokens are
+        still cached."""
         root = self.roots.get(extra_key)
         for child, common in _along(root, run()) if root is not None else ():
             if child.cached and child.start + common > kept:
                 self._set_cached(child, min(child.cached, max(0, kept - child.start)))
 
     def longest_match(self, is_blocked: IsBlocked) -> tuple[Request, int] | None:
-        """A request with the longest match of those that are not blocked, and that match."""
+        """The request with the longest match among those that are not blocked, with its match."""
         blocked: list[tuple[int, int, WaitingNode]] = []
         found: tuple[Request, int] | None = None
         while self._frontiers and found is None:
@@ -185,7 +184,7 @@ class WaitingTree:
             self._queue(parent)
 
     def _split(self, node: WaitingNode, length: int) -> WaitingNode:
-        """Cuts an edge after ``length`` tokens; the upper part is new and is returned."""
+        """Splits an edge after ``length`` tokens and returns the upper part, which is new."""
         parent = node.parent
         assert parent is not None
         upper = WaitingNode(node.run[: length * TOKEN_BYTES], node.start, parent)
@@ -214,7 +213,7 @@ class WaitingTree:
 
 
 def _along(node: WaitingNode, run: TokenRun) -> list[tuple[WaitingNode, int]]:
-    """The edges below ``node`` along ``run``, each with how many of its tokens it shares with it."""
+    """The edges below ``node`` along ``run``, each with the number of its tokens that match."""
     found: list[tuple[WaitingNode, int]] = []
     done = 0
     while done < len(run):
@@ -232,13 +231,13 @@ def _along(node: WaitingNode, run: TokenRun) -> list[tuple[WaitingNode, int]]:
 
 
 def _unblocked(node: WaitingNode, match: int, is_blocked: IsBlocked) -> Request | None:
-    """A request whose cached part ends at this frontier, and that is not blocked. Requests below one
-    child need the same next token, so one answers for all of them."""
+    """A request whose cached part ends at this frontier and that is not blocked. Requests below one child
+    need the same next token, so one of them decides for all."""
     if match < node.end:
         request = node.any_request()
         return None if is_blocked(request, match) else request
     for request in node.requests.values():
-        return request  # nothing that could be shared is left to compute
+        return request  # nothing left to compute could be shared
     for child in node.uncached.values():
         request = child.any_request()
         if not is_blocked(request, match):

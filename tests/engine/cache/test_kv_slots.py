@@ -42,7 +42,7 @@ def test_slots_come_out_in_ascending_runs():
 def test_double_release_is_refused():
     slots = KVSlots(4)
     slots.allocate(3)
-    with pytest.raises(ValueError, match="free already"):
+    with pytest.raises(ValueError, match="already free"):
         slots.release(np.array([3], dtype=np.int32))
 
 
