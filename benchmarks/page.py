@@ -115,7 +115,7 @@ def with_headlines(readme: str) -> str:
     files = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob("*/*.json"))]
     for figure, text in HEADLINES:
         values = [one["value"] for file in files for one in file["results"] if one["id"] == figure]
-        ratios = " to ".join(f"{value:.1f}" if value >= 2 else f"{value:.2f}" for value in sorted(values))
+        ratios = " to ".join(f"{value:.1f}" if value >= 1.5 else f"{value:.2f}" for value in sorted(values))
         lines.append(f"| {text} | {ratios} | `python -m benchmarks {figure.partition('.')[0]}` |")
     return _TABLE.sub(lambda found: "\n".join([found[1], *lines, "", found[2]]), readme)
 

@@ -1,5 +1,5 @@
-"""What is refused, or cut off, for how a client uses its connection, mostly by the web server itself: for the
-test of docs/reference/errors.md."""
+"""Makes connections fail below HTTP's routes, mostly in the web server itself, per cause in
+docs/reference/errors.md."""
 
 from __future__ import annotations
 

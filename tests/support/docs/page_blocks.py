@@ -15,7 +15,10 @@ import io
 import re
 import textwrap
 from pathlib import Path
+from types import CodeType
 from typing import Any, NamedTuple
+
+import anyio.to_thread
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -54,19 +57,23 @@ def blocks_of(page: Path) -> list[Block]:
     return found
 
 
-def compiled(page: Path, block: Block) -> Any:
+def compiled(page: Path, block: Block) -> CodeType:
     """The block as code; what it raises names the page's lines."""
     source = "\n" * (block.line - 1) + block.source
-    return compile(source, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    code = compile(source, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    assert isinstance(code, CodeType)
+    return code
 
 
 async def run_block(page: Path, block: Block, namespace: dict[str, Any]) -> None:
     """Runs it, and compares what it prints with what it shows."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        made = eval(compiled(page, block), namespace)
-        if inspect.iscoroutine(made):
-            await made
+        code = compiled(page, block)
+        if code.co_flags & inspect.CO_COROUTINE:
+            await eval(code, namespace)
+        else:  # in a thread without an event loop: ``af.run`` wants none
+            await anyio.to_thread.run_sync(exec, code, namespace)
     shown = "".join(f"{text}\n" for text in re.findall(r"^ *# → ?(.*)$", block.source, flags=re.MULTILINE))
     assert doctest.OutputChecker().check_output(shown, printed.getvalue(), doctest.ELLIPSIS), (
         f"the block at line {block.line} shows\n{shown}and prints\n{printed.getvalue()}"

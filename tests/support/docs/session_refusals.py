@@ -1,4 +1,4 @@
-"""How sessions are made to end, or not to begin: by the words of the rows of docs/reference/errors.md."""
+"""Makes sessions fail, at the handshake or later, per cause in docs/reference/errors.md."""
 
 from __future__ import annotations
 
