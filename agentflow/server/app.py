@@ -3,20 +3,18 @@
 ::
 
     /v1/session     websocket, docs/reference/protocol.md
-    /v1/…           OpenAI's and Anthropic's APIs, api_routes.py
+    /v1/…           OpenAI's and Anthropic's APIs, http/routes.py
     /health/live    200 while the process answers
     /health/ready   200 when requests are taken and all engines answer; 503 otherwise
     /metrics        for Prometheus, docs/reference/metrics.md
-    /openapi.json   what the HTTP APIs take and answer
+    /openapi.json   the requests and answers of the HTTP APIs
 
-Whether the server lives, and whether it can take requests.
-
-Keys that may see the metrics are also answered which models there are, and what is wrong with one.
+The health checks need no key. With a key that may see the metrics, ``/health/ready`` also names the models,
+and the reason if the server is not ready.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -39,7 +37,7 @@ from agentflow.protocol.wire import SESSION_PATH
 from agentflow.runtime.generator import Generator
 from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.http.call import address_of
-from agentflow.server.http.errors import ENDING, ApiError, api_error_of
+from agentflow.server.http.errors import ENDING, ApiError, api_error_of, not_ready
 from agentflow.server.http.openapi import openapi
 from agentflow.server.http.origin_guard import BrowserGuard, any_host, one_of, private_host
 from agentflow.server.http.routes import api_routes, error_response
@@ -50,17 +48,17 @@ from agentflow.server.tenants.keys import Tenants, key_of_headers
 from agentflow.server.websocket.connection import WsSession
 from agentflow.server.websocket.sessions import open_sessions
 
-# An engine answers between two steps, and a step may be a long prefill.
+# An engine answers between two steps, and a long prefill is one step.
 STATS_TIMEOUT_S = 5.0
 
 
 async def live(request: Request) -> JSONResponse:
-    """It answers."""
+    """The process answers."""
     return JSONResponse({"status": "live"})
 
 
 async def ready(request: Request) -> JSONResponse:
-    """Every engine answers, and there is room for a session."""
+    """Every engine answers, and another session can be opened."""
     service: Service | None = request.app.state.service
     if service is None or service.is_draining:
         return unready(ENDING)
@@ -69,7 +67,7 @@ async def ready(request: Request) -> JSONResponse:
         try:
             with anyio.fail_after(STATS_TIMEOUT_S):
                 await model.generator(ANONYMOUS).stats()
-        except Exception as error:  # whatever it is: the engine does not answer as it should
+        except Exception as error:  # any error means that the engine cannot serve
             is_late = isinstance(error, TimeoutError)
             why = f"has not answered for {STATS_TIMEOUT_S} s" if is_late else f"does not answer: {error}"
             return unready(f"the engine of {model.name} {why}" if shows_all else "an engine does not answer")
@@ -78,7 +76,7 @@ async def ready(request: Request) -> JSONResponse:
         return unready(
             f"{num_sessions} sessions are open, which is the limit"
             if shows_all
-            else "as many sessions are open as may be"
+            else "the limit of open sessions is reached"
         )
     answer: dict[str, Any] = {"status": "ready"}
     if shows_all:
@@ -87,7 +85,7 @@ async def ready(request: Request) -> JSONResponse:
 
 
 def _may_see_all(request: Request) -> bool:
-    """Whether the request comes with a key for the metrics, or none is needed."""
+    """Whether the request has a key that may see the metrics, or none is needed."""
     tenants: Tenants = request.app.state.tenants
     try:
         return tenants.of_request(request.headers, address_of(request.scope)).sees_metrics
@@ -96,17 +94,18 @@ def _may_see_all(request: Request) -> bool:
 
 
 def unready(reason: str) -> JSONResponse:
-    """503, and why."""
+    """503 with the reason."""
+    error = not_ready()
     return JSONResponse(
-        {"status": "unready", "reason": reason}, status_code=503, headers={"retry-after": "1"}
+        {"status": "unready", "reason": reason}, status_code=error.status, headers=error.headers
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may use the server, and who reads along. ``cors_origins``: pages that may, beside its own.
-    ``allowed_hosts``: names that it is known by; None: any, and without keys those that no public name server
-    can resolve. ``logs_prompts``: the log has prompts and answers."""
+    """Access to the server. ``cors_origins``: origins whose pages may use it, beside its own.
+    ``allowed_hosts``: accepted host names; None: any, or without keys those that the public DNS cannot
+    resolve. ``logs_prompts``: the log has prompts and answers."""
 
     tenants: Tenants = field(default_factory=Tenants)
     cors_origins: tuple[str, ...] = ()
@@ -121,7 +120,7 @@ def create_app(
     http_limits: HttpLimits | None = None,
     access: Access | None = None,
 ) -> Starlette:
-    """The application. Its lifespan opens the models and holds the sessions (``app.state.service``)."""
+    """The application. Its lifespan opens the models and the sessions (``app.state.service``)."""
     limits, access = limits or ServerLimits(), access or Access()
     metrics = ServerMetrics()
 
@@ -164,8 +163,8 @@ def create_app(
         middleware=[cors, guard] if origins else [guard],
         exception_handlers={HTTPException: _not_found},
     )
-    # A redirect to a path without its last slash would name this server as it sees itself, and a client would
-    # take its key there: behind a proxy with TLS, in the clear.
+    # A redirect to a path without its trailing slash would have the address that the server sees. Behind a
+    # TLS proxy, a client that followed it would send its key unencrypted.
     app.router.redirect_slashes = False
     app.router.default = _no_route
     app.state.service = None
@@ -200,47 +199,43 @@ async def _metrics(request: Request) -> Response:
     metrics: ServerMetrics = request.app.state.metrics
     tenants: Tenants = request.app.state.tenants
     try:
-        # Of the keys and not of the service: nobody else reads them while the server starts, either.
+        # From the keys, not from the service, so that they are checked while the server starts, too.
         may_see = tenants.of_request(request.headers, address_of(request.scope)).sees_metrics
     except (NotAuthorized, RateLimited) as error:
         return _unauthorized(error)
     if not may_see:
-        reason = "this API key may not read metrics: use that of a tenant with sees_metrics"
+        reason = "this API key may not read metrics: use the key of a tenant with sees_metrics"
         return JSONResponse({"reason": reason}, status_code=403)
     text = await (metrics.scrape(service.models, service.sessions) if service else metrics.scrape())
     return Response(text, media_type=CONTENT_TYPE)
 
 
 def _unauthorized(error: NotAuthorized | RateLimited) -> Response:
-    refusal = api_error_of(error)
-    if refusal.retry_after_s is not None:
-        headers = {"retry-after": f"{math.ceil(refusal.retry_after_s)}"}
-    else:
-        headers = {"www-authenticate": "Bearer"}
-    return JSONResponse({"reason": refusal.message}, status_code=refusal.status, headers=headers)
+    shown = api_error_of(error)
+    return JSONResponse({"reason": shown.message}, status_code=shown.status, headers=shown.headers)
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
-    """There is no such path, or it takes another method."""
+    """The path does not exist, or does not support the method."""
     assert isinstance(error, HTTPException)
     path, headers = request.scope["path"], dict(error.headers or {})
     shown = f"{request.method} {path[:200]}"
     if path == SESSION_PATH:
         headers |= {"connection": "upgrade", "upgrade": "websocket"}
-        refusal = ApiError(426, "upgrade_required", f"{shown}: connect with a websocket")
+        failure = ApiError(426, "upgrade_required", f"{shown}: open a websocket")
     elif error.status_code == 405:
         headers["Allow"] = ", ".join(sorted(headers.get("Allow", "").split(", ")))
-        text = f"{shown}: this path takes {headers['Allow']}"
-        refusal = ApiError(405, "method_not_allowed", text)
+        text = f"{shown}: this path supports {headers['Allow']}"
+        failure = ApiError(405, "method_not_allowed", text)
     else:
-        refusal = ApiError(404, "not_found", f"there is no {shown} here: /openapi.json lists what there is")
-    return error_response(path, request.headers, refusal, headers)
+        failure = ApiError(404, "not_found", f"{shown} does not exist: /openapi.json lists the paths")
+    return error_response(path, request.headers, failure, headers)
 
 
 async def _no_route(scope: Scope, receive: Receive, send: Send) -> None:
-    """What no route takes."""
+    """Requests without a route."""
     if scope["type"] == "websocket":
-        reason = {"reason": f"there are no sessions at {scope['path'][:200]}: they are at {SESSION_PATH}"}
+        reason = {"reason": f"no sessions at {scope['path'][:200]}: use {SESSION_PATH}"}
         answer = JSONResponse(reason, status_code=404)
         await WebSocket(scope, receive, send).send_denial_response(answer)
         return

@@ -1,4 +1,7 @@
-"""Serving: a socket that is bound before anything is loaded, uvicorn on it, and a quick, clean end."""
+"""Runs the application: a socket that is bound before models load, uvicorn on it, and a clean shutdown.
+
+``serve`` runs until a signal; ``running_server`` runs within a scope.
+"""
 
 from __future__ import annotations
 
@@ -37,29 +40,29 @@ from agentflow.server.websocket.sessions import Sessions
 logger = logging.getLogger(__name__)
 
 DEFAULT_HOST = "127.0.0.1"
-# How long open connections may take to close when the server stops.
+# Time for open connections to close when the server stops.
 SHUTDOWN_S = 2
-# A frame a little over the limit is still read, so that it can be refused with an error that says
-# so; one far over it is cut off by the websocket implementation (close code 1009).
+# A frame slightly over the limit is still read, so that it can be answered with an error. The websocket
+# implementation rejects one far over it (close code 1009).
 READ_LIMIT_FACTOR = 2
 
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """A server that answers at ``url``."""
+    """A server that listens at ``url``."""
 
     url: str
     app: Starlette
 
     @property
     def service(self) -> Service:
-        """What it consists of."""
+        """Its state."""
         service: Service = self.app.state.service
         return service
 
     @property
     def sessions(self) -> Sessions[Any]:
-        """Those that are open."""
+        """Its open sessions."""
         return self.service.sessions
 
 
@@ -83,11 +86,11 @@ def serve(
     tls: Tls | None = None,
     shutdown: ShutdownBudget | None = None,
 ) -> None:
-    """Serves until SIGINT or SIGTERM: then nothing new is taken, what runs may go on for
-    ``shutdown.drain_s``, and it returns. A second signal ends it at once. Prints one line when it is ready.
+    """Serves until SIGINT or SIGTERM. Then new requests are rejected, and running ones may continue for
+    ``shutdown.drain_s``. A second signal stops the server at once. Prints its addresses when it is ready.
 
-    ``PortInUse`` when somebody else listens there, ``ServerError`` when the address cannot be had
-    for another reason, and whatever ``open_models`` raises.
+    ``PortInUse`` if the port is in use, ``ServerError`` if the address cannot be bound for another reason,
+    and the errors of ``open_models``.
     """
 
     limits = with_descriptors(limits or ServerLimits())
@@ -109,14 +112,14 @@ def serve(
             ):
                 group.start_soon(_reload_keys, server.service, signals.until_hang_up)
                 gc.collect()
-                gc.freeze()  # what is loaded stays, and no collection needs to look through it
+                gc.freeze()  # later collections skip the objects that were loaded
                 names = ", ".join(model.name for model in server.service.models)
                 print(f"agentflow serves {names} at {server.url}")
                 base = server.url.replace("ws", "http", 1)
                 print(f"OpenAI's API is at {base}/v1, Anthropic's at {base}", flush=True)
-                await signals.until_asked_to_end()
+                await signals.until_stop()
                 if not await server.service.drain(budget.take(budget.drain_s)):
-                    logger.warning("after %g s requests still ran: they are cancelled", budget.drain_s)
+                    logger.warning("requests still run after %g s and are cancelled", budget.drain_s)
                 group.cancel_scope.cancel()
 
     anyio.run(main, backend="asyncio")  # uvicorn's event loop
@@ -133,20 +136,21 @@ async def running_server(
     access: Access | None = None,
     tls: Tls | None = None,
 ) -> AsyncIterator[RunningServer]:
-    """Serves while the scope lasts; needs asyncio. Port 0 takes a free one. No signal handlers.
+    """Serves while the scope lasts, without signal handlers. Needs asyncio. Port 0: any free port.
 
-    It answers from the beginning, that it is not ready; the scope is entered when the models are loaded.
+    While models load, the server already answers that it is not ready. The scope is entered when they are
+    loaded.
     """
     limits = limits or ServerLimits()
     with contextlib.closing(listen(host, port)) as listener:
         app = create_app(open_models, limits, http_limits=http_limits, access=access)
-        # Before the models: what is wrong with a certificate is told at once.
+        # Before the models, so that a bad certificate fails at once.
         server = _UvicornServer(_config(app, limits, tls), limits, listener)
         async with open_task_group() as group:
             group.start_soon(server.run_shielded)
             try:
                 await server.has_started.wait()
-                # The lifespan runs here and not in uvicorn's own task: what it raises is raised here.
+                # The lifespan runs here and not in uvicorn's own task, so that its errors are raised here.
                 async with app.router.lifespan_context(app):
                     try:
                         yield RunningServer(_url(listener, is_secure=tls is not None), app)
@@ -159,7 +163,7 @@ async def running_server(
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket. ``PortInUse`` or ``ServerError`` in one line."""
     if not 0 <= port <= 65_535:  # getaddrinfo would take it modulo 65,536
-        raise ServerError(f"cannot listen on port {port} of {host}: a port is a number from 0 to 65535")
+        raise ServerError(f"cannot listen on port {port} of {host}: a port is from 0 to 65535")
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -169,7 +173,7 @@ def listen(host: str, port: int) -> socket.socket:
             if os.name == "posix":  # elsewhere the option lets two programs share a port
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
-            # Now, not when the model is loaded: whoever comes second hears of it at once.
+            # Now, not after the models load, so that a second server fails at once.
             listener.listen(socket.SOMAXCONN)
         except BaseException:
             listener.close()
@@ -177,7 +181,7 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise PortInUse(
-                f"port {port} of {host} is in use: stop what listens there, or choose another port"
+                f"port {port} of {host} is in use: stop the other program, or choose another port"
             ) from error
         raise ServerError(f"cannot listen on port {port} of {host}: {error.strerror or error}") from error
     except UnicodeError as error:
@@ -214,8 +218,8 @@ def _config(app: Starlette, limits: ServerLimits, tls: Tls | None) -> uvicorn.Co
 
 
 class _UvicornServer(uvicorn.Server):
-    """Uvicorn without its signal handlers, with an ``Acceptor`` for its connections, and with events for when
-    it answers and when it has ended."""
+    """Uvicorn without its signal handlers, with an ``Acceptor`` for its connections, and with events for its
+    start and its end."""
 
     def __init__(self, config: uvicorn.Config, limits: ServerLimits, listener: socket.socket) -> None:
         super().__init__(config)
@@ -231,7 +235,7 @@ class _UvicornServer(uvicorn.Server):
         )
 
     async def run_shielded(self) -> None:
-        """Serves until ``should_exit``, whatever is cancelled around it, so that the end is a clean one."""
+        """Serves until ``should_exit``. Shielded from cancellation, so that the shutdown is clean."""
         try:
             with anyio.CancelScope(shield=True):
                 async with open_task_group() as group:
@@ -249,13 +253,13 @@ class _UvicornServer(uvicorn.Server):
         return protocol
 
     async def end(self) -> None:
-        """Returns when all connections are closed."""
+        """Stops the server and waits until all connections are closed."""
         self.should_exit = True
         with anyio.CancelScope(shield=True):
             await self._has_ended.wait()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """In place of uvicorn's: connections come from the acceptor."""
+        """Replaces uvicorn's: connections come from the acceptor."""
         await self.lifespan.startup()
         self.servers = [self.acceptor]  # type: ignore[list-item]
         self.started = True
@@ -267,42 +271,42 @@ class _UvicornServer(uvicorn.Server):
 
 
 async def _reload_keys(service: Service, has_hung_up: Callable[[], Awaitable[None]]) -> None:
-    """Each SIGHUP has the keys file read again; what is wrong with it is logged, and changes nothing."""
+    """Reads the keys file again at each SIGHUP. An invalid file is logged and changes nothing."""
     while True:
         await has_hung_up()
         try:
             await service.reload_tenants()
             logger.info("the keys file was read again")
         except AgentflowError as error:
-            logger.error("the keys file cannot be used, and the one before stays in force: %s", error)
+            logger.error("the keys file is invalid, and the previous keys stay valid: %s", error)
 
 
 class _Signals:
-    """What signals ask of a server, from before it loads anything until its end. SIGHUP does no more than
-    to be remembered. ``scope`` is cancelled by the second SIGINT or SIGTERM, or by a first one before anybody
-    waits for it; a third one does what it did before."""
+    """The signal handlers of a server, from before it loads models until its end. SIGHUP is recorded. The
+    second SIGINT or SIGTERM cancels ``scope``, and so does the first before ``until_stop`` is called. A third
+    one has its previous effect."""
 
     def __init__(self, scope: anyio.CancelScope) -> None:
         self._scope = scope
         self._loop = asyncio.get_running_loop()
-        self._is_asked_to_end = anyio.Event()
+        self._stop_requested = anyio.Event()
         self._is_end_awaited = False
         self._hang_up = anyio.Event()
         self._previous: dict[int, Any] = {}
 
-    async def until_asked_to_end(self) -> None:
-        """Returns at the first SIGINT or SIGTERM after it was called."""
+    async def until_stop(self) -> None:
+        """Waits for the next SIGINT or SIGTERM."""
         self._is_end_awaited = True
-        await self._is_asked_to_end.wait()
+        await self._stop_requested.wait()
 
     async def until_hang_up(self) -> None:
-        """Returns when SIGHUP has come since it returned last."""
+        """Waits for a SIGHUP since the last call returned."""
         await self._hang_up.wait()
         self._hang_up = anyio.Event()
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        if self._is_end_awaited and not self._is_asked_to_end.is_set():
-            self._loop.call_soon_threadsafe(self._is_asked_to_end.set)
+        if self._is_end_awaited and not self._stop_requested.is_set():
+            self._loop.call_soon_threadsafe(self._stop_requested.set)
             return
         self._restore((signal.SIGINT, signal.SIGTERM))
         self._loop.call_soon_threadsafe(self._scope.cancel)

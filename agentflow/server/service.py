@@ -1,4 +1,4 @@
-"""What a running server consists of, for all that answers its requests."""
+"""The state of a running server, which all of its handlers share."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import anyio
 from agentflow.engine.tenant import Tenant
 from agentflow.runtime.limits import TenantMemory
 from agentflow.server.config.limits import HttpLimits, ServerLimits
-from agentflow.server.http.errors import unready
+from agentflow.server.http.errors import not_ready
 from agentflow.server.models import Models
 from agentflow.server.tenants.keys import Tenants
 from agentflow.server.websocket.sessions import Sessions
 
 
 class CallsInFlight:
-    """Counts what is being answered."""
+    """Counts the requests in progress."""
 
     def __init__(self) -> None:
         self.num = 0
@@ -34,15 +34,15 @@ class CallsInFlight:
             self._none = anyio.Event()
 
     async def until_none(self) -> None:
-        """Returns when nothing is being answered."""
+        """Waits until no request is in progress."""
         while self.num:
             await self._none.wait()
 
 
 @dataclass(eq=False)
 class Service:
-    """``is_draining``: the server ends; what runs may finish, and nothing new is taken. ``logs_prompts``:
-    what is asked and answered over HTTP goes into the log. ``bodies``: what the HTTP APIs hold of requests'
+    """``is_draining``: the server shuts down; running requests may finish, new ones are rejected.
+    ``logs_prompts``: the log has the bodies of requests and answers. ``bodies``: the memory of requests'
     bodies."""
 
     models: Models
@@ -61,32 +61,33 @@ class Service:
     def __post_init__(self) -> None:
         self.bodies = TenantMemory(
             self.http_limits.bodies_bytes,
-            "the requests that are being answered may have bodies of",
+            "the bodies of all requests in progress may have",
             "try again later",
         )
 
     def body_threads(self, tenant: Tenant) -> anyio.CapacityLimiter:
-        """Large bodies of one tenant are read in one thread, one after the other: two would only compete for
-        the interpreter's lock, with the event loop too. Keep it while it is used."""
+        """Limits a tenant to one thread that reads large bodies, since several would compete for the
+        interpreter's lock, also with the event loop. Callers must keep a reference while they use it."""
         limiter = self._body_threads.get(tenant.name)
         if limiter is None:
             limiter = self._body_threads[tenant.name] = anyio.CapacityLimiter(1)
         return limiter
 
     def check_open(self) -> None:
-        """``ApiError`` while it ends."""
+        """``ApiError`` while the server shuts down."""
         if self.is_draining:
-            raise unready()
+            raise not_ready()
 
     async def reload_tenants(self) -> None:
-        """Reads the keys file again, and ends the sessions whose keys it has no more. ``BadArgument`` where
-        it cannot be used now: then nothing changes."""
+        """Reads the keys file again and ends the sessions of revoked keys. ``BadArgument`` if the file is
+        invalid; then nothing changes."""
         await anyio.to_thread.run_sync(self.tenants.reload)
         self.models.keep_tenants(self.tenants)
         self.sessions.end_revoked()
 
     async def drain(self, drain_s: float) -> bool:
-        """Takes nothing new, and returns when all is answered, or after ``drain_s`` (False)."""
+        """Rejects new requests and waits until all others have ended. False if that takes longer than
+        ``drain_s``."""
         self.is_draining = True
         with anyio.move_on_after(drain_s) as scope:
             await self.calls.until_none()

@@ -137,17 +137,17 @@ def test_another_path_is_no_session(server: ThreadServer) -> None:
         with pytest.raises(InvalidStatus) as caught:
             connect(f"{server.url}{path}")
         assert caught.value.response.status_code == 404
-        assert f"there are no sessions at {path}" in json.loads(caught.value.response.body)["reason"]
+        assert path in json.loads(caught.value.response.body)["reason"]
 
 
 def test_what_is_not_there_is_refused_with_what_is(server: ThreadServer) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", server.port)
     try:
         for method, path, status, header, says in (
-            ("GET", "/v1/session", 426, ("upgrade", "websocket"), "connect with a websocket"),
-            ("PUT", "/v1/models", 405, ("allow", "GET, HEAD"), "takes GET, HEAD"),
-            ("GET", "/metrics/", 404, ("location", None), "there is no GET /metrics/ here"),
-            ("POST", "/v1/messages/", 404, ("request-id", "mine"), "there is no POST /v1/messages/ here"),
+            ("GET", "/v1/session", 426, ("upgrade", "websocket"), "websocket"),
+            ("PUT", "/v1/models", 405, ("allow", "GET, HEAD"), "GET, HEAD"),
+            ("GET", "/metrics/", 404, ("location", None), "GET /metrics/"),
+            ("POST", "/v1/messages/", 404, ("request-id", "mine"), "POST /v1/messages/"),
         ):
             connection.request(method, path, headers={"x-request-id": "mine"})
             answer = connection.getresponse()

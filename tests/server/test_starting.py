@@ -281,7 +281,7 @@ CHILD = """
 import sys
 from contextlib import asynccontextmanager
 import anyio
-from wire_peer import WireGenerator
+from support.wire_peer import WireGenerator
 from agentflow.server.models import one_model
 from agentflow.server.serve import serve
 

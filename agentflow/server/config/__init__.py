@@ -1,0 +1,5 @@
+"""The configuration of a server.
+
+``limits`` declares limits on the structs that use them, ``schema`` derives all settings from such structs,
+and ``config`` loads them from flags, environment variables and a TOML file, and prints them.
+"""

@@ -1,17 +1,17 @@
-"""IP addresses: which are this machine's own, and which count as one client."""
+"""IP addresses: loopback addresses, and addresses that count as one client."""
 
 from __future__ import annotations
 
 import ipaddress
 from functools import lru_cache
 
-# An IPv6 client has a whole network of this length to choose addresses from.
+# An IPv6 client can choose its address within a network of this prefix length.
 IPV6_PREFIX = 64
 
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach the host: ``localhost`` in any case, or a loopback address in any
-    spelling, also in brackets or mapped into IPv6. Any other name counts as reachable from elsewhere.
+    notation, also in brackets or mapped into IPv6. All other names count as reachable from other machines.
 
     >>> is_loopback("LOCALHOST"), is_loopback("0:0:0:0:0:0:0:1"), is_loopback("::ffff:127.0.0.1")
     (True, True, True)
@@ -25,7 +25,8 @@ def is_loopback(host: str) -> bool:
 
 
 def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address that the host spells out, one that is mapped into IPv6 as IPv4; None for a name."""
+    """The address that a host denotes, or None for a name. An IPv4 address mapped into IPv6 is returned as
+    IPv4."""
     try:
         address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]").partition("%")[0])
     except ValueError:
@@ -36,8 +37,8 @@ def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | Non
 
 @lru_cache(maxsize=4096)
 def client_of(host: str) -> str | None:
-    """What limits by address count as one client: an IPv4 address, or an IPv6 network of 64 bits. None for
-    this machine, where a proxy may stand for many clients, and for what is no address.
+    """The client for limits by address: an IPv4 address, or an IPv6 network of 64 bits. None for this
+    machine, where a proxy may serve many clients, and for names.
 
     >>> client_of("192.0.2.7"), client_of("2001:db8::1"), client_of("127.0.0.1")
     ('192.0.2.7', '2001:db8::/64', None)

@@ -1,12 +1,12 @@
-"""One HTTP request to an API: whose it is, its body, and its answer, whole or as a stream of events.
+"""One HTTP request to an API: its tenant, its body, and its answer, whole or as a stream of events.
 
-When the client is gone the work is cancelled, wherever it stands: nobody waits for it any more.
+``ApiEndpoint`` authenticates a request, reads its body and calls a handler, which uses ``ApiCall`` to read
+and answer it. If the client disconnects, the handler is cancelled at once.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import re
 import secrets
 import time
@@ -27,7 +27,7 @@ from agentflow.errors import AgentflowError
 from agentflow.protocol.json_bounds import BODY_BOUNDS, JsonScan, TooMuchJson
 from agentflow.runtime.limits import MemoryBudget
 from agentflow.runtime.task_group import open_task_group
-from agentflow.server.http.errors import MAX_PARAM_CHARS, ApiError, api_error_of, cut, unready
+from agentflow.server.http.errors import MAX_PARAM_CHARS, ApiError, api_error_of, not_ready, truncated
 from agentflow.server.log import LoggedBody, RequestRecord, log_request, logged_path
 from agentflow.server.service import Service
 from agentflow.server.tenants.rate_limit import BYTES_PER_TOKEN
@@ -55,18 +55,18 @@ class ErrorFormat(Protocol):
     keepalive: bytes
     body_type: type[msgspec.Struct]
 
-    def status(self, refusal: ApiError) -> int:
-        """Its status, where the API has one of its own."""
+    def status(self, error: ApiError) -> int:
+        """The status, which may differ from the error's."""
 
-    def body(self, refusal: ApiError, request_id: str) -> bytes:
-        """The body of an answer that is an error."""
+    def body(self, error: ApiError, request_id: str) -> bytes:
+        """The body of the error."""
 
-    def event(self, refusal: ApiError, request_id: str) -> bytes:
-        """The same, as the last event of a stream that has begun."""
+    def event(self, error: ApiError, request_id: str) -> bytes:
+        """The error as the last event of a stream."""
 
 
 class ApiCall:
-    """What a handler is given. ``record`` is what the log will say of the call."""
+    """The request and its answer, for a handler. ``record``: the entry for the log."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, error_format: ErrorFormat) -> None:
         self.headers = Headers(scope=scope)
@@ -91,27 +91,27 @@ class ApiCall:
 
     @property
     def service(self) -> Service:
-        """The server. ``ApiError`` before it is ready and after its end."""
+        """The server. ``ApiError`` while it is starting or shutting down."""
         service: Service | None = self._scope["app"].state.service
         if service is None:
-            raise unready()
+            raise not_ready()
         return service
 
     def read(self, kind: type[T]) -> T:
-        """The body. ``ApiError`` where it is none of that kind."""
+        """Decodes the body. ``ApiError`` if it does not have this type."""
         try:
             if not self._body.isascii():
-                self._body.decode()  # msgspec does not look into the texts of what is not read
+                self._body.decode()  # msgspec does not check strings that it skips
             return msgspec.json.decode(self._body, type=kind)
         except msgspec.ValidationError as error:
             message, param = _shown_fault(error)
             raise ApiError(400, "invalid_request", message, param=param) from None
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-            raise ApiError(400, "invalid_json", f"the body is no valid JSON: {error}") from None
+            raise ApiError(400, "invalid_json", f"the body is not valid JSON: {error}") from None
 
     async def beside(self, function: Callable[[Unpack[ArgTs]], T], *arguments: *ArgTs) -> T:
-        """Calls the function, which does something with all of the body: where that is large, in a thread of
-        the tenant's, so that the event loop goes on."""
+        """Calls a function that processes the whole body. If the body is large, this happens in a thread of
+        the tenant, so that the event loop continues."""
         if len(self._body) <= SMALL_BODY_BYTES:
             return function(*arguments)
         limiter = self.service.body_threads(self.tenant)
@@ -120,28 +120,28 @@ class ApiCall:
     def generator(
         self, model: str | None, *, to_generate: bool = True, priority: int | None = None
     ) -> EngineGenerator:
-        """The tenant's generator on the model. ``UnknownModel``; ``Overloaded`` where what it generates, with
-        this ``priority``, would come too late."""
+        """The tenant's generator on the model. ``UnknownModel``; ``Overloaded`` if a request with this
+        ``priority`` would wait too long."""
         found = self.service.models.find(model, self.tenant)
         self._is_prompt_charged = to_generate
         if to_generate:
             found.check_admission(self.tenant, priority or 0)
         generator = found.generator(self.tenant)
         if not isinstance(generator, EngineGenerator):
-            raise ApiError(400, "unsupported", f"{model!r} answers in sessions only: it has no engine")
+            raise ApiError(400, "unsupported", f"{model!r} has no engine and is available in sessions only")
         self.record.model = generator.capabilities.model
         return generator
 
     async def reply(self, payload: Any, *, status: int = 200) -> None:
-        """Answers with JSON: a struct, or what is encoded already."""
+        """Answers with JSON, from a struct or encoded already."""
         body = payload if isinstance(payload, bytes) else msgspec.json.encode(payload)
         await self._start(status, JSON, {b"content-length": b"%d" % len(body)})
         await self._write(body, more=False)
 
     @asynccontextmanager
     async def streaming(self) -> AsyncIterator[None]:
-        """Within it events are sent. The status and the headers go out at once, and in silence something that
-        clients skip, so that nothing in between takes the connection for a dead one."""
+        """The scope in which events are sent. Sends the status and the headers at once, and keep-alive events
+        when nothing else is sent, so that no proxy closes the connection as idle."""
         self.record.is_streamed = True
         await self._start(200, EVENTS, {b"cache-control": b"no-cache", b"x-accel-buffering": b"no"})
         async with open_task_group() as group:
@@ -151,7 +151,7 @@ class ApiCall:
 
     async def _keep_alive(self, interval_s: float) -> None:
         while True:
-            # A write that waits until the client has read is no silence.
+            # A write that waits for a slow client does not count as silence.
             silent_s = 0.0 if self._is_writing else time.monotonic() - self._written_s
             if silent_s >= interval_s:
                 await self._write(self._error_format.keepalive, more=True)
@@ -159,25 +159,22 @@ class ApiCall:
                 await anyio.sleep(interval_s - silent_s)  # noqa: TID251 - the interval is the purpose
 
     async def send_events(self, data: bytes, *, last: bool = False) -> None:
-        """Sends whole server-sent events; waits where the client reads more slowly than they come."""
+        """Sends whole server-sent events. Waits for a slow client."""
         await self._write(data, more=not last)
 
-    async def refuse(self, refusal: ApiError) -> None:
+    async def fail(self, error: ApiError) -> None:
         """Ends the answer with an error."""
-        refusal = refusal.shortened()
-        self.record.error = refusal.code
+        error = error.shortened()
+        self.record.error = error.code
         if self.has_begun:
-            await self._write(self._error_format.event(refusal, self.id), more=False)
+            await self._write(self._error_format.event(error, self.id), more=False)
             return
-        body = self._error_format.body(refusal, self.id)
+        body = self._error_format.body(error, self.id)
         headers = {b"content-length": b"%d" % len(body)}
-        if refusal.retry_after_s is not None:
-            headers[b"retry-after"] = b"%d" % math.ceil(refusal.retry_after_s)
-        if refusal.status == 401:
-            headers[b"www-authenticate"] = b"Bearer"
+        headers |= {name.encode(): value.encode() for name, value in error.headers.items()}
         if not self.is_body_read:
-            headers[b"connection"] = b"close"  # the rest of it would be taken for the next request
-        await self._start(self._error_format.status(refusal), JSON, headers)
+            headers[b"connection"] = b"close"  # the rest would be read as the next request
+        await self._start(self._error_format.status(error), JSON, headers)
         await self._write(body, more=False)
 
     async def _start(self, status: int, media_type: bytes, headers: Mapping[bytes, bytes]) -> None:
@@ -199,12 +196,12 @@ class ApiCall:
         self._is_writing, self._written_s = False, time.monotonic()
 
     async def read_body(self) -> None:
-        """Reads the body within the limits of size, content and time. ``RateLimited`` where the tenant may
-        send no large one now."""
+        """Reads the body within the limits of size, content and time. ``RateLimited`` if the tenant may not
+        send a large one now."""
         limits = self.service.http_limits
         encoding = self.headers.get("content-encoding", "identity")
         if encoding.lower() != "identity":
-            text = f"a body with Content-Encoding {encoding[:100]!r} is not read: send it as it is"
+            text = f"the Content-Encoding {encoding[:100]!r} is not supported: send the body uncompressed"
             raise ApiError(415, "unsupported_encoding", text)
         length = self.headers.get("content-length", "")
         announced_bytes = int(length) if length.isdigit() else 0
@@ -232,15 +229,13 @@ class ApiCall:
                 self.is_body_read = not message.get("more_body", False)
         if scope.cancelled_caught:
             seconds = limits.body_timeout_s
-            raise ApiError(
-                408, "request_timeout", f"the body did not come within {seconds:g} s: send it faster"
-            )
+            raise ApiError(408, "request_timeout", f"the body did not arrive within {seconds:g} s")
         self._body = b"".join(parts)
         if self.service.logs_prompts:
             self.record.asked = LoggedBody(self._body)
 
     def _charge(self, num_bytes: int) -> None:
-        """For a body of at least so many bytes, where it is not small."""
+        """Charges the tenant for a body of at least so many bytes, unless it is small."""
         more = num_bytes // BYTES_PER_TOKEN - self._num_charged_tokens
         if num_bytes <= SMALL_BODY_BYTES or more <= 0:
             return
@@ -251,8 +246,8 @@ class ApiCall:
         self._num_charged_tokens += more
 
     def release_body(self) -> None:
-        """What it holds of the request's body is needed no longer. Of what the body was charged, the tenant
-        gets back what the request was charged for its prompt, and all where the server could not serve it."""
+        """Releases the memory of the body. Of the tokens charged for it, the tenant gets back those that are
+        charged for the prompt, and all of them if the server could not serve the request."""
         if self._held is not None:
             self._held.close()
         if not self._num_charged_tokens:
@@ -260,37 +255,37 @@ class ApiCall:
         given_back = self.record.prompt_tokens if self._is_prompt_charged else 0
         if self.record.status >= 429:
             given_back = self._num_charged_tokens
-        with suppress(AgentflowError, ApiError):  # the key, or the server, is gone
+        with suppress(AgentflowError, ApiError):  # the key is revoked, or the server has stopped
             gate = self.service.models.gate
             gate.charge(self.tenant, -min(given_back, self._num_charged_tokens))
 
     async def until_gone(self) -> None:
-        """Returns when the client has closed the connection. Only after the body was read."""
+        """Waits until the client closes the connection. Call it after the body was read."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
 
 def address_of(scope: Scope) -> str | None:
-    """Where a request comes from: an IP address, where it is known."""
+    """The client's IP address, if it is known."""
     client = scope.get("client")
     return client[0] if client else None
 
 
 def request_id_of(headers: Headers) -> str:
-    """What the client calls its request, or else a new id."""
+    """The id that the client chose for its request, or else a new one."""
     asked_id = headers.get("x-request-id", "")
     return asked_id if _REQUEST_ID.fullmatch(asked_id) else f"req_{secrets.token_hex(12)}"
 
 
 class ClientGone(Exception):
-    """Nobody is there to be answered."""
+    """The client has closed the connection."""
 
 
 Handler = Callable[[ApiCall], Awaitable[None]]
 
 
 class ApiEndpoint:
-    """An ASGI application that answers the requests to one path of an API, its ``route``."""
+    """The ASGI application of one path of an API. ``route``: the path, for the metrics."""
 
     def __init__(self, handler: Handler, error_format: ErrorFormat, *, route: str = "") -> None:
         self._handler = handler
@@ -306,7 +301,7 @@ class ApiEndpoint:
             except (ClientGone, OSError):
                 call.record.error = "client_gone"
             except Exception as error:
-                await self._refuse(call, error)
+                await self._fail(call, error)
         finally:
             call.release_body()
             call.record.took_s = time.perf_counter() - began_s
@@ -331,14 +326,14 @@ class ApiEndpoint:
                 await self._handler(call)
                 group.cancel_scope.cancel()
 
-    async def _refuse(self, call: ApiCall, error: Exception) -> None:
-        refusal = api_error_of(error)
-        if refusal.status == 500:
+    async def _fail(self, call: ApiCall, error: Exception) -> None:
+        shown = api_error_of(error)
+        if shown.status == 500:
             logger.error("request %s failed", call.id, exc_info=error)
         if call.is_over:
             return
         try:
-            await call.refuse(refusal)
+            await call.fail(shown)
         except OSError:
             call.record.error = "client_gone"
 
@@ -350,39 +345,37 @@ async def _cancel_when_gone(call: ApiCall, scope: anyio.CancelScope) -> None:
 
 
 def _too_large(limit: int) -> ApiError:
-    return ApiError(
-        413, "request_too_large", f"the body has more than {limit:,} bytes, which is the limit: send less"
-    )
+    return ApiError(413, "request_too_large", f"the body has more than {limit:,} bytes, which is the limit")
 
 
 def _count(scan: JsonScan, piece: bytes) -> None:
     try:
         scan.push(piece)
     except TooMuchJson as error:
-        text = f"the body has {error}, which is the limit: send less"
+        text = f"the body has {error}, which is the limit"
         raise ApiError(413, "request_too_large", text) from None
 
 
 def _shown_fault(error: msgspec.ValidationError) -> tuple[str, str | None]:
-    """What is wrong, and with which field: msgspec names its place at the end, as `$.a[0]`, or as
-    `key` in `$.a` for a name in the field. Names and values that the client wrote are cut: a message holds
-    as much of them as the body."""
+    """The message and the field of an error. msgspec appends the place, such as `$.a[0]`, or `key` in `$.a`
+    for a name within a field. Names and values of the client are truncated, since they can be as long as the
+    body."""
     text, has_place, place = str(error).rpartition(" - at `")
     if not has_place:
         text, place = str(error), ""
-    place = cut(place, MAX_PARAM_CHARS)
+    place = truncated(place, MAX_PARAM_CHARS)
     is_key = place.startswith("key` in `")
     at = place.removeprefix("key` in `").rstrip("`").lstrip("$.")
     if text.startswith(_UNKNOWN):
         field = _field(at, text.removeprefix(_UNKNOWN))
-        return f"there is no parameter {field!r} here", field
+        return f"the parameter {field!r} is unknown", field
     if text.startswith(_MISSING):
         field = _field(at, text.removeprefix(_MISSING))
         return f"the required parameter {field!r} is missing", field
-    text = cut(text, MAX_PARAM_CHARS)
+    text = truncated(text, MAX_PARAM_CHARS)
     of_key = "a key: " if is_key else ""
     return (f"{at}: {of_key}{text}" if at else text), at or None
 
 
 def _field(at: str, name: str) -> str:
-    return cut(f"{at}.{name.removesuffix('`')}".lstrip("."), MAX_PARAM_CHARS)
+    return truncated(f"{at}.{name.removesuffix('`')}".lstrip("."), MAX_PARAM_CHARS)

@@ -1,10 +1,8 @@
-"""How a refusal looks over HTTP: which status an error has, and its name in the APIs' error bodies.
-
-docs/reference/errors.md lists what comes of it.
-"""
+"""Errors over HTTP: the status and the code of each error. docs/reference/errors.md lists them."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from agentflow.errors import (
@@ -23,9 +21,9 @@ from agentflow.errors import (
 )
 from agentflow.runtime.task_group import first_of
 
-# Where a limit is reached and nobody can say for how long.
+# When the server does not know how long a limit stays reached.
 RETRY_AFTER_S = 1.0
-# Messages quote what the client sent: so much of it says which part is meant.
+# Messages quote what the client sent, up to these lengths.
 MAX_MESSAGE_CHARS = 2_000
 MAX_PARAM_CHARS = 500
 ENDING = "the server is starting or shutting down: try again in a moment"
@@ -47,8 +45,8 @@ _STATUS_AND_CODE: dict[type[AgentflowError], tuple[int, str]] = {
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """An answer that is an error. ``code``: our name for its cause; ``param``: the field of the request
-    that is wrong, where it is one; ``retry_after_s``: when to try again, where that helps."""
+    """An error as it is answered. ``code``: its cause; ``param``: the field of the request that is wrong, if
+    any; ``retry_after_s``: the time to wait before a retry, if that helps."""
 
     status: int
     code: str
@@ -56,28 +54,38 @@ class ApiError(Exception):
     param: str | None = None
     retry_after_s: float | None = None
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers that tell a client what to do."""
+        headers: dict[str, str] = {}
+        if self.retry_after_s is not None:
+            headers["retry-after"] = f"{math.ceil(self.retry_after_s)}"
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return headers
+
     def shortened(self) -> ApiError:
-        """The same with ``message`` and ``param`` cut to what an answer holds of them."""
-        param = None if self.param is None else cut(self.param, MAX_PARAM_CHARS)
-        return replace(self, message=cut(self.message, MAX_MESSAGE_CHARS), param=param)
+        """The same error with ``message`` and ``param`` truncated."""
+        param = None if self.param is None else truncated(self.param, MAX_PARAM_CHARS)
+        return replace(self, message=truncated(self.message, MAX_MESSAGE_CHARS), param=param)
 
 
-def cut(text: str, most: int) -> str:
-    """At most ``most`` characters of a text.
+def truncated(text: str, most: int) -> str:
+    """The first ``most`` characters of a text.
 
-    >>> cut("abcdef", 4), cut("abcd", 4)
+    >>> truncated("abcdef", 4), truncated("abcd", 4)
     ('abc…', 'abcd')
     """
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-def unready() -> ApiError:
-    """Of a server that does not take requests yet, or any more."""
+def not_ready() -> ApiError:
+    """The error of a server that is starting or shutting down."""
     return ApiError(503, "unready", ENDING, retry_after_s=RETRY_AFTER_S)
 
 
 def api_error_of(error: Exception) -> ApiError:
-    """What a client is told of an error. Of a fault of the server's own it learns no more than that."""
+    """The error that a client receives. It has no details of a fault of the server itself."""
     error = first_of(error)
     if isinstance(error, ApiError):
         return error

@@ -38,9 +38,9 @@ ANTHROPIC = AnthropicErrorFormat()
 
 @dataclass(frozen=True, slots=True)
 class ApiRoute:
-    """One method on one path. ``request``: what its body is decoded as (None: it has none); ``response``:
-    the answer with status 200; ``streams``: with ``"stream": true`` server-sent events come instead. The
-    OpenAPI document is made of these (openapi.py)."""
+    """One method of one path. ``request``: the type of its body, if it has one; ``response``: the type of the
+    answer with status 200; ``streams``: whether ``"stream": true`` gets server-sent events instead. The
+    OpenAPI document is derived from these (openapi.py)."""
 
     method: str
     path: str
@@ -101,7 +101,7 @@ ROUTES = (
 
 
 def api_routes() -> Sequence[BaseRoute]:
-    """As starlette wants them."""
+    """The routes for starlette."""
     return [
         Route(
             route.path,
@@ -113,7 +113,7 @@ def api_routes() -> Sequence[BaseRoute]:
 
 
 def error_format_of(path: str) -> ErrorFormat:
-    """In whose words to refuse what is asked of ``path``, whether there is anything or not."""
+    """The format of errors of ``path``, which need not exist."""
     for route in ROUTES:
         if path == route.path or path.startswith(f"{route.path}/"):
             return route.error_format
@@ -121,16 +121,16 @@ def error_format_of(path: str) -> ErrorFormat:
 
 
 def error_response(
-    path: str, asked: Headers, refusal: ApiError, headers: Mapping[str, str] | None = None
+    path: str, request_headers: Headers, error: ApiError, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """An error that is told before any handler has the request. ``asked``: the request's headers;
-    ``headers``: more of the answer's."""
+    """The response for an error that occurs before a handler has the request. ``headers``: more headers of
+    the response."""
     error_format = error_format_of(path)
-    request_id = request_id_of(asked)
+    request_id = request_id_of(request_headers)
     own = {error_format.request_id_header.decode(): request_id}
     return Response(
-        error_format.body(refusal, request_id),
-        status_code=error_format.status(refusal),
+        error_format.body(error, request_id),
+        status_code=error_format.status(error),
         media_type="application/json",
         headers={**(headers or {}), **own},
     )

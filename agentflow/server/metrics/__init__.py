@@ -1,0 +1,1 @@
+"""Metrics for Prometheus: ``metrics`` collects and renders them, ``request_times`` measures requests."""
