@@ -61,3 +61,11 @@ def test_the_keys_file_can_be_read(tmp_path: Path) -> None:
     file.write_text(block_of("tenants.md").replace("5e88…", "5e" * 32), encoding="utf-8")
     [tenant] = read_keys_file(file).values()
     assert (tenant.name, tenant.weight) == ("alice", 2.0)
+
+
+def test_the_metrics_are_those_of_the_reference() -> None:
+    listed = (DOCS / "reference" / "metrics.md").read_text(encoding="utf-8")
+    pages = [page.read_text(encoding="utf-8") for page in (DOCS / "operating").glob("*.md")]
+    named = {name.removesuffix("_bucket") for page in pages for name in re.findall(r"agentflow_\w+", page)}
+    assert named
+    assert {name for name in named if f"`{name}`" not in listed} == set()
