@@ -96,9 +96,6 @@ Regex: TypeAlias = "CharSet | Sequence | Choice | Repeat | LookAhead | LookBehin
 EMPTY = Sequence(())
 """The empty text."""
 
-NOTHING = Choice(())
-"""No text, not even the empty one."""
-
 
 class TooLargeForDfa(Exception):
     """No DFA can be built for the expression, or it would be too large; the message says why. The compiler

@@ -1,4 +1,4 @@
-"""Reads config.json of a Hugging Face folder: the sizes of a Llama-family model, or a clear refusal."""
+"""Reads ``config.json`` of a Hugging Face folder: the sizes of a model of the Llama family."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from agentflow.engine.models.rope import RopeConfig, read_rope
 from agentflow.errors import BadModelFolder, UnknownModel
 
-# Each architecture, with head_dim where its config class does not derive it from hidden_size.
+# Each architecture, with its default head_dim if that is not derived from hidden_size.
 _ARCHITECTURES: Mapping[str, int | None] = {
     "LlamaForCausalLM": None,
     "MistralForCausalLM": None,
@@ -22,7 +22,7 @@ _ARCHITECTURES: Mapping[str, int | None] = {
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """Sizes of a decoder of the Llama family. ``max_context``: longest sequence, in tokens."""
+    """The sizes of a decoder. ``max_context``: the longest sequence, in tokens."""
 
     architecture: str
     vocab_size: int
@@ -40,12 +40,13 @@ class LlamaConfig:
 
     @property
     def has_qk_norm(self) -> bool:
-        """Whether queries and keys are normed per head before they are rotated (Qwen3)."""
+        """Whether queries and keys are normed in each head before they are rotated (Qwen3)."""
         return self.architecture == "Qwen3ForCausalLM"
 
 
 def read_config(folder: Path) -> LlamaConfig:
-    """The model's config. UnknownModel without a folder; BadModelFolder for what cannot be run."""
+    """The model's config. ``UnknownModel`` if there is no folder; ``BadModelFolder`` if the model is not
+    supported."""
     if not folder.is_dir():
         raise UnknownModel(f"there is no model folder {folder}: give a folder that holds config.json")
     raw = _read_json(folder / "config.json")
@@ -117,14 +118,14 @@ def _refuse_unsupported(raw: Mapping[str, Any], max_context: int) -> None:
         method = raw["quantization_config"].get("quant_method", "unknown")
         raise BadModelFolder(f"its weights are quantised ({method}): give the unquantised model")
     window = raw.get("sliding_window")
-    # Only Mistral's window is on wherever it is given; Llama has none, the Qwens have a switch.
+    # Mistral's window is always active, Llama has none, and the Qwen models have a switch.
     is_on = bool(raw.get("use_sliding_window", raw.get("model_type") == "mistral"))
     if is_on and window is not None and int(window) < max_context:
         raise BadModelFolder(f"sliding-window attention (sliding_window {window}) is not supported")
 
 
 def _end_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """The tokens that end a text, from both files: some models name only one of theirs in each."""
+    """The tokens that end a text, from both files, as some models list different ones in each."""
     found: dict[int, None] = {}
     for source in (generation, raw):
         ids = source.get("eos_token_id")

@@ -1,4 +1,4 @@
-"""The memory that holds keys and values: one slot per token, whoever the token belongs to."""
+"""The memory for keys and values: one slot for each token."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from agentflow.errors import BadArgument
 
 
 class KvPool:
-    """``layers[i]`` [num_slots, 2, num_kv_heads, head_dim]: keys at 0 and values at 1, side by side, so
-    that a token is written, and read, in one piece per layer.
+    """``layers[i]`` [num_slots, 2, num_kv_heads, head_dim]: keys at 0 and values at 1, adjacent, so that a
+    token is one contiguous read or write in each layer.
 
-    Nothing is cleared: on a CPU a page of memory is first touched when a token is written to it, and
-    kernels must not read a slot that its request does not hold.
+    Memory is not cleared: on a CPU, a page is first touched when a token is written to it, and kernels must
+    not read slots that their request does not own.
     """
 
     def __init__(
@@ -37,8 +37,8 @@ class KvPool:
         except RuntimeError as error:  # torch's out-of-memory errors are RuntimeErrors
             gigabytes = self.bytes_per_token * num_slots / 1e9
             raise BadArgument(
-                f"a KV pool of {num_slots} tokens takes {gigabytes:.1f} GB, which {device} does not have: "
-                "ask for fewer tokens"
+                f"a KV pool of {num_slots} tokens needs {gigabytes:.1f} GB, more than {device} has: "
+                "configure fewer tokens"
             ) from error
         advise_huge_pages(memory)
         self.layers: tuple[Tensor, ...] = memory.unbind(0)

@@ -1,4 +1,4 @@
-"""The forward pass of the Llama family (Llama, Mistral, Qwen2, Qwen3) over rows of many requests."""
+"""The forward pass of the Llama family (Llama, Mistral, Qwen2, Qwen3) over tokens of many requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from agentflow.kernels.ops import Kernels
 
 
 class LlamaModel:
-    """Weights and forward pass. It keeps no state between calls: the KV pool is passed in."""
+    """Weights and forward pass. Keeps no state between calls: the KV pool is an argument."""
 
     def __init__(
         self, config: LlamaConfig, kernels: Kernels, decoder: DecoderWeights, head: LinearWeight
@@ -36,37 +36,37 @@ class LlamaModel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights as they are held."""
+        """The size of all weights."""
         embedding = self._decoder.embedding
         nbytes = embedding.nbytes + self._decoder.final_norm.nbytes + self._head.nbytes
         head = self._head.transposed
         if head is not None and head.data_ptr() == embedding.data_ptr():
-            nbytes -= embedding.nbytes  # one tensor, both
+            nbytes -= embedding.nbytes  # tied: one tensor
         return nbytes + sum(layer.nbytes for layer in self._decoder.layers)
 
     def forward(self, given: ForwardInput, meanwhile: Callable[[], None] = nothing) -> Tensor:
-        """Compute T rows, write their KV, and give the last hidden states, normed, of those that are wanted:
-        [S, hidden_size]. ``meanwhile`` is called once, as of ``ModelRunner.run``."""
+        """Computes T tokens and writes their KV. Returns the normed last hidden states of the rows in
+        ``given.rows``: [S, hidden_size]. ``meanwhile`` is called once, as in ``ModelRunner.run``."""
         if self._whole_forward is not None:
             return self._whole_forward.hidden(given, meanwhile)
         is_waited_for = self._decoder.embedding.device.type == "cpu"
         if is_waited_for:
             meanwhile()
         hidden = self._forward(given)
-        if not is_waited_for:  # all has been launched, and runs
+        if not is_waited_for:  # all kernels are launched and running
             meanwhile()
         return hidden
 
     def choose(
         self, given: ForwardInput, choice: ChoiceRows, meanwhile: Callable[[], None] = nothing
     ) -> IntArray:
-        """The same, but it gives the tokens that ``Kernels.choose`` chooses for the rows: [S]."""
+        """``forward``, then the tokens that ``Kernels.choose`` chooses for the rows: [S]."""
         if self._whole_forward is not None:
             return self._whole_forward.tokens(given, choice, meanwhile)
         return self._kernels.choose(self.logits(self.forward(given, meanwhile)), choice)
 
     def _forward(self, given: ForwardInput) -> Tensor:
-        """Kernel by kernel."""
+        """The forward pass, kernel by kernel."""
         device = self._decoder.embedding.device
         token_ids, positions, write_slots, rows = (
             torch.from_numpy(array).to(device)
@@ -81,7 +81,7 @@ class LlamaModel:
             kv_layer = given.kv_layers[i]
             queries = self._queries(layer, normed, cos, sin, kv_layer, write_slots)
             if i == last and not len(rows):
-                return normed[:0]  # a chunk of a prompt: its KV was all that was wanted
+                return normed[:0]  # a chunk of a prompt: only its KV is needed
             attended = kernels.attention(queries, kv_layer, given.plan, self.config.head_dim**-0.5)
             if i == last and len(rows) < len(token_ids):
                 attended, residual = attended.index_select(0, rows), residual.index_select(0, rows)
@@ -99,7 +99,7 @@ class LlamaModel:
     def _queries(
         self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, kv_layer: Tensor, write_slots: Tensor
     ) -> Tensor:
-        """The rotated queries [T, heads, head_dim]; keys and values go to the pool."""
+        """The rotated queries [T, heads, head_dim]. Keys and values are written to the pool."""
         config, kernels = self.config, self._kernels
         num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
         qkv = kernels.linear(x, layer.qkv).view(-1, num_heads + 2 * num_kv_heads, config.head_dim)

@@ -1,9 +1,7 @@
-"""Brings the weights of a Llama-family folder into the layout of the forward pass.
+"""Loads the weights of a model folder into the layout of the forward pass.
 
-Reads tensors by name from the safetensors files of a Hugging Face folder.
-
-The files are mapped, and the pages of a tensor are released once it is copied: of all files no more than one
-tensor is in this process's memory.
+``Checkpoint`` reads tensors by name from safetensors files, which are mapped. The pages of a tensor are
+released once it is copied, so that at most one tensor of the files is in memory.
 """
 
 from __future__ import annotations
@@ -31,9 +29,9 @@ _INDEX = "model.safetensors.index.json"
 
 
 class Checkpoint:
-    """The named tensors of a folder, single-file or sharded, cast to ``dtype`` on ``device`` as they
-    are taken. A context manager: the files stay mapped until it is left. Whatever is wrong with the
-    files, and any tensor that is missing, misshapen or left over, raises BadModelFolder."""
+    """The named tensors of a folder, single-file or sharded, cast to ``dtype`` on ``device`` as they are
+    taken. A context manager: the files stay mapped until it exits. ``BadModelFolder`` if a file is damaged or
+    a tensor is missing, has the wrong shape or is left over."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self._folder = folder
@@ -61,20 +59,20 @@ class Checkpoint:
         self._open_files.close()
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """The tensor of that name, which must have that shape."""
+        """The tensor with that name, which must have that shape."""
         taken = torch.empty(shape, dtype=self._dtype, device=self._device)
         self._read(name, taken)
         return taken
 
     def take_rows(self, names: Sequence[str], sizes: Sequence[int], width: int) -> Tensor:
-        """Matrices of so many rows each, one below the other."""
+        """Matrices of ``sizes`` rows each, stacked."""
         taken = torch.empty(sum(sizes), width, dtype=self._dtype, device=self._device)
         for name, part in zip(names, torch.split(taken, list(sizes)), strict=True):
             self._read(name, part)
         return taken
 
     def take_if_there(self, name: str, *shape: int) -> Tensor | None:
-        """The tensor of that name, or None."""
+        """The tensor with that name, or None."""
         return self.take(name, *shape) if name in self._files else None
 
     def _read(self, name: str, target: Tensor) -> None:
@@ -94,11 +92,11 @@ class Checkpoint:
         release_file_pages(stored)
 
     def refuse_leftovers(self, *ignored_endings: str) -> None:
-        """Raise if a tensor was not taken: the model would not compute what its weights were made for."""
+        """``BadModelFolder`` if a tensor was not taken: the weights belong to another architecture."""
         left = sorted(n for n in self._files if n not in self._taken and not n.endswith(ignored_endings))
         if left:
             raise BadModelFolder(
-                f"{self._folder} holds {len(left)} tensors that its architecture has no use for "
+                f"{self._folder} has {len(left)} tensors that its architecture does not use "
                 f"({', '.join(left[:3])}{', …' if len(left) > 3 else ''}): it is another kind of model"
             )
 
@@ -120,11 +118,9 @@ class Checkpoint:
 def load_llama(
     folder: Path, config: LlamaConfig, *, dtype: torch.dtype, device: torch.device, kernels: Kernels
 ) -> LlamaModel:
-    """The model of ``folder``, with weights of any stored float type cast to ``dtype``.
-
-    Each product's matrix is packed as soon as it is read, so that beyond the result only one of them is in
-    memory. BadModelFolder if tensors are missing, misshapen or left over.
-    """
+    """The model of ``folder``, with weights of any stored float type cast to ``dtype``. Each matrix is packed
+    as soon as it is read, so that only one is in memory beside the result. ``BadModelFolder`` if tensors are
+    missing, misshapen or left over."""
     with torch.inference_mode(), Checkpoint(folder, dtype, device) as checkpoint:
         model = _Loader(checkpoint, config, kernels).model()
         # Old Llama folders store the rotary frequencies, which follow from the config.
@@ -179,7 +175,7 @@ class _Loader:
         return self._checkpoint.take(f"{name}.weight", size)
 
     def _linear(self, parts: dict[str, int], num_inputs: int, *, gated: bool = False) -> LinearWeight:
-        """One product for several matrices with the same input: name to number of outputs."""
+        """One product for several matrices with the same input. ``parts``: name to number of outputs."""
         names, sizes = [f"{name}.weight" for name in parts], list(parts.values())
         weight = self._checkpoint.take_rows(names, sizes, num_inputs)
         biases = [self._checkpoint.take_if_there(f"{name}.bias", size) for name, size in parts.items()]

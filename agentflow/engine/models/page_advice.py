@@ -1,4 +1,4 @@
-"""What the system may do with the pages of a tensor in host memory."""
+"""Advises the system about the memory pages of a tensor (``madvise``)."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from torch import Tensor
 
 
 def advise_huge_pages(memory: Tensor) -> None:
-    """Asks for large pages for memory that has not been touched yet: fewer faults when it is, and fewer
-    misses when it is read in pieces. Where there are none, nothing changes."""
+    """Requests large pages for memory that has not been touched yet: fewer page faults, and fewer TLB misses
+    on scattered reads. No effect if the system has none."""
     _advise(memory, "MADV_HUGEPAGE")
 
 
 def release_file_pages(mapped: Tensor) -> None:
-    """Takes the pages of a tensor that a file is mapped to, and that is not written to, out of this process's
-    memory. Reading it again reads the file again."""
+    """Releases the pages of a read-only tensor that is mapped from a file. The next access reads the file
+    again."""
     _advise(mapped, "MADV_DONTNEED")
 
 
 def _advise(memory: Tensor, name: str) -> None:
-    """For the whole pages that only ``memory`` uses."""
-    advice = getattr(mmap, name, None)  # Linux alone
+    """Advises on the whole pages that only ``memory`` uses."""
+    advice = getattr(mmap, name, None)  # Linux only
     if advice is None or memory.device.type != "cpu":
         return
     begin = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE

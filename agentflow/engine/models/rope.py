@@ -1,8 +1,8 @@
-"""Rotary position embeddings: the frequencies that a config asks for, and the angles of a batch.
+"""Rotary position embeddings (Su et al. 2021, arXiv 2104.09864): the frequencies of a config and the angles
+of a batch.
 
-Su et al. 2021, arXiv 2104.09864. The scaled kinds stretch the frequencies so that a model reaches
-further than it was first trained: "linear" (Chen et al. 2023, arXiv 2306.15595) divides all of
-them, "llama3" (Llama 3.1's release) divides the low ones only.
+The scaled kinds stretch the frequencies to extend the context beyond training: "linear" (Chen et al. 2023,
+arXiv 2306.15595) divides all of them, "llama3" (Llama 3.1) only the low ones.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from agentflow.errors import BadModelFolder
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """``kind``: default, linear or llama3. ``factor``: how much further the model reaches. The
-    other three belong to llama3; ``original_context`` is in tokens."""
+    """``kind``: default, linear or llama3. ``factor``: the factor by which the context is extended. The other
+    three apply to llama3; ``original_context`` is in tokens."""
 
     kind: str
     theta: float
@@ -63,8 +63,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         return plain
     if rope.kind == "linear":
         return plain / rope.factor
-    # llama3: waves that fit the original context many times stay, those that fit it hardly once
-    # are stretched by the factor, and between the two bounds one blends into the other.
+    # llama3: wavelengths much shorter than the original context stay, long ones are stretched by the factor,
+    # and between the two bounds the frequencies are interpolated.
     waves_in_context = rope.original_context * plain / (2 * math.pi)
     blend = (waves_in_context - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = blend.clamp(0.0, 1.0)
@@ -72,8 +72,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def rope_angles(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, 1, head_dim] of positions [T], as the kernels want them: the halves of a head
-    rotate together, so each angle stands twice, with its sine negated in the first half."""
+    """cos and sin [T, 1, head_dim] of positions [T], as kernels take them: the halves of a head rotate
+    together, so each angle occurs twice, with its sine negated in the first half."""
     angles = positions.float().unsqueeze(-1) * frequencies
     cos, sin = angles.cos(), angles.sin()
     cos = torch.cat((cos, cos), dim=-1).to(dtype).unsqueeze(1)

@@ -1,10 +1,8 @@
-"""Chooses one token per row of logits, all rows of a batch in one pass.
+"""Chooses one token for each row of logits, for all rows of a batch at once.
 
-A row's choice depends on its logits, its parameters, and one number drawn from (seed, position),
-never on what else is in the batch or on what was drawn before: a run that is resumed, replayed or
-batched in another way gives the same tokens.
-
-Penalties, biases and forbidden tokens, applied to single logits of a batch and taken back again.
+A row's choice depends on its logits, its parameters and one number derived from (seed, position), and not on
+other rows or earlier draws: a run that is resumed, replayed or batched differently generates the same tokens.
+Penalties, biases and forbidden tokens are applied in place to single logits, which are restored afterwards.
 """
 
 from __future__ import annotations
@@ -30,10 +28,8 @@ Place = tuple[Tensor, Tensor]
 
 @contextmanager
 def edited(logits: Tensor, edits: LogitEdits) -> Iterator[None]:
-    """Inside, ``logits`` [S, vocabulary] are edited; outside, each has its old value again.
-
-    What is edited is little: to keep those values costs less than a copy of all logits.
-    """
+    """Applies the edits to ``logits`` [S, vocabulary] inside the context, and restores the old values
+    afterwards. Few logits are edited, so keeping their values costs less than a copy."""
 
     def on_device(values: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(values).to(logits.device)
@@ -42,7 +38,7 @@ def edited(logits: Tensor, edits: LogitEdits) -> Iterator[None]:
     biased = (on_device(edits.biased_rows), on_device(edits.biased_ids))
     forbidden = (on_device(edits.forbidden_rows), on_device(edits.forbidden_ids))
     places = [place for place in (penalized, biased, forbidden) if len(place[0])]
-    # All are read before the first is changed: a token may be in several.
+    # Read all values before changing any: a token may be in several places.
     before = [logits[place] for place in places]
     if len(edits.penalized_rows):
         logits[penalized] = _penalized(
@@ -66,7 +62,7 @@ def edited(logits: Tensor, edits: LogitEdits) -> Iterator[None]:
 def _penalized(
     values: Tensor, counts: Tensor, repetitions: Tensor, frequencies: Tensor, presences: Tensor
 ) -> Tensor:
-    """As the docstring of ``SamplingParams`` says it, each step rounded to float32."""
+    """Applies the penalties as defined in ``SamplingParams``, each step rounded to float32."""
     values = torch.where(values > 0, values / repetitions, values * repetitions)
     values = values - frequencies * counts
     return values - presences * (counts > 0)
@@ -78,16 +74,15 @@ _SECOND_MULTIPLIER = np.uint64(0x94D049BB133111EB)
 
 
 def wants_only_tokens(sampled: SampledRows) -> bool:
-    """Whether there are rows, and all that is wanted of them is what ``Kernels.choose`` gives of their
-    logits as they are."""
+    """Whether there are rows, and ``Kernels.choose`` on unedited logits is all that they need."""
     return len(sampled.rows) > 0 and sampled.edits is None and not sampled.needs_logprobs
 
 
 def choose_tokens(logits: Tensor, sampled: SampledRows, kernels: Kernels) -> BatchOutput:
-    """The token of each row, and its log-probability and the likeliest tokens where any row needs them.
+    """The token of each row; its log-probability and the likeliest tokens if any row needs them.
 
-    ``logits`` [S, vocabulary] float32, changed meanwhile and left as they were. Tokens are chosen as
-    ``Kernels.choose`` says. ``sampled.edits`` and then ``sampled.masks`` come before that.
+    ``logits`` [S, vocabulary] float32: modified and restored. ``sampled.edits`` and then ``sampled.masks``
+    are applied before ``Kernels.choose``.
     """
     rows = choice_rows(sampled)
     if sampled.edits is None:
@@ -107,7 +102,7 @@ def choose_tokens(logits: Tensor, sampled: SampledRows, kernels: Kernels) -> Bat
 
 
 def choice_rows(sampled: SampledRows) -> ChoiceRows:
-    """How the rows' tokens are chosen, as kernels take it."""
+    """The parameters of the rows, in the form kernels take."""
     masks = sampled.masks
     is_random = bool((sampled.temperatures > 0).any())
     return ChoiceRows(
@@ -129,8 +124,8 @@ def _scored(logits: Tensor, totals: Tensor, scored: ScoredTokens) -> FloatArray:
 
 
 def _top(logits: Tensor, totals: Tensor, chosen: NDArray[np.bool_]) -> tuple[IntArray, FloatArray]:
-    """The likeliest tokens of the chosen rows, and their log-probabilities; -1 and 0 in the other rows.
-    Always as many, so that which of equals are found does not depend on what other rows want."""
+    """The likeliest tokens of the chosen rows and their log-probabilities; -1 and 0 in the other rows. The
+    number is constant, so that ties do not depend on what other rows request."""
     count = min(MAX_TOP_LOGPROBS, logits.shape[1])
     found = chosen_rows(logits, chosen).topk(count, dim=-1)
     ids = np.full((len(chosen), count), -1, dtype=np.int64)
@@ -143,8 +138,8 @@ def _top(logits: Tensor, totals: Tensor, chosen: NDArray[np.bool_]) -> tuple[Int
 def uniforms(seeds: NDArray[np.uint64], positions: IntArray) -> NDArray[np.float64]:
     """One number in [0, 1) for each pair of seed and position.
 
-    Two rounds of splitmix64's mixing function (Steele, Lea and Flood, OOPSLA 2014), the seed in the
-    first and the position in the second; the upper 53 bits are the number.
+    Two rounds of the mixing function of splitmix64 (Steele, Lea and Flood, OOPSLA 2014), with the seed in the
+    first and the position in the second; the number is the upper 53 bits.
     """
     state = _mix(_mix(seeds + _GOLDEN) + positions.astype(np.uint64) * _GOLDEN)
     return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -1,7 +1,4 @@
-"""The model runner on torch: a model folder, a KV pool, and one forward pass per batch.
-
-What a forward pass is given for a batch.
-"""
+"""The model runner on torch: a model folder, a KV pool, and one forward pass for each batch."""
 
 from __future__ import annotations
 
@@ -25,8 +22,8 @@ from agentflow.kernels.ops import Kernels, kernels_for
 
 
 def forward_input_of(batch: Batch, kernels: Kernels, kv_layers: tuple[Tensor, ...]) -> ForwardInput:
-    """Its arrays, and the plan of its attention. ``kv_layers``: the pool, in the model's dtype and on its
-    device (``KvPool.layers``)."""
+    """The batch's arrays and the plan of its attention. ``kv_layers``: the pool, in the model's dtype and on
+    its device (``KvPool.layers``)."""
     attended = AttentionBatch(
         batch.req_to_token, batch.req_rows, batch.query_lens, batch.kv_lens, batch.trees
     )
@@ -37,18 +34,17 @@ def forward_input_of(batch: Batch, kernels: Kernels, kv_layers: tuple[Tensor, ..
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _MAX_LOGIT_ROWS = 256
-"""Rows of logits held at once: 200 kB each for a vocabulary of 50,000."""
+"""The most rows of logits in memory at once: 200 kB each for a vocabulary of 50,000."""
 _MEMORY_WORDS = ("DefaultCPUAllocator", "_STATUS_ALLOC_FAILED", "out of memory")
 _FAULT_WORDS = ("CUDA error", "CUBLAS_STATUS_", "CUDNN_STATUS_", "Triton Error [CUDA]")
 
 
 class TorchRunner:
-    """Runs a Llama-family folder. ``device``: cpu, cuda or None (cuda where there is one).
-    ``dtype``: bfloat16 or float32, of weights, activations and KV. ``num_slots``: tokens the KV pool holds.
-    ``num_threads``: CPU threads of the whole process; None: as many as torch has, but no more than
-    ``usable_cpus``.
+    """Runs a model of the Llama family. ``device``: cpu, cuda or None (cuda if available). ``dtype``:
+    bfloat16 or float32, for weights, activations and KV. ``num_slots``: the size of the KV pool in tokens.
+    ``num_threads``: CPU threads of the whole process; None: torch's default, but at most ``usable_cpus``.
 
-    UnknownModel, BadModelFolder or BadArgument if it cannot be run.
+    ``UnknownModel``, ``BadModelFolder`` or ``BadArgument`` if it cannot be run.
     """
 
     info: RunnerInfo
@@ -99,7 +95,7 @@ class TorchRunner:
             if failure is None:
                 raise
             if isinstance(failure, OutOfMemory):
-                torch.cuda.empty_cache()  # what is left may lie in pieces
+                torch.cuda.empty_cache()  # the free memory may be fragmented
             raise failure from error
 
     @torch.inference_mode()
@@ -122,7 +118,7 @@ class TorchRunner:
         return self._kv_pool.layers
 
     def close(self) -> None:
-        """Give the memory back; the runner cannot be used any more."""
+        """Frees the memory. The runner cannot be used afterwards."""
         del self._model, self._kv_pool
 
     def _choose(self, hidden: Tensor, sampled: SampledRows) -> BatchOutput:
@@ -132,10 +128,10 @@ class TorchRunner:
 
 
 def device_failure(error: RuntimeError | MemoryError) -> OutOfMemory | AcceleratorFault | None:
-    """What an error of a forward pass says about the device; None: nothing, the batch is at fault.
+    """The device failure that an error of a forward pass reports; None if the batch is at fault.
 
-    torch has types for a GPU's memory and faults; errors of its libraries and of a CPU's allocator are known
-    by their words alone.
+    torch has types for the memory and faults of GPUs; errors of its libraries and of the CPU's allocator are
+    recognised by their messages only.
     """
     text = str(error)
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -151,7 +147,7 @@ def _device(name: str | None) -> torch.device:
     if name not in (None, "cpu", "cuda"):
         raise BadArgument(f"device must be cpu or cuda, not {name!r}")
     if name == "cuda" and not torch.cuda.is_available():
-        raise BadArgument("device cuda was asked for, but torch finds no CUDA device here")
+        raise BadArgument("device is cuda, but torch finds no CUDA device")
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 

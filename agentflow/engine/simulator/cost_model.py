@@ -1,4 +1,4 @@
-"""How long a forward pass takes, without running it: a linear model fitted to passes that were timed."""
+"""The time of a forward pass without running it: a linear model fitted to timed passes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from agentflow.errors import BadArgument
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Seconds of one pass: ``base_s``, and for each row, each row whose logits are needed, each token of
-    KV that a single row reads, and each pair of query and key within a chunk's attention."""
+    """Seconds of one pass: ``base_s``, plus ``row_s`` for each token, ``logits_s`` for each row of logits,
+    ``read_s`` for each KV token that a decoding request reads, and ``pair_s`` for each pair of query and key
+    in a chunk's attention."""
 
     base_s: float
     row_s: float
@@ -26,16 +27,16 @@ class CostModel:
     pair_s: float
 
     def step_s(self, batch: Batch) -> float:
-        """For one batch."""
+        """The time of one batch."""
         return float(np.dot(astuple(self), features(batch)))
 
     def write(self, path: Path) -> None:
-        """As JSON."""
+        """Writes the model as JSON."""
         path.write_bytes(msgspec.json.format(msgspec.json.encode(asdict(self))))
 
     @classmethod
     def read(cls, path: Path) -> CostModel:
-        """``BadArgument`` where the file is none."""
+        """Reads a model. ``BadArgument`` if the file is not one."""
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
         except (OSError, msgspec.MsgspecError) as error:
@@ -44,13 +45,13 @@ class CostModel:
 
 @functools.cache
 def default_cost() -> CostModel:
-    """The default model in bfloat16 on two cores with AMX, as ``python -m benchmarks scheduler --only
-    cost`` fitted it."""
+    """The default model in bfloat16 on two cores with AMX, fitted by ``python -m benchmarks scheduler --only
+    cost``."""
     return CostModel.read(Path(__file__).with_name("default_cost.json"))
 
 
 def features(batch: Batch) -> tuple[float, float, float, float, float]:
-    """What the model's coefficients are multiplied with."""
+    """The factors of the model's coefficients."""
     single = batch.kv_lens[: batch.num_decode].sum()
     chunks, ends = batch.query_lens[batch.num_decode :], batch.kv_lens[batch.num_decode :]
     pairs = (chunks * (ends - chunks / 2)).sum()
@@ -58,13 +59,13 @@ def features(batch: Batch) -> tuple[float, float, float, float, float]:
 
 
 def fit_cost(samples: Sequence[tuple[tuple[float, ...], float]]) -> CostModel:
-    """The non-negative coefficients that fit (features, seconds) best, in relative terms: a short pass
-    counts as much as a long one."""
+    """The non-negative coefficients that best fit (features, seconds) with relative errors, so that short
+    passes count as much as long ones."""
     rows = np.array([sample for sample, _ in samples])
     seconds = np.array([seconds for _, seconds in samples])
     rows, target = rows / seconds[:, None], np.ones(len(seconds))
     used = list(range(rows.shape[1]))
-    while True:  # what would become negative is left out, and the others are fitted again
+    while True:  # drops the most negative coefficient and fits again
         found, *_ = np.linalg.lstsq(rows[:, used], target, rcond=None)
         if (found >= 0).all() or len(used) == 1:
             break

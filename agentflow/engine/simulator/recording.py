@@ -1,8 +1,8 @@
-"""Records the requests that a server serves as a workload, which ``agentflow simulate`` replays.
+"""Records the requests that a server serves as a workload for ``agentflow simulate``.
 
-A line is written when its request ends, in a thread: neither the engine nor the event loop waits for a
-disk. Whatever goes wrong with the file ends the recording, never the serving. Token ids are recorded,
-which a tokenizer turns into text again; salts and tenants are not, only which of them are equal.
+A line is written when its request ends, in a thread, so that neither the engine nor the event loop waits for
+the disk. An error of the file ends the recording and does not affect serving. Token ids are recorded, which a
+tokenizer can turn into text; of salts and tenants, only which ones are equal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from agentflow.runtime.task_group import open_task_group
 
 logger = logging.getLogger(__name__)
 
-# Requests that have ended and are not written yet. A disk that is so far behind will not catch up.
+# The limit of finished requests that are not written yet; beyond it the disk is too slow.
 MAX_UNWRITTEN = 10_000
 SCORE = "score"
 
@@ -41,7 +41,7 @@ class _Pending:
 
 
 class _Aliases:
-    """Short numbers for names that may be secrets; none for the empty name."""
+    """Short numbers for names that may be secret; the empty name stays empty."""
 
     def __init__(self) -> None:
         self._of: dict[str, str] = {}
@@ -51,7 +51,7 @@ class _Aliases:
 
 
 class WorkloadRecorder:
-    """A ``RequestObserver``. ``clock``: seconds; the recording starts when this is made."""
+    """A ``RequestObserver``. ``clock``: seconds. The recording starts when the object is created."""
 
     def __init__(self, info: RunnerInfo, clock: Callable[[], float] = time.monotonic) -> None:
         self._info = info
@@ -65,12 +65,12 @@ class WorkloadRecorder:
         self._has_failed = False
 
     def sent(self, submit: Submit) -> None:
-        """Its arrival."""
+        """Records the arrival of a request."""
         if not self._is_over:
             self._pending[submit.request_id] = _Pending(submit, self._clock() - self._started_s)
 
     def heard(self, messages: Sequence[FromEngine]) -> None:
-        """Collects outputs, and has those written that have finished."""
+        """Collects outputs, and queues finished requests for writing."""
         if self._is_over:
             return
         for message in messages:
@@ -87,13 +87,13 @@ class WorkloadRecorder:
                     self._pending.pop(message.request_id, None)
 
     def end(self) -> None:
-        """Nothing more is recorded; ``write_to`` returns when it has written what there is."""
+        """Stops recording. ``write_to`` returns once the queue is written."""
         self._is_over = True
         self._pending.clear()
         self._ended.close()
 
     async def write_to(self, sink: BinaryIO, name: str) -> None:
-        """Writes until ``end``, also when cancelled, and closes ``sink``."""
+        """Writes until ``end``, even if cancelled, and closes ``sink``."""
         with anyio.CancelScope(shield=True), self._to_write:
             try:
                 writer = WorkloadWriter(sink, name, self._info.num_slots)
@@ -102,7 +102,7 @@ class WorkloadRecorder:
                 await anyio.to_thread.run_sync(sink.close)
             except Exception as error:
                 self._give_up(str(error))
-                with suppress(Exception):  # it says once more what was wrong
+                with suppress(Exception):  # the same error again
                     await anyio.to_thread.run_sync(sink.close)
 
     def _write_later(self, arrival: Arrival) -> None:
@@ -113,7 +113,7 @@ class WorkloadRecorder:
 
     def _give_up(self, why: str) -> None:
         if not self._has_failed:
-            logger.error("the workload is not recorded any further: %s", why)
+            logger.error("recording the workload has stopped: %s", why)
         self._has_failed = True
         self.end()
 
@@ -122,7 +122,7 @@ class WorkloadRecorder:
         params = None if submit.score_from else submit.params
         limit = 0
         if params is not None:
-            if end.output_tokens > len(pending.output):  # by the token that ended it: nobody is told that
+            if end.output_tokens > len(pending.output):  # the end token, which is not reported
                 pending.output.append(_end_token(submit, end, self._info))
             limit = min(params.max_tokens, self._info.max_context, self._info.num_slots)
         return Arrival(
@@ -143,7 +143,7 @@ class WorkloadRecorder:
 async def recording(
     client: EngineClient, sink: BinaryIO, *, name: str = "", clock: Callable[[], float] = time.monotonic
 ) -> AsyncIterator[None]:
-    """Records into ``sink`` what goes over ``client`` while the scope lasts; closes it at the end."""
+    """Records the requests of ``client`` into ``sink`` within the context, then closes it."""
     recorder = WorkloadRecorder(client.info, clock)
     async with open_task_group() as group:
         group.start_soon(recorder.write_to, sink, name)
@@ -161,7 +161,7 @@ def _write(writer: WorkloadWriter, arrivals: Sequence[Arrival]) -> None:
 
 
 def _waiting(stream: MemoryObjectReceiveStream[Arrival]) -> list[Arrival]:
-    """What else can be written at once."""
+    """All that can be written at once."""
     arrivals: list[Arrival] = []
     for _ in itertools.repeat(None, MAX_UNWRITTEN):
         try:

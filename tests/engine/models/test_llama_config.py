@@ -130,7 +130,7 @@ def test_a_config_that_is_none(tmp_path: Path, content: str | None, message: str
         ),
         (
             lambda tensors: tensors.update({"model.layers.0.self_attn.q_norm.weight": torch.zeros(4)}),
-            "1 tensors that its architecture has no use for .model.layers.0.self_attn.q_norm.weight.",
+            "1 tensors that its architecture does not use .model.layers.0.self_attn.q_norm.weight.",
         ),
     ],
 )

@@ -282,7 +282,7 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
         ({"dtype": "float16"}, "dtype must be one of bfloat16, float32"),
         ({"device": "tpu"}, "device must be cpu or cuda"),
         ({"num_slots": 0}, "at least one token"),
-        ({"num_slots": 10**12}, "ask for fewer tokens"),
+        ({"num_slots": 10**12}, "configure fewer tokens"),
     ],
 )
 def test_arguments_that_make_no_sense(model_folder: Path, changed: dict[str, object], message: str) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,17 +22,23 @@ from agentflow.engine.simulator.workload import (
     GENERATORS,
     Arrival,
     Workload,
+    WorkloadWriter,
     chat,
     generate,
-    open_writer,
+    open_sink,
     read_workload,
     tree_of_thought,
     unshared,
+    workload_name,
 )
 from agentflow.errors import BadArgument
 
 ONE_SECOND = CostModel(base_s=1, row_s=0, logits_s=0, read_s=0, pair_s=0)
 FCFS = SchedulerConfig(max_running=2, token_budget=16, policy="fcfs")
+
+
+def writer_of(path: Path, *, kv_tokens: int) -> WorkloadWriter:
+    return WorkloadWriter(open_sink(path), workload_name(path), kv_tokens)
 
 
 def arrival(prompt: list[int], output: list[int], at_s: float = 0.0, **kwargs) -> Arrival:
@@ -80,10 +87,10 @@ def test_what_can_never_run_is_counted_and_holds_nothing_up():
 )
 def test_a_workload_is_read_as_it_was_written(tmp_path_factory, arrivals, name):
     path = tmp_path_factory.mktemp("workload") / name
-    writer = open_writer(path, kv_tokens=77)
+    writer = writer_of(path, kv_tokens=77)
     for one in arrivals:
         writer.write(one)
-    writer.close()
+    writer.sink.close()
     workload = read_workload(path)
     assert (workload.name, workload.kv_tokens) == ("w", 77)
     assert len(workload.arrivals) == len(arrivals)
@@ -95,10 +102,10 @@ def test_a_workload_is_read_as_it_was_written(tmp_path_factory, arrivals, name):
 
 
 def test_a_shared_beginning_is_written_once(tmp_path):
-    writer = open_writer(tmp_path / "w.jsonl", kv_tokens=1)
+    writer = writer_of(tmp_path / "w.jsonl", kv_tokens=1)
     for last in range(10):
         writer.write(arrival([*range(1000), 5000 + last], [last]))
-    writer.close()
+    writer.sink.close()
     assert (tmp_path / "w.jsonl").stat().st_size < 8000
 
 
@@ -107,7 +114,7 @@ def test_a_shared_beginning_is_written_once(tmp_path):
     [
         (None, "cannot read the workload"),
         ("{}", "is not a workload"),
-        ('{"generator": "nobody"}', "there are: hot-and-cold"),
+        ('{"generator": "nobody"}', "known: hot-and-cold"),
         ('{"generator": "chat", "parameters": {"turn": 1}}', "no parameter 'turn'; it has: num_chats"),
     ],
 )
@@ -123,16 +130,16 @@ def test_what_is_no_workload_is_refused_in_one_line(tmp_path, capsys, content, m
 
 @pytest.mark.parametrize("name", ["w.jsonl", "w.jsonl.gz"])
 def test_of_a_file_that_was_cut_off_all_whole_lines_are_read(tmp_path, name):
-    writer = open_writer(tmp_path / name, kv_tokens=100)
+    writer = writer_of(tmp_path / name, kv_tokens=100)
     for number in range(3):
         writer.write(arrival([number] * 2000, [number]))
         writer.flush()
         sizes = (tmp_path / name).stat().st_size
-    writer.close()
+    writer.sink.close()
     content = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(content[: sizes - 20])
     workload = read_workload(tmp_path / name)
-    assert workload.is_cut
+    assert workload.is_truncated
     assert [a.prompt[0] for a in workload.arrivals] == [0, 1]
     console = Console(file=io.StringIO(), width=200)
     run_simulate(SimulateOptions(tmp_path / name, ["fcfs"]), console)

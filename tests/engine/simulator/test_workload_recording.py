@@ -255,7 +255,7 @@ async def test_a_full_disk_ends_the_recording_and_not_the_serving(caplog, room):
     assert disk.closed
     errors = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert [record.message for record in errors] == [
-        "the workload is not recorded any further: [Errno 28] No space left on device"
+        "recording the workload has stopped: [Errno 28] No space left on device"
     ]
 
 
@@ -267,7 +267,7 @@ async def test_a_file_that_cannot_be_closed_is_told(caplog):
 
     async with plain_engine() as client, recording(client, Unclosable()):
         await ask(client, PROMPT)
-    assert "the workload is not recorded any further: no" in caplog.text
+    assert "recording the workload has stopped: no" in caplog.text
 
 
 async def test_a_disk_that_is_far_behind_ends_the_recording(caplog, monkeypatch):
@@ -282,7 +282,7 @@ async def test_a_disk_that_is_far_behind_ends_the_recording(caplog, monkeypatch)
         for _ in range(10):
             await ask(client, PROMPT, max_tokens=1)
         assert "the file is 2 requests behind" in caplog.text
-        assert caplog.text.count("not recorded any further") == 1
+        assert caplog.text.count("recording the workload has stopped") == 1
         may_write.set()
 
 

@@ -29,7 +29,7 @@ def test_a_local_folder_is_used_as_it_is(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_folder_without_a_file_names_it(tmp_path: Path, name: str) -> None:
     folder = _tiny_folder(tmp_path / "model")
     (folder / name).unlink()
-    with pytest.raises(BadModelFolder, match=f"model is no usable model folder: {name} is missing"):
+    with pytest.raises(BadModelFolder, match=f"model is not a usable model folder: {name} is missing"):
         resolve_model(str(folder))
 
 
@@ -58,7 +58,7 @@ def test_a_config_that_is_no_json_object_is_named(tmp_path: Path, content: bytes
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "git lfs pull"),
         (b"", "not a safetensors file"),
         (b"\x02" + b"\0" * 7 + b"[]", "not a safetensors file"),
-        (b"\x08" + b"\0" * 7 + b'{"w": 1}', "cut off or damaged"),
+        (b"\x08" + b"\0" * 7 + b'{"w": 1}', "truncated or damaged"),
     ],
 )
 def test_weights_that_are_none_are_named(tmp_path: Path, content: bytes, fault: str) -> None:
