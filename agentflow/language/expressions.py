@@ -174,7 +174,7 @@ def tool(*parts: Appendable) -> RoleExpression:
 
 
 def not_appendable(item: object) -> BadArgument:
-    """The error for an item that is no ``Appendable``."""
+    """The error for an item that is not ``Appendable``."""
     return BadArgument(
         f"cannot append {type(item).__name__} {item!r}: "
         "append a string, a variable, gen, select, image, a role or a conversation"
@@ -289,7 +289,7 @@ def _message(message: object) -> Message:
         try:
             given = msgspec.convert(message, _OpenAIMessage)
         except ValueError as error:  # also for a lone surrogate in a name
-            raise BadArgument(f"conversation: {message!r:.200} is no message: {error}") from None
+            raise BadArgument(f"conversation: {message!r:.200} is not a message: {error}") from None
         calls = [CalledTool(c.id, c.function.name, c.function.arguments) for c in given.tool_calls or ()]
         message = Message(
             given.role,

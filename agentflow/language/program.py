@@ -114,7 +114,7 @@ def program(function: ProgramFunction[P, ResultT]) -> Program[P, ResultT]:
     """
     if not callable(function):
         raise BadArgument(
-            f"program: {short_repr(function)} is no function: decorate an async function of a state"
+            f"program: {short_repr(function)} is not a function: decorate an async function of a state"
         )
     return Program(function)
 

@@ -291,7 +291,7 @@ class State:
         >>> s.join(branches, separator="\\n")
         """
         if not isinstance(branches, Branches) or branches.parent is not self:
-            raise ForeignState("join: these are no branches of this state: give what its fork returned")
+            raise ForeignState("join: the branches are not of this state: give what its fork returned")
         if not isinstance(separator, str):
             raise BadArgument(f"join: the separator must be a string, not {separator!r}")
         self._record.check_appendable()

@@ -168,7 +168,7 @@ def _bound(
             bound.arguments[parameter.name] = _StandIn(record)
         elif parameter.default is parameter.empty:
             raise BadArgument(
-                f"trace of {function.__name__}: {parameter.name!r} is no text, so give its value: "
+                f"trace of {function.__name__}: {parameter.name!r} is not a text: give its value: "
                 f"trace({parameter.name}=…)"
             )
     bound.apply_defaults()

@@ -51,7 +51,7 @@ class ValueType:
         if self.constraint is None:
             name = "whitespace" if whitespace != "compact" else "jump_forward"
             raise BadArgument(
-                f"gen: {name} says how a constraint is kept, and there is none: give a schema, say"
+                f"gen: {name} applies to a constraint, and this gen has none: give a schema, for example"
             )
         asked = msgspec.structs.replace(self.constraint, whitespace=whitespace, jump_forward=jump_forward)
         return replace(self, constraint=asked.check())
@@ -148,7 +148,7 @@ def _schema(schema: Mapping[str, Any]) -> Constraint:
     try:
         return Constraint("schema", json.dumps(schema, ensure_ascii=False)).check()
     except (TypeError, ValueError, RecursionError) as error:
-        raise BadArgument(f"gen: schema is no JSON schema: {error}") from None
+        raise BadArgument(f"gen: schema is not a JSON schema: {error}") from None
 
 
 def _first_line(error: Exception) -> str:
@@ -191,7 +191,7 @@ class ToolCall:
 
 
 def spec_of(tool: Tool) -> ToolSpec:
-    """The tool's description for the model. ``BadArgument`` if it is no tool."""
+    """The tool's description for the model. ``BadArgument`` if it is not a tool."""
     described = _described(tool)
     parameters = described.parameters
     if described.signature is not None:
@@ -254,11 +254,11 @@ class Toolbox:
         return calls[0] if len(calls) == 1 else {"anyOf": calls}, definitions
 
     def read(self, text: str) -> list[ToolCall]:
-        """The calls in ``text``. ``ValueError`` if it is no list of calls of these tools."""
+        """The calls in ``text``. ``ValueError`` if it is not a list of calls of these tools."""
         return [self._call(raw) for raw in msgspec.json.decode(text, type=list[_RawCall])]
 
     def read_call(self, text: str) -> ToolCall:
-        """The call in ``text``. ``ValueError`` if it is no call of one of these tools."""
+        """The call in ``text``. ``ValueError`` if it is not a call of one of these tools."""
         return self._call(msgspec.json.decode(text, type=_RawCall))
 
     def _call(self, raw: _RawCall) -> ToolCall:
@@ -369,7 +369,7 @@ class Tag:
             self._type = value_type(schema=schema, regex=regex, grammar=grammar)
         constraint = self._type.constraint
         if constraint is None:
-            raise BadArgument(f"Tag({begin!r}): say what stands in it: a schema, a regex, a grammar or tools")
+            raise BadArgument(f"Tag({begin!r}): give a schema, a regex, a grammar or tools")
         assert constraint.kind == "schema" or constraint.kind == "regex" or constraint.kind == "grammar"
         self._rule = TagRule(begin, constraint.kind, constraint.source, end)
         self._rule.check()
@@ -410,7 +410,7 @@ def tagged_type(tags: Sequence[Tag]) -> ValueType:
             for piece in split_at_tags(text, rules)
         ]
 
-    return ValueType("text with valid tags", Constraint("tags", source).check(), read)
+    return ValueType("text with tags", Constraint("tags", source).check(), read)
 
 
 def _tagged(tag: Tag, text: str) -> Tagged:
@@ -461,7 +461,7 @@ def matches_whole(pattern: str, text: str) -> bool:
     try:
         return regex.fullmatch(pattern, text, timeout=REGEX_TIMEOUT_S) is not None
     except regex.error as error:
-        raise BadArgument(f"{pattern!r:.200} is no regular expression: {error}") from None
+        raise BadArgument(f"{pattern!r:.200} is not a regular expression: {error}") from None
     except (TimeoutError, RecursionError):
         raise ValueError(f"matching {pattern!r:.200} takes too long") from None
 

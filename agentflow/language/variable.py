@@ -359,7 +359,7 @@ class Variable(Reference[ValueT_co]):
         """
         found = self._record.end.choices
         if found is None:
-            raise BadArgument(f"{self.name!r} comes from no select: only a select has choices")
+            raise BadArgument(f"{self.name!r} is not the value of a select: only a select has choices")
         return dict(found)
 
     def __await__(self) -> Generator[object, None, ValueT_co]:
@@ -390,9 +390,9 @@ class Variable(Reference[ValueT_co]):
         if end.finish_reason == "length":
             num = end.usage.output_tokens
             tokens = f"{num} token{'s' * (num != 1)}"
-            what = f"was truncated after {tokens} and is no complete {shown}, raise max_tokens"
+            what = f"was truncated after {tokens} and is not a complete {shown}, raise max_tokens"
         else:
-            what = f"ended ({end.finish_reason}) with a text that is no {shown}"
+            what = f"ended ({end.finish_reason}) with a text that is not a valid {shown}"
         error = InvalidValue(f"{record.name!r} {what}: {quoted}")
         if record.line is not None:
             error.add_note(f"what failed was appended at {record.line}")

@@ -256,7 +256,7 @@ def test_a_pattern_that_no_machine_can_keep_is_kept_all_the_same(url):
             s += "A sentence: " + af.gen("x", regex=pattern, max_tokens=40, stop="\n")
             s += af.gen("y", regex=pattern, max_tokens=2)
             with pytest.raises(
-                af.InvalidValue, match="was truncated after 2 tokens and is no complete text, raise"
+                af.InvalidValue, match="was truncated after 2 tokens and is not a complete text, raise"
             ):
                 await s["y"]
             return await s["x"].whole_text()
@@ -309,7 +309,7 @@ def test_a_stop_string_ends_the_text_inside_a_value(url, jumps):
         async with af.session(url, seed=7) as flow, flow.state() as s:
             s += af.user("Name a book.")
             s += af.assistant(af.gen("book", schema=Book, stop='"year', jump_forward=jumps, logprobs=True))
-            with pytest.raises(af.InvalidValue, match=r"ended \(stop\) with a text that is no Book"):
+            with pytest.raises(af.InvalidValue, match=r"ended \(stop\) with a text that is not a valid Book"):
                 await s["book"]
             text = await s["book"].whole_text()
             assert re.fullmatch(r'\{"title": ".{3,16}", ', text)

@@ -39,13 +39,13 @@ async def test_a_text_becomes_a_record(text):
     ],
 )
 async def test_the_limits_are_part_of_the_type(wrong):
-    with pytest.raises(af.InvalidValue, match="no Person"):
+    with pytest.raises(af.InvalidValue, match="not a valid Person"):
         await run(extract, scripted(lambda _: wrong), TEXTS[0])
 
 
 async def test_a_record_that_was_cut_is_none():
     endless = '{"name": "' + "Anna " * 200 + '", "born": 1867, "kind": "scientist"}'
-    with pytest.raises(af.InvalidValue, match="was truncated after 96 tokens and is no complete Person"):
+    with pytest.raises(af.InvalidValue, match="was truncated after 96 tokens and is not a complete Person"):
         await run(extract, scripted(lambda _: endless), TEXTS[0])
 
 

@@ -232,7 +232,7 @@ async def test_only_the_branches_of_the_state_are_joined():
         inner = branches[0].fork(1)
         num_ops = len(noted.ops)
         for wrong in (foreign, inner, list(branches), branches[:1], [], None):
-            with pytest.raises(af.ForeignState, match="these are no branches of this state"):
+            with pytest.raises(af.ForeignState, match="the branches are not of this state"):
                 s.join(wrong)
         with pytest.raises(af.BadArgument, match="the separator must be a string, not 3"):
             s.join(branches, separator=3)

@@ -254,7 +254,7 @@ NO_PROGRAM = [None, 3, "judge", ["a"], {}]
 
 @pytest.mark.parametrize("wrong", NO_PROGRAM)
 def test_what_is_no_program_is_refused_before_a_session_opens(wrong):
-    with pytest.raises(af.BadArgument, match="is no function"):
+    with pytest.raises(af.BadArgument, match="is not a function"):
         af.program(wrong)
     for use in (lambda: af.run(wrong, "essay"), lambda: af.map(wrong, ["essay"])):
         with pytest.raises(af.BadArgument, match="cannot be called: give the program itself"):
@@ -343,7 +343,7 @@ def test_a_conversation_is_not_made_of_nonsense(options, why):
 
 @pytest.mark.parametrize("messages", ["\ud83d", ["\ud83d"], [{"\ud83d": 1}], [3], [None]])
 def test_what_is_no_message_is_refused(messages):
-    with pytest.raises(af.BadArgument, match="is no message"):
+    with pytest.raises(af.BadArgument, match="is not a message"):
         af.conversation(messages)
 
 

@@ -252,10 +252,10 @@ class Careless(ScriptedGenerator):
 @pytest.mark.parametrize(
     ("text", "max_tokens", "last", "message"),
     [
-        (REPORT, 4, {"title": "On leaves"}, "'r' was truncated after 4 tokens and is no complete Report"),
+        (REPORT, 4, {"title": "On leaves"}, "'r' was truncated after 4 tokens and is not a complete Report"),
         (REPORT, 5, {"title": "On leaves", "scores": [8]}, "'r' was truncated after 5 tokens"),
-        ('{"title": "a" }', 9, {"title": "a"}, r"'r' ended \(eos\) with a text that is no Report"),
-        ('{"title": "a" x', 9, {"title": "a"}, r"'r' ended \(eos\) with a text that is no Report"),
+        ('{"title": "a" }', 9, {"title": "a"}, r"'r' ended \(eos\) with a text that is not a valid Report"),
+        ('{"title": "a" x', 9, {"title": "a"}, r"'r' ended \(eos\) with a text that is not a valid Report"),
     ],
 )
 async def test_a_value_that_never_got_complete_is_told_to_its_readers(text, max_tokens, last, message):

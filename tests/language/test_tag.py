@@ -128,7 +128,7 @@ def test_what_was_put_together_comes_apart_again(pieces, escapes):
 
 async def test_a_text_that_was_cut_in_a_tag_is_no_value_and_one_that_was_cut_in_prose_is():
     with pytest.raises(
-        af.InvalidValue, match="was truncated after 2 tokens and is no complete text with valid tags"
+        af.InvalidValue, match="was truncated after 2 tokens and is not a complete text with tags"
     ):
         await reply_of('a <point>{"x": 1.5}</point> b', ALL, max_tokens=2)
     assert await reply_of("one <age>1</age> two three", ALL, max_tokens=3) == [
@@ -139,7 +139,9 @@ async def test_a_text_that_was_cut_in_a_tag_is_no_value_and_one_that_was_cut_in_
 
 
 async def test_what_does_not_fit_its_schema_is_told():
-    with pytest.raises(af.InvalidValue, match=r"ended \(eos\) with a text that is no text with valid tags"):
+    with pytest.raises(
+        af.InvalidValue, match=r"ended \(eos\) with a text that is not a valid text with tags"
+    ):
         await reply_of('<point>{"x": "far"}</point>', ALL)
 
 
@@ -158,7 +160,7 @@ def test_what_a_backend_is_asked_for():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"begin": "<a>", "end": "</a>"}, r"Tag\('<a>'\): say what stands in it"),
+        ({"begin": "<a>", "end": "</a>"}, r"Tag\('<a>'\): give a schema, a regex"),
         ({"begin": "", "end": "</a>", "regex": "a"}, "tags: begin must be a string of 1 to 200"),
         ({"begin": "<a>", "end": 3, "regex": "a"}, "tags: end must be a string of 1 to 200"),
         ({"begin": "<a>", "end": "</a>", "regex": "a", "schema": Point}, "Tag: schema and regex exclude"),
@@ -182,9 +184,9 @@ def test_a_tag_that_makes_no_sense_is_refused(arguments, message):
         ({"regex": "a", "whitespace": "tight"}, "whitespace='tight' is for JSON schemas, not for regex"),
         ({"schema": Point, "whitespace": "none"}, "whitespace must be one of 'compact', 'tight', 'free'"),
         ({"schema": Point, "jump_forward": 0}, "jump_forward must be True or False, not 0"),
-        ({"whitespace": "tight"}, "gen: whitespace says how a constraint is kept, and there is none"),
-        ({"jump_forward": False}, "gen: jump_forward says how a constraint is kept, and there is none"),
-        ({"type": str, "jump_forward": False}, "gen: jump_forward says how a constraint is kept"),
+        ({"whitespace": "tight"}, "gen: whitespace applies to a constraint, and this gen has none"),
+        ({"jump_forward": False}, "gen: jump_forward applies to a constraint, and this gen has none"),
+        ({"type": str, "jump_forward": False}, "gen: jump_forward applies to a constraint"),
     ],
 )
 def test_a_gen_that_makes_no_sense_is_refused(arguments, message):

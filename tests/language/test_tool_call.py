@@ -176,7 +176,9 @@ async def test_a_text_that_is_no_list_of_calls_is_told_with_its_fault(text, caus
     async with af.session(backend=af.Scripted([text])) as flow, flow.state() as s:
         expression = af.gen("calls", tools=[weather, ORDER])
         s += expression
-        with pytest.raises(af.InvalidValue, match="a text that is no list of tool calls: ") as failure:
+        with pytest.raises(
+            af.InvalidValue, match="a text that is not a valid list of tool calls: "
+        ) as failure:
             await s[expression]
         assert failure.value.args[0].endswith(repr(text))
         with pytest.raises(ValueError, match=cause):

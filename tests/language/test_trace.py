@@ -300,7 +300,7 @@ async def test_waiting_for_something_else_is_refused():
 
 
 def test_what_is_no_text_must_be_given():
-    with pytest.raises(af.BadArgument, match="'dimensions' is no text, so give its value"):
+    with pytest.raises(af.BadArgument, match="'dimensions' is not a text: give its value"):
         judge.trace()
 
 

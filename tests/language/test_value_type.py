@@ -94,12 +94,12 @@ async def test_the_value_of_a_text(wanted, text, value):
 
 
 INVALID = [
-    ({"schema": Report}, '{"grade": 7}', r"no Report: '{\"grade\": 7}'", "less than or equal to 6"),
-    ({"schema": Report}, '{"grade": ', "no Report", "EOF"),
-    ({"schema": Point}, '{"x": "far"}', "no Point", r"Expected `float`, got `str` - at `\$.x`"),
-    ({"schema": City}, '{"name": "a"}', "no City", "missing required field `size`"),
-    ({"schema": {"type": "object"}}, "[" * 100_000, r"no JSON value: '\[{199}…'", "recursion"),
-    ({"schema": list[int]}, "[" * 100_000, "no list", "Expected `int`, got `array`"),
+    ({"schema": Report}, '{"grade": 7}', r"not a valid Report: '{\"grade\": 7}'", "less than or equal to 6"),
+    ({"schema": Report}, '{"grade": ', "not a valid Report", "EOF"),
+    ({"schema": Point}, '{"x": "far"}', "not a valid Point", r"Expected `float`, got `str` - at `\$.x`"),
+    ({"schema": City}, '{"name": "a"}', "not a valid City", "missing required field `size`"),
+    ({"schema": {"type": "object"}}, "[" * 100_000, r"not a valid JSON value: '\[{199}…'", "recursion"),
+    ({"schema": list[int]}, "[" * 100_000, "not a valid list", "Expected `int`, got `array`"),
 ]
 
 
@@ -140,15 +140,15 @@ async def test_a_text_that_is_no_such_value(wanted, text, message, cause):
 
 
 CUT = [
-    ({"type": int}, "12", "34", "no complete int"),
-    ({"type": float}, "1.5", "6", "no complete float"),
-    ({"type": bool}, "true", "st", "no complete bool"),
-    ({"regex": "[0-9 ]+"}, "12", "3", "no complete text"),
-    ({"choices": ["a", "a b"]}, "a", "b", "no complete choice"),
-    ({"grammar": 'start: "a" " b"'}, "a", "b", "no complete text"),
-    ({"schema": {"type": "integer"}}, "1", "", "no complete JSON value"),
-    ({"schema": Point}, '{"x": 1}', "", "no complete Point"),
-    ({"tools": [len_of]}, "[]", "", "no complete list of tool calls"),
+    ({"type": int}, "12", "34", "not a complete int"),
+    ({"type": float}, "1.5", "6", "not a complete float"),
+    ({"type": bool}, "true", "st", "not a complete bool"),
+    ({"regex": "[0-9 ]+"}, "12", "3", "not a complete text"),
+    ({"choices": ["a", "a b"]}, "a", "b", "not a complete choice"),
+    ({"grammar": 'start: "a" " b"'}, "a", "b", "not a complete text"),
+    ({"schema": {"type": "integer"}}, "1", "", "not a complete JSON value"),
+    ({"schema": Point}, '{"x": 1}', "", "not a complete Point"),
+    ({"tools": [len_of]}, "[]", "", "not a complete list of tool calls"),
 ]
 
 
@@ -243,8 +243,8 @@ REFUSED = [
     ({"schema": WithUnknown}, "'WithUnknown' cannot be expressed as JSON .*Nowhere"),
     ({"schema": object()}, "cannot be expressed as JSON"),
     ({"schema": Callable}, "cannot be expressed as JSON"),
-    ({"schema": {"type": object()}}, "is no JSON schema"),
-    ({"schema": CIRCLE}, "is no JSON schema"),
+    ({"schema": {"type": object()}}, "is not a JSON schema"),
+    ({"schema": CIRCLE}, "is not a JSON schema"),
     ({"schema": "Report"}, "cannot be expressed as JSON"),
     ({"schema": {"title": "x" * MAX_SOURCE_CHARS}}, "schema: the source must have 1 to 200000"),
     ({"type": list}, "type must be int, float, bool or str, not <class 'list'>; for others use schema"),
