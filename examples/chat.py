@@ -1,11 +1,11 @@
-"""Multi-turn chat: one state is the whole conversation, and each reply is shown as it is written.
+"""Multi-turn chat: one state holds the whole conversation, and each reply streams to the terminal.
 
-Nothing is sent twice: a turn appends to the state what is new, and all that came before it is in the cache,
-the model's own replies included, token by token. The table at the end says how much each turn found there.
+Each turn appends only the new text to the state. The cache has everything before it, the model's own replies
+included. The table at the end shows how many prompt tokens of each turn were cached.
 
     python examples/chat.py [--talk] [--url ws://127.0.0.1:8410]
 
-With --talk you write the user's turns yourself; an empty line ends the chat.
+With --talk you type the user's turns; an empty line ends the chat.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Talk:
 
 @af.program
 async def chat(s: af.State, questions: AsyncIterator[str], show: Callable[[str], None]) -> Talk:
-    """A conversation. ``show`` hears the reply as it comes."""
+    """Holds a conversation. ``show`` is called with each piece of a reply."""
     s += af.system("You are a friendly guide in a zoo. You answer in one short sentence.")
     usage = []
     async for question in questions:
@@ -50,14 +50,14 @@ async def chat(s: af.State, questions: AsyncIterator[str], show: Callable[[str],
 
 
 async def prepared(console: Console) -> AsyncIterator[str]:
-    """The questions above, shown as if they were typed."""
+    """Yields the questions above, and prints them as if they were typed."""
     for question in QUESTIONS:
         console.print(f"[bold]> {question}")
         yield question
 
 
 async def typed(console: Console) -> AsyncIterator[str]:
-    """What somebody types, until an empty line or the end of the input."""
+    """Yields the lines that the user types, until an empty line or the end of the input."""
     while question := await anyio.to_thread.run_sync(partial(_ask, console), abandon_on_cancel=True):
         yield question
 
@@ -70,7 +70,7 @@ def _ask(console: Console) -> str:
 
 
 async def main(flow: af.Session, console: Console, is_typed: bool = False) -> None:
-    """Shows the conversation as it goes on, then the table."""
+    """Prints the conversation while it runs, then the table."""
     show = partial(console.print, end="", markup=False, highlight=False, soft_wrap=True)
     talk = await flow.run(chat, typed(console) if is_typed else prepared(console), show)
     table = Table("turn", "prompt tokens", "of which cached", "written")
@@ -82,6 +82,6 @@ async def main(flow: af.Session, console: Console, is_typed: bool = False) -> No
 
 if __name__ == "__main__":
     parser = example_parser(__doc__)
-    parser.add_argument("--talk", action="store_true", help="write the user's turns yourself")
+    parser.add_argument("--talk", action="store_true", help="type the user's turns")
     options = parser.parse_args()
     sys.exit(run_example(partial(main, is_typed=options.talk), options))

@@ -1,7 +1,7 @@
-"""A DSPy program on agentflow: a local index finds passages, and the program answers from them.
+"""A DSPy program on agentflow: retrieves passages from a local index and answers from them.
 
-The program is one of DSPy's own: only the LM that DSPy is told to use knows of agentflow. The answers keep to
-the format that DSPy reads, whatever the model says, and all questions are asked at once.
+The program is plain DSPy; only the LM is agentflow's. Answers are constrained to the format that DSPy parses,
+and all questions run in parallel.
 
     pip install ./adapters/dspy-agentflow
     python examples/dspy_rag.py [--url ws://127.0.0.1:8410]
@@ -22,7 +22,7 @@ from rich.panel import Panel
 
 
 class Rag(dspy.Module):
-    """Answers a question from the passages that an index finds for it."""
+    """Answers a question from the passages that the index finds."""
 
     def __init__(self, index: Index) -> None:
         super().__init__()
@@ -30,14 +30,14 @@ class Rag(dspy.Module):
         self.answer = dspy.ChainOfThought("passages, question -> answer")
 
     async def aforward(self, question: str) -> dspy.Prediction:
-        """The answer, how the model came to it, and the passages."""
+        """Returns the answer, the reasoning and the passages."""
         passages = self.index.search(question, 2)
         found = await self.answer.acall(passages=passages, question=question)
         return dspy.Prediction(passages=passages, reasoning=found.reasoning, answer=found.answer)
 
 
 async def main(lm: AgentflowLM, console: Console) -> None:
-    """Asks all questions at once; shows what was found, thought and answered."""
+    """Asks all questions in parallel, and prints the passages, the reasoning and the answers."""
     rag = Rag(Index(PASSAGES))
     with dspy.context(lm=lm, adapter=dspy.JSONAdapter()):
         answers = await asyncio.gather(*[rag.acall(question=question) for question in QUESTIONS])
@@ -48,7 +48,7 @@ async def main(lm: AgentflowLM, console: Console) -> None:
 
 
 def figures(lm: AgentflowLM) -> str:
-    """One line: what was asked of the model."""
+    """Returns one line about the tokens of all calls."""
     usages = [call["usage"] for call in lm.history]
     prompt = sum(usage["prompt_tokens"] for usage in usages)
     cached = sum(dict(usage["prompt_tokens_details"])["cached_tokens"] for usage in usages)

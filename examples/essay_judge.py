@@ -1,8 +1,8 @@
-"""Branch, solve, merge: an essay is judged along four dimensions at once, then as a whole.
+"""Branch, solve, merge: judges an essay along four dimensions in parallel, then as a whole.
 
-The example of the SGLang paper (Zheng et al., 2024, figure 2) without its image. A select decides
-whether to go on; a fork judges four dimensions side by side from one shared prefix; the judgments
-flow into the summary without the program waiting for them; a select gives the grade.
+This is the example of the SGLang paper (Zheng et al., 2024, figure 2) without its image. A select decides
+whether to continue. A fork judges four dimensions in parallel from one shared prefix. The summary refers to
+the judgments, so the program does not wait for them. A select chooses the grade.
 
     python examples/essay_judge.py [ESSAY_FILE] [--url ws://127.0.0.1:8410]
 """
@@ -43,7 +43,7 @@ DIMENSIONS = {
 
 @dataclass
 class Report:
-    """What the judge returns."""
+    """The result of the judge."""
 
     related: bool
     summary: str = ""
@@ -52,7 +52,7 @@ class Report:
 
 @af.program
 async def judge(s: af.State, essay: str) -> Report:
-    """Judges an essay; the grade goes from A to D."""
+    """Judges an essay, with a grade from A to D."""
     s += af.system("You are a judge of school essays. You answer in plain, short sentences.")
     s += af.user(f"Read this essay:\n\n{essay}\n\nIs the essay about science? Answer yes or no.")
     s += af.assistant(af.select("related", ["yes", "no"]))
@@ -64,7 +64,7 @@ async def judge(s: af.State, essay: str) -> Report:
             branch += af.user(f"{question} Give your reason in one or two sentences.")
             branch += af.assistant(af.gen("judgment", max_tokens=56, stop="\n"))
 
-    # Nothing is awaited here: the judgments reach the next turn inside the engine.
+    # Nothing is awaited here: the engine inserts the judgments into the next turn.
     findings = [f"{name}: {branch['judgment']}\n" for name, branch in zip(DIMENSIONS, branches, strict=True)]
     s += af.user("Four judges wrote:\n", *findings, "Sum up their judgments in two sentences.")
     s += af.assistant(af.gen("summary", max_tokens=72, stop="\n"))
@@ -74,14 +74,14 @@ async def judge(s: af.State, essay: str) -> Report:
 
 
 class Board:
-    """The text of every branch so far, side by side."""
+    """Shows the text of all branches side by side."""
 
     def __init__(self) -> None:
         self.texts: dict[tuple[tuple[int, ...], str], str] = {}
         self.done: set[tuple[tuple[int, ...], str]] = set()
 
-    def hear(self, event: af.ProgramEvent) -> None:
-        """Takes an event of the running program."""
+    def update(self, event: af.ProgramEvent) -> None:
+        """Adds an event of the running program."""
         if isinstance(event, af.TextDelta):
             key = (event.path, event.name)
             self.texts[key] = self.texts.get(key, "") + event.text
@@ -89,7 +89,7 @@ class Board:
             self.done.add((event.path, event.name))
 
     def panel(self, title: str, path: tuple[int, ...], name: str, width: int | None = None) -> Panel:
-        """One branch; its border turns green when it is done."""
+        """Returns the panel of one branch; its border turns green when the branch is done."""
         is_done = (path, name) in self.done
         text = Text(self.texts.get((path, name), "…").strip())
         return Panel(
@@ -97,7 +97,7 @@ class Board:
         )
 
     def render(self, width: int) -> Group:
-        """All of it, for a terminal so many columns wide."""
+        """Returns all panels, for a terminal of ``width`` columns."""
         per_row = 4 if width >= 120 else 2
         column = (width - per_row + 1) // per_row
         branches = [self.panel(name, (i,), "judgment", column) for i, name in enumerate(DIMENSIONS)]
@@ -110,7 +110,7 @@ class Board:
 
 
 async def follow(flow: af.Session, essay: str, console: Console) -> tuple[Report, float]:
-    """Runs the judge and shows it live. Returns the report and the seconds until the first text."""
+    """Runs the judge with a live display. Returns the report and the seconds until the first text."""
     board = Board()
     start = time.perf_counter()
     first_text_s = 0.0
@@ -118,7 +118,7 @@ async def follow(flow: af.Session, essay: str, console: Console) -> tuple[Report
     with Live(console=console, refresh_per_second=12, transient=not console.is_terminal) as live:
         async for event in flow.stream(judge, essay):
             first_text_s = first_text_s or time.perf_counter() - start
-            board.hear(event)
+            board.update(event)
             if isinstance(event, af.RunDone):
                 report = event.result
             if console.is_terminal:
@@ -131,7 +131,7 @@ async def follow(flow: af.Session, essay: str, console: Console) -> tuple[Report
 def show_stats(
     console: Console, before: af.Stats, after: af.Stats, elapsed_s: float, first_text_s: float
 ) -> None:
-    """One line for each figure of this run."""
+    """Prints the figures of this run, one per line."""
     prompt = after.prompt_tokens - before.prompt_tokens
     cached = after.cached_tokens - before.cached_tokens
     generated = after.generated_tokens - before.generated_tokens
@@ -152,7 +152,7 @@ def show_stats(
 
 
 async def main() -> int:
-    """Reads the arguments, opens a session, and shows the run."""
+    """Parses the arguments, opens a session and shows the run."""
     parser = argparse.ArgumentParser(description="Judge an essay along four dimensions at once.")
     parser.add_argument("essay", nargs="?", type=Path, help="a text file (default: an essay on leaves)")
     parser.add_argument("--url", help="a server's url (default: the embedded engine)")

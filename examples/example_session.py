@@ -1,6 +1,6 @@
-"""What every example's command line does: reads ``--url``, opens a session, shows how well the cache did.
+"""The command line that the examples share: ``--url``, a session, and the cache statistics at the end.
 
-No example itself. Without ``--url`` the model runs in this process; with it, on a server that
+This file is not an example. Without ``--url`` the model runs in this process; with it, on a server that
 ``agentflow serve`` started.
 """
 
@@ -18,15 +18,15 @@ Main = Callable[[af.Session, Console], Awaitable[None]]
 
 
 def example_parser(about: str | None) -> argparse.ArgumentParser:
-    """A parser that knows ``--url``. ``about``: the example's docstring; its first line is shown."""
+    """Returns a parser with the option ``--url``. Its description is the first line of ``about``."""
     parser = argparse.ArgumentParser(description=(about or "").partition("\n")[0])
     parser.add_argument("--url", help="a server's url (default: the model runs in this process)")
     return parser
 
 
 def run_example(main: Main, options: argparse.Namespace) -> int:
-    """Runs ``main`` in a session and gives the exit status. The seed is fixed: what is sampled is the
-    same in every run."""
+    """Runs ``main`` in a session and returns the exit status. The seed is fixed, so every run samples the
+    same text."""
     console = Console()
     try:
         anyio.run(_run, main, options.url, console)
@@ -47,7 +47,7 @@ async def _run(main: Main, url: str | None, console: Console) -> None:
 
 
 def figures(before: af.Stats, after: af.Stats) -> str:
-    """One line: what was asked of the model between two looks at its counters."""
+    """Returns one line about the work between two readings of the model's counters."""
     prompt = after.prompt_tokens - before.prompt_tokens
     cached = after.cached_tokens - before.cached_tokens
     generated = after.generated_tokens - before.generated_tokens

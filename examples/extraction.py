@@ -1,7 +1,7 @@
-"""Extraction: texts become typed records, all texts at once.
+"""Extraction: turns texts into typed records, all texts in parallel.
 
-One gen writes a record under its schema: nothing else can be generated, and what has a limit in the type
-(the name's length, the years) keeps it. The people are invented.
+One gen generates a record under its schema, so the record always parses and keeps the limits of the type (the
+length of the name, the range of years). The people are fictional.
 
     python examples/extraction.py [--url ws://127.0.0.1:8410]
 """
@@ -30,7 +30,7 @@ TEXTS = [
 
 @dataclass(frozen=True)
 class Person:
-    """What a text tells of somebody. ``born``: a year."""
+    """What a text says about a person. ``born``: a year."""
 
     name: Annotated[str, Meta(min_length=1, max_length=40)]
     born: Annotated[int, Meta(ge=1000, le=2100)]
@@ -39,7 +39,7 @@ class Person:
 
 @af.program
 async def extract(s: af.State, text: str) -> Person:
-    """The record of a text."""
+    """Returns the record of a text."""
     person = af.gen("person", schema=Person, max_tokens=96)
     s += af.system("You read texts about people and write down what they say, as JSON.")
     s += af.user(f"{text}\n\nWrite this person's name, year of birth and kind as JSON.")
@@ -48,7 +48,7 @@ async def extract(s: af.State, text: str) -> Person:
 
 
 async def main(flow: af.Session, console: Console) -> None:
-    """Shows the records."""
+    """Prints the records."""
     people = await flow.map(extract, TEXTS)
     table = Table("text", "name", "born", "kind", title=f"{len(people)} records", show_lines=True)
     for text, person in zip(TEXTS, people, strict=True):

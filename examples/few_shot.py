@@ -1,7 +1,7 @@
-"""Few-shot: a few solved cases, written as earlier turns of the chat, show the model what is wanted.
+"""Few-shot prompting: solved cases, as earlier turns of the chat, show the model the form of the answer.
 
-The same question is asked with and without them, for many countries at once. The cases are the same for
-every country, so their keys and values are computed once: see the hit rate in the last line.
+The program asks for many countries in parallel, with and without the cases. All prompts share the cases, so
+their keys and values are computed once: see the cache hit rate in the last line.
 
     python examples/few_shot.py [--url ws://127.0.0.1:8410]
 """
@@ -24,7 +24,7 @@ COUNTRIES = ["Italy", "Spain", "Germany", "Russia", "Poland", "Austria"]
 
 @af.program
 async def capital(s: af.State, country: str, cases: Sequence[tuple[str, str]] = ()) -> str:
-    """The capital of a country. ``cases``: countries with their capitals, to learn from."""
+    """Returns the capital of a country. ``cases``: solved cases, as pairs of country and capital."""
     s += af.system("You name the capital of a country.")
     for given, wanted in cases:
         s += af.user(given)
@@ -35,7 +35,7 @@ async def capital(s: af.State, country: str, cases: Sequence[tuple[str, str]] = 
 
 
 async def main(flow: af.Session, console: Console) -> None:
-    """Asks for all countries, both ways, and shows the answers side by side."""
+    """Asks for all countries both ways and prints the answers side by side."""
     without = await flow.map(capital, COUNTRIES)
     with_cases = await flow.map(capital, [(country, CASES) for country in COUNTRIES])
     table = Table("country", "no cases", f"{len(CASES)} cases", title="The capital of a country")

@@ -1,8 +1,8 @@
-"""Generative agents: villagers go about their day, meet, hear each other, and look back at the end.
+"""Generative agents: villagers spend a day, meet, talk to each other, and look back at the end.
 
-After Park et al., 2023, in small. Each agent is one state, and the state is its memory: what it did and
-heard is appended, never sent again. All agents live at the same time. Only where they go is awaited, since
-it decides who meets whom; what they say reaches the others inside the engine.
+After Park et al., 2023, on a small scale. Each agent is one state, which is its memory: everything that it
+does and hears is appended once. All agents run in parallel. The program awaits only where they go, which
+decides who meets whom; the engine passes what they say to the other states.
 
     python examples/generative_agents.py [--url ws://127.0.0.1:8410]
 """
@@ -26,7 +26,7 @@ TIMES = ("morning", "noon", "evening")
 
 @dataclass(frozen=True)
 class Person:
-    """Who somebody is, and where the day begins."""
+    """A person, and the place where the day begins."""
 
     name: str
     about: str
@@ -41,7 +41,7 @@ PEOPLE = [
 
 
 class Villager:
-    """A person who lives: ``memory`` is all that happened, ``place`` where the villager is."""
+    """A person during the day. ``memory``: everything that happened. ``place``: where the villager is now."""
 
     def __init__(self, person: Person, memory: af.State) -> None:
         self.name, self.place, self.memory = person.name, person.home, memory
@@ -49,7 +49,7 @@ class Villager:
         memory += af.assistant(f"I am {person.name}, {person.about}.")
 
     def go(self, time: str) -> None:
-        """Chooses among the other places, and speaks there."""
+        """Chooses one of the other places and speaks there."""
         others = [place for place in PLACES if place != self.place]
         self.memory += af.user(f"It is {time}. Where do you go now?")
         self.memory += af.assistant(af.select("place", others))
@@ -59,11 +59,11 @@ class Villager:
         self.memory.set("said", f"I{self.memory['rest']}.")
 
     def hear(self, other: Villager) -> None:
-        """Remembers what another says, which need not have been said to its end."""
+        """Appends what another villager says, which may still be generating."""
         self.memory += af.user(f'{other.name} is there too and says: "{other.memory["said"]}"')
 
     def look_back(self) -> af.Variable[str]:
-        """What stays of the day."""
+        """Returns the memory of the day."""
         self.memory += af.user("It is night. What will you remember of this day?")
         self.memory += af.assistant("I will remember the", af.gen("memory", max_tokens=24, stop=["\n", "."]))
         return self.memory["memory"]
@@ -71,7 +71,7 @@ class Villager:
 
 @dataclass(frozen=True)
 class Moment:
-    """What one villager did at one time. ``heard_by``: who else was there."""
+    """What one villager did at one time. ``heard_by``: the others at the same place."""
 
     time: str
     name: str
@@ -82,7 +82,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Day:
-    """Everything that happened, and what each villager remembers in the end."""
+    """Everything that happened, and what each villager remembers at night."""
 
     moments: list[Moment]
     memories: dict[str, str]
@@ -90,7 +90,7 @@ class Day:
 
 @af.program
 async def live(s: af.State, people: Sequence[Person], times: Sequence[str] = TIMES) -> Day:
-    """One day in the life of some people."""
+    """Simulates one day of some people."""
     s += af.system(
         f"You live in a village by the sea. Its places: {', '.join(PLACES)}. You speak plain English."
     )
@@ -101,7 +101,7 @@ async def live(s: af.State, people: Sequence[Person], times: Sequence[str] = TIM
 
 
 async def pass_time(villagers: list[Villager], time: str) -> list[Moment]:
-    """All go somewhere and speak; whoever is there too hears it."""
+    """Lets every villager go somewhere and speak, and the others there hear it."""
     for villager in villagers:
         villager.go(time)
     for villager in villagers:
@@ -128,7 +128,7 @@ async def pass_time(villagers: list[Villager], time: str) -> list[Moment]:
 
 
 async def main(flow: af.Session, console: Console) -> None:
-    """Shows the day as a table, and what everybody remembers."""
+    """Prints the day as a table, and the memories."""
     day = await flow.run(live, PEOPLE)
     table = Table("time", "who", "where", "says", "heard by", title="A day in the village")
     for moment in day.moments:

@@ -1,7 +1,7 @@
-"""A LangGraph agent on agentflow: it calls a tool, reads the result and answers, from a warm cache.
+"""A LangGraph agent on agentflow: it calls a tool, reads the result and answers, with a prefix cache.
 
 The graph is plain LangGraph; only the model object is agentflow's. Calls are decoded under the schemas of the
-tools, so that even a small model always makes a valid one, and each turn computes only what is new in it.
+tools, so even a small model makes valid calls, and each turn computes only its new tokens.
 
     pip install ./adapters/langchain-agentflow langgraph
     python examples/langchain_agent.py [--url ws://127.0.0.1:8410]
@@ -33,9 +33,9 @@ def weather(city: str) -> str:
 
 
 def agent(model: ChatAgentflow) -> Any:
-    """The graph: look it up, run the tool, answer."""
+    """Returns the graph: call the tool, run it, answer."""
     looking = model.bind_tools([weather], tool_choice="any")
-    # Very small models repeat what a tool gave, marks and all: this one is held to a sentence.
+    # Very small models repeat a tool's result with its markup: the regex allows only a sentence.
     answering = model.bind_tools([weather], tool_choice="none", regex=SENTENCE)
 
     def look(state: MessagesState) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def agent(model: ChatAgentflow) -> Any:
 
 
 def show(console: Console, message: Any) -> None:
-    """One line for each message, and what the cache did for the model's."""
+    """Prints one line per message, and the cached tokens of the model's messages."""
     if isinstance(message, ToolMessage):
         console.print(f"  [dim]the tool says[/]  {message.content}")
     if not isinstance(message, AIMessage):
@@ -70,7 +70,7 @@ def show(console: Console, message: Any) -> None:
 
 
 def main() -> int:
-    """The exit status."""
+    """Runs the agent and returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--url", help="a server's url (default: the model runs in this process)")
     options = parser.parse_args()

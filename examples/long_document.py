@@ -1,9 +1,9 @@
-"""A long document is summed up part by part: all at once (map-reduce), or one after the other (chain).
+"""Summarizes a long document part by part: in parallel (map-reduce) or one after the other (chain).
 
-After the two summaries of the Parrot paper (Lin et al., 2024). Map-reduce sums up every part in a branch of
-its own and merges the summaries: few steps, each with a large batch. In a chain each part is read with the
-summary of all before it: more steps, but what comes later is read in the light of what came before. In
-both, every summary is wired into the next prompt and only the last one is awaited.
+After the two summaries of the Parrot paper (Lin et al., 2024). Map-reduce summarizes every part in a branch
+of its own and merges the summaries: few steps, each with a large batch. A chain reads each part with the
+summary of the parts before it: more steps, but with context. In both, the next prompt refers to the
+summaries, and only the last summary is awaited.
 
     python examples/long_document.py [FILE] [--url ws://127.0.0.1:8410]
 """
@@ -27,7 +27,7 @@ TASK = "You sum up texts. You answer in two short sentences."
 
 
 def parts_of(text: str, max_words: int = 200) -> list[str]:
-    """Whole paragraphs, as many in each part as fit in ``max_words`` (at least one)."""
+    """Splits a text into parts of whole paragraphs, each of at most ``max_words`` or one paragraph."""
     parts: list[list[str]] = []
     num_words = max_words
     for paragraph in filter(None, map(str.strip, text.split("\n\n"))):
@@ -41,7 +41,7 @@ def parts_of(text: str, max_words: int = 200) -> list[str]:
 
 @af.program
 async def map_reduce(s: af.State, parts: list[str]) -> str:
-    """Sums up all parts at once, then their summaries."""
+    """Summarizes all parts in parallel, then their summaries."""
     s += af.system(TASK)
     async with s.fork(len(parts)) as branches:
         for branch, part in zip(branches, parts, strict=True):
@@ -56,7 +56,7 @@ async def map_reduce(s: af.State, parts: list[str]) -> str:
 
 @af.program
 async def chain(s: af.State, parts: list[str]) -> str:
-    """Reads part by part, each in a fork of its own: no prompt holds more than one part."""
+    """Reads part by part, each in a copy of the state, so that no prompt has more than one part."""
     s += af.system(TASK)
     so_far = "(nothing yet)"
     summary = af.gen("summary", max_tokens=40, stop="\n")
@@ -72,7 +72,7 @@ async def chain(s: af.State, parts: list[str]) -> str:
 
 
 async def main(flow: af.Session, console: Console, text: str) -> None:
-    """Shows both summaries, and what each of them took."""
+    """Prints both summaries with their time and tokens."""
     parts = parts_of(text)
     console.print(f"{len(text.split())} words in {len(parts)} parts")
     for name, program in {"map-reduce": map_reduce, "chain": chain}.items():

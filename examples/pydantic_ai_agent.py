@@ -1,7 +1,7 @@
-"""A pydantic-ai agent on an agentflow server: pydantic-ai is not changed, it is given another base URL.
+"""A pydantic-ai agent on an agentflow server: plain pydantic-ai with another base URL.
 
-The agent has a tool, and ends with a value of a type. Both are decoded under their schemas, so that even a
-small model makes valid calls and valid values.
+The agent calls a tool and returns a value of a type. Both are decoded under their schemas, so even a small
+model makes valid calls and valid values.
 
     pip install "pydantic-ai-slim[openai]"
     agentflow serve
@@ -29,7 +29,7 @@ QUESTIONS = ["What is the weather in Rome?", "Is it raining in Oslo?"]
 
 
 class Report(BaseModel):
-    """The weather somewhere."""
+    """The weather in a city."""
 
     city: Literal["Oslo", "Rome", "Cairo"]
     degrees: int = Field(ge=-90, le=60)
@@ -41,26 +41,26 @@ def weather(city: Literal["Oslo", "Rome", "Cairo"]) -> str:
     return f"{WEATHER[city]} in {city}"
 
 
-async def until_told(run: RunContext[None], tool: ToolDefinition) -> ToolDefinition | None:
-    """The tool, up to its first result: very small models would call it for ever."""
+async def until_first_result(run: RunContext[None], tool: ToolDefinition) -> ToolDefinition | None:
+    """Hides the tool after its first result, because very small models call it forever."""
     parts = [part for message in run.messages for part in message.parts]
     return None if any(isinstance(part, ToolReturnPart) for part in parts) else tool
 
 
 def agent(url: str) -> Agent[None, Report]:
-    """It looks the weather up, and reports it."""
+    """Returns the agent."""
     model = OpenAIChatModel("smollm2-135m", provider=OpenAIProvider(base_url=url, api_key="none"))
     return Agent(
         model,
         output_type=Report,
         instructions="Look the weather up, then report it.",
-        tools=[Tool(weather, prepare=until_told)],
+        tools=[Tool(weather, prepare=until_first_result)],
         model_settings=ModelSettings(temperature=0.0, max_tokens=200, parallel_tool_calls=False),
     )
 
 
 def show(console: Console, messages: list[ModelMessage]) -> None:
-    """One line for each call and each result."""
+    """Prints one line per call and result."""
     for message in messages:
         for part in message.parts:
             if isinstance(part, ToolCallPart):
@@ -73,21 +73,21 @@ def show(console: Console, messages: list[ModelMessage]) -> None:
 
 
 def main() -> int:
-    """The exit status."""
+    """Runs the agent and returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--url", default=DEFAULT_URL, help="the server's (default: %(default)s)")
+    parser.add_argument("--url", default=DEFAULT_URL, help="the server's base URL (default: %(default)s)")
     options = parser.parse_args()
     console = Console()
     reporter = agent(options.url)
     try:
         for question in QUESTIONS:
             console.print(f"\n[bold]{question}[/]")
-            told = reporter.run_sync(question)
-            show(console, told.all_messages())
-            console.print(f"  [bold]{told.output!r}[/]")
+            result = reporter.run_sync(question)
+            show(console, result.all_messages())
+            console.print(f"  [bold]{result.output!r}[/]")
     except AgentRunError as error:
         console.print(f"{type(error).__name__}: {error}", style="red", markup=False)
-        console.print(f"The server is to be at {options.url}: `agentflow serve` starts one.", markup=False)
+        console.print(f"No server at {options.url}? Start one with `agentflow serve`.", markup=False)
         return 1
     return 0
 

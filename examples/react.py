@@ -1,10 +1,9 @@
-"""ReAct: the model thinks, chooses a tool, sees what the tool gives, and goes on until it can answer.
+"""ReAct: the model thinks, calls a tool, reads the result, and repeats this until it can answer.
 
-After Yao et al., 2023, and as there in plain text, after some solved questions. The tools are real: a
-calculator and a small encyclopedia. The loop is plain Python around one append-only state, so each round's
-prompt is in the cache when the next one begins. Whatever the model writes, the loop ends: a tool answers
-nonsense with what it would understand, and after the last round, or a call that was made before, "finish" is
-the only action left to choose.
+After Yao et al., 2023, in plain text after some solved questions, as in the paper. The tools are a calculator
+and a small encyclopedia. The loop is plain Python around one append-only state, so the prompt of each round
+is in the cache when the next round begins. The loop always ends: a tool answers invalid input with a hint,
+and after the last round or a repeated call, "finish" is the only action that the model can choose.
 
     python examples/react.py [--url ws://127.0.0.1:8410]
 """
@@ -76,7 +75,7 @@ OPERATORS: dict[type[ast.AST], Callable[..., float]] = {
 
 
 def calculate(expression: str) -> str:
-    """The value of an expression of numbers, + - * / and brackets. Nothing else is evaluated."""
+    """Returns the value of an expression of numbers, + - * / and brackets. Evaluates nothing else."""
     try:
         if not re.fullmatch(r"[\d .()+*/-]{1,200}", expression):
             raise ValueError("not arithmetic")
@@ -97,7 +96,7 @@ def _value(node: ast.expr) -> float:
 
 
 def look_up(topic: str) -> str:
-    """What is known of the first topic that ``topic`` names."""
+    """Returns the fact about the first known topic in ``topic``."""
     found = [fact for name, fact in FACTS.items() if name in topic.lower()]
     return found[0] if found else f"nothing is known; there are entries on {', '.join(FACTS)}"
 
@@ -107,7 +106,7 @@ TOOLS: dict[str, Callable[[str], str]] = {"calculate": calculate, "look_up": loo
 
 @dataclass
 class Step:
-    """One round: what was thought and called, and what came back."""
+    """One round: the thought, the call, and its result."""
 
     thought: str
     action: str
@@ -117,21 +116,21 @@ class Step:
 
 @dataclass
 class Trace:
-    """All rounds, and the answer."""
+    """All rounds and the answer."""
 
     steps: list[Step] = field(default_factory=list)
     answer: str = ""
 
     @property
     def repeats_itself(self) -> bool:
-        """Whether a call was made twice: it would be made for ever."""
+        """Whether a call was repeated; the model would repeat it forever."""
         calls = [(step.action, step.input) for step in self.steps]
         return len(set(calls)) < len(calls)
 
 
 @af.program
 async def react(s: af.State, question: str, max_steps: int = 4) -> Trace:
-    """Answers a question with the help of the tools, in at most ``max_steps`` rounds."""
+    """Answers a question with the tools, in at most ``max_steps`` rounds."""
     s += SOLVED
     s += f"Question: {question}\n"
     trace = Trace()
@@ -150,7 +149,7 @@ async def react(s: af.State, question: str, max_steps: int = 4) -> Trace:
 
 
 async def main(flow: af.Session, console: Console) -> None:
-    """Shows each round of some questions."""
+    """Prints each round for some questions."""
     for question in QUESTIONS:
         trace = await flow.run(react, question)
         console.print(f"[bold]{escape(question)}")

@@ -1,8 +1,8 @@
-"""Retrieval: the model writes a search query, a local index finds passages, the model answers from them.
+"""Retrieval: the model writes a search query, a local index finds passages, and the model answers from them.
 
-The index is plain Python: it ranks passages by BM25. `map` puts it between two prompts: the query is passed
-to it when it is there, and what it finds is wired into the next prompt, so that the program submits the
-whole pipeline at once and waits only for the answer.
+The index is plain Python and ranks passages by BM25. ``map`` connects it to two prompts: it is called with
+the query as soon as that is complete, and its result goes into the next prompt. The program submits the whole
+pipeline at once and waits only for the answer.
 
     python examples/retrieval.py [--url ws://127.0.0.1:8410]
 """
@@ -37,7 +37,7 @@ QUESTIONS = ["How do bees make honey?", "How fast does a glacier move?", "Why ca
 
 
 class Index:
-    """BM25 over a few passages: rare words count more, repeated ones less and less, long passages less."""
+    """BM25 over a few passages: rare words weigh more; repetitions and long passages weigh less."""
 
     SATURATION = 1.2
     LENGTH_WEIGHT = 0.75
@@ -49,7 +49,7 @@ class Index:
         self._mean_length = sum(counts.total() for counts in self._counts) / len(passages)
 
     def search(self, query: str, count: int) -> list[str]:
-        """The best ``count`` passages, the best first; fewer where fewer share a word with the query."""
+        """Returns up to ``count`` passages that share a word with the query, the best first."""
         scores = [self._score(set(words_of(query)), counts) for counts in self._counts]
         best = sorted(range(len(scores)), key=lambda i: -scores[i])[:count]
         return [self.passages[i] for i in best if scores[i] > 0]
@@ -67,14 +67,14 @@ class Index:
 
 
 def words_of(text: str) -> list[str]:
-    """Its words in lower case, without their endings in -s; very common ones are left out."""
+    """Returns the words in lower case, without a final s and without very common words."""
     common = {"a", "and", "by", "do", "does", "for", "in", "is", "it", "of", "the", "to", "was", "with"}
     return [word.removesuffix("s") for word in re.findall(r"[a-z]+", text.lower()) if word not in common]
 
 
 @dataclass
 class Found:
-    """The model's query, the passages that it led to, and the answer."""
+    """The model's query, the passages and the answer."""
 
     query: str
     passages: str
@@ -87,20 +87,20 @@ async def ask(s: af.State, question: str, index: Index) -> Found:
     searcher = s.copy()
     searcher += af.user(f"Which words should I search for to find out: {question}")
     searcher += af.assistant("Search for:", af.gen("query", max_tokens=16, stop="\n"))
-    passages = searcher["query"].map(partial(retrieved, index, question))
+    passages = searcher["query"].map(partial(retrieve, index, question))
     s += af.user(f"{passages}\n\n{question} Answer in one sentence.")
     s += af.assistant(af.gen("answer", max_tokens=32, stop="\n"))
     return Found(await searcher["query"].strip(), await passages, await s["answer"].strip())
 
 
-def retrieved(index: Index, question: str, query: str) -> str:
-    """The passages for a question and the model's query: the question's own words may find what the
-    model's do not."""
+def retrieve(index: Index, question: str, query: str) -> str:
+    """Returns the passages for a question and the model's query together: each may find what the other
+    misses."""
     return "\n".join(index.search(f"{question} {query}", 2)) or "(nothing was found)"
 
 
 async def main(flow: af.Session, console: Console) -> None:
-    """Asks all questions at once; shows what was searched for, found and answered."""
+    """Asks all questions in parallel, and prints the queries, the passages and the answers."""
     index = Index(PASSAGES)
     answers = await flow.map(ask, [(question, index) for question in QUESTIONS])
     for question, found in zip(QUESTIONS, answers, strict=True):

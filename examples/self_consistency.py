@@ -1,7 +1,7 @@
-"""Self-consistency: several lines of thought are sampled, and their answers are put to the vote.
+"""Self-consistency: samples several lines of thought and takes the majority of their answers.
 
-After Wang et al., 2023. One fork holds all lines of thought: they share the question's keys and values
-and are decoded in one batch. A line that ends without a number abstains.
+After Wang et al., 2023. The lines of thought are the branches of one fork: they share the question's keys and
+values and are decoded in one batch. A line without a number abstains.
 
     python examples/self_consistency.py [--url ws://127.0.0.1:8410]
 """
@@ -25,24 +25,24 @@ QUESTION = "What is 2 times 9?"
 
 @dataclass
 class Poll:
-    """``thoughts``: each line of thought with its vote, None where it abstains."""
+    """``thoughts``: each line of thought with its vote, or None if it abstains."""
 
     thoughts: list[tuple[str, int | None]] = field(default_factory=list)
 
     @property
     def votes(self) -> Counter[int]:
-        """How many voted for which answer."""
+        """The number of votes for each answer."""
         return Counter(vote for _, vote in self.thoughts if vote is not None)
 
     @property
     def winner(self) -> int | None:
-        """The answer with the most votes; of equals the one that came first."""
+        """The answer with the most votes; among equals, the first one."""
         return next((answer for answer, _ in self.votes.most_common(1)), None)
 
 
 @af.program
 async def poll(s: af.State, question: str, num_voters: int = 8) -> Poll:
-    """Lets ``num_voters`` lines of thought answer a question whose answer is a whole number."""
+    """Samples ``num_voters`` answers to a question whose answer is an integer."""
     s += af.user(question)
     async with s.fork(num_voters) as voters:
         for voter in voters:
@@ -54,13 +54,13 @@ async def poll(s: af.State, question: str, num_voters: int = 8) -> Poll:
 
 
 def number_in(text: str) -> int | None:
-    """The last whole number in ``text``, if there is one."""
+    """Returns the last integer in ``text``, if there is one."""
     found = re.findall(r"\d{1,9}", text)
     return int(found[-1]) if found else None
 
 
 async def main(flow: af.Session, console: Console) -> None:
-    """Shows every line of thought, its vote, and the count."""
+    """Prints every line of thought, its vote, and the count."""
     result = await flow.run(poll, QUESTION)
     table = Table("line of thought", "vote", title=QUESTION, show_lines=True)
     for thought, vote in result.thoughts:

@@ -1,8 +1,8 @@
-"""Skeleton of thought: first the points of an answer, then all of them written out at once.
+"""Skeleton of thought: generates the points of an answer first, then expands all of them in parallel.
 
-After Ning et al., 2024. The paragraphs do not depend on each other, so they are decoded in one batch
-instead of one after the other: the answer takes as many steps as its longest paragraph. `join` puts them
-together in one turn, in order, without the program waiting for any.
+After Ning et al., 2024. The paragraphs do not depend on each other, so they are decoded in one batch: the
+answer takes as many steps as its longest paragraph. ``join`` appends them to one turn, in order, without
+waiting.
 
     python examples/skeleton_of_thought.py [--url ws://127.0.0.1:8410]
 """
@@ -23,7 +23,7 @@ QUESTION = "How can I sleep better?"
 
 @af.program
 async def answer(s: af.State, question: str, num_points: int = 4) -> str:
-    """An answer with one paragraph for each point of its skeleton."""
+    """Returns an answer with one paragraph for each point of its skeleton."""
     s += af.system("You give good advice.")
     s += af.user(f"{question} Give {num_points} short tips, of three to six words each.")
     async with s.assistant():
@@ -35,7 +35,7 @@ async def answer(s: af.State, question: str, num_points: int = 4) -> str:
     async with s.assistant():
         async with s.fork(num_points) as branches:
             for number, branch in enumerate(branches, 1):
-                # The points are not awaited: a branch begins to write when the skeleton is there.
+                # The points are not awaited: a branch starts as soon as the skeleton is complete.
                 branch += f"{number}) {s[f'point{number}'].strip()}:"
                 branch += af.gen("paragraph", max_tokens=40, stop=["\n"])
         s.join(branches, separator="\n\n")
@@ -43,7 +43,7 @@ async def answer(s: af.State, question: str, num_points: int = 4) -> str:
 
 
 async def main(flow: af.Session, console: Console) -> None:
-    """Shows the answer."""
+    """Prints the answer."""
     text = await flow.run(answer, QUESTION)
     console.print(Panel(escape(text), title=QUESTION, title_align="left"))
 

@@ -1,8 +1,8 @@
-"""Tree of thought: at each level every kept thought is continued in several ways, and the best are kept.
+"""Tree of thought: each level continues every kept thought in several ways and keeps the best.
 
-After Yao et al., 2023. The tree of thoughts is the tree of states: a continuation is a fork, so it shares
-all that came before it. Each thought is judged in a copy of its own, which keeps the judgment out of the
-story; the score is how much likelier the model finds "good" than "bad". What is not kept is cancelled.
+After Yao et al., 2023. The tree of thoughts is the tree of states: a continuation is a fork, so it shares its
+whole prefix. Each thought is judged in a copy of its state, which keeps the judgment out of the story. The
+score is how much likelier the model finds "good" than "bad". The other branches are cancelled.
 
     python examples/tree_of_thought.py [--url ws://127.0.0.1:8410]
 """
@@ -26,7 +26,7 @@ BEGINNING = "One morning, a young fox found a small golden key in the snow."
 
 @dataclass
 class Thought:
-    """One sentence. ``state`` holds the story up to it."""
+    """One sentence. ``state``: the story that ends with it."""
 
     state: af.State
     text: str
@@ -35,7 +35,7 @@ class Thought:
 
     @property
     def path(self) -> tuple[int, ...]:
-        """Its place in the tree of states."""
+        """The path of its state in the tree of states."""
         return self.state.path
 
 
@@ -43,7 +43,8 @@ class Thought:
 async def search(
     s: af.State, task: str, beginning: str, *, depth: int = 3, breadth: int = 3, num_kept: int = 2
 ) -> list[Thought]:
-    """All thoughts, level by level; of the last level the best one alone is kept: the end of the story."""
+    """Returns all thoughts, level by level. Of the last level only the best one is kept, which ends the
+    story."""
     s += af.user(task)
     s.begin("assistant")
     s += beginning
@@ -52,7 +53,7 @@ async def search(
     for level in range(depth):
         s.hint(forks=breadth)
         branches = [branch for state in frontier for branch in state.fork(breadth)]
-        judges = [propose(branch) for branch in branches]  # the whole level is under way before any await
+        judges = [propose(branch) for branch in branches]  # the whole level runs before the first await
         level_thoughts = [await scored(branch, judge) for branch, judge in zip(branches, judges, strict=True)]
         level_thoughts.sort(key=lambda thought: -thought.score)
         is_last = level == depth - 1
@@ -67,7 +68,7 @@ async def search(
 
 
 def propose(branch: af.State) -> af.State:
-    """Appends a next sentence to a story, and returns the copy that judges it."""
+    """Appends a sentence to a story and returns the copy that judges it."""
     branch += af.gen("thought", max_tokens=28, stop=["\n", "."], temperature=0.9, top_p=0.95)
     branch += "."
     judge = branch.copy()
@@ -78,14 +79,14 @@ def propose(branch: af.State) -> af.State:
 
 
 async def scored(branch: af.State, judge: af.State) -> Thought:
-    """The thought at the end of ``branch``, with its judge's score; an empty one is the worst."""
+    """Returns the thought at the end of ``branch`` with its score; an empty thought gets the lowest."""
     await judge["verdict"]
     chances, text = judge["verdict"].choices, await branch["thought"].strip()
     return Thought(branch, text, chances["good"] - chances["bad"] if text else -math.inf)
 
 
-def drawn(thoughts: list[Thought], title: str) -> Tree:
-    """The tree of thoughts; what was kept is in bold."""
+def draw(thoughts: list[Thought], title: str) -> Tree:
+    """Draws the tree of thoughts, with the kept ones in bold."""
     root = Tree(title)
     nodes: dict[tuple[int, ...], Tree] = {(): root}
     for thought in sorted(thoughts, key=lambda thought: thought.path):
@@ -97,9 +98,9 @@ def drawn(thoughts: list[Thought], title: str) -> Tree:
 
 
 async def main(flow: af.Session, console: Console) -> None:
-    """Shows the tree, and the story that it ends in."""
+    """Prints the tree and the story."""
     thoughts = await flow.run(search, TASK, BEGINNING)
-    console.print(drawn(thoughts, BEGINNING))
+    console.print(draw(thoughts, BEGINNING))
     end = next(thought for thought in reversed(thoughts) if thought.is_kept)
     lines = [thought for thought in thoughts if thought.path == end.path[: len(thought.path)]]
     story = " ".join([BEGINNING, *(f"{thought.text}." for thought in lines)])

@@ -33,7 +33,7 @@ def _compile_kernels() -> None:
             print(f"compiling the CPU kernels for {level} (a few seconds) …", flush=True)
             load_best()
     except (NoNativeKernels, ValueError) as error:
-        print(f"on a CPU it will run on torch's kernels, which are slower: of the native ones, {error}")
+        print(f"on a CPU it will use the slower torch kernels: native kernels are not available: {error}")
 
 
 COMMAND = Command(

@@ -1,34 +1,23 @@
-"""Decides, once per batch, how its attention is computed; every layer then reuses the plan.
+"""Plans the attention of a batch for ``torch_ops``, once for all layers.
 
-The parts are those of ``attention_parts``.
+A request's keys are divided into runs that it shares with other requests, and a tail of its own.
 
-The parts that the attention of a batch is computed in.
+* A *context part* is a run of slots that all of its query rows see whole: a prefix that requests share, or
+  the cached part of a long prefill chunk. It is read once for all of its rows and merged with the other parts
+  by log-sum-exp (the idea of Hydragen, arXiv 2402.05099, and of FlashInfer's cascade attention).
+* A *single group* has one row per decoding request. Its tails are gathered side by side and padded to the
+  longest.
+* A *short group* has chunks of a few rows, such as tokens that a grammar has forced. The tail of each is
+  gathered once for all of its rows, with a mask for causality. The rows of a tree (``TreeAttention``) are
+  such a chunk, with a mask for their paths; a long prefix of a tree is a context part of all its rows.
+* A *causal group* has prefill chunks: row i of a chunk sees rows 0 to i.
 
-A request's keys are cut into runs that it shares with other requests and a tail of its own.
+Every row is in exactly one single, short or causal group, and in any number of context parts.
 
-* A *context part* is a run of slots that all of its query rows see whole: the prefix that requests
-  share, or what a long prefill chunk finds in the cache. It is read once for all of its rows and
-  merged with the rest by log-sum-exp (the idea of Hydragen, arXiv 2402.05099, and of the cascade
-  attention of FlashInfer).
-* A *single group* holds rows that stand alone, one per decoding request: their tails are gathered
-  side by side and padded to the longest.
-* A *short group* holds chunks of a few rows, such as tokens that a grammar has forced: the whole tail of
-  each is gathered once for all of its rows, and a mask shows to each row what comes before it.
-  *Branch rows*, the nodes of trees below a prefix (``trees``), are such a chunk, too: the mask shows to
-  each the nodes above it. A long prefix is a context part for all of them.
-* A *causal group* holds prefill chunks: row i of a chunk sees its rows 0 to i.
-
-Every row is in exactly one single, short or causal group, and in any number of context parts. What has many
-queries has one of few sizes (``few_sizes``).
-
-Finds the runs of slots that requests of a batch have in common: the branches of their prefix tree.
-
-Sizes that occur, kept few: what a kernel is compiled for.
-
-oneDNN compiles a matrix product for each number of rows that it meets. Flash attention on CPUs cuts queries,
-where they are about 64 or more, into blocks of up to 256, and keys into blocks of 512, and has two products
-compiled for each pair of sizes. That takes a millisecond, and most of it stays in memory for good: 0.7 MB for
-a product with a weight, 0.1 to 0.4 MB for attention.
+Sizes are rounded to a few values, because oneDNN compiles a matrix product for each number of rows that it
+meets. Flash attention on CPUs divides queries, from about 64 on, into blocks of up to 256, and keys into
+blocks of 512, and has two products compiled for each pair of sizes. That takes a millisecond, and most of it
+stays in memory: 0.7 MB for a product with a weight, 0.1 to 0.4 MB for attention.
 """
 
 from __future__ import annotations
@@ -50,14 +39,14 @@ from agentflow.kernels.inputs import (
     tree_block,
 )
 
+# Positions along a dimension: a slice if they are consecutive, which needs no copy.
 Index = slice | Tensor
-"""Positions along a dimension: a slice where they are consecutive, which costs no copy."""
 
 
 @dataclass(slots=True, frozen=True)
 class ContextPart:
-    """``num_rows`` query rows that all see ``num_slots`` slots. Where those are fewer than a size that occurs
-    (``few_sizes``), the last is repeated, and ``mask`` [1, 1, 1, num_slots], 0 or -inf, hides that."""
+    """``num_rows`` query rows that all see ``num_slots`` slots. To round the size, the last slot is repeated,
+    and ``mask`` [1, 1, 1, num_slots], 0 or -inf, hides the repetition."""
 
     rows: Index
     num_rows: int
@@ -70,8 +59,8 @@ class ContextPart:
 class SingleGroup:
     """``num_rows`` rows with ``num_slots`` slots each: ``slots`` is flat, row after row.
 
-    A row with fewer keys repeats its own last slot, so that no foreign (perhaps never written)
-    slot is read, and ``mask`` [num_rows, 1, 1, num_slots], 0 or -inf, hides the repetition.
+    A row with fewer keys repeats its own last slot, so that it reads no other request's slot, which may never
+    have been written; ``mask`` [num_rows, 1, 1, num_slots], 0 or -inf, hides the repetition.
     """
 
     rows: Index
@@ -97,7 +86,8 @@ class ShortGroup:
     repeated: dict[int, Tensor] = field(default_factory=dict)
 
     def mask_for(self, times: int) -> Tensor:
-        """The mask for so many copies of each chunk's rows, end to end. Made in the first layer."""
+        """Returns the mask for several copies of each chunk's rows, end to end. The first layer computes
+        it."""
         found = self.repeated.get(times)
         if found is None:
             found = self.repeated[times] = self.mask.repeat(1, 1, times, 1)
@@ -119,8 +109,8 @@ class CausalGroup:
 class AttentionPlan(AttentionBatch):
     """A batch with its parts.
 
-    ``order`` [T]: where each row of the batch stands in the groups' rows laid end to end, singles
-    first, then shorts; None where that is the batch's own order.
+    ``order`` [T]: the place of each row of the batch in the rows of all groups laid end to end: singles,
+    shorts, causals. None if the orders are the same.
     """
 
     singles: Sequence[SingleGroup]
@@ -142,7 +132,8 @@ class SharedRun:
 def find_shared_runs(
     req_to_token: NDArray[np.int32], req_rows: IntArray, limits: IntArray, least_saving: int, step: int = 1
 ) -> tuple[list[SharedRun], IntArray]:
-    """The shared runs that are worth a part of their own, and where each request's own tail starts.
+    """Finds the shared runs that are worth a context part, and the column at which each request's tail
+    starts.
 
     Only the first ``limits[r]`` columns of request r can be shared. Requests with equal slots form a
     tree; it is walked from the root. A run that n requests share saves (n - 1) times its length of
@@ -172,7 +163,7 @@ def find_shared_runs(
 
 
 def _equal_groups(members: IntArray, keys: NDArray[np.int32]) -> list[IntArray]:
-    """The members with equal keys, for each key that two or more have; each group ascends."""
+    """Returns the groups of two or more members with equal keys; each group ascends."""
     if len(members) < 2:
         return []
     by_key = np.argsort(keys, kind="stable")
@@ -182,44 +173,42 @@ def _equal_groups(members: IntArray, keys: NDArray[np.int32]) -> list[IntArray]:
     return [members[group] for group in np.split(by_key, bounds) if len(group) > 1]
 
 
-TILE_ROWS = 16
-"""A tile of AMX has so many rows."""
-MOST_STEP = 64
+TILE_ROWS = 16  # of an AMX tile
+MAX_STEP = 64
 
 
 def whole_tiles(size: int) -> int:
-    """The next multiple of ``TILE_ROWS``: numbers of queries."""
+    """Rounds a number of queries up to a multiple of ``TILE_ROWS``."""
     return -(-size // TILE_ROWS) * TILE_ROWS
 
 
 def rounded_up(size: int) -> int:
-    """The next of fewer sizes yet, less than 16 or a quarter larger: numbers of rows and keys.
+    """Rounds a number of rows or keys up, by less than 16 or a quarter, to one of fewer sizes.
 
     >>> [rounded_up(size) for size in (1, 17, 100, 130, 500)]
     [16, 32, 112, 160, 512]
     """
-    step = min(MOST_STEP, max(TILE_ROWS, (1 << size.bit_length()) // 8))
+    step = min(MAX_STEP, max(TILE_ROWS, (1 << size.bit_length()) // 8))
     return -(-size // step) * step
 
 
 def rounded_down(size: int) -> int:
-    """The multiple of ``MOST_STEP`` that is not larger."""
-    return size // MOST_STEP * MOST_STEP
+    """Rounds down to a multiple of ``MAX_STEP``."""
+    return size // MAX_STEP * MAX_STEP
 
 
+# The cost of one more part in a layer, in tokens of gathered and attended KV: 0.1 ms, measured on AVX2.
 PART_OVERHEAD = 1000
-"""What one more part costs in a layer, in tokens of gathered and attended KV (measured on AVX2: a
-tenth of a millisecond)."""
+# Tokens gathered at once for a single group of several rows: these stay in a shared CPU cache.
 MAX_GATHERED = 16384
-"""Tokens gathered at once for a single group of several rows: what stays in a shared cache."""
+# Rows and slots of several trees in one chunk. More would be wasted: the rows of a tree also attend to the
+# other trees' slots, which the mask hides.
 MAX_PACKED_ROWS = 64
 MAX_PACKED_SLOTS = 512
-"""Rows and slots of several trees in one chunk: each tree's rows attend to the others' slots too, only to
-hide them."""
+# Rows of a chunk in a short group. A longer chunk is worth a context part.
 MAX_SHORT_ROWS = 32
-"""Rows of a chunk that sees its keys under a mask; more of them are worth a part of their own."""
+# Above this number, the rows of such a chunk are rounded up to a multiple of it.
 SHORT_STEP = 4
-"""Numbers of rows of such chunks are multiples of it, or less than it."""
 
 
 def plan_attention(
@@ -233,11 +222,11 @@ def plan_attention(
     trees: TreeAttention | None = None,
     part_overhead: int = PART_OVERHEAD,
     max_gathered: int = MAX_GATHERED,
-    run_step: int = MOST_STEP,
+    run_step: int = MAX_STEP,
 ) -> AttentionPlan:
-    """The plan for R requests: ``req_to_token[req_rows[r], :kv_lens[r]]`` are the slots of request r,
-    of which the last ``query_lens[r]`` belong to its rows in this batch. ``trees``: of the rows after
-    those. ``dtype``: of the queries. ``run_step``: the lengths of shared runs are multiples of it."""
+    """Plans the attention of a batch; the first four arguments and ``trees`` are the fields of
+    ``AttentionBatch``. ``dtype``: that of the queries. ``run_step``: shared runs have multiples of this
+    length."""
     planner = _Planner(req_to_token, req_rows, query_lens, kv_lens, trees, dtype, device)
     return planner.plan(part_overhead, max_gathered, run_step)
 
@@ -260,14 +249,14 @@ class _Planner:
         self.cached = kv_lens - query_lens
         self.trees = trees
         self.num_requests = len(req_rows)
-        if trees is not None:  # each tree counts as one more request, with its prefix in the cache
+        if trees is not None:  # each tree is one more request, with its prefix in the cache
             self.req_rows = np.concatenate((req_rows, trees.req_rows))
             self.query_lens = np.concatenate((query_lens, trees.query_lens))
             self.cached = np.concatenate((self.cached, trees.prefix_lens))
         self.dtype = dtype
         self.device = device
         self.first_rows = np.cumsum(self.query_lens) - self.query_lens
-        self.group_rows: list[IntArray] = []  # of the groups made so far; -1 where a row is padding
+        self.group_rows: list[IntArray] = []  # rows of the groups so far; -1 for padding
         self.contexts: list[ContextPart] = []
 
     def plan(self, part_overhead: int, max_gathered: int, run_step: int) -> AttentionPlan:
@@ -303,7 +292,7 @@ class _Planner:
         )
 
     def _add_context(self, run: SharedRun) -> None:
-        """One context part for all rows of the run's requests."""
+        """Adds a context part for all rows of the run's requests."""
         rows = _ranges(self.first_rows[run.members], self.query_lens[run.members])
         length = run.end - run.start
         column = np.arange(rounded_up(length))
@@ -313,32 +302,33 @@ class _Planner:
         self.contexts.append(part)
 
     def _add_cached(self, request: int, start: int, end: int) -> None:
-        """What a chunk finds in the cache: as much as there is of a size that occurs, and the rest under a
-        mask. One part under a mask was slower, by more than the second one costs."""
+        """Adds the cached part of a chunk: as much as has a rounded size without a mask, the rest under a
+        mask. One part under a mask was measured to cost more than two."""
         middle = start + rounded_down(end - start)
         for first, last in ((start, middle), (middle, end)):
             if last > first:
                 self._add_context(SharedRun(np.array([request]), first, last))
 
     def _add_prefix(self, tree: int, starts: IntArray, part_overhead: int) -> int | None:
-        """A part for what is left of a tree's prefix but its last token, if it is worth one. Where a row of
-        its own computes that token, it sees the same and shares the part: returns its request."""
+        """Adds a part for the rest of a tree's prefix except its last token, if it is worth one. If a request
+        of this batch computes that token, its row sees the same slots and shares the part. Returns that
+        request."""
         members, last = [tree], None
         for request in np.flatnonzero(self.req_rows[: self.num_requests] == self.req_rows[tree]).tolist():
             if self.query_lens[request] == 1 and starts[request] == starts[tree]:
                 members, last = [request, tree], request
         start = int(starts[tree])
         end = start + rounded_down(int(self.cached[tree]) - 1 - start)
-        # Otherwise the tree's chunk gathers it, once. Measured with AMX: two milliseconds less in a forward
-        # over a prefix of 1,000 tokens, and no difference at about 2,000.
+        # Otherwise the tree's chunk gathers the prefix once. With AMX this was measured to save 2 ms in a
+        # forward pass over a prefix of 1,000 tokens, and nothing at about 2,000.
         if end - start > 2 * part_overhead:
             self._add_context(SharedRun(np.array(members), start, end))
             starts[members] = end
         return last
 
     def _tree_groups(self, lasts: dict[int, int | None], starts: IntArray) -> list[ShortGroup]:
-        """Trees in their order, as many in one chunk as are small. ``lasts``: the request whose row comes
-        with each."""
+        """Groups the trees in order, several small ones per chunk. ``lasts``: for each tree the request whose
+        row joins it."""
         groups: list[ShortGroup] = []
         packed: list[int] = []
         rows = slots = 0
@@ -380,11 +370,11 @@ class _Planner:
         return ShortGroup(self._index(all_rows), self._index(all_slots), 1, num_rows, num_slots, mask)
 
     def _single_groups(self, requests: IntArray, starts: IntArray, max_gathered: int) -> list[SingleGroup]:
-        """Groups of rows whose tails are of like length."""
+        """Groups rows with tails of similar length."""
         lens = self.kv_lens[requests] - starts[requests]
         return [
             self._single_group(requests[group], starts[requests[group]], lens[group])
-            for group in _alike_groups(lens, max_gathered)
+            for group in _similar_groups(lens, max_gathered)
         ]
 
     def _single_group(self, requests: IntArray, starts: IntArray, lens: IntArray) -> SingleGroup:
@@ -399,16 +389,16 @@ class _Planner:
         return SingleGroup(self._index(rows), len(rows), self._index(slots), longest, mask)
 
     def _tails(self, requests: IntArray, starts: IntArray, lens: IntArray, num: int) -> NDArray[np.int32]:
-        """``num`` slots of each request's tail, by repeating its last one."""
+        """Returns ``num`` slots per request: its tail, with the last slot repeated."""
         columns = starts[:, None] + np.minimum(np.arange(num), (lens - 1)[:, None])
         return self.req_to_token[self.req_rows[requests][:, None], columns].ravel()
 
     def _short_groups(self, requests: IntArray, starts: IntArray, max_gathered: int) -> list[ShortGroup]:
-        """Groups of chunks whose tails are of like length."""
+        """Groups chunks with tails of similar length."""
         lens = self.kv_lens[requests] - starts[requests]
         return [
             self._short_group(requests[group], starts[requests[group]], lens[group])
-            for group in _alike_groups(lens, max_gathered)
+            for group in _similar_groups(lens, max_gathered)
         ]
 
     def _short_group(self, requests: IntArray, starts: IntArray, lens: IntArray) -> ShortGroup:
@@ -426,7 +416,7 @@ class _Planner:
         return ShortGroup(self._index(rows.ravel()), slots, len(requests), num_rows, num_slots, mask)
 
     def _causal_groups(self, chunks: IntArray) -> list[CausalGroup]:
-        """Groups of chunks of like length, longest first."""
+        """Groups chunks of similar length, longest first."""
         by_length = chunks[np.argsort(-self.query_lens[chunks], kind="stable")]
         lens = self.query_lens[by_length]
         groups, first = [], 0
@@ -468,36 +458,36 @@ class _Planner:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
 
 
-def _alike_groups(lens: IntArray, max_gathered: int) -> list[IntArray]:
-    """Indices of lengths that are padded to the longest of them, together at most ``max_gathered``, unless it
-    is one alone. One group in their own order, where that is possible."""
+def _similar_groups(lens: IntArray, max_gathered: int) -> list[IntArray]:
+    """Groups indices of similar lengths, to be padded to the longest of the group. A group of several has at
+    most ``max_gathered`` slots. If possible, returns one group in the original order."""
     if not len(lens):
         return []
     longest = int(lens.max())
-    if _alike(int(lens.min()), longest) and len(lens) * longest <= max_gathered:
+    if _is_similar(int(lens.min()), longest) and len(lens) * longest <= max_gathered:
         return [np.arange(len(lens))]
     by_length = np.argsort(-lens, kind="stable")
     groups, first = [], 0
     while first < len(lens):
         longest = int(lens[by_length[first]])
-        shorter = np.searchsorted(-lens[by_length], -_shortest_alike(longest), side="right")
+        shorter = np.searchsorted(-lens[by_length], -_shortest_similar(longest), side="right")
         end = min(int(shorter), first + max(1, max_gathered // longest))
         groups.append(by_length[first:end])
         first = end
     return groups
 
 
-def _shortest_alike(longest: int) -> int:
-    """The least length that is padded to ``longest`` rather than given a group of its own."""
+def _shortest_similar(longest: int) -> int:
+    """Returns the smallest length to pad to ``longest`` rather than put into another group."""
     return longest // 2 - 64
 
 
-def _alike(shortest: int, longest: int) -> bool:
-    return shortest >= _shortest_alike(longest)
+def _is_similar(shortest: int, longest: int) -> bool:
+    return shortest >= _shortest_similar(longest)
 
 
 def _ranges(starts: IntArray, lens: IntArray) -> IntArray:
-    """The numbers starts[i] to starts[i] + lens[i] - 1 of all i, end to end."""
+    """Returns the numbers from starts[i] to starts[i] + lens[i] - 1 for every i, end to end."""
     ends = np.cumsum(lens)
     numbers: IntArray = np.arange(int(ends[-1])) + np.repeat(starts - (ends - lens), lens)
     return numbers

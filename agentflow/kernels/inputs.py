@@ -1,14 +1,8 @@
-"""What the rows of a batch attend to, as every implementation of attention is given it.
+"""What the kernels receive: a model's weights, and the batch of one forward pass.
 
-The rows of a batch that are nodes of trees below a prefix, as the kernels are given them.
-
-How a token is chosen from each row of logits, as the kernels are given it.
-
-The weights of a Llama-shaped model, laid out for the kernels that run it.
-
-What one forward pass of a whole model is given.
-
-The weight of one linear layer, in the layouts that its kernels want.
+The weights are a ``DecoderWeights`` of ``LayerWeights`` of ``LinearWeight``s. A batch is a ``ForwardInput``;
+its rows, one per token to compute, attend as an ``AttentionBatch`` says, in which the last rows may be
+``TreeAttention`` of trees; ``ChoiceRows`` says how to choose a token for each row of logits.
 """
 
 from __future__ import annotations
@@ -22,89 +16,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 IntArray = NDArray[np.int64]
-
-
-class TreeAttention(Protocol):
-    """The last B rows of a batch, tree after tree. Each sees the whole prefix of its tree, then the nodes
-    above it, then itself.
-
-    Of G trees: ``req_to_token[req_rows[g], :prefix_lens[g]]`` are the slots of the prefix, and
-    ``query_lens[g]`` the number of rows. Of the rows: ``paths[b, :path_lens[b]]`` are the slots of the nodes
-    above, from the top, and its own, which all further columns repeat.
-    """
-
-    @property
-    def req_rows(self) -> IntArray: ...
-    @property
-    def prefix_lens(self) -> IntArray: ...
-    @property
-    def query_lens(self) -> IntArray: ...
-    @property
-    def paths(self) -> IntArray: ...
-    @property
-    def path_lens(self) -> IntArray: ...
-
-
-def tree_block(
-    head: NDArray[np.int32], paths: IntArray, num_above: int
-) -> tuple[IntArray, NDArray[np.bool_]]:
-    """The slots of the rows of one tree, and which row sees which of them. All rows see ``head``; the first
-    ``num_above`` nothing else, and each of the others its path."""
-    # As np.unique does it, without sorting: paths of long choices repeat their slots again and again.
-    lowest = int(paths.min())
-    is_node = np.zeros(int(paths.max()) - lowest + 1, dtype=np.bool_)
-    is_node[paths - lowest] = True
-    nodes = np.flatnonzero(is_node)
-    place_of = np.empty(len(is_node), dtype=np.int64)
-    place_of[nodes] = np.arange(len(nodes))
-    visible = np.zeros((num_above + len(paths), len(head) + len(nodes)), dtype=np.bool_)
-    visible[:, : len(head)] = True
-    rows = np.arange(num_above, len(visible))
-    visible[rows[:, None], len(head) + place_of[paths - lowest]] = True
-    return np.concatenate((head, nodes + lowest)), visible
-
-
-def side_by_side(blocks: Sequence[NDArray[np.bool_]], num_rows: int, num_slots: int) -> NDArray[np.bool_]:
-    """What the rows of several trees see of all their slots, laid end to end: their own. Further rows see
-    what the last one sees, and nobody sees further slots."""
-    seen = np.zeros((num_rows, num_slots), dtype=np.bool_)
-    row = column = 0
-    for block in blocks:
-        height, width = block.shape
-        seen[row : row + height, column : column + width] = block
-        row, column = row + height, column + width
-    seen[row:] = seen[row - 1]
-    return seen
-
-
 FloatArray = NDArray[np.float32]
-
-
-@dataclass(slots=True, frozen=True)
-class ChoiceRows:
-    """S rows. ``targets``: -1, or the token that is chosen whatever the logits are. ``temperatures``: 0 takes
-    the likeliest, the first of equals. ``top_ks``: 0 keeps all. ``uniforms``: the number in [0, 1) that
-    decides, of rows with a temperature. ``masked_rows`` [M] and ``mask_words`` [M, any]: the only tokens that
-    these rows may choose, as bits of 32-bit words, the first token lowest; None where no row has a mask."""
-
-    targets: IntArray
-    temperatures: FloatArray
-    top_ks: IntArray
-    top_ps: FloatArray
-    min_ps: FloatArray
-    uniforms: NDArray[np.float64]
-    masked_rows: IntArray | None = None
-    mask_words: NDArray[np.uint32] | None = None
+ReqToToken = NDArray[np.int32]
 
 
 @dataclass(slots=True, frozen=True)
 class LinearWeight:
     """y = x Wᵀ + b for W of shape [out, in].
 
-    ``transposed`` [in, out]: Wᵀ, a view of W as it came, in the model's dtype; None where every
-    product goes through ``packed``.
-    ``packed``: W in the opaque blocked layout of oneDNN, in the model's dtype or in float32, or in the panels
-    of the native kernels; None where nothing is packed.
+    ``transposed`` [in, out]: Wᵀ, a view of the original W, in the model's dtype; None if every product uses
+    ``packed``.
+    ``packed``: W in oneDNN's opaque blocked layout, in the model's dtype or float32, or in the panels of the
+    native kernels; None if W is not packed.
     ``bias`` [out]: in the model's dtype.
     ``shape``: (out, in).
     """
@@ -116,15 +39,15 @@ class LinearWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this weight holds in memory. (An opaque tensor does not tell its own.)"""
-        held = [tensor for tensor in (self.transposed, self.packed, self.bias) if tensor is not None]
-        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+        """The memory of this weight, in bytes; an opaque tensor does not report its own."""
+        tensors = [tensor for tensor in (self.transposed, self.packed, self.bias) if tensor is not None]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer's weights. ``qkv``: queries, keys and values in one product; ``gate_up``:
-    both halves of the gated MLP. ``q_norm`` and ``k_norm`` [head_dim]: Qwen3 only."""
+    """The weights of one decoder layer. ``qkv``: queries, keys and values in one product. ``gate_up``: both
+    halves of the gated MLP. ``q_norm`` and ``k_norm`` [head_dim]: only in Qwen3."""
 
     input_norm: Tensor
     qkv: LinearWeight
@@ -142,8 +65,8 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """Everything from token ids to the last hidden states. ``embedding`` [vocabulary, hidden_size];
-    ``frequencies`` [head_dim / 2] float32: of the rotary embeddings, in radians per position."""
+    """The weights of a Llama-shaped model, without its head. ``embedding`` [vocabulary, hidden_size].
+    ``frequencies`` [head_dim / 2] float32: those of the rotary embeddings, in radians per position."""
 
     embedding: Tensor
     layers: Sequence[LayerWeights]
@@ -155,13 +78,25 @@ class DecoderWeights:
     norm_eps: float
 
 
-ReqToToken = NDArray[np.int32]
+@dataclass(frozen=True, slots=True)
+class ForwardInput:
+    """T rows to compute. ``token_ids``, ``positions``, ``write_slots`` [T]: each row's token, its position in
+    the sequence, and the slot for its key and value. ``kv_layers``: the KV pool, layer by layer, as in
+    ``Kernels.rope_and_write``. ``plan``: from ``plan_attention`` of the same kernels. ``rows`` [S]: the rows
+    whose hidden states or tokens the forward pass returns."""
+
+    token_ids: IntArray
+    positions: IntArray
+    write_slots: IntArray
+    kv_layers: tuple[Tensor, ...]
+    plan: Any
+    rows: IntArray
 
 
 @dataclass(slots=True, frozen=True)
 class AttentionBatch:
-    """R requests: ``req_to_token[req_rows[r], :kv_lens[r]]`` are the slots of request r, of which the last
-    ``query_lens[r]`` belong to its rows in this batch. ``trees``: of the rows after those."""
+    """R requests. ``req_to_token[req_rows[r], :kv_lens[r]]`` are the slots of request r, of which the last
+    ``query_lens[r]`` belong to its rows in this batch. ``trees`` describes the rows after these."""
 
     req_to_token: ReqToToken
     req_rows: IntArray
@@ -170,16 +105,72 @@ class AttentionBatch:
     trees: TreeAttention | None
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardInput:
-    """T rows to compute. ``token_ids``, ``positions``, ``write_slots`` [T]: what each is, where it stands in
-    its sequence, and the slot its key and value go to. ``kv_layers``: the pool, layer by layer, as in
-    ``Kernels.rope_and_write``. ``plan``: of the same kernels' ``plan_attention``. ``rows`` [S]: those of
-    which something is wanted."""
+class TreeAttention(Protocol):
+    """The last B rows of a batch, tree after tree. Each row attends to the prefix of its
+    tree, to its ancestors, and to itself.
 
-    token_ids: IntArray
-    positions: IntArray
-    write_slots: IntArray
-    kv_layers: tuple[Tensor, ...]
-    plan: Any
-    rows: IntArray
+    For each of G trees, ``req_to_token[req_rows[g], :prefix_lens[g]]`` are the slots of the prefix, and
+    ``query_lens[g]`` is the number of rows. For each row, ``paths[b, :path_lens[b]]`` are the slots of its
+    ancestors, from the root, and its own slot, which the remaining columns repeat.
+    """
+
+    @property
+    def req_rows(self) -> IntArray: ...
+    @property
+    def prefix_lens(self) -> IntArray: ...
+    @property
+    def query_lens(self) -> IntArray: ...
+    @property
+    def paths(self) -> IntArray: ...
+    @property
+    def path_lens(self) -> IntArray: ...
+
+
+@dataclass(slots=True, frozen=True)
+class ChoiceRows:
+    """How to choose a token for each of S rows. ``targets``: a token to take whatever the logits are, or -1.
+    ``temperatures``: 0 takes the likeliest token, the lowest id of equals. ``top_ks``: 0 keeps all.
+    ``uniforms``: the random number in [0, 1) for a row with a temperature. ``masked_rows`` [M] and
+    ``mask_words`` [M, any]: the allowed tokens of these rows as bits of 32-bit words, lowest bit first; None
+    if no row has a mask."""
+
+    targets: IntArray
+    temperatures: FloatArray
+    top_ks: IntArray
+    top_ps: FloatArray
+    min_ps: FloatArray
+    uniforms: NDArray[np.float64]
+    masked_rows: IntArray | None = None
+    mask_words: NDArray[np.uint32] | None = None
+
+
+def tree_block(
+    head: NDArray[np.int32], paths: IntArray, num_above: int
+) -> tuple[IntArray, NDArray[np.bool_]]:
+    """Returns the slots that the rows of one tree attend to, and the visibility of each slot to each row. All
+    rows see ``head``; the first ``num_above`` see nothing else, and each of the others sees its path."""
+    # np.unique without the sorting: the paths of long choices have the same slots many times.
+    lowest = int(paths.min())
+    is_node = np.zeros(int(paths.max()) - lowest + 1, dtype=np.bool_)
+    is_node[paths - lowest] = True
+    nodes = np.flatnonzero(is_node)
+    place_of = np.empty(len(is_node), dtype=np.int64)
+    place_of[nodes] = np.arange(len(nodes))
+    visible = np.zeros((num_above + len(paths), len(head) + len(nodes)), dtype=np.bool_)
+    visible[:, : len(head)] = True
+    rows = np.arange(num_above, len(visible))
+    visible[rows[:, None], len(head) + place_of[paths - lowest]] = True
+    return np.concatenate((head, nodes + lowest)), visible
+
+
+def side_by_side(blocks: Sequence[NDArray[np.bool_]], num_rows: int, num_slots: int) -> NDArray[np.bool_]:
+    """Returns a block-diagonal mask: the rows of each tree see only its own slots. Padding rows repeat the
+    last row, and no row sees padding slots."""
+    seen = np.zeros((num_rows, num_slots), dtype=np.bool_)
+    row = column = 0
+    for block in blocks:
+        height, width = block.shape
+        seen[row : row + height, column : column + width] = block
+        row, column = row + height, column + width
+    seen[row:] = seen[row - 1]
+    return seen

@@ -1,8 +1,8 @@
-"""The shared library of the native kernels: compiled once on this machine, kept in the user's cache, loaded.
+"""Compiles the native kernels once per machine, caches the shared library for the user, and loads it.
 
-The sources are in ``native/``. They are compiled for the best of ``LEVELS`` that the processor has;
-``AGENTFLOW_CPU`` names a lower one. What is compiled is kept under a name that its sources, its command and
-the compiler's version determine, so that it is never stale.
+The sources in ``native/`` are compiled for the best of ``LEVELS`` that the processor supports;
+``AGENTFLOW_CPU`` names a lower one. The file name of the library has a hash of the sources, the command and
+the compiler's version, so a cached library is never stale.
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ COMPILE_TIMEOUT_S = 300
 AVX2 = ("avx2", "fma")
 AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
 AVX512_BF16 = (*AVX512, "avx512_bf16")
+# The CPU flags that each level needs, as Linux lists them. The best level is last.
 LEVELS: dict[str, tuple[str, ...]] = {
     "avx2": AVX2,
     "avx512": AVX512,
     "avx512_bf16": AVX512_BF16,
     "amx": (*AVX512_BF16, "amx_tile", "amx_bf16"),
 }
-"""Which instructions a processor must have, by name, as Linux lists them; the best is last."""
 
 
 class NoNativeKernels(Exception):
-    """They cannot be had here; says why."""
+    """The native kernels are not available here; the message says why."""
 
 
 class CompilerFails(NoNativeKernels):
-    """The compiler does not know their instructions, or anything else is wrong with it."""
+    """The compiler failed: it may be too old for a level's instructions."""
 
 
 def native_level() -> str:
-    """The best of ``native_levels``."""
+    """Returns the best of ``native_levels``."""
     return native_levels()[0]
 
 
 def native_levels() -> list[str]:
-    """Those of ``LEVELS`` that this processor has and ``AGENTFLOW_CPU`` allows, the best first.
-    NoNativeKernels where there is none, ValueError for an unknown name."""
+    """Returns those of ``LEVELS`` that this processor supports and ``AGENTFLOW_CPU`` allows, the best first.
+    Raises ``NoNativeKernels`` if there is none, and ``ValueError`` for an unknown name."""
     wanted = os.environ.get("AGENTFLOW_CPU", "")
     if wanted and wanted not in LEVELS:
         raise ValueError(f"AGENTFLOW_CPU is {wanted!r}: it must be one of {', '.join(LEVELS)}")
     if platform.system() != "Linux" or platform.machine() != "x86_64":
-        raise NoNativeKernels(f"there are none for {platform.machine()} on {platform.system()}")
+        raise NoNativeKernels(f"there are no native kernels for {platform.machine()} on {platform.system()}")
     there = cpu_flags()
     found: list[str] = []
     for level, needed in LEVELS.items():
@@ -76,7 +76,7 @@ def native_levels() -> list[str]:
 
 @functools.cache
 def cpu_flags() -> frozenset[str]:
-    """The processor's features, as Linux lists them; none elsewhere."""
+    """Returns the processor's flags, as Linux lists them; empty on other systems."""
     listed = Path("/proc/cpuinfo")
     for line in listed.read_text(encoding="utf-8").splitlines() if listed.exists() else ():
         name, _, value = line.partition(":")
@@ -86,13 +86,13 @@ def cpu_flags() -> frozenset[str]:
 
 
 def is_compiled(level: str) -> bool:
-    """Whether they are there already. NoNativeKernels without a compiler."""
+    """Whether the library is in the cache. Raises ``NoNativeKernels`` without a compiler."""
     return _library_path(level).exists()
 
 
 def load_best() -> ctypes.CDLL:
-    """The kernels for the best of ``native_levels`` that the compiler can compile them for: older ones do not
-    know all instructions. NoNativeKernels where there is none."""
+    """Returns the kernels for the best of ``native_levels`` that the compiler supports; an old compiler does
+    not know all instructions. Raises ``NoNativeKernels`` if none can be compiled."""
     levels = native_levels()
     why: list[CompilerFails] = []
     for level in levels:
@@ -108,8 +108,8 @@ def load_best() -> ctypes.CDLL:
 
 
 def load_library(level: str) -> ctypes.CDLL:
-    """The kernels compiled for ``level``; the first call on a machine compiles them, which takes a few
-    seconds. NoNativeKernels where that fails."""
+    """Returns the kernels for ``level``. The first call on a machine compiles them, which takes a few
+    seconds. Raises ``NoNativeKernels`` if that fails."""
     path = _library_path(level)
     if not path.exists():
         _compile(level, path)
@@ -137,11 +137,11 @@ def _compiler() -> tuple[str, ...]:
     for name in COMPILERS:
         if found := shutil.which(name):
             return (found,)
-    raise NoNativeKernels(f"there is no C++ compiler ({', '.join(COMPILERS)}) to build them with")
+    raise NoNativeKernels(f"there is no C++ compiler ({', '.join(COMPILERS)})")
 
 
 def _command(level: str) -> list[str]:
-    # The instructions of AMX are written as assembler: a compiler need not know them.
+    # AMX instructions are inline assembler: the compiler need not support them.
     options = [f"-m{name.replace('_', '')}" for name in LEVELS[level] if not name.startswith("amx")]
     if level == "amx":
         options.append("-DAGENTFLOW_TILES")
@@ -149,7 +149,7 @@ def _command(level: str) -> list[str]:
 
 
 def _compile(level: str, path: Path) -> None:
-    """Under another name first: other processes may be looking for it, or compiling it too."""
+    """Compiles to a temporary name first: other processes may look for the library, or compile it too."""
     logger.info("compiling the native kernels for %s (once on this machine, a few seconds)", level)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -158,7 +158,7 @@ def _compile(level: str, path: Path) -> None:
             _run([*_command(level), "-o", str(made)])
             made.replace(path)
     except OSError as error:
-        raise NoNativeKernels(f"they cannot be kept in {path.parent}: {error}") from error
+        raise NoNativeKernels(f"the library cannot be written to {path.parent}: {error}") from error
 
 
 def _run(command: list[str]) -> str:
@@ -168,5 +168,5 @@ def _run(command: list[str]) -> str:
         raise NoNativeKernels(f"the compiler cannot be run: {error}") from error
     if done.returncode != 0:
         errors = [line for line in done.stderr.splitlines() if "error" in line]
-        raise CompilerFails(f"the compiler fails: {errors[0] if errors else done.stderr.strip()}")
+        raise CompilerFails(f"the compiler failed: {errors[0] if errors else done.stderr.strip()}")
     return done.stdout

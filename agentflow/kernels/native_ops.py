@@ -1,9 +1,10 @@
-"""The kernels in C++ (``native/``): a whole forward pass in one call, by a team of threads of their own.
+"""The kernels in C++ (``native/``): a whole forward pass in one call, on a thread team of its own.
 
-Bytes are read once and in order, in the layout that the products want, and nothing is dispatched between
-them. The single functions are the same code, one at a time: the tests hold each against the reference.
+Weights are read once and in order, in the layout of the products, and no operation is dispatched between
+them. The single functions run the same code, one kernel at a time, and are tested against the reference.
 
-The structures that Python and the native kernels share, field by field as in ``native/*.h``.
+First come the ctypes structures and signatures, field by field as in ``native/*.h``; then the functions of
+``ops.Kernels``; last, ``NativeForward``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentflow.kernels import torch_ops as cpu_ops
+from agentflow.kernels import torch_ops
 from agentflow.kernels.inputs import (
     AttentionBatch,
     ChoiceRows,
@@ -32,6 +33,8 @@ from agentflow.kernels.inputs import (
     LinearWeight,
 )
 from agentflow.kernels.native_library import load_best
+
+logger = logging.getLogger(__name__)
 
 
 class NativeWeight(Structure):
@@ -85,7 +88,7 @@ class NativeRows(Structure):
 
 
 class NativeBatch(Structure):
-    paths_array: NDArray[Any] | None = None  # that it refers to and nobody else holds
+    paths_array: NDArray[Any] | None = None  # kept alive: the structure points to it
     _fields_ = (
         ("req_to_token", c_void_p),
         ("page_stride", c_int64),
@@ -104,7 +107,7 @@ class NativeBatch(Structure):
 
 
 class NativeChoices(Structure):
-    arrays: tuple[NDArray[Any], ...] = ()  # that it refers to and nobody else holds
+    arrays: tuple[NDArray[Any], ...] = ()  # kept alive: the structure points to it
     _fields_ = (
         ("logits", c_void_p),
         ("num_rows", c_int64),
@@ -122,11 +125,12 @@ class NativeChoices(Structure):
 
 
 class Status(c_int):
-    """What a function returns that can fail; anything but 0 is raised."""
+    """The result of a function that can fail; anything but 0 becomes an exception."""
 
 
 FAILURES: dict[int, type[Exception]] = {1: MemoryError, 2: IndexError, 3: RuntimeError}
 
+# Results and arguments of the library's functions.
 SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "af_failure": (c_char_p, []),
     "af_set_num_threads": (c_int, [c_int]),
@@ -149,11 +153,10 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     ),
     "af_finish_forward": (Status, []),
 }
-"""What a function of the library returns and takes."""
 
 
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Gives the library's functions their types. A call that returns a failure raises one of ``FAILURES``."""
+    """Declares the functions of the library. A call that fails raises one of ``FAILURES``."""
 
     def raised(status: Status, _function: Any, _arguments: Any) -> None:
         if status.value:
@@ -168,7 +171,7 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def address(array: NDArray[Any]) -> int:
-    """Where an array begins. It must live until the call is over."""
+    """Returns the address of an array, which must live until the call returns."""
     assert array.flags.c_contiguous
     place: int = array.__array_interface__["data"][0]
     return place
@@ -216,12 +219,12 @@ def native_decoder(weights: DecoderWeights) -> NativeDecoder:
 
 
 def native_batch(batch: AttentionBatch) -> NativeBatch:
-    """It refers to the batch's arrays, which must outlive it."""
+    """Returns a structure that points to the batch's arrays, which must outlive it."""
     table = batch.req_to_token
     assert table.dtype == np.int32
     assert table.strides[1] == 4
     made = NativeBatch(
-        table.__array_interface__["data"][0],  # rows may be apart
+        table.__array_interface__["data"][0],  # rows need not be adjacent
         table.strides[0] // 4,
         len(batch.req_rows),
         address(batch.req_rows),
@@ -234,7 +237,7 @@ def native_batch(batch: AttentionBatch) -> NativeBatch:
         made.tree_req_rows = address(trees.req_rows)
         made.prefix_lens = address(trees.prefix_lens)
         made.tree_query_lens = address(trees.query_lens)
-        made.paths_array = np.ascontiguousarray(trees.paths)  # made by indexing, in any order
+        made.paths_array = np.ascontiguousarray(trees.paths)  # indexing may have left any memory order
         made.paths = address(made.paths_array)
         made.path_stride = made.paths_array.shape[1]
         made.path_lens = address(trees.path_lens)
@@ -242,7 +245,7 @@ def native_batch(batch: AttentionBatch) -> NativeBatch:
 
 
 def native_choices(rows: ChoiceRows, vocab_size: int) -> NativeChoices:
-    """It refers to the arrays, which must outlive it. Where the logits are is not said yet."""
+    """Returns a structure that points to the arrays, which must outlive it. ``logits`` is not set."""
     made = NativeChoices(None, len(rows.targets), vocab_size)
     made.targets = address(rows.targets)
     made.temperatures = address(rows.temperatures)
@@ -262,7 +265,7 @@ def native_choices(rows: ChoiceRows, vocab_size: int) -> NativeChoices:
 def native_rows(
     token_ids: IntArray, positions: IntArray, write_slots: IntArray, sampled: IntArray
 ) -> NativeRows:
-    """It refers to the arrays, which must outlive it."""
+    """Returns a structure that points to the arrays, which must outlive it."""
     return NativeRows(
         len(token_ids),
         address(token_ids),
@@ -273,35 +276,33 @@ def native_rows(
     )
 
 
-logger = logging.getLogger(__name__)
-
-
 @functools.cache
 def _library_allowed(cpu: str) -> ctypes.CDLL:
     return declare(load_best())
 
 
 def library() -> ctypes.CDLL:
-    """The compiled kernels, for what ``AGENTFLOW_CPU`` allows. NoNativeKernels where they cannot be had."""
+    """Returns the compiled kernels for the level that ``AGENTFLOW_CPU`` allows. Raises
+    ``NoNativeKernels``."""
     return _library_allowed(os.environ.get("AGENTFLOW_CPU", ""))
 
 
 def _team() -> ctypes.CDLL:
-    """The library, with as many threads as torch has."""
+    """Returns the library, with as many threads as torch has."""
     loaded = library()
     _set_num_threads(loaded)
     return loaded
 
 
 def _set_num_threads(loaded: ctypes.CDLL) -> None:
-    if num_refused := loaded.af_set_num_threads(torch.get_num_threads()):
-        _warn_of_refused_threads(num_refused)
+    if num_missing := loaded.af_set_num_threads(torch.get_num_threads()):
+        _warn_of_missing_threads(num_missing)
 
 
 @functools.cache
-def _warn_of_refused_threads(num_refused: int) -> None:
-    """Once for each number: it is tried again in every forward."""
-    logger.warning("the system refuses %d of the kernels' threads: forwards take longer", num_refused)
+def _warn_of_missing_threads(num_missing: int) -> None:
+    """Warns once per number: every forward pass tries again."""
+    logger.warning("cannot start %d of the kernels' threads: forward passes take longer", num_missing)
 
 
 def _is_bf16(x: Tensor) -> bool:
@@ -362,8 +363,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(total, weight, eps), total
 
 
-# Between the two products of the forward, which does it on its own.
-rope_and_write = cpu_ops.rope_and_write
+# ``NativeForward`` has its own; this one serves callers of single kernels.
+rope_and_write = torch_ops.rope_and_write
 
 
 def plan_attention(batch: AttentionBatch, dtype: torch.dtype, device: torch.device) -> AttentionBatch:
@@ -399,12 +400,13 @@ def choose(logits: Tensor, rows: ChoiceRows) -> IntArray:
     return tokens
 
 
+# The parts of a forward pass whose times are measured. ``head``: single products, such as the logits.
 PARTS = ("plan", "embed", "norm", "qkv", "rope", "attention", "output", "gate_up", "down", "head", "choice")
-"""What the time of a forward is spent on; ``head``: single products, the logits' among them."""
 
 
 def part_seconds() -> dict[str, float]:
-    """Seconds of each of ``PARTS`` since the last call, in all forwards of this process."""
+    """Returns the seconds spent in each of ``PARTS`` since the last call, in all forward passes of the
+    process."""
     seconds = (ctypes.c_double * len(PARTS))()
     library().af_part_seconds(seconds)
     return dict(zip(PARTS, seconds, strict=True))
@@ -414,11 +416,11 @@ class NativeForward:
     """``ops.Forward`` of the native kernels."""
 
     def __init__(self, weights: DecoderWeights, head: LinearWeight) -> None:
-        self._weights, self._head = weights, head  # keeps alive what the structures point to
+        self._weights, self._head = weights, head  # kept alive: the structures point to them
         self._decoder, self._native_head = native_decoder(weights), native_weight(head)
-        self._library = library()  # the one that the weights were laid out for
+        self._library = library()  # the library that packed the weights
         self._is_bf16 = _is_bf16(weights.embedding)
-        self._layers: tuple[tuple[Tensor, ...], Any] = ((), None)  # a pool's layers, and their addresses
+        self._layers: tuple[tuple[Tensor, ...], Any] = ((), None)  # the pool's layers and their addresses
 
     def hidden(self, given: ForwardInput, meanwhile: Callable[[], None]) -> Tensor:
         embedding = self._weights.embedding
@@ -437,7 +439,7 @@ class NativeForward:
             addresses = [layer.data_ptr() for layer in given.kv_layers]
             self._layers = (given.kv_layers, (ctypes.c_void_p * len(addresses))(*addresses))
         _set_num_threads(self._library)
-        # They live until the forward has ended.
+        # These must live until the forward pass has finished.
         rows = native_rows(given.token_ids, given.positions, given.write_slots, given.rows)
         batch = native_batch(given.plan)
         self._library.af_start_forward(self._is_bf16, self._decoder, rows, batch, self._layers[1], *wanted)

@@ -1,7 +1,6 @@
-"""The kernels as one would write them down: what every quicker version is tested against.
+"""The kernels written for clarity, with plain loops; every faster implementation is tested against them.
 
-Loops over requests and rows are allowed here, tricks are not. ``AGENTFLOW_KERNELS=reference`` runs a
-whole server on these.
+``AGENTFLOW_KERNELS=reference`` runs a whole server on these.
 """
 
 from __future__ import annotations
@@ -9,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from agentflow.kernels.choice import choose as choose
 from agentflow.kernels.inputs import AttentionBatch, DecoderWeights, LinearWeight, ReqToToken, TreeAttention
+from agentflow.kernels.torch_ops import choose as choose
 
 
 def pack_linear(
@@ -98,7 +97,7 @@ def _attend_trees(
 
 
 def _attend(q: Tensor, kv: Tensor, scale: float) -> Tensor:
-    """One row: q [heads, head_dim] over kv [seen, 2, kv_heads, head_dim]."""
+    """Attends with one row, q [heads, head_dim], to kv [seen, 2, kv_heads, head_dim]."""
     group = q.shape[0] // kv.shape[2]
     out = torch.empty_like(q)
     for head in range(q.shape[0]):

@@ -1,7 +1,8 @@
-"""The quick kernels, made of few torch operations each. Tuned for CPUs, and right on a GPU too.
+"""The kernels in torch operations, for every device: tuned for CPUs, correct on GPUs.
 
-One step of a small model runs thousands of operations that take microseconds each, so what counts
-besides bytes and FLOPs is their number.
+Each kernel uses as few operations as possible: a step of a small model runs thousands of operations of some
+microseconds each, so their number matters beside bytes and FLOPs. In order: linear layers, norms and RoPE,
+attention by the parts of an ``AttentionPlan``, and the choice of tokens.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import functools
 import math
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from agentflow.kernels.attention_plan import (
@@ -25,20 +28,26 @@ from agentflow.kernels.attention_plan import (
     whole_tiles,
 )
 from agentflow.kernels.attention_plan import plan_attention as plan_parts
-from agentflow.kernels.choice import choose as choose
-from agentflow.kernels.inputs import AttentionBatch, DecoderWeights, LinearWeight
+from agentflow.kernels.inputs import (
+    AttentionBatch,
+    ChoiceRows,
+    DecoderWeights,
+    FloatArray,
+    IntArray,
+    LinearWeight,
+)
 
 
 @functools.cache
 def _packs_float32() -> bool:
-    """Whether oneDNN's blocked float32 layout can be had (x86, and torch built with oneDNN)."""
+    """Whether oneDNN's blocked float32 layout is available (on x86, if torch was built with oneDNN)."""
     return torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 @functools.cache
 def _multiplies_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 matrices (AVX-512 BF16, AMX). Elsewhere torch falls back
-    to a scalar loop, several times slower than float32."""
+    """Whether the CPU has bfloat16 matrix products (AVX-512 BF16, AMX). Without them torch falls back to a
+    scalar loop, several times slower than float32."""
     return bool(_packs_float32() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
@@ -48,17 +57,17 @@ def pack_linear(
     shape = (weight.shape[0], weight.shape[1])
     if weight.device.type != "cpu":
         return LinearWeight(weight.t(), None, bias, shape)
-    if not _packs_float32():  # products there write the type of their operands
+    if not _packs_float32():  # these products write the dtype of their operands
         return LinearWeight((weight.float() if exact_output else weight).t(), None, bias, shape)
     if weight.dtype == torch.bfloat16 and _multiplies_bfloat16():
         return LinearWeight(None, _blocked(weight), bias, shape)
-    # One row is bound by reading the weight, and reads half as much of the plain one.
+    # A product with one row is bound by reading the weight, and the plain weight has half the bytes.
     keeps_plain = weight.dtype != torch.float32 and not exact_output
     return LinearWeight(weight.t() if keeps_plain else None, _blocked(weight.float()), bias, shape)
 
 
 def _blocked(weight: Tensor) -> Tensor:
-    # The number of rows is a hint: measured, the layout that comes out serves any number alike.
+    # The number of rows is only a hint: the layout was measured to serve every number equally well.
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
     return packed
 
@@ -83,7 +92,7 @@ def exact_linear(x: Tensor, weight: LinearWeight) -> Tensor:
 
 
 def _padded(x: Tensor) -> Tensor:
-    """With rows of zeros, so that few numbers of rows occur."""
+    """Pads with rows of zeros, so that only few sizes occur."""
     num_rows = x.shape[0]
     return x if num_rows <= TILE_ROWS else _with_rows(x, rounded_up(num_rows))
 
@@ -94,9 +103,9 @@ def _with_rows(x: Tensor, num_rows: int) -> Tensor:
 
 
 def _two_term_linear(x: Tensor, weight: LinearWeight) -> Tensor:
-    """The product to about 16 bits from kernels that can only write bfloat16: rounded once, and then
-    what the rounding lost. The second pass subtracts the first from its float32 sums before they are
-    rounded. Measured for the default model's head: two thirds of the time of a float32 product."""
+    """Computes a product of about 16 bits with kernels that write only bfloat16: the rounded product, plus
+    what the rounding lost. The second pass subtracts the first result from its float32 sums before it rounds
+    them. For the default model's head this takes two thirds of the time of a float32 product."""
     padded = _padded(x)
     rounded = _linear_pointwise(padded, weight.packed, weight.bias, "none", [], "")
     lost = _linear_pointwise_binary(padded, rounded, weight.packed, weight.bias, "sub")
@@ -112,7 +121,7 @@ def _plain_linear(x: Tensor, weight: LinearWeight) -> Tensor:
 
 
 def _exact_plain_linear(x: Tensor, weight: LinearWeight) -> Tensor:
-    """GPUs form sums in float32 in any case, and can write them as they are."""
+    """GPUs accumulate in float32 anyway, and can write the sums unrounded."""
     assert weight.transposed is not None
     if x.is_cuda and x.dtype != torch.float32:
         product = torch.mm(x, weight.transposed, out_dtype=torch.float32)
@@ -194,9 +203,9 @@ def _take(x: Tensor, index: Index) -> Tensor:
 
 
 def _attend_singles(q: Tensor, kv_layer: Tensor, group: SingleGroup, scale: float) -> tuple[Tensor, Tensor]:
-    """Each row over its own slots. The query heads that share a KV head stand where flash attention
-    has a sequence of queries, so that K and V are read once for them. Gives [n, heads, head_dim]
-    and the log-sum-exp [n, heads] of the scores."""
+    """Attends with each row to its own slots. The query heads that share a KV head take the place of flash
+    attention's queries, so that K and V are read once for them. Returns [n, heads, head_dim] and the
+    log-sum-exp [n, heads] of the scores."""
     _, _, num_kv_heads, head_dim = kv_layer.shape
     n, queries_per_head = group.num_rows, q.shape[1] // num_kv_heads
     kv = _take(kv_layer, group.slots).view(n, group.num_slots, 2, num_kv_heads, head_dim)
@@ -209,8 +218,8 @@ def _attend_singles(q: Tensor, kv_layer: Tensor, group: SingleGroup, scale: floa
 def _attend_short_chunks(
     q: Tensor, kv_layer: Tensor, group: ShortGroup, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Each chunk over its own slots, under the mask. The query heads that share a KV head stand one after the
-    other, each with all of the chunk's rows. Gives [chunks * rows, heads, head_dim] and the log-sum-exp
+    """Attends with each chunk to its own slots, under the mask. The queries are those of all heads that share
+    a KV head, head after head. Returns [chunks * rows, heads, head_dim] and the log-sum-exp
     [chunks * rows, heads]."""
     _, _, num_kv_heads, head_dim = kv_layer.shape
     n, length, queries_per_head = group.num_chunks, group.num_rows, q.shape[1] // num_kv_heads
@@ -225,9 +234,9 @@ def _attend_short_chunks(
 
 
 def _attend_chunks(q: Tensor, kv_layer: Tensor, group: CausalGroup, scale: float) -> tuple[Tensor, Tensor]:
-    """Each chunk over its own rows, causally. KV heads are the batch of flash attention, and the
-    query heads that share one its heads, with K and V repeated by a stride of 0. Gives
-    [chunks * rows, heads, head_dim] and the log-sum-exp [chunks * rows, heads]."""
+    """Attends with each chunk to its own rows, causally. Flash attention's batch is the KV heads, and its
+    heads are the query heads that share one, with K and V repeated by a stride of 0. Returns [chunks * rows,
+    heads, head_dim] and the log-sum-exp [chunks * rows, heads]."""
     _, _, num_kv_heads, head_dim = kv_layer.shape
     n, length = group.num_chunks, group.num_rows
     queries_per_head = q.shape[1] // num_kv_heads
@@ -246,7 +255,7 @@ def _attend_chunks(q: Tensor, kv_layer: Tensor, group: CausalGroup, scale: float
 def _merge_context(
     out: Tensor, lse: Tensor, q: Tensor, kv_layer: Tensor, part: ContextPart, scale: float
 ) -> None:
-    """Attend to a part that its rows see whole, and merge the result into ``out`` and ``lse``."""
+    """Attends to a context part, which its rows see whole, and merges the result into ``out`` and ``lse``."""
     _, _, num_kv_heads, head_dim = kv_layer.shape
     n, queries_per_head = part.num_rows, q.shape[1] // num_kv_heads
     num_queries = n * queries_per_head
@@ -261,8 +270,8 @@ def _merge_context(
     part_out = part_out.reshape(n, -1, head_dim)
     part_lse = part_lse.reshape(num_kv_heads, n, queries_per_head).transpose(0, 1).reshape(n, -1)
     merged_out, merged_lse = _take(out, part.rows), _take(lse, part.rows)
-    share = torch.sigmoid(part_lse - merged_lse).unsqueeze(-1)
-    merged_out.lerp_(part_out.float(), share)
+    weight = torch.sigmoid(part_lse - merged_lse).unsqueeze(-1)
+    merged_out.lerp_(part_out.float(), weight)
     torch.logaddexp(merged_lse, part_lse, out=merged_lse)
     if not isinstance(part.rows, slice):
         out.index_copy_(0, part.rows, merged_out)
@@ -272,10 +281,10 @@ def _merge_context(
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention and the log-sum-exp of its scores, for merging.
+    """Computes softmax attention, and the log-sum-exp of its scores for merging.
 
-    ``q`` [batch, heads, queries, head_dim], ``k`` and ``v`` [batch, heads, keys, head_dim], ``mask``
-    added to the scores. Gives [batch, heads, queries, head_dim] and float32 [batch, heads, queries].
+    ``q`` [batch, heads, queries, head_dim], ``k`` and ``v`` [batch, heads, keys, head_dim]; ``mask`` is added
+    to the scores. Returns [batch, heads, queries, head_dim] and float32 [batch, heads, queries].
     """
     if q.device.type != "cpu":
         return attend_dense(q, k, v, mask, is_causal, scale)
@@ -286,7 +295,7 @@ def attend(
 def attend_dense(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """``attend`` in plain tensor algebra: the scores are held whole, in float32."""
+    """``attend`` in plain tensor algebra, with all scores in memory as float32."""
     scores = torch.matmul(q, k.transpose(-1, -2)).float() * scale
     if mask is not None:
         scores += mask
@@ -298,7 +307,130 @@ def attend_dense(
     return torch.matmul(weights.to(v.dtype), v), lse
 
 
-# Overloads named in full: choosing one by its arguments takes longer than some of the kernels.
+# The number of likeliest tokens that are sorted at first; a nucleus is rarely larger.
+_HEAD_SIZE = 1024
+
+
+def choose(logits: Tensor, rows: ChoiceRows) -> IntArray:
+    logits = _masked(logits, rows)
+    tokens = rows.targets.copy()
+    is_open = tokens < 0
+    is_random = is_open & (rows.temperatures > 0)
+    is_greedy = is_open & ~is_random
+    if is_greedy.any():
+        tokens[is_greedy] = chosen_rows(logits, is_greedy).argmax(dim=-1).cpu().numpy()
+    if is_random.any():
+        tokens[is_random] = sample(
+            chosen_rows(logits, is_random),
+            temperatures=rows.temperatures[is_random],
+            top_ks=rows.top_ks[is_random],
+            top_ps=rows.top_ps[is_random],
+            min_ps=rows.min_ps[is_random],
+            uniforms=rows.uniforms[is_random],
+        )
+    return tokens
+
+
+def _masked(logits: Tensor, rows: ChoiceRows) -> Tensor:
+    """Returns the logits with -inf for tokens that a mask excludes; a copy if there is a mask."""
+    if rows.masked_rows is None or rows.mask_words is None:
+        return logits
+    bits = np.unpackbits(rows.mask_words.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
+    allowed = torch.from_numpy(bits.view(np.bool_)).to(logits.device)
+    if len(rows.masked_rows) == len(logits):
+        return torch.where(allowed, logits, -torch.inf)
+    places = torch.from_numpy(rows.masked_rows).to(logits.device)
+    return logits.index_copy(0, places, torch.where(allowed, logits.index_select(0, places), -torch.inf))
+
+
+def sample(
+    logits: Tensor,
+    *,
+    temperatures: FloatArray,
+    top_ks: IntArray,
+    top_ps: FloatArray,
+    min_ps: FloatArray,
+    uniforms: NDArray[np.float64],
+) -> IntArray:
+    """Draws one token per row of ``logits`` [S, vocabulary]. All temperatures are above 0.
+
+    The filters and their order are those of ``Kernels.choose``.
+    """
+    device = logits.device
+    # Relative to the largest logit, so that no temperature, however small, overflows.
+    weights = logits - logits.amax(dim=-1, keepdim=True)
+    weights = weights.div_(_column(temperatures, device)).exp_()
+    filtered = (top_ks > 0) & (top_ks < logits.shape[1]) | (top_ps < 1) | (min_ps > 0)
+    if filtered.any():
+        least = np.zeros(len(filtered), dtype=np.float32)
+        least[filtered] = _least_weights(
+            chosen_rows(weights, filtered), top_ks[filtered], top_ps[filtered], min_ps[filtered]
+        )
+        weights = torch.where(weights >= _column(least, device), weights, 0.0)
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    # Rounding must not move the drawn point to the total, which is past the last token.
+    below_total = torch.nextafter(total, torch.zeros_like(total))
+    drawn = torch.minimum(_column(uniforms, device) * total, below_total)
+    # NaN logits must not choose a token id that does not exist: only their own request may fail.
+    found = torch.searchsorted(cumulative, drawn, right=True).clamp_(max=logits.shape[1] - 1)
+    tokens: IntArray = found.squeeze(1).cpu().numpy()
+    return tokens
+
+
+def _least_weights(weights: Tensor, top_ks: IntArray, top_ps: FloatArray, min_ps: FloatArray) -> FloatArray:
+    """Returns the smallest weight to keep, per row. ``weights`` are relative to the likeliest token's."""
+    vocab_size = weights.shape[1]
+    top_ks = np.where(top_ks > 0, np.minimum(top_ks, vocab_size), vocab_size)
+    limited = top_ks < vocab_size
+    head_size = min(vocab_size, max(_HEAD_SIZE, int(top_ks[limited].max(initial=0))))
+    least = torch.from_numpy(min_ps).to(weights.device)
+    if not limited.any() and not (top_ps < 1).any():
+        return to_host(least)
+    head = weights.topk(head_size, dim=-1).values
+    if limited.any():
+        kth = head.gather(1, _column(np.minimum(top_ks, head_size) - 1, weights.device)).squeeze(1)
+        kth = torch.where(torch.from_numpy(limited).to(weights.device), kth, 0.0)
+        least = torch.maximum(least, kth)
+        weights = torch.where(weights >= kth.unsqueeze(1), weights, 0.0)
+    if (top_ps < 1).any():
+        least = torch.maximum(least, _least_of_nucleus(weights, head, _column(top_ps, weights.device)))
+    return to_host(least)
+
+
+def _least_of_nucleus(weights: Tensor, head: Tensor, top_ps: Tensor) -> Tensor:
+    """Returns per row the least weight in the smallest set of likeliest tokens that reaches ``top_ps`` [S,
+    1]; 0 where that is 1. ``head``: the largest weights, descending; rows that need more of them sort
+    again."""
+    wanted = top_ps.double() * weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    cumulative = head.cumsum(dim=-1, dtype=torch.float64)
+    num_before = (cumulative < wanted).sum(dim=-1, keepdim=True)
+    least = head.gather(1, num_before.clamp(max=head.shape[1] - 1))
+    least = torch.where(top_ps < 1, least, 0.0).squeeze(1)
+    short = ((num_before == head.shape[1]) & (top_ps < 1)).squeeze(1)
+    if head.shape[1] < weights.shape[1] and bool(short.any()):
+        rest = weights[short]
+        longer = rest.topk(min(weights.shape[1], 8 * head.shape[1]), dim=-1).values
+        least[short] = _least_of_nucleus(rest, longer, top_ps[short])
+    return least
+
+
+def chosen_rows(x: Tensor, chosen: NDArray[np.bool_]) -> Tensor:
+    """Returns the marked rows of a tensor, or the tensor itself if all are marked."""
+    return x if chosen.all() else x[torch.from_numpy(chosen).to(x.device)]
+
+
+def _column(values: NDArray[np.generic], device: torch.device) -> Tensor:
+    return torch.from_numpy(values).to(device).unsqueeze(1)
+
+
+def to_host(x: Tensor) -> FloatArray:
+    """Copies a tensor to an array."""
+    values: FloatArray = x.cpu().numpy()
+    return values
+
+
+# Explicit overloads: torch takes longer to choose one by its arguments than some of the kernels run.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _linear_pointwise: Any = torch.ops.mkldnn._linear_pointwise.default if _packs_float32() else None
 _linear_pointwise_binary: Any = torch.ops.mkldnn._linear_pointwise.binary if _packs_float32() else None

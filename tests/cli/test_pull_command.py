@@ -49,5 +49,5 @@ def test_without_a_compiler_it_says_so(
     monkeypatch.setattr(native_library, "_compiler", lambda: ("false",))
     assert COMMAND.run(argparse.Namespace(model="some-model")) == 0
     told = capsys.readouterr().out.splitlines()[1]
-    assert told.startswith("on a CPU it will run on torch's kernels, which are slower: of the native ones")
-    assert "the compiler fails" in told
+    assert "torch kernels" in told
+    assert "the compiler failed" in told

@@ -25,8 +25,7 @@ from agentflow.engine.request import Request
 from agentflow.engine.scheduling.sampling_table import SamplingTable
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.errors import BadArgument
-from agentflow.kernels import native_ops
-from agentflow.kernels import torch_ops as cpu_ops
+from agentflow.kernels import native_ops, torch_ops
 from agentflow.protocol.sampling import SamplingParams
 
 VOCAB = 24
@@ -99,7 +98,7 @@ def random_logits(num_rows: int, seed: int) -> torch.Tensor:
     return torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-@pytest.mark.parametrize("kernels", [cpu_ops, native_ops], ids=["torch", "native"])
+@pytest.mark.parametrize("kernels", [torch_ops, native_ops], ids=["torch", "native"])
 @given(st.lists(rows, min_size=1, max_size=6), st.permutations(range(32)), st.integers(0, 1000), st.data())
 def test_the_pipeline_equals_the_loop_over_rows_and_tokens(kernels, batch, places, seed, data) -> None:
     logits = random_logits(len(batch), seed)

@@ -12,8 +12,7 @@ import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from agentflow.kernels import native_library, native_ops
-from agentflow.kernels import torch_ops as cpu_ops
+from agentflow.kernels import native_library, native_ops, torch_ops
 from agentflow.kernels.native_library import LEVELS, cpu_flags
 
 FOREIGN = 2**31 - 1
@@ -46,7 +45,7 @@ NATIVE = [NativeAt(level) for level, needed in LEVELS.items() if PRESENT_FLAGS.i
 """At every level that can run here."""
 NATIVE_KERNELS = pytest.mark.parametrize("kernels", NATIVE, ids=[f"native-{made.level}" for made in NATIVE])
 QUICK_KERNELS = pytest.mark.parametrize(
-    "kernels", [cpu_ops, *NATIVE], ids=["torch", *[f"native-{made.level}" for made in NATIVE]]
+    "kernels", [torch_ops, *NATIVE], ids=["torch", *[f"native-{made.level}" for made in NATIVE]]
 )
 
 

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import Case, Shape, make_case, shapes
 
-from agentflow.kernels import reference_ops
-from agentflow.kernels import torch_ops as cpu_ops
+from agentflow.kernels import reference_ops, torch_ops
 from agentflow.kernels.attention_plan import AttentionPlan, plan_attention, rounded_up
 from agentflow.kernels.ops import Kernels
 
@@ -37,7 +36,7 @@ def run(kernels: Kernels, case: Case, plan: AttentionPlan) -> torch.Tensor:
 
 def assert_equals_reference(case: Case, plan: AttentionPlan) -> None:
     torch.testing.assert_close(
-        run(cpu_ops, case, plan),
+        run(torch_ops, case, plan),
         run(reference_ops, case, plan),
         rtol=TOLERANCE[case.q.dtype],
         atol=TOLERANCE[case.q.dtype],
@@ -107,18 +106,18 @@ def test_products_of_attention_are_of_few_sizes() -> None:
     """As flash attention is called, whatever the lengths."""
     sizes: set[tuple[int, int]] = set()
     with pytest.MonkeyPatch.context() as patch:
-        attend = cpu_ops.attend
+        attend = torch_ops.attend
 
         def noted(q: torch.Tensor, k: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
             if q.shape[2] >= 64:
                 sizes.add((q.shape[2] % 64, k.shape[2] % 512))
             return attend(q, k, *args)
 
-        patch.setattr(cpu_ops, "attend", noted)
+        patch.setattr(torch_ops, "attend", noted)
         for cached in range(0, 700, 13):
             batch = [Shape(-1, 0, cached, 40 + cached // 5), *[Shape(0, cached, cached, 1)] * 37]
             case = make_case(batch)
-            run(cpu_ops, case, planned(case))
+            run(torch_ops, case, planned(case))
     assert len(sizes) <= 48
 
 
@@ -142,7 +141,7 @@ def test_the_dense_way_of_a_gpu_equals_flash_attention(batch: list[Shape], seed:
     case = make_case(batch, seed=seed)
     plan = planned(case, part_overhead=10)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_ops, "attend", cpu_ops.attend_dense)
+        patch.setattr(torch_ops, "attend", torch_ops.attend_dense)
         assert_equals_reference(case, plan)
 
 

@@ -12,8 +12,7 @@ from kernel_cases import QUICK_KERNELS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from agentflow.kernels import native_ops, ops, reference_ops
-from agentflow.kernels import torch_ops as cpu_ops
+from agentflow.kernels import native_ops, ops, reference_ops, torch_ops
 from agentflow.kernels.inputs import LinearWeight
 from agentflow.kernels.ops import Kernels
 
@@ -100,7 +99,7 @@ def test_rope_and_write(dtype: torch.dtype, num_rows: int, seed: int) -> None:
     slots = torch.randperm(num_slots, generator=torch.Generator().manual_seed(seed))[:num_rows]
     pools = [torch.full((num_slots, 2, num_kv_heads, head_dim), 7.0).to(dtype) for _ in range(2)]
     expected = reference_ops.rope_and_write(qkv.clone(), cos, sin, pools[0], slots)
-    result = cpu_ops.rope_and_write(qkv.clone(), cos, sin, pools[1], slots)
+    result = torch_ops.rope_and_write(qkv.clone(), cos, sin, pools[1], slots)
     assert_close(result, expected, dtype)
     assert_close(pools[1], pools[0], dtype)
     # A rotation of each pair (i, i + half) as a complex number; values are written as they are.
@@ -145,14 +144,14 @@ def test_linear(
 def test_linear_where_the_cpu_packs_nothing(
     dtype: torch.dtype, has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_ops, "_packs_float32", lambda: False)
+    monkeypatch.setattr(torch_ops, "_packs_float32", lambda: False)
     x, weight = random(5, 40, seed=0, dtype=dtype), random(24, 40, seed=1, dtype=dtype)
-    packed = cpu_ops.pack_linear(weight, random(24, seed=2, dtype=dtype) if has_bias else None)
+    packed = torch_ops.pack_linear(weight, random(24, seed=2, dtype=dtype) if has_bias else None)
     assert packed.transposed is not None
     assert packed.transposed.data_ptr() == weight.data_ptr()
     assert packed.packed is None
-    assert_close(cpu_ops.linear(x, packed), reference_ops.linear(x, packed), dtype)
-    assert cpu_ops.exact_linear(x, packed).dtype == torch.float32
+    assert_close(torch_ops.linear(x, packed), reference_ops.linear(x, packed), dtype)
+    assert torch_ops.exact_linear(x, packed).dtype == torch.float32
 
 
 def test_nbytes_counts_every_layout_that_is_held() -> None:
@@ -162,7 +161,7 @@ def test_nbytes_counts_every_layout_that_is_held() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "module"), [("reference", reference_ops), ("torch", cpu_ops), ("native", native_ops)]
+    ("name", "module"), [("reference", reference_ops), ("torch", torch_ops), ("native", native_ops)]
 )
 def test_the_environment_forces_an_implementation(
     name: str, module: object, monkeypatch: pytest.MonkeyPatch
@@ -179,9 +178,9 @@ def test_an_unknown_implementation_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_cpu_with_bfloat16_products_keeps_one_narrow_copy() -> None:
     weight = torch.zeros(6, 4, dtype=torch.bfloat16)
-    is_narrow = cpu_ops._multiplies_bfloat16() or not cpu_ops._packs_float32()
-    assert cpu_ops.pack_linear(weight, None).nbytes == (48 if is_narrow else 48 + 96)
-    assert cpu_ops.pack_linear(weight, None, exact_output=True).nbytes == (48 if is_narrow else 96)
+    is_narrow = torch_ops._multiplies_bfloat16() or not torch_ops._packs_float32()
+    assert torch_ops.pack_linear(weight, None).nbytes == (48 if is_narrow else 48 + 96)
+    assert torch_ops.pack_linear(weight, None, exact_output=True).nbytes == (48 if is_narrow else 96)
 
 
 @QUICK_KERNELS
@@ -211,11 +210,11 @@ def test_logits_are_exact_where_nothing_is_packed(
     device: str, has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU, and on a CPU without oneDNN: near-equal logits stay apart, in the order of the exact ones."""
-    monkeypatch.setattr(cpu_ops, "_packs_float32", lambda: False)
+    monkeypatch.setattr(torch_ops, "_packs_float32", lambda: False)
     x = random(3, 40, seed=0, dtype=torch.bfloat16).to(device)
     weight = random(500, 40, seed=1, dtype=torch.bfloat16).to(device)
     bias = random(500, seed=2, dtype=torch.bfloat16).to(device) if has_bias else None
-    logits = cpu_ops.exact_linear(x, cpu_ops.pack_linear(weight, bias, exact_output=True))
+    logits = torch_ops.exact_linear(x, torch_ops.pack_linear(weight, bias, exact_output=True))
     exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-4)
@@ -242,8 +241,8 @@ def test_on_a_gpu_no_step_towards_logits_is_rounded(has_bias: bool) -> None:
     with FakeTensorMode():
         x, weight = (torch.empty(n, 40, dtype=torch.bfloat16, device="cuda") for n in (3, 500))
         bias = torch.empty(500, dtype=torch.bfloat16, device="cuda") if has_bias else None
-        packed = cpu_ops.pack_linear(weight, bias, exact_output=True)
+        packed = torch_ops.pack_linear(weight, bias, exact_output=True)
         with _Narrowed() as narrowed:
-            logits = cpu_ops.exact_linear(x, packed)
+            logits = torch_ops.exact_linear(x, packed)
     assert (logits.dtype, logits.shape, logits.device.type) == (torch.float32, (3, 500), "cuda")
     assert narrowed.found == []

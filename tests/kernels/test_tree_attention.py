@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from kernel_cases import FOREIGN, Case, Shape, make_case, shapes
 from numpy.typing import NDArray
 
-from agentflow.kernels import reference_ops
-from agentflow.kernels import torch_ops as cpu_ops
+from agentflow.kernels import reference_ops, torch_ops
 from agentflow.kernels.attention_plan import AttentionPlan, plan_attention
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 0.02}
@@ -128,7 +127,7 @@ def seen_by_all(case: Case, rows: Rows) -> list[list[int]]:
 def assert_equals_reference(case: Case, plan: AttentionPlan) -> None:
     tolerance = TOLERANCE[case.q.dtype]
     torch.testing.assert_close(
-        cpu_ops.attention(case.q, case.kv_layer, plan, 0.3),
+        torch_ops.attention(case.q, case.kv_layer, plan, 0.3),
         reference_ops.attention(case.q, case.kv_layer, plan, 0.3),
         rtol=tolerance,
         atol=tolerance,
@@ -179,7 +178,7 @@ def test_the_dense_way_of_a_gpu_equals_the_reference(
 ) -> None:
     case, rows = with_trees(make_case(batch[0], seed=seed), batch[1], seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_ops, "attend", cpu_ops.attend_dense)
+        patch.setattr(torch_ops, "attend", torch_ops.attend_dense)
         assert_equals_reference(case, planned(case, rows, part_overhead=10))
 
 

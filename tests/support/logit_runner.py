@@ -18,7 +18,7 @@ from agentflow.engine.client import EngineClient, running_engine
 from agentflow.engine.fake_runner import FakeRunner
 from agentflow.engine.models.sampler import choose_tokens
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
-from agentflow.kernels import torch_ops as cpu_ops
+from agentflow.kernels import torch_ops
 from agentflow.protocol.sampling import SamplingParams
 
 
@@ -41,7 +41,7 @@ class LogitRunner(FakeRunner):
         if not seen:
             return BatchOutput(sampled.target_ids.copy(), None)
         logits = torch.from_numpy(np.stack([logits_after(tokens) for tokens in seen]))
-        return choose_tokens(logits, sampled, cpu_ops)
+        return choose_tokens(logits, sampled, torch_ops)
 
 
 def logit_runner(**options) -> LogitRunner:

@@ -1,5 +1,4 @@
-"""What DSPy does not pass to an engine: the number of answers, the rollout, and the format that the adapter
-parses.
+"""What DSPy does not pass to an engine: the number of answers, the rollout, and the answer format.
 
 The LM puts these ``CallNotes`` into a context variable for the time of a call (``noting``), and the engine
 reads them there (``notes``). A callback records which adapter formatted the last prompt

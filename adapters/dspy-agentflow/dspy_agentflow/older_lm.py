@@ -1,5 +1,4 @@
-"""``AgentflowLM`` for DSPy 3.0 to 3.3, which makes requests in the form of OpenAI's API and expects LiteLLM's
-responses.
+"""``AgentflowLM`` for DSPy 3.0 to 3.3, which speaks OpenAI's API by way of LiteLLM.
 
 The class replaces DSPy's call of LiteLLM. ``_asked_of`` converts a request; ``_response_of``, ``_chunk_of``
 and ``_litellm_errors`` convert what comes back.

@@ -1,5 +1,4 @@
-"""Converts LangChain's messages to agentflow's, and agentflow's answers to LangChain's messages and
-chunks."""
+"""Conversion of LangChain's messages to agentflow's, and of agentflow's answers to LangChain's."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""``with_structured_output``: three methods, each decoded under a grammar; and OpenAI's ``response_format``,
-which LangChain's agents pass."""
+"""``with_structured_output`` by three methods, each under a grammar; and OpenAI's ``response_format``."""
 
 from __future__ import annotations
 

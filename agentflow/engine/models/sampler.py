@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentflow.engine.batch import BatchOutput, FloatArray, IntArray, LogitEdits, SampledRows, ScoredTokens
-from agentflow.kernels.choice import chosen_rows, to_host
 from agentflow.kernels.inputs import ChoiceRows
 from agentflow.kernels.ops import Kernels
+from agentflow.kernels.torch_ops import chosen_rows, to_host
 from agentflow.protocol.sampling import MAX_TOP_LOGPROBS
 
 Place = tuple[Tensor, Tensor]

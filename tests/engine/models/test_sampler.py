@@ -14,14 +14,12 @@ from support.plain_sampler import MASK, plain_choice, plain_uniform
 
 from agentflow.engine.batch import SampledRows, ScoredTokens, TokenMasks
 from agentflow.engine.models.sampler import choose_tokens, uniforms
-from agentflow.kernels import choice as torch_choice
-from agentflow.kernels import native_ops
-from agentflow.kernels import torch_ops as cpu_ops
+from agentflow.kernels import native_ops, torch_ops
 from agentflow.kernels.inputs import ChoiceRows
 from agentflow.kernels.ops import Kernels
 
 Row = tuple[float, int, float, float, int, int]
-KERNELS = pytest.mark.parametrize("kernels", [cpu_ops, native_ops], ids=["torch", "native"])
+KERNELS = pytest.mark.parametrize("kernels", [torch_ops, native_ops], ids=["torch", "native"])
 ROW = st.tuples(
     st.sampled_from([0.0, 1e-30, 0.3, 1.0, 1.7, 50.0]),
     st.sampled_from([0, 0, 1, 2, 7, 40, 1000]),
@@ -61,7 +59,7 @@ def test_a_batch_equals_the_loop_over_its_rows(
 ) -> None:
     logits = random_logits(len(rows), vocab_size, seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_choice, "_HEAD_SIZE", head_size)
+        patch.setattr(torch_ops, "_HEAD_SIZE", head_size)
         output = choose_tokens(logits, sampled_rows(rows), kernels)
     sampled = sampled_rows(rows)  # the parameters as float32, as the sampler sees them
     for i, row in enumerate(logits.double().tolist()):
@@ -138,7 +136,7 @@ def test_no_token_too_many_or_too_few_is_kept(
         kept = kept[:-1]
     kept = [weight for weight in kept if weight >= min_p * weights[0]]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_choice, "_HEAD_SIZE", head_size)
+        patch.setattr(torch_ops, "_HEAD_SIZE", head_size)
         rows = ChoiceRows(
             targets=np.array([-1]),
             temperatures=np.ones(1, dtype=np.float32),
