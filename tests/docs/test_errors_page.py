@@ -1,4 +1,4 @@
-"""docs/reference/errors.md: a real server is made to fail in the way of each row, and compared with it."""
+"""docs/reference/errors.md: each row is caused on a real server, and the answer compared with it."""
 
 from __future__ import annotations
 
@@ -60,20 +60,20 @@ def test_each_row_is_tested_and_says_what_to_do(rows, causes, num_cells):
 
 @pytest.mark.parametrize("cause", HTTP)
 def test_over_http(server, cause):
-    came = [http_refusals.REFUSED[cause](server, api) for api in (OPENAI, ANTHROPIC)]
-    told = [one for one in came if one is not None]
-    assert ["–" if one is None else one.cell for one in came] == HTTP[cause][:2]
-    assert {one.headers for one in told} == {HTTP[cause][2]}
-    [code] = {one.code for one in told}  # the cause has one name in both APIs
+    answers = [http_refusals.REFUSED[cause](server, api) for api in (OPENAI, ANTHROPIC)]
+    sent = [one for one in answers if one is not None]
+    assert ["–" if one is None else one.cell for one in answers] == HTTP[cause][:2]
+    assert {one.headers for one in sent} == {HTTP[cause][2]}
+    [code] = {one.code for one in sent}  # the cause has one name in both APIs
     if HTTP[cause][0] == "–":  # the page has it elsewhere
         assert f"`{code}`" in HTTP[cause][3]
 
 
 def test_anthropics_page_has_each_status() -> None:
     rows = re.findall(r"^\| ([0-9].*?) \| (.*?) \|", ANTHROPICS_PAGE, flags=re.MULTILINE)
-    told = {cells[1] for cells in HTTP.values()} - {"–", "closed", "200 `api_error`"}
-    told = {cell for cell in told if not cell.endswith(" as text") or cell == "503 as text"}
-    assert {f"{status} {kind}" for status, kind in rows} == told
+    sent = {cells[1] for cells in HTTP.values()} - {"–", "closed", "200 `api_error`"}
+    sent = {cell for cell in sent if not cell.endswith(" as text") or cell == "503 as text"}
+    assert {f"{status} {kind}" for status, kind in rows} == sent
 
 
 @pytest.mark.parametrize("cause", HANDSHAKES)
