@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentflow.cli.command import Command
-from agentflow.engine.process.child import give_way
+from agentflow.engine.process.child import lower_priority
 from agentflow.server.config.config import add_config_flags, read_flags
 from agentflow.server.config.schema import NetworkConfig, ServeConfig
 from agentflow.server.http.addresses import is_loopback
@@ -89,7 +89,7 @@ def _tls(network: NetworkConfig) -> Tls | None:
 
 def _run(options: argparse.Namespace) -> int:
     config = read_flags(options).config
-    give_way()
+    lower_priority()
     run_serve(config)
     return 0
 

@@ -61,7 +61,7 @@ class RequestObserver(Protocol):
     def sent(self, submit: Submit) -> None:
         """A request was accepted and is on its way to the engine."""
 
-    def heard(self, messages: Sequence[FromEngine]) -> None:
+    def received(self, messages: Sequence[FromEngine]) -> None:
         """The messages of one step. A request's last one is its ``Finished`` or ``Failed``."""
 
 
@@ -287,7 +287,7 @@ class EngineClient:
     def receive(self, messages: Sequence[FromEngine]) -> None:
         """Hands a step's messages to whom they concern. Called in the event loop's thread."""
         for observer in self._observers:
-            observer.heard(messages)
+            observer.received(messages)
         for message in messages:
             match message:
                 case Progress():

@@ -118,7 +118,7 @@ class Admission:
         self._tenant_of[submit.request_id] = tenant
         self._forget_the_idle()
 
-    def heard(self, messages: Sequence[FromEngine]) -> None:
+    def received(self, messages: Sequence[FromEngine]) -> None:
         """Starts, and ends of what never started."""
         for message in messages:
             match message:

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from rich.console import Console
 
 from agentflow.engine.local_engine import EngineOptions
-from agentflow.engine.process.child import give_way
+from agentflow.engine.process.child import lower_priority
 from agentflow.engine.process.ipc import FromEngine, Progress, Submit
 from agentflow.engine.tenant import ANONYMOUS
 from agentflow.protocol.sampling import SamplingParams
@@ -86,7 +86,7 @@ class EngineWatch:
         """It begins."""
         self._sent_s, self.ttft_ms = time.perf_counter(), 0.0
 
-    def heard(self, messages: Sequence[FromEngine]) -> None:
+    def received(self, messages: Sequence[FromEngine]) -> None:
         """It ends with the first text."""
         if not self.ttft_ms and any(isinstance(one, Progress) and one.text for one in messages):
             self.ttft_ms = (time.perf_counter() - self._sent_s) * 1000
@@ -158,7 +158,7 @@ def run(report: Report, console: Console, only: str) -> None:
 
 async def _measure(report: Report, console: Console, only: str) -> None:
     async with load_process() as clients:
-        give_way()  # this process is the server, and the clients are none of it
+        lower_priority()  # this process is the server, and the clients are none of it
         for name, measure in (
             ("server.http_vs_engine", measure_throughput),
             ("server.http_ttft_ms", measure_ttft),

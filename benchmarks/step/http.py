@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 
-from agentflow.engine.process.child import give_way
+from agentflow.engine.process.child import lower_priority
 from agentflow.server.models import EngineModel
 from benchmarks.report import Report, median_of
 from benchmarks.server.load_process import LoadProcess, load_process
@@ -24,7 +24,7 @@ def measure(report: Report) -> None:
 
 async def _measure(report: Report, runs: int) -> None:
     async with load_process() as clients, served() as (server, model):
-        give_way()
+        lower_priority()
         port = port_of(server)
         # No seed twice: its prompts would be in the cache.
         rates = [await _rate(clients, port, model, seed) for seed in range(1, runs + 2)][1:]

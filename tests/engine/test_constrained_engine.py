@@ -152,7 +152,7 @@ def test_penalties_count_the_ids_that_jump_forward_left(prompt, pattern, params)
 
 @given(ASKED, st.integers(0, 40))
 def test_an_engine_that_takes_over_goes_on_as_the_dead_one_would_have(asked: Asked, num_heard: int) -> None:
-    """The messages of a first engine are heard up to a point; a second one gets what the ledger has then."""
+    """The messages of a first engine are heard up to a point; a second one gets what the journal has then."""
     submit: list[Submit] = []
     messages: list[FromEngine] = []
 
@@ -160,21 +160,21 @@ def test_an_engine_that_takes_over_goes_on_as_the_dead_one_would_have(asked: Ask
         def sent(self, message: Submit) -> None:
             submit.append(message)
 
-        def heard(self, heard: Sequence[FromEngine]) -> None:
+        def received(self, heard: Sequence[FromEngine]) -> None:
             messages.extend(heard)
 
     async def main() -> None:
         async with plain_engine() as first:
             first.observe(Observer())
             await ask(first, asked)
-        ledger = RequestJournal()
-        ledger.add(submit[0])
-        ledger.release()
+        journal = RequestJournal()
+        journal.add(submit[0])
+        journal.release()
         for message in messages[:num_heard]:
             if not isinstance(message, Finished):
-                ledger.hear(message)
-        ledger.bury()
-        (again,) = ledger.release()
+                journal.receive(message)
+        journal.process_died()
+        (again,) = journal.release()
         async with plain_engine() as second:
             end = await second._call(msgspec.structs.replace(again, request_id=999), None)
         check_end(asked, end, "")

@@ -510,7 +510,7 @@ class Overhearing:
     def sent(self, submit: Submit) -> None:
         self.submits.append(submit)
 
-    def heard(self, messages) -> None:
+    def received(self, messages) -> None:
         pass
 
 

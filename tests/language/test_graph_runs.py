@@ -98,7 +98,7 @@ class Origins:
         if submit.params is not None:
             self.task_groups.append(submit.origin.task_group)
 
-    def heard(self, messages: object) -> None:
+    def received(self, messages: object) -> None:
         pass
 
 

@@ -37,7 +37,7 @@ def test_an_empty_queue_takes_anything():
     admission = Admission(0.001, Clock())
     admission.check("ann")
     admission.sent(submit(1))
-    admission.heard([Started([1])])
+    admission.received([Started([1])])
     admission.check("ann")
 
 
@@ -63,7 +63,7 @@ def test_a_steady_queue_is_foreseen(place_s):
             queue.append(request_id)
         clock.now_s += place_s
         started = queue.pop(0)
-        admission.heard([Started([started])])
+        admission.received([Started([started])])
         errors.append(foreseen[started] - (clock.now_s - came[started]))
     assert refused > 300
     assert len(queue) * place_s <= 10.0 + 2 * place_s
@@ -89,7 +89,7 @@ def test_whatever_the_order_the_queue_is_as_long_as_the_wait_allows(order, batch
         lengths.append(len(queue))
         if len(queue) > batch:
             places = [rng.randrange(len(queue)) if order is None else order for _ in range(batch)]
-            admission.heard([Started([queue.pop(min(place, len(queue) - 1)) for place in places])])
+            admission.received([Started([queue.pop(min(place, len(queue) - 1)) for place in places])])
     settled = lengths[len(lengths) // 3 :]
     # 5 s are 50 places; those of one batch come together.
     assert 50 - 2 * batch <= min(settled)
@@ -103,7 +103,7 @@ def test_other_tenants_are_not_refused_for_one_that_floods():
         admission.sent(submit(request_id, "flood"))
     for request_id in range(10):
         clock.now_s += 1
-        admission.heard([Started([request_id])])
+        admission.received([Started([request_id])])
     with pytest.raises(Overloaded, match="would wait about 90 s, and 5 s are the limit"):
         admission.check("flood")
     admission.check("quiet")
@@ -118,14 +118,14 @@ def test_the_pace_of_an_overload_is_forgotten_when_it_is_over():
         admission.sent(submit(request_id))
     for request_id in range(19):  # 3 s for each place
         clock.now_s += 3
-        admission.heard([Started([request_id])])
+        admission.received([Started([request_id])])
     clock.now_s += 0.01
-    admission.heard([Started([19])])
+    admission.received([Started([19])])
     clock.now_s += 3600
     for request_id in range(20, 120):  # one after the other, with room for all
         admission.sent(submit(request_id))
         clock.now_s += 0.01
-        admission.heard([Started([request_id])])
+        admission.received([Started([request_id])])
     for request_id in range(200, 230):
         admission.check("ann")
         admission.sent(submit(request_id))
@@ -139,7 +139,7 @@ def test_while_nothing_starts_the_oldest_shows_how_long_it_takes():
     clock.now_s += 10.5
     with pytest.raises(Overloaded):
         admission.check("ann")
-    admission.heard([Failed(1, "cancelled", "")])
+    admission.received([Failed(1, "cancelled", "")])
     admission.check("ann")
 
 
@@ -150,13 +150,13 @@ def test_one_that_waits_for_its_priority_keeps_nobody_out():
     for request_id in range(2, 30):
         admission.check("ann")
         admission.sent(submit(request_id))
-        admission.heard([Started([request_id])])
+        admission.received([Started([request_id])])
         clock.now_s += 5
     admission.sent(submit(30))
     clock.now_s += 20.5  # now nothing starts, and the new one shows it
     with pytest.raises(Overloaded):
         admission.check("ann")
-    admission.heard([Failed(30, "cancelled", "")])
+    admission.received([Failed(30, "cancelled", "")])
     admission.check("ann")
     with pytest.raises(Overloaded):
         admission.check("ann", priority=-1)
@@ -175,7 +175,7 @@ def test_idle_tenants_are_forgotten():
     admission = Admission(1.0, Clock())
     for number in range(3 * MAX_IDLE_TENANTS):
         admission.sent(submit(number, str(number)))
-        admission.heard([Started([number])])
+        admission.received([Started([number])])
     assert len(admission._lines) <= MAX_IDLE_TENANTS
     assert not admission._tenant_of
 
@@ -212,7 +212,7 @@ def test_what_waits_is_counted_whatever_happens(events):
                 "finished": finished(request_id),
                 "failed": Failed(request_id, "cancelled", ""),
             }[what]
-            admission.heard([message])
+            admission.received([message])
         for name in ("ann", "ben"):
             expected = admission.expected_wait_s(name)
             assert expected >= 0

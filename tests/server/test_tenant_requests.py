@@ -152,7 +152,7 @@ async def test_share_and_priority_reach_the_engine():
         def sent(self, submit) -> None:
             sent.append(submit.origin)
 
-        def heard(self, messages) -> None:
+        def received(self, messages) -> None:
             pass
 
     async with model_on(FakeEngine(), TenantGate()) as model:
@@ -254,7 +254,7 @@ async def test_limits_are_not_got_around_by_forks():
             if submit.params is None:
                 computed.append(submit.origin.tenant)
 
-        def heard(self, messages) -> None:
+        def received(self, messages) -> None:
             pass
 
     async with model_on(FakeEngine(), gate) as model:

@@ -77,7 +77,7 @@ _starter: ThreadPoolExecutor | None = None
 _popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
 
 
-def give_way() -> None:
+def lower_priority() -> None:
     """This thread, and those that it starts from now on, give way to the processes that are started with
     ``start_process``. For good. Has no effect the second time."""
     global _starter

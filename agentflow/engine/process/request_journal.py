@@ -1,10 +1,10 @@
-"""What an engine process owes: the requests it was given, how far they are, and which may be deadly.
+"""The unfinished requests of an engine process: how far they are, and which may crash it.
 
-When the process dies, everything here is given to the next one, in the order of submission, with the
-ids that were generated already. A request that brings the process down each time must not do so for
-ever, nor take the others along: whoever was running at two deaths and made no progress between them
-is a *suspect*. Suspects are tried one after the other, while everybody else waits; one that makes
-progress is cleared, and one at whose trial the process dies is *convicted*: it fails, alone.
+When the process dies, the next one gets all of them in the order of submission, with the ids that were
+generated already. A request that crashes the process every time must not do so forever, nor fail the others.
+A request that was running at two deaths and made no progress between them is a *suspect*. Suspects run alone,
+one after the other, while the other requests wait. A suspect that makes progress is cleared; one whose trial
+crashes the process is blamed, and only it is failed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from agentflow.engine.process.ipc import Failed, Finished, FromEngine, Progress,
 from agentflow.engine.request import TopTokens
 from agentflow.errors import Cancelled, EngineDown, EngineFailed
 
-# Deaths without progress between them that make a suspect.
+# This many deaths without progress between them make a suspect.
 SUSPECT_DEATHS = 2
-# Deaths in all. A request that lives through so many is given up, lest two requests that are deadly only
-# together, and each make a little progress alone, go on for ever.
+# Deaths in total after which a request is failed. Otherwise two requests that crash the process only
+# together, and make a little progress alone, would run forever.
 MAX_DEATHS = 10
 
 
@@ -40,7 +40,7 @@ class _Entry:
         return self.deaths_since_progress >= SUSPECT_DEATHS
 
     def drop(self, num_tokens: int) -> None:
-        """The last ids are replaced; of the others some may have no log-probability yet."""
+        """Drops the last ids. Of the others some may have no log-probability yet."""
         del self.ids[-num_tokens:]
         del self.logprobs[len(self.ids) :], self.top_logprobs[len(self.ids) :]
 
@@ -56,44 +56,43 @@ class _Entry:
 
 
 class RequestJournal:
-    """No input or output of its own. A request is *held* until ``release`` gives it out, and then *sent*
-    until its end is heard or the process dies."""
+    """Does no input or output. A request is *queued* until ``release`` returns it, and then *sent* until it
+    ends or the process dies."""
 
     def __init__(self) -> None:
-        self._held: dict[int, _Entry] = {}
+        self._queued: dict[int, _Entry] = {}
         self._sent: dict[int, _Entry] = {}
         self._num_suspects = 0
 
     def __len__(self) -> int:
-        return len(self._held) + len(self._sent)
+        return len(self._queued) + len(self._sent)
 
     @property
     def is_owed(self) -> bool:
-        """Whether the process has a request that it has not ended."""
+        """Whether the process has unfinished requests."""
         return bool(self._sent)
 
     def add(self, submit: Submit) -> None:
-        """A new request."""
-        self._held[submit.request_id] = _Entry(submit)
+        """Queues a new request."""
+        self._queued[submit.request_id] = _Entry(submit)
 
     def release(self) -> list[Submit]:
-        """The requests that are to be sent to the process now."""
-        if not self._held:
+        """The requests to send to the process now."""
+        if not self._queued:
             return []
         if not self._num_suspects:
-            released = list(self._held.values())
+            released = list(self._queued.values())
         elif any(entry.is_suspect for entry in self._sent.values()):
             released = []  # its trial goes on
         else:
-            released = [next(entry for entry in self._held.values() if entry.is_suspect)]
+            released = [next(entry for entry in self._queued.values() if entry.is_suspect)]
         for entry in released:
-            del self._held[entry.submit.request_id]
+            del self._queued[entry.submit.request_id]
             self._sent[entry.submit.request_id] = entry
         return [entry.as_submitted() for entry in released]
 
-    def again(self, request_id: int) -> Submit | None:
-        """A request that the process wants to have sent to it once more; None if it is not needed any more,
-        and then it is forgotten."""
+    def resubmit(self, request_id: int) -> Submit | None:
+        """A request to send to the process once more. None if it is no longer needed; it is dropped then."""
         entry = self._sent.get(request_id)
         if entry is None:
             return None
@@ -103,17 +102,16 @@ class RequestJournal:
         return entry.as_submitted()
 
     def abort(self, request_id: int) -> bool:
-        """Forgets a request, now or with its end. Returns whether the process must be told: it need
-        not where the request is not with it."""
+        """Drops a request, at once if the process does not have it. Returns whether to forward the abort."""
         entry = self._sent.get(request_id)
         if entry is not None:
             entry.is_aborted = True
-        elif request_id in self._held:
-            self._remove(self._held, request_id)
+        elif request_id in self._queued:
+            self._remove(self._queued, request_id)
         return entry is not None
 
-    def hear(self, message: FromEngine) -> None:
-        """What the process says."""
+    def receive(self, message: FromEngine) -> None:
+        """Updates the journal with a message from the process."""
         match message:
             case Started():
                 for request_id in message.request_ids:
@@ -133,30 +131,29 @@ class RequestJournal:
             case Finished() | Failed():
                 self._remove(self._sent, message.request_id)
 
-    def bury(self) -> tuple[list[Failed], bool]:
-        """The process died: everything is held again. Returns the requests that end with it, and whether
-        one of them was convicted of its death."""
+    def process_died(self) -> tuple[list[Failed], bool]:
+        """Queues everything again. Returns the requests that end now, and whether one of them is to blame."""
         ended = [aborted(entry.submit.request_id) for entry in self._sent.values() if entry.is_aborted]
         running = [entry for entry in self._sent.values() if entry.is_running and not entry.is_aborted]
-        self._held = dict(sorted((self._held | self._sent).items()))  # ids grow with each submission
+        self._queued = dict(sorted((self._queued | self._sent).items()))  # ids grow with each submission
         self._sent = {}
         for entry in running:
             entry.deaths += 1
             entry.deaths_since_progress += 1
             entry.is_running = False
         suspects = [entry for entry in running if entry.is_suspect]
-        convicted = suspects if len(suspects) == 1 else []
-        exhausted = [entry for entry in running if entry.deaths >= MAX_DEATHS and entry not in convicted]
-        ended += [_killer(entry) for entry in convicted + exhausted]
+        blamed = suspects if len(suspects) == 1 else []
+        exhausted = [entry for entry in running if entry.deaths >= MAX_DEATHS and entry not in blamed]
+        ended += [_blame(entry) for entry in blamed + exhausted]
         for failed in ended:
-            del self._held[failed.request_id]
-        self._num_suspects = sum(entry.is_suspect for entry in self._held.values())
-        return ended, bool(convicted)
+            del self._queued[failed.request_id]
+        self._num_suspects = sum(entry.is_suspect for entry in self._queued.values())
+        return ended, bool(blamed)
 
     def fail_all(self, why: str) -> list[Failed]:
-        """Nothing more is run: all requests end, and are forgotten."""
-        ended = [Failed(request_id, EngineDown.code, why) for request_id in sorted(self._held | self._sent)]
-        self._held, self._sent, self._num_suspects = {}, {}, 0
+        """Fails and drops all requests."""
+        ended = [Failed(request_id, EngineDown.code, why) for request_id in sorted(self._queued | self._sent)]
+        self._queued, self._sent, self._num_suspects = {}, {}, 0
         return ended
 
     def _remove(self, entries: dict[int, _Entry], request_id: int) -> None:
@@ -166,10 +163,10 @@ class RequestJournal:
 
 
 def aborted(request_id: int) -> Failed:
-    """The end of a request that was aborted."""
+    """The answer to an aborted request."""
     return Failed(request_id, Cancelled.code, "the request was aborted")
 
 
-def _killer(entry: _Entry) -> Failed:
-    why = f"the engine died {entry.deaths} times while it ran this request, which is not run again"
+def _blame(entry: _Entry) -> Failed:
+    why = f"the engine died {entry.deaths} times while running this request, which is not retried"
     return Failed(entry.submit.request_id, EngineFailed.code, why)

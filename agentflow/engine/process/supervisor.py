@@ -1,15 +1,13 @@
-"""Keeps an engine process alive: starts it, ends it when it hangs, and starts it again.
+"""Keeps an engine process alive: starts it, kills it when it hangs, and replaces it when it dies.
 
-To its client it is one engine that never forgets a request: what a dead process had not finished, the
-next one runs on from the ids that were generated already. After ``MAX_DEATHS_IN_A_ROW`` the engine is *down*:
-requests fail at once, and further processes are started at growing intervals until one loads.
+To its client this is one engine that never loses a request: the next process continues what a dead one had
+not finished, from the ids that were generated already. After ``MAX_DEATHS_IN_A_ROW`` the engine is *down*:
+requests fail at once, and new processes start at growing intervals until one loads.
 
-How long an engine process may stay silent: deadlines of loads and steps.
-
-A process that has died closes its socket. One that hangs (stopped, a step or a load that never ends) keeps it
-open and sends nothing, so the supervisor measures. The engine announces each forward pass with its number of
-rows; the next frame says that it has run. What a pass may take follows from what passes of its size took
-before. While nothing is owed nothing is measured, and an idle process costs nothing.
+A process that died closes its socket. One that hangs (stopped, or in an endless load or step) keeps it open
+and sends nothing, so the supervisor measures time. The engine announces each forward pass with its number of
+scheduled tokens, and its next frame says that the pass has run. ``StepPace`` derives the limit of a pass from
+earlier passes of its size. Without unfinished requests nothing is measured.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ from agentflow.engine.text.tokenizer import Tokenizer
 from agentflow.errors import AgentflowError, BadModelFolder, EngineDown, EngineFailed, from_code
 from agentflow.runtime.task_group import open_task_group
 
-# How long an engine may take to end by itself: its last step, and then its memory.
+# How long an engine may take to end by itself: its last step, and freeing its memory.
 END_S = LAST_STEP_S + 2.0
 
 
@@ -64,24 +62,24 @@ class EngineChild(ChildProcess):
 
     @classmethod
     def start(cls, start: Start) -> EngineChild:
-        """A process that begins to load."""
+        """Starts a process, which begins to load."""
         return cls.run("agentflow.engine.process.worker", start)
 
 
-# A step may take so many times what the slowest one of its size took lately.
+# A step may take this many times as long as the slowest recent one of its size.
 STEP_FACTOR = 20.0
-# Of each step the slowest one counts for less: a single outlier is forgotten after some dozens.
+# The slowest duration decays with each step, so that a single outlier is forgotten after some dozens.
 _FADE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """``load_s``: from the start of a process until it is ready for requests. ``step_s``: of a step at least,
-    however fast others were. ``first_step_s``: of the first step of each size, which may compile kernels and
-    capture graphs; also the longest that any step may take. ``sleep``: how time passes, for tests.
+    """``load_s``: from the start of a process until it is ready for requests. ``step_s``: minimum limit of a
+    step, however fast earlier ones were. ``first_step_s``: limit of the first step of each size, which may
+    compile kernels and capture graphs; also the maximum limit of any step. ``sleep``: for tests.
 
-    All are measured in slices of ``slice_s``, of which each must pass on its own: time in which the server
-    itself was stopped counts as one slice at most.
+    Time is measured in slices of ``slice_s``. Time in which the server itself was stopped counts as at most
+    one slice.
     """
 
     load_s: float = 600.0
@@ -105,26 +103,26 @@ class Deadlines:
 
 
 class StepPace:
-    """What the steps of one process took, by size: numbers of rows up to the same power of two."""
+    """Durations of one process's steps by size: numbers of tokens rounded up to a power of two."""
 
     def __init__(self, deadlines: Deadlines) -> None:
         self._deadlines = deadlines
         self._slowest_s: dict[int, float] = {}
-        self._size: int | None = None  # of the step that runs; None: none is known to
+        self._size: int | None = None  # of the running step, if one is known
         self._since = 0.0
 
-    def received(self, now_s: float, num_rows: int | None) -> None:
-        """A frame came at ``now_s``: the step that was announced before has run, and with ``num_rows`` the
-        next one begins."""
+    def received(self, now_s: float, num_tokens: int | None) -> None:
+        """A frame arrived at ``now_s``: the announced step has run. ``num_tokens``: of the step that begins
+        now, if any."""
         if self._size is not None:
             before_s = self._slowest_s.get(self._size, 0.0)
             self._slowest_s[self._size] = max(now_s - self._since, before_s * _FADE)
-        self._size = None if num_rows is None else (num_rows - 1).bit_length()
+        self._size = None if num_tokens is None else (num_tokens - 1).bit_length()
         self._since = now_s
 
     @property
     def limit_s(self) -> float:
-        """How long the next frame may take."""
+        """Seconds within which the next frame must arrive."""
         limits = self._deadlines
         if not self._slowest_s or (self._size is not None and self._size not in self._slowest_s):
             return limits.first_step_s
@@ -134,24 +132,24 @@ class StepPace:
 
 logger = logging.getLogger(__name__)
 
-# Deaths in a row, without a completed step or so much peace between them, after which the engine is down.
+# The engine is down after this many deaths in a row, without a completed step or PEACE_S between them.
 MAX_DEATHS_IN_A_ROW = 3
 PEACE_S = 60.0
-# Before a start after two deaths in a row, twice as long after each more, and so long at most: the cause may
-# need time to pass.
+# The delay before a restart after two deaths in a row. It doubles with each further death, up to MAX_DELAY_S:
+# the cause may need time to pass.
 FIRST_DELAY_S = 1.0
 MAX_DELAY_S = 60.0
-# How long a process whose socket has ended may take to say how it ended.
+# How long to wait for the exit code of a process whose socket has closed.
 LAST_WORDS_S = 1.0
 
-# Constraints that the process was sent, remembered by their keys.
+# Keys of constraints that the process was sent; all are dropped when there are this many.
 MAX_SENT_KEYS = 10_000
 
 RESTARTING = "the engine is restarting: it answers again in a few seconds"
 
 
 def restart_delay_s(num_deaths: int) -> float:
-    """The delay before the next start, after so many deaths in a row.
+    """Seconds until the next start, after so many deaths in a row.
 
     >>> [restart_delay_s(n) for n in (0, 1, 2, 3, 7, 8, 5000)]
     [0.0, 0.0, 1.0, 2.0, 32.0, 60.0, 60.0]
@@ -171,10 +169,10 @@ async def supervised_engine(
     exits_when_down: bool = False,
     shutdown: ShutdownBudget | None = None,
 ) -> AsyncIterator[EngineClient]:
-    """An engine in a process of its own for as long as the scope lasts. What ``start`` loads fails to
-    load with is raised here, as the same error where it is one of agentflow's; ``EngineFailed`` where the
-    process dies ``MAX_DEATHS_IN_A_ROW`` times before it has loaded once, or (``exits_when_down``) later.
-    ``shutdown``: what the end of the process is timed by."""
+    """Runs an engine in a process of its own within the scope. An error of the first load is raised here, as
+    the same class if it is one of agentflow's. ``EngineFailed`` if the process dies ``MAX_DEATHS_IN_A_ROW``
+    times before it has loaded once, or (``exits_when_down``) at any time. ``shutdown``: limits the time to
+    end it."""
     supervisor = EngineSupervisor(
         start,
         load_tokenizer,
@@ -192,16 +190,15 @@ async def supervised_engine(
 
 
 class _Unusable(Exception):
-    """A process that runs and is to be replaced. The message says how, after "the engine"."""
+    """A running process must be replaced. The message completes the sentence "the engine …"."""
 
 
 class _Hung(_Unusable):
-    """It has sent nothing for longer than what it does may take."""
+    """The process was silent for longer than its deadline."""
 
 
 class _LoadError(_Unusable):
-    """It cannot load its engine, or not the one that it should. ``error``: as it is raised at a server's
-    start."""
+    """The process cannot load its engine, or loaded another one. ``error``: what a server's start raises."""
 
     def __init__(self, error: AgentflowError | ModuleNotFoundError) -> None:
         super().__init__(f"cannot be loaded again ({error})")
@@ -237,21 +234,21 @@ class EngineSupervisor:
         self._client: EngineClient | None = None
         self._child: EngineChild | None = None
         self._outgoing: MemoryObjectSendStream[bytes] | None = None
-        self._ledger = RequestJournal()
+        self._journal = RequestJournal()
         self._reports: set[int] = set()
-        self._sent_keys: set[str] = set()  # of the constraints that this process has been sent
+        self._sent_keys: set[str] = set()  # of constraints that this process was sent
         self._deaths = 0  # in a row, of unknown cause
-        self._convictions = 0  # in a row
+        self._blamed_deaths = 0  # in a row
         self._down_because: str | None = None
         self._loaded_at = math.inf
         self._pace = StepPace(deadlines)
-        self._num_frames = 0  # that this process sent
+        self._num_frames = 0  # received from this process
         self._has_sent = anyio.Event()
         self.restarts = 0
 
     @property
     def pid(self) -> int | None:
-        """Of the process there is now, loading or loaded; None between two."""
+        """Process id; None between two processes."""
         return None if self._child is None else self._child.pid
 
     def send(self, message: ToEngine) -> None:
@@ -261,17 +258,17 @@ class EngineSupervisor:
             case Submit() if self._down_because is not None:
                 raise EngineDown(self._down_because)
             case Submit():
-                self._ledger.add(message)
+                self._journal.add(message)
                 self._forward()
             case Abort():
-                if self._ledger.abort(message.request_id) and self._outgoing is not None:
+                if self._journal.abort(message.request_id) and self._outgoing is not None:
                     self._post(message)
                 else:
                     self._hand_over([aborted(message.request_id)])
-                    self._forward()  # it may have been the one that others waited for
+                    self._forward()  # other requests may have waited for this suspect
             case CloseState():
                 if self._outgoing is not None:
-                    self._post(message)  # a new process keeps nothing for any state
+                    self._post(message)  # a new process has no states
             case StatsRequest() if self._outgoing is None:
                 raise EngineDown(self._down_because or RESTARTING)
             case StatsRequest():
@@ -279,18 +276,18 @@ class EngineSupervisor:
                 self._post(message)
 
     async def run(self, *, task_status: TaskStatus[EngineClient]) -> None:
-        """Until cancelled; started with the client once the first process has loaded. EngineFailed where that
-        fails, or where the engine is down and the server is to exit then."""
+        """Runs until cancelled. Reports the client as started once the first process has loaded.
+        ``EngineFailed`` if that fails, or if the engine is down and ``exits_when_down``."""
         try:
             while True:
                 how = await self._live(task_status)
                 self.restarts += 1
-                num_deaths = max(self._deaths, self._convictions)
+                num_deaths = max(self._deaths, self._blamed_deaths)
                 delay_s = restart_delay_s(num_deaths)
                 logger.error(
-                    "the engine %s; %d unfinished requests; it is started again in %g s",
+                    "the engine %s with %d unfinished requests; restarting it in %g s",
                     how,
-                    len(self._ledger),
+                    len(self._journal),
                     delay_s,
                 )
                 if num_deaths >= MAX_DEATHS_IN_A_ROW:
@@ -304,30 +301,28 @@ class EngineSupervisor:
                 self._client.end_all("the engine has stopped")
 
     def _go_down(self, num_deaths: int) -> None:
-        why = (
-            f"the engine is down: it died {num_deaths} times in a row and is started again; the log says more"
-        )
+        why = f"the engine is down: it died {num_deaths} times in a row and is being restarted; see the log"
         self._down_because = why
-        self._hand_over(self._ledger.fail_all(why))
+        self._hand_over(self._journal.fail_all(why))
 
     async def _live(self, task_status: TaskStatus[EngineClient]) -> str:
-        """One process, from its start until it has ended. Returns how it ended."""
+        """Runs one process until it has ended. Returns how it ended."""
         self._loaded_at = math.inf
         try:
             child = EngineChild.start(self._start)
         except OSError as error:
-            self._bury()
+            self._process_died()
             return f"cannot be started ({error})"
         self._child = child
         unusable: _Unusable | None = None
-        grace_s: float | None = None  # where this is cancelled: what the server's end has left for it
+        grace_s: float | None = None  # None if this is cancelled: then what the shutdown budget has left
         try:
             await self._load(child, task_status)
             await self._converse(child)
         except (EOFError, _Unusable) as error:
             unusable = error if isinstance(error, _Unusable) else None
             grace_s = 0.0 if isinstance(error, _Hung) else LAST_WORDS_S
-            self._bury()
+            self._process_died()
         finally:
             how = await child.end(self._shutdown.take(END_S) if grace_s is None else grace_s)
             self._child = None
@@ -336,7 +331,7 @@ class EngineSupervisor:
         return how if unusable is None else str(unusable)
 
     async def _load(self, child: EngineChild, task_status: TaskStatus[EngineClient]) -> None:
-        """Until the process is ready. ``_Hung``; ``_LoadError``, also where it has another model."""
+        """Waits until the process is ready. ``_Hung``, or ``_LoadError``, also if it loaded another model."""
         tokenizer: Tokenizer | None = None
         frames: list[bytes] = []
         async with open_task_group() as group:
@@ -358,16 +353,16 @@ class EngineSupervisor:
             task_status.started(self._client)
 
     def _check_same(self, loaded: Loaded, tokenizer: Tokenizer | None) -> None:
-        """Requests are replayed as token ids: those of another model or vocabulary would be other texts."""
+        """Requests continue as token ids, which mean other text to another model or tokenizer."""
         if self._client is not None:
             tokenizer = self._client.tokenizer
             if loaded.info != self._client.info:
-                raise _LoadError(BadModelFolder("the model is not the one that was loaded before"))
+                raise _LoadError(BadModelFolder("the model differs from the one that was loaded before"))
         if tokenizer is not None and loaded.tokenizer != tokenizer.fingerprint:
-            raise _LoadError(BadModelFolder("the tokenizer is not the one that was loaded before"))
+            raise _LoadError(BadModelFolder("the tokenizer differs from the one that was loaded before"))
 
     async def _converse(self, child: EngineChild) -> None:
-        """Until the process dies (EOFError) or hangs (``_Hung``)."""
+        """Exchanges messages until the process dies (``EOFError``) or hangs (``_Hung``)."""
         self._sent_keys.clear()
         self._pace = StepPace(self._deadlines)
         self._num_frames = 0
@@ -383,17 +378,18 @@ class EngineSupervisor:
                     while True:
                         for frame in await child.receive():
                             self._num_frames += 1
-                            self._hear(from_engine_decoder.decode(frame))
+                            self._receive(from_engine_decoder.decode(frame))
         finally:
             self._outgoing = None
-        raise _Hung(f"hung: it was silent for {self._pace.limit_s:g} s with requests to answer")
+        raise _Hung(f"hung: it was silent for {self._pace.limit_s:g} s with unfinished requests")
 
     async def _expire(self, limit_s: float, scope: anyio.CancelScope) -> None:
         await self._deadlines.passes(limit_s, lambda: False)
         scope.cancel()
 
     async def _watch(self, scope: anyio.CancelScope) -> None:
-        """Cancels ``scope`` when the process owes an answer and is silent for longer than a step may take."""
+        """Cancels ``scope`` if the process has something to answer and is silent for longer than its
+        deadline."""
         while True:
             if not self._is_owed:
                 self._has_sent = anyio.Event()
@@ -405,17 +401,17 @@ class EngineSupervisor:
                 return
 
     def _has_answered(self, num_frames: int) -> bool:
-        """Since it had sent so many frames, or there is nothing to answer any more."""
+        """Whether more frames have arrived, or nothing is left to answer."""
         return self._num_frames != num_frames or not self._is_owed
 
     @property
     def _is_owed(self) -> bool:
-        return self._ledger.is_owed or bool(self._reports)
+        return self._journal.is_owed or bool(self._reports)
 
-    def _hear(self, messages: list[FromEngine]) -> None:
+    def _receive(self, messages: list[FromEngine]) -> None:
         last = messages[-1] if messages else None
-        num_rows = last.num_tokens if isinstance(last, StepBegins) else None
-        self._pace.received(anyio.current_time(), num_rows)
+        num_tokens = last.num_tokens if isinstance(last, StepBegins) else None
+        self._pace.received(anyio.current_time(), num_tokens)
         for position, message in enumerate(messages):
             match message:
                 case EngineStats():
@@ -423,29 +419,28 @@ class EngineSupervisor:
                     messages[position] = replace(message, restarts=self.restarts)
                     continue
                 case Progress() | Finished():
-                    self._deaths = self._convictions = 0
+                    self._deaths = self._blamed_deaths = 0
                 case NeedPayload():
                     self._send_whole(message.request_id)
-            self._ledger.hear(message)
+            self._journal.receive(message)
         self._hand_over(messages)
         self._forward()
 
     def _send_whole(self, request_id: int) -> None:
-        """Once more, with the payload of its constraint."""
-        submit = self._ledger.again(request_id)
+        """Sends the request once more, with the payload of its constraint."""
+        submit = self._journal.resubmit(request_id)
         if submit is None:
             self._hand_over([aborted(request_id)])
         elif self._outgoing is not None:
             self._post(submit)
 
-    def _bury(self) -> None:
-        """The process is dead: what waits for nothing else ends, and the other requests wait for the next
-        process."""
+    def _process_died(self) -> None:
+        """Ends the requests that end with the process; the others wait for the next one."""
         if anyio.current_time() - self._loaded_at >= PEACE_S:
-            self._deaths = self._convictions = 0
-        ended, is_convicted = self._ledger.bury()
-        if is_convicted:
-            self._convictions += 1
+            self._deaths = self._blamed_deaths = 0
+        ended, is_blamed = self._journal.process_died()
+        if is_blamed:
+            self._blamed_deaths += 1
         else:
             self._deaths += 1
         ended += [Failed(ticket, EngineDown.code, RESTARTING) for ticket in self._reports]
@@ -454,12 +449,12 @@ class EngineSupervisor:
 
     def _forward(self) -> None:
         if self._outgoing is not None:
-            for submit in self._ledger.release():
-                self._post(self._with_news_only(submit))
+            for submit in self._journal.release():
+                self._post(self._without_known_payload(submit))
 
-    def _with_news_only(self, submit: Submit) -> Submit:
-        """Without the payload of a constraint that this process was sent already: it may be megabytes. If it
-        has it no longer, it says so."""
+    def _without_known_payload(self, submit: Submit) -> Submit:
+        """Removes the payload of a constraint that this process was sent before; it may be megabytes. If the
+        process has dropped the constraint, it answers ``NeedPayload``."""
         constraint = submit.constraint
         if constraint is None:
             return submit
@@ -485,4 +480,4 @@ async def _write(child: EngineChild, to_write: MemoryObjectReceiveStream[bytes])
         async for frame in to_write:
             await child.send(frame)
     except OSError:
-        pass  # it died, which the reader hears too
+        pass  # the process died; the reader notices it too

@@ -56,7 +56,7 @@ class RequestTimes:
             self._clock(), submit.origin.tenant, submit.params is not None and not submit.score_from
         )
 
-    def heard(self, messages: Sequence[FromEngine]) -> None:
+    def received(self, messages: Sequence[FromEngine]) -> None:
         """Starts, first tokens and ends; all messages of a step have one time."""
         now_s = self._clock()
         for message in messages:

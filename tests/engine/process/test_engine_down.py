@@ -169,7 +169,7 @@ async def test_what_cannot_be_loaded_again_is_tried_until_it_can_be(tmp_path):
                 await use()
             told.append(str(failure.value))
         client.compute_ahead([5, 6], origin=Origin())  # is dropped
-        assert len(client.engine._ledger) == len(client._unfinished) == 0
+        assert len(client.engine._journal) == len(client._unfinished) == 0
         await until(lambda: client.engine.restarts == 6)
         assert ticks.delays[:4] == [1.0, 2.0, 4.0, 8.0]
         model.touch()

@@ -115,7 +115,7 @@ class SentPrompts:
     def sent(self, submit) -> None:
         self.prompts.append([*submit.token_ids])
 
-    def heard(self, messages) -> None:
+    def received(self, messages) -> None:
         pass
 
 
@@ -180,7 +180,7 @@ async def test_without_a_seed_answers_differ():
             def sent(self, submit) -> None:
                 seeds.add(submit.seed)
 
-            def heard(self, messages) -> None:
+            def received(self, messages) -> None:
                 pass
 
         generator.observe(Seeds())

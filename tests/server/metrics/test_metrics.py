@@ -366,12 +366,12 @@ def test_times_of_a_request_are_measured_from_when_it_was_accepted():
     times = RequestTimes(clock)
     for at_s, happens in (
         (0.0, lambda: times.sent(submit(1, tenant="ann"))),
-        (2.0, lambda: times.heard([Started([1])])),
-        (6.0, lambda: times.heard([progress(1)])),
-        (7.0, lambda: times.heard([Started([1])])),  # again, after a restart
-        (8.0, lambda: times.heard([progress(1)])),
-        (9.0, lambda: times.heard([progress(1), finished(1, 4)])),
-        (9.0, lambda: times.heard([finished(1, 4), progress(1), Started([1])])),  # unknown by now
+        (2.0, lambda: times.received([Started([1])])),
+        (6.0, lambda: times.received([progress(1)])),
+        (7.0, lambda: times.received([Started([1])])),  # again, after a restart
+        (8.0, lambda: times.received([progress(1)])),
+        (9.0, lambda: times.received([progress(1), finished(1, 4)])),
+        (9.0, lambda: times.received([finished(1, 4), progress(1), Started([1])])),  # unknown by now
     ):
         clock.now_s = 100.0 + at_s
         happens()
@@ -385,8 +385,8 @@ def test_the_tokens_of_tenants_are_counted():
     times = RequestTimes(Clock())
     for request_id, tenant, cached, output in ((1, "ann", 1, 4), (2, "ann", 0, 2), (3, "", 3, 1)):
         times.sent(submit(request_id, tenant=tenant))
-        times.heard([Started([request_id])])
-        times.heard([Finished(request_id, [], "", "length", 3, cached, output, [])])
+        times.received([Started([request_id])])
+        times.received([Finished(request_id, [], "", "length", 3, cached, output, [])])
     assert times.tokens == {"ann": TokenUse(6, 1, 6), "default": TokenUse(3, 3, 1)}
 
 
@@ -395,7 +395,7 @@ def test_a_request_whose_first_token_ends_it_has_a_ttft_and_no_tpot():
     times = RequestTimes(clock)
     times.sent(submit(1))
     clock.now_s += 0.5
-    times.heard([Started([1]), finished(1, 1)])
+    times.received([Started([1]), finished(1, 1)])
     assert times.ttft.total == 0.5
     assert sum(times.tpot.counts) == 0
 
@@ -404,7 +404,7 @@ def test_a_request_whose_first_token_ends_it_has_a_ttft_and_no_tpot():
 def test_what_generates_nothing_has_only_waited(how):
     times = RequestTimes(Clock())
     times.sent(submit(1, **how))
-    times.heard([Started([1]), finished(1, 0)])
+    times.received([Started([1]), finished(1, 0)])
     assert sum(times.ttft.counts) == sum(times.tpot.counts) == 0
     assert sum(times.queue_wait["default"].counts) == 1
 
@@ -413,10 +413,10 @@ def test_nothing_is_kept_of_requests_that_ended():
     times = RequestTimes(Clock())
     for request_id in range(4):
         times.sent(submit(request_id))
-    times.heard([Started([1]), finished(0, 1), Failed(1, "cancelled", ""), Failed(2, "engine_failed", "")])
+    times.received([Started([1]), finished(0, 1), Failed(1, "cancelled", ""), Failed(2, "engine_failed", "")])
     assert times._pending.keys() == {3}
     times.forget_pending()
-    times.heard([Started([3])])
+    times.received([Started([3])])
     assert sum(times.queue_wait["default"].counts) == 1
 
 
@@ -426,7 +426,7 @@ def test_tenants_are_bounded_in_number_and_length_and_are_always_shown():
     names = [OTHER_TENANTS, "\ud800", '"\n', "x" * 1000, *map(str, range(2 * MAX_TENANTS))]
     for request_id, name in enumerate(names):
         requests.sent(submit(request_id, tenant=name))
-        requests.heard([Started([request_id])])
+        requests.received([Started([request_id])])
     waits = requests.queue_wait
     assert len(waits) == MAX_TENANTS + 1
     assert max(map(len, waits)) <= 64
@@ -465,7 +465,7 @@ def test_buckets_are_told_as_sums_up_to_their_bounds():
 def test_the_page_lists_what_there_is():
     metrics = ServerMetrics()
     metrics.of("model").requests.sent(submit(1))
-    metrics.of("model").requests.heard([Started([1]), finished(1, 1)])
+    metrics.of("model").requests.received([Started([1]), finished(1, 1)])
     metrics.answers["/v1/models", 0] += 1
     rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (.*?) \|", PAGE, flags=re.MULTILINE)
     documented = [(name, kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows]

@@ -26,7 +26,7 @@ class SentRequests:
     def sent(self, submit: Any) -> None:
         self.submits.append(submit)
 
-    def heard(self, messages: Any) -> None:
+    def received(self, messages: Any) -> None:
         pass
 
     @property

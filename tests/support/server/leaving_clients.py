@@ -61,7 +61,7 @@ class Heard:
     def sent(self, submit: object) -> None:
         self.num_sent += 1
 
-    def heard(self, messages: object) -> None:
+    def received(self, messages: object) -> None:
         pass
 
     def wait_for(self, number: int) -> None:

@@ -121,5 +121,5 @@ class Sent:
     def sent(self, submit: Submit) -> None:
         self.submits.append(submit)
 
-    def heard(self, messages: object) -> None:
+    def received(self, messages: object) -> None:
         pass
