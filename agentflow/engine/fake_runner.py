@@ -1,11 +1,11 @@
-"""A deterministic stand-in for a model, so that everything above the runner can be tested without torch.
+"""A deterministic replacement for a model, to test everything above the runner without torch.
 
-Its "KV" is the token id and position that was written to each slot. The next token is a hash of
-all tokens the page table shows, so a wrong slot, a wrong order or a slot that was given to somebody
-else changes the output; and a slot that does not hold the position it should raises at once.
+Its "KV" is the token id and position written to each slot. The next token is a hash of all tokens that
+``req_to_token`` shows, so a wrong slot or order, or a slot that another request overwrote, changes the
+output. A slot with the wrong position raises at once.
 
-It has no logits: what edits logits is refused, except that a forbidden or masked token is never chosen. The
-likeliest tokens that it tells are the chosen one and those that follow it in number.
+It has no logits. Penalties and biases raise ``NotImplementedError``; forbidden and masked tokens are never
+chosen. The likeliest tokens that it reports are the chosen one and its successors by id.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ NextToken = Callable[[NDArray[np.int64]], int | None]
 
 
 class FakeRunner:
-    """``next_token(tokens)`` may choose the token that follows; where it returns None, or is not
-    given, a hash chooses among ``vocab_size``. ``on_step`` is called with every batch before it
-    runs (from the engine's thread): tests hold a step there, or raise."""
+    """``next_token(tokens)`` may choose the next token; without it, or if it returns None, a hash chooses
+    among ``vocab_size``. ``on_step`` is called with every batch before it runs, in the engine's thread: tests
+    block a step there, or raise."""
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ class FakeRunner:
         return self.choose(seen, batch.sampled)
 
     def choose(self, seen: list[NDArray[np.int64]], sampled: SampledRows) -> BatchOutput:
-        """A token for each sampled row, of which ``seen`` are all tokens before it. Tests put another
-        model here."""
+        """A token for each sampled row. ``seen``: all tokens before each. Tests override this with other
+        models."""
         forbidden = _forbidden(sampled.edits, len(seen))
         masks = _masks(sampled.masks)
         tokens, logprobs = [], []
@@ -92,11 +92,11 @@ class FakeRunner:
         return output if sampled.top_counts is None else self._with_top(output, int(sampled.top_counts.max()))
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Frees nothing."""
 
     def _tokens_in(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
         if not np.array_equal(self._slot_positions[slots], np.arange(len(slots))):
-            raise RuntimeError("the page table shows a slot that holds another position")
+            raise RuntimeError("req_to_token shows a slot that has another position")
         return self._slot_tokens[slots]
 
     def _choose(self, seen: NDArray[np.int64], temperature: float, seed: int) -> int:
@@ -115,7 +115,7 @@ class FakeRunner:
 
 
 class _SlotsOfRows:
-    """Which slots each row of a batch sees."""
+    """Which slots each scheduled token attends to."""
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
@@ -125,7 +125,7 @@ class _SlotsOfRows:
             self._tree_of = np.repeat(np.arange(len(lens)), lens)
 
     def seen_by(self, row: int, end: int) -> NDArray[np.int64]:
-        """In the order of their positions, which are those below ``end``."""
+        """The slots of all positions below ``end``, in order."""
         batch, trees = self._batch, self._batch.trees
         if row < len(self._owners):
             return batch.req_to_token[batch.req_rows[self._owners[row]], :end].astype(np.int64)
@@ -141,17 +141,17 @@ def _logprob(before: NDArray[np.int64], token: int) -> float:
 
 
 def _masks(masks: TokenMasks | None) -> dict[int, TokenWords]:
-    """By the row that has it."""
+    """By sampled row."""
     return {} if masks is None else dict(zip(masks.rows.tolist(), masks.words, strict=True))
 
 
 def _forbidden(edits: LogitEdits | None, num_rows: int) -> list[set[int]]:
-    """Of each row the tokens that it may not choose."""
+    """The forbidden tokens of each row."""
     found: list[set[int]] = [set() for _ in range(num_rows)]
     if edits is None:
         return found
     if len(edits.penalized_rows) or len(edits.biased_rows):
-        raise NotImplementedError("the fake model has no logits: it cannot do penalties and logit_bias")
+        raise NotImplementedError("the fake model has no logits for penalties and logit_bias")
     for row, token in zip(edits.forbidden_rows.tolist(), edits.forbidden_ids.tolist(), strict=True):
         found[row].add(token)
     return found

@@ -1,4 +1,4 @@
-"""The seam between the engine and a model: anything that runs a batch and gives one token per row."""
+"""The interface between the engine and a model: runs a batch and returns a token for each sampled row."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from agentflow.engine.batch import Batch, BatchOutput
 
 @dataclass(frozen=True, slots=True)
 class RunnerInfo:
-    """What the engine must know of a model. ``num_slots``: tokens that the KV pool holds.
-    ``max_context``: longest sequence. ``end_token_ids``: the model's own end tokens."""
+    """What the engine needs to know about a model. ``num_slots``: size of the KV pool in tokens.
+    ``max_context``: longest sequence. ``end_token_ids``: the model's end tokens."""
 
     model: str
     vocab_size: int
@@ -24,22 +24,24 @@ class RunnerInfo:
 
 
 class AcceleratorFault(Exception):
-    """The device failed and this process cannot use it any more: every later forward pass fails too."""
+    """The device failed, and this process can no longer use it: all later forward passes would fail too."""
 
 
 class OutOfMemory(Exception):
-    """There is no memory for this batch. A smaller one may fit."""
+    """There is not enough memory for this batch. A smaller one may fit."""
 
 
 def nothing() -> None:
-    """What is to be done meanwhile, where it is nothing."""
+    """The default for ``meanwhile``."""
 
 
 class ModelRunner(Protocol):
-    """Runs batches. Used from one thread only. ``run`` writes the KV of every row into its slot, and returns
-    when the output is on the host. It calls ``meanwhile`` once: while the batch runs, if it runs elsewhere
-    than in this thread, or else before. ``AcceleratorFault`` and ``OutOfMemory`` say what the engine can do
-    about a failure; any other exception is the batch's fault, as far as the runner knows."""
+    """Runs batches, in one thread only.
+
+    ``run`` writes the KV of every scheduled token to its slot, and returns when the output is on the host. It
+    calls ``meanwhile`` once: while the batch runs on a device, or else before. It raises ``AcceleratorFault``
+    or ``OutOfMemory`` where these apply; any other exception blames the batch.
+    """
 
     info: RunnerInfo
 

@@ -1,4 +1,4 @@
-"""Whom the engine works for: a tenant, and the gate that its requests pass."""
+"""Tenants: who a request belongs to, and the gate that limits what a tenant may ask for."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """``name`` separates caches, queues and constraints of tenants from each other; a server without keys
-    has one, whose name is empty. ``weight``: of its work against other tenants' while both wait.
-    ``requests_per_minute`` and ``tokens_per_minute`` (prompt and output): more are refused until there is
-    room again. ``max_unfinished``: requests at once, those that wait included. ``models``: those it may use;
-    None: all. ``sees_metrics``: may read ``/metrics``, which tells of all tenants."""
+    """``name`` separates the caches, queues and constraints of tenants; a server without keys has one tenant,
+    with an empty name. ``weight``: of its work against other tenants' while both wait.
+    ``requests_per_minute`` and ``tokens_per_minute`` (prompt and output): more are rejected until there is
+    room again. ``max_unfinished``: running and waiting requests. ``models``: those it may use; None: all.
+    ``sees_metrics``: may read ``/metrics``, which covers all tenants."""
 
     name: str = ""
     weight: float = 1.0
@@ -29,13 +29,13 @@ class Tenant:
 
 
 ANONYMOUS = Tenant(sees_metrics=True)
-"""The tenant of a server without keys."""
+"""The one tenant of a server without keys."""
 
 
 @dataclass(slots=True)
 class AdmittedRequest:
-    """What a request turned out to use; counted when it has ended. ``cached_tokens``: of its prompt, whose
-    length may be set anew too, where it was a guess."""
+    """What a request used, charged when it ends. The holder sets all three; ``prompt_tokens`` is a guess at
+    first. ``cached_tokens``: of the prompt."""
 
     prompt_tokens: int
     output_tokens: int = 0
@@ -43,13 +43,13 @@ class AdmittedRequest:
 
 
 class RequestGate(Protocol):
-    """Decides how much a tenant may ask for; ``RateLimited`` where it asks for more."""
+    """Limits what a tenant may ask for. ``RateLimited`` beyond that."""
 
     def check(self, tenant: Tenant, num_requests: int = 1) -> None:
-        """Whether so many requests that came now would all be admitted."""
+        """Raises ``RateLimited`` if so many requests would not all be admitted now."""
 
     def is_unlimited(self, tenant: Tenant) -> bool:
-        """Whether the tenant may use as many tokens and requests as it likes."""
+        """Whether the tenant has no limit on tokens and requests."""
 
     def request(self, tenant: Tenant, prompt_tokens: int) -> AbstractContextManager[AdmittedRequest]:
-        """Around one request, which is charged when it ends."""
+        """The scope of one request, which is charged when it ends."""

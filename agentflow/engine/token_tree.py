@@ -1,36 +1,35 @@
-"""The tree of the choices of a select: each token once, however many choices begin with it.
+"""The choices of a select as a tree, in which shared prefixes of choices occur once.
 
-The tree hangs below a prefix that all choices share. A token's log-probability comes from the logits
-of the token before it, so only *nodes* need to be computed: tokens after which some choice goes on. What
-a choice ends with is a *target* only.
+The tree hangs below the prompt. The log-probability of a token comes from the logits of the token before it,
+so only *nodes* are computed: tokens that some choice continues after. The last token of a choice is only a
+*target*.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agentflow.errors import BadArgument
 
-Numbers: TypeAlias = NDArray[np.int64]
+Numbers = NDArray[np.int64]
 
 MAX_CHOICE_TOKENS = 65_536
-"""A thousand long sentences. The tree is made between two steps, while everybody waits."""
+"""About a thousand long sentences. The tree is built between two steps, while all requests wait."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenTree:
-    """``token_ids``, ``parents``, ``depths`` [N]: the nodes, breadth first; a node's parent is another, or
-    -1 for the prefix's last token, after which depth 0 comes.
+    """``token_ids``, ``parents``, ``depths`` [N]: the nodes, breadth first. A parent is another node, or -1
+    for the prompt's last token, which depth 0 follows.
 
     ``targets`` [M]: the tokens whose log-probabilities are wanted, by the row whose logits give them. Row 0
-    is the prefix's last token and row 1 + n is node n; row r gives ``targets[first_targets[r] :
-    first_targets[r + 1]]``, at least one. ``choice_targets``: for each choice the target of each of its
-    tokens. ``longest``: tokens of the longest choice.
+    is the prompt's last token and row 1 + n is node n; row r gives ``targets[first_targets[r] :
+    first_targets[r + 1]]``, at least one. ``choice_targets``: for each choice the targets of its tokens.
+    ``longest``: length of the longest choice in tokens.
     """
 
     token_ids: Numbers
@@ -46,8 +45,8 @@ class TokenTree:
         return len(self.token_ids)
 
     def paths(self, first: int, end: int) -> Numbers:
-        """For the nodes from ``first`` up to ``end`` the nodes above each and itself, from depth 0 on. All
-        are as long as the longest: a node repeats itself at the end."""
+        """For each node from ``first`` up to ``end``, the nodes above it from depth 0 on and itself [N,
+        depth]. Shorter paths repeat the node at the end."""
         current: Numbers = np.arange(first, end)
         depths = self.depths[first:end]
         paths: Numbers = np.empty((end - first, int(depths.max()) + 1), dtype=np.int64)
@@ -57,20 +56,20 @@ class TokenTree:
         return paths
 
     def by_choice(self, logprobs: Sequence[float]) -> list[list[float]]:
-        """Of each choice the log-probability of each token; ``logprobs``: those of the targets."""
+        """The log-probabilities of each choice's tokens, from those of the targets."""
         return [[logprobs[target] for target in targets] for targets in self.choice_targets]
 
 
 def token_tree(choices: Sequence[Sequence[int]]) -> TokenTree:
-    """The tree of ``choices``, which may begin alike, be each other's beginnings, or be equal. BadArgument
-    where one has no token, or where they have more than ``MAX_CHOICE_TOKENS`` together."""
+    """The tree of ``choices``, which may share prefixes, be prefixes of each other, or be equal.
+    ``BadArgument`` if one has no token, or if they have more than ``MAX_CHOICE_TOKENS`` together."""
     if not choices or not all(choices):
-        raise BadArgument("a choice without a single token cannot be scored")
+        raise BadArgument("a choice needs at least one token to be scored")
     num_tokens = sum([len(choice) for choice in choices])
     if num_tokens > MAX_CHOICE_TOKENS:
         raise BadArgument(
-            f"the choices of a select have {num_tokens} tokens together, and at most {MAX_CHOICE_TOKENS} "
-            "can be scored at once: offer fewer or shorter ones"
+            f"the choices of a select have {num_tokens} tokens in total; the limit is {MAX_CHOICE_TOKENS}: "
+            "offer fewer or shorter ones"
         )
     growth = _Growth(choices)
     going_on = list(range(len(choices)))
@@ -91,7 +90,7 @@ def token_tree(choices: Sequence[Sequence[int]]) -> TokenTree:
 
 
 class _Growth:
-    """A tree in the making, level by level. ``rows``: of the targets, ascending."""
+    """Builds a tree level by level. ``rows``: of the targets, ascending."""
 
     def __init__(self, choices: Sequence[Sequence[int]]) -> None:
         self.token_ids: list[int] = []
@@ -101,10 +100,10 @@ class _Growth:
         self.rows: list[int] = []
         self.choice_targets: list[list[int]] = [[] for _ in choices]
         self._choices = choices
-        self._row_of = [0] * len(choices)  # the row after which each choice goes on
+        self._row_of = [0] * len(choices)  # the row that each choice continues after
 
     def add_level(self, going_on: list[int], depth: int) -> list[int]:
-        """The tokens at ``depth`` of the choices that are so long. Returns those that are longer."""
+        """Adds the tokens at ``depth`` of the choices ``going_on``. Returns the choices that are longer."""
         edges: dict[tuple[int, int], list[int]] = {}
         for choice in going_on:
             edges.setdefault((self._row_of[choice], self._choices[choice][depth]), []).append(choice)

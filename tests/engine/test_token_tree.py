@@ -71,12 +71,12 @@ def test_the_way_to_each_node_begins_at_the_top(choices, data):
 
 @pytest.mark.parametrize("choices", [[], [[]], [[1], []]])
 def test_a_choice_without_a_token_is_refused(choices):
-    with pytest.raises(BadArgument, match="a choice without a single token"):
+    with pytest.raises(BadArgument, match="at least one token"):
         token_tree(choices)
 
 
 def test_more_tokens_than_can_be_scored_at_once_are_refused():
     tree = token_tree([[7] * MAX_CHOICE_TOKENS])
     assert tree.num_nodes == MAX_CHOICE_TOKENS - 1
-    with pytest.raises(BadArgument, match="have 65537 tokens together, and at most 65536"):
+    with pytest.raises(BadArgument, match="65537.*65536"):
         token_tree([[7], [7] * MAX_CHOICE_TOKENS])

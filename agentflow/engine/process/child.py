@@ -1,20 +1,16 @@
-"""The server's handle on a process that it starts: exchanges frames with it over a socket, and ends it.
+"""A child process of the server: exchanges frames with it over a socket, and ends it.
 
-The process also gets a lifeline: a pipe that nothing is written to, and that ends when the server closes it
-or dies. A process can ask the kernel for a signal at that, which the socket is no good for: there the same
-signal may come because of a frame, late, when the process has read it and is at work on it.
+A frame is its length in four bytes, big-endian, then msgpack. The child also gets a lifeline: a pipe that is
+never written to, and that closes when the server closes it or dies. A child can have the kernel signal it
+then. The socket does not serve for this, because the same signal could come from a frame, late, when the
+child has read it and works on it.
 
-How messages lie on the socket between a server and the processes that it starts.
-
-A frame is its length in four bytes, big-endian, and msgpack.
-
-A server gives way to its engines: its thread runs at a lower priority than theirs.
-
-An engine on the CPU computes in threads that wait for each other many times a step. Where the server takes a
-processor for a fraction of a millisecond in between, all of them wait. At a lower priority it takes what they
-leave, as between two steps. (Measured on two cores with 25 requests a second, most of them refused: a fifth
-more steps.) On Linux each thread has a priority of its own, and a process that a thread starts gets that
-thread's: engines are started from a thread that keeps the old one, for only root may raise one again.
+``lower_priority`` makes the server's thread yield the processor to its engines. An engine on the CPU computes
+in threads that wait for each other many times a step. If the server takes a processor for a fraction of a
+millisecond in between, all of them wait; at a lower priority it takes the time between two steps instead.
+(Measured on two cores with 25 requests a second, most of them rejected: a fifth more steps.) On Linux each
+thread has its own priority, and a process inherits that of the thread that starts it. Engines are therefore
+started from a thread that keeps the old priority, since only root may raise one again.
 """
 
 from __future__ import annotations
@@ -41,7 +37,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def to_frame(content: object) -> bytes:
-    """A message, or a list of them, as one frame. OverflowError for a number beyond 64 bits."""
+    """A message, or a list of messages, as one frame. ``OverflowError`` for a number beyond 64 bits."""
     frame = bytearray(_LENGTH.size)
     _encoder.encode_into(content, frame, _LENGTH.size)
     _LENGTH.pack_into(frame, 0, len(frame) - _LENGTH.size)
@@ -49,13 +45,13 @@ def to_frame(content: object) -> bytes:
 
 
 class FrameBuffer:
-    """Puts frames together again from the pieces that a socket gives."""
+    """Reassembles frames from the pieces that a socket returns."""
 
     def __init__(self) -> None:
         self._received = bytearray()
 
     def push(self, piece: bytes) -> list[bytes]:
-        """The contents of the frames that are complete with ``piece``."""
+        """The contents of the frames that ``piece`` completes."""
         self._received += piece
         frames: list[bytes] = []
         start = 0
@@ -71,15 +67,16 @@ class FrameBuffer:
 
 
 NICENESS = 5
-"""Added to what the thread has. Where all processors are busy all the time, it still gets its quarter."""
+"""Added to the thread's nice value. With all processors busy, the thread still gets about a quarter of
+one."""
 
 _starter: ThreadPoolExecutor | None = None
 _popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
 
 
 def lower_priority() -> None:
-    """This thread, and those that it starts from now on, give way to the processes that are started with
-    ``start_process``. For good. Has no effect the second time."""
+    """Lowers the priority of this thread, and of threads that it starts, below that of processes started with
+    ``start_process``. Permanent. A second call has no effect; neither has a call outside Linux."""
     global _starter
     if sys.platform != "linux":
         return
@@ -90,18 +87,18 @@ def lower_priority() -> None:
 
 
 def start_process(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-    """``subprocess.Popen``, at the priority that this process had before it gave way."""
+    """``subprocess.Popen``, at the priority from before ``lower_priority``."""
     if _starter is None:
         return _popen(command, **options)
     return _starter.submit(_popen, command, **options).result()
 
 
-# How long a process may take to end by SIGKILL. One that waits for a device in the kernel may never end.
+# How long to wait after SIGKILL. A process that waits for a device in the kernel may never end.
 KILL_S = 1.0
 
 
 class ChildProcess:
-    """One process, from ``run`` to ``end``; a new one is needed after that."""
+    """One process, from ``run`` to ``end``."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], connection: socket.socket, lifeline: BinaryIO
@@ -113,9 +110,9 @@ class ChildProcess:
 
     @classmethod
     def run(cls, module: str, first: object, **environment: str) -> Self:
-        """A process that runs ``module``, whose arguments are the numbers of its socket and of its end of the
-        lifeline, and finds the message ``first`` on the socket. ``environment``: what it has beyond this
-        process's. Takes milliseconds; OSError when there can be no more processes."""
+        """Starts a process that runs ``module``. Its arguments are the file descriptors of its socket and of
+        its end of the lifeline; the message ``first`` is on the socket. ``environment``: added to this
+        process's. Takes milliseconds. ``OSError`` if no process can be started."""
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
             connection, other_end = socket.socketpair()
             ours.enter_context(connection)
@@ -127,7 +124,7 @@ class ChildProcess:
             connection.send(to_frame(first))  # a new socket has room for it
             numbers = [other_end.fileno(), read_end]
             process = start_process(
-                # Not multiprocessing: it would run the program's main module again in the child.
+                # Not multiprocessing, which would run the program's main module again in the child.
                 [sys.executable, "-P", "-m", module, *map(str, numbers)],
                 pass_fds=numbers,
                 stdin=subprocess.DEVNULL,
@@ -143,11 +140,11 @@ class ChildProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """None before ``end``; below 0 the signal that killed it."""
+        """None before ``end``. Negative: the signal that killed the process."""
         return self._process.returncode
 
     async def send(self, frame: bytes) -> None:
-        """Waits for as long as the socket is full. OSError when the process has ended."""
+        """Sends a frame; waits while the socket is full. ``OSError`` if the process has ended."""
         rest = memoryview(frame)
         while rest:
             try:
@@ -156,32 +153,33 @@ class ChildProcess:
                 await anyio.wait_writable(self._connection)
 
     async def receive(self) -> list[bytes]:
-        """The next frames that the process sends, perhaps none yet. EOFError when it has ended."""
+        """Waits for data and returns the frames that it completes, if any. ``EOFError`` if the process has
+        ended."""
         await anyio.wait_readable(self._connection)
         try:
             piece = self._connection.recv(READ_BYTES)
         except BlockingIOError:
             return []
-        except OSError:  # it ended with frames unread
+        except OSError:  # the process ended with frames unread
             piece = b""
         if not piece:
             raise EOFError
         return self._buffer.push(piece)
 
     def signal(self, number: signal.Signals) -> None:
-        """Nothing happens where it has ended."""
+        """Sends a signal. No effect if the process has ended."""
         self._process.send_signal(number)
 
     async def end(self, grace_s: float = 0.0) -> str:
-        """Ends the process, with SIGKILL where it does not end by itself within ``grace_s``; says how it
-        ended. Cancelling does not shorten this."""
+        """Ends the process, with SIGKILL if it does not end by itself within ``grace_s``. Returns how it
+        ended, to complete a sentence. Cannot be cancelled."""
         self._connection.close()
         self._lifeline.close()
         with anyio.CancelScope(shield=True):
-            limiter = anyio.CapacityLimiter(1)  # its own: the server's worker threads may all be busy
+            limiter = anyio.CapacityLimiter(1)  # the server's worker threads may all be busy
             code = await anyio.to_thread.run_sync(self._reap, grace_s, limiter=limiter)
         if code is None:
-            return "cannot even be killed (it is left alone)"
+            return "could not be killed and was abandoned"
         return f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
 
     def _reap(self, grace_s: float) -> int | None:
@@ -194,7 +192,7 @@ class ChildProcess:
 
 
 def import_path() -> str:
-    """The child finds modules where this process does, and in the same order."""
+    """A ``PYTHONPATH`` with which a child finds modules where this process does, in the same order."""
     return os.pathsep.join(entry or os.getcwd() for entry in sys.path)
 
 

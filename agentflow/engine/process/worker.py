@@ -1,13 +1,11 @@
-"""The engine in a process of its own: what runs in that process.
+"""The main module of an engine process.
 
-``python -m agentflow.engine.process.worker FD``, where FD is a socket that the server left open for
-it. The first frame says what to load; then the engine runs until the socket ends, be it that the
-server closed it or that the server is gone. Signals to end are left to the server: it drains first.
+``python -m agentflow.engine.process.worker FD``, where FD is a socket that the server left open. The first
+frame says what to load. Then the engine runs until the socket closes, because the server closed it or died.
+SIGINT and SIGTERM are ignored: the server handles them, and drains first.
 
-Nobody can block anybody for ever: a thread of its own reads the socket whatever the engine does, and
-the other end does the same; so a full socket is emptied, and a slow reader slows only the engine.
-
-The server's handle on one engine process.
+No deadlock is possible on the socket: a thread of its own always reads it, whatever the engine does, and the
+server does the same at the other end. A slow reader only slows down the engine.
 """
 
 from __future__ import annotations
@@ -38,17 +36,17 @@ from agentflow.errors import AgentflowError, EngineFailed
 
 logger = logging.getLogger(__name__)
 
-# How long a step may still take when the socket has ended. The server waits a little longer than this
-# before it kills the process.
+# How long a step may still take after the socket has closed. The server waits a little longer before it kills
+# the process.
 LAST_STEP_S = 4.0
 
 
 class _ServerGone(Exception):
-    """Nobody reads what the engine says any more."""
+    """The server no longer reads the socket."""
 
 
 class EngineProcess:
-    """This end of the socket, and the engine behind it once it is loaded."""
+    """The process's end of the socket, and the engine once it is loaded."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -56,7 +54,7 @@ class EngineProcess:
         self._engine: Engine | None = None
 
     def run(self) -> int:
-        """Loads and runs the engine; the exit code."""
+        """Loads and runs the engine. Returns the exit code."""
         first = next(self._frames, None)
         if first is None:
             return 0
@@ -71,8 +69,8 @@ class EngineProcess:
             self._engine.run()
         except _ServerGone:
             return 0
-        except EngineBroken as error:  # logged, with its cause
-            logger.critical("%s: this process ends, and another one takes its requests", error)
+        except EngineBroken as error:  # already logged with its cause
+            logger.critical("%s: this process exits, and its requests continue in another one", error)
             return 1
         return 0
 
@@ -88,8 +86,8 @@ class EngineProcess:
         except ModuleNotFoundError as error:
             return None, LoadFailed(EngineFailed.code, str(error), missing_package=error.name)
         except Exception as error:
-            logger.exception("the engine cannot be loaded")
-            return None, LoadFailed(EngineFailed.code, f"the engine cannot be loaded: {error!r}")
+            logger.exception("cannot load the engine")
+            return None, LoadFailed(EngineFailed.code, f"cannot load the engine: {error!r}")
 
     def _deliver(self, messages: list[FromEngine]) -> None:
         self._send(messages)
@@ -112,35 +110,35 @@ class EngineProcess:
             yield from buffer.push(piece)
 
     def _read(self) -> None:
-        """Reads messages until the socket ends, and ends the process then."""
+        """Reads messages until the socket closes, then ends the process."""
         try:
             for frame in self._frames:
-                assert self._engine is not None  # nothing is sent before Loaded
+                assert self._engine is not None  # the server sends nothing before Loaded
                 self._engine.send(to_engine_decoder.decode(frame))
             if self._engine is not None:
                 self._engine.send(Stop())
-                threading.Event().wait(LAST_STEP_S)  # the process ends in here, unless a step hangs
+                threading.Event().wait(LAST_STEP_S)  # the process ends meanwhile, unless a step hangs
         except Exception:
-            logger.exception("what the server sends cannot be read")
+            logger.exception("cannot read the messages of the server")
         finally:
             os._exit(1)
 
 
 def collect_garbage_rarely() -> None:
-    """What is loaded now is there for good: looking through it again and again would stop the engine for
-    tens of milliseconds each time. What a step leaves behind has next to no cycles and goes by itself."""
+    """Excludes everything loaded so far from garbage collection, which would stop the engine for tens of
+    milliseconds each time. Steps create almost no reference cycles."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
 
 
 def main() -> int:
-    """Runs the engine on the socket whose number is the first argument. A thread waits for its end, and
-    no lifeline is needed."""
+    """Runs the engine on the socket in the first argument. Needs no lifeline: a thread waits for the socket
+    to close."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=int(sys.argv[1]))
-    connection.set_inheritable(False)  # so that the socket ends with this process, whatever it starts
+    connection.set_inheritable(False)  # so that no child process keeps the socket open
     with connection:
         return EngineProcess(connection).run()
 

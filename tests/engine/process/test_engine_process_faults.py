@@ -31,7 +31,7 @@ TESTS = Path(__file__).parents[2]
     ("options", "error", "message"),
     [
         ({"missing": "/no/such"}, BadModelFolder, "/no/such is not there"),
-        ({"error": "odd"}, EngineFailed, r"the engine cannot be loaded: ValueError\('odd'\)"),
+        ({"error": "odd"}, EngineFailed, r"ValueError\('odd'\)"),
         ({"error": "package"}, ModuleNotFoundError, "no_such_package"),
     ],
 )
@@ -100,10 +100,8 @@ async def test_a_request_that_kills_the_engine_each_time_fails_alone(poison, opt
         assert texts == {number: text_after([number]) for number in (20, 21, 22, 23, 24)}
         end, _ = await generate(client)
         assert end.text == PLAIN.text
-        assert [str(failure) for failure in failures] == [
-            f"the engine died {client.engine.restarts} times while it ran this request, "
-            "which is not run again"
-        ]
+        [failure] = failures
+        assert f"died {client.engine.restarts} times" in str(failure)
         assert client.engine.restarts <= 3
 
 
