@@ -78,5 +78,5 @@ def test_a_choice_without_a_token_is_refused(choices):
 def test_more_tokens_than_can_be_scored_at_once_are_refused():
     tree = token_tree([[7] * MAX_CHOICE_TOKENS])
     assert tree.num_nodes == MAX_CHOICE_TOKENS - 1
-    with pytest.raises(BadArgument, match="65537.*65536"):
+    with pytest.raises(BadArgument, match=r"65537.*65536"):
         token_tree([[7], [7] * MAX_CHOICE_TOKENS])

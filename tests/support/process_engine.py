@@ -84,7 +84,7 @@ async def process_engine(
         if client.num_calls == 0 and client.engine._outgoing is not None and shutdown is None:
             stats = await client.stats()
             assert (stats.running, stats.waiting, stats.in_use_slots) == (0, 0, 0)
-            assert len(client.engine._ledger) == len(client._unfinished) == 0
+            assert len(client.engine._journal) == len(client._unfinished) == 0
 
 
 async def generate(

@@ -65,7 +65,7 @@ def test_an_aborted_request_ends_with_the_process_that_was_told():
     assert len(journal) == 0
 
 
-def test_alone_at_two_deaths_without_progress_a_request_is_convicted():
+def test_alone_at_two_deaths_without_progress_a_request_is_blamed():
     journal = ledger_of(1, 2)
     for _ in range(2):
         journal.release()

@@ -116,4 +116,4 @@ async def test_a_hint_that_no_engine_could_be_told_fails_its_state_alone(hint: o
         failed = {event.var: event.error for event in told if isinstance(event, VarFailed)}
         assert list(failed) == [2]
         assert f"hint: {field} must be" in failed[2].origin.message
-        assert client.num_calls == len(client.engine._ledger) == 0
+        assert client.num_calls == len(client.engine._journal) == 0
