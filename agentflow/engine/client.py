@@ -1,4 +1,7 @@
-"""The event loop's side of an engine: sends it requests and waits for their ends; and its thread."""
+"""The event loop's side of an engine: ``EngineClient`` sends requests and waits for their ends.
+
+``running_engine`` runs an engine in a thread; ``process.supervisor`` runs one in a process.
+"""
 
 from __future__ import annotations
 
@@ -43,30 +46,30 @@ Load = Callable[[], tuple[ModelRunner, Tokenizer, SchedulerConfig]]
 OnText = Callable[[str], None]
 OnProgress = Callable[[Progress], None]
 _NOWHERE = Origin()
-# How long leaving waits for the last step of an engine thread.
+# How long leaving the scope waits for the last step of an engine thread.
 END_S = 1.0
 
 
 class EngineLink(Protocol):
-    """The way to an engine: the ``Engine`` itself where it is a thread, an ``EngineSupervisor`` where it
-    is a process. Answers come to ``EngineClient.receive``. ``send`` raises EngineFailed while the engine is
+    """Accepts messages for an engine: the ``Engine`` itself in a thread, an ``EngineSupervisor`` for a
+    process. Answers come to ``EngineClient.receive``. ``send`` raises EngineFailed while the engine is
     down."""
 
     def send(self, message: ToEngine) -> None: ...
 
 
 class RequestObserver(Protocol):
-    """Sees all that goes over an ``EngineClient``, in the event loop's thread. It may not raise."""
+    """Observes all messages of an ``EngineClient``, in the event loop's thread. Must not raise."""
 
     def sent(self, submit: Submit) -> None:
-        """A request was accepted and is on its way to the engine."""
+        """A request was accepted and sent to the engine."""
 
     def received(self, messages: Sequence[FromEngine]) -> None:
-        """The messages of one step. A request's last one is its ``Finished`` or ``Failed``."""
+        """The messages of one step. The last one of a request is its ``Finished`` or ``Failed``."""
 
 
 class _Call:
-    """One question in flight, a request or a report: who hears how it goes on, and its answer."""
+    """One unanswered request or ``StatsRequest``: its progress callback, and then its answer."""
 
     __slots__ = ("answer", "broken_by", "ended", "error", "on_progress")
 
@@ -82,7 +85,7 @@ class _Call:
             return
         try:
             self.on_progress(message)
-        except Exception as error:  # the fault of this request's consumer: nothing else may fail of it
+        except Exception as error:  # a fault of this request's consumer must not affect others
             self.broken_by = error
             self.ended.set()
 
@@ -95,9 +98,9 @@ class _Call:
 
 
 class EngineClient:
-    """Use ``running_engine`` or ``supervised_engine`` to make one. All methods belong to the event loop's
-    thread. ``max_unfinished``: requests that the engine has not ended, aborted ones included; None: any
-    number. Beyond it, and beyond one tenant's part of it, a request is refused with Overloaded."""
+    """Made by ``running_engine`` and ``supervised_engine``. All methods belong to the event loop's thread.
+    ``max_unfinished``: requests that the engine has not ended, aborted ones included (None: no limit). Beyond
+    it, and beyond one tenant's part of it, requests are rejected with ``Overloaded``."""
 
     def __init__(
         self,
@@ -114,24 +117,24 @@ class EngineClient:
         self._calls: dict[int, _Call] = {}
         self._one_ended = anyio.Event()
         self._max_unfinished = max_unfinished
-        self._unfinished: dict[int, str] = {}  # whose they are
+        self._unfinished: dict[int, str] = {}  # tenant of each
         self._num_unfinished_of: Counter[str] = Counter()
-        self._report: tuple[int, _Call] | None = None  # the question for its state, while it has no answer
+        self._report: tuple[int, _Call] | None = None  # the unanswered StatsRequest
         self._ended_because: str | None = None
         self._observers: list[RequestObserver] = []
 
     def observe(self, observer: RequestObserver) -> None:
-        """From now on ``observer`` sees what is sent and heard."""
+        """Registers an observer of all later messages."""
         self._observers.append(observer)
 
     async def until_idle(self) -> None:
-        """Returns when nobody waits for a request."""
+        """Waits until no call waits for a request."""
         while self._calls:
             await self._one_ended.wait()
 
     @property
     def num_calls(self) -> int:
-        """Requests that somebody waits for."""
+        """Calls that wait for a request."""
         return len(self._calls)
 
     async def generate(
@@ -147,9 +150,9 @@ class EngineClient:
         jump_forward: bool = True,
         on_sent: Callable[[], None] | None = None,
     ) -> Finished:
-        """Generates; ``on_sent`` is called when the engine's queue has the request, ``on_text`` is called
-        with each delta, ``on_progress`` with all progress of each step. Cancelling the call aborts the
-        request, and so does what the latter two raise, which is raised here."""
+        """Generates. ``on_sent`` is called when the request is in the engine's queue, ``on_text`` with each
+        text delta, and ``on_progress`` with all progress of each step. Cancelling the call aborts the
+        request; so does an error of the latter two, which is raised here."""
         message = Submit(
             next(self._ids),
             token_ids,
@@ -162,7 +165,7 @@ class EngineClient:
         return await self._call(message, on_progress if on_text is None else _texts_to(on_text), on_sent)
 
     async def compute(self, token_ids: list[int], *, origin: Origin = _NOWHERE) -> Finished:
-        """Only computes the tokens, so that they are cached."""
+        """Computes the tokens, so that they are cached."""
         return await self._call(Submit(next(self._ids), token_ids, None, origin=origin), None)
 
     async def score(self, token_ids: list[int], score_from: int, *, origin: Origin = _NOWHERE) -> Finished:
@@ -173,14 +176,14 @@ class EngineClient:
     async def score_choices(
         self, token_ids: list[int], choices: Sequence[Sequence[int]], *, origin: Origin = _NOWHERE
     ) -> Finished:
-        """Log-probabilities of each choice's tokens after ``token_ids``, all computed together. What they
-        begin with in common is computed once. BadArgument for a choice without a token."""
+        """Log-probabilities of each choice's tokens after ``token_ids``, all computed together. Shared
+        prefixes are computed once. ``BadArgument`` for a choice without tokens."""
         message = Submit(next(self._ids), token_ids, None, origin=origin, choices=choices)
         return await self._call(message, None)
 
     def compute_ahead(self, token_ids: list[int], *, origin: Origin) -> int:
-        """Has the tokens computed for those that will come, if there is room; nobody waits. Returns what
-        ``forget`` takes."""
+        """Computes tokens for later requests, if there is room, without waiting. Returns an id for
+        ``forget``."""
         request_id = next(self._ids)
         if self._ended_because is None and self._has_room(origin.tenant):
             with suppress(EngineFailed):  # it is down
@@ -195,22 +198,22 @@ class EngineClient:
         return True
 
     def forget(self, request_id: int) -> None:
-        """What was to be computed ahead is not needed, if it has not been computed yet."""
+        """Cancels a ``compute_ahead``."""
         self.engine.send(Abort(request_id))
 
     def new_number(self) -> int:
-        """For an ``Origin``: a state or task group that no other has."""
+        """A new number of a state or task group, for an ``Origin``."""
         return next(self._ids)
 
     def close_state(self, state: int) -> None:
-        """No more requests of this state will come."""
+        """The state will have no more requests."""
         self.engine.send(CloseState(state))
 
     async def stats(self) -> EngineStats:
-        """Counters and gauges, read between two steps. EngineFailed, at once, while it restarts.
+        """Counters and gauges, read between two steps. ``EngineDown``, at once, while the engine restarts.
 
-        The engine is asked one question at a time: whoever asks before it has answered hears the same answer,
-        also where nobody waits for it any more. It has in it whatever the client had heard before it asked.
+        Concurrent calls share one query. The answer includes all progress that the client had received before
+        the query.
         """
         self._check_alive()
         if self._report is None:
@@ -226,7 +229,7 @@ class EngineClient:
     async def _call(
         self, message: Submit, on_progress: OnProgress | None, on_sent: Callable[[], None] | None = None
     ) -> Finished:
-        # A thread's work, and a task's start, are not cancelled: whoever waited may have gone meanwhile.
+        # Work in threads and starts of tasks cannot be cancelled, so the caller may have been meanwhile.
         await anyio.lowlevel.checkpoint_if_cancelled()
         self._check_alive()
         self.check_room(message.origin.tenant)
@@ -251,18 +254,16 @@ class EngineClient:
         return finished
 
     def check_room(self, tenant: str) -> None:
-        """``Overloaded`` where the engine has as many unfinished requests, or as many of the tenant's, as
-        there may be."""
+        """``Overloaded`` if the engine has ``max_unfinished`` requests, or the tenant its part of them."""
         if self._max_unfinished is None:
             return
         if len(self._unfinished) >= self._max_unfinished:
             most = self._max_unfinished
-            raise Overloaded(f"the engine has {most} unfinished requests, which is the limit: try later")
+            raise Overloaded(f"the engine has {most} unfinished requests, the limit: try again later")
         most = part_of(self._max_unfinished, tenant)
         if self._num_unfinished_of[tenant] >= most:
             raise Overloaded(
-                f"the engine has {most} unfinished requests of this tenant, which is what one may have: "
-                "try later"
+                f"the engine has {most} unfinished requests of this tenant, its limit: try again later"
             )
 
     def _submit(self, message: Submit) -> None:
@@ -285,7 +286,7 @@ class EngineClient:
             raise EngineDown(self._ended_because)
 
     def receive(self, messages: Sequence[FromEngine]) -> None:
-        """Hands a step's messages to whom they concern. Called in the event loop's thread."""
+        """Delivers the messages of one step. Called in the event loop's thread."""
         for observer in self._observers:
             observer.received(messages)
         for message in messages:
@@ -315,7 +316,7 @@ class EngineClient:
             call.end(answer)
 
     def end_all(self, why: str) -> None:
-        """The engine is gone: whoever waits for it, or asks it for something later, hears so."""
+        """The engine has ended: fails all calls, current and later ones, with ``EngineFailed(why)``."""
         self._ended_because = self._ended_because or why
         for call in self._calls.values():
             call.ended.set()
@@ -324,18 +325,18 @@ class EngineClient:
 
 
 def _texts_to(on_text: OnText) -> OnProgress:
-    def hear(progress: Progress) -> None:
+    def forward(progress: Progress) -> None:
         if progress.text:
             on_text(progress.text)
 
-    return hear
+    return forward
 
 
 class _EngineThread(threading.Thread):
-    """Loads an engine and runs it. ``ready``: it has loaded, or failed to. ``ended``: the thread is over.
+    """Loads an engine and runs it. ``ready``: loading succeeded or failed. ``ended``: the thread has ended.
 
-    A load can take seconds and cannot be interrupted. So the thread is a daemon: when its session ends
-    meanwhile, it is left behind, drops what it has loaded as soon as it can, and keeps no process alive."""
+    Loading takes seconds and cannot be interrupted, so the thread is a daemon. If its session ends meanwhile,
+    the thread is left behind, drops what it has loaded as soon as it can, and keeps no process alive."""
 
     def __init__(self, load: Load, max_unfinished: int | None) -> None:
         super().__init__(name="agentflow engine", daemon=True)
@@ -354,7 +355,7 @@ class _EngineThread(threading.Thread):
             if engine is not None:
                 self._run(engine)
         finally:
-            self._tell(self.ended.set)
+            self._call(self.ended.set)
 
     def _loaded(self) -> Engine | None:
         try:
@@ -365,8 +366,8 @@ class _EngineThread(threading.Thread):
             self.failure = error
             return None
         finally:
-            self._tell(self.ready.set)
-        if self._is_stopping:  # after ``client``: one of the two threads sees what the other has set
+            self._call(self.ready.set)
+        if self._is_stopping:  # read after writing ``client``; ``stop`` does the reverse
             engine.send(Stop())
         return engine
 
@@ -377,24 +378,24 @@ class _EngineThread(threading.Thread):
         except EngineBroken as error:
             why = str(error)
         except BaseException:
-            why = "the engine broke: its log says how"
+            why = "the engine broke: see its log"
             logger.exception("the engine broke")
         assert self.client is not None
         client = self.client
-        self._tell(lambda: client.end_all(why))
+        self._call(lambda: client.end_all(why))
 
     def _deliver(self, messages: list[FromEngine]) -> None:
         assert self.client is not None
         client = self.client
-        self._tell(lambda: client.receive(messages))
+        self._call(lambda: client.receive(messages))
 
-    def _tell(self, function: Callable[[], object]) -> None:
+    def _call(self, function: Callable[[], object]) -> None:
         with suppress(RuntimeError):  # the loop has ended
             self._call_in_loop(function)
 
     async def stop(self) -> None:
-        """Ends the engine after its step, and waits for that, but no longer than ``END_S``. For the end of a
-        load it does not wait."""
+        """Ends the engine after its step, and waits for that for at most ``END_S``. Does not wait for a
+        load."""
         self._is_stopping = True
         if self.client is None:
             return
@@ -405,10 +406,9 @@ class _EngineThread(threading.Thread):
 
 @asynccontextmanager
 async def running_engine(load: Load, *, max_unfinished: int | None = None) -> AsyncIterator[EngineClient]:
-    """An engine in a thread of its own for as long as the scope lasts. ``load`` runs there too:
-    loading a model takes seconds and must not block the loop. Its errors are raised here. Leaving the scope
-    takes ``END_S`` at most, also by a native ``task.cancel()``, which passes every shield; while ``load``
-    runs, nothing."""
+    """Runs an engine in a thread of its own within the scope. ``load`` runs there too, because loading takes
+    seconds and must not block the event loop; its errors are raised here. Leaving the scope takes at most
+    ``END_S``, also by a native ``task.cancel()``, which ignores shields; while ``load`` runs, no time."""
     thread = _EngineThread(load, max_unfinished)
     thread.start()
     try:

@@ -1,4 +1,4 @@
-"""From options to a running engine: finds the model, sizes the KV pool, loads, and starts."""
+"""Starts an engine from ``EngineOptions``: finds the model, sizes the KV pool, loads, and runs it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.tokenizer import Tokenizer
 
 DEFAULT_MODEL = "smollm2-135m"
-# Of the memory that is free when the engine starts, the KV pool takes at most this share.
-MAX_MEMORY_SHARE = 0.5
-# A load may take so long beside reading the weights: importing torch, compiling kernels, a cold disk.
+# The largest fraction of the free memory that the KV pool takes.
+MAX_MEMORY_FRACTION = 0.5
+# Time limit of a load beside reading the weights: importing torch, compiling kernels, a cold disk.
 LOAD_S = 180.0
 SLOW_DISK_BYTES_PER_S = 20e6
 
@@ -42,16 +42,16 @@ SLOW_DISK_BYTES_PER_S = 20e6
 class EngineOptions:
     """``model``: a name or a folder. ``dtype``: ``bfloat16`` or ``float32``. ``device``: ``cpu``,
     ``cuda`` or None (CUDA where there is one). ``kv_tokens``: size of the KV pool; None: 65,536 or
-    what half of the free memory holds, whichever is less. ``token_budget``: rows of one forward
-    pass; None: 256 on a CPU, 4,096 on a GPU. ``num_threads``: of a CPU; None: torch's choice,
+    what half of the free memory holds, whichever is less. ``token_budget``: scheduled tokens of one
+    forward pass; None: 256 on a CPU, 4,096 on a GPU. ``num_threads``: of a CPU; None: torch's choice,
     within the CPU quota.
-    ``own_process``: the engine runs in a process of its own, which is started again when it dies, and
-    not in a thread. ``max_unfinished``: requests that it takes at once, waiting ones included; None: any
-    number; more are refused with Overloaded.
+    ``own_process``: runs the engine in a process of its own, which is replaced when it dies, instead of a
+    thread. ``max_unfinished``: limit on running and waiting requests; None: no limit; more are rejected
+    with ``Overloaded``.
 
-    Of a process: ``load_timeout_s``: how long it may take to load (None: by the size of its weights);
-    ``step_timeout_s``: how long one forward pass may take (None: by what others took); past them it is
-    killed and started again. ``exit_on_engine_failure``: raise EngineFailed where it dies again and again."""
+    For a process: ``load_timeout_s``: limit of a load (None: by the size of the weights);
+    ``step_timeout_s``: limit of a forward pass (None: by earlier ones); beyond them the process is killed and
+    replaced. ``exit_on_engine_failure``: raise ``EngineFailed`` if the process dies repeatedly."""
 
     model: str = DEFAULT_MODEL
     dtype: str = "bfloat16"
@@ -73,11 +73,11 @@ class EngineOptions:
 async def open_engine(
     options: EngineOptions, shutdown: ShutdownBudget | None = None
 ) -> AsyncIterator[EngineClient]:
-    """Loads the model and runs its engine while the scope lasts. ``shutdown``: what the end of its process is
-    timed by."""
+    """Loads the model and runs its engine within the scope. ``shutdown``: limits the time to end its
+    process."""
     folder = resolve_model(options.model)
     if options.own_process:
-        # Sized once, and here: after a restart the pool must hold what it held before.
+        # Sized once, here: after a restart the pool must have the same size.
         kv_tokens = options.kv_tokens or _fitting_kv_tokens(folder, options.dtype, free_host_bytes())
         chosen = replace(options, model=str(folder), kv_tokens=kv_tokens)
         start = Start(loader=f"{__name__}:{load_engine.__name__}", options=asdict(chosen))
@@ -97,14 +97,14 @@ async def open_engine(
 
 
 def load_engine(**options: Any) -> tuple[ModelRunner, Tokenizer, SchedulerConfig]:
-    """What an engine's process or thread loads. ``options``: the fields of ``EngineOptions``."""
+    """Loads what an engine needs, in its thread or process. ``options``: the fields of ``EngineOptions``."""
     chosen = EngineOptions(**options)
     device = chosen.device or _default_device()
     return *_load(chosen, resolve_model(chosen.model), device), _config(chosen, device)
 
 
 def deadlines_of(options: EngineOptions, folder: Path) -> Deadlines:
-    """What a load and the steps of an engine process may take."""
+    """Time limits of an engine process."""
     weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     load_s = options.load_timeout_s or LOAD_S + weight_bytes / SLOW_DISK_BYTES_PER_S
     if options.step_timeout_s is None:
@@ -122,7 +122,7 @@ def _config(options: EngineOptions, device: str) -> SchedulerConfig:
 
 
 def _load(options: EngineOptions, folder: Path, device: str) -> tuple[ModelRunner, Tokenizer]:
-    # Imported here, in the engine's thread: torch takes seconds, and the loop goes on meanwhile.
+    # Imported here, in the engine's thread, because importing torch takes seconds.
     limit_spinning()
     from agentflow.engine.models.torch_runner import TorchRunner
 
@@ -135,9 +135,9 @@ def _load(options: EngineOptions, folder: Path, device: str) -> tuple[ModelRunne
 
 @asynccontextmanager
 async def open_generator(options: EngineOptions) -> AsyncIterator[EngineGenerator]:
-    """An engine with its chat template and a compiler of constraints, ready for an interpreter."""
+    """A generator for an interpreter: an engine, its chat template, and a compiler of constraints."""
     template = ChatTemplate.from_folder(resolve_model(options.model))
-    # The compiler first: its process loads while the model does, and takes only what that leaves.
+    # The compiler first: its process loads at the same time as the model, and uses only what that leaves.
     async with constraint_compiler() as compiler, open_engine(options) as client:
         yield EngineGenerator(client, template, compiler=compiler)
 
@@ -150,12 +150,12 @@ def _default_device() -> str:
 
 
 def limit_spinning() -> None:
-    """Threads of OpenMP spin only briefly while they wait for each other. To be called before torch
-    loads OpenMP; what the user has set stays.
+    """Makes OpenMP's threads spin only briefly while they wait for each other. Call it before torch loads
+    OpenMP. Keeps the user's settings.
 
-    Measured on two cores of AMD Zen 3, one stream: spinning for ever gave 30 tokens/s on a quiet
-    machine and 0.6 beside one busy process; never spinning 23 and 10; a count of 10,000 gave 35 quiet.
-    With AMX the count makes no difference on a quiet machine, from 2,000 to 1,000,000.
+    Measured with one stream on two cores of AMD Zen 3: endless spinning gave 30 tokens/s on an idle machine
+    and 0.6 beside one busy process; no spinning 23 and 10; a count of 10,000 gave 35 on an idle machine. With
+    AMX the count makes no difference on an idle machine, from 2,000 to 1,000,000.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
@@ -169,5 +169,5 @@ def _free_bytes(device: str) -> int:
 def _fitting_kv_tokens(folder: Path, dtype: str, free_bytes: int) -> int:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     bytes_per_token = kv_bytes_per_token(config, 4 if dtype == "float32" else 2)
-    room = int(free_bytes * MAX_MEMORY_SHARE) // bytes_per_token
+    room = int(free_bytes * MAX_MEMORY_FRACTION) // bytes_per_token
     return max(MIN_KV_TOKENS, min(WANTED_KV_TOKENS, room))

@@ -413,7 +413,7 @@ async def test_an_engine_that_breaks_tells_everybody_and_takes_nothing_more(capl
             gate.open()
         assert len(errors) == 4
         for use in (lambda: generate(client), client.stats, lambda: client.score([1, 2], 1)):
-            with pytest.raises(EngineFailed, match="the engine broke: its log says how"):
+            with pytest.raises(EngineFailed, match="the engine broke"):
                 await use()
         assert client.num_calls == 0
     assert "the engine broke" in caplog.text
@@ -486,7 +486,7 @@ async def test_beyond_the_limit_requests_are_refused():
         group.start_soon(generate, client)
         group.start_soon(generate, client)
         await gate.held()
-        with pytest.raises(Overloaded, match="2 unfinished requests, which is the limit"):
+        with pytest.raises(Overloaded, match="2 unfinished requests, the limit"):
             await generate(client)
         gate.open()
 

@@ -184,7 +184,7 @@ async def test_of_what_all_share_one_tenant_takes_half():
         with anyio.fail_after(10):
             while client.num_calls < 4:
                 await anyio.lowlevel.checkpoint()
-        with pytest.raises(Overloaded, match="4 unfinished requests, which is the limit"):
+        with pytest.raises(Overloaded, match="4 unfinished requests, the limit"):
             await generate(Origin("third"))
         engine.gate.open()
         await client.until_idle()

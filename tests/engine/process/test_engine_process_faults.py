@@ -123,7 +123,7 @@ async def test_beyond_the_limit_requests_are_refused(tmp_path):
         first.cancel()  # the engine has not read that yet: it still counts
         await anyio.wait_all_tasks_blocked()
         for _ in range(2):
-            with pytest.raises(Overloaded, match="2 unfinished requests, which is the limit"):
+            with pytest.raises(Overloaded, match="2 unfinished requests, the limit"):
                 await generate(client)
         hold.release()
         await client.stats()  # the abort has been read by now
