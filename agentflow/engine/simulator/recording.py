@@ -69,7 +69,7 @@ class WorkloadRecorder:
         if not self._is_over:
             self._pending[submit.request_id] = _Pending(submit, self._clock() - self._started_s)
 
-    def heard(self, messages: Sequence[FromEngine]) -> None:
+    def received(self, messages: Sequence[FromEngine]) -> None:
         """Collects outputs, and queues finished requests for writing."""
         if self._is_over:
             return
