@@ -105,7 +105,7 @@ class EngineGenerator:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's."""
+        """The model's tokenizer."""
         return self._client.tokenizer
 
     def open(
@@ -212,12 +212,12 @@ class EngineGenerator:
         constraint: Constraint | None = None,
         on_sent: Callable[[], None] | None = None,
     ) -> Finished:
-        """Generates after the context, which stays as it is. ``on_progress`` gets what each step gave,
-        ``on_sent`` is called when the request is in the engine's queue: nothing can be wrong with it then, as
-        far as is known before it runs."""
+        """Generates after the context, which does not change. ``on_progress`` gets the progress of each step.
+        ``on_sent`` is called when the request is in the engine's queue, after all checks that can be made
+        before it runs."""
         self.capabilities.require(constraint)
         with self._admit(_guessed_tokens(context)) as admitted:
-            admitted.prompt_tokens = 0  # until the engine has it
+            admitted.prompt_tokens = 0  # until the engine has the request
             self.limits.check_length(context.num_unencoded_chars)
             token_ids = await self.prompt_ids(context)
             compiled = None
@@ -250,7 +250,7 @@ class EngineGenerator:
 
     @contextmanager
     def metered(self) -> Iterator[None]:
-        """Around what costs the tenant a request, and generates nothing. ``RateLimited``."""
+        """The scope of work that counts as a request of the tenant but generates nothing. ``RateLimited``."""
         with self._admit(0):
             yield
 
@@ -276,7 +276,7 @@ class EngineGenerator:
         """Scores all choices in one forward pass: the tokens of each that come after what all have in
         common. The one that is chosen is appended with the ids that were scored."""
         with self._admit(_guessed_tokens(context)) as admitted:
-            admitted.prompt_tokens = 0  # until the engine has it
+            admitted.prompt_tokens = 0  # until the engine has the request
             encoded = await self._encode_choices(context, choices)
             self._client.check_room(self.tenant.name)
             admitted.prompt_tokens = len(encoded.prefix) + sum(map(len, encoded.ends))
@@ -286,7 +286,7 @@ class EngineGenerator:
             self._own += _usage(end)
             unconditional: list[list[float]] = []
             if method == "unconditional_likelihood_normalized":
-                # Not as a request of the state: what that needs next is its prompt, and not this.
+                # Not as a request of the state, whose next request will continue its prompt instead.
                 origin = msgspec.structs.replace(context.origin_now(), state=0)
                 alone = await self._client.score_choices(self._start_ids, encoded.ends, origin=origin)
                 unconditional = alone.choice_logprobs
@@ -298,7 +298,7 @@ class EngineGenerator:
         return Scored(best, tuple(scores), _usage(end))
 
     async def _encode_choices(self, context: EngineContext, choices: Sequence[str]) -> EncodedChoices:
-        """In a thread where it is much."""
+        """Encodes in a worker thread if the text is long."""
         num_chars = context.num_to_encode + sum(map(len, choices)) + WINDOW_CHARS * len(choices)
         encoded = await self.encode_beside(num_chars, context.tokens.encode_choices, choices)
         if not encoded.num_before and not encoded.text:
@@ -307,7 +307,7 @@ class EngineGenerator:
 
     @property
     def _start_ids(self) -> list[int]:
-        """What stands before a text that stands after nothing."""
+        """The tokens before a text at the start of a sequence."""
         bos = self._client.tokenizer.bos_id
         return [bos if bos is not None else self._client.info.end_token_ids[0]]
 
@@ -332,7 +332,7 @@ class EngineGenerator:
                     )
 
     def check_gate(self, num_requests: int) -> None:
-        """``RateLimited`` where the tenant may not send so many requests now."""
+        """``RateLimited`` if the tenant may not send so many requests now."""
         if self._gate is not None:
             self._gate.check(self.tenant, num_requests)
 
@@ -362,7 +362,7 @@ class EngineGenerator:
             self._compute_ahead(context)
 
     def text(self, context: EngineContext) -> str:
-        """All text, the template's marks included."""
+        """All text, including the markup of the template."""
         return context.tokens.text_view()
 
     async def token_ids(self, context: EngineContext) -> list[int]:
@@ -384,7 +384,7 @@ class EngineGenerator:
         context.num_computed, context.has_run = len(token_ids), True
 
     def free(self, context: EngineContext) -> None:
-        """Nothing is held for an idle context, but its KV is kept longer than other cache: no more."""
+        """Closes the state: its KV, which was kept longer than other cache, becomes ordinary cache."""
         if context.prefill_ahead is not None:
             self._client.forget(context.prefill_ahead)
         if context.has_run and context.origin.state:
@@ -418,11 +418,11 @@ class EngineGenerator:
         return Stats(**told, rerendered_tokens=self._num_rerendered)
 
     async def engine_stats(self) -> EngineStats:
-        """What ``stats`` tells, and what only the server's metrics show."""
+        """The engine's stats, including those that only the server's metrics show."""
         return await self._client.stats()
 
     def observe(self, observer: RequestObserver) -> None:
-        """``observer`` sees the engine's requests, those of all sessions."""
+        """Registers an observer of the engine's requests, of all sessions."""
         self._client.observe(observer)
 
     async def prompt_ids(self, context: EngineContext) -> list[int]:
