@@ -1,10 +1,7 @@
-"""The embedded engine: the model runs in this process, in a thread of its own.
+"""The embedded engine, whose model runs in this process, in a thread of its own.
 
-The one place of the frontend that reaches for the server's code, and only when a session opens.
-
-A backend that interprets its ops in this process: the common part of the embedded engine, the
-API clients and the scripted fake. They differ in the generator.
-"""
+``interpreted`` interprets ops in this process with any generator; ``Scripted`` uses it too. The engine is
+imported only when a session opens: this is the only place of the frontend that needs it."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from agentflow.runtime.task_group import open_task_group
 
 
 class InterpretedConnection(Generic[ContextT]):
-    """A ``Connection`` whose other side is an interpreter in the same event loop."""
+    """A ``Connection`` to an interpreter in the same event loop."""
 
     def __init__(self, interpreter: Interpreter[ContextT], capabilities: Capabilities) -> None:
         self._interpreter = interpreter
@@ -38,7 +35,7 @@ class InterpretedConnection(Generic[ContextT]):
 
 @asynccontextmanager
 async def interpreted(generator: Generator[ContextT], deliver: Deliver) -> AsyncIterator[Connection]:
-    """Interprets ops with ``generator`` while the scope lasts; leaving it aborts what runs."""
+    """Interprets ops with ``generator`` for the duration of the scope, whose end aborts running ops."""
     with ExitStack() as at_the_end:
         async with open_task_group() as group:
             interpreter = Interpreter(generator, group)
@@ -60,13 +57,13 @@ DEFAULT_MODEL: Final = "smollm2-135m"
 
 
 class Embedded:
-    """The model in this process; what ``af.session()`` uses where no url is given.
+    """An engine in this process, the default of ``af.session()``.
 
-    ``model``: a name that ``agentflow pull`` knows, or a Hugging Face folder. ``dtype``:
-    ``bfloat16`` or ``float32``. ``device``: ``cpu``, ``cuda``, or None to choose. ``kv_tokens``: how
-    many tokens of keys and values fit (cache and running requests together); None to choose.
-    ``token_budget``: prompt tokens computed in one step. ``max_running``: requests in one batch.
-    ``num_threads``: CPU threads. ``use_cache=False`` turns the prefix cache off.
+    ``model``: a name that ``agentflow pull`` knows, or a Hugging Face folder. ``dtype``: ``bfloat16`` or
+    ``float32``. ``device``: ``cpu``, ``cuda``, or None to choose one. ``kv_tokens``: the size of the KV pool
+    in tokens, for the cache and running requests together; None to choose one. ``token_budget``: prompt
+    tokens per step. ``max_running``: requests per batch. ``num_threads``: CPU threads. ``use_cache=False``
+    turns the prefix cache off.
 
     >>> async with af.session(backend=af.Embedded("smollm2-135m", dtype="float32")) as flow:
     ...     grade = await flow.run(judge, essay)

@@ -1,18 +1,9 @@
-"""A backend on a server: where it is, and how a websocket to it is opened and greeted.
+"""The client of a server: a session over as many websockets as it takes.
 
-A session on a server, across as many websockets as it takes.
-
-A broken connection is taken up again within the server's grace period, with nothing lost and
-nothing run twice: ops stay in line until the server has taken them, and cursors say how far each
-variable and state was heard.
-
-The ops on their way to a server: numbered, encoded once, and kept until the server has taken them.
-
-How far the client of a server has heard each variable and state.
-
-After a broken connection the cursors say where the server goes on, and they keep what it repeats
-from being heard twice.
-"""
+After a broken connection the client resumes the session within the server's grace period; nothing is lost and
+nothing runs twice. ``OpQueue`` keeps each op until the server acknowledges it. ``Cursors`` knows how much of
+each variable and state was received: it tells the server where to continue, and drops what the server
+repeats. ``RemoteConnection`` runs the session, ``Remote`` opens its websockets."""
 
 from __future__ import annotations
 
@@ -75,14 +66,14 @@ from agentflow.protocol.wire import (
 )
 from agentflow.runtime.task_group import open_task_group
 
-# What an Ops frame needs besides its ops, in either encoding: field names and two numbers.
+# The size of an ``Ops`` frame without its ops, in either encoding: field names and two numbers.
 FRAME_OVERHEAD_BYTES = 64
-# A server reads a frame in one go, and refuses one of very many values: many small ops go in several frames.
+# A server decodes a frame at once, and rejects one with very many values, so many small ops take several.
 USUAL_FRAME_BYTES = 128 * 1024
 
 
 class OpQueue:
-    """Ops that wait, then ops that were sent, oldest first, until ``acknowledge`` drops them."""
+    """Encoded ops, waiting or sent, oldest first, until the server acknowledges them."""
 
     def __init__(self, *, binary: bool, frame_bytes: int) -> None:
         self.frame_bytes = frame_bytes
@@ -96,29 +87,29 @@ class OpQueue:
         return len(self._waiting) + len(self._sent)
 
     def encoded(self, op: Op) -> bytes:
-        """The op's bytes. ``FrameTooLarge`` where it can't be sent alone, ``BadArgument`` where its
-        text is not Unicode."""
+        """The encoded op. ``FrameTooLarge`` if it does not fit into a frame, ``BadArgument`` if its text is
+        not Unicode."""
         name = type(op).__name__.lower()
         try:
             data = self._encoder.encode(op)
         except (UnicodeEncodeError, OverflowError) as error:
             raise BadArgument(
-                f"{name}: the op cannot be sent, for it holds half a character: {error}"
+                f"{name}: the op cannot be sent: a text holds half a surrogate pair: {error}"
             ) from None
         if len(data) > self.frame_bytes - FRAME_OVERHEAD_BYTES:
             raise FrameTooLarge(
-                f"{name}: the op takes {len(data):,} bytes, and the server takes frames of at most "
+                f"{name}: the op takes {len(data):,} bytes, and the server accepts frames of at most "
                 f"{self.frame_bytes:,} bytes: append the text in smaller parts"
             )
         return data
 
     def add(self, data: bytes) -> int:
-        """Takes an encoded op; its number."""
+        """Adds an encoded op, and returns its number."""
         self._waiting.append(data)
         return self._num_acked + len(self)
 
     def next_frame(self) -> bytes | None:
-        """An ``Ops`` frame with waiting ops, as many as fit; they count as sent."""
+        """An ``Ops`` frame with as many waiting ops as fit, which count as sent from now on."""
         if not self._waiting:
             return None
         first = self._num_acked + len(self._sent) + 1
@@ -135,13 +126,13 @@ class OpQueue:
         """The server has taken the ops up to number ``ack``."""
         if ack > self._num_acked + len(self._sent):
             last = self._num_acked + len(self._sent)
-            raise ProtocolError(f"the server confirms op {ack}, but only {last} were sent")
+            raise ProtocolError(f"the server acknowledged op {ack}, but only {last} were sent")
         while self._num_acked < ack:
             self._sent.popleft()
             self._num_acked += 1
 
     def resume(self, ack: int) -> None:
-        """A new connection, and the server has taken the ops up to ``ack``: the rest waits again."""
+        """Continues on a new connection: the ops after ``ack`` wait again."""
         self.acknowledge(ack)
         self._waiting.extendleft(reversed(self._sent))
         self._sent.clear()
@@ -161,7 +152,7 @@ class _StateCursor:
 
     @property
     def is_owed(self) -> bool:
-        """Whether the server still has something to say about the state."""
+        """Whether events of the state are still to come."""
         return self.num_unfinished > 0 or (self.reached < self.ticket and not self.has_failed)
 
 
@@ -172,11 +163,10 @@ class _VariableCursor:
 
 
 class Cursors:
-    """Follows the ops that are submitted and the events that come.
+    """Follows the submitted ops and the received events.
 
-    A ``Close`` is held back while the server still owes something about its state: what a closed
-    state had to say could not be said again after a broken connection.
-    """
+    It holds a ``Close`` back until all events of the state have come: after a broken connection the server
+    could not repeat those of a closed state."""
 
     def __init__(self) -> None:
         self.unanswered: dict[int, int] = {}  # tickets of GetStats, with the op's number
@@ -185,7 +175,7 @@ class Cursors:
         self._due: list[ops.Close] = []
 
     def submit(self, op: ops.Op) -> bool:
-        """Notes an op; False if it is to be held back (``due_closes`` gives it later)."""
+        """Notes an op. False if it must be held back; ``due_closes`` returns it later."""
         self._states |= {state_id: _StateCursor() for state_id in opened(op)}
         for var_id, _ in declared(op):
             self._variables[var_id] = _VariableCursor(op.state)  # type: ignore[union-attr]
@@ -207,17 +197,17 @@ class Cursors:
                 pass
         return True
 
-    def hear(self, events: Iterable[Event]) -> list[Event]:
-        """What of the events is new. ``ProtocolError`` when something in between is missing."""
-        return [new for event in events if (new := self._hear(event)) is not None]
+    def receive(self, events: Iterable[Event]) -> list[Event]:
+        """The events without what was received before. ``ProtocolError`` if something is missing."""
+        return [new for event in events if (new := self._receive(event)) is not None]
 
     def due_closes(self) -> list[ops.Close]:
-        """The closes that were held back and may go now."""
+        """The held back closes that may be sent now."""
         due, self._due = self._due, []
         return due
 
     def resume(self, session: str, secret: str) -> Resume:
-        """What the server needs to know to go on."""
+        """The positions from which the server continues."""
         return Resume(
             session,
             secret,
@@ -225,29 +215,29 @@ class Cursors:
             {state_id: state.reached for state_id, state in self._states.items() if not state.has_failed},
         )
 
-    def _hear(self, event: Event) -> Event | None:
+    def _receive(self, event: Event) -> Event | None:
         match event:
             case Delta():
-                return self._hear_text(event)
+                return self._receive_text(event)
             case Value():
-                value = self._hear_text(event)
+                value = self._receive_text(event)
                 self._finish(event.var)
                 return value
             case VarFailed():
                 return event if self._finish(event.var) else None
             case Reached() | StateFailed():
-                return event if self._hear_state(event) else None
+                return event if self._receive_state(event) else None
             case StatsReply():
                 return event if self.unanswered.pop(event.ticket, None) is not None else None
 
-    def _hear_text(self, event: Delta | Value) -> Delta | Value | None:
+    def _receive_text(self, event: Delta | Value) -> Delta | Value | None:
         variable = self._variables.get(event.var)
-        if variable is None:  # its end was heard before the connection broke
+        if variable is None:  # its end was received before the connection broke
             return None
         at = variable.num_chars
         if event.at > at:
             raise ProtocolError(
-                f"the server goes on with variable {event.var} at character {event.at}, "
+                f"the server continued variable {event.var} at character {event.at}, "
                 f"but only {at} characters came before"
             )
         new = event.text[at - event.at :]
@@ -266,7 +256,7 @@ class Cursors:
             self._close_if_done(variable.state, state)
         return True
 
-    def _hear_state(self, event: Reached | StateFailed) -> bool:
+    def _receive_state(self, event: Reached | StateFailed) -> bool:
         state = self._states.get(event.state)
         if state is None or state.has_failed:
             return False
@@ -287,10 +277,10 @@ class Cursors:
 
 Reopen = Callable[[Resume | None], Awaitable[tuple[WebSocket, Welcome]]]
 
-# How long leaving may take: a round trip, and no more if the server does not answer.
+# The longest time to wait for the server when leaving.
 GOODBYE_S = 1.0
-# How long to go on reading after writing has failed: the reason may be in what already came.
-LAST_WORDS_S = 1.0
+# How long to keep reading after writing failed: the reason may be among the received bytes.
+LAST_READ_S = 1.0
 FIRST_BACKOFF_S = 0.05
 LAST_BACKOFF_S = 1.0
 
@@ -298,22 +288,22 @@ LAST_BACKOFF_S = 1.0
 TOO_BIG = 1009
 FINAL_CODES = {
     1000: "the server ended the session",
-    1002: "the server did not understand a frame",
-    1003: "the server did not understand a frame",
-    1007: "the server did not understand a frame",
+    1002: "the server could not read a frame",
+    1003: "the server could not read a frame",
+    1007: "the server could not read a frame",
     1008: "the server ended the session",
     1012: "the server was shut down, and the session ended with it",
     TAKEN_OVER: "another connection has taken the session over",
 }
 
 
-# A frame with news of thousands of variables must not stop the loop: others run after so many.
+# A frame may have events of thousands of variables; the loop yields after so many.
 EVENTS_PER_TURN = 128
 
 
 class RemoteConnection:
-    """Serves one session from the first Welcome to the Bye. ``reopen`` opens and greets a websocket;
-    ``url`` is for messages."""
+    """One session from the first ``Welcome`` to the ``Bye``. ``reopen`` opens another websocket; ``url`` is
+    for messages."""
 
     def __init__(
         self,
@@ -338,11 +328,11 @@ class RemoteConnection:
         self._failure: ErrorInfo | None = None
         self._is_leaving = False
         self._has_ended = anyio.Event()
-        # Shielded: when the scope around the session is cancelled there is still a Bye to say.
+        # Shielded, because the Bye must be sent even if the scope around the session is cancelled.
         self._scope = anyio.CancelScope(shield=True)
 
     def send(self, ops: Sequence[Op]) -> None:
-        """Puts the ops in line; they go out with the next frame."""
+        """Queues the ops for the next frame."""
         if self._failure is not None:
             raise self._failure.to_exception()
         encoded = [self._queue.encoded(op) for op in ops]
@@ -357,7 +347,7 @@ class RemoteConnection:
         pass
 
     async def run(self) -> None:
-        """Serves the session until it ends; reports to ``lost`` if nobody asked it to end."""
+        """Runs the session until it ends. Calls ``lost`` unless ``leave`` ended it."""
         error: AgentflowError | None = None
         try:
             with self._scope:
@@ -371,7 +361,7 @@ class RemoteConnection:
             self._lost(error)
 
     async def leave(self) -> None:
-        """Says Bye and closes; takes a round trip, or ``GOODBYE_S`` if the server does not answer."""
+        """Sends Bye and closes. Takes a round trip, and at most ``GOODBYE_S``."""
         self._is_leaving = True
         if self._websocket is None:
             self._scope.cancel()
@@ -385,7 +375,7 @@ class RemoteConnection:
             self._websocket.wake()
 
     async def _serve(self) -> AgentflowError | None:
-        """One websocket after the other; what ended the session, or None after a Bye."""
+        """Uses one websocket after the other. Returns the error that ended the session, None after a Bye."""
         try:
             while True:
                 assert self._websocket is not None
@@ -398,7 +388,7 @@ class RemoteConnection:
             return error
 
     async def _exchange(self, websocket: WebSocket) -> WebSocketEnded:
-        """Ops out, events in, until the websocket ends. Raises what ends the session."""
+        """Sends ops and receives events until the websocket ends. Raises the error that ends the session."""
         ended = WebSocketEnded("the connection broke while sending")
         failure: AgentflowError | None = None
         async with open_task_group() as group:
@@ -419,8 +409,8 @@ class RemoteConnection:
         try:
             await websocket.run_writer(self._next_message)
         except WebSocketEnded:
-            # The server may have said why before it hung up: the reader goes on for a moment.
-            scope.deadline = anyio.current_time() + LAST_WORDS_S
+            # The server may have sent the reason before it closed: keep reading for a moment.
+            scope.deadline = anyio.current_time() + LAST_READ_S
 
     def _next_message(self) -> bytes | None:
         if not self._is_leaving:
@@ -435,17 +425,19 @@ class RemoteConnection:
         match self._decoder.decode(message):
             case Events(ack=ack, events=events):
                 self._queue.acknowledge(ack)
-                new = self._cursors.hear(events)
+                new = self._cursors.receive(events)
                 for start in range(0, len(new), EVENTS_PER_TURN):
                     if start:
-                        with anyio.CancelScope(shield=True):  # what has been heard must be told
+                        with anyio.CancelScope(shield=True):  # received events must be delivered
                             await anyio.lowlevel.checkpoint()
                     self._deliver(new[start : start + EVENTS_PER_TURN])
                 self._send_due_closes()
             case Refused(error=error):
                 raise error.to_exception()
             case frame:
-                raise ProtocolError(f"expected events from the server, and a {frame_name(frame)} frame came")
+                raise ProtocolError(
+                    f"expected an events frame from the server, got a {frame_name(frame)} frame"
+                )
 
     def _send_due_closes(self) -> None:
         closes = self._cursors.due_closes()
@@ -457,13 +449,13 @@ class RemoteConnection:
     def _check_final(self, ended: WebSocketEnded) -> None:
         if ended.code == TOO_BIG:
             raise FrameTooLarge(
-                f"{self._url}, or a proxy in front of it, takes smaller frames than the server says"
+                f"{self._url}, or a proxy in front of it, accepts only smaller frames than announced"
             )
         if ended.code in FINAL_CODES:
             raise ServerLost(f"{FINAL_CODES[ended.code]} ({self._url} {ended})")
 
     async def _take_up(self, ended: WebSocketEnded) -> None:
-        """A new websocket for the session, within the grace period; or ``ServerLost``."""
+        """Opens a new websocket for the session within the grace period. ``ServerLost``."""
         assert self._websocket is not None
         await self._websocket.aclose()
         self._websocket = None
@@ -491,33 +483,32 @@ class RemoteConnection:
     def _go_on(self, welcome: Welcome) -> None:
         self._queue.frame_bytes = welcome.limits.frame_bytes
         self._queue.resume(welcome.ack)
-        # An answer that was lost with the connection is not in any cursor: ask again.
+        # No cursor covers an answer that was lost with the connection: ask again.
         for ticket, number in list(self._cursors.unanswered.items()):
             if self._queue.is_acknowledged(number):
                 self._cursors.unanswered[ticket] = self._queue.add(self._queue.encoded(GetStats(ticket)))
 
 
 def _backoff() -> Iterator[float]:
-    """Seconds to wait before each attempt: none, then twice as long each time, spread at random so
-    that the clients of a restarted server don't come all at once."""
+    """Seconds to wait before each attempt: 0, then doubling, with jitter so that the clients of a restarted
+    server do not reconnect all at once."""
     yield 0.0
     for attempt in itertools.count():
         yield min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(attempt, 16)) * random.uniform(0.5, 1.0)
 
 
-# What goes through a header as it is.
+# Valid in a header without escaping.
 _API_KEY = re.compile(r"[!-~]([ -~]*[!-~])?")
 
 
 class Remote:
-    """A server; what ``af.session("ws://127.0.0.1:8410")`` uses.
+    """A server, the backend of ``af.session("ws://127.0.0.1:8410")``.
 
-    ``url``: ``ws://`` or ``wss://`` (``http://`` and ``https://`` mean the same), the path
-    ``/v1/session`` unless it names one. ``api_key`` goes into the Authorization header. ``model``: by
-    its name there; None: the server's first one.
-    ``encoding``: of the frames; ``json`` to read them in a network trace. ``open_timeout_s``: for
-    the first answer. ``keepalive_s``: after so much silence the connection is probed, and after as
-    much again taken up anew. ``ssl_context``: for ``wss``, in place of the default.
+    ``url``: ``ws://`` or ``wss://`` (``http://`` and ``https://`` mean the same); the path defaults to
+    ``/v1/session``. ``api_key`` is sent in the Authorization header. ``model``: its name on the server; None
+    for the first one. ``encoding``: of the frames; ``json`` is readable in a network trace.
+    ``open_timeout_s``: for the first answer. ``keepalive_s``: the client sends a ping after so much silence,
+    and reconnects after as much again. ``ssl_context``: for ``wss``, instead of the default.
 
     >>> server = af.Remote("ws://127.0.0.1:8410", encoding="json", open_timeout_s=2.5)
     >>> async with af.session(backend=server) as flow:
@@ -552,8 +543,8 @@ class Remote:
         return f"Remote({self.url!r})"
 
     def connect(self, deliver: Deliver, lost: Lost) -> AbstractAsyncContextManager[Connection]:
-        """Opens a session on the server. ``ServerUnreachable`` when nobody answers; what the server
-        refuses with, when it does: ``NotAuthorized`` for a wrong key, ``Overloaded``. For the session."""
+        """Opens a session on the server. ``ServerUnreachable`` if no server answers, or the error with which
+        it rejects the client: ``NotAuthorized`` for a wrong key, ``Overloaded``. For the session."""
         return self._connect(deliver, lost)
 
     @asynccontextmanager
@@ -568,7 +559,7 @@ class Remote:
                 await connection.leave()
 
     async def open(self, resume: Resume | None) -> tuple[WebSocket, Welcome]:
-        """A websocket with the greeting done. For the connection."""
+        """A new websocket, after ``Hello`` and ``Welcome``. For the connection."""
         try:
             with anyio.fail_after(self.open_timeout_s):
                 websocket = await open_websocket(
@@ -589,7 +580,9 @@ class Remote:
                 "it may be overloaded or still starting"
             ) from None
         except WebSocketEnded as error:
-            raise ServerUnreachable(f"{self.url} hung up before it answered: {error}") from error
+            raise ServerUnreachable(
+                f"{self.url} closed the connection before it answered: {error}"
+            ) from error
 
     async def _greet(self, websocket: WebSocket, resume: Resume | None) -> Welcome:
         await websocket.send_now(encode(Hello(VERSION, resume, self.model), binary=self.binary))
@@ -598,14 +591,14 @@ class Remote:
                 return welcome
             case Welcome(version=version):
                 raise ProtocolError(
-                    f"the server at {self.url} speaks version {version} of the protocol and this client "
+                    f"the server at {self.url} uses version {version} of the protocol and this client "
                     f"version {VERSION}: install the same agentflow on both sides"
                 )
             case Refused(error=error):
                 raise error.to_exception()
             case frame:
                 raise ProtocolError(
-                    f"expected a welcome frame from {self.url}, and a {frame_name(frame)} frame came"
+                    f"expected a welcome frame from {self.url}, got a {frame_name(frame)} frame"
                 )
 
 
@@ -619,5 +612,5 @@ def _parsed(url: str) -> WebSocketURI:
         return parse_uri(urlunsplit((scheme, parts.netloc, path, parts.query, parts.fragment)))
     except (InvalidURI, ValueError) as error:
         raise BadArgument(
-            f"{url!r} is no server's url ({error}): it looks like ws://127.0.0.1:8410"
+            f"{url!r} is not the url of a server ({error}): it looks like ws://127.0.0.1:8410"
         ) from None

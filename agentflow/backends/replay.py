@@ -1,40 +1,30 @@
-"""A backend that answers from a recording, without a model, as long as the program does what it did.
+"""A backend that answers from a recording, without a model, as long as the program sends the same ops.
 
-**What is compared.** Each op of content (text, turns, gens with all their parameters, selects, forks)
-with the one that was recorded at the same place: the run, the path in its fork tree, the ordinal in the
-state's stream. Numbers of states and variables are not compared: they follow from how branches happened
-to interleave. References are compared by what they refer to. When a state is closed, all that was
-recorded for it must have come; when the session is left, all runs.
+**What is compared.** Each content op (text, turns, gens with all their parameters, selects, forks) with the
+one that was recorded at the same place: the run, the path in its fork tree, the position in the state's
+stream. Numbers of states and variables are not compared, because they depend on how branches interleave;
+references are compared by their targets. When a state is closed, all its recorded ops must have come; when
+the session ends, all runs.
 
-**What is not.** Awaits change nothing, and are answered wherever they stand. ``Cancel`` and ``Seal`` act
-at once, so when they come is a matter of timing. Task groups are compared as a set for each state. What
-a branch was sent before a failure elsewhere, or a cancellation, reached it may differ, too: such a
-state may get fewer ops than were recorded, and more.
+**What is not compared.** Awaits change nothing, and are answered wherever they stand. ``Cancel`` and ``Seal``
+act at once, so their position depends on timing. Task groups are compared as a set for each state. The ops
+that a branch got before a failure elsewhere or a cancellation stopped it may differ: such a state may get
+fewer or more ops than were recorded.
 
-**Which run is which.** Runs that go side by side may begin in another order (trio shuffles its tasks).
-A run is taken for a recorded one when it first asks for an answer, by what it was sent until then; of
-several that fit, for the one that began at the same point. So runs side by side that differ only after
-their first answer must begin in the recorded order. Seeds that follow from the session's seed and the
-place are equal for equal places.
+**How runs are identified.** Concurrent runs may begin in another order (trio shuffles its tasks).
+``LiveRuns`` pairs a run with a recorded one when it first needs an answer, by the ops sent until then; of
+several that fit, it takes the one that began at the same point. So concurrent runs that differ only after
+their first answer must begin in the recorded order.
 
-**What the client cannot see again.** A variable whose state the program cancelled gets no more answers
-than it had at that time, so a program that cancels after some seconds waits for them once more. Two
-tasks that append to the same state must do so in the recorded order. A variable of a run that has
-ended is text where it is appended, and a reference before that.
+**In which order events are sent.** ``EventScheduler`` sends an event once the program has sent the op that it
+answers. The earliest recorded event comes first, after all that were recorded before it, and after as many
+ops as when it was recorded. So a program that checks which of two branches is first sees the same one first.
+A program that works in another order would then wait forever, so the event is sent anyway ``PATIENCE`` turns
+of the event loop after the program's last op.
 
-The connection of a replay: finds each op that is sent in the recording, and has its answer told.
-
-The runs of a program under replay, and which recorded run each of them is.
-
-In which order a replay tells what was recorded.
-
-An event may be told once the program has sent what it answers. Of those the earliest recorded comes
-first, and it waits for its turn: until all that was recorded before it has been told, and as many ops
-have been sent as when it was recorded. So a program that looks at which of two branches is first sees
-the same one first. A program that does things in another order would then wait for ever, so nobody
-waits longer than the program has something to do: ``PATIENCE`` turns of the event loop after the last
-op that it sent, the event is told anyway.
-"""
+**Limits.** A variable whose state the program cancelled gets no more events than it had at that time, so a
+program that cancels after some seconds waits as long again. Two tasks that append to the same state must do
+so in the recorded order."""
 
 from __future__ import annotations
 
@@ -80,8 +70,8 @@ from agentflow.runtime.task_group import open_task_group
 
 
 class LiveState(Node):
-    """A state of the program that runs now. ``recorded``: which one it is; None where it is not known yet,
-    and below an op that was not recorded."""
+    """A state of the running program. ``recorded``: its counterpart; None while it is unknown, and below an
+    op that was not recorded."""
 
     def __init__(self, run: int, path: Path, parent: LiveState | None) -> None:
         super().__init__(run, path, parent)
@@ -95,12 +85,12 @@ class LiveState(Node):
 
     @property
     def is_loose(self) -> bool:
-        """Whether a failure or a cancellation decides how much it gets."""
+        """Whether a failure or a cancellation determines how many ops it gets."""
         recorded = self.recorded
         return self.is_cancelled or (recorded is not None and recorded.is_loose)
 
     def place(self, position: int | None = None) -> str:
-        """Where it is, for messages; with the number of one of its ops."""
+        """Its place for messages, with the position of one of its ops."""
         recorded = self.recorded
         is_other = recorded is not None and recorded.run != self.run
         run = f"run {self.run}{f' (recorded as run {recorded.run})' if recorded and is_other else ''}"
@@ -109,7 +99,7 @@ class LiveState(Node):
 
 @dataclass(frozen=True, slots=True)
 class KeptOp:
-    """An op of content that waits until its run is known."""
+    """A content op that is kept until its run is identified."""
 
     state: LiveState
     op: ops.Op
@@ -119,7 +109,7 @@ class KeptOp:
 
 @dataclass(slots=True)
 class LiveRun:
-    """``recorded``: which one it is, once that is known; until then ``kept`` is what was sent."""
+    """``recorded``: the counterpart, once it is identified; until then ``kept`` has the ops."""
 
     root: LiveState
     recorded: RecordedRun | None = None
@@ -127,7 +117,7 @@ class LiveRun:
 
 
 class LiveRuns:
-    """Pairs runs with recorded ones: by what they were sent, and where several fit, by their number."""
+    """Pairs runs with recorded ones by their ops, and if several fit, by their number."""
 
     def __init__(self, recorded: list[RecordedRun]) -> None:
         self.unused = {run.index: run for run in recorded}
@@ -140,16 +130,16 @@ class LiveRuns:
         return self._runs[index]
 
     def add(self, root: LiveState) -> None:
-        """A new run."""
+        """Adds a run."""
         self._runs.append(LiveRun(root))
 
     def recorded_index(self, index: int) -> int:
-        """The number of the recorded run; of one that is not known, a number that none has."""
+        """The number of the recorded run; for an unidentified run, a number that no run has."""
         recorded = self._runs[index].recorded
         return recorded.index if recorded is not None else -1 - index
 
     def likely(self, run: LiveRun) -> RecordedRun | None:
-        """The recorded run of the same number, if it is still to be had."""
+        """The recorded run of the same number, if it is still unpaired."""
         return self.unused.get(run.root.run)
 
     def identify(
@@ -158,9 +148,9 @@ class LiveRuns:
         latest: Sequence[tuple[Path, Content]],
         is_likelier: Callable[[RecordedRun, int], bool],
     ) -> bool:
-        """Pairs ``run``, of which ``latest`` was sent after what it keeps. ``is_likelier`` chooses among
-        those that fit, given how much was sent. Where none fits, it is paired with one all the same, so
-        that the difference can be named. False: all are taken."""
+        """Pairs ``run``, whose ops are the kept ones and then ``latest``. ``is_likelier`` chooses among the
+        recorded runs that fit, given the number of ops. If none fits, pairs it with one anyway, so that the
+        difference can be named. False if all recorded runs are paired."""
         likely = self.likely(run)
         candidates = [likely] if likely is not None else []
         candidates += [other for other in self.unused.values() if other is not likely]
@@ -181,7 +171,7 @@ def _fits(run: RecordedRun, sent: list[tuple[Path, Content]]) -> bool:
         position = num_ops.get(path, 0)
         num_ops[path] = position + 1
         state = run.states.get(path)
-        if state is None:  # forked by an op that was not recorded: that one must fit
+        if state is None:  # forked by an op that was not recorded
             continue
         if position >= len(state.ops):
             if not state.is_loose:
@@ -193,61 +183,62 @@ def _fits(run: RecordedRun, sent: list[tuple[Path, Content]]) -> bool:
 
 PATIENCE = 50
 
-Tell = Callable[[], None]
+Call = Callable[[], None]
 
 LATE = math.inf
-"""After everything that was recorded."""
+"""After all recorded events."""
 
 
 class EventScheduler:
-    """``expected``: the numbers of the events that will be pushed if the program does what it did.
-    ``batches``: of each event, a number for what was told together, and is told together again."""
+    """Sends events in the recorded order. ``expected``: the indices of the events that will be pushed if the
+    program sends the recorded ops. ``batches``: for each event the number of its delivery, which is repeated
+    as one."""
 
     def __init__(self, expected: list[int], batches: list[int]) -> None:
-        self.num_sent = 0  # ops of content
+        self.num_sent = 0  # content ops
         self._expected = expected
         self._batches = batches
-        self._next = 0  # in ``expected``: all before it were told, or nobody waits for them any more
-        self._told: set[float] = set()
-        self._num_missing = 0  # ops that nobody waits for any more
-        self._heap: list[tuple[float, int, int, Tell]] = []
+        self._next = 0  # in ``expected``: all before it were sent or given up
+        self._sent: set[float] = set()
+        self._num_missing = 0  # ops that were given up
+        self._heap: list[tuple[float, int, int, Call]] = []
         self._order = itertools.count()
-        self._followers: dict[int, list[Tell]] = {}
+        self._followers: dict[int, list[Call]] = {}
         self._changed = anyio.Event()
 
-    def push(self, recorded: RecordedEvent, tell: Tell) -> None:
-        """The program has sent what this event answers."""
-        self.push_at(recorded.seq, tell, num_ops=recorded.num_ops)
+    def push(self, recorded: RecordedEvent, call: Call) -> None:
+        """Schedules an event whose op the program has sent."""
+        self.push_at(recorded.seq, call, num_ops=recorded.num_ops)
 
-    def push_at(self, seq: float, tell: Tell, *, num_ops: int = 0) -> None:
-        """Something to be told right after the event of number ``seq``."""
-        heapq.heappush(self._heap, (seq, next(self._order), num_ops, tell))
+    def push_at(self, seq: float, call: Call, *, num_ops: int = 0) -> None:
+        """Schedules a call right after the event with index ``seq``."""
+        heapq.heappush(self._heap, (seq, next(self._order), num_ops, call))
         self._changed.set()
 
-    def after(self, seq: int | None, follow: Tell) -> None:
-        """Calls ``follow`` once the event has been told; None: now."""
-        if seq is None or seq in self._told:
+    def after(self, seq: int | None, follow: Call) -> None:
+        """Calls ``follow`` once the event has been sent, or now if ``seq`` is None."""
+        if seq is None or seq in self._sent:
             follow()
         else:
             self._followers.setdefault(seq, []).append(follow)
 
     async def run(self, flush: Callable[[], None]) -> None:
-        """Tells what there is to tell, for ever; ``flush`` is called after what is told together."""
+        """Sends scheduled events until it is cancelled, and calls ``flush`` after each delivery."""
         while True:
             while not self._heap:
                 self._changed = anyio.Event()
                 await self._changed.wait()
             await self._wait_for_turn()
-            batch = self._tell_next()
+            batch = self._send_next()
             while self._heap and self._batch(self._heap[0][0]) == batch and self._is_due():
-                self._tell_next()
+                self._send_next()
             flush()
             await anyio.lowlevel.checkpoint()
 
-    def _tell_next(self) -> int | None:
-        seq, _, _, tell = heapq.heappop(self._heap)
-        tell()
-        self._told.add(seq)
+    def _send_next(self) -> int | None:
+        seq, _, _, call = heapq.heappop(self._heap)
+        call()
+        self._sent.add(seq)
         if seq != LATE:
             for follow in self._followers.pop(int(seq), ()):
                 follow()
@@ -257,7 +248,7 @@ class EventScheduler:
         return self._batches[int(seq)] if 0 <= seq < LATE else None
 
     async def _wait_for_turn(self) -> None:
-        """Until the first in line is due, or the program has been at rest for so long."""
+        """Waits until the first event is due, or the program has sent nothing for ``PATIENCE`` turns."""
         num_sent, num_turns = self.num_sent, 0
         while num_turns < PATIENCE and not self._is_due():
             await anyio.lowlevel.checkpoint()
@@ -272,14 +263,14 @@ class EventScheduler:
         seq, _, num_ops, _ = self._heap[0]
         if seq == LATE:
             return False
-        while self._next < len(self._expected) and self._expected[self._next] in self._told:
+        while self._next < len(self._expected) and self._expected[self._next] in self._sent:
             self._next += 1
         is_next = self._next == len(self._expected) or self._expected[self._next] >= seq
         return is_next and self.num_sent + self._num_missing >= num_ops
 
 
 class ReplayConnection:
-    """A ``Connection`` to a recording."""
+    """A ``Connection`` that finds each op in the recording and schedules its events."""
 
     def __init__(
         self,
@@ -297,10 +288,10 @@ class ReplayConnection:
         self._lost = lost
         self._is_over = False
         self.is_complete = False
-        """Whether the session's block was left by its end."""
+        """Whether the session's block ended normally."""
         self._runs = LiveRuns(runs.runs)
         self._num_stats = 0
-        self._told: list[Event] = []
+        self._outgoing: list[Event] = []
         self._tree = ForkTree(LiveState, recording.header.seed, self._runs.recorded_index)
         self._lose_when_due()
 
@@ -319,7 +310,7 @@ class ReplayConnection:
         self.is_complete = error is None
 
     def finish(self) -> None:
-        """The program is done. ``ReplayDiffers`` where the recording has more runs."""
+        """Ends the replay. ``ReplayDiffers`` if the recording has more runs."""
         if self._runs.unused and not self._is_over:
             run = next(iter(self._runs.unused.values()))
             raise ReplayDiffers(
@@ -328,7 +319,7 @@ class ReplayConnection:
             )
 
     def _take(self, op: ops.Op) -> ErrorInfo | None:
-        """One op; why it is refused, if it was."""
+        """Takes one op. Returns the error with which it was rejected, if it was."""
         is_content = spec_of(op).is_content
         match op:
             case ops.Open() | ops.Submit():
@@ -389,7 +380,7 @@ class ReplayConnection:
         return forks
 
     def _must_know(self, run: LiveRun, op: ops.Op) -> bool:
-        """Whether the op needs an answer, so that the run must be known."""
+        """Whether the op needs an answer, so that its run must be identified."""
         likely = self._runs.likely(run)
         return bool(declared(op)) or (likely is not None and likely.has_refusals)
 
@@ -399,7 +390,7 @@ class ReplayConnection:
         latest: Sequence[tuple[Path, Content]] = (),
         is_likelier: Callable[[RecordedRun, int], bool] = lambda run, num_sent: True,
     ) -> None:
-        """Finds out which recorded run a state belongs to, and takes what was kept until now."""
+        """Identifies the run of a state, and takes the ops that were kept until now."""
         run = self._runs[state.run]
         if run.recorded is not None:
             return
@@ -413,7 +404,7 @@ class ReplayConnection:
             self._check_group(kept.state)
 
     def _match(self, state: LiveState, content: Content) -> RecordedOp | None:
-        """The recorded op at this place; None where the recording need not have one."""
+        """The recorded op at this place; None if the recording need not have one."""
         position = state.num_ops
         state.num_ops += 1
         self._scheduler.num_sent += 1
@@ -434,7 +425,7 @@ class ReplayConnection:
     def _answer(
         self, state: LiveState, op: ops.Op, found: RecordedOp | None, children: list[LiveState]
     ) -> None:
-        """Has told what the recording says of this op."""
+        """Schedules the events of this op."""
         for index, (var_id, _) in enumerate(declared(op)):
             self._answer_variable(state, var_id, found.variables[index] if found else None)
         for index, child in enumerate(children):
@@ -443,30 +434,30 @@ class ReplayConnection:
         self._fail_when_due(state)
 
     def _answer_variable(self, state: LiveState, var_id: int, recorded: RecordedVariable | None) -> None:
-        for heard in recorded.events if recorded is not None else ():
-            assert isinstance(heard.event, Delta | Value | VarFailed)
-            event = msgspec.structs.replace(heard.event, var=var_id)
-            self._scheduler.push(heard, lambda event=event: self._told.append(event))  # type: ignore[misc]
+        for past in recorded.events if recorded is not None else ():
+            assert isinstance(past.event, Delta | Value | VarFailed)
+            event = msgspec.structs.replace(past.event, var=var_id)
+            self._scheduler.push(past, lambda event=event: self._outgoing.append(event))  # type: ignore[misc]
         if recorded is None or not recorded.has_end:
             error = self._missing(state, is_new=recorded is None)
             if error is not None:
-                self._scheduler.push_at(LATE, lambda: self._told.append(VarFailed(var_id, error)))
+                self._scheduler.push_at(LATE, lambda: self._outgoing.append(VarFailed(var_id, error)))
 
     def _take_await(self, state: LiveState, ticket: int) -> None:
         self._identify(state, is_likelier=lambda run, _: run.was_asked(state.path, state.num_kept))
         seq = state.recorded.reached_seq(state.num_ops) if state.recorded is not None else None
         if seq is not None:
-            self._scheduler.push_at(seq, lambda: self._told.append(Reached(state.id, ticket)))
+            self._scheduler.push_at(seq, lambda: self._outgoing.append(Reached(state.id, ticket)))
             return
         has_failure = state.recorded is not None and state.recorded.failure is not None
         is_new = state.recorded is None or state.num_ops > len(state.recorded.ops)
         error = None if has_failure else self._missing(state, is_new=is_new)
         if error is not None:
-            self._scheduler.push_at(LATE, lambda: self._told.append(StateFailed(state.id, error)))
+            self._scheduler.push_at(LATE, lambda: self._outgoing.append(StateFailed(state.id, error)))
 
     def _missing(self, state: LiveState, *, is_new: bool) -> ErrorInfo | None:
-        """Why an answer never comes. ``is_new``: it was not asked for when it was recorded. None: the
-        program itself ends the wait, or the end of the backend does."""
+        """Why an answer never comes. ``is_new``: the recording did not ask for it. None if the program itself
+        or the end of the backend ends the wait."""
         above: LiveState | None = state
         while above is not None and above.recorded is None:
             above = above.above
@@ -480,14 +471,14 @@ class ReplayConnection:
             return None
         if is_new:
             return ErrorInfo.of(self._differs(state.place(state.num_ops), "a cancellation", "more"))
-        if self._recording.is_cut:
+        if self._recording.is_truncated:
             return ErrorInfo.of(
                 ReplayDiffers(f"{state.place()}: the recording ends before this had an answer")
             )
         return None
 
     def _fail_when_due(self, state: LiveState) -> None:
-        """Has the failure of a state told, once what caused it has happened."""
+        """Schedules the failure of a state once its cause has happened."""
         recorded = state.recorded
         if recorded is None or recorded.failure is None or state.has_failed:
             return
@@ -498,7 +489,9 @@ class ReplayConnection:
         state.has_failed = True
         assert isinstance(failure.event, StateFailed)
         event = msgspec.structs.replace(failure.event, state=state.id)
-        self._scheduler.after(cause, lambda: self._scheduler.push(failure, lambda: self._told.append(event)))
+        self._scheduler.after(
+            cause, lambda: self._scheduler.push(failure, lambda: self._outgoing.append(event))
+        )
 
     def _lose_when_due(self) -> None:
         loss = self._recorded.lost
@@ -513,12 +506,12 @@ class ReplayConnection:
             raise self._differs(state.place(), "no such task group", describe(content))
 
     def _check_complete(self, state: LiveState, num_recorded: int | None = None) -> None:
-        """Nothing more will be appended to the state: all that was recorded (or so many ops of it) must have
-        come."""
+        """Raises ``ReplayDiffers`` if the state has got fewer ops than were recorded (or than
+        ``num_recorded``)."""
         recorded = state.recorded
         if recorded is None or state.is_cancelled or recorded.is_cancelled or self._is_over:
             return
-        # Of a failed state, what it failed by; the program may not have got any further.
+        # Of a failed state only the ops up to its failure: the program may not have sent more.
         num_recorded = len(recorded.ops) if num_recorded is None else num_recorded
         num_ops = min(num_recorded, recorded.cause[0]) if recorded.failure is not None else num_recorded
         if state.num_ops < num_ops:
@@ -534,13 +527,13 @@ class ReplayConnection:
             seq, recorded = known[min(self._num_stats, len(known) - 1)]
             reply = StatsReply(ticket, recorded.stats, recorded.error)
         self._num_stats += 1
-        self._scheduler.push_at(seq, lambda: self._told.append(reply))
+        self._scheduler.push_at(seq, lambda: self._outgoing.append(reply))
 
     def flush(self) -> None:
-        """Delivers what was told since the last time."""
-        told, self._told = self._told, []
-        if told and not self._is_over:
-            self._deliver(told)
+        """Delivers the events since the last call."""
+        outgoing, self._outgoing = self._outgoing, []
+        if outgoing and not self._is_over:
+            self._deliver(outgoing)
 
     def _end(self, error: Exception) -> None:
         if not self._is_over:
@@ -549,7 +542,7 @@ class ReplayConnection:
             self._lost(error)
 
     def _differs(self, where: str, recorded: str, came: str) -> ReplayDiffers:
-        if recorded.startswith("no more") and self._recording.is_cut:
+        if recorded.startswith("no more") and self._recording.is_truncated:
             return ReplayDiffers(f"{where}: the recording ends here, and the program goes on with {came}")
         return ReplayDiffers(f"{where}: the recording has {recorded}, and the program has {came}")
 
@@ -560,10 +553,10 @@ def _begin_of(run: RecordedRun) -> str:
 
 
 class Replay:
-    """A backend that gives the answers of a recording, as long as the program does what it did.
+    """Answers from a recording, as long as the program sends the same ops.
 
-    Raises ``BadRecording`` for a file that is none. At the first difference the session ends with
-    ``ReplayDiffers``, which says where it is, what was recorded and what came. May be used for several
+    Raises ``BadRecording`` for a file that is not a recording. At the first difference the session ends with
+    ``ReplayDiffers``, which names the place, the recorded op and the new one. One replay can serve several
     sessions.
 
     >>> async with af.session(record="run.jsonl") as flow:
@@ -585,7 +578,7 @@ class Replay:
 
     @asynccontextmanager
     async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
-        """Opens it. For the session."""
+        """Opens the replay. For the session."""
         scheduler = EventScheduler(self._runs.expected, self._runs.batches)
         connection = ReplayConnection(self._recording, self._runs, scheduler, deliver, lost)
         async with open_task_group() as group:
@@ -599,8 +592,8 @@ class Replay:
 
 
 def replayed_seed(backend: Backend, seed: int | None) -> int | None:
-    """The seed of a session on ``backend``: of a replay, the recorded one. ``BadArgument`` where another
-    is asked for."""
+    """The seed of a session on ``backend``: of a replay, the recorded one. ``BadArgument`` if ``seed`` is
+    another."""
     if not isinstance(backend, Replay) or seed == backend.seed:
         return seed
     if seed is not None:

@@ -1,6 +1,6 @@
-"""A backend that answers from a script: for tests of programs, without a model.
+"""A backend that answers from a script, to test programs without a model.
 
-The whole frontend and the interpreter run as they do elsewhere; only the generator is a fake.
+The frontend and the interpreter are the real ones; only the generator is a fake.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from agentflow.runtime.generator import Generated, OnText, Scored, StateHint
 
 Answer: TypeAlias = Any
 Script = str | Callable[[str], Answer] | Mapping[str, Answer] | Sequence[Answer]
-"""What answers a gen: one text; a function of the prompt's text; a mapping from the end of the prompt to the
-answer; or answers in the order in which gens are reached. An answer is a text, or a value of which JSON
-can be made, or (of a conversation) a ``Reply``; an exception as an answer is raised."""
+"""The answers to gens: one text; a function of the prompt's text; a mapping from the end of the prompt to the
+answer; or a sequence in the order in which gens run. An answer is a text, a value that is written as JSON, or
+(in a conversation) a ``Reply``; an exception is raised."""
 
 
 @dataclass
 class ScriptedContext:
-    """A state as text. Turns are written ``<role>…</role>``. ``may_call``: of its conversation's tools."""
+    """A state as text, with turns as ``<role>…</role>``. ``may_call``: its conversation allows tool calls."""
 
     text: str = ""
     open_roles: list[str] = field(default_factory=list)
@@ -44,11 +44,10 @@ class ScriptedContext:
 class ScriptedGenerator:
     """Answers from a script, one word at a time, with a checkpoint between words. Tokens are words.
 
-    ``max_tokens``, ``min_tokens``, ``stop`` and ``stop_regex`` cut the answer as they would cut a model's
-    (an answer of fewer words than ``min_tokens`` stays as it is). Nothing is sampled, so what only steers
-    sampling is ignored: ``temperature``, ``top_p``, ``top_k``, ``min_p``, ``seed``, the penalties and
-    ``logit_bias``; and words have no ids, so ``stop_token_ids`` and ``ignore_eos`` are too. There are no
-    log-probabilities: who asks for them gets ``NotSupported``.
+    ``max_tokens``, ``min_tokens``, ``stop`` and ``stop_regex`` truncate the answer as they would a model's
+    (an answer of fewer words than ``min_tokens`` stays as it is). Parameters of sampling are ignored:
+    ``temperature``, ``top_p``, ``top_k``, ``min_p``, ``seed``, the penalties and ``logit_bias``; so are
+    ``stop_token_ids`` and ``ignore_eos``, because words have no ids. Log-probabilities are ``NotSupported``.
     """
 
     def __init__(self, script: Script) -> None:
@@ -97,9 +96,9 @@ class ScriptedGenerator:
         on_text: OnText,
         constraint: Constraint | None = None,
     ) -> Generated:
-        """The script's answer, cut as the parameters say. ``ScriptMismatch`` where, not yet cut by
-        ``max_tokens``, it does not keep the constraint (of a schema only that it is JSON is looked at; of
-        a grammar, nothing)."""
+        """The script's answer, truncated by the parameters. ``ScriptMismatch`` if the answer before
+        ``max_tokens`` violates the constraint (of a schema, only that it is JSON is checked; of a grammar,
+        nothing)."""
         return await self._say(context, self._answer(context.text), params, on_text, constraint)
 
     async def converse(self, context: ScriptedContext, conversation: Conversation) -> None:
@@ -123,23 +122,23 @@ class ScriptedGenerator:
         on_text: OnText,
         constraint: Constraint | None = None,
     ) -> Generated:
-        """As ``generate``, but that the script may answer with a ``Reply``, too."""
+        """As ``generate``, but the script may also answer with a ``Reply``."""
         answer = self._scripted(context.text)
         writer = ReplyWriter()
-        told: list[str] = []
+        written: list[str] = []
 
-        def tell(*pieces: Piece) -> None:
-            told.append(writer.push(pieces))
-            on_text(told[-1])
+        def write(*pieces: Piece) -> None:
+            written.append(writer.push(pieces))
+            on_text(written[-1])
 
         said = answer if isinstance(answer, Reply) else Reply(_text_of(answer))
         calls = context.may_call and said.tool_calls
-        kept = None if calls else constraint  # it is of replies that call nothing
-        end = await self._say(context, said.text, params, lambda delta: tell(TextPiece(delta)), kept)
+        kept = None if calls else constraint  # it applies to replies without calls
+        end = await self._say(context, said.text, params, lambda delta: write(TextPiece(delta)), kept)
         for call in said.tool_calls:
             context.text += f"<call {call.name}>{call.arguments}</call>"
-            tell(CallBegun(call.id, call.name), Arguments(call.arguments))
-        return msgspec.structs.replace(end, text="".join(told) + writer.finish())
+            write(CallBegun(call.id, call.name), Arguments(call.arguments))
+        return msgspec.structs.replace(end, text="".join(written) + writer.finish())
 
     async def _say(
         self,
@@ -150,7 +149,7 @@ class ScriptedGenerator:
         constraint: Constraint | None,
     ) -> Generated:
         if params.wants_logprobs:
-            raise NotSupported("a scripted backend has no log-probabilities: ask an engine for them")
+            raise NotSupported("a scripted backend has no log-probabilities: use an engine")
         prompt = context.text
         answer, reason = _stopped(answer, params)
         if constraint is not None:
@@ -172,7 +171,7 @@ class ScriptedGenerator:
         return Generated(answer, reason, usage)
 
     async def score(self, context: ScriptedContext, choices: Sequence[str], method: str) -> Scored:
-        """The choice that the script's answer names; one of them, or ``ScriptMismatch``."""
+        """The choice that equals the script's answer. ``ScriptMismatch`` if there is none."""
         await anyio.lowlevel.checkpoint()
         answer = self._answer(context.text)
         if answer not in choices:
@@ -191,14 +190,14 @@ class ScriptedGenerator:
         return [replace(context, open_roles=list(context.open_roles)) for _ in range(count)]
 
     def hint(self, context: ScriptedContext, hint: StateHint) -> None:
-        """Nothing to be gained here."""
+        """Ignored."""
 
     def text(self, context: ScriptedContext) -> str:
-        """The text, turns written as they are here."""
+        """The text, with turns as ``<role>…</role>``."""
         return context.text
 
     async def token_ids(self, context: ScriptedContext) -> list[int]:
-        """There are none."""
+        """``NotSupported``."""
         raise NotSupported("a script has no token ids")
 
     def free(self, context: ScriptedContext) -> None:
@@ -206,7 +205,7 @@ class ScriptedGenerator:
         self.num_open -= 1
 
     async def stats(self) -> Stats:
-        """Counts in words."""
+        """Counters, in words."""
         return Stats(model="scripted", **self._stats)
 
     def _answer(self, prompt: str) -> str:
@@ -278,7 +277,7 @@ def _text_of(answer: object) -> str:
 
 
 def _written(value: object) -> str:
-    """A value as the text of an answer, as the compact white space of a schema has it."""
+    """A value as JSON, with the compact white space of a schema."""
     try:
         dump = getattr(value, "model_dump", None)  # pydantic, which need not be installed
         return json.dumps(
@@ -286,13 +285,13 @@ def _written(value: object) -> str:
         )
     except (TypeError, ValueError) as error:
         raise BadArgument(
-            f"the script answers {value!r}: an answer is a text, a value that JSON can be made of, or an "
+            f"the script answers {value!r}: an answer must be a text, a value that JSON can hold, or an "
             f"exception ({error})"
         ) from None
 
 
 def _stop_in(answer: str, params: SamplingParams, first: int) -> int | None:
-    """Where the stop begins that is complete first, of those that begin at ``first`` or later."""
+    """The start of the stop that is complete first, of those that begin at ``first`` or later."""
     pattern = None if params.stop_regex is None else re.compile(params.stop_regex)
     if pattern is not None and pattern.match(""):
         raise refused(MATCHES_NOTHING, pattern.pattern)
@@ -307,13 +306,13 @@ def _stop_in(answer: str, params: SamplingParams, first: int) -> int | None:
 
 
 class Scripted:
-    """A backend for tests of programs: it answers from a script, without a model, and keeps what ``gen``
-    and ``select`` ask for (an answer that does not is a ``ScriptMismatch``).
+    """A backend to test programs without a model: it answers from a script. An answer that violates the
+    constraint or the choices of its op raises ``ScriptMismatch``.
 
-    ``script``: answers in the order in which gens are reached; or a mapping from the end of a prompt to its
-    answer (the longest end counts); or a function of the prompt. Turns stand in the prompt as
-    ``<user>…</user>``. An answer is a text; or a value (of a dataclass, a pydantic model, a dict, a list, a
-    number), which stands for its JSON; or an exception, which is raised.
+    ``script``: answers in the order in which gens run; or a mapping from the end of a prompt to its answer
+    (the longest match counts); or a function of the prompt. Turns are written ``<user>…</user>`` in the
+    prompt. An answer is a text; or a value (a dataclass, a pydantic model, a dict, a list, a number), which
+    is written as JSON; or an exception, which is raised.
 
     >>> script = {"": "Clear.", "Grade it.</user><assistant>": "B"}
     >>> async with af.session(backend=af.Scripted(script)) as flow:
@@ -325,5 +324,5 @@ class Scripted:
         self.generator = ScriptedGenerator(script)
 
     def connect(self, deliver: Deliver, lost: Lost) -> AbstractAsyncContextManager[Connection]:
-        """Opens it; it can't be lost. For the session."""
+        """Opens the backend. For the session."""
         return interpreted(self.generator, deliver)

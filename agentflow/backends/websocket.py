@@ -1,10 +1,7 @@
-"""A client's websocket over anyio streams.
+"""A websocket client over anyio streams, which runs on asyncio and on trio.
 
-The protocol comes from the ``websockets`` library, without its I/O; the streams come from anyio. So
-one implementation runs on asyncio and on trio.
-
-What it means when a server answers a websocket's handshake with another HTTP status than 101.
-"""
+The protocol is the sans-I/O one of the ``websockets`` library. ``refusal_of`` maps a failed handshake to an
+error."""
 
 from __future__ import annotations
 
@@ -29,36 +26,36 @@ from websockets.uri import WebSocketURI
 from agentflow.errors import NotAuthorized, Overloaded, RateLimited, ServerError, ServerUnreachable
 
 MAX_REASON_CHARS = 500
-# What servers and proxies call it, in a body of JSON.
+# The fields that servers and proxies use, in a JSON body.
 REASON_FIELDS = ("reason", "error", "message", "detail")
 
 
 def refusal_of(url: str, response: Response) -> ServerError:
-    """The error for it, with the reason that the server gives: ``NotAuthorized`` for 401 and 403,
-    ``RateLimited`` for 429 and ``Overloaded`` for 503 (both with the seconds of ``Retry-After``), and
-    ``ServerUnreachable`` for any other. So too for a 403 without a reason: that is what servers say of
-    websockets at a path that they don't have."""
+    """The error for a handshake that the server answered with another status than 101: ``NotAuthorized`` for
+    401 and 403, ``RateLimited`` for 429 and ``Overloaded`` for 503 (both with the seconds of
+    ``Retry-After``), and ``ServerUnreachable`` for all others, and for a 403 without a reason, with which
+    servers answer websockets at unknown paths. The message has the server's reason."""
     status, reason = response.status_code, _reason(response)
-    why = reason or "it gives no reason"
+    why = reason or "no reason given"
     if status == 401:
-        return NotAuthorized(f"{url} wants an API key that it knows (HTTP 401): {why}")
+        return NotAuthorized(f"{url} requires a valid API key (HTTP 401): {why}")
     if status == 403 and reason:
-        return NotAuthorized(f"{url} does not allow this (HTTP 403): {why}")
+        return NotAuthorized(f"{url} denies access (HTTP 403): {why}")
     if status not in (429, 503):
         return no_server(url, f"HTTP {status}")
     kind = RateLimited if status == 429 else Overloaded
-    error = kind(f"{url} takes nobody in now (HTTP {status}): {why}")
+    error = kind(f"{url} accepts no connections now (HTTP {status}): {why}")
     error.retry_after_s = _retry_after_s(response)
     return error
 
 
 def no_server(url: str, answer: str) -> ServerUnreachable:
-    """Somebody is there, but no server of ours."""
-    return ServerUnreachable(f"{url} answers, but not as an agentflow server ({answer}): check the address")
+    """The error for an address where another kind of server answers."""
+    return ServerUnreachable(f"{url} is not an agentflow server ({answer}): check the address")
 
 
 def _retry_after_s(response: Response) -> float | None:
-    """Not of a date, which would need clocks that agree."""
+    """The seconds of ``Retry-After``; None for a date, which would need synchronised clocks."""
     values = response.headers.get_all("Retry-After")
     if len(values) == 1 and re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", values[0].strip()):
         return float(values[0])
@@ -66,7 +63,7 @@ def _retry_after_s(response: Response) -> float | None:
 
 
 def _reason(response: Response) -> str:
-    """What a body of JSON or of plain text says, in one line of printable characters."""
+    """The reason in a body of JSON or plain text, as one line of printable characters."""
     content_type = ",".join(response.headers.get_all("Content-Type")).lower()
     said = ""
     if "json" in content_type:
@@ -92,7 +89,7 @@ CLOSE_TIMEOUT_S = 1.0
 
 
 class WebSocketEnded(Exception):
-    """The connection is over. ``code``: from the other side's close frame; None if none came."""
+    """The connection has ended. ``code``: from the peer's close frame; None if there was none."""
 
     def __init__(self, reason: str, code: int | None = None) -> None:
         super().__init__(reason)
@@ -100,8 +97,8 @@ class WebSocketEnded(Exception):
 
 
 class WebSocket:
-    """An open connection. One task reads (``receive``), one writes (``run_writer``); whatever else is
-    to be sent (pongs, a close frame) waits in ``_output`` for the writer."""
+    """An open connection. One task reads (``receive``), one writes (``run_writer``). Other output (pongs, a
+    close frame) waits in ``_output`` for the writer."""
 
     def __init__(
         self, stream: ByteStream, protocol: ClientProtocol, *, binary: bool, keepalive_s: float
@@ -122,7 +119,8 @@ class WebSocket:
         return self._protocol.state is State.OPEN
 
     async def shake_hands(self, headers: Mapping[str, str]) -> None:
-        """The HTTP upgrade. Raises the library's ``InvalidHandshake`` errors, and ``WebSocketEnded``."""
+        """Performs the HTTP upgrade. Raises the library's ``InvalidHandshake`` errors, and
+        ``WebSocketEnded``."""
         request = self._protocol.connect()
         request.headers.update(headers)
         self._protocol.send_request(request)
@@ -134,7 +132,7 @@ class WebSocket:
                 raise self._protocol.handshake_exc
 
     async def receive(self) -> bytes | str:
-        """The next message: bytes from a binary one, str from a text one. ``WebSocketEnded`` at the end."""
+        """The next message: bytes of a binary one, str of a text one. ``WebSocketEnded`` at the end."""
         while not self._messages:
             if self._protocol.close_rcvd is not None:
                 close = self._protocol.close_rcvd
@@ -145,7 +143,7 @@ class WebSocket:
         return self._messages.popleft()
 
     def send(self, message: bytes) -> None:
-        """Puts a message in line for the writer."""
+        """Queues a message for the writer."""
         if self.binary:
             self._protocol.send_binary(message)
         else:
@@ -153,23 +151,23 @@ class WebSocket:
         self._collect()
 
     async def send_now(self, message: bytes) -> None:
-        """Sends a message; only while no writer runs."""
+        """Sends a message at once; only while no writer runs."""
         self.send(message)
         await self._flush()
 
     def close(self) -> None:
-        """Puts a close frame in line for the writer; it is the last thing that is sent."""
+        """Queues a close frame for the writer, which ends after it."""
         if self.is_open:
             self._protocol.send_close(1000)
             self._collect()
 
     def wake(self) -> None:
-        """Has the writer ask for the next message."""
+        """Makes the writer ask for the next message."""
         self._wake.set()
 
     async def run_writer(self, next_message: Callable[[], bytes | None]) -> None:
-        """Sends what ``next_message`` gives, asked anew after each message, until the close frame has
-        been sent. ``WebSocketEnded`` when the connection breaks."""
+        """Sends the messages of ``next_message``, which it calls before each one, until the close frame has
+        been sent. ``WebSocketEnded`` if the connection breaks."""
         while self.is_open or self._output:
             self._wake = anyio.Event()
             message = next_message()
@@ -181,13 +179,13 @@ class WebSocket:
                 await self._wake.wait()
 
     async def aclose(self) -> None:
-        """Closes the stream, whatever was in line."""
+        """Closes the stream, and drops queued output."""
         with anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
-            with contextlib.suppress(anyio.BrokenResourceError, OSError):  # it is gone already
+            with contextlib.suppress(anyio.BrokenResourceError, OSError):  # it has ended already
                 await self._stream.aclose()
 
     def _collect(self) -> None:
-        # An empty chunk asks for a half-close, which TLS does not have; the whole close follows anyway.
+        # An empty chunk means a half-close, which TLS does not have; the full close follows anyway.
         self._output += [chunk for chunk in self._protocol.data_to_send() if chunk]
         self._wake.set()
 
@@ -199,8 +197,8 @@ class WebSocket:
             raise WebSocketEnded(f"the connection broke while sending: {error!r}") from error
 
     async def _chunk_or_ping(self) -> bytes:
-        """The next bytes. After ``keepalive_s`` of silence a ping asks for some; after as much again
-        the connection counts as broken."""
+        """The next bytes. Sends a ping after ``keepalive_s`` of silence; after as much again the connection
+        counts as broken."""
         with anyio.move_on_after(self._keepalive_s):
             return await self._chunk()
         self._protocol.send_ping(b"")
@@ -249,16 +247,16 @@ async def open_websocket(
     binary: bool,
     keepalive_s: float,
 ) -> WebSocket:
-    """Connects and shakes hands; ``ServerUnreachable`` when nobody answers, or not with a websocket, and
-    what ``refused_handshake`` says when the server lets nobody in, or not this client."""
+    """Connects and performs the handshake. ``ServerUnreachable`` if there is no server or it is not a
+    websocket server; the errors of ``refusal_of`` if it rejects the client."""
     try:
         stream = await _connect(uri, ssl_context)
     except OSError as error:
         raise ServerUnreachable(
-            f"nobody answers at {shown_url(uri)} ({error}): start a server with `agentflow serve`, "
+            f"no server answers at {shown_url(uri)} ({error}): start one with `agentflow serve`, "
             "or check the address"
         ) from error
-    # No limit on what comes in: the server keeps to the frame limit that it tells.
+    # Incoming messages are not limited: the server keeps to the frame limit that it announces.
     protocol = ClientProtocol(uri, max_size=None)
     websocket = WebSocket(stream, protocol, binary=binary, keepalive_s=keepalive_s)
     try:
@@ -278,17 +276,17 @@ async def _connect(uri: WebSocketURI, ssl_context: ssl.SSLContext | None) -> Byt
     if not uri.secure:
         stream = await anyio.connect_tcp(uri.host, uri.port)
     else:
-        # Websockets say themselves where they end, so a missing TLS end is no error.
+        # Websockets have a close frame, so a missing TLS close is not an error.
         stream = await anyio.connect_tcp(
             uri.host, uri.port, ssl_context=ssl_context, tls=True, tls_standard_compatible=False
         )
-    # Frames are small and each is wanted at once.
+    # Frames are small, and latency matters.
     raw_socket = stream.extra(SocketAttribute.raw_socket)
     raw_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return stream
 
 
 def shown_url(uri: WebSocketURI) -> str:
-    """The address for messages: with its port, without a password."""
+    """The address for messages: with the port, without a password."""
     host = f"[{uri.host}]" if ":" in uri.host else uri.host
     return f"{'wss' if uri.secure else 'ws'}://{host}:{uri.port}{uri.path}"

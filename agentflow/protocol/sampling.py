@@ -1,12 +1,11 @@
-"""How a token is chosen: the parameters that travel with each gen, and their checks.
+"""The sampling parameters of a gen, and their checks.
 
-Which regular expressions may end a text: the check that every ``stop_regex`` passes, on both sides.
+``check_stop_regex`` checks a ``stop_regex`` in the frontend and in the engine. The frontend compiles it with
+Python's ``re``; the engine searches with the package ``regex``, which can match growing text. Patterns that
+the two interpret differently are rejected, and so are those that would take much time or memory to compile:
+``regex`` expands counted repeats.
 
-The frontend compiles a pattern with Python's ``re``; the engine searches with the package ``regex``, which
-can match a text that still grows. What the two read differently is refused here, and so is what would
-take much time or memory to compile: ``regex`` writes out what is repeated a counted number of times.
-
-What counts as a number where a program gives an amount: a bool does not, nor does what is not a number.
+``is_whole`` and ``is_number`` check amounts that a program gives.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ import msgspec
 from agentflow.errors import BadArgument
 
 MAX_STOP_REGEX_CHARS = 512
-# Characters, classes and groups with all counted repeats written out. At this limit compiling takes some
+# Characters, classes and groups after all counted repeats are expanded. At this limit compiling takes a few
 # milliseconds and 4 MB.
 MAX_WRITTEN_OUT = 20_000
 
 _PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(\d*),?(\d*)\}|.", re.DOTALL)
-# What stands in braces and is text to ``re``, but approximate matching to ``regex``, as in ``(?:end){e<=1}``.
+# Braces that are text to ``re``, but approximate matching to ``regex``, as in ``(?:end){e<=1}``.
 _APPROXIMATE = re.compile(r"(?<!\\)(?:\\\\)*\{[\s\d<=]*[deis]\s*[<,}+:]")
-# The one flag under which the two read braces differently.
+# The only flag under which the two interpret braces differently.
 _VERBOSE = re.compile(r"\(\?[a-zA-Z]*x[a-zA-Z]*[-:)]")
 
 
 def check_stop_regex(pattern: str) -> None:
-    """Returns if ``pattern`` may be a ``stop_regex``; ``BadArgument`` says why not.
+    """Raises ``BadArgument`` if ``pattern`` cannot be a ``stop_regex``.
 
     >>> check_stop_regex(r"\\n(Question|Answer):")
     """
@@ -46,13 +45,13 @@ def check_stop_regex(pattern: str) -> None:
 
 
 def refused(wrong: str, pattern: str) -> BadArgument:
-    """The error about a pattern; ``wrong`` says what it must be."""
+    """The error for a pattern; ``wrong`` begins with "must"."""
     shown = repr(pattern) if len(repr(pattern)) <= 100 else f"{pattern[:80]!r}…"
     return BadArgument(f"gen: stop_regex {wrong}, not {shown}")
 
 
 MATCHES_NOTHING = "must not match the empty text, or it would end every text at once"
-"""What is wrong with ``a*``. Who searches finds out: the check runs no pattern, for that can take long."""
+"""The error of ``a*``. It is found by searching: the check runs no pattern, because that can take long."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -63,7 +62,7 @@ def _what_is_wrong(pattern: str) -> str:
         return "must not use the verbose flag x"
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # a set that will mean something else some day
+            warnings.simplefilter("error")  # a set whose meaning will change in a future Python
             re.compile(pattern)
     except (re.error, Warning, OverflowError, RecursionError) as error:
         return f"must be a regular expression that Python's re takes ({error})"
@@ -73,9 +72,9 @@ def _what_is_wrong(pattern: str) -> str:
 
 
 def _written_out(pattern: str) -> int:
-    """How large a pattern that ``re`` takes is once each counted repeat stands there as often as it may."""
-    sizes = [0]  # of the groups that are open, the outermost first
-    last = 0  # what a repeat would repeat
+    """The size of a valid pattern after all counted repeats are expanded."""
+    sizes = [0]  # of the open groups, the outermost first
+    last = 0  # the size of what a repeat would repeat
     for piece in _PIECE.finditer(pattern):
         text = piece[0]
         if text == "(":
@@ -92,12 +91,12 @@ def _written_out(pattern: str) -> int:
 
 
 def is_whole(value: object, low: float, high: float) -> bool:
-    """Whether it is a whole number from ``low`` to ``high``."""
+    """Whether ``value`` is a whole number from ``low`` to ``high``; a bool is not."""
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
 def is_number(value: object, low: float, high: float) -> bool:
-    """Whether it is a number from ``low`` to ``high``; NaN is in no range."""
+    """Whether ``value`` is a number from ``low`` to ``high``; a bool and NaN are not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
 
@@ -109,35 +108,36 @@ MAX_TOP_LOGPROBS = 20
 MAX_INT = 2**31 - 1
 
 _Check = tuple[str, bool, str]
-"""A field, whether it is right, and what it must be."""
+"""A field, whether its value is valid, and what it must be."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Parameters of one generation.
 
-    **How long.** ``max_tokens``: tokens to generate at most. ``min_tokens``: before so many, nothing ends
-    the text: the ids that would are forbidden, and no stop begins in the text of these tokens. ``stop``:
+    **Length.** ``max_tokens``: the most tokens to generate. ``min_tokens``: nothing ends the text before so
+    many: the token ids that would are masked, and no stop begins in the text of these tokens. ``stop``:
     strings that end the text and are not part of it. ``stop_regex``: a regular expression (of Python's
-    ``re``) that ends the text before its match, as soon as what was generated so far has one; ``$``,
-    ``\\b`` and look-aheads see the text as if it ended there, so write ``END\\n`` rather than ``END$``.
-    It may not match the empty text. ``stop_token_ids``: tokens that end it. ``ignore_eos``: the model's
-    own end token does not end it.
+    ``re``) that ends the text before its match, as soon as the text so far has one; ``$``, ``\\b`` and
+    look-aheads see the text as if it ended there, so write ``END\\n`` rather than ``END$``. It must not match
+    the empty text. ``stop_token_ids``: tokens that end the text. ``ignore_eos``: the model's own end token
+    does not end it.
 
-    **Which token.** The logits go through these, in this order:
+    **Choice of tokens.** The logits are changed in this order:
 
     1. ``repetition_penalty`` r, of all tokens in the prompt and the output: a logit above 0 is divided
-       by r, another multiplied (Keskar et al., "CTRL", 2019). ``frequency_penalty``, times how often the
-       token was generated, and ``presence_penalty``, if it was, are then taken off the logit.
-    2. ``logit_bias``: pairs of token id and what is added to its logit, -100 to 100.
-    3. The ids that ``min_tokens`` forbids.
-    4. ``temperature``: 0 is greedy (the default): the likeliest token, and nothing below applies.
-    5. ``top_k`` (0 is off), ``top_p`` (0 to 1], and ``min_p`` [0, 1] cut the distribution.
+       by r, others are multiplied by r (Keskar et al., "CTRL", 2019). ``frequency_penalty``, times the number
+       of times the token was generated, and ``presence_penalty``, if it was, are then subtracted.
+    2. ``logit_bias``: pairs of a token id and the number added to its logit, -100 to 100.
+    3. The ids that ``min_tokens`` masks.
+    4. ``temperature``: 0 is greedy (the default): the most likely token, and nothing below applies.
+    5. ``top_k`` (0 is off), ``top_p`` (0 to 1], and ``min_p`` [0, 1] truncate the distribution.
 
-    ``seed``: same seed, same prompt, same text; without one the seed follows from the session's seed and
-    the op's place in its fork tree.
+    ``seed``: the same seed and prompt give the same text. Without one the seed is derived from the session's
+    seed and the op's place in its fork tree.
 
-    **What is told.** ``logprobs``: also each token's log-probability. ``top_logprobs``: also the so many
-    likeliest tokens at each place; implies ``logprobs``. Both are of the logits before all of the above.
+    **Log-probabilities.** ``logprobs``: report the log-probability of each token. ``top_logprobs``: report so
+    many most likely tokens at each position; implies ``logprobs``. Both are of the logits before all of the
+    above.
 
     >>> SamplingParams(temperature=0.8, top_p=0.9, logit_bias=((42, -100.0),)).check().top_p
     0.9
@@ -163,16 +163,16 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
 
     @property
     def has_penalties(self) -> bool:
-        """Whether what was said before changes what is likely."""
+        """Whether earlier tokens change the logits."""
         return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1)
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether each token's log-probability is asked for."""
+        """Whether log-probabilities are reported."""
         return self.logprobs or self.top_logprobs > 0
 
     def check(self) -> SamplingParams:
-        """Itself, or ``BadArgument`` naming the field that is wrong."""
+        """Returns itself, or raises ``BadArgument`` with the name of the wrong field."""
         for field, holds, wanted in (*self._checks_of_length(), *self._checks_of_choice()):
             if not holds:
                 raise BadArgument(

@@ -1,0 +1,5 @@
+"""Recordings of sessions on disk.
+
+``file`` writes and reads the lines of a recording. ``places`` identifies ops independently of the numbers
+that a client chose. ``runs`` reconstructs the runs of a recording, for ``backends.replay`` and ``agentflow
+replay``."""

@@ -1,9 +1,10 @@
-"""Recordings: every op that a session sends and every event that it hears, a line of JSON each.
+"""The file of a recording: every op that a session sends and every event that it receives, one JSON line
+each.
 
 The first line is the ``Header``, every other line an ``Entry`` with its time. ``af.session(record=PATH)``
-writes one, ``af.Replay(PATH)`` runs a program against it, ``agentflow replay PATH`` shows it.
+writes a recording, ``af.Replay(PATH)`` runs a program against it, and ``agentflow replay PATH`` shows it.
 
-A recording holds prompts and answers as they are: whoever reads the file reads them.
+A recording contains prompts and answers in plain text.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ VERSION = 1
 BUFFER_BYTES = 64 * 1024
 
 Ending = Literal["complete", "failed", "cancelled"]
-"""How the session's block was left: by its end, by an exception, by a cancellation or an interrupt."""
+"""How the session's block ended: normally, by an exception, or by a cancellation or an interrupt."""
 
 
 class Header(msgspec.Struct, frozen=True):
-    """The first line. ``seed``: the session's. ``started``: when, in UTC."""
+    """The first line. ``recording``: the version of the format. ``seed``: the session's. ``started``: in
+    UTC."""
 
     recording: int
     agentflow: str
@@ -46,13 +48,13 @@ class Header(msgspec.Struct, frozen=True):
 
 
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A line: ``at_s`` seconds after the start, one of the others. Events in a row with the same time were
-    told together. ``refused`` is why ``send`` did not take
-    ``ops``; ``lost`` is why the backend was gone; ``ending`` stands in the last line."""
+    """A line: one of the other fields, ``at_s`` seconds after the start. Consecutive events with the same
+    time were delivered together. ``refused``: the error with which ``send`` rejected ``ops``. ``lost``: the
+    error that ended the backend. ``ending``: in the last line only."""
 
     at_s: float
     sent: Op | None = None
-    heard: Event | None = None
+    received: Event | None = None
     refused: ErrorInfo | None = None
     ops: tuple[Op, ...] = ()
     lost: ErrorInfo | None = None
@@ -61,7 +63,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True)
 class Recording:
-    """A file as it was read. ``is_cut``: it ends before the session did."""
+    """A recording that was read from a file."""
 
     path: Path
     header: Header
@@ -69,23 +71,21 @@ class Recording:
 
     @property
     def ending(self) -> Ending | None:
-        """How the session ended; None where the file ends before that."""
+        """How the session ended; None if the file ends before that."""
         return self.entries[-1].ending if self.entries else None
 
     @property
-    def is_cut(self) -> bool:
-        """Whether it ends while answers were still to come."""
+    def is_truncated(self) -> bool:
+        """Whether the recording ends before all answers had come."""
         return self.ending in (None, "cancelled")
 
 
 class Recorded:
-    """Another backend, whose ops and events are written to ``path`` on their way.
+    """Wraps a backend, and writes its ops and events to the file ``path``.
 
-    ``clock``: seconds. The file is opened when the session is; an older one there is overwritten. Lines
-    are buffered and written out at the end of the session, however it ends; what a killed process leaves
-    can be read up to its last whole line. Should the disk fail, the recording ends with an error in the
-    log, and the program goes on.
-    """
+    The file is created when the session opens, and replaces an existing one. Lines are buffered, and flushed
+    when the session ends. The file of a killed process can be read up to its last complete line. If the disk
+    fails, the recording ends with an error in the log, and the program continues. ``clock``: in seconds."""
 
     def __init__(
         self,
@@ -106,17 +106,17 @@ class Recorded:
         writer = _Writer(self._path, self._clock)
         try:
 
-            def hear(events: Iterable[Event]) -> None:
-                heard, at_s = list(events), writer.now_s()  # one time: they are told together
-                for event in heard:
-                    writer.write(Entry(at_s, heard=event))
-                deliver(heard)
+            def receive(events: Iterable[Event]) -> None:
+                received, at_s = list(events), writer.now_s()  # one time, because they are delivered together
+                for event in received:
+                    writer.write(Entry(at_s, received=event))
+                deliver(received)
 
             def lose(error: Exception) -> None:
                 writer.write(Entry(writer.now_s(), lost=ErrorInfo.of(error)))
                 lost(error)
 
-            async with self._backend.connect(hear, lose) as connection:
+            async with self._backend.connect(receive, lose) as connection:
                 writer.begin(self._seed, connection.capabilities)
                 recorded = _RecordedConnection(connection, writer)
                 try:
@@ -130,16 +130,18 @@ class Recorded:
 class _RecordedConnection:
     def __init__(self, connection: Connection, writer: _Writer) -> None:
         self.capabilities = connection.capabilities
-        self.ending: Ending = "cancelled"  # unless the session says otherwise
+        self.ending: Ending = "cancelled"  # until ``end`` is called
         self._connection = connection
         self._writer = writer
 
     def send(self, ops: Sequence[Op]) -> None:
         at_s = self._writer.now_s()
-        try:  # before they are sent: what cannot be written must not run either
+        try:  # first, so that an op that cannot be written does not run
             lines = [_encode(Entry(at_s, sent=op)) for op in ops]
         except UnicodeEncodeError as error:
-            raise BadArgument(f"an op cannot be recorded, for it holds half a character: {error}") from None
+            raise BadArgument(
+                f"an op cannot be recorded: a text holds half a surrogate pair: {error}"
+            ) from None
         try:
             self._connection.send(ops)
         except Exception as error:
@@ -156,7 +158,7 @@ class _RecordedConnection:
 
 
 class _Writer:
-    """The open file. Nothing raises once it is open."""
+    """The open file. Only opening it raises."""
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
         try:
@@ -175,7 +177,7 @@ class _Writer:
         return round(self._clock() - self._started_s, 6)
 
     def begin(self, seed: int, capabilities: Capabilities) -> None:
-        """Writes the header; time counts from here."""
+        """Writes the header, and starts the clock."""
         self._started_s = self._clock()
         started = datetime.now(UTC).isoformat(timespec="seconds")
         header = Header(VERSION, __version__, started, seed, capabilities)
@@ -184,7 +186,7 @@ class _Writer:
     def write(self, entry: Entry) -> None:
         try:
             self.write_lines([_encode(entry)])
-        except UnicodeEncodeError as error:  # a script may answer with half a character
+        except UnicodeEncodeError as error:  # a script may answer with half a surrogate pair
             self._give_up(error)
 
     def write_lines(self, lines: Iterable[bytes]) -> None:
@@ -195,9 +197,9 @@ class _Writer:
                 self._give_up(error)
 
     def close(self) -> None:
-        """Writes what is buffered and closes the file."""
+        """Flushes and closes the file."""
         try:
-            self._file.close()  # closed even where it raises
+            self._file.close()  # closed even if it raises
         except OSError as error:
             self._give_up(error)
 
@@ -208,9 +210,9 @@ class _Writer:
 
 
 def path_of(path: str | PathLike[str], where: str) -> Path:
-    """The path, or ``BadArgument`` where it is none."""
+    """``path`` as a ``Path``. ``BadArgument`` if it is not a path."""
     if not isinstance(path, str | PathLike):
-        raise BadArgument(f"{where}: the path of a file is a string or a Path, not {path!r:.200}")
+        raise BadArgument(f"{where}: the path must be a string or a Path, not {path!r:.200}")
     return Path(path)
 
 
@@ -222,9 +224,9 @@ def _encode(line: Header | Entry) -> bytes:
 
 
 def read_recording(path: str | PathLike[str]) -> Recording:
-    """Reads a recording; of one that was cut, every whole line.
+    """Reads a recording; of a truncated one, all complete lines.
 
-    ``BadRecording`` for a file that is missing, no recording, damaged, or of another version.
+    ``BadRecording`` for a file that is missing, not a recording, damaged, or of another version.
     """
     path = path_of(path, "Replay")
     try:
@@ -236,7 +238,7 @@ def read_recording(path: str | PathLike[str]) -> Recording:
     if lines and not lines[-1].endswith(b"\n"):
         lines.pop()  # the process was killed while it wrote
     if not lines:
-        raise BadRecording(f"{path} is no recording: it has no whole line")
+        raise BadRecording(f"{path} is not a recording: it has no complete line")
     header = _read_header(path, lines[0])
     decoder = msgspec.json.Decoder(Entry)
     entries: list[Entry] = []
@@ -256,9 +258,9 @@ def _read_header(path: Path, line: bytes) -> Header:
         version = msgspec.json.decode(line, type=Version).recording
         if version != VERSION:
             raise BadRecording(
-                f"{path} is a recording of version {version}, and this agentflow reads version {VERSION}: "
+                f"{path} has version {version} of the format, and this agentflow reads version {VERSION}: "
                 "record it again"
             )
         return msgspec.json.decode(line, type=Header)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise BadRecording(f"{path} is no recording: its first line is no header ({error})") from None
+        raise BadRecording(f"{path} is not a recording: its first line is not a header ({error})") from None

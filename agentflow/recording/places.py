@@ -1,13 +1,10 @@
-"""Where the ops of a session stand, whatever numbers the client gave: the run, the path in its fork tree,
-the place in the state's stream.
+"""The places of ops, and the content of ops with places instead of numbers.
 
-A client numbers states and variables in the order in which things happen, and that order may differ
-between two runs of a program whose branches run side by side. A *place* does not differ: it follows
-from each state's own stream. ``content`` says what an op is with places instead of numbers, so that
-the contents of a recorded op and of one that comes now can be compared.
-
-Contents of ops in words, short enough for an error message.
-"""
+A client numbers states and variables in the order in which they are created, which may differ between two
+runs of a program with concurrent branches. A *place* does not differ: it is the run, the state's path in the
+fork tree, and the position in the state's stream. ``ForkTree`` follows the ops of a session and gives their
+``Content``, by which a replay compares ops with recorded ones. ``describe`` and ``difference`` put contents
+into words for error messages."""
 
 from __future__ import annotations
 
@@ -26,18 +23,18 @@ from agentflow.protocol.transform import Transform
 Path = tuple[int, ...]
 
 DERIVED = "derived"
-"""Stands for a seed that follows from the session's seed and the gen's place."""
+"""Stands for a seed that is derived from the session's seed and the gen's place."""
 
 
 class Content(NamedTuple):
-    """An op's kind and fields, without numbers."""
+    """The kind of an op, and its fields without numbers."""
 
     kind: str
     fields: tuple[tuple[str, Any], ...]
 
 
 class VariablePlace(NamedTuple):
-    """A variable in the content of an op. ``run``: None for the op's own."""
+    """A variable in the content of an op. ``run``: None for the run of the op itself."""
 
     run: int | None
     path: Path
@@ -47,7 +44,7 @@ class VariablePlace(NamedTuple):
 
 
 class Node:
-    """A state: its run (numbered from 0 as they are opened), its path, its variables and its forks."""
+    """A state: its run (numbered from 0 in the order of opening), its path, and its forks."""
 
     def __init__(self, run: int, path: Path, parent: Node | None) -> None:
         self.run = run
@@ -59,7 +56,7 @@ class Node:
         self.is_cancelled = False
 
     def cancel(self) -> None:
-        """Marks it and everything that was forked from it."""
+        """Marks the state and all its forks."""
         doomed: list[Node] = [self]
         while doomed:  # a chain of forks may be deeper than Python's stack
             node = doomed.pop()
@@ -71,8 +68,8 @@ NodeT = TypeVar("NodeT", bound=Node)
 
 
 class ForkTree(Generic[NodeT]):
-    """The states of one session. ``run_name`` says how the content of an op names another run than its
-    own."""
+    """The states of one session. ``run_name`` gives the number by which the content of an op names another
+    run."""
 
     def __init__(
         self,
@@ -89,25 +86,26 @@ class ForkTree(Generic[NodeT]):
         self._declared: dict[int, list[int]] = {}
 
     def open(self, op: ops.Open | ops.Submit) -> NodeT:
-        """A new run."""
+        """Adds the root of a new run."""
         node = self._nodes[op.state] = self._make_node(self.num_runs, (), None)
         self.num_runs += 1
         return node
 
     def node(self, state_id: int) -> NodeT:
-        """The state of that number, or ``ProtocolError``."""
+        """The state with this number, or ``ProtocolError``."""
         if state_id not in self._nodes:
             raise ProtocolError(f"there is no state {state_id}")
         return self._nodes[state_id]
 
     def variable(self, var_id: int) -> tuple[NodeT, int]:
-        """The state that declared the variable, and which of its variables it is."""
+        """The state that declared the variable, and the variable's index there."""
         if var_id not in self._variables:
             raise ProtocolError(f"there is no variable {var_id}")
         return self._variables[var_id][:2]
 
     def content(self, op: ops.Op, node: NodeT) -> Content:
-        """What the op says, with places for numbers. A graph has its own numbers, which do not change."""
+        """The op's content, with places instead of numbers. A graph keeps its own numbers, which do not
+        vary."""
         if isinstance(op, ops.Submit):
             graph = msgspec.json.encode((op.ops, op.outputs, op.places)).decode()
             return Content("submit", (("ops", graph), ("inputs", tuple(op.inputs.items()))))
@@ -124,7 +122,7 @@ class ForkTree(Generic[NodeT]):
         return Content(kind_of(op), tuple(fields))
 
     def enter(self, op: ops.Op, node: NodeT) -> list[NodeT]:
-        """Takes note of what the op declares; the new states."""
+        """Adds the variables and states that the op declares, and returns the states."""
         for var_id, name in declared(op):
             self._variables[var_id] = (node, node.num_variables, name)
             self._declared.setdefault(op.state, []).append(var_id)  # type: ignore[union-attr]
@@ -138,7 +136,7 @@ class ForkTree(Generic[NodeT]):
         return forks
 
     def forget(self, state_id: int) -> None:
-        """The client has closed the state and refers to it no more."""
+        """Removes a state that the client has closed."""
         self._nodes.pop(state_id, None)
         for var_id in self._declared.pop(state_id, ()):
             del self._variables[var_id]
@@ -178,14 +176,14 @@ _CHARS_BEFORE = 20
 
 
 def shortened(text: str, around: int = 0, max_chars: int = _MAX_CHARS) -> str:
-    """``text`` in quotes, on one line; of a long one the part around that character."""
+    """``text`` in quotes, on one line; of a long one the part around the character ``around``."""
     start = max(0, around - _CHARS_BEFORE) if len(text) > max_chars else 0
     part = text[start : start + max_chars]
     return repr(("…" if start else "") + part + ("…" if start + max_chars < len(text) else ""))
 
 
 def describe(content: Content) -> str:
-    """The op in a few words: ``gen 'answer'``, ``text 'Is it about…'``."""
+    """A short description: ``gen 'answer'``, ``text 'Is it about…'``."""
     fields = dict(content.fields)
     match content.kind:
         case "text":
@@ -200,7 +198,7 @@ def describe(content: Content) -> str:
 
 
 def difference(recorded: Content, came: Content) -> tuple[str, str]:
-    """The two in words that show where they differ."""
+    """Descriptions of both that show where they differ."""
     if recorded.kind != came.kind:
         return describe(recorded), describe(came)
     one, other = dict(recorded.fields), dict(came.fields)
@@ -222,7 +220,7 @@ def _with(content: Content, fields: dict[str, Any], names: list[str]) -> str:
 
 
 def _flat(fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields of structs within get the names of these fields."""
+    """The fields, with those of nested structs in place of the struct."""
     flat: dict[str, Any] = {}
     for name, value in fields.items():
         flat |= _flat(dict(value.fields)) if isinstance(value, Content) else {name: value}

@@ -1,4 +1,5 @@
-"""A recording as the runs it holds: their fork trees, the ops of each state, the answers to each op."""
+"""The content of a recording: its runs with their fork trees, the ops of each state, and the events of each
+op."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ CONTROL = ops.TaskGroup | ops.Seal | ops.Await | ops.Cancel | ops.Close
 
 @dataclass(frozen=True, slots=True)
 class RecordedEvent:
-    """``seq``: its place among all events. ``num_ops``: ops of content that had been sent before it."""
+    """``seq``: its index among all events. ``num_ops``: content ops that had been sent before it."""
 
     seq: int
     num_ops: int
@@ -36,7 +37,7 @@ class RecordedEvent:
 
 @dataclass(frozen=True, slots=True)
 class RecordedLoss:
-    """The backend was gone: as in ``RecordedEvent``, and why."""
+    """The end of the backend: fields as in ``RecordedEvent``, and the error."""
 
     seq: int
     num_ops: int
@@ -45,9 +46,9 @@ class RecordedLoss:
 
 @dataclass(slots=True)
 class RecordedVariable:
-    """A variable and what was heard of it. ``events``: those that a replay tells, which leaves out what
-    came after the program had cancelled the state. ``end`` is the last thing heard, cancelled or not.
-    ``is_reply``: ``text`` is the notation of a reply."""
+    """A variable and its events. ``events``: those that a replay sends, without those that came after the
+    program cancelled the state. ``end``: the last event, cancelled or not. ``is_reply``: ``text`` is the
+    notation of a reply."""
 
     name: str
     state: RecordedState
@@ -61,19 +62,19 @@ class RecordedVariable:
 
     @property
     def done(self) -> int | None:
-        """The number of the event that brought its value, if one did."""
+        """The index of the event with its value; None if there is none."""
         last = self.events[-1] if self.events else None
         return last.seq if last is not None and isinstance(last.event, Value) else None
 
     @property
     def has_end(self) -> bool:
-        """Whether a replay can tell its end."""
+        """Whether a replay can send its end."""
         return bool(self.events) and not isinstance(self.events[-1].event, Delta)
 
 
 @dataclass(slots=True)
 class RecordedOp:
-    """An op of content. ``refusal``: why ``send`` raised, if it did."""
+    """A content op. ``refusal``: the error that ``send`` raised, if any."""
 
     op: ops.Op
     content: Content
@@ -85,7 +86,7 @@ class RecordedOp:
 
 
 class RecordedState(Node):
-    """A state, with all that was sent to it and heard of it."""
+    """A state, with its ops and events."""
 
     def __init__(self, run: int, path: Path, parent: RecordedState | None) -> None:
         super().__init__(run, path, parent)
@@ -95,7 +96,7 @@ class RecordedState(Node):
         self.num_ops_sealed: int | None = None  # ops before its seal; None: it was not sealed
         self.failure: RecordedEvent | None = None
         self.error: ErrorInfo | None = None  # of its failure, or of what came after its cancellation
-        self.cause: tuple[int, int | None] = (0, None)  # of its failure: ops sent, and an event told, before
+        self.cause: tuple[int, int | None] = (0, None)  # of its failure: ops sent, and an event, before
         self.end_s = 0.0
         self._fork_position = 0 if parent is None else len(parent.ops) + 1  # the fork itself included
         self.asked: dict[int, int] = {}  # ticket → ops before it
@@ -105,25 +106,24 @@ class RecordedState(Node):
 
     @property
     def is_loose(self) -> bool:
-        """Whether a failure or a cancellation decided how much it was sent."""
+        """Whether a failure or a cancellation determined how many ops it got."""
         return self.is_cancelled or self.failure is not None
 
     def ask(self, ticket: int) -> None:
-        """Somebody waits for the ops so far."""
+        """Notes an ``Await`` after the ops so far."""
         self.asked[ticket] = len(self.ops)
 
     def reach(self, ticket: int, seq: int) -> None:
-        """The backend got there."""
+        """Notes the event that reached the ticket."""
         if ticket not in self.asked:
             raise ProtocolError(f"state {self.path} has no ticket {ticket}")
         self._reached.append((self.asked[ticket], seq))
 
     def reached_seq(self, position: int) -> int | None:
-        """After which event the first ``position`` ops are done; None: never, as far as was recorded.
+        """The event after which the first ``position`` ops are done; None if the recording has none.
 
-        A replay may ask elsewhere than the recording did, so this also follows from what the ops need. Not
-        where the state failed: there, who had no answer was told of the failure.
-        """
+        A replay may await at other positions than the recording, so this is also derived from the variables
+        that the ops need; but not for a failed state, whose awaits were answered by the failure."""
         index = bisect_left(self._proofs, (position, -1))
         if index < len(self._proofs):
             return self._proofs[index][1]
@@ -132,7 +132,7 @@ class RecordedState(Node):
         return self._done[position]
 
     def finish(self) -> None:
-        """All has been read, here and above: computes when each op was done. -1: before any event."""
+        """Computes the event after which each op was done (-1: before any), after those of the parents."""
         parent = self.parent
         done = parent._done[self._fork_position] if isinstance(parent, RecordedState) else -1
         self._done = [done]
@@ -144,7 +144,7 @@ class RecordedState(Node):
         self._prove()
 
     def _prove(self) -> None:
-        """Collects which events say how far the state had got: each proves all positions before, too."""
+        """Collects the events that prove that ops are done; each proves all earlier positions, too."""
         proofs = list(self._reached)
         sequence = [op.op for op in self.ops]
         for index, op in enumerate(self.ops):
@@ -159,13 +159,13 @@ class RecordedState(Node):
         self._proofs.reverse()
 
     def num_done_before(self, seq: int) -> int:
-        """How many of its ops had certainly been done before the event."""
+        """The number of its ops that were certainly done before the event."""
         return max((position for position, when in self._proofs if when < seq), default=0)
 
 
 @dataclass(slots=True)
 class RecordedRun:
-    """One run; ``states`` in the order in which they were forked."""
+    """One run; ``states`` in the order of their forks."""
 
     index: int
     root: RecordedState
@@ -174,20 +174,20 @@ class RecordedRun:
     has_refusals: bool = False
 
     def was_asked(self, path: Path, num_ops: int) -> bool:
-        """Whether somebody waited for the state's first ``num_ops`` ops."""
+        """Whether the first ``num_ops`` ops of the state were awaited."""
         return path in self.states and num_ops in self.states[path].asked.values()
 
 
 class RecordedRuns:
-    """Everything in a recording. ``BadRecording`` where a line makes no sense after those before it."""
+    """The content of a recording. ``BadRecording`` if a line contradicts earlier ones."""
 
     def __init__(self, recording: Recording) -> None:
         self.runs: list[RecordedRun] = []
         self.stats: list[tuple[int, StatsReply]] = []
         self.lost: RecordedLoss | None = None
-        self.expected: list[int] = []  # the events that a replay tells in any case
-        self.batches: list[int] = []  # of each event, a number for what was told together
-        self.origins: dict[ErrorInfo, RecordedEvent] = {}  # of each failure, where it was first heard of
+        self.expected: list[int] = []  # the events that every replay sends
+        self.batches: list[int] = []  # of each event, the number of its delivery
+        self.origins: dict[ErrorInfo, RecordedEvent] = {}  # of each root cause, the first event with it
         self._num_events = 0
         self._num_ops = 0
         self._variables: dict[tuple[Node, int], RecordedVariable] = {}
@@ -195,8 +195,8 @@ class RecordedRuns:
         last: Entry | None = None
         entries = _without_unwinding(recording)
         for number, entry in enumerate(entries, start=2):
-            if entry.heard is not None or entry.lost is not None:
-                is_more = last is not None and last.heard is not None and last.at_s == entry.at_s
+            if entry.received is not None or entry.lost is not None:
+                is_more = last is not None and last.received is not None and last.at_s == entry.at_s
                 self.batches.append(self.batches[-1] if is_more else len(self.batches))
             last = entry
             try:
@@ -212,8 +212,8 @@ class RecordedRuns:
     def _read(self, entry: Entry) -> None:
         if entry.sent is not None:
             self._send(entry.sent, entry.at_s)
-        elif entry.heard is not None:
-            self._hear(entry.heard, entry.at_s)
+        elif entry.received is not None:
+            self._receive(entry.received, entry.at_s)
         elif entry.refused is not None:
             for op in entry.ops:
                 self._send(op, entry.at_s, entry.refused)
@@ -265,25 +265,25 @@ class RecordedRuns:
                 state.ask(GRAPH_TICKET)
         state.ops.append(recorded)
 
-    def _hear(self, event: Event, at_s: float) -> None:
-        heard = RecordedEvent(self._num_events, self._num_ops, event)
+    def _receive(self, event: Event, at_s: float) -> None:
+        recorded = RecordedEvent(self._num_events, self._num_ops, event)
         self._num_events += 1
         match event:
             case Delta() | Value() | VarFailed():
-                self._hear_variable(self._variables[self._tree.variable(event.var)], heard, at_s)
+                self._receive_variable(self._variables[self._tree.variable(event.var)], recorded, at_s)
             case Reached():
-                self._tree.node(event.state).reach(event.ticket, heard.seq)
+                self._tree.node(event.state).reach(event.ticket, recorded.seq)
             case StateFailed():
                 state = self._tree.node(event.state)
                 state.error = state.error or event.error
                 if not state.is_cancelled and state.failure is None:
-                    state.failure = heard
-                    self._expect(heard, event.error)
+                    state.failure = recorded
+                    self._expect(recorded, event.error)
             case StatsReply():
-                self.stats.append((heard.seq, event))
+                self.stats.append((recorded.seq, event))
 
-    def _hear_variable(self, variable: RecordedVariable, heard: RecordedEvent, at_s: float) -> None:
-        event = heard.event
+    def _receive_variable(self, variable: RecordedVariable, recorded: RecordedEvent, at_s: float) -> None:
+        event = recorded.event
         variable.state.end_s = max(variable.state.end_s, at_s)
         if isinstance(event, Delta | Value):
             variable.text = variable.text[: event.at] + event.text
@@ -291,17 +291,17 @@ class RecordedRuns:
         if isinstance(event, Value | VarFailed):
             variable.end, variable.end_s = event, at_s
         if not variable.state.is_cancelled:
-            variable.events.append(heard)
-            self._expect(heard, event.error if isinstance(event, VarFailed) else None)
+            variable.events.append(recorded)
+            self._expect(recorded, event.error if isinstance(event, VarFailed) else None)
 
-    def _expect(self, heard: RecordedEvent, error: ErrorInfo | None) -> None:
-        self.expected.append(heard.seq)
+    def _expect(self, recorded: RecordedEvent, error: ErrorInfo | None) -> None:
+        self.expected.append(recorded.seq)
         if error is not None:
-            self.origins.setdefault(error.origin, heard)
+            self.origins.setdefault(error.origin, recorded)
 
     def _cause_of(self, state: RecordedState, failure: RecordedEvent) -> tuple[int, int | None]:
-        """What must have happened before the state can fail as it did: so many of its ops were sent, and
-        the event (if any) was told."""
+        """What must happen before the state can fail as recorded: the number of its ops that were sent, and
+        the event that came before, if any."""
         assert isinstance(failure.event, StateFailed)
         for index, op in enumerate(state.ops):
             lasts = [variable.events[-1] for variable in op.variables if variable.events]
@@ -314,13 +314,13 @@ class RecordedRuns:
         for index, op in enumerate(state.ops[num_done:], start=num_done):
             if any(_failed_with(source, origin) for source in op.sources):
                 return index + 1, needed
-        # Not by an op of its own: a branch took it along, or what it was forked from.
+        # Not by an op of its own, but with a branch of its or with its parent.
         return (num_done if needed is not None else min(num_done + 1, len(state.ops))), needed
 
 
 def _without_unwinding(recording: Recording) -> list[Entry]:
-    """Where the session was cancelled, the last cancellations are not the program's: whoever waited then
-    waits in a replay, too, and is to hear why no answer comes."""
+    """The entries without the final cancellations of a cancelled session, which are not the program's: tasks
+    that were waiting then wait in a replay too, and receive the reason why no answer comes."""
     entries = recording.entries
     if recording.ending != "cancelled":
         return entries

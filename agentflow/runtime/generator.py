@@ -1,9 +1,8 @@
-"""What the interpreter needs of whatever generates text: an engine here, an API client elsewhere.
+"""The interface of the interpreter to a text generator, such as an engine or a script.
 
-The engine abstraction of Parrot (Lin et al., OSDI 2024, section 5.1: fill, generate, free), with
-``fork`` and ``score`` beside it. A *context* is the generator's own view of one state: token ids
-in the engine, messages for an API. Only the generator encodes text.
-"""
+It is the engine abstraction of Parrot (Lin et al., OSDI 2024, section 5.1: fill, generate, free) plus
+``fork`` and ``score``. A *context* is the generator's representation of one state, such as token ids in the
+engine. Only the generator encodes text."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ ContextT = TypeVar("ContextT")
 
 
 class Generated(msgspec.Struct, frozen=True):
-    """The end of a generation. ``finish_reason``: ``eos``, ``stop`` or ``length``."""
+    """A complete generation. ``finish_reason``: ``eos``, ``stop`` or ``length``."""
 
     text: str
     finish_reason: str
@@ -32,8 +31,8 @@ class Generated(msgspec.Struct, frozen=True):
 
 
 class Scored(msgspec.Struct, frozen=True):
-    """The outcome of a select: the chosen index, and each choice's score (what the method compares): the
-    first of the largest is chosen."""
+    """The outcome of a select: each choice's score under the method, and the ``index`` of the chosen one, the
+    first of those with the highest score."""
 
     index: int
     scores: tuple[float, ...]
@@ -41,7 +40,7 @@ class Scored(msgspec.Struct, frozen=True):
 
 
 class StateHint(msgspec.Struct, frozen=True):
-    """What a program knows of a state's next ops; see ``ops.Hint``."""
+    """Advice about a state's next ops; see ``ops.Hint``."""
 
     objective: Literal["latency", "throughput"] | None = None
     output_tokens: int | None = None
@@ -50,17 +49,17 @@ class StateHint(msgspec.Struct, frozen=True):
 
 
 class Generator(Protocol[ContextT]):
-    """One per model. All methods belong to the event loop; those that wait can be cancelled, and
-    then what they started is aborted."""
+    """Generates text with one model. All methods run in the event loop. Cancelling an async method aborts the
+    work that it started."""
 
     capabilities: Capabilities
 
     def open(self, cache_salt: str, *, program: str = "") -> ContextT:
-        """A new, empty context. Contexts share cached KV only under an equal salt. Those of one program are
-        siblings: one consumer waits for them."""
+        """A new, empty context. Contexts share cached KV only under an equal salt. Contexts of the same
+        program are siblings, for which one consumer waits."""
 
     def fill(self, context: ContextT, text: str) -> None:
-        """Appends text, as content."""
+        """Appends text as content."""
 
     def begin_role(self, context: ContextT, role: str) -> None:
         """Opens a turn of the conversation."""
@@ -72,7 +71,7 @@ class Generator(Protocol[ContextT]):
         """Appends an image, given as a URL."""
 
     async def converse(self, context: ContextT, conversation: Conversation) -> None:
-        """Begins the context with a conversation. Where ``capabilities.conversations``."""
+        """Begins the context with a conversation. Called only if ``capabilities.conversations``."""
 
     async def reply(
         self,
@@ -81,8 +80,8 @@ class Generator(Protocol[ContextT]):
         on_text: OnText,
         constraint: Constraint | None = None,
     ) -> Generated:
-        """As ``generate``, after ``converse``: what comes is the text of a reply (``agentflow.reply``), which
-        may call the conversation's tools. The constraint is for one that may call none."""
+        """As ``generate``, after ``converse``, but the text is the notation of a reply (``protocol.chat``),
+        which may call the conversation's tools. The constraint applies to replies without calls."""
 
     async def generate(
         self,
@@ -91,27 +90,27 @@ class Generator(Protocol[ContextT]):
         on_text: OnText,
         constraint: Constraint | None = None,
     ) -> Generated:
-        """Continues the context under the constraint, and appends what came. ``on_text`` hears each
-        delta. The constraint is of a kind that ``capabilities`` names."""
+        """Generates a continuation under the constraint and appends it. ``on_text`` receives each delta. The
+        constraint is of a kind that ``capabilities`` names."""
 
     async def score(self, context: ContextT, choices: Sequence[str], method: str) -> Scored:
-        """Picks the choice that fits best after the context, and appends it."""
+        """Appends the choice with the highest score after the context."""
 
     async def fork(self, context: ContextT, count: int) -> list[ContextT]:
-        """``count`` contexts that go on from here, sharing the prefix."""
+        """``count`` contexts that continue from here and share the prefix."""
 
     def hint(self, context: ContextT, hint: StateHint) -> None:
-        """What the program knows of the context's next ops. Changes no result."""
+        """Takes advice about the context's next ops. Changes no result."""
 
     def text(self, context: ContextT) -> str:
-        """All that the context holds, the marks of its turns included."""
+        """The text of the context, including the markup of turns."""
 
     async def token_ids(self, context: ContextT) -> list[int]:
-        """Its token ids. ``NotSupported`` where ``capabilities.token_ids`` is False."""
+        """The token ids of the context. ``NotSupported`` if ``capabilities.token_ids`` is False."""
 
     def free(self, context: ContextT) -> None:
-        """Nothing is appended to the context any more, and nothing is generated after it. ``text`` and
-        ``token_ids`` may still read it."""
+        """Releases the context: nothing will be appended or generated any more. ``text`` and ``token_ids``
+        can still read it."""
 
     async def stats(self) -> Stats:
-        """What the backend counts."""
+        """The counters of the backend."""

@@ -1,15 +1,12 @@
-"""The interpreter: runs the op streams of one session against a generator.
+"""The interpreter: runs the op streams of one session with a generator.
 
-Each state's ops run in order, in a task that exists only while ops wait there; states run side by
-side. An op that waits for a variable holds nothing but its place in its own stream. How failure and
-cancellation travel between states is in ``state_tree``.
+The ops of each state run in order, in a task that exists only while ops are waiting there; states run
+concurrently. ``state_tree`` describes how failures and cancellations spread between them.
 
-An op that makes no sense, or for which there is no room, fails its state as one does that goes wrong while it
-runs; the other states go on. Only what belongs to no state ends the session.
+An op that is invalid, or for which there is no room, fails its state, as an op does that fails while it runs;
+the other states continue. Only an error that belongs to no state ends the session.
 
-What each op does with its state's context, once its turn has come.
-
-Answers a session's questions for the backend's counters.
+``OpExecution`` runs the ops that use their state's context, ``Interpreter`` all others.
 """
 
 from __future__ import annotations
@@ -78,13 +75,13 @@ from agentflow.runtime.state_tree import (
     origin_of,
 )
 
-# Texts that take each other twice double with every op: thirty small ops must not fill the memory.
+# A text that refers twice to the one before doubles with every op: thirty small ops must not fill the memory.
 MAX_OP_CHARS = 8 * 1024 * 1024
 
 
 class OpExecution(Generic[ContextT]):
-    """Executes ops on ``generator``. ``start_child`` takes the context of a forked state, with what that
-    holds, and its number of characters."""
+    """Executes ops with ``generator``. ``start_child`` takes the context of a forked state, with its memory
+    and its number of characters."""
 
     def __init__(
         self,
@@ -97,13 +94,13 @@ class OpExecution(Generic[ContextT]):
         self._variables = variables
         self._memory = memory
         self._start_child = start_child
-        # Of the threads that all sessions share, this one searches in one at a time.
+        # A session uses one of the shared threads at a time.
         self._searching = anyio.CapacityLimiter(1)
 
     async def execute(self, state: StateRecord[ContextT], pending: PendingOp[ContextT]) -> None:
-        """Runs an op that needs the state's context; waits for the variables in it, in their order."""
+        """Runs an op, after it has waited for the variables that its text refers to."""
         context, op = state.context, pending.op
-        if isinstance(op, ops.Set):  # needs no context: a sealed state may have one
+        if isinstance(op, ops.Set):  # needs no context: the state may be sealed
             await self._set(op, pending)
             return
         if isinstance(op, ops.Read):
@@ -126,7 +123,7 @@ class OpExecution(Generic[ContextT]):
             case ops.Gen():
                 await self._generate(state, context, op)
             case ops.Select():
-                variable = self._variables[op.var]  # now: by the end its state may have been closed
+                variable = self._variables[op.var]  # now, because its state may be closed by the end
                 scored = await self._generator.score(context, op.choices, op.method)
                 state.reserve_text(op.choices[scored.index])
                 variable.complete(op.choices[scored.index], _selected(op, scored))
@@ -152,7 +149,7 @@ class OpExecution(Generic[ContextT]):
         self, state: StateRecord[ContextT], context: ContextT, children: Sequence[StateRecord[ContextT]]
     ) -> None:
         num_chars = state.num_chars
-        # First: the copies may be very many.
+        # Before the copies are made, of which there may be many.
         reservations = [Reservation(self._memory, FORKED_CHAR_BYTES * num_chars) for _ in children]
         contexts = await self._generator.fork(context, len(children))
         for child, child_context, reservation in zip(children, contexts, reservations, strict=True):
@@ -160,8 +157,10 @@ class OpExecution(Generic[ContextT]):
 
     async def _read(self, op: ops.Read, state: StateRecord[ContextT], pending: PendingOp[ContextT]) -> None:
         context = state.sealed if state.context is None else state.context
-        if context is None:  # fails nothing but itself: the state's own work is done
-            dropped = StateClosed(f"what state {state.id} held when it was sealed was dropped for newer ones")
+        if context is None:  # fails only the variable, because the state has ended
+            dropped = StateClosed(
+                f"the content of sealed state {state.id} was dropped to make room for newer ones"
+            )
             dropped.place = None if pending.number is None else (state.id, pending.number)
             self._variables[op.var].fail(dropped)
             return
@@ -172,7 +171,7 @@ class OpExecution(Generic[ContextT]):
         _complete(self._variables[op.var], text, "read")
 
     async def _look(self, context: ContextT, pending: PendingOp[ContextT]) -> None:
-        """Ops that leave the state's text as it is, and images."""
+        """Runs a hint or an image."""
         op = pending.op
         match op:
             case ops.Hint():
@@ -201,8 +200,8 @@ class OpExecution(Generic[ContextT]):
         variable.complete(end.text, value)
 
     async def _resolved(self, parts: ops.Parts, sources: Sequence[VariableRecord]) -> str:
-        """The text of the parts, once it is there; ``sources``: the variables in them, in their order."""
-        for variable in sources:  # nothing is kept while it waits
+        """The text of the parts. ``sources``: the variables that they refer to, in their order."""
+        for variable in sources:  # no piece is made before all values are there
             await variable.done.wait()
             if variable.error is not None:
                 cause = origin_of(variable.error)
@@ -210,7 +209,7 @@ class OpExecution(Generic[ContextT]):
         pieces: list[str] = []
         num_chars = 0
         variables = iter(sources)
-        reservation = Reservation(self._memory, 0)  # a search in between may have to wait for those of others
+        reservation = Reservation(self._memory, 0)  # a search may have to wait for a thread
         for part in parts:
             if isinstance(part, str):
                 piece = part
@@ -237,7 +236,7 @@ MAX_TICKETS = 1_000
 
 
 class StatsAnswers(Generic[ContextT]):
-    """Asks ``generator`` once for all who wait, in one of ``tasks``, however many they are."""
+    """Answers ``GetStats``. Concurrent ones share one query of the generator."""
 
     def __init__(self, generator: Generator[ContextT], tasks: TaskGroup, events: EventCursor) -> None:
         self._generator = generator
@@ -246,10 +245,10 @@ class StatsAnswers(Generic[ContextT]):
         self._tickets: list[int] = []
 
     def ask(self, ticket: int) -> None:
-        """The answer will bear the ticket. ``Overloaded`` where too many wait."""
+        """Asks for an answer with this ticket. ``Overloaded`` if too many are waiting."""
         check_number(ticket)
         if len(self._tickets) >= MAX_TICKETS:
-            raise Overloaded(f"{MAX_TICKETS} questions for counters wait: hear some answers first")
+            raise Overloaded(f"{MAX_TICKETS} requests for counters are waiting: receive some answers first")
         self._tickets.append(ticket)
         if len(self._tickets) == 1:
             self._tasks.start_soon(self._answer)
@@ -257,7 +256,7 @@ class StatsAnswers(Generic[ContextT]):
     async def _answer(self) -> None:
         try:
             reply = StatsReply(0, await self._generator.stats())
-        except AgentflowError as error:  # an engine that restarts, say: the session goes on
+        except AgentflowError as error:  # such as an engine that restarts
             reply = StatsReply(0, error=ErrorInfo.of(error))
         tickets, self._tickets = self._tickets, []
         for ticket in tickets:
@@ -268,18 +267,17 @@ logger = logging.getLogger(__name__)
 
 # Twice what the frontend lets a program submit without awaiting.
 MAX_PENDING_OPS = 20_000
-# What may be held of ops that were rejected, beside all else: their states and variables have to fail even
-# where there is no room for more.
+# A budget of its own for rejected ops, whose states and variables have to fail even if there is no more room.
 REJECTED_BYTES = 4_000_000
-# A stream of pure text ops never waits by itself: let others run after so many.
+# A stream of text ops never waits, so the task yields after so many.
 OPS_PER_TURN = 64
 _NUMBERED = {str(kind.__struct_config__.tag) for kind, spec in OPS.items() if spec.is_numbered}
 
 
 class Interpreter(Generic[ContextT]):
-    """Runs ops on ``generator``; what comes of them is in ``events``. ``task_group`` owns all tasks:
-    cancel it to end the session, then call ``close``. ``memory``: where all that it holds is counted.
-    ``hides_faults``: what fails for reasons of the backend's own is explained in the log only."""
+    """Runs the ops of a session with ``generator``; ``events`` has the results. ``task_group`` owns all
+    tasks: cancel it to end the session, then call ``close``. ``memory`` counts the memory of the session.
+    ``hides_faults``: clients see only an id for faults of the backend, which the log explains."""
 
     def __init__(
         self,
@@ -292,9 +290,7 @@ class Interpreter(Generic[ContextT]):
         self._hides_faults = hides_faults
         self.events = EventCursor()
         self._memory = MemoryBudget() if memory is None else memory
-        self._memory_of_rejected = MemoryBudget(
-            REJECTED_BYTES, "of ops that were rejected, this session may hold"
-        )
+        self._memory_of_rejected = MemoryBudget(REJECTED_BYTES, "of rejected ops, this session may hold")
         self._generator = generator
         self._tasks = task_group
         self._states: StateTree[ContextT] = StateTree(
@@ -305,8 +301,9 @@ class Interpreter(Generic[ContextT]):
         self._stats = StatsAnswers(generator, task_group, self.events)
 
     def submit(self, op: ops.Op | ops.Rejected) -> None:
-        """Takes an op; never waits. One that cannot be taken fails its state. The session must end where that
-        is not there (``ProtocolError``) or too much was rejected (``Overloaded``)."""
+        """Takes an op; does not wait. An op that is rejected fails its state. Raises the error that must end
+        the session: ``ProtocolError`` if that state does not exist, ``Overloaded`` if too much was
+        rejected."""
         if isinstance(op, ops.Rejected):
             self._reject(op)
             return
@@ -316,7 +313,7 @@ class Interpreter(Generic[ContextT]):
             self._reject(rejected(op, error))
 
     def _take(self, op: ops.Op) -> None:
-        """What raises has changed nothing, but for a graph that was begun."""
+        """If it raises, nothing has changed, except for a graph that was begun."""
         match op:
             case ops.Open():
                 spec_of(op).check(op)
@@ -344,8 +341,8 @@ class Interpreter(Generic[ContextT]):
                 self._enqueue(self._states.open_state(op.state), op)
 
     def rewind(self, variables: dict[int, int], states: dict[int, int]) -> None:
-        """The listener says what it has: characters of each unfinished variable, the last ticket of
-        each state. Everything after that is said again."""
+        """Moves the events back to what the client has received: characters of each unfinished variable, the
+        last ticket of each state."""
         for var_id, num_chars in variables.items():
             if (variable := self._variables.get(var_id)) is not None:
                 variable.rewind(num_chars)
@@ -354,7 +351,7 @@ class Interpreter(Generic[ContextT]):
                 state.rewind(ticket)
 
     def close(self) -> None:
-        """Frees every context. The task group must have ended."""
+        """Frees all contexts. The task group must have ended."""
         try:
             self._states.clear()
         finally:
@@ -364,10 +361,12 @@ class Interpreter(Generic[ContextT]):
 
     def _enqueue(self, state: StateRecord[ContextT], op: ops.Op, events: EventCursor | None = None) -> None:
         held = Reservation(self._memory, 0)
-        if isinstance(op, ops.Close):  # makes room: there must be some for it
+        if isinstance(op, ops.Close):  # always accepted, because it makes room
             held.count(op_bytes(op))
         elif len(state.pending) >= MAX_PENDING_OPS:
-            raise Overloaded(f"{MAX_PENDING_OPS} ops wait on state {state.id}: await some of them first")
+            raise Overloaded(
+                f"{MAX_PENDING_OPS} ops are waiting on state {state.id}: await some of them first"
+            )
         else:
             held.add(op_bytes(op))
         sources = tuple([self._variable(var_id) for var_id in references(op)])
@@ -402,8 +401,8 @@ class Interpreter(Generic[ContextT]):
         self._kick(state)
 
     def _reject(self, op: ops.Rejected) -> None:
-        """Fails the state of an op that is not taken, after what was taken before, and what the op would have
-        declared."""
+        """Fails the state of a rejected op once its earlier ops are done, and at once the variables and
+        states that the op would have declared."""
         if op.kind == "provide":
             self._fail_expected(op)
             return
@@ -427,7 +426,9 @@ class Interpreter(Generic[ContextT]):
         number_here = state.next_number() if op.kind in _NUMBERED else None
         can_begin = state.has_begun or state.parent is not None
         if isinstance(op.error, Overloaded) or not can_begin:
-            self._states.end(state, _placed(op.error, state, number_here))  # at once: what waits takes room
+            self._states.end(
+                state, _placed(op.error, state, number_here)
+            )  # at once, because waiting ops take room
         else:
             state.pending.append(PendingOp(op, Reservation(self._memory_of_rejected, OP_BYTES), number_here))
             self._kick(state)
@@ -477,10 +478,10 @@ class Interpreter(Generic[ContextT]):
             self._fail(state, pending, self._fault(type(pending.op).__name__.lower(), error))
 
     def _fault(self, name: str, error: Exception) -> EngineFailed:
-        """Of an op that failed for a reason that is not the program's."""
+        """The error of an op that failed because of a fault of the backend."""
         if self._hides_faults:
             return incident(logger, name, error)
-        logger.exception("an op failed for a reason that is not the program's")
+        logger.exception("a fault of the backend failed an op")
         failure = EngineFailed(f"{name} failed: {error!r}")
         failure.__cause__ = error
         return failure
@@ -517,7 +518,7 @@ class Interpreter(Generic[ContextT]):
     def _skip(
         self, state: StateRecord[ContextT], pending: PendingOp[ContextT], error: AgentflowError
     ) -> None:
-        """What an op leaves behind when its state has failed: its variable and its children fail too."""
+        """Skips an op of a failed state: its variable and its children fail too."""
         op = pending.op
         match op:
             case _ if isinstance(op, ops.Declaring):
@@ -538,7 +539,7 @@ class Interpreter(Generic[ContextT]):
     def _fail(
         self, state: StateRecord[ContextT], pending: PendingOp[ContextT], error: AgentflowError
     ) -> None:
-        """An op failed: so does its variable (with the error itself), its state, its task group."""
+        """Fails an op: its variable (with the error itself), its state, and its task group."""
         _forget_frames(error)
         error = _placed(error, state, pending.number)
         variable = self._variables.get(pending.op.var) if isinstance(pending.op, ops.Declaring) else None
@@ -555,9 +556,9 @@ class Interpreter(Generic[ContextT]):
     def _provide(self, op: ops.Provide) -> None:
         variable = self._variables.get(op.var)
         if variable is not None and not variable.is_expected:
-            raise ProtocolError(f"variable {op.var} is none that the client provides")
+            raise ProtocolError(f"variable {op.var} is not one that the client provides")
         if variable is None or variable.done.is_set():
-            return  # its state has failed or ended meanwhile
+            return  # its state has failed or was closed meanwhile
         if op.error is not None:
             variable.fail(op.error.to_exception())
             return
@@ -569,7 +570,7 @@ class Interpreter(Generic[ContextT]):
     def _forget(self, state: StateRecord[ContextT]) -> None:
         graph, state.graph = state.graph, None
         for one in [state] if graph is None else graph.states:
-            if one is not state:  # its ops may still run, and find nothing more of what they need
+            if one is not state:  # its ops may still run
                 one.graph = None
                 self._states.stop(one, Cancelled("its graph was closed"))
             self._states.forget(one)
@@ -579,16 +580,16 @@ class Interpreter(Generic[ContextT]):
                     del self._variables[variable.id]
 
     def _start_graph(self, op: ops.Submit) -> None:
-        """All its ops are in line before the first of them runs; where they cannot be, none of them runs."""
+        """Enqueues all ops of a graph before the first of them runs; if one is rejected, none runs."""
         outputs = {op.session_number(number) for number in op.outputs}
         inputs = {op.session_number(number): text for number, text in op.inputs.items()}
-        unheard = EventCursor()
+        unread = EventCursor()
         graph: GraphExecution[ContextT] | None = None
         try:
             for part in expanded(op):
                 if isinstance(part, ops.Declaring):
                     self._enqueue(
-                        self._states.open_state(part.state), part, None if part.var in outputs else unheard
+                        self._states.open_state(part.state), part, None if part.var in outputs else unread
                     )
                     self._variables[part.var].is_output = True
                     if part.var in inputs:
@@ -608,12 +609,12 @@ class Interpreter(Generic[ContextT]):
 
 
 def _of_session(error: AgentflowError) -> AgentflowError:
-    """What ends a session because of an op that has no state to fail."""
+    """The error that ends the session, of an op that has no state to fail."""
     return error if isinstance(error, Overloaded | ProtocolError) else ProtocolError(str(error))
 
 
 def _placed(error: AgentflowError, state: StateRecord[ContextT], number: int | None) -> AgentflowError:
-    """The error with its place; one exception may fail many ops, each in a place of its own."""
+    """The error with its place. A copy if it has one, because one exception may fail several ops."""
     if number is not None:
         if error.place is not None:
             error = ErrorInfo.of(error).to_exception()
@@ -622,7 +623,7 @@ def _placed(error: AgentflowError, state: StateRecord[ContextT], number: int | N
 
 
 def _forget_frames(error: BaseException) -> None:
-    """With its traceback, an error that is kept keeps all that the functions had that it came through."""
+    """Drops the tracebacks of an error that is kept: they keep the locals of all its frames alive."""
     link: BaseException | None = error
     for _ in range(MAX_CAUSES):
         if link is None:

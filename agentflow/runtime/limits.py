@@ -22,22 +22,22 @@ from agentflow.protocol.op_table import NUMBER_BYTES, texts_bytes
 from agentflow.protocol.sampling import SamplingParams
 
 STATE_BYTES = 3_000
-"""Of a state with an empty context."""
+"""A state with an empty context."""
 VARIABLE_BYTES = 1_000
-"""Of a variable without its text."""
+"""A variable without its text."""
 CHAR_BYTES = 16
-"""Of a character in a context, beside its text: its tokens, in the forms in which they are kept."""
+"""A character in a context, in addition to its text: its tokens in all their forms."""
 FORKED_CHAR_BYTES = 4
-"""Of a character that a context has from its parent: texts are shared, lists of tokens copied."""
+"""A character that a context has from its parent: texts are shared, lists of tokens are copied."""
 TURN_CHARS = 32
-"""So many characters a turn is worth without its text."""
+"""A turn without its text counts like so many characters."""
 TOP_TOKEN_BYTES = 160
 
 
 class MemoryBudget:
-    """At most ``most_bytes``. ``who`` begins the error that says so, and ``advice`` ends it. What is held
-    beyond ``free_bytes`` counts ``within`` another one too, which many share: where that is full, small ones
-    still have these.
+    """At most ``most_bytes`` of memory. ``who`` begins the error of an exceeded limit, ``advice`` ends it.
+    Bytes beyond ``free_bytes`` also count in ``within``, a budget that many share; the free bytes are
+    available even when that one is full.
 
     >>> server = MemoryBudget(1_000, "all sessions together may hold")
     >>> session = MemoryBudget(800, within=server, free_bytes=100)
@@ -64,7 +64,7 @@ class MemoryBudget:
         self._is_closed = False
 
     def reserve(self, num_bytes: int) -> None:
-        """So many bytes more, or ``Overloaded``, and then none of them. Nothing at all always has room."""
+        """Adds the bytes, or raises ``Overloaded`` and adds none. 0 bytes never exceed a limit."""
         if not num_bytes:
             return
         total = self.num_bytes + num_bytes
@@ -77,7 +77,7 @@ class MemoryBudget:
         self.num_bytes = total
 
     def count(self, num_bytes: int) -> None:
-        """So many bytes more (or less), whatever the limit: they are held already."""
+        """Adds (or subtracts) bytes that are already in use, regardless of the limit."""
         if self._is_closed:
             return
         total = self.num_bytes + num_bytes
@@ -88,23 +88,23 @@ class MemoryBudget:
         self.num_bytes = total
 
     def close(self) -> None:
-        """Nothing is held any more, and nothing counts from now on."""
+        """Releases all bytes; later calls count nothing."""
         self.count(-self.num_bytes)
         self._is_closed = True
 
 
 class Reservation:
-    """So many bytes for one object, until nobody has it any more. ``Overloaded`` where that is too much.
+    """Bytes in a memory budget that are released when the reservation is garbage collected, so with the
+    object that owns it. ``Overloaded`` if there is no room.
 
-    It relies on CPython, which deletes an object with its last reference; elsewhere it would last until the
-    next collection.
+    This relies on CPython, which deletes an object with its last reference.
     """
 
     __slots__ = ("_memory", "_num_bytes")
 
     @property
     def num_bytes(self) -> int:
-        """How many."""
+        """The number of reserved bytes."""
         return self._num_bytes
 
     def __init__(self, memory: MemoryBudget, num_bytes: int) -> None:
@@ -114,12 +114,12 @@ class Reservation:
         self._num_bytes = num_bytes
 
     def add(self, num_bytes: int) -> None:
-        """More of them. ``Overloaded``: none of them."""
+        """Reserves more bytes, or raises ``Overloaded`` and reserves none."""
         self._memory.reserve(num_bytes)
         self._num_bytes += num_bytes
 
     def count(self, num_bytes: int) -> None:
-        """More of them, whatever the limit: they are held already."""
+        """Adds bytes that are already in use, regardless of the limit."""
         self._memory.count(num_bytes)
         self._num_bytes += num_bytes
 
@@ -128,22 +128,22 @@ class Reservation:
 
 
 def variable_bytes(name: str) -> int:
-    """Of a variable of this name without its value."""
+    """The memory of a variable without its value."""
     return VARIABLE_BYTES + sys.getsizeof(name)
 
 
 def text_bytes(text: str, num_chars: int = 0) -> int:
-    """Of a text that a context has for its own, and of what else counts like so many characters."""
+    """The memory of a text in a context, and of content that counts like ``num_chars`` characters."""
     return sys.getsizeof(text) + CHAR_BYTES * (len(text) + num_chars)
 
 
 def error_bytes(error: BaseException, text: str = "") -> int:
-    """Of a failure, and of the text that was there before."""
+    """The memory of an error, and of the text that a variable had before."""
     return sys.getsizeof(str(error)) + sys.getsizeof(text)
 
 
 def value_bytes(text: str, value: Value) -> int:
-    """Of a variable's end."""
+    """The memory of a complete value."""
     num_bytes = sys.getsizeof(text)
     if value.logprobs is not None:
         num_bytes += NUMBER_BYTES * len(value.logprobs)
@@ -155,8 +155,9 @@ def value_bytes(text: str, value: Value) -> int:
 
 
 class Budget:
-    """``deadline``: on the event loop's clock. ``tokens_left``: of all generations together; it goes
-    below 0 where several run at once, and whoever ends after that fails."""
+    """The time and tokens that a state and its forks may use. ``deadline``: on the event loop's clock.
+    ``tokens_left``: of all generations together; concurrent ones may take it below 0, and a generation that
+    ends after that fails."""
 
     def __init__(self, *, deadline_s: float | None = None, output_tokens: int | None = None) -> None:
         self.deadline = math.inf if deadline_s is None else anyio.current_time() + deadline_s
@@ -165,24 +166,24 @@ class Budget:
 
 
 def deadline_of(budgets: Sequence[Budget]) -> float:
-    """The first of their deadlines; infinite where there is none."""
+    """The earliest of their deadlines; infinite if there is none."""
     return min([budget.deadline for budget in budgets], default=math.inf)
 
 
 def check_time(budgets: Sequence[Budget]) -> None:
-    """``DeadlineExceeded`` where one of the deadlines has passed."""
+    """Raises ``DeadlineExceeded`` if one of the deadlines has passed."""
     deadline = deadline_of(budgets)
     if deadline != math.inf and deadline <= anyio.current_time():
         raise time_is_over()
 
 
 def time_is_over() -> DeadlineExceeded:
-    """What fails when a limit's deadline has passed."""
-    return DeadlineExceeded("the time that was allowed is over")
+    """The error for a deadline that has passed."""
+    return DeadlineExceeded("the time limit is over")
 
 
 def clipped(params: SamplingParams, budgets: Sequence[Budget]) -> SamplingParams:
-    """The parameters, with no more tokens than are left. ``BudgetExceeded`` where none are."""
+    """``params`` with ``max_tokens`` clipped to the tokens that are left. ``BudgetExceeded`` if none are."""
     for budget in budgets:
         if budget.tokens_left < 1:
             raise _exceeded(budget)
@@ -193,7 +194,7 @@ def clipped(params: SamplingParams, budgets: Sequence[Budget]) -> SamplingParams
 
 
 def spend(num_tokens: int, budgets: Sequence[Budget], *, was_cut: bool) -> None:
-    """A generation took so many. ``was_cut``: it would have gone on if there had been more."""
+    """Charges a generation's tokens. ``was_cut``: the budget truncated it. ``BudgetExceeded``."""
     for budget in budgets:
         budget.tokens_left -= num_tokens
     for budget in budgets:
@@ -202,13 +203,13 @@ def spend(num_tokens: int, budgets: Sequence[Budget], *, was_cut: bool) -> None:
 
 
 def _exceeded(budget: Budget) -> BudgetExceeded:
-    return BudgetExceeded(f"the {budget.output_tokens:,} output tokens that were allowed are used up")
+    return BudgetExceeded(f"the limit of {budget.output_tokens:,} output tokens is used up")
 
 
 def limit_op(state_id: int, deadline_s: float | None, output_tokens: int | None) -> ops.Limit:
-    """A limit, checked."""
+    """A checked ``Limit``. ``BadArgument``."""
     if deadline_s is None and output_tokens is None:
-        raise BadArgument("limit: say deadline_s or output_tokens, or both")
+        raise BadArgument("limit: give deadline_s or output_tokens, or both")
     ops.check_limit(deadline_s, output_tokens)
     return ops.Limit(state_id, deadline_s, output_tokens)
 
@@ -217,8 +218,8 @@ MAX_PART = 0.5
 
 
 def part_of(limit: int, tenant_name: str) -> int:
-    """How much one tenant may take of what all share, ``limit`` of it, so that others are left some: half of
-    it (but at least 1), and all on a server without keys.
+    """The largest part of a shared ``limit`` that one tenant may use: half of it (at least 1), or all on a
+    server without keys.
 
     >>> part_of(1000, "alice"), part_of(1000, "")
     (500, 1000)
@@ -227,7 +228,8 @@ def part_of(limit: int, tenant_name: str) -> int:
 
 
 class TenantMemory:
-    """``most_bytes`` for all. ``who`` begins the error of a limit that is reached, ``advice`` ends it.
+    """A memory budget of ``most_bytes`` that all tenants share, each up to its part. ``who`` begins the error
+    of an exceeded limit, ``advice`` ends it.
 
     >>> sessions = TenantMemory(1_000, "sessions may hold", "wait")
     >>> sessions.of("alice").reserve(600)
@@ -244,11 +246,11 @@ class TenantMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tenants."""
+        """The bytes in use by all tenants."""
         return self._all.num_bytes
 
     def of(self, tenant: str) -> MemoryBudget:
-        """The tenant's part. Keep it while anything is held there."""
+        """The tenant's budget. Keep a reference for as long as it is in use."""
         part = self._of_tenant.get(tenant)
         if part is None:
             most = part_of(self._most_bytes, tenant)

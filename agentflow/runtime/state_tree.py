@@ -1,16 +1,13 @@
-"""The states of one session as a tree: who was forked from whom, and how failure and cancellation travel.
+"""The states and variables of one session: their records, their events, and the tree of forks.
 
-Failure goes up: a branch of a task group takes its siblings and its parent along. Cancellation goes
-down, to everything that was forked from a state.
+``VariableRecord`` and ``StateRecord`` hold what the interpreter knows of each, and how much of it the reader
+of the events has received. Events are not queued: ``EventCursor.drain`` makes those that bring the reader up
+to date, so text that was generated while it did not read leaves as one delta. After a broken connection,
+``rewind`` moves a record back to the position that the client reports.
 
-What an interpreter knows of each variable and state, and how much of it the listener has heard.
-
-What an interpreter has to say, as cursors: each variable and state knows how far the listener has
-heard, and ``drain`` makes the events that bring it up to date.
-
-Nothing is queued: text that came while nobody listened leaves as one delta. After a broken
-connection, ``rewind`` moves the cursors back to what the listener says it has.
-"""
+``StateTree`` knows which state was forked from which. A failure in a task group spreads up: to the siblings
+of the failed state and to their parent. A cancellation spreads down, to all forks of a state.
+``GraphExecution`` follows the states of one submitted graph."""
 
 from __future__ import annotations
 
@@ -90,8 +87,8 @@ class EventCursor:
 
 
 class VariableRecord:
-    """One variable: its text so far, its end, and how far the listener has heard. ``is_expected``: its
-    value comes from the client. ``is_reply``: its text is the notation of a reply. ``reservation``: its
+    """One variable: its text so far, its end, and the position of the reader of its events. ``is_expected``:
+    the client provides the value. ``is_reply``: the text is the notation of a reply. ``reservation``: its
     memory."""
 
     def __init__(
@@ -115,29 +112,29 @@ class VariableRecord:
         self._events = events
         self._reservation = reservation
         self.is_output = False
-        self._heard = 0
-        self._heard_end = False
+        self._num_sent = 0
+        self._has_sent_end = False
 
     @property
     def content(self) -> str:
-        """What stands for it in other texts, once it is complete: of a reply its prose."""
+        """The text that references to the complete variable stand for: of a reply the prose."""
         return read_reply(self.text).text if self._is_reply else self.text
 
     def extend(self, delta: str) -> None:
-        """More text. Of a graph's output only the end is told."""
+        """Appends text. Of a graph's output only the end is reported."""
         self.text += delta
         if not self.is_output:
             self._events.mark(self)
 
     def complete(self, text: str, value: Value) -> None:
-        """The end: ``text`` is all of it; ``value`` says the rest. ``Overloaded`` where that is too much."""
+        """Completes the variable with all of its ``text``, and ``value`` for the rest. ``Overloaded``."""
         self._reservation.add(value_bytes(text, value))
         self.text, self.value = text, value
         self.done.set()
         self._events.mark(self)
 
     def fail(self, error: AgentflowError) -> None:
-        """No value will come. Has no effect after the end."""
+        """Ends the variable without a value. Has no effect after its end."""
         if not self.done.is_set():
             self._reservation.count(error_bytes(error, self.text))
             self.error = error
@@ -145,30 +142,30 @@ class VariableRecord:
             self._events.mark(self)
 
     def rewind(self, num_chars: int) -> None:
-        """The listener has heard ``num_chars`` characters and not the end."""
-        self._heard, self._heard_end = max(0, min(num_chars, len(self.text))), False
+        """The reader has received ``num_chars`` characters, and not the end."""
+        self._num_sent, self._has_sent_end = max(0, min(num_chars, len(self.text))), False
         self._events.mark(self)
 
     def take_events(self) -> list[Event]:
-        if self._heard_end:
+        if self._has_sent_end:
             return []
-        at, self._heard = self._heard, len(self.text)
+        at, self._num_sent = self._num_sent, len(self.text)
         rest = self.text[at:]
         if self.error is not None:
-            self._heard_end = True
+            self._has_sent_end = True
             events: list[Event] = [Delta(self.id, at, rest)] if rest else []
             return [*events, VarFailed(self.id, ErrorInfo.of(self.error))]
         if self.value is not None:
-            self._heard_end = True
+            self._has_sent_end = True
             return [msgspec.structs.replace(self.value, var=self.id, at=at, text=rest)]
         return [Delta(self.id, at, rest)] if rest else []
 
 
 @dataclass(slots=True)
 class PendingOp(Generic[ContextT]):
-    """An op in line. ``number``: which of its state's ops it is (None for those that are not counted).
-    ``sources``: the variables that its text refers to, in order: the op keeps them, whatever becomes of
-    their states. ``children``: the states that it forks. ``reservation``: its own memory."""
+    """An op in its state's stream. ``number``: its number among the state's ops, None if it has none.
+    ``sources``: the variables that its text refers to, in order; they outlive their states here.
+    ``children``: the states that it forks. ``reservation``: its own memory."""
 
     op: ops.Op | ops.Rejected
     reservation: Reservation
@@ -178,8 +175,8 @@ class PendingOp(Generic[ContextT]):
 
 
 class StateRecord(Generic[ContextT]):
-    """One state: its context, the ops that wait, and how it ended. ``reservation``: its memory; that of its
-    context is ``context_reservation``."""
+    """One state: its context, its waiting ops, and its error. ``reservation``: its memory;
+    ``context_reservation``: that of its context."""
 
     def __init__(
         self,
@@ -191,7 +188,7 @@ class StateRecord(Generic[ContextT]):
         self.id = state_id
         self.parent = parent
         self.context: ContextT | None = None
-        self.sealed: ContextT | None = None  # its context, to be read only
+        self.sealed: ContextT | None = None  # its context after a seal, read only
         self.has_begun = False
         self.pending: deque[PendingOp[ContextT]] = deque()
         self.variables: list[VariableRecord] = []
@@ -212,8 +209,8 @@ class StateRecord(Generic[ContextT]):
         self._events = events
         self.graph: GraphExecution[ContextT] | None = None
         self.is_silent = False
-        self._heard_reached = 0
-        self._heard_error = False
+        self._sent_ticket = 0
+        self._has_sent_error = False
         self._num_ops = 0
 
     def next_number(self) -> int:
@@ -222,33 +219,33 @@ class StateRecord(Generic[ContextT]):
         return self._num_ops
 
     def restrict(self, budget: Budget) -> None:
-        """One budget more, from now on."""
+        """Adds a budget."""
         self.budgets += (budget,)
         self.num_limits += 1
         if self.scope is not None:
             self.scope.deadline = min(self.scope.deadline, budget.deadline)
 
     def begin(self, context: ContextT, reservation: Reservation, num_chars: int = 0) -> None:
-        """The state has a context, of so many characters: its ops can run."""
+        """Gives the state its context of ``num_chars`` characters, so that its ops can run."""
         self.context, self.context_reservation = context, reservation
         self.num_chars = num_chars
         self.has_begun = True
 
     def reserve_text(self, text: str, num_chars: int = 0) -> None:
-        """Counts what is appended to the context: the text, and what else counts like so many characters.
-        ``Overloaded``."""
-        if self.context_reservation is not None:  # otherwise its context was given back meanwhile
+        """Reserves memory for text that is appended to the context, and for content that counts like
+        ``num_chars`` characters. ``Overloaded``."""
+        if self.context_reservation is not None:  # otherwise the context has been freed meanwhile
             self.context_reservation.add(text_bytes(text, num_chars))
             self.num_chars += len(text) + num_chars
 
     def reach(self, ticket: int) -> None:
-        """The op stream got as far as the ``Await`` with this ticket."""
+        """The ops before the ``Await`` with this ticket are done."""
         self.reached = ticket
         self._events.mark(self)
 
     def rewind(self, ticket: int) -> None:
-        """The listener has heard of tickets up to this one, and of no failure."""
-        self._heard_reached, self._heard_error = ticket, False
+        """The reader has received tickets up to this one, and no failure."""
+        self._sent_ticket, self._has_sent_error = ticket, False
         self._events.mark(self)
 
     def mark(self) -> None:
@@ -258,11 +255,11 @@ class StateRecord(Generic[ContextT]):
         events: list[Event] = []
         if self.is_silent:
             return events
-        if self.reached > self._heard_reached:
-            self._heard_reached = self.reached
+        if self.reached > self._sent_ticket:
+            self._sent_ticket = self.reached
             events.append(Reached(self.id, self.reached))
-        if self.error is not None and not self._heard_error:
-            self._heard_error = True
+        if self.error is not None and not self._has_sent_error:
+            self._has_sent_error = True
             events.append(StateFailed(self.id, ErrorInfo.of(self.error)))
         return events
 
@@ -297,7 +294,7 @@ class GraphExecution(Generic[ContextT]):
 
 
 class StatsRecord:
-    """An answer to be said once."""
+    """The answer to a ``GetStats``."""
 
     def __init__(self, reply: StatsReply) -> None:
         self._reply = reply
@@ -307,15 +304,15 @@ class StatsRecord:
 
 
 MAX_STATES = 100_000
-# Limits, each counted for each state that it concerns: their checks are part of every op there.
+# Each limit counts once for each state that it applies to: every op of the state checks it.
 MAX_LIMITS = 100_000
 MAX_SEALED_BYTES = 16 * 1024 * 1024
-"""What sealed states keep for being read, all of a session together: beyond it the oldest are dropped."""
+"""The contexts of all sealed states of a session that stay readable; beyond it the oldest are dropped."""
 
 
 class StateTree(Generic[ContextT]):
-    """``free`` gives a context back; ``kick`` makes a state's waiting ops run (or fail). What the states hold
-    is counted in ``memory``."""
+    """The states of one session. ``free`` releases a context; ``kick`` starts a state's waiting ops, which
+    run or fail. ``memory`` counts the memory of the states."""
 
     def __init__(
         self,
@@ -339,11 +336,11 @@ class StateTree(Generic[ContextT]):
         return iter(self._states.values())
 
     def get(self, state_id: int) -> StateRecord[ContextT] | None:
-        """The state, if there is one, closing or not."""
+        """The state, or None. It may be closing."""
         return self._states.get(state_id)
 
     def open_state(self, state_id: int) -> StateRecord[ContextT]:
-        """The state, or ``ProtocolError``."""
+        """The state, or ``ProtocolError`` if it does not exist or is closing."""
         state = self._states.get(state_id)
         if state is None:
             raise ProtocolError(f"there is no state {state_id}")
@@ -352,14 +349,14 @@ class StateTree(Generic[ContextT]):
         return state
 
     def add_root(self, state_id: int) -> StateRecord[ContextT]:
-        """A new root state."""
+        """Adds a root state."""
         self._check_new((state_id,))
         return self._add(state_id, None, Reservation(self._memory, STATE_BYTES))
 
     def add_children(
         self, parent: StateRecord[ContextT], children: tuple[int, ...]
     ) -> tuple[StateRecord[ContextT], ...]:
-        """States that a fork will begin; they take ops from now on."""
+        """Adds states that a fork will begin. They accept ops from now on."""
         if not children or len(set(children)) != len(children):
             raise ProtocolError("a fork needs one or more new states")
         self._check_new(children)
@@ -371,18 +368,18 @@ class StateTree(Generic[ContextT]):
     def add_failed(
         self, state_id: int, parent: StateRecord[ContextT] | None, error: AgentflowError, memory: MemoryBudget
     ) -> StateRecord[ContextT]:
-        """A state whose op was rejected: it has failed before it began, so that what is sent to it finds it.
-        ``Overloaded`` where ``memory``, which counts these, has no room."""
+        """Adds a state whose op was rejected: it has failed before it began, and accepts ops, which fail.
+        ``Overloaded`` if ``memory``, which counts these states, has no room."""
         state = self._add(state_id, parent, Reservation(memory, STATE_BYTES))
         self.stop(state, error)
         return state
 
     def waits_for_fork(self, state: StateRecord[ContextT]) -> bool:
-        """Whether the state is still there, and its fork may begin it."""
+        """Whether the state still exists and has not begun."""
         return self._states.get(state.id) is state and not state.has_begun and state.error is None
 
     def restrict(self, root: StateRecord[ContextT] | None, budget: Budget) -> None:
-        """``root`` and all that comes of it (None: every state, and those to come) share the budget."""
+        """Makes ``root`` and all its forks (None: all states, and future ones) share the budget."""
         if root is None:
             restricted = [*self._states.values()]
         else:
@@ -392,7 +389,7 @@ class StateTree(Generic[ContextT]):
         num_limits = self._num_limits + len(restricted) + (root is None)
         if num_limits > MAX_LIMITS:
             raise Overloaded(
-                f"the states of a session may have {MAX_LIMITS} limits together: close some first"
+                f"the states of a session may have {MAX_LIMITS} limits together: close some states first"
             )
         if root is None:
             self._budgets += (budget,)
@@ -417,7 +414,7 @@ class StateTree(Generic[ContextT]):
                 return
 
     def end(self, state: StateRecord[ContextT], error: AgentflowError) -> None:
-        """The state fails with ``error``; its task group goes with it, and so on up the tree."""
+        """Fails the state with ``error``, its task group with it, and so on up the tree."""
         while state.error is None:
             self.stop(state, error)
             if not state.is_coupled or isinstance(error, Cancelled):
@@ -431,7 +428,7 @@ class StateTree(Generic[ContextT]):
             state, error = state.parent, because(f"branch {index} of a fork failed", error)
 
     def cancel(self, state: StateRecord[ContextT], error: Cancelled) -> None:
-        """Stops the state and everything that was forked from it."""
+        """Stops the state and all its forks."""
         doomed = [state]
         while doomed:  # a chain of forks may be deeper than Python's stack
             state = doomed.pop()
@@ -439,7 +436,7 @@ class StateTree(Generic[ContextT]):
             self.stop(state, error)
 
     def stop(self, state: StateRecord[ContextT], error: AgentflowError) -> None:
-        """The state runs no more, and what waits there fails. Has no effect on one that has failed."""
+        """Stops the state, so that its waiting ops fail. Has no effect after a failure."""
         if state.error is not None:
             return
         state.error = error
@@ -453,7 +450,7 @@ class StateTree(Generic[ContextT]):
             self.free(state)
 
     def seal(self, state: StateRecord[ContextT]) -> None:
-        """Gives the state's context back, and keeps what it holds for being read. May be repeated."""
+        """Frees the state's context, but keeps its content readable. May be repeated."""
         context, state.context = state.context, None
         if context is None or state.context_reservation is None:
             return
@@ -465,7 +462,7 @@ class StateTree(Generic[ContextT]):
             self.free(next(iter(self._sealed)))
 
     def free(self, state: StateRecord[ContextT]) -> None:
-        """Gives the state's context back, and forgets what it held. May be repeated."""
+        """Frees the state's context and drops its content. May be repeated."""
         context, state.context = state.context, None
         state.context_reservation = state.sealed = None
         self._num_sealed_bytes -= self._sealed.pop(state, 0)
@@ -473,18 +470,18 @@ class StateTree(Generic[ContextT]):
             self._give_back(context)
 
     def forget(self, state: StateRecord[ContextT]) -> None:
-        """The state is not needed any more."""
+        """Removes the state."""
         self.free(state)
         _fail_expected(state, Cancelled("its state was closed"))
-        if self._states.get(state.id) is state:  # its number may be another one's already
+        if self._states.get(state.id) is state:  # its number may have been reused
             del self._states[state.id]
             self._num_limits -= state.num_limits
         if state.parent is not None and state.parent.children.get(state.id) is state:
             del state.parent.children[state.id]
-        state.siblings, state.children = [], {}  # no cycles: it goes with the last one that has it
+        state.siblings, state.children = [], {}  # no cycles: it is deleted with its last reference
 
     def clear(self) -> None:
-        """Forgets all states."""
+        """Removes all states."""
         for state in self._states.values():
             self.free(state)
         self._states.clear()
@@ -505,18 +502,19 @@ class StateTree(Generic[ContextT]):
             if state_id in self._states:
                 raise ProtocolError(f"state {state_id} exists already")
         if len(self._states) + len(state_ids) > MAX_STATES:
-            raise Overloaded(f"a session may have {MAX_STATES} states open: close some first")
+            raise Overloaded(f"a session may have {MAX_STATES} open states: close some first")
 
 
 def _fail_expected(state: StateRecord[ContextT], error: AgentflowError) -> None:
-    """What the client has not provided by now counts no more: nobody must wait for it."""
+    """Fails the expected variables of the state that the client has not provided, so that no op waits for
+    them."""
     for variable in state.expected:
         variable.fail(because(f"{variable.name!r} was not provided", error))
     state.expected.clear()
 
 
 def because(message: str, cause: AgentflowError) -> AgentflowError:
-    """What follows from a failure: a cancellation stays one, anything else is a ``RunFailed``."""
+    """An error that ``cause`` leads to: ``Cancelled`` for a cancellation, otherwise ``RunFailed``."""
     text = f"{message}: {cause}"
     error: AgentflowError = Cancelled(text) if isinstance(cause, Cancelled) else RunFailed(text)
     error.__cause__ = origin_of(cause)
@@ -524,7 +522,7 @@ def because(message: str, cause: AgentflowError) -> AgentflowError:
 
 
 def origin_of(error: AgentflowError) -> BaseException:
-    """The failure that ``error`` follows from. Causes name it directly: through a long row of wired
-    variables, a chain of all the failures in between would grow without end."""
+    """The root cause of ``error``. Derived errors name it directly, because a chain through many wired
+    variables would grow without bound."""
     is_derived = isinstance(error, RunFailed | Cancelled) and error.__cause__ is not None
     return (error.__cause__ or error) if is_derived else error

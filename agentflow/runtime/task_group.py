@@ -1,10 +1,5 @@
-"""An anyio task group that raises a lone error as itself, not inside a group of one.
-
-Whoever uses a session should meet the error that happened, not the machinery around it.
-
-How to get something called in the event loop from a place that is not in it: another thread, or the
-garbage collector.
-"""
+"""Additions to anyio: a task group that raises a single error without an exception group around it, and calls
+into the event loop from other threads or from the garbage collector."""
 
 from __future__ import annotations
 
@@ -20,13 +15,13 @@ CallInLoop = Callable[[Callable[[], object]], object]
 
 
 def loop_caller() -> CallInLoop:
-    """A function that other threads may call to have something called in this event loop."""
-    trio = sys.modules.get("trio")  # where trio runs, somebody has imported it
+    """A function that schedules calls in this event loop and may be called from other threads."""
+    trio = sys.modules.get("trio")  # imported wherever trio runs
     if trio is not None:
         try:
             call_soon: CallInLoop = trio.lowlevel.current_trio_token().run_sync_soon
         except RuntimeError:
-            pass  # another loop runs
+            pass  # the loop is asyncio's
         else:
             return call_soon
     return asyncio.get_running_loop().call_soon_threadsafe
@@ -34,7 +29,7 @@ def loop_caller() -> CallInLoop:
 
 @asynccontextmanager
 async def open_task_group() -> AsyncIterator[TaskGroup]:
-    """A task group; when it ends with exactly one error, that error is raised."""
+    """A task group. If exactly one error ends it, that error is raised itself, not in a group."""
     lone: BaseException
     try:
         async with anyio.create_task_group() as group:
@@ -48,7 +43,7 @@ async def open_task_group() -> AsyncIterator[TaskGroup]:
 
 
 def first_of(error: Exception) -> Exception:
-    """The error itself, or of a group of them the first: for one who can be told only one.
+    """The error itself, or the first one of a group.
 
     >>> first_of(ExceptionGroup("two tasks failed", [OSError("a"), ValueError("b")]))
     OSError('a')

@@ -69,14 +69,14 @@ def test_each_thing_is_heard_once_across_broken_connections(recorded: list[tuple
             state.error = Cancelled("enough")
             state.mark()
         elif action == "hear":
-            listener.deliver(cursors.hear(events.drain()))
+            listener.deliver(cursors.receive(events.drain()))
         elif action == "lose":
             events.drain()
             resume()
         elif action == "resume":
             resume()
     resume()
-    listener.deliver(cursors.hear(events.drain()))
+    listener.deliver(cursors.receive(events.drain()))
     for var, variable in variables.items():
         assert listener.texts.get(var, "") == variable.text
         assert (var in listener.ends) == variable.done.is_set()
@@ -88,9 +88,9 @@ def test_text_with_something_missing_before_it_is_a_protocol_error() -> None:
     cursors = Cursors()
     cursors.submit(ops.Open(1))
     cursors.submit(gen(1, 2))
-    assert cursors.hear([Delta(2, 0, "ab"), Delta(2, 1, "bc")]) == [Delta(2, 0, "ab"), Delta(2, 2, "c")]
+    assert cursors.receive([Delta(2, 0, "ab"), Delta(2, 1, "bc")]) == [Delta(2, 0, "ab"), Delta(2, 2, "c")]
     with pytest.raises(ProtocolError, match="variable 2 at character 4, but only 3 characters came before"):
-        cursors.hear([Value(2, 4, "", "eos", Usage())])
+        cursors.receive([Value(2, 4, "", "eos", Usage())])
 
 
 def test_a_close_waits_for_what_its_state_still_owes() -> None:
@@ -99,10 +99,10 @@ def test_a_close_waits_for_what_its_state_still_owes() -> None:
         assert cursors.submit(op)
     assert not cursors.submit(ops.Close(1))
     assert cursors.submit(ops.Close(4))  # owes nothing
-    cursors.hear([Value(2, 0, "a", "eos", Usage()), Reached(1, 1)])
+    cursors.receive([Value(2, 0, "a", "eos", Usage()), Reached(1, 1)])
     assert cursors.due_closes() == []
     assert cursors.resume("a", "b").states == {1: 1}
-    cursors.hear([VarFailed(3, FAILURE)])
+    cursors.receive([VarFailed(3, FAILURE)])
     assert cursors.due_closes() == [ops.Close(1)]
     assert cursors.due_closes() == []
     assert cursors.resume("a", "b").states == {}
@@ -113,9 +113,9 @@ def test_a_failed_state_owes_its_variables_but_no_ticket() -> None:
     for op in (ops.Open(1), gen(1, 2), ops.Await(1, 1)):
         cursors.submit(op)
     assert not cursors.submit(ops.Close(1))
-    cursors.hear([StateFailed(1, FAILURE)])
+    cursors.receive([StateFailed(1, FAILURE)])
     assert cursors.due_closes() == []
-    cursors.hear([VarFailed(2, FAILURE)])
+    cursors.receive([VarFailed(2, FAILURE)])
     assert cursors.due_closes() == [ops.Close(1)]
 
 
@@ -123,4 +123,4 @@ def test_an_answer_is_heard_once_and_only_if_it_was_asked_for() -> None:
     cursors = Cursors()
     cursors.unanswered[7] = 1
     reply = StatsReply(7, Stats("model"))
-    assert cursors.hear([reply, reply, StatsReply(8, Stats("model"))]) == [reply]
+    assert cursors.receive([reply, reply, StatsReply(8, Stats("model"))]) == [reply]

@@ -76,8 +76,8 @@ REFUSALS = [
         "who?",
     ),
     (answer("401 Unauthorized", {"detail": "Not authenticated"}), NotAuthorized, "Not authenticated"),
-    (answer("401 Unauthorized"), NotAuthorized, "HTTP 401): it gives no reason"),
-    (answer("401 Unauthorized", "<html>no</html>", HTML), NotAuthorized, "HTTP 401): it gives no reason"),
+    (answer("401 Unauthorized"), NotAuthorized, "HTTP 401): no reason given"),
+    (answer("401 Unauthorized", "<html>no</html>", HTML), NotAuthorized, "HTTP 401): no reason given"),
     (answer("403 Forbidden", {"reason": "not this model"}), NotAuthorized, "HTTP 403): not this model"),
     (answer("403 Forbidden", "not\r\n\x1b[1mhere", PLAIN), NotAuthorized, "HTTP 403): not [1mhere"),
     (answer("403 Forbidden"), ServerUnreachable, "not as an agentflow server (HTTP 403): check the address"),
@@ -86,7 +86,7 @@ REFUSALS = [
     (
         answer("503 Service Unavailable", "{", "Content-Type: application/json"),
         Overloaded,
-        "it gives no reason",
+        "no reason given",
     ),
     (answer("404 Not Found", {"reason": "gone"}), ServerUnreachable, "(HTTP 404): check the address"),
     (answer("500 Internal Server Error"), ServerUnreachable, "(HTTP 500): check the address"),
@@ -147,7 +147,7 @@ def test_whatever_comes_back_is_one_line(
 def test_a_nested_body_is_no_reason() -> None:
     headers = Headers({"Content-Type": "application/json"})
     for body in (b"[" * 200_000, b'{"reason": 3}', b'{"reason": {"reason": {"reason": "deep"}}}', b"[1]"):
-        assert "it gives no reason" in str(api_error_of("ws://host:1/", Response(401, "", headers, body)))
+        assert "no reason given" in str(api_error_of("ws://host:1/", Response(401, "", headers, body)))
 
 
 async def test_our_own_server_tells_why_a_page_of_another_site_may_not_come_in(server: ThreadServer) -> None:

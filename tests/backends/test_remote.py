@@ -259,7 +259,7 @@ async def test_an_op_over_the_limit_is_refused_before_it_is_sent(strict_server: 
     async with opened(Remote(strict_server.url)) as (connection, listener):
         connection.send([ops.Open(1), ops.Text(1, ("keep #2",))])
         with pytest.raises(
-            FrameTooLarge, match=r"takes 5,0.. bytes, and the server takes frames of at most 4,096"
+            FrameTooLarge, match=r"takes 5,0.. bytes, and the server accepts frames of at most 4,096"
         ):
             connection.send([ops.Text(1, ("lost",)), ops.Text(1, ("x" * 5000,))])
         connection.send([ops.Text(1, ("x" * 3900,)), ops.Text(1, ("y" * 3900,)), ops.Text(1, (" #2",))])
@@ -296,14 +296,14 @@ async def test_nobody_there_says_how_to_start_a_server() -> None:
         taken.bind(("127.0.0.1", 0))  # bound, and nobody listens
         port = taken.getsockname()[1]
         with pytest.raises(
-            ServerUnreachable, match=rf"nobody answers at ws://127\.0\.0\.1:{port}/.*`agentflow serve`"
+            ServerUnreachable, match=rf"no server answers at ws://127\.0\.0\.1:{port}/.*`agentflow serve`"
         ):
             async with opened(Remote(f"ws://127.0.0.1:{port}")):
                 pytest.fail("connected to nobody")
 
 
 async def test_a_server_of_another_kind_is_told_apart(server: ThreadServer) -> None:
-    with pytest.raises(ServerUnreachable, match=r"answers, but not as an agentflow server .HTTP 4"):
+    with pytest.raises(ServerUnreachable, match=r"is not an agentflow server .HTTP 4"):
         async with opened(Remote(f"{server.url}/elsewhere")):
             pytest.fail("connected to something else")
 

@@ -138,11 +138,15 @@ def _close(connection: ServerConnection) -> None:
 @pytest.mark.parametrize(
     ("handler", "code", "message"),
     [
-        (_other_version, "protocol_error", f"speaks version {VERSION + 1} .* version {VERSION}:"),
-        (_no_welcome, "protocol_error", "expected a welcome frame .* a events frame came"),
+        (_other_version, "protocol_error", f"uses version {VERSION + 1} .* version {VERSION}:"),
+        (_no_welcome, "protocol_error", "expected a welcome frame .* a events frame"),
         (_garbage, "protocol_error", "a frame cannot be read"),
         (_refusal, "engine_failed", "out of order"),
-        (_close, "server_unreachable", "hung up before it answered: closed with code 1011 no reason"),
+        (
+            _close,
+            "server_unreachable",
+            "closed the connection before it answered: closed with code 1011 no reason",
+        ),
     ],
 )
 async def test_a_wrong_answer_to_hello_is_one_clear_error(handler: Handler, code: str, message: str) -> None:
@@ -201,8 +205,8 @@ async def test_garbage_loses_the_session() -> None:
     ("code", "kind", "message"),
     [
         (1000, ServerLost, "the server ended the session"),
-        (1002, ServerLost, "did not understand a frame"),
-        (1009, FrameTooLarge, "takes smaller frames than the server says"),
+        (1002, ServerLost, "could not read a frame"),
+        (1009, FrameTooLarge, "accepts only smaller frames"),
         (1012, ServerLost, "was shut down"),
         (4001, ServerLost, "another connection has taken the session over"),
     ],

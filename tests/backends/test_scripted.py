@@ -94,7 +94,7 @@ async def test_a_value_stands_for_its_json(schema, value, text):
 async def test_what_no_json_can_be_made_of_is_told():
     async with af.session(backend=af.Scripted([object()])) as flow, flow.state() as s:
         s += af.gen("r")
-        with pytest.raises(af.BadArgument, match="an answer is a text, a value that JSON can be made of, or"):
+        with pytest.raises(af.BadArgument, match="an answer must be a text"):
             await s["r"]
 
 

@@ -22,7 +22,7 @@ async def test_a_gen_is_cut_where_the_budget_ends_and_that_is_no_value():
     async with af.session(backend=noted) as flow, flow.state() as s:
         s.limit(output_tokens=4)
         s += af.gen("x", max_tokens=100)
-        with pytest.raises(af.BudgetExceeded, match="the 4 output tokens that were allowed are used up"):
+        with pytest.raises(af.BudgetExceeded, match="4 output tokens is used up"):
             await s["x"]
         assert s["x"].text == words(4)
     assert_left_nothing(backend)

@@ -214,7 +214,7 @@ async def test_only_what_is_expected_can_be_provided(server):
     async with af.session(server.url) as flow, flow.state() as s:
         s += f"a {HANG}" + af.gen("x")
         flow._link._connection.send([ops.Provide(s["x"].id, "forged")])
-        with pytest.raises(af.ProtocolError, match="is none that the client provides"):
+        with pytest.raises(af.ProtocolError, match="is not one that the client provides"):
             await s["x"]
     await server.wait_until_idle()
 

@@ -294,7 +294,7 @@ async def test_a_function_that_is_not_async_is_no_program():
         ({"api_key": 3, "url": "ws://127.0.0.1:1"}, "api_key must be a string"),
         ({"backend": "scripted"}, "'scripted' is no backend"),
         ({"backend": 3}, "3 is no backend"),
-        ({"backend": af.Scripted([]), "record": 3}, "the path of a file is a string or a Path"),
+        ({"backend": af.Scripted([]), "record": 3}, "the path must be a string or a Path"),
     ],
 )
 def test_a_session_is_not_made_of_nonsense(arguments, why):

@@ -82,11 +82,11 @@ async def test_everything_that_passes_is_recorded(tmp_path):
     assert (recording.header.recording, recording.header.agentflow) == (VERSION, af.__version__)
     assert (recording.header.seed, recording.header.capabilities.model) == (7, "scripted")
     assert [entry.sent for entry in recording.entries if entry.sent is not None] == backend.ops
-    assert [entry.heard for entry in recording.entries if entry.heard is not None] == overheard.events
+    assert [entry.received for entry in recording.entries if entry.received is not None] == overheard.events
     assert {type(event) for event in overheard.events} == set(Event.__args__)
     times = [entry.at_s for entry in recording.entries]
     assert times == sorted(times)
-    assert (recording.ending, recording.is_cut) == ("complete", False)
+    assert (recording.ending, recording.is_truncated) == ("complete", False)
 
 
 async def test_the_seed_is_recorded_where_none_was_given(tmp_path):
@@ -101,7 +101,7 @@ async def test_the_real_engine_is_recorded(tmp_path):
         s += af.user("a question") + af.assistant(af.gen("x", max_tokens=6, ignore_eos=True))
         text = await s["x"]
         usage = s["x"].usage
-    ends = [entry.heard for entry in read_recording(path).entries if isinstance(entry.heard, Value)]
+    ends = [entry.received for entry in read_recording(path).entries if isinstance(entry.received, Value)]
     assert [end.usage for end in ends] == [usage]
     async with af.session(backend=af.Replay(path)) as flow, flow.state() as s:
         s += af.user("a question") + af.assistant(af.gen("x", max_tokens=6, ignore_eos=True))
@@ -113,12 +113,12 @@ async def test_how_the_session_ended_is_recorded(tmp_path):
     with pytest.raises(ZeroDivisionError):
         async with af.session(backend=af.Scripted(answer), record=path):
             raise ZeroDivisionError
-    assert (read_recording(path).ending, read_recording(path).is_cut) == ("failed", False)
+    assert (read_recording(path).ending, read_recording(path).is_truncated) == ("failed", False)
     with anyio.CancelScope() as scope:
         async with af.session(backend=af.Scripted(answer), record=path):
             scope.cancel()
             await anyio.lowlevel.checkpoint()
-    assert (read_recording(path).ending, read_recording(path).is_cut) == ("cancelled", True)
+    assert (read_recording(path).ending, read_recording(path).is_truncated) == ("cancelled", True)
 
 
 async def test_an_exception_handled_outside_is_no_failure_of_the_session(tmp_path):
@@ -127,7 +127,7 @@ async def test_an_exception_handled_outside_is_no_failure_of_the_session(tmp_pat
         raise ZeroDivisionError
     except ZeroDivisionError:
         await record_judge(path)
-    assert (read_recording(path).ending, read_recording(path).is_cut) == ("complete", False)
+    assert (read_recording(path).ending, read_recording(path).is_truncated) == ("complete", False)
 
 
 async def test_a_replay_can_be_recorded(tmp_path):
@@ -187,20 +187,20 @@ async def test_a_file_that_was_cut_is_read_up_to_its_last_whole_line(tmp_path):
         path.write_bytes(whole[:num_bytes])
         cut = read_recording(path)
         assert cut.entries == entries[: whole[:num_bytes].count(b"\n") - 1]
-        assert cut.is_cut
+        assert cut.is_truncated
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"", "it has no whole line"),
-        (b"# a page\nof text\n", "its first line is no header"),
-        (b'{"at_s": 1}\n', "its first line is no header"),
-        (b'{"recording": 99}\n', "is a recording of version 99, and this agentflow reads version 1"),
+        (b"# a page\nof text\n", "its first line is not a header"),
+        (b'{"at_s": 1}\n', "its first line is not a header"),
+        (b'{"recording": 99}\n', "has version 99 of the format, and this agentflow reads version 1"),
         (b"HEADER\nnonsense\n", "line 2: not a line of a recording"),
         (b'HEADER\n{"at_s": 1, "sent": {"op": "end", "state": 5}}\n', "line 2: there is no state 5"),
         (
-            b'HEADER\n{"at_s": 1, "heard": {"event": "delta", "var": 5, "at": 0, "text": ""}}\n',
+            b'HEADER\n{"at_s": 1, "received": {"event": "delta", "var": 5, "at": 0, "text": ""}}\n',
             "line 2: there is no variable 5",
         ),
     ],

@@ -147,7 +147,7 @@ async def test_the_stream_of_events_is_replayed(path):
     async with af.session(backend=af.Scripted(script), record=path) as flow:
         first = await events(flow)
     assert [type(event) for event in first] == [af.TextDelta, af.VariableDone] * 2 + [af.RunDone]
-    deltas = [entry.heard for entry in read_recording(path).entries if isinstance(entry.heard, Delta)]
+    deltas = [entry.received for entry in read_recording(path).entries if isinstance(entry.received, Delta)]
     assert len(deltas) > 2
     async with af.session(backend=af.Replay(path)) as flow:
         assert await events(flow) == first

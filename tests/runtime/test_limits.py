@@ -40,10 +40,10 @@ async def test_after_its_deadline_a_state_goes_on_with_nothing(dribbles):
         s.set("q", "c")
         branch = s.copy()
         branch += af.gen("z")
-        with pytest.raises(af.DeadlineExceeded, match="the time that was allowed is over"):
+        with pytest.raises(af.DeadlineExceeded, match="the time limit is over"):
             await s
         for variable in (s["y"], s["q"], branch["z"]):
-            with pytest.raises(af.RunFailed, match="the time that was allowed is over") as failure:
+            with pytest.raises(af.RunFailed, match="the time limit is over") as failure:
                 await variable
             assert isinstance(failure.value.__cause__, af.DeadlineExceeded)
         with pytest.raises(af.RunFailed, match="the fork did not happen"):
@@ -89,7 +89,7 @@ async def test_a_deadline_ends_what_is_running(limits_first):
             await backend.allow(1)
             assert s["x"].text == "one"
             s.limit(deadline_s=SOON_S)
-        with pytest.raises(af.DeadlineExceeded, match="the time that was allowed is over"):
+        with pytest.raises(af.DeadlineExceeded, match="the time limit is over"):
             await s["x"]
         with pytest.raises(af.RunFailed, match="the text needs 'x', which has no value") as failure:
             await free
