@@ -18,7 +18,7 @@ from agentflow.runtime.interpreter import Interpreter
 from agentflow.runtime.task_group import open_task_group
 
 
-class InterpretedConnection(Generic[ContextT]):
+class _InterpretedConnection(Generic[ContextT]):
     """A ``Connection`` to an interpreter in the same event loop."""
 
     def __init__(self, interpreter: Interpreter[ContextT], capabilities: Capabilities) -> None:
@@ -48,7 +48,7 @@ async def interpreted(generator: Generator[ContextT], deliver: Deliver) -> Async
 
             group.start_soon(pump)
             try:
-                yield InterpretedConnection(interpreter, generator.capabilities)
+                yield _InterpretedConnection(interpreter, generator.capabilities)
             finally:
                 group.cancel_scope.cancel()
 

@@ -66,6 +66,347 @@ from agentflow.protocol.wire import (
 )
 from agentflow.runtime.task_group import open_task_group
 
+# Valid in a header without escaping.
+_API_KEY = re.compile(r"[!-~]([ -~]*[!-~])?")
+
+
+class Remote:
+    """A server, the backend of ``af.session("ws://127.0.0.1:8410")``.
+
+    ``url``: ``ws://`` or ``wss://`` (``http://`` and ``https://`` mean the same); the path defaults to
+    ``/v1/session``. ``api_key`` is sent in the Authorization header. ``model``: its name on the server; None
+    for the first one. ``encoding``: of the frames; ``json`` is readable in a network trace.
+    ``open_timeout_s``: for the first answer. ``keepalive_s``: the client sends a ping after so much silence,
+    and reconnects after as much again. ``ssl_context``: for ``wss``, instead of the default.
+
+    >>> server = af.Remote("ws://127.0.0.1:8410", encoding="json", open_timeout_s=2.5)
+    >>> async with af.session(backend=server) as flow:
+    ...     grade = await flow.run(judge, essay)
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        model: str | None = None,
+        encoding: Literal["msgpack", "json"] = "msgpack",
+        open_timeout_s: float = 10.0,
+        keepalive_s: float = 20.0,
+        ssl_context: ssl.SSLContext | None = None,
+    ) -> None:
+        if encoding not in ("msgpack", "json"):
+            raise BadArgument(f"Remote: encoding must be 'msgpack' or 'json', not {encoding!r}")
+        if api_key is not None and not (isinstance(api_key, str) and _API_KEY.fullmatch(api_key)):
+            raise BadArgument("Remote: api_key must be printable ASCII, and not empty")
+        self.uri = _parsed(url)
+        self.url = shown_url(self.uri)
+        self.model = model
+        self.headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self.binary = encoding == "msgpack"
+        self.open_timeout_s = open_timeout_s
+        self.keepalive_s = keepalive_s
+        self.ssl_context = ssl_context
+
+    def __repr__(self) -> str:
+        return f"Remote({self.url!r})"
+
+    def connect(self, deliver: Deliver, lost: Lost) -> AbstractAsyncContextManager[Connection]:
+        """Opens a session on the server. ``ServerUnreachable`` if no server answers, or the error with which
+        it rejects the client: ``NotAuthorized`` for a wrong key, ``Overloaded``. For the session."""
+        return self._connect(deliver, lost)
+
+    @asynccontextmanager
+    async def _connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
+        websocket, welcome = await self.open(None)
+        connection = RemoteConnection(self.url, self.open, websocket, welcome, deliver, lost)
+        async with open_task_group() as group:
+            group.start_soon(connection.run)
+            try:
+                yield connection
+            finally:
+                await connection.leave()
+
+    async def open(self, resume: Resume | None) -> tuple[WebSocket, Welcome]:
+        """A new websocket, after ``Hello`` and ``Welcome``. For the connection."""
+        try:
+            with anyio.fail_after(self.open_timeout_s):
+                websocket = await open_websocket(
+                    self.uri,
+                    headers=self.headers,
+                    ssl_context=self.ssl_context,
+                    binary=self.binary,
+                    keepalive_s=self.keepalive_s,
+                )
+                try:
+                    return websocket, await self._greet(websocket, resume)
+                except BaseException:
+                    await websocket.aclose()
+                    raise
+        except TimeoutError:
+            raise ServerUnreachable(
+                f"{self.url} did not answer within {self.open_timeout_s} s: "
+                "it may be overloaded or still starting"
+            ) from None
+        except WebSocketEnded as error:
+            raise ServerUnreachable(
+                f"{self.url} closed the connection before it answered: {error}"
+            ) from error
+
+    async def _greet(self, websocket: WebSocket, resume: Resume | None) -> Welcome:
+        await websocket.send_now(encode(Hello(VERSION, resume, self.model), binary=self.binary))
+        match server_frames().decode(await websocket.receive()):
+            case Welcome() as welcome if welcome.version == VERSION:
+                return welcome
+            case Welcome(version=version):
+                raise ProtocolError(
+                    f"the server at {self.url} uses version {version} of the protocol and this client "
+                    f"version {VERSION}: install the same agentflow on both sides"
+                )
+            case Refused(error=error):
+                raise error.to_exception()
+            case frame:
+                raise ProtocolError(
+                    f"expected a welcome frame from {self.url}, got a {frame_name(frame)} frame"
+                )
+
+
+def _parsed(url: str) -> WebSocketURI:
+    if not isinstance(url, str):
+        raise BadArgument(f"Remote: the url must be a string, not {url!r:.200}")
+    try:
+        parts = urlsplit(url)
+        scheme = {"http": "ws", "https": "wss"}.get(parts.scheme, parts.scheme)
+        path = parts.path if parts.path not in ("", "/") else SESSION_PATH
+        return parse_uri(urlunsplit((scheme, parts.netloc, path, parts.query, parts.fragment)))
+    except (InvalidURI, ValueError) as error:
+        raise BadArgument(
+            f"{url!r} is not the url of a server ({error}): it looks like ws://127.0.0.1:8410"
+        ) from None
+
+
+_Reopen = Callable[[Resume | None], Awaitable[tuple[WebSocket, Welcome]]]
+
+# The longest time to wait for the server when leaving.
+_GOODBYE_S = 1.0
+# How long to keep reading after writing failed: the reason may be among the received bytes.
+_LAST_READ_S = 1.0
+_FIRST_BACKOFF_S = 0.05
+_LAST_BACKOFF_S = 1.0
+
+# Close codes of RFC 6455, section 7.4.1, and the server's own (docs/reference/protocol.md).
+_TOO_BIG = 1009
+_FINAL_CODES = {
+    1000: "the server ended the session",
+    1002: "the server could not read a frame",
+    1003: "the server could not read a frame",
+    1007: "the server could not read a frame",
+    1008: "the server ended the session",
+    1012: "the server was shut down, and the session ended with it",
+    TAKEN_OVER: "another connection has taken the session over",
+}
+
+
+# A frame may have events of thousands of variables; the loop yields after so many.
+_EVENTS_PER_TURN = 128
+
+
+class RemoteConnection:
+    """One session from the first ``Welcome`` to the ``Bye``. ``reopen`` opens another websocket; ``url`` is
+    for messages."""
+
+    def __init__(
+        self,
+        url: str,
+        reopen: _Reopen,
+        websocket: WebSocket,
+        welcome: Welcome,
+        deliver: Deliver,
+        lost: Lost,
+    ) -> None:
+        self.capabilities: Capabilities = welcome.capabilities
+        self._url = url
+        self._reopen = reopen
+        self._binary = websocket.binary
+        self._websocket: WebSocket | None = websocket
+        self._welcome = welcome
+        self._deliver = deliver
+        self._lost = lost
+        self._decoder = server_frames()
+        self._queue = OpQueue(binary=websocket.binary, frame_bytes=welcome.limits.frame_bytes)
+        self._cursors = Cursors()
+        self._failure: ErrorInfo | None = None
+        self._is_leaving = False
+        self._has_ended = anyio.Event()
+        # Shielded, because the Bye must be sent even if the scope around the session is cancelled.
+        self._scope = anyio.CancelScope(shield=True)
+
+    def send(self, ops: Sequence[Op]) -> None:
+        """Queues the ops for the next frame."""
+        if self._failure is not None:
+            raise self._failure.to_exception()
+        encoded = [self._queue.encoded(op) for op in ops]
+        for op, data in zip(ops, encoded, strict=True):
+            if self._cursors.submit(op):
+                number = self._queue.add(data)
+                if isinstance(op, GetStats):
+                    self._cursors.unanswered[op.ticket] = number
+        self._wake()
+
+    def end(self, error: BaseException | None) -> None:
+        pass
+
+    async def run(self) -> None:
+        """Runs the session until it ends. Calls ``lost`` unless ``leave`` ended it."""
+        error: AgentflowError | None = None
+        try:
+            with self._scope:
+                error = await self._serve()
+        finally:
+            if self._websocket is not None:
+                await self._websocket.aclose()
+            self._has_ended.set()
+        if error is not None and not self._is_leaving:
+            self._failure = ErrorInfo.of(error)
+            self._lost(error)
+
+    async def leave(self) -> None:
+        """Sends Bye and closes. Takes a round trip, and at most ``_GOODBYE_S``."""
+        self._is_leaving = True
+        if self._websocket is None:
+            self._scope.cancel()
+        self._wake()
+        with anyio.move_on_after(_GOODBYE_S, shield=True):
+            await self._has_ended.wait()
+        self._scope.cancel()
+
+    def _wake(self) -> None:
+        if self._websocket is not None:
+            self._websocket.wake()
+
+    async def _serve(self) -> AgentflowError | None:
+        """Uses one websocket after the other. Returns the error that ended the session, None after a Bye."""
+        try:
+            while True:
+                assert self._websocket is not None
+                ended = await self._exchange(self._websocket)
+                if self._is_leaving:
+                    return None
+                self._check_final(ended)
+                await self._take_up(ended)
+        except AgentflowError as error:
+            return error
+
+    async def _exchange(self, websocket: WebSocket) -> WebSocketEnded:
+        """Sends ops and receives events until the websocket ends. Raises the error that ends the session."""
+        ended = WebSocketEnded("the connection broke while sending")
+        failure: AgentflowError | None = None
+        async with open_task_group() as group:
+            group.start_soon(self._write, websocket, group.cancel_scope)
+            try:
+                while True:
+                    await self._take(await websocket.receive())
+            except WebSocketEnded as error:
+                ended = error
+            except AgentflowError as error:
+                failure = error
+            group.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+        return ended
+
+    async def _write(self, websocket: WebSocket, scope: anyio.CancelScope) -> None:
+        try:
+            await websocket.run_writer(self._next_message)
+        except WebSocketEnded:
+            # The server may have sent the reason before it closed: keep reading for a moment.
+            scope.deadline = anyio.current_time() + _LAST_READ_S
+
+    def _next_message(self) -> bytes | None:
+        if not self._is_leaving:
+            return self._queue.next_frame()
+        assert self._websocket is not None
+        if self._websocket.is_open:
+            self._websocket.send(encode(Bye(), binary=self._binary))
+            self._websocket.close()
+        return None
+
+    async def _take(self, message: bytes | str) -> None:
+        match self._decoder.decode(message):
+            case Events(ack=ack, events=events):
+                self._queue.acknowledge(ack)
+                new = self._cursors.receive(events)
+                for start in range(0, len(new), _EVENTS_PER_TURN):
+                    if start:
+                        with anyio.CancelScope(shield=True):  # received events must be delivered
+                            await anyio.lowlevel.checkpoint()
+                    self._deliver(new[start : start + _EVENTS_PER_TURN])
+                self._send_due_closes()
+            case Refused(error=error):
+                raise error.to_exception()
+            case frame:
+                raise ProtocolError(
+                    f"expected an events frame from the server, got a {frame_name(frame)} frame"
+                )
+
+    def _send_due_closes(self) -> None:
+        closes = self._cursors.due_closes()
+        for close in closes:
+            self._queue.add(self._queue.encoded(close))
+        if closes:
+            self._wake()
+
+    def _check_final(self, ended: WebSocketEnded) -> None:
+        if ended.code == _TOO_BIG:
+            raise FrameTooLarge(
+                f"{self._url}, or a proxy in front of it, accepts only smaller frames than announced"
+            )
+        if ended.code in _FINAL_CODES:
+            raise ServerLost(f"{_FINAL_CODES[ended.code]} ({self._url} {ended})")
+
+    async def _take_up(self, ended: WebSocketEnded) -> None:
+        """Opens a new websocket for the session within the grace period. ``ServerLost``."""
+        assert self._websocket is not None
+        await self._websocket.aclose()
+        self._websocket = None
+        why: Exception = ended
+        at_least_s = 0.0
+        grace_s = self._welcome.limits.resume_grace_s
+        with anyio.move_on_after(grace_s):
+            for delay_s in _backoff():
+                await anyio.sleep(max(delay_s, at_least_s))  # noqa: TID251  (a deliberate delay between attempts)
+                try:
+                    resume = self._cursors.resume(self._welcome.session, self._welcome.secret)
+                    websocket, self._welcome = await self._reopen(resume)
+                except (ServerUnreachable, Overloaded) as error:
+                    why = error
+                    at_least_s = (error.retry_after_s if isinstance(error, Overloaded) else None) or 0.0
+                else:
+                    self._websocket = websocket
+                    self._go_on(self._welcome)
+                    return
+        lost = ServerLost(
+            f"the connection to {self._url} broke and could not be resumed within {grace_s} s ({why})"
+        )
+        raise lost from ended
+
+    def _go_on(self, welcome: Welcome) -> None:
+        self._queue.frame_bytes = welcome.limits.frame_bytes
+        self._queue.resume(welcome.ack)
+        # No cursor covers an answer that was lost with the connection: ask again.
+        for ticket, number in list(self._cursors.unanswered.items()):
+            if self._queue.is_acknowledged(number):
+                self._cursors.unanswered[ticket] = self._queue.add(self._queue.encoded(GetStats(ticket)))
+
+
+def _backoff() -> Iterator[float]:
+    """Seconds to wait before each attempt: 0, then doubling, with jitter so that the clients of a restarted
+    server do not reconnect all at once."""
+    yield 0.0
+    for attempt in itertools.count():
+        yield min(_LAST_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** min(attempt, 16)) * random.uniform(0.5, 1.0)
+
+
 # The size of an ``Ops`` frame without its ops, in either encoding: field names and two numbers.
 FRAME_OVERHEAD_BYTES = 64
 # A server decodes a frame at once, and rejects one with very many values, so many small ops take several.
@@ -273,344 +614,3 @@ class Cursors:
         if state.is_closing and not state.is_owed:
             del self._states[state_id]
             self._due.append(ops.Close(state_id))
-
-
-Reopen = Callable[[Resume | None], Awaitable[tuple[WebSocket, Welcome]]]
-
-# The longest time to wait for the server when leaving.
-GOODBYE_S = 1.0
-# How long to keep reading after writing failed: the reason may be among the received bytes.
-LAST_READ_S = 1.0
-FIRST_BACKOFF_S = 0.05
-LAST_BACKOFF_S = 1.0
-
-# Close codes of RFC 6455, section 7.4.1, and the server's own (docs/reference/protocol.md).
-TOO_BIG = 1009
-FINAL_CODES = {
-    1000: "the server ended the session",
-    1002: "the server could not read a frame",
-    1003: "the server could not read a frame",
-    1007: "the server could not read a frame",
-    1008: "the server ended the session",
-    1012: "the server was shut down, and the session ended with it",
-    TAKEN_OVER: "another connection has taken the session over",
-}
-
-
-# A frame may have events of thousands of variables; the loop yields after so many.
-EVENTS_PER_TURN = 128
-
-
-class RemoteConnection:
-    """One session from the first ``Welcome`` to the ``Bye``. ``reopen`` opens another websocket; ``url`` is
-    for messages."""
-
-    def __init__(
-        self,
-        url: str,
-        reopen: Reopen,
-        websocket: WebSocket,
-        welcome: Welcome,
-        deliver: Deliver,
-        lost: Lost,
-    ) -> None:
-        self.capabilities: Capabilities = welcome.capabilities
-        self._url = url
-        self._reopen = reopen
-        self._binary = websocket.binary
-        self._websocket: WebSocket | None = websocket
-        self._welcome = welcome
-        self._deliver = deliver
-        self._lost = lost
-        self._decoder = server_frames()
-        self._queue = OpQueue(binary=websocket.binary, frame_bytes=welcome.limits.frame_bytes)
-        self._cursors = Cursors()
-        self._failure: ErrorInfo | None = None
-        self._is_leaving = False
-        self._has_ended = anyio.Event()
-        # Shielded, because the Bye must be sent even if the scope around the session is cancelled.
-        self._scope = anyio.CancelScope(shield=True)
-
-    def send(self, ops: Sequence[Op]) -> None:
-        """Queues the ops for the next frame."""
-        if self._failure is not None:
-            raise self._failure.to_exception()
-        encoded = [self._queue.encoded(op) for op in ops]
-        for op, data in zip(ops, encoded, strict=True):
-            if self._cursors.submit(op):
-                number = self._queue.add(data)
-                if isinstance(op, GetStats):
-                    self._cursors.unanswered[op.ticket] = number
-        self._wake()
-
-    def end(self, error: BaseException | None) -> None:
-        pass
-
-    async def run(self) -> None:
-        """Runs the session until it ends. Calls ``lost`` unless ``leave`` ended it."""
-        error: AgentflowError | None = None
-        try:
-            with self._scope:
-                error = await self._serve()
-        finally:
-            if self._websocket is not None:
-                await self._websocket.aclose()
-            self._has_ended.set()
-        if error is not None and not self._is_leaving:
-            self._failure = ErrorInfo.of(error)
-            self._lost(error)
-
-    async def leave(self) -> None:
-        """Sends Bye and closes. Takes a round trip, and at most ``GOODBYE_S``."""
-        self._is_leaving = True
-        if self._websocket is None:
-            self._scope.cancel()
-        self._wake()
-        with anyio.move_on_after(GOODBYE_S, shield=True):
-            await self._has_ended.wait()
-        self._scope.cancel()
-
-    def _wake(self) -> None:
-        if self._websocket is not None:
-            self._websocket.wake()
-
-    async def _serve(self) -> AgentflowError | None:
-        """Uses one websocket after the other. Returns the error that ended the session, None after a Bye."""
-        try:
-            while True:
-                assert self._websocket is not None
-                ended = await self._exchange(self._websocket)
-                if self._is_leaving:
-                    return None
-                self._check_final(ended)
-                await self._take_up(ended)
-        except AgentflowError as error:
-            return error
-
-    async def _exchange(self, websocket: WebSocket) -> WebSocketEnded:
-        """Sends ops and receives events until the websocket ends. Raises the error that ends the session."""
-        ended = WebSocketEnded("the connection broke while sending")
-        failure: AgentflowError | None = None
-        async with open_task_group() as group:
-            group.start_soon(self._write, websocket, group.cancel_scope)
-            try:
-                while True:
-                    await self._take(await websocket.receive())
-            except WebSocketEnded as error:
-                ended = error
-            except AgentflowError as error:
-                failure = error
-            group.cancel_scope.cancel()
-        if failure is not None:
-            raise failure
-        return ended
-
-    async def _write(self, websocket: WebSocket, scope: anyio.CancelScope) -> None:
-        try:
-            await websocket.run_writer(self._next_message)
-        except WebSocketEnded:
-            # The server may have sent the reason before it closed: keep reading for a moment.
-            scope.deadline = anyio.current_time() + LAST_READ_S
-
-    def _next_message(self) -> bytes | None:
-        if not self._is_leaving:
-            return self._queue.next_frame()
-        assert self._websocket is not None
-        if self._websocket.is_open:
-            self._websocket.send(encode(Bye(), binary=self._binary))
-            self._websocket.close()
-        return None
-
-    async def _take(self, message: bytes | str) -> None:
-        match self._decoder.decode(message):
-            case Events(ack=ack, events=events):
-                self._queue.acknowledge(ack)
-                new = self._cursors.receive(events)
-                for start in range(0, len(new), EVENTS_PER_TURN):
-                    if start:
-                        with anyio.CancelScope(shield=True):  # received events must be delivered
-                            await anyio.lowlevel.checkpoint()
-                    self._deliver(new[start : start + EVENTS_PER_TURN])
-                self._send_due_closes()
-            case Refused(error=error):
-                raise error.to_exception()
-            case frame:
-                raise ProtocolError(
-                    f"expected an events frame from the server, got a {frame_name(frame)} frame"
-                )
-
-    def _send_due_closes(self) -> None:
-        closes = self._cursors.due_closes()
-        for close in closes:
-            self._queue.add(self._queue.encoded(close))
-        if closes:
-            self._wake()
-
-    def _check_final(self, ended: WebSocketEnded) -> None:
-        if ended.code == TOO_BIG:
-            raise FrameTooLarge(
-                f"{self._url}, or a proxy in front of it, accepts only smaller frames than announced"
-            )
-        if ended.code in FINAL_CODES:
-            raise ServerLost(f"{FINAL_CODES[ended.code]} ({self._url} {ended})")
-
-    async def _take_up(self, ended: WebSocketEnded) -> None:
-        """Opens a new websocket for the session within the grace period. ``ServerLost``."""
-        assert self._websocket is not None
-        await self._websocket.aclose()
-        self._websocket = None
-        why: Exception = ended
-        at_least_s = 0.0
-        grace_s = self._welcome.limits.resume_grace_s
-        with anyio.move_on_after(grace_s):
-            for delay_s in _backoff():
-                await anyio.sleep(max(delay_s, at_least_s))  # noqa: TID251  (a deliberate delay between attempts)
-                try:
-                    resume = self._cursors.resume(self._welcome.session, self._welcome.secret)
-                    websocket, self._welcome = await self._reopen(resume)
-                except (ServerUnreachable, Overloaded) as error:
-                    why = error
-                    at_least_s = (error.retry_after_s if isinstance(error, Overloaded) else None) or 0.0
-                else:
-                    self._websocket = websocket
-                    self._go_on(self._welcome)
-                    return
-        lost = ServerLost(
-            f"the connection to {self._url} broke and could not be resumed within {grace_s} s ({why})"
-        )
-        raise lost from ended
-
-    def _go_on(self, welcome: Welcome) -> None:
-        self._queue.frame_bytes = welcome.limits.frame_bytes
-        self._queue.resume(welcome.ack)
-        # No cursor covers an answer that was lost with the connection: ask again.
-        for ticket, number in list(self._cursors.unanswered.items()):
-            if self._queue.is_acknowledged(number):
-                self._cursors.unanswered[ticket] = self._queue.add(self._queue.encoded(GetStats(ticket)))
-
-
-def _backoff() -> Iterator[float]:
-    """Seconds to wait before each attempt: 0, then doubling, with jitter so that the clients of a restarted
-    server do not reconnect all at once."""
-    yield 0.0
-    for attempt in itertools.count():
-        yield min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(attempt, 16)) * random.uniform(0.5, 1.0)
-
-
-# Valid in a header without escaping.
-_API_KEY = re.compile(r"[!-~]([ -~]*[!-~])?")
-
-
-class Remote:
-    """A server, the backend of ``af.session("ws://127.0.0.1:8410")``.
-
-    ``url``: ``ws://`` or ``wss://`` (``http://`` and ``https://`` mean the same); the path defaults to
-    ``/v1/session``. ``api_key`` is sent in the Authorization header. ``model``: its name on the server; None
-    for the first one. ``encoding``: of the frames; ``json`` is readable in a network trace.
-    ``open_timeout_s``: for the first answer. ``keepalive_s``: the client sends a ping after so much silence,
-    and reconnects after as much again. ``ssl_context``: for ``wss``, instead of the default.
-
-    >>> server = af.Remote("ws://127.0.0.1:8410", encoding="json", open_timeout_s=2.5)
-    >>> async with af.session(backend=server) as flow:
-    ...     grade = await flow.run(judge, essay)
-    """
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        api_key: str | None = None,
-        model: str | None = None,
-        encoding: Literal["msgpack", "json"] = "msgpack",
-        open_timeout_s: float = 10.0,
-        keepalive_s: float = 20.0,
-        ssl_context: ssl.SSLContext | None = None,
-    ) -> None:
-        if encoding not in ("msgpack", "json"):
-            raise BadArgument(f"Remote: encoding must be 'msgpack' or 'json', not {encoding!r}")
-        if api_key is not None and not (isinstance(api_key, str) and _API_KEY.fullmatch(api_key)):
-            raise BadArgument("Remote: api_key must be printable ASCII, and not empty")
-        self.uri = _parsed(url)
-        self.url = shown_url(self.uri)
-        self.model = model
-        self.headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self.binary = encoding == "msgpack"
-        self.open_timeout_s = open_timeout_s
-        self.keepalive_s = keepalive_s
-        self.ssl_context = ssl_context
-
-    def __repr__(self) -> str:
-        return f"Remote({self.url!r})"
-
-    def connect(self, deliver: Deliver, lost: Lost) -> AbstractAsyncContextManager[Connection]:
-        """Opens a session on the server. ``ServerUnreachable`` if no server answers, or the error with which
-        it rejects the client: ``NotAuthorized`` for a wrong key, ``Overloaded``. For the session."""
-        return self._connect(deliver, lost)
-
-    @asynccontextmanager
-    async def _connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
-        websocket, welcome = await self.open(None)
-        connection = RemoteConnection(self.url, self.open, websocket, welcome, deliver, lost)
-        async with open_task_group() as group:
-            group.start_soon(connection.run)
-            try:
-                yield connection
-            finally:
-                await connection.leave()
-
-    async def open(self, resume: Resume | None) -> tuple[WebSocket, Welcome]:
-        """A new websocket, after ``Hello`` and ``Welcome``. For the connection."""
-        try:
-            with anyio.fail_after(self.open_timeout_s):
-                websocket = await open_websocket(
-                    self.uri,
-                    headers=self.headers,
-                    ssl_context=self.ssl_context,
-                    binary=self.binary,
-                    keepalive_s=self.keepalive_s,
-                )
-                try:
-                    return websocket, await self._greet(websocket, resume)
-                except BaseException:
-                    await websocket.aclose()
-                    raise
-        except TimeoutError:
-            raise ServerUnreachable(
-                f"{self.url} did not answer within {self.open_timeout_s} s: "
-                "it may be overloaded or still starting"
-            ) from None
-        except WebSocketEnded as error:
-            raise ServerUnreachable(
-                f"{self.url} closed the connection before it answered: {error}"
-            ) from error
-
-    async def _greet(self, websocket: WebSocket, resume: Resume | None) -> Welcome:
-        await websocket.send_now(encode(Hello(VERSION, resume, self.model), binary=self.binary))
-        match server_frames().decode(await websocket.receive()):
-            case Welcome() as welcome if welcome.version == VERSION:
-                return welcome
-            case Welcome(version=version):
-                raise ProtocolError(
-                    f"the server at {self.url} uses version {version} of the protocol and this client "
-                    f"version {VERSION}: install the same agentflow on both sides"
-                )
-            case Refused(error=error):
-                raise error.to_exception()
-            case frame:
-                raise ProtocolError(
-                    f"expected a welcome frame from {self.url}, got a {frame_name(frame)} frame"
-                )
-
-
-def _parsed(url: str) -> WebSocketURI:
-    if not isinstance(url, str):
-        raise BadArgument(f"Remote: the url must be a string, not {url!r:.200}")
-    try:
-        parts = urlsplit(url)
-        scheme = {"http": "ws", "https": "wss"}.get(parts.scheme, parts.scheme)
-        path = parts.path if parts.path not in ("", "/") else SESSION_PATH
-        return parse_uri(urlunsplit((scheme, parts.netloc, path, parts.query, parts.fragment)))
-    except (InvalidURI, ValueError) as error:
-        raise BadArgument(
-            f"{url!r} is not the url of a server ({error}): it looks like ws://127.0.0.1:8410"
-        ) from None

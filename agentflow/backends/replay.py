@@ -12,14 +12,14 @@ that a branch got before a failure elsewhere or a cancellation stopped it may di
 fewer or more ops than were recorded.
 
 **How runs are identified.** Concurrent runs may begin in another order (trio shuffles its tasks).
-``LiveRuns`` pairs a run with a recorded one when it first needs an answer, by the ops sent until then; of
+``_LiveRuns`` pairs a run with a recorded one when it first needs an answer, by the ops sent until then; of
 several that fit, it takes the one that began at the same point. So concurrent runs that differ only after
 their first answer must begin in the recorded order.
 
-**In which order events are sent.** ``EventScheduler`` sends an event once the program has sent the op that it
-answers. The earliest recorded event comes first, after all that were recorded before it, and after as many
+**In which order events are sent.** ``_EventScheduler`` sends an event once the program has sent the op that
+it answers. The earliest recorded event comes first, after all that were recorded before it, and after as many
 ops as when it was recorded. So a program that checks which of two branches is first sees the same one first.
-A program that works in another order would then wait forever, so the event is sent anyway ``PATIENCE`` turns
+A program that works in another order would then wait forever, so the event is sent anyway ``_PATIENCE`` turns
 of the event loop after the program's last op.
 
 **Limits.** A variable whose state the program cancelled gets no more events than it had at that time, so a
@@ -69,214 +69,66 @@ from agentflow.recording.runs import (
 from agentflow.runtime.task_group import open_task_group
 
 
-class LiveState(Node):
-    """A state of the running program. ``recorded``: its counterpart; None while it is unknown, and below an
-    op that was not recorded."""
+class Replay:
+    """Answers from a recording, as long as the program sends the same ops.
 
-    def __init__(self, run: int, path: Path, parent: LiveState | None) -> None:
-        super().__init__(run, path, parent)
-        self.above = parent
-        self.id = 0
-        self.recorded: RecordedState | None = None
-        self.num_ops = 0  # compared
-        self.num_kept = 0  # until its run was known
-        self.groups: set[Content] = set()
-        self.has_failed = False
+    Raises ``BadRecording`` for a file that is not a recording. At the first difference the session ends with
+    ``ReplayDiffers``, which names the place, the recorded op and the new one. One replay can serve several
+    sessions.
+
+    >>> async with af.session(record="run.jsonl") as flow:
+    ...     first = await flow.run(judge, essay)
+    >>> replay = af.Replay("run.jsonl")
+    >>> async with af.session(backend=replay) as flow:
+    ...     print(flow.seed == replay.seed, await flow.run(judge, essay) == first)
+    True True
+    """
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self._recording = read_recording(path)
+        self._runs = RecordedRuns(self._recording)
 
     @property
-    def is_loose(self) -> bool:
-        """Whether a failure or a cancellation determines how many ops it gets."""
-        recorded = self.recorded
-        return self.is_cancelled or (recorded is not None and recorded.is_loose)
+    def seed(self) -> int:
+        """The seed of the session that was recorded."""
+        return self._recording.header.seed
 
-    def place(self, position: int | None = None) -> str:
-        """Its place for messages, with the position of one of its ops."""
-        recorded = self.recorded
-        is_other = recorded is not None and recorded.run != self.run
-        run = f"run {self.run}{f' (recorded as run {recorded.run})' if recorded and is_other else ''}"
-        return f"{run}, state {self.path}" + ("" if position is None else f", op {position}")
-
-
-@dataclass(frozen=True, slots=True)
-class KeptOp:
-    """A content op that is kept until its run is identified."""
-
-    state: LiveState
-    op: ops.Op
-    content: Content
-    children: list[LiveState]
+    @asynccontextmanager
+    async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
+        """Opens the replay. For the session."""
+        scheduler = _EventScheduler(self._runs.expected, self._runs.batches)
+        connection = _ReplayConnection(self._recording, self._runs, scheduler, deliver, lost)
+        async with open_task_group() as group:
+            group.start_soon(scheduler.run, connection.flush)
+            try:
+                yield connection
+                if connection.is_complete:
+                    connection.finish()
+            finally:
+                group.cancel_scope.cancel()
 
 
-@dataclass(slots=True)
-class LiveRun:
-    """``recorded``: the counterpart, once it is identified; until then ``kept`` has the ops."""
-
-    root: LiveState
-    recorded: RecordedRun | None = None
-    kept: list[KeptOp] = field(default_factory=list)
-
-
-class LiveRuns:
-    """Pairs runs with recorded ones by their ops, and if several fit, by their number."""
-
-    def __init__(self, recorded: list[RecordedRun]) -> None:
-        self.unused = {run.index: run for run in recorded}
-        self._runs: list[LiveRun] = []
-
-    def __len__(self) -> int:
-        return len(self._runs)
-
-    def __getitem__(self, index: int) -> LiveRun:
-        return self._runs[index]
-
-    def add(self, root: LiveState) -> None:
-        """Adds a run."""
-        self._runs.append(LiveRun(root))
-
-    def recorded_index(self, index: int) -> int:
-        """The number of the recorded run; for an unidentified run, a number that no run has."""
-        recorded = self._runs[index].recorded
-        return recorded.index if recorded is not None else -1 - index
-
-    def likely(self, run: LiveRun) -> RecordedRun | None:
-        """The recorded run of the same number, if it is still unpaired."""
-        return self.unused.get(run.root.run)
-
-    def identify(
-        self,
-        run: LiveRun,
-        latest: Sequence[tuple[Path, Content]],
-        is_likelier: Callable[[RecordedRun, int], bool],
-    ) -> bool:
-        """Pairs ``run``, whose ops are the kept ones and then ``latest``. ``is_likelier`` chooses among the
-        recorded runs that fit, given the number of ops. If none fits, pairs it with one anyway, so that the
-        difference can be named. False if all recorded runs are paired."""
-        likely = self.likely(run)
-        candidates = [likely] if likely is not None else []
-        candidates += [other for other in self.unused.values() if other is not likely]
-        if not candidates:
-            return False
-        sent = [(kept.state.path, kept.content) for kept in run.kept] + [*latest]
-        fitting = [other for other in candidates if _fits(other, sent)] or candidates
-        run.recorded = next((other for other in fitting if is_likelier(other, len(sent))), fitting[0])
-        del self.unused[run.recorded.index]
-        run.root.recorded = run.recorded.root
-        return True
+def replayed_seed(backend: Backend, seed: int | None) -> int | None:
+    """The seed of a session on ``backend``: of a replay, the recorded one. ``BadArgument`` if ``seed`` is
+    another."""
+    if not isinstance(backend, Replay) or seed == backend.seed:
+        return seed
+    if seed is not None:
+        raise BadArgument(
+            f"session: the recording was made with seed {backend.seed}, and its replay uses that one: "
+            f"leave out seed={seed}"
+        )
+    return backend.seed
 
 
-def _fits(run: RecordedRun, sent: list[tuple[Path, Content]]) -> bool:
-    """Whether the recorded run began with these ops."""
-    num_ops: dict[Path, int] = {}
-    for path, content in sent:
-        position = num_ops.get(path, 0)
-        num_ops[path] = position + 1
-        state = run.states.get(path)
-        if state is None:  # forked by an op that was not recorded
-            continue
-        if position >= len(state.ops):
-            if not state.is_loose:
-                return False
-        elif state.ops[position].content != content:
-            return False
-    return True
-
-
-PATIENCE = 50
-
-Call = Callable[[], None]
-
-LATE = math.inf
-"""After all recorded events."""
-
-
-class EventScheduler:
-    """Sends events in the recorded order. ``expected``: the indices of the events that will be pushed if the
-    program sends the recorded ops. ``batches``: for each event the number of its delivery, which is repeated
-    as one."""
-
-    def __init__(self, expected: list[int], batches: list[int]) -> None:
-        self.num_sent = 0  # content ops
-        self._expected = expected
-        self._batches = batches
-        self._next = 0  # in ``expected``: all before it were sent or given up
-        self._sent: set[float] = set()
-        self._num_missing = 0  # ops that were given up
-        self._heap: list[tuple[float, int, int, Call]] = []
-        self._order = itertools.count()
-        self._followers: dict[int, list[Call]] = {}
-        self._changed = anyio.Event()
-
-    def push(self, recorded: RecordedEvent, call: Call) -> None:
-        """Schedules an event whose op the program has sent."""
-        self.push_at(recorded.seq, call, num_ops=recorded.num_ops)
-
-    def push_at(self, seq: float, call: Call, *, num_ops: int = 0) -> None:
-        """Schedules a call right after the event with index ``seq``."""
-        heapq.heappush(self._heap, (seq, next(self._order), num_ops, call))
-        self._changed.set()
-
-    def after(self, seq: int | None, follow: Call) -> None:
-        """Calls ``follow`` once the event has been sent, or now if ``seq`` is None."""
-        if seq is None or seq in self._sent:
-            follow()
-        else:
-            self._followers.setdefault(seq, []).append(follow)
-
-    async def run(self, flush: Callable[[], None]) -> None:
-        """Sends scheduled events until it is cancelled, and calls ``flush`` after each delivery."""
-        while True:
-            while not self._heap:
-                self._changed = anyio.Event()
-                await self._changed.wait()
-            await self._wait_for_turn()
-            batch = self._send_next()
-            while self._heap and self._batch(self._heap[0][0]) == batch and self._is_due():
-                self._send_next()
-            flush()
-            await anyio.lowlevel.checkpoint()
-
-    def _send_next(self) -> int | None:
-        seq, _, _, call = heapq.heappop(self._heap)
-        call()
-        self._sent.add(seq)
-        if seq != LATE:
-            for follow in self._followers.pop(int(seq), ()):
-                follow()
-        return self._batch(seq)
-
-    def _batch(self, seq: float) -> int | None:
-        return self._batches[int(seq)] if 0 <= seq < LATE else None
-
-    async def _wait_for_turn(self) -> None:
-        """Waits until the first event is due, or the program has sent nothing for ``PATIENCE`` turns."""
-        num_sent, num_turns = self.num_sent, 0
-        while num_turns < PATIENCE and not self._is_due():
-            await anyio.lowlevel.checkpoint()
-            num_turns = num_turns + 1 if num_sent == self.num_sent else 0
-            num_sent = self.num_sent
-        seq, _, num_ops, _ = self._heap[0]
-        while self._next < len(self._expected) and self._expected[self._next] < seq:
-            self._next += 1
-        self._num_missing = max(self._num_missing, num_ops - self.num_sent)
-
-    def _is_due(self) -> bool:
-        seq, _, num_ops, _ = self._heap[0]
-        if seq == LATE:
-            return False
-        while self._next < len(self._expected) and self._expected[self._next] in self._sent:
-            self._next += 1
-        is_next = self._next == len(self._expected) or self._expected[self._next] >= seq
-        return is_next and self.num_sent + self._num_missing >= num_ops
-
-
-class ReplayConnection:
+class _ReplayConnection:
     """A ``Connection`` that finds each op in the recording and schedules its events."""
 
     def __init__(
         self,
         recording: Recording,
         runs: RecordedRuns,
-        scheduler: EventScheduler,
+        scheduler: _EventScheduler,
         deliver: Deliver,
         lost: Lost,
     ) -> None:
@@ -289,10 +141,10 @@ class ReplayConnection:
         self._is_over = False
         self.is_complete = False
         """Whether the session's block ended normally."""
-        self._runs = LiveRuns(runs.runs)
+        self._runs = _LiveRuns(runs.runs)
         self._num_stats = 0
         self._outgoing: list[Event] = []
-        self._tree = ForkTree(LiveState, recording.header.seed, self._runs.recorded_index)
+        self._tree = ForkTree(_LiveState, recording.header.seed, self._runs.recorded_index)
         self._lose_when_due()
 
     def send(self, ops: Sequence[ops.Op]) -> None:
@@ -358,7 +210,7 @@ class ReplayConnection:
                 pass
         return None
 
-    def _take_content(self, state: LiveState, op: ops.Op) -> ErrorInfo | None:
+    def _take_content(self, state: _LiveState, op: ops.Op) -> ErrorInfo | None:
         run = self._runs[state.run]
         content = self._tree.content(op, state)
         if run.recorded is not None or self._must_know(run, op):
@@ -368,25 +220,25 @@ class ReplayConnection:
                 return found.refusal
             self._answer(state, op, found, self._enter(op, state))
         else:
-            run.kept.append(KeptOp(state, op, content, self._enter(op, state)))
+            run.kept.append(_KeptOp(state, op, content, self._enter(op, state)))
             state.num_kept += 1
         return None
 
-    def _enter(self, op: ops.Op, state: LiveState) -> list[LiveState]:
+    def _enter(self, op: ops.Op, state: _LiveState) -> list[_LiveState]:
         forks = self._tree.enter(op, state)
         if forks:
             for child, child_id in zip(forks, opened(op), strict=True):
                 child.id = child_id
         return forks
 
-    def _must_know(self, run: LiveRun, op: ops.Op) -> bool:
+    def _must_know(self, run: _LiveRun, op: ops.Op) -> bool:
         """Whether the op needs an answer, so that its run must be identified."""
         likely = self._runs.likely(run)
         return bool(declared(op)) or (likely is not None and likely.has_refusals)
 
     def _identify(
         self,
-        state: LiveState,
+        state: _LiveState,
         latest: Sequence[tuple[Path, Content]] = (),
         is_likelier: Callable[[RecordedRun, int], bool] = lambda run, num_sent: True,
     ) -> None:
@@ -403,7 +255,7 @@ class ReplayConnection:
             self._answer(kept.state, kept.op, self._match(kept.state, kept.content), kept.children)
             self._check_group(kept.state)
 
-    def _match(self, state: LiveState, content: Content) -> RecordedOp | None:
+    def _match(self, state: _LiveState, content: Content) -> RecordedOp | None:
         """The recorded op at this place; None if the recording need not have one."""
         position = state.num_ops
         state.num_ops += 1
@@ -423,7 +275,7 @@ class ReplayConnection:
         raise self._differs(state.place(position), "no more", describe(content))
 
     def _answer(
-        self, state: LiveState, op: ops.Op, found: RecordedOp | None, children: list[LiveState]
+        self, state: _LiveState, op: ops.Op, found: RecordedOp | None, children: list[_LiveState]
     ) -> None:
         """Schedules the events of this op."""
         for index, (var_id, _) in enumerate(declared(op)):
@@ -433,7 +285,7 @@ class ReplayConnection:
             self._fail_when_due(child)
         self._fail_when_due(state)
 
-    def _answer_variable(self, state: LiveState, var_id: int, recorded: RecordedVariable | None) -> None:
+    def _answer_variable(self, state: _LiveState, var_id: int, recorded: RecordedVariable | None) -> None:
         for past in recorded.events if recorded is not None else ():
             assert isinstance(past.event, Delta | Value | VarFailed)
             event = msgspec.structs.replace(past.event, var=var_id)
@@ -441,9 +293,9 @@ class ReplayConnection:
         if recorded is None or not recorded.has_end:
             error = self._missing(state, is_new=recorded is None)
             if error is not None:
-                self._scheduler.push_at(LATE, lambda: self._outgoing.append(VarFailed(var_id, error)))
+                self._scheduler.push_at(_LATE, lambda: self._outgoing.append(VarFailed(var_id, error)))
 
-    def _take_await(self, state: LiveState, ticket: int) -> None:
+    def _take_await(self, state: _LiveState, ticket: int) -> None:
         self._identify(state, is_likelier=lambda run, _: run.was_asked(state.path, state.num_kept))
         seq = state.recorded.reached_seq(state.num_ops) if state.recorded is not None else None
         if seq is not None:
@@ -453,12 +305,12 @@ class ReplayConnection:
         is_new = state.recorded is None or state.num_ops > len(state.recorded.ops)
         error = None if has_failure else self._missing(state, is_new=is_new)
         if error is not None:
-            self._scheduler.push_at(LATE, lambda: self._outgoing.append(StateFailed(state.id, error)))
+            self._scheduler.push_at(_LATE, lambda: self._outgoing.append(StateFailed(state.id, error)))
 
-    def _missing(self, state: LiveState, *, is_new: bool) -> ErrorInfo | None:
+    def _missing(self, state: _LiveState, *, is_new: bool) -> ErrorInfo | None:
         """Why an answer never comes. ``is_new``: the recording did not ask for it. None if the program itself
         or the end of the backend ends the wait."""
-        above: LiveState | None = state
+        above: _LiveState | None = state
         while above is not None and above.recorded is None:
             above = above.above
         recorded = above.recorded if above is not None else None
@@ -477,7 +329,7 @@ class ReplayConnection:
             )
         return None
 
-    def _fail_when_due(self, state: LiveState) -> None:
+    def _fail_when_due(self, state: _LiveState) -> None:
         """Schedules the failure of a state once its cause has happened."""
         recorded = state.recorded
         if recorded is None or recorded.failure is None or state.has_failed:
@@ -498,14 +350,14 @@ class ReplayConnection:
         if loss is not None and self._scheduler.num_sent == loss.num_ops:
             self._scheduler.push_at(loss.seq, lambda: self._end(loss.error.to_exception()))
 
-    def _check_group(self, state: LiveState) -> None:
+    def _check_group(self, state: _LiveState) -> None:
         recorded = state.recorded
         if recorded is None or state.is_loose:
             return
         for content in state.groups - recorded.groups:
             raise self._differs(state.place(), "no such task group", describe(content))
 
-    def _check_complete(self, state: LiveState, num_recorded: int | None = None) -> None:
+    def _check_complete(self, state: _LiveState, num_recorded: int | None = None) -> None:
         """Raises ``ReplayDiffers`` if the state has got fewer ops than were recorded (or than
         ``num_recorded``)."""
         recorded = state.recorded
@@ -552,53 +404,201 @@ def _begin_of(run: RecordedRun) -> str:
     return f", which begins with {texts[0]}" if texts else ""
 
 
-class Replay:
-    """Answers from a recording, as long as the program sends the same ops.
+class _LiveState(Node):
+    """A state of the running program. ``recorded``: its counterpart; None while it is unknown, and below an
+    op that was not recorded."""
 
-    Raises ``BadRecording`` for a file that is not a recording. At the first difference the session ends with
-    ``ReplayDiffers``, which names the place, the recorded op and the new one. One replay can serve several
-    sessions.
-
-    >>> async with af.session(record="run.jsonl") as flow:
-    ...     first = await flow.run(judge, essay)
-    >>> replay = af.Replay("run.jsonl")
-    >>> async with af.session(backend=replay) as flow:
-    ...     print(flow.seed == replay.seed, await flow.run(judge, essay) == first)
-    True True
-    """
-
-    def __init__(self, path: str | PathLike[str]) -> None:
-        self._recording = read_recording(path)
-        self._runs = RecordedRuns(self._recording)
+    def __init__(self, run: int, path: Path, parent: _LiveState | None) -> None:
+        super().__init__(run, path, parent)
+        self.above = parent
+        self.id = 0
+        self.recorded: RecordedState | None = None
+        self.num_ops = 0  # compared
+        self.num_kept = 0  # until its run was known
+        self.groups: set[Content] = set()
+        self.has_failed = False
 
     @property
-    def seed(self) -> int:
-        """The seed of the session that was recorded."""
-        return self._recording.header.seed
+    def is_loose(self) -> bool:
+        """Whether a failure or a cancellation determines how many ops it gets."""
+        recorded = self.recorded
+        return self.is_cancelled or (recorded is not None and recorded.is_loose)
 
-    @asynccontextmanager
-    async def connect(self, deliver: Deliver, lost: Lost) -> AsyncIterator[Connection]:
-        """Opens the replay. For the session."""
-        scheduler = EventScheduler(self._runs.expected, self._runs.batches)
-        connection = ReplayConnection(self._recording, self._runs, scheduler, deliver, lost)
-        async with open_task_group() as group:
-            group.start_soon(scheduler.run, connection.flush)
-            try:
-                yield connection
-                if connection.is_complete:
-                    connection.finish()
-            finally:
-                group.cancel_scope.cancel()
+    def place(self, position: int | None = None) -> str:
+        """Its place for messages, with the position of one of its ops."""
+        recorded = self.recorded
+        is_other = recorded is not None and recorded.run != self.run
+        run = f"run {self.run}{f' (recorded as run {recorded.run})' if recorded and is_other else ''}"
+        return f"{run}, state {self.path}" + ("" if position is None else f", op {position}")
 
 
-def replayed_seed(backend: Backend, seed: int | None) -> int | None:
-    """The seed of a session on ``backend``: of a replay, the recorded one. ``BadArgument`` if ``seed`` is
-    another."""
-    if not isinstance(backend, Replay) or seed == backend.seed:
-        return seed
-    if seed is not None:
-        raise BadArgument(
-            f"session: the recording was made with seed {backend.seed}, and its replay uses that one: "
-            f"leave out seed={seed}"
-        )
-    return backend.seed
+@dataclass(frozen=True, slots=True)
+class _KeptOp:
+    """A content op that is kept until its run is identified."""
+
+    state: _LiveState
+    op: ops.Op
+    content: Content
+    children: list[_LiveState]
+
+
+@dataclass(slots=True)
+class _LiveRun:
+    """``recorded``: the counterpart, once it is identified; until then ``kept`` has the ops."""
+
+    root: _LiveState
+    recorded: RecordedRun | None = None
+    kept: list[_KeptOp] = field(default_factory=list)
+
+
+class _LiveRuns:
+    """Pairs runs with recorded ones by their ops, and if several fit, by their number."""
+
+    def __init__(self, recorded: list[RecordedRun]) -> None:
+        self.unused = {run.index: run for run in recorded}
+        self._runs: list[_LiveRun] = []
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def __getitem__(self, index: int) -> _LiveRun:
+        return self._runs[index]
+
+    def add(self, root: _LiveState) -> None:
+        """Adds a run."""
+        self._runs.append(_LiveRun(root))
+
+    def recorded_index(self, index: int) -> int:
+        """The number of the recorded run; for an unidentified run, a number that no run has."""
+        recorded = self._runs[index].recorded
+        return recorded.index if recorded is not None else -1 - index
+
+    def likely(self, run: _LiveRun) -> RecordedRun | None:
+        """The recorded run of the same number, if it is still unpaired."""
+        return self.unused.get(run.root.run)
+
+    def identify(
+        self,
+        run: _LiveRun,
+        latest: Sequence[tuple[Path, Content]],
+        is_likelier: Callable[[RecordedRun, int], bool],
+    ) -> bool:
+        """Pairs ``run``, whose ops are the kept ones and then ``latest``. ``is_likelier`` chooses among the
+        recorded runs that fit, given the number of ops. If none fits, pairs it with one anyway, so that the
+        difference can be named. False if all recorded runs are paired."""
+        likely = self.likely(run)
+        candidates = [likely] if likely is not None else []
+        candidates += [other for other in self.unused.values() if other is not likely]
+        if not candidates:
+            return False
+        sent = [(kept.state.path, kept.content) for kept in run.kept] + [*latest]
+        fitting = [other for other in candidates if _fits(other, sent)] or candidates
+        run.recorded = next((other for other in fitting if is_likelier(other, len(sent))), fitting[0])
+        del self.unused[run.recorded.index]
+        run.root.recorded = run.recorded.root
+        return True
+
+
+def _fits(run: RecordedRun, sent: list[tuple[Path, Content]]) -> bool:
+    """Whether the recorded run began with these ops."""
+    num_ops: dict[Path, int] = {}
+    for path, content in sent:
+        position = num_ops.get(path, 0)
+        num_ops[path] = position + 1
+        state = run.states.get(path)
+        if state is None:  # forked by an op that was not recorded
+            continue
+        if position >= len(state.ops):
+            if not state.is_loose:
+                return False
+        elif state.ops[position].content != content:
+            return False
+    return True
+
+
+_PATIENCE = 50
+
+Call = Callable[[], None]
+
+_LATE = math.inf
+"""After all recorded events."""
+
+
+class _EventScheduler:
+    """Sends events in the recorded order. ``expected``: the indices of the events that will be pushed if the
+    program sends the recorded ops. ``batches``: for each event the number of its delivery, which is repeated
+    as one."""
+
+    def __init__(self, expected: list[int], batches: list[int]) -> None:
+        self.num_sent = 0  # content ops
+        self._expected = expected
+        self._batches = batches
+        self._next = 0  # in ``expected``: all before it were sent or given up
+        self._sent: set[float] = set()
+        self._num_missing = 0  # ops that were given up
+        self._heap: list[tuple[float, int, int, Call]] = []
+        self._order = itertools.count()
+        self._followers: dict[int, list[Call]] = {}
+        self._changed = anyio.Event()
+
+    def push(self, recorded: RecordedEvent, call: Call) -> None:
+        """Schedules an event whose op the program has sent."""
+        self.push_at(recorded.seq, call, num_ops=recorded.num_ops)
+
+    def push_at(self, seq: float, call: Call, *, num_ops: int = 0) -> None:
+        """Schedules a call right after the event with index ``seq``."""
+        heapq.heappush(self._heap, (seq, next(self._order), num_ops, call))
+        self._changed.set()
+
+    def after(self, seq: int | None, follow: Call) -> None:
+        """Calls ``follow`` once the event has been sent, or now if ``seq`` is None."""
+        if seq is None or seq in self._sent:
+            follow()
+        else:
+            self._followers.setdefault(seq, []).append(follow)
+
+    async def run(self, flush: Callable[[], None]) -> None:
+        """Sends scheduled events until it is cancelled, and calls ``flush`` after each delivery."""
+        while True:
+            while not self._heap:
+                self._changed = anyio.Event()
+                await self._changed.wait()
+            await self._wait_for_turn()
+            batch = self._send_next()
+            while self._heap and self._batch(self._heap[0][0]) == batch and self._is_due():
+                self._send_next()
+            flush()
+            await anyio.lowlevel.checkpoint()
+
+    def _send_next(self) -> int | None:
+        seq, _, _, call = heapq.heappop(self._heap)
+        call()
+        self._sent.add(seq)
+        if seq != _LATE:
+            for follow in self._followers.pop(int(seq), ()):
+                follow()
+        return self._batch(seq)
+
+    def _batch(self, seq: float) -> int | None:
+        return self._batches[int(seq)] if 0 <= seq < _LATE else None
+
+    async def _wait_for_turn(self) -> None:
+        """Waits until the first event is due, or the program has sent nothing for ``_PATIENCE`` turns."""
+        num_sent, num_turns = self.num_sent, 0
+        while num_turns < _PATIENCE and not self._is_due():
+            await anyio.lowlevel.checkpoint()
+            num_turns = num_turns + 1 if num_sent == self.num_sent else 0
+            num_sent = self.num_sent
+        seq, _, num_ops, _ = self._heap[0]
+        while self._next < len(self._expected) and self._expected[self._next] < seq:
+            self._next += 1
+        self._num_missing = max(self._num_missing, num_ops - self.num_sent)
+
+    def _is_due(self) -> bool:
+        seq, _, num_ops, _ = self._heap[0]
+        if seq == _LATE:
+            return False
+        while self._next < len(self._expected) and self._expected[self._next] in self._sent:
+            self._next += 1
+        is_next = self._next == len(self._expected) or self._expected[self._next] >= seq
+        return is_next and self.num_sent + self._num_missing >= num_ops

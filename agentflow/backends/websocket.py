@@ -1,7 +1,7 @@
 """A websocket client over anyio streams, which runs on asyncio and on trio.
 
-The protocol is the sans-I/O one of the ``websockets`` library. ``refusal_of`` maps a failed handshake to an
-error."""
+The protocol is the sans-I/O one of the ``websockets`` library. ``handshake_error`` maps a failed handshake to
+an error."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from agentflow.errors import NotAuthorized, Overloaded, RateLimited, ServerError
 
 MAX_REASON_CHARS = 500
 # The fields that servers and proxies use, in a JSON body.
-REASON_FIELDS = ("reason", "error", "message", "detail")
+_REASON_FIELDS = ("reason", "error", "message", "detail")
 
 
-def refusal_of(url: str, response: Response) -> ServerError:
+def handshake_error(url: str, response: Response) -> ServerError:
     """The error for a handshake that the server answered with another status than 101: ``NotAuthorized`` for
     401 and 403, ``RateLimited`` for 429 and ``Overloaded`` for 503 (both with the seconds of
     ``Retry-After``), and ``ServerUnreachable`` for all others, and for a 403 without a reason, with which
@@ -42,14 +42,14 @@ def refusal_of(url: str, response: Response) -> ServerError:
     if status == 403 and reason:
         return NotAuthorized(f"{url} denies access (HTTP 403): {why}")
     if status not in (429, 503):
-        return no_server(url, f"HTTP {status}")
+        return _no_server(url, f"HTTP {status}")
     kind = RateLimited if status == 429 else Overloaded
     error = kind(f"{url} accepts no connections now (HTTP {status}): {why}")
     error.retry_after_s = _retry_after_s(response)
     return error
 
 
-def no_server(url: str, answer: str) -> ServerUnreachable:
+def _no_server(url: str, answer: str) -> ServerUnreachable:
     """The error for an address where another kind of server answers."""
     return ServerUnreachable(f"{url} is not an agentflow server ({answer}): check the address")
 
@@ -81,11 +81,11 @@ def _said_in_json(body: bytes | bytearray) -> str:
         return ""
     for _ in range(2):  # an error may be an object with a message
         if isinstance(said, dict):
-            said = next((said[field] for field in REASON_FIELDS if field in said), "")
+            said = next((said[field] for field in _REASON_FIELDS if field in said), "")
     return said if isinstance(said, str) else ""
 
 
-CLOSE_TIMEOUT_S = 1.0
+_CLOSE_TIMEOUT_S = 1.0
 
 
 class WebSocketEnded(Exception):
@@ -180,7 +180,7 @@ class WebSocket:
 
     async def aclose(self) -> None:
         """Closes the stream, and drops queued output."""
-        with anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
+        with anyio.move_on_after(_CLOSE_TIMEOUT_S, shield=True):
             with contextlib.suppress(anyio.BrokenResourceError, OSError):  # it has ended already
                 await self._stream.aclose()
 
@@ -248,7 +248,7 @@ async def open_websocket(
     keepalive_s: float,
 ) -> WebSocket:
     """Connects and performs the handshake. ``ServerUnreachable`` if there is no server or it is not a
-    websocket server; the errors of ``refusal_of`` if it rejects the client."""
+    websocket server; the errors of ``handshake_error`` if it rejects the client."""
     try:
         stream = await _connect(uri, ssl_context)
     except OSError as error:
@@ -266,8 +266,8 @@ async def open_websocket(
         if not isinstance(error, Exception):
             raise
         if isinstance(error, InvalidStatus):
-            raise refusal_of(shown_url(uri), error.response) from error
-        raise no_server(shown_url(uri), str(error)) from error
+            raise handshake_error(shown_url(uri), error.response) from error
+        raise _no_server(shown_url(uri), str(error)) from error
     return websocket
 
 

@@ -30,7 +30,7 @@ from agentflow.version import __version__
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-BUFFER_BYTES = 64 * 1024
+_BUFFER_BYTES = 64 * 1024
 
 Ending = Literal["complete", "failed", "cancelled"]
 """How the session's block ended: normally, by an exception, or by a cancellation or an interrupt."""
@@ -96,7 +96,7 @@ class Recorded:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backend = backend
-        self._path = path_of(path, "record")
+        self._path = _path_of(path, "record")
         self._seed = seed
         self._clock = clock
 
@@ -162,7 +162,7 @@ class _Writer:
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
         try:
-            self._file: BinaryIO = path.open("wb", buffering=BUFFER_BYTES)
+            self._file: BinaryIO = path.open("wb", buffering=_BUFFER_BYTES)
         except (OSError, ValueError) as error:  # ValueError: a path that no file can have
             raise BadArgument(
                 f"cannot record to {str(path)!r}: {getattr(error, 'strerror', None) or error}"
@@ -209,7 +209,7 @@ class _Writer:
         self._has_failed = True
 
 
-def path_of(path: str | PathLike[str], where: str) -> Path:
+def _path_of(path: str | PathLike[str], where: str) -> Path:
     """``path`` as a ``Path``. ``BadArgument`` if it is not a path."""
     if not isinstance(path, str | PathLike):
         raise BadArgument(f"{where}: the path must be a string or a Path, not {path!r:.200}")
@@ -228,7 +228,7 @@ def read_recording(path: str | PathLike[str]) -> Recording:
 
     ``BadRecording`` for a file that is missing, not a recording, damaged, or of another version.
     """
-    path = path_of(path, "Replay")
+    path = _path_of(path, "Replay")
     try:
         lines = path.read_bytes().splitlines(keepends=True)
     except (OSError, ValueError) as error:  # ValueError: a path that no file can have

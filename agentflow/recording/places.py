@@ -33,7 +33,7 @@ class Content(NamedTuple):
     fields: tuple[tuple[str, Any], ...]
 
 
-class VariablePlace(NamedTuple):
+class _VariablePlace(NamedTuple):
     """A variable in the content of an op. ``run``: None for the run of the op itself."""
 
     run: int | None
@@ -141,10 +141,10 @@ class ForkTree(Generic[NodeT]):
         for var_id in self._declared.pop(state_id, ()):
             del self._variables[var_id]
 
-    def _place(self, var_id: int, reader: NodeT) -> VariablePlace:
+    def _place(self, var_id: int, reader: NodeT) -> _VariablePlace:
         node, ordinal = self.variable(var_id)
         run = None if node.run == reader.run else self._run_name(node.run)
-        return VariablePlace(run, node.path, ordinal, self._variables[var_id][2])
+        return _VariablePlace(run, node.path, ordinal, self._variables[var_id][2])
 
     def _plain(self, value: Any, node: NodeT) -> Any:
         match value:
@@ -227,11 +227,11 @@ def _flat(fields: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _text(parts: tuple[str | VariablePlace, ...]) -> str:
+def _text(parts: tuple[str | _VariablePlace, ...]) -> str:
     return "".join(part if isinstance(part, str) else _variable(part) for part in parts)
 
 
-def _variable(place: VariablePlace) -> str:
+def _variable(place: _VariablePlace) -> str:
     run = "" if place.run is None else f" of run {place.run}"
     return f"{{{place.name!r} of {place.path}{run}}}"
 
@@ -239,7 +239,7 @@ def _variable(place: VariablePlace) -> str:
 def _value(value: Any) -> str:
     if value == DERIVED:
         return "from the session"
-    if isinstance(value, VariablePlace):
+    if isinstance(value, _VariablePlace):
         return _variable(value)
     return shortened(value) if isinstance(value, str) else shortened(repr(value))[1:-1]
 

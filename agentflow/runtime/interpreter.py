@@ -6,7 +6,7 @@ concurrently. ``state_tree`` describes how failures and cancellations spread bet
 An op that is invalid, or for which there is no room, fails its state, as an op does that fails while it runs;
 the other states continue. Only an error that belongs to no state ends the session.
 
-``OpExecution`` runs the ops that use their state's context, ``Interpreter`` all others.
+``_OpExecution`` runs the ops that use their state's context, ``Interpreter`` all others.
 """
 
 from __future__ import annotations
@@ -75,194 +75,6 @@ from agentflow.runtime.state_tree import (
     origin_of,
 )
 
-# A text that refers twice to the one before doubles with every op: thirty small ops must not fill the memory.
-MAX_OP_CHARS = 8 * 1024 * 1024
-
-
-class OpExecution(Generic[ContextT]):
-    """Executes ops with ``generator``. ``start_child`` takes the context of a forked state, with its memory
-    and its number of characters."""
-
-    def __init__(
-        self,
-        generator: Generator[ContextT],
-        variables: Mapping[int, VariableRecord],
-        memory: MemoryBudget,
-        start_child: Callable[[StateRecord[ContextT], ContextT, Reservation, int], None],
-    ) -> None:
-        self._generator = generator
-        self._variables = variables
-        self._memory = memory
-        self._start_child = start_child
-        # A session uses one of the shared threads at a time.
-        self._searching = anyio.CapacityLimiter(1)
-
-    async def execute(self, state: StateRecord[ContextT], pending: PendingOp[ContextT]) -> None:
-        """Runs an op, after it has waited for the variables that its text refers to."""
-        context, op = state.context, pending.op
-        if isinstance(op, ops.Set):  # needs no context: the state may be sealed
-            await self._set(op, pending)
-            return
-        if isinstance(op, ops.Read):
-            await self._read(op, state, pending)
-            return
-        if context is None:
-            raise StateClosed(f"state {state.id} was sealed: nothing can be appended to it")
-        match op:
-            case ops.Text():
-                text = await self._resolved(op.parts, pending.sources)
-                state.reserve_text(text)
-                self._generator.fill(context, text)
-            case ops.Converse():
-                await self._converse(state, context, op.conversation)
-            case ops.Begin():
-                state.reserve_text("", TURN_CHARS)
-                self._generator.begin_role(context, op.role)
-            case ops.End():
-                self._generator.end_role(context)
-            case ops.Gen():
-                await self._generate(state, context, op)
-            case ops.Select():
-                variable = self._variables[op.var]  # now, because its state may be closed by the end
-                scored = await self._generator.score(context, op.choices, op.method)
-                state.reserve_text(op.choices[scored.index])
-                variable.complete(op.choices[scored.index], _selected(op, scored))
-            case ops.Fork():
-                await self._fork(state, context, pending.children)
-            case _:
-                await self._look(context, pending)
-
-    async def _converse(
-        self, state: StateRecord[ContextT], context: ContextT, conversation: Conversation
-    ) -> None:
-        for message in conversation.messages:
-            called = sum(len(call.name) + len(call.arguments) for call in message.tool_calls)
-            state.reserve_text(message.content, TURN_CHARS + called)
-        state.reserve_text("", sum(len(msgspec.json.encode(tool)) for tool in conversation.tools))
-        await self._generator.converse(context, conversation)
-
-    async def _set(self, op: ops.Set, pending: PendingOp[ContextT]) -> None:
-        variable = self._variables[op.var]
-        _complete(variable, await self._resolved(op.parts, pending.sources), "set")
-
-    async def _fork(
-        self, state: StateRecord[ContextT], context: ContextT, children: Sequence[StateRecord[ContextT]]
-    ) -> None:
-        num_chars = state.num_chars
-        # Before the copies are made, of which there may be many.
-        reservations = [Reservation(self._memory, FORKED_CHAR_BYTES * num_chars) for _ in children]
-        contexts = await self._generator.fork(context, len(children))
-        for child, child_context, reservation in zip(children, contexts, reservations, strict=True):
-            self._start_child(child, child_context, reservation, num_chars)
-
-    async def _read(self, op: ops.Read, state: StateRecord[ContextT], pending: PendingOp[ContextT]) -> None:
-        context = state.sealed if state.context is None else state.context
-        if context is None:  # fails only the variable, because the state has ended
-            dropped = StateClosed(
-                f"the content of sealed state {state.id} was dropped to make room for newer ones"
-            )
-            dropped.place = None if pending.number is None else (state.id, pending.number)
-            self._variables[op.var].fail(dropped)
-            return
-        if op.what == "token_ids":
-            text = json.dumps(await self._generator.token_ids(context))
-        else:
-            text = self._generator.text(context)
-        _complete(self._variables[op.var], text, "read")
-
-    async def _look(self, context: ContextT, pending: PendingOp[ContextT]) -> None:
-        """Runs a hint or an image."""
-        op = pending.op
-        match op:
-            case ops.Hint():
-                self._generator.hint(
-                    context, StateHint(op.objective, op.output_tokens, op.forks, op.deadline_s)
-                )
-            case ops.Image():
-                self._generator.image(context, op.source)
-            case _:
-                raise ProtocolError(f"an op that cannot stand in a stream: {op!r}")
-
-    async def _generate(self, state: StateRecord[ContextT], context: ContextT, op: ops.Gen) -> None:
-        params = clipped(op.params, state.budgets)
-        variable = self._variables[op.var]
-        with anyio.move_on_after(op.timeout_s) as scope:
-            generate = self._generator.reply if op.reply else self._generator.generate
-            end = await generate(context, params, variable.extend, op.constraint)
-        if scope.cancelled_caught:
-            raise DeadlineExceeded(f"{op.name!r} took longer than its {op.timeout_s} s")
-        was_cut = end.finish_reason == "length" and params.max_tokens < op.params.max_tokens
-        spend(end.usage.output_tokens, state.budgets, was_cut=was_cut)
-        value = Value(
-            op.var, 0, "", end.finish_reason, end.usage, end.logprobs, top_logprobs=end.top_logprobs
-        )
-        state.reserve_text(end.text)
-        variable.complete(end.text, value)
-
-    async def _resolved(self, parts: ops.Parts, sources: Sequence[VariableRecord]) -> str:
-        """The text of the parts. ``sources``: the variables that they refer to, in their order."""
-        for variable in sources:  # no piece is made before all values are there
-            await variable.done.wait()
-            if variable.error is not None:
-                cause = origin_of(variable.error)
-                raise RunFailed(f"the text needs {variable.name!r}, which has no value") from cause
-        pieces: list[str] = []
-        num_chars = 0
-        variables = iter(sources)
-        reservation = Reservation(self._memory, 0)  # a search may have to wait for a thread
-        for part in parts:
-            if isinstance(part, str):
-                piece = part
-            else:
-                piece = await apply_in_turn(next(variables).content, part.transforms, self._searching)
-                reservation.add(sys.getsizeof(piece))
-            num_chars += len(piece)
-            if num_chars > MAX_OP_CHARS:
-                raise RunFailed(f"with its variables, this text has more than {MAX_OP_CHARS:,} characters")
-            pieces.append(piece)
-        return "".join(pieces)
-
-
-def _complete(variable: VariableRecord, text: str, reason: str) -> None:
-    variable.complete(text, Value(variable.id, 0, "", reason, Usage()))
-
-
-def _selected(op: ops.Select, scored: Scored) -> Value:
-    choices = dict(zip(op.choices, scored.scores, strict=True))
-    return Value(op.var, 0, "", "choice", scored.usage or Usage(), None, choices)
-
-
-MAX_TICKETS = 1_000
-
-
-class StatsAnswers(Generic[ContextT]):
-    """Answers ``GetStats``. Concurrent ones share one query of the generator."""
-
-    def __init__(self, generator: Generator[ContextT], tasks: TaskGroup, events: EventCursor) -> None:
-        self._generator = generator
-        self._tasks = tasks
-        self._events = events
-        self._tickets: list[int] = []
-
-    def ask(self, ticket: int) -> None:
-        """Asks for an answer with this ticket. ``Overloaded`` if too many are waiting."""
-        check_number(ticket)
-        if len(self._tickets) >= MAX_TICKETS:
-            raise Overloaded(f"{MAX_TICKETS} requests for counters are waiting: receive some answers first")
-        self._tickets.append(ticket)
-        if len(self._tickets) == 1:
-            self._tasks.start_soon(self._answer)
-
-    async def _answer(self) -> None:
-        try:
-            reply = StatsReply(0, await self._generator.stats())
-        except AgentflowError as error:  # such as an engine that restarts
-            reply = StatsReply(0, error=ErrorInfo.of(error))
-        tickets, self._tickets = self._tickets, []
-        for ticket in tickets:
-            self._events.mark(StatsRecord(msgspec.structs.replace(reply, ticket=ticket)))
-
-
 logger = logging.getLogger(__name__)
 
 # Twice what the frontend lets a program submit without awaiting.
@@ -297,8 +109,8 @@ class Interpreter(Generic[ContextT]):
             self.events, self._memory, free=generator.free, kick=self._kick
         )
         self._variables: dict[int, VariableRecord] = {}
-        self._ops = OpExecution(generator, self._variables, self._memory, self._start_child)
-        self._stats = StatsAnswers(generator, task_group, self.events)
+        self._ops = _OpExecution(generator, self._variables, self._memory, self._start_child)
+        self._stats = _StatsAnswers(generator, task_group, self.events)
 
     def submit(self, op: ops.Op | ops.Rejected) -> None:
         """Takes an op; does not wait. An op that is rejected fails its state. Raises the error that must end
@@ -481,7 +293,7 @@ class Interpreter(Generic[ContextT]):
         """The error of an op that failed because of a fault of the backend."""
         if self._hides_faults:
             return incident(logger, name, error)
-        logger.exception("a fault of the backend failed an op")
+        logger.exception("an op failed because of a fault of the backend")
         failure = EngineFailed(f"{name} failed: {error!r}")
         failure.__cause__ = error
         return failure
@@ -606,6 +418,194 @@ class Interpreter(Generic[ContextT]):
                 for state in graph.states:
                     self._states.stop(state, error)
             raise
+
+
+# A text that refers twice to the one before doubles with every op: thirty small ops must not fill the memory.
+MAX_OP_CHARS = 8 * 1024 * 1024
+
+
+class _OpExecution(Generic[ContextT]):
+    """Executes ops with ``generator``. ``start_child`` takes the context of a forked state, with its memory
+    and its number of characters."""
+
+    def __init__(
+        self,
+        generator: Generator[ContextT],
+        variables: Mapping[int, VariableRecord],
+        memory: MemoryBudget,
+        start_child: Callable[[StateRecord[ContextT], ContextT, Reservation, int], None],
+    ) -> None:
+        self._generator = generator
+        self._variables = variables
+        self._memory = memory
+        self._start_child = start_child
+        # A session uses one of the shared threads at a time.
+        self._searching = anyio.CapacityLimiter(1)
+
+    async def execute(self, state: StateRecord[ContextT], pending: PendingOp[ContextT]) -> None:
+        """Runs an op, after it has waited for the variables that its text refers to."""
+        context, op = state.context, pending.op
+        if isinstance(op, ops.Set):  # needs no context: the state may be sealed
+            await self._set(op, pending)
+            return
+        if isinstance(op, ops.Read):
+            await self._read(op, state, pending)
+            return
+        if context is None:
+            raise StateClosed(f"state {state.id} was sealed: nothing can be appended to it")
+        match op:
+            case ops.Text():
+                text = await self._resolved(op.parts, pending.sources)
+                state.reserve_text(text)
+                self._generator.fill(context, text)
+            case ops.Converse():
+                await self._converse(state, context, op.conversation)
+            case ops.Begin():
+                state.reserve_text("", TURN_CHARS)
+                self._generator.begin_role(context, op.role)
+            case ops.End():
+                self._generator.end_role(context)
+            case ops.Gen():
+                await self._generate(state, context, op)
+            case ops.Select():
+                variable = self._variables[op.var]  # now, because its state may be closed by the end
+                scored = await self._generator.score(context, op.choices, op.method)
+                state.reserve_text(op.choices[scored.index])
+                variable.complete(op.choices[scored.index], _selected(op, scored))
+            case ops.Fork():
+                await self._fork(state, context, pending.children)
+            case _:
+                await self._look(context, pending)
+
+    async def _converse(
+        self, state: StateRecord[ContextT], context: ContextT, conversation: Conversation
+    ) -> None:
+        for message in conversation.messages:
+            called = sum(len(call.name) + len(call.arguments) for call in message.tool_calls)
+            state.reserve_text(message.content, TURN_CHARS + called)
+        state.reserve_text("", sum(len(msgspec.json.encode(tool)) for tool in conversation.tools))
+        await self._generator.converse(context, conversation)
+
+    async def _set(self, op: ops.Set, pending: PendingOp[ContextT]) -> None:
+        variable = self._variables[op.var]
+        _complete(variable, await self._resolved(op.parts, pending.sources), "set")
+
+    async def _fork(
+        self, state: StateRecord[ContextT], context: ContextT, children: Sequence[StateRecord[ContextT]]
+    ) -> None:
+        num_chars = state.num_chars
+        # Before the copies are made, of which there may be many.
+        reservations = [Reservation(self._memory, FORKED_CHAR_BYTES * num_chars) for _ in children]
+        contexts = await self._generator.fork(context, len(children))
+        for child, child_context, reservation in zip(children, contexts, reservations, strict=True):
+            self._start_child(child, child_context, reservation, num_chars)
+
+    async def _read(self, op: ops.Read, state: StateRecord[ContextT], pending: PendingOp[ContextT]) -> None:
+        context = state.sealed if state.context is None else state.context
+        if context is None:  # fails only the variable, because the state has ended
+            dropped = StateClosed(
+                f"the content of sealed state {state.id} was dropped to make room for newer ones"
+            )
+            dropped.place = None if pending.number is None else (state.id, pending.number)
+            self._variables[op.var].fail(dropped)
+            return
+        if op.what == "token_ids":
+            text = json.dumps(await self._generator.token_ids(context))
+        else:
+            text = self._generator.text(context)
+        _complete(self._variables[op.var], text, "read")
+
+    async def _look(self, context: ContextT, pending: PendingOp[ContextT]) -> None:
+        """Runs a hint or an image."""
+        op = pending.op
+        match op:
+            case ops.Hint():
+                self._generator.hint(
+                    context, StateHint(op.objective, op.output_tokens, op.forks, op.deadline_s)
+                )
+            case ops.Image():
+                self._generator.image(context, op.source)
+            case _:
+                raise ProtocolError(f"an op that cannot stand in a stream: {op!r}")
+
+    async def _generate(self, state: StateRecord[ContextT], context: ContextT, op: ops.Gen) -> None:
+        params = clipped(op.params, state.budgets)
+        variable = self._variables[op.var]
+        with anyio.move_on_after(op.timeout_s) as scope:
+            generate = self._generator.reply if op.reply else self._generator.generate
+            end = await generate(context, params, variable.extend, op.constraint)
+        if scope.cancelled_caught:
+            raise DeadlineExceeded(f"{op.name!r} took longer than its {op.timeout_s} s")
+        was_cut = end.finish_reason == "length" and params.max_tokens < op.params.max_tokens
+        spend(end.usage.output_tokens, state.budgets, was_cut=was_cut)
+        value = Value(
+            op.var, 0, "", end.finish_reason, end.usage, end.logprobs, top_logprobs=end.top_logprobs
+        )
+        state.reserve_text(end.text)
+        variable.complete(end.text, value)
+
+    async def _resolved(self, parts: ops.Parts, sources: Sequence[VariableRecord]) -> str:
+        """The text of the parts. ``sources``: the variables that they refer to, in their order."""
+        for variable in sources:  # no piece is made before all values are there
+            await variable.done.wait()
+            if variable.error is not None:
+                cause = origin_of(variable.error)
+                raise RunFailed(f"the text needs {variable.name!r}, which has no value") from cause
+        pieces: list[str] = []
+        num_chars = 0
+        variables = iter(sources)
+        reservation = Reservation(self._memory, 0)  # a search may have to wait for a thread
+        for part in parts:
+            if isinstance(part, str):
+                piece = part
+            else:
+                piece = await apply_in_turn(next(variables).content, part.transforms, self._searching)
+                reservation.add(sys.getsizeof(piece))
+            num_chars += len(piece)
+            if num_chars > MAX_OP_CHARS:
+                raise RunFailed(f"with its variables, this text has more than {MAX_OP_CHARS:,} characters")
+            pieces.append(piece)
+        return "".join(pieces)
+
+
+def _complete(variable: VariableRecord, text: str, reason: str) -> None:
+    variable.complete(text, Value(variable.id, 0, "", reason, Usage()))
+
+
+def _selected(op: ops.Select, scored: Scored) -> Value:
+    choices = dict(zip(op.choices, scored.scores, strict=True))
+    return Value(op.var, 0, "", "choice", scored.usage or Usage(), None, choices)
+
+
+MAX_TICKETS = 1_000
+
+
+class _StatsAnswers(Generic[ContextT]):
+    """Answers ``GetStats``. Concurrent ones share one query of the generator."""
+
+    def __init__(self, generator: Generator[ContextT], tasks: TaskGroup, events: EventCursor) -> None:
+        self._generator = generator
+        self._tasks = tasks
+        self._events = events
+        self._tickets: list[int] = []
+
+    def ask(self, ticket: int) -> None:
+        """Asks for an answer with this ticket. ``Overloaded`` if too many are waiting."""
+        check_number(ticket)
+        if len(self._tickets) >= MAX_TICKETS:
+            raise Overloaded(f"{MAX_TICKETS} requests for counters are waiting: receive some answers first")
+        self._tickets.append(ticket)
+        if len(self._tickets) == 1:
+            self._tasks.start_soon(self._answer)
+
+    async def _answer(self) -> None:
+        try:
+            reply = StatsReply(0, await self._generator.stats())
+        except AgentflowError as error:  # such as an engine that restarts
+            reply = StatsReply(0, error=ErrorInfo.of(error))
+        tickets, self._tickets = self._tickets, []
+        for ticket in tickets:
+            self._events.mark(StatsRecord(msgspec.structs.replace(reply, ticket=ticket)))
 
 
 def _of_session(error: AgentflowError) -> AgentflowError:

@@ -23,15 +23,15 @@ from agentflow.protocol.sampling import SamplingParams
 
 STATE_BYTES = 3_000
 """A state with an empty context."""
-VARIABLE_BYTES = 1_000
+_VARIABLE_BYTES = 1_000
 """A variable without its text."""
-CHAR_BYTES = 16
+_CHAR_BYTES = 16
 """A character in a context, in addition to its text: its tokens in all their forms."""
 FORKED_CHAR_BYTES = 4
 """A character that a context has from its parent: texts are shared, lists of tokens are copied."""
 TURN_CHARS = 32
 """A turn without its text counts like so many characters."""
-TOP_TOKEN_BYTES = 160
+_TOP_TOKEN_BYTES = 160
 
 
 class MemoryBudget:
@@ -129,12 +129,12 @@ class Reservation:
 
 def variable_bytes(name: str) -> int:
     """The memory of a variable without its value."""
-    return VARIABLE_BYTES + sys.getsizeof(name)
+    return _VARIABLE_BYTES + sys.getsizeof(name)
 
 
 def text_bytes(text: str, num_chars: int = 0) -> int:
     """The memory of a text in a context, and of content that counts like ``num_chars`` characters."""
-    return sys.getsizeof(text) + CHAR_BYTES * (len(text) + num_chars)
+    return sys.getsizeof(text) + _CHAR_BYTES * (len(text) + num_chars)
 
 
 def error_bytes(error: BaseException, text: str = "") -> int:
@@ -148,7 +148,7 @@ def value_bytes(text: str, value: Value) -> int:
     if value.logprobs is not None:
         num_bytes += NUMBER_BYTES * len(value.logprobs)
     if value.top_logprobs is not None:
-        num_bytes += TOP_TOKEN_BYTES * sum(len(place or ()) for place in value.top_logprobs)
+        num_bytes += _TOP_TOKEN_BYTES * sum(len(place or ()) for place in value.top_logprobs)
     if value.choices is not None:
         num_bytes += NUMBER_BYTES * len(value.choices) + texts_bytes(value.choices)
     return num_bytes
@@ -214,7 +214,7 @@ def limit_op(state_id: int, deadline_s: float | None, output_tokens: int | None)
     return ops.Limit(state_id, deadline_s, output_tokens)
 
 
-MAX_PART = 0.5
+_MAX_PART = 0.5
 
 
 def part_of(limit: int, tenant_name: str) -> int:
@@ -224,7 +224,7 @@ def part_of(limit: int, tenant_name: str) -> int:
     >>> part_of(1000, "alice"), part_of(1000, "")
     (500, 1000)
     """
-    return max(1, int(limit * MAX_PART)) if tenant_name else limit
+    return max(1, int(limit * _MAX_PART)) if tenant_name else limit
 
 
 class TenantMemory:

@@ -103,5 +103,5 @@ def test_what_cannot_be_written_is_a_bad_argument() -> None:
 def test_confirming_what_was_never_sent_is_a_protocol_error() -> None:
     queue = OpQueue(binary=True, frame_bytes=FRAME_BYTES)
     queue.add(queue.encoded(ops.Seal(1)))
-    with pytest.raises(ProtocolError, match="confirms op 1, but only 0 were sent"):
+    with pytest.raises(ProtocolError, match="acknowledged op 1, but only 0 were sent"):
         queue.acknowledge(1)

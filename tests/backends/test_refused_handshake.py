@@ -18,7 +18,7 @@ from websockets.http11 import Response
 
 import agentflow as af
 from agentflow.backends.remote import Remote
-from agentflow.backends.websocket import MAX_REASON_CHARS, api_error_of
+from agentflow.backends.websocket import MAX_REASON_CHARS, handshake_error
 from agentflow.errors import (
     BadArgument,
     NotAuthorized,
@@ -80,7 +80,7 @@ REFUSALS = [
     (answer("401 Unauthorized", "<html>no</html>", HTML), NotAuthorized, "HTTP 401): no reason given"),
     (answer("403 Forbidden", {"reason": "not this model"}), NotAuthorized, "HTTP 403): not this model"),
     (answer("403 Forbidden", "not\r\n\x1b[1mhere", PLAIN), NotAuthorized, "HTTP 403): not [1mhere"),
-    (answer("403 Forbidden"), ServerUnreachable, "not as an agentflow server (HTTP 403): check the address"),
+    (answer("403 Forbidden"), ServerUnreachable, "(HTTP 403): check the address"),
     (answer("429 Too Many Requests", {"reason": "slow down"}), RateLimited, "HTTP 429): slow down"),
     (answer("503 Service Unavailable", {"reason": "starting"}), Overloaded, "HTTP 503): starting"),
     (
@@ -139,7 +139,7 @@ def test_whatever_comes_back_is_one_line(
     status: int, body: bytes, content_type: str, retry_after: str
 ) -> None:
     headers = Headers({"Content-Type": content_type, "Retry-After": retry_after})
-    error = api_error_of("ws://host:1/", Response(status, "", headers, body))
+    error = handshake_error("ws://host:1/", Response(status, "", headers, body))
     assert str(error).isprintable()
     assert len(str(error)) < MAX_REASON_CHARS + 200
 
@@ -147,7 +147,7 @@ def test_whatever_comes_back_is_one_line(
 def test_a_nested_body_is_no_reason() -> None:
     headers = Headers({"Content-Type": "application/json"})
     for body in (b"[" * 200_000, b'{"reason": 3}', b'{"reason": {"reason": {"reason": "deep"}}}', b"[1]"):
-        assert "no reason given" in str(api_error_of("ws://host:1/", Response(401, "", headers, body)))
+        assert "no reason given" in str(handshake_error("ws://host:1/", Response(401, "", headers, body)))
 
 
 async def test_our_own_server_tells_why_a_page_of_another_site_may_not_come_in(server: ThreadServer) -> None:

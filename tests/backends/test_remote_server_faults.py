@@ -172,8 +172,8 @@ async def _lost_with(handler: Handler) -> Exception:
     ("frame", "message"),
     [
         (Events(2, (Delta(2, 5, "late"),)), "variable 2 at character 5, but only 0 characters came before"),
-        (Events(9), "confirms op 9, but only 2 were sent"),
-        (WELCOME, "expected events .* a welcome frame came"),
+        (Events(9), "acknowledged op 9, but only 2 were sent"),
+        (WELCOME, "expected an events frame .* a welcome frame"),
     ],
 )
 async def test_a_frame_that_makes_no_sense_loses_the_session(frame: ServerFrame, message: str) -> None:

@@ -36,7 +36,7 @@ async def test_what_fits_a_budget_is_a_value_and_what_comes_next_is_not(max_toke
         s += af.gen("x", max_tokens=max_tokens)
         assert await s["x"] == words(4)
         s += af.gen("y")
-        with pytest.raises(af.BudgetExceeded, match="the 4 output tokens"):
+        with pytest.raises(af.BudgetExceeded, match="limit of 4 output tokens"):
             await s["y"]
     assert_left_nothing(backend)
 
@@ -98,7 +98,7 @@ async def test_the_tightest_of_several_limits_holds():
         branch += af.gen("x")
         assert await branch["x"] == words(3)
         branch += af.gen("y")
-        with pytest.raises(af.BudgetExceeded, match="the 5 output tokens"):
+        with pytest.raises(af.BudgetExceeded, match="limit of 5 output tokens"):
             await branch["y"]
         s += af.gen("x")
         assert await s["x"] == words(3)
@@ -111,7 +111,7 @@ async def test_a_limit_holds_for_what_is_running():
         await backend.allow(1)
         s.limit(output_tokens=2)
         await backend.allow(2)
-        with pytest.raises(af.BudgetExceeded, match="the 2 output tokens"):
+        with pytest.raises(af.BudgetExceeded, match="limit of 2 output tokens"):
             await s["x"]
     assert_left_nothing(backend)
 

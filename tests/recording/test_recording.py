@@ -193,7 +193,7 @@ async def test_a_file_that_was_cut_is_read_up_to_its_last_whole_line(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "it has no whole line"),
+        (b"", "it has no complete line"),
         (b"# a page\nof text\n", "its first line is not a header"),
         (b'{"at_s": 1}\n', "its first line is not a header"),
         (b'{"recording": 99}\n', "has version 99 of the format, and this agentflow reads version 1"),

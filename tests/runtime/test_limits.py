@@ -183,7 +183,7 @@ async def test_limits_over_the_wire(server):
     async with af.session(server.url) as flow, flow.state() as s, flow.state() as slow, flow.state() as one:
         s.limit(output_tokens=2)
         s += "w#5" + af.gen("x")
-        with pytest.raises(af.BudgetExceeded, match="the 2 output tokens"):
+        with pytest.raises(af.BudgetExceeded, match="limit of 2 output tokens"):
             await s["x"]
         slow += f"a {HANG}" + af.gen("x")
         slow.limit(deadline_s=SOON_S)
@@ -196,7 +196,7 @@ async def test_limits_over_the_wire(server):
 
 
 NO_LIMITS = [
-    ({}, "say deadline_s or output_tokens"),
+    ({}, "give deadline_s or output_tokens"),
     *[({"deadline_s": bad}, "deadline_s must be a number") for bad in (-1, float("nan"), "1", True)],
     *[({"output_tokens": bad}, "output_tokens must be a whole") for bad in (-1, 1.5, "1", True)],
 ]
