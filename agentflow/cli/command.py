@@ -1,4 +1,4 @@
-"""What a subcommand of ``agentflow`` is made of; each has a file of its own, which defines one."""
+"""The definition of a subcommand of ``agentflow``. Each subcommand has its own file."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Command:
     """``summary``: its line in ``agentflow --help``. ``description`` and ``examples``: of its own help.
-    ``run``: gives the exit code; an error of agentflow's own becomes one line. ``usage``: in place of the
-    line that argparse makes."""
+    ``run`` returns the exit code. ``usage`` replaces the line of argparse."""
 
     name: str
     summary: str
@@ -22,7 +21,7 @@ class Command:
     usage: str | None = None
 
     def add_to(self, commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-        """Makes its parser."""
+        """Adds its parser."""
         indented = "\n".join(f"  {line}" for line in self.examples.strip().splitlines())
         parser = commands.add_parser(
             self.name,
@@ -36,7 +35,7 @@ class Command:
 
 
 def count(text: str) -> int:
-    """The type of an option that is a number of things, at least one."""
+    """The type of an option that is an integer of at least 1."""
     try:
         value = int(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""``agentflow config``: shows the configuration that ``agentflow serve`` would run with."""
+"""``agentflow config``: shows the configuration that ``agentflow serve`` would use."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def _run(options: argparse.Namespace) -> int:
 COMMAND = Command(
     name="config",
     usage="agentflow config [the options of `agentflow serve`]",
-    summary="show the configuration that `serve` would run with",
+    summary="show the configuration that `serve` would use",
     description="""\
-Shows every setting that `agentflow serve` would run with, and where it is
-from: a flag, the environment, the file, or the default. What it prints is a
-configuration file; keys and passwords are left out.""",
+Shows every setting that `agentflow serve` would use, with its source: a flag,
+the environment, the file, or the default. The output is a configuration file
+without keys and passwords.""",
     examples="""\
 agentflow config                     all settings and their defaults
 agentflow config > server.toml       a file to start from

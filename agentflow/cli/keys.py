@@ -1,4 +1,4 @@
-"""``agentflow key``: makes an API key, and the lines of the keys file that let it in."""
+"""``agentflow key``: creates an API key and its lines for the keys file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "tenant", nargs="?", default="default", metavar="TENANT", help="whom it names (%(default)s)"
+        "tenant", nargs="?", default="default", metavar="TENANT", help="the tenant of the key (%(default)s)"
     )
 
 
@@ -27,26 +27,26 @@ def _run(options: argparse.Namespace) -> int:
         raise BadArgument(f"a tenant's name is 1 to {MAX_NAME_CHARS} printable characters, not {tenant!r}")
     name = tenant if _BARE_KEY.fullmatch(tenant) else json.dumps(tenant, ensure_ascii=False)
     key, hashed = new_key()
-    # Apart from the lines for the file, into which the key itself must not come.
+    # On standard error, so that the key cannot get into the file.
     print(
         f"The key of {tenant}, shown only now:\n\n  {key}\n\nFor the keys file:\n",
         file=sys.stderr,
         flush=True,
     )
     print(f'[tenants.{name}]\nkeys = ["{hashed}"]', flush=True)
-    print("\nSIGHUP makes a running server read its keys file again.", file=sys.stderr)
+    print("\nA running server reads its keys file again at SIGHUP.", file=sys.stderr)
     return 0
 
 
 COMMAND = Command(
     name="key",
-    summary="make an API key",
+    summary="create an API key",
     description="""\
-Makes a key for a tenant: shows it, once, and the lines for the file that
-`agentflow serve --keys-file` reads. These have only the key's hash, and alone
-go to standard output.""",
+Creates an API key for a tenant and shows it once, with the lines for the file
+that `agentflow serve --keys-file` reads. The lines have only the hash of the
+key. They go to standard output, everything else to standard error.""",
     examples="""\
-agentflow key alice                     a key, and what the file needs
+agentflow key alice                     a key, and its lines for the file
 agentflow key bob >> keys.toml          the key is still shown
 agentflow serve --keys-file keys.toml
 agentflow chat --url ws://127.0.0.1:8410 --api-key af-...

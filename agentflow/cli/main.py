@@ -1,4 +1,4 @@
-"""The ``agentflow`` command. Each subcommand has a file of its own; here they are put together."""
+"""The ``agentflow`` command, which runs the subcommands of the other files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ a first session:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; its exit code. An error of agentflow's own is one line, not a traceback."""
+    """Runs the command and returns its exit code. Errors of agentflow are printed as one line."""
     commands = {command.name: command for command in _commands()}
     parser = _parser(commands.values())
     options = parser.parse_args(arguments)
@@ -42,13 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("agentflow: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # `agentflow models | head`: its reader has seen enough
-        sys.stderr.close()  # or Python would complain about what it cannot flush
+    except BrokenPipeError:  # as in `agentflow models | head`
+        sys.stderr.close()  # so that Python does not report a failed flush
         return 141
 
 
 def _commands() -> list[Command]:
-    """In the order in which they are shown. All of them can be imported in a bare install."""
+    """The commands, in the order of the help. A bare install can import all of them."""
     from agentflow.cli import chat, config, keys, models, pull, replay, serve, simulate, top
 
     modules = (pull, models, chat, serve, config, keys, top, replay, simulate)

@@ -22,7 +22,7 @@ MODELS_PATH = "/v1/models"
 LOCAL_COLUMNS = ("model", "here", "size", "architecture", "context", "chat", "tools")
 SERVER_COLUMNS = ("model", "owner", "context", "since")
 CONTEXT_NAMES = ("context_length", "max_model_len", "context_window")
-"""What servers call it; OpenAI's shape has no field for it."""
+"""Names of the field in the answers of servers; OpenAI's API has none."""
 
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _TOOLS = re.compile(r"\{[{%][^}]*?\btools\b")
@@ -64,7 +64,7 @@ def describe_folder(folder: Path) -> tuple[str, ...]:
 
 
 def names_tools(template: str) -> bool:
-    """Whether a chat template does something with tools, outside of its comments."""
+    """Whether a chat template uses tools, outside of its comments."""
     return _TOOLS.search(_COMMENT.sub("", template)) is not None
 
 
@@ -75,7 +75,7 @@ def server_models(content: bytes, url: str) -> list[tuple[str, ...]]:
         models = json.loads(content)["data"]
         return [_server_row(model) for model in models]
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ProtocolError(f"{url} answers {MODELS_PATH} with something that is no list of models") from None
+        raise ProtocolError(f"{url} answers {MODELS_PATH} , but not with a list of models") from None
 
 
 def _server_row(model: dict[str, Any]) -> tuple[str, ...]:
@@ -141,9 +141,10 @@ COMMAND = Command(
     name="models",
     summary="list the models on this machine, or on a server",
     description="""\
-Lists the models that are on this machine or can be pulled: their size, their
-context in tokens, and whether they have a chat template and know of tools.
-With --url: those of a server. Without a terminal: lines with tabs.""",
+Lists the models that are on this machine or can be pulled, with their size,
+their context in tokens, and whether they have a chat template and support
+tools. With --url: the models of a server. Without a terminal, the columns are
+separated by tabs.""",
     examples="""\
 agentflow models
 agentflow models --url http://127.0.0.1:8410

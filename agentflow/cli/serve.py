@@ -1,4 +1,4 @@
-"""``agentflow serve``: runs the server with the configuration that holds."""
+"""``agentflow serve``: runs the server with the effective configuration."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 def run_serve(config: ServeConfig) -> None:
-    """Serves until it is told to end. What is wrong with models, keys or certificates is raised before
-    anything is loaded."""
+    """Serves until SIGINT or SIGTERM. Errors of models, keys or certificates are raised before anything is
+    loaded."""
     from agentflow.engine.process.shutdown_budget import ShutdownBudget
     from agentflow.server.app import Access
     from agentflow.server.log import set_up_logs
@@ -64,15 +64,15 @@ def run_serve(config: ServeConfig) -> None:
 def _warn_of_open_keys(network: NetworkConfig, need_keys: bool) -> None:
     if need_keys and network.tls_cert is None and not is_loopback(network.host):
         logger.warning(
-            "API keys reach %s unencrypted: give --tls-cert and --tls-key, or let only a proxy that ends TLS "
-            "reach this server",
+            "API keys are sent to %s unencrypted: give --tls-cert and --tls-key, or allow connections "
+            "only from a proxy that terminates TLS",
             network.host,
         )
 
 
 def _known_names(network: NetworkConfig) -> tuple[str, ...] | None:
-    """Names that the server answers to. One that listens to this machine alone has no others; None where that
-    is for ``Access`` to say."""
+    """Accepted host names. A server that listens on loopback accepts only loopback names; None leaves the
+    decision to ``Access``."""
     if network.allowed_hosts:
         return network.allowed_hosts
     return (network.host,) if is_loopback(network.host) else None
@@ -99,17 +99,17 @@ COMMAND = Command(
     usage="agentflow serve [--model NAME[=PATH]] [--config FILE] [--port N] ...",
     summary="run the server",
     description="""\
-Serves models to programs on this machine or others. It speaks three
-languages on one port:
+Serves models to programs on this machine or others. One port has three
+interfaces:
 
   af.session("ws://HOST:PORT")                     agentflow's own sessions
-  OpenAI(base_url="http://HOST:PORT/v1")           and what speaks OpenAI's API
-  Anthropic(base_url="http://HOST:PORT")           and what speaks Anthropic's
+  OpenAI(base_url="http://HOST:PORT/v1")           clients of OpenAI's API
+  Anthropic(base_url="http://HOST:PORT")           clients of Anthropic's API
 
 Every option is also an environment variable (AGENTFLOW_SERVE_KV_TOKENS for
---kv-tokens) and a key of the TOML file (kv_tokens in [engine]). A flag comes
-before a variable, a variable before the file. `agentflow config` takes the
-same options and shows what holds, and where it is from.""",
+--kv-tokens) and a key of the TOML file (kv_tokens in [engine]). Flags take
+precedence over variables, and variables over the file. `agentflow config`
+takes the same options and shows each value with its source.""",
     examples="""\
 agentflow serve                              the default model
 agentflow serve --model ./my-llama --port 9000

@@ -1,4 +1,4 @@
-"""One GET to a running server, for the commands that look at one; what can go wrong is one line each."""
+"""One GET to a running server, for the commands that query one. Each error is one line."""
 
 from __future__ import annotations
 

@@ -19,22 +19,31 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--policy",
         choices=[*POLICY_NAMES, "all"],
         action="append",
-        help="order of admission; may be repeated; all: one line each (default: all)",
+        help="scheduling policy; can be repeated (default: all)",
     )
     add(
-        "--kv-tokens", type=count, metavar="N", help="tokens that the KV pool holds (default: the workload's)"
+        "--kv-tokens",
+        type=count,
+        metavar="N",
+        help="capacity of the KV pool in tokens (default: the workload's)",
     )
-    add("--token-budget", type=count, default=256, metavar="N", help="rows of one forward pass (%(default)s)")
+    add(
+        "--token-budget",
+        type=count,
+        default=256,
+        metavar="N",
+        help="tokens of one forward pass (%(default)s)",
+    )
     add("--max-running", type=count, default=64, metavar="N", help="requests in one batch (%(default)s)")
     add("--max-context", type=count, default=8192, metavar="N", help="tokens of one request (%(default)s)")
-    add("--no-cache", action="store_true", help="turn the prefix cache off")
+    add("--no-cache", action="store_true", help="disable the prefix cache")
     add(
         "--cost",
         type=Path,
         metavar="FILE",
         help="a cost model, as `python -m benchmarks scheduler --only cost` fits one",
     )
-    add("--json", type=Path, metavar="FILE", help="also write the results there")
+    add("--json", type=Path, metavar="FILE", help="also write the results to this file")
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -61,12 +70,11 @@ COMMAND = Command(
     name="simulate",
     summary="replay a workload against the scheduler, without a model",
     description="""\
-Replays a workload in simulated time against the real scheduler and cache:
-hit rate, waiting times, fairness, evictions. Several policies give a line
-each.""",
+Replays a workload in simulated time on the real scheduler and cache, and
+reports hit rate, waiting times, fairness and evictions for each policy.""",
     examples="""\
 agentflow serve --record-workload served.jsonl.gz
-agentflow simulate served.jsonl.gz             what it was, under every policy
+agentflow simulate served.jsonl.gz             under every policy
 agentflow simulate served.jsonl.gz --policy fair-lpm --kv-tokens 20000
 """,
     add_options=_add_options,

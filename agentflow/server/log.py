@@ -1,7 +1,6 @@
-"""Where the server's log goes, and in which shape: lines to read, or one JSON object a line.
+"""The server's log: plain lines, or one JSON object per line, with a record of each HTTP request.
 
-What the log says of HTTP requests: who asked for what and how it went, and what was said only where the
-operator wants that.
+Prompts and answers are logged only if the operator enables that.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from urllib.parse import quote
 
 logger = logging.getLogger("agentflow.requests")
 
-# Of a body, where bodies are logged: a line that nobody can read costs the loop time, too.
+# Limit of a logged body: long lines are unreadable, and cost the event loop time.
 MAX_LOGGED_BYTES = 20_000
 MAX_PATH_CHARS = 200
 
 
 def logged_path(path: str) -> str:
-    """The beginning of a decoded path, quoted as in a URL, so that it is one word in one line.
+    """The beginning of a decoded path, quoted as in a URL so that it has no whitespace.
 
     >>> logged_path("/v1/models/a b")
     '/v1/models/a%20b'
@@ -32,7 +31,7 @@ def logged_path(path: str) -> str:
 
 
 class LoggedBody:
-    """A body as the log has it: its beginning, and how much there was.
+    """The beginning of a body and its size.
 
     >>> body = LoggedBody()
     >>> body.add(b"abc")
@@ -46,7 +45,7 @@ class LoggedBody:
         self.add(data)
 
     def add(self, data: bytes) -> None:
-        """It goes on."""
+        """Appends data."""
         if data and self._num_bytes < MAX_LOGGED_BYTES:
             self._kept.append(data[: MAX_LOGGED_BYTES - self._num_bytes])
         self._num_bytes += len(data)
@@ -58,8 +57,8 @@ class LoggedBody:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request. ``error``: the code of its refusal, or ``client_gone``. ``asked`` and ``answered``: the
-    bodies, where they are to be logged. ``path``: as ``logged_path`` gives it."""
+    """One request. ``error``: the code of its error, or ``client_gone``. ``asked`` and ``answered``: the
+    bodies, if they are logged. ``path``: from ``logged_path``."""
 
     id: str
     method: str
@@ -78,11 +77,11 @@ class RequestRecord:
 
 
 def log_request(record: RequestRecord) -> None:
-    """One line, with all fields as ``extra`` for a structured format."""
+    """Logs one line, with all fields as ``extra`` for structured formats."""
     if logger.isEnabledFor(logging.INFO):
         values = {field.name: getattr(record, field.name) for field in fields(record)}
-        told = {name: _text(value) for name, value in values.items() if value is not None}
-        said = [f" {name}={told[name]}" for name in ("error", "asked", "answered") if name in told]
+        shown = {name: _text(value) for name, value in values.items() if value is not None}
+        optional = [f" {name}={shown[name]}" for name in ("error", "asked", "answered") if name in shown]
         logger.info(
             "%s %s %d %.3fs tenant=%s model=%s in=%d cached=%d out=%d id=%s%s",
             record.method,
@@ -95,8 +94,8 @@ def log_request(record: RequestRecord) -> None:
             record.cached_tokens,
             record.output_tokens,
             record.id,
-            "".join(said),
-            extra={"request": told},
+            "".join(optional),
+            extra={"request": shown},
         )
 
 
@@ -111,8 +110,8 @@ _KNOWN = {*vars(logging.makeLogRecord({})), "message", "asctime"}
 
 
 class JsonFormatter(logging.Formatter):
-    """An object with ``time`` (UTC), ``level``, ``logger`` and ``message``, with ``exception`` where there is
-    one, and with all that was given as ``extra``. A line each, whatever the message holds."""
+    """A JSON object on one line, with ``time`` (UTC), ``level``, ``logger``, ``message``, ``exception`` if
+    there is one, and the fields of ``extra``."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {
@@ -128,8 +127,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Time, level and message. Control characters are escaped: what a client sent can make no line of its
-    own."""
+    """Time, level and message. Control characters are escaped, so that clients cannot forge lines."""
 
     def __init__(self) -> None:
         super().__init__(TEXT_FORMAT)
@@ -142,8 +140,8 @@ class TextFormatter(logging.Formatter):
 
 
 def set_up_logs(level: str, shape: str, stream: TextIO | None = None) -> None:
-    """The log of agentflow alone, on ``stream`` (standard error). ``level``: ``debug`` to ``error``;
-    ``shape``: ``text`` or ``json``. May be called again."""
+    """Configures agentflow's own loggers, on ``stream`` (default: standard error). ``level``: ``debug`` to
+    ``error``; ``shape``: ``text`` or ``json``. Can be called again."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if shape == "json" else TextFormatter())
     logger = logging.getLogger(LOGGER)

@@ -1,11 +1,11 @@
-"""The models that a server has, by name; each with an engine, a KV pool and a radix tree of its own.
+"""The models of a server, by name, and the admission of their requests.
 
-Refuses what would wait too long, before it waits: a queue that only grows helps nobody.
+``Models`` finds the model that a request names. Each ``EngineModel`` has its own engine, KV pool and prefix
+cache, and an ``Admission`` that rejects requests that would wait too long, before they wait.
 
-How long a new request will wait is foreseen from how fast those of its tenant start, as long as some wait:
-the time that a place takes, on average of the latest starts, times the places before it. In which order they
-start does not matter to that. Before it are those that wait with its priority or a higher one. Other tenants
-count by themselves: the more of them there are, the longer a place takes.
+The expected wait is estimated for each tenant from how fast its requests start while some wait: the average
+time between the latest starts, times the number of requests with the same or a higher priority that wait. It
+does not depend on the order of their start. Requests of other tenants count through the time between starts.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from agentflow.errors import Overloaded, UnknownModel
 from agentflow.runtime.generator import Generator
 from agentflow.server.tenants.rate_limit import TenantGate
 
-# So many starts count, the latest.
+# The number of latest starts that the average covers.
 NUM_REMEMBERED = 32
-# Of tenants that have nothing waiting so many are remembered.
+# Tenants without waiting requests whose averages are kept.
 MAX_IDLE_TENANTS = 1_000
 
 
 @dataclass(slots=True)
 class _Line:
-    """The waiting requests of one tenant, each with its priority. ``busy_s``: how long the latest
-    ``num_started`` took to start, not counting when none waited. ``moved_s``: when the last one started, or
-    the first one came."""
+    """The waiting requests of one tenant with their priorities. ``busy_s``: the time in which the latest
+    ``num_started`` started, without times when none waited. ``moved_s``: when the last one started, or the
+    first one arrived."""
 
     waiting: dict[int, int] = field(default_factory=dict)
-    num_waiting: Counter[int] = field(default_factory=Counter)  # of each priority
+    num_waiting: Counter[int] = field(default_factory=Counter)  # by priority
     busy_s: float = 0.0
     num_started: float = 0.0
     moved_s: float = 0.0
@@ -49,7 +49,7 @@ class _Line:
         num_before = sum(num for other, num in self.num_waiting.items() if other >= priority)
         if not num_before:
             return 0.0
-        since_s = now_s - self.moved_s  # nothing starts: it takes at least that long
+        since_s = now_s - self.moved_s  # if nothing starts, it takes at least that long
         if not self.num_started:
             return since_s
         return max(since_s, num_before * (self.busy_s + since_s) / self.num_started)
@@ -67,8 +67,8 @@ class _Line:
             del self.num_waiting[priority]
 
     def start(self, request_ids: Sequence[int], now_s: float) -> None:
-        """These started in one step. Where they leave none behind, the engine had room for more: a place
-        takes no longer than they say, and maybe less."""
+        """Records that these started in one step. If none is left waiting, the engine had room for more, so
+        the measured time is an upper bound."""
         for request_id in request_ids:
             self.remove(request_id)
         num, took_s = len(request_ids), now_s - self.moved_s
@@ -80,7 +80,7 @@ class _Line:
 
 
 class Admission:
-    """A ``RequestObserver`` of one engine. ``max_wait_s``: what a request may expect to wait; None: any time.
+    """A ``RequestObserver`` of one engine. ``max_wait_s``: the longest accepted expected wait; None: any.
     ``clock``: seconds."""
 
     def __init__(self, max_wait_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -90,12 +90,12 @@ class Admission:
         self._tenant_of: dict[int, str] = {}
 
     def expected_wait_s(self, tenant: str, priority: int = 0) -> float:
-        """How long a request of this tenant would wait that came now."""
+        """The expected wait of a new request of this tenant."""
         line = self._lines.get(tenant)
         return 0.0 if line is None else line.expected_wait_s(priority, self._clock())
 
     def check(self, tenant: str, priority: int = 0) -> None:
-        """``Overloaded``, with a time after which it makes sense to try again."""
+        """``Overloaded`` with ``retry_after_s``, if a new request would wait too long."""
         if self._max_wait_s is None:
             return
         wait_s = self.expected_wait_s(tenant, priority)
@@ -108,7 +108,7 @@ class Admission:
             raise error
 
     def sent(self, submit: Submit) -> None:
-        """It waits from now on."""
+        """Adds a request that waits from now on."""
         tenant = submit.origin.tenant
         line = self._lines.get(tenant)
         if line is None:
@@ -119,7 +119,7 @@ class Admission:
         self._forget_the_idle()
 
     def received(self, messages: Sequence[FromEngine]) -> None:
-        """Starts, and ends of what never started."""
+        """Removes requests that started, or ended before that."""
         for message in messages:
             match message:
                 case Started():
@@ -133,7 +133,7 @@ class Admission:
         started: defaultdict[str, list[int]] = defaultdict(list)
         for request_id in request_ids:
             tenant = self._tenant_of.pop(request_id, None)
-            if tenant is not None:  # otherwise it had started before, and lost its slots
+            if tenant is not None:  # otherwise it had started before, and was preempted
                 started[tenant].append(request_id)
         now_s = self._clock()
         for tenant, ids in started.items():
@@ -148,27 +148,27 @@ class Admission:
 
 
 class Model(Protocol):
-    """One model. ``created_s``: since when it is served (Unix time)."""
+    """One model. ``created_s``: when the server loaded it (Unix time)."""
 
     name: str
     created_s: int
 
     def generator(self, tenant: Tenant) -> Generator[Any]:
-        """The tenant's. The same name gets the same one each time."""
+        """The generator of the tenant, the same for each call."""
 
     def keep_tenants(self, tenants: Iterable[Tenant]) -> None:
-        """These are all there are now, and what they may do: others are forgotten."""
+        """Applies the settings of these tenants and removes all others."""
 
     def check_admission(self, tenant: Tenant, priority: int = 0) -> None:
-        """``Overloaded`` where a request that came now would wait too long."""
+        """``Overloaded`` if a new request would wait too long."""
 
     async def until_idle(self) -> None:
-        """Returns when nobody waits for anything that it generates."""
+        """Waits until all of its requests have ended."""
 
 
 class EngineModel:
-    """A model on an engine. ``gate``: what its tenants' requests pass through. ``max_wait_s``: what a request
-    over HTTP may expect to wait; None: any time."""
+    """A model on an engine. ``gate``: the rate limits of its tenants. ``max_wait_s``: the longest expected
+    wait of a request over HTTP; None: any."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class EngineModel:
                 self.client,
                 self._template,
                 name=self.name,
-                # A request that came before a change may ask after it.
+                # A request may have the settings from before a reload.
                 tenant=self._tenants.get(tenant.name, tenant),
                 gate=self._gate,
                 compiler=self._compiler,
@@ -208,16 +208,16 @@ class EngineModel:
         return generator
 
     def keep_tenants(self, tenants: Iterable[Tenant]) -> None:
-        """States that are opened from now on have the new shares, also in sessions that are open; what is
-        remembered of tenants that are gone is dropped."""
+        """Applies new weights to states that are opened from now on, also in open sessions, and drops what is
+        kept for removed tenants."""
         self._tenants = {tenant.name: tenant for tenant in (ANONYMOUS, *tenants)}
         self._generators = {name: one for name, one in self._generators.items() if name in self._tenants}
         for name, generator in self._generators.items():
             generator.tenant = self._tenants[name]
 
     def check_admission(self, tenant: Tenant, priority: int = 0) -> None:
-        """``RateLimited`` where the tenant may not send a request now, and ``Overloaded`` where one that came
-        now would wait too long."""
+        """``RateLimited`` if the tenant may not send a request now, ``Overloaded`` if it would wait too
+        long."""
         if self._gate is not None:
             self._gate.check(tenant)
         self._admission.check(tenant.name, priority)
@@ -227,7 +227,7 @@ class EngineModel:
 
 
 class OneGenerator:
-    """A model that is a generator of any kind, the same for all tenants."""
+    """A model on any generator, which all tenants share."""
 
     def __init__(self, generator: Generator[Any]) -> None:
         self.name = generator.capabilities.model
@@ -238,18 +238,18 @@ class OneGenerator:
         return self._generator
 
     def keep_tenants(self, tenants: Iterable[Tenant]) -> None:
-        """Keeps nothing of any tenant."""
+        """Has no effect."""
 
     def check_admission(self, tenant: Tenant, priority: int = 0) -> None:
-        """Takes anything."""
+        """Admits every request."""
 
     async def until_idle(self) -> None:
-        """At once: it does not say whether it is busy."""
+        """Returns at once: the generator does not report whether it is busy."""
 
 
 class Models:
-    """At least one; the first is the default. ``compiler``: of the constraints of all. ``gate``: what the
-    requests of all tenants pass through."""
+    """At least one model; the first is the default. ``compiler``: compiles the constraints of all models.
+    ``gate``: the rate limits of all tenants."""
 
     def __init__(
         self,
@@ -265,8 +265,8 @@ class Models:
         return iter(self._models.values())
 
     def find(self, name: str | None, tenant: Tenant) -> Model:
-        """The model of this name, or the tenant's first one. ``UnknownModel``, also where the tenant may not
-        use it."""
+        """The model of this name, or the tenant's first one for None. ``UnknownModel``, also if the tenant
+        may not use it."""
         seen = self.seen_by(tenant)
         if name is None:
             if not seen:
@@ -279,22 +279,22 @@ class Models:
         raise UnknownModel(f"there is no model {name[:200]!r} here (there are: {known})")
 
     def seen_by(self, tenant: Tenant) -> list[Model]:
-        """Those that the tenant may use."""
+        """The models that the tenant may use."""
         return [model for model in self if tenant.may_use(model.name)]
 
     def keep_tenants(self, tenants: Iterable[Tenant]) -> None:
-        """To be called when the tenants are others than before."""
+        """Applies changed tenants to all models."""
         known = tuple(tenants)
         for model in self:
             model.keep_tenants(known)
 
     @property
     def compile_counts(self) -> CompileCounts:
-        """Of the compiler."""
+        """The counters of the compiler."""
         return CompileCounts() if self._compiler is None else self._compiler.counts
 
     async def until_idle(self) -> None:
-        """Returns when no model is asked for anything."""
+        """Waits until all models are idle."""
         for model in self:
             await model.until_idle()
 
@@ -303,7 +303,7 @@ OpenModels: TypeAlias = Callable[[], AbstractAsyncContextManager[Models]]
 
 
 def one_model(open_generator: Callable[[], AbstractAsyncContextManager[Generator[Any]]]) -> OpenModels:
-    """A server's models where there is one, of any kind.
+    """The models of a server that has a single generator.
 
     >>> app = create_app(one_model(open_generator))
     """

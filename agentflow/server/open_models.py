@@ -1,4 +1,4 @@
-"""From options to a server's running models: each in a process of its own, within the memory there is."""
+"""Starts a server's models from their options, each in its own process, within the available memory."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ async def open_models(
     record_to: Path | None = None,
     shutdown: ShutdownBudget | None = None,
 ) -> AsyncIterator[Models]:
-    """The models by the names that clients know them by, warmed up. ``gate``: what tenants' requests pass
-    through. ``max_wait_s``: what a request over HTTP may expect to wait. ``record_to``: a file for the
-    workload of the only model. ``shutdown``: what the end of the engines is timed by. ``BadArgument`` and
-    ``ModelError`` before anything is loaded."""
+    """The models by name, warmed up. ``gate``: the rate limits of tenants. ``max_wait_s``: the longest
+    expected wait of a request over HTTP. ``record_to``: a file for the workload of the only model.
+    ``shutdown``: the time budget for stopping the engines. Raises ``BadArgument`` and ``ModelError`` before
+    it loads anything."""
     if record_to is not None and len(models) > 1:
-        raise BadArgument("a workload is recorded of one model: serve only that one, or record nothing")
-    # In a thread: the server answers meanwhile.
+        raise BadArgument("a workload can be recorded of one model only: serve a single model")
+    # In a thread, so that the server answers meanwhile.
     folders, templates = await anyio.to_thread.run_sync(_read_folders, models)
     free = await free_memory(options.device for options in models.values())
     sized = await anyio.to_thread.run_sync(_sized, models, folders, memory_share, free)
     async with AsyncExitStack() as stack:
         sink = None if record_to is None else stack.enter_context(open_sink(record_to))
-        # First: its process loads while the models do, and takes only what they leave.
+        # First, so that its process loads beside the models, at a lower priority.
         compiler = await stack.enter_async_context(constraint_compiler(limits=compile_limits))
         opened: list[EngineModel] = []
         for name, options in sized.items():
@@ -88,7 +88,7 @@ def _sized(
 
 
 async def _warm_up(client: EngineClient) -> None:
-    """A first request pays for what is made at first use; that shall be no client's."""
+    """Runs a first request, so that no client waits for what is initialized at first use."""
     tokenizer = client.tokenizer
     prompt = [*tokenizer.prefix_ids, *tokenizer.encode("Once upon a time")]
     await client.generate(prompt, _WARM_UP, seed=0)

@@ -1,33 +1,30 @@
-"""Whose request it is: API keys and the tenants that they name.
+"""API keys and the tenants that they identify.
 
-Three ways to say who may come: nobody says anything, and one tenant stands for all (``Tenants()``); keys
-on the command line, for one tenant of the name ``default`` that may see the metrics; and a file of
-tenants (``keys_file``), which can be read again while the server runs.
+Without keys, all requests belong to one anonymous tenant (``Tenants()``). Keys on the command line belong to
+a tenant named ``default``, which may see the metrics. A keys file has several tenants and can be read again
+while the server runs.
 
-Keys are kept as SHA-256, without salt and in one round: that is as good as the key itself where the key
-is 256 random bits, which ``new_key`` makes. A key that somebody thought up can be guessed from its hash.
+Keys are stored as SHA-256 without salt and in one round. That is safe for keys of 256 random bits, which
+``new_key`` creates. A key that a person made up can be guessed from its hash.
 
-The file of tenants: who may use the server, by the hashes of their keys, and how much of it.
-
-::
+The keys file has the hashes of each tenant's keys, and its limits::
 
     [tenants.alice]
-    keys = ["sha256:9f86d0…"]        # what `agentflow key` printed; never the key itself
-    weight = 2.0                     # of the engine's work, against that of others (default: 1)
-    requests_per_minute = 600        # no limit where this or one of the next two is left out
+    keys = ["sha256:9f86d0…"]        # printed by `agentflow key`; never the key itself
+    weight = 2.0                     # relative weight of the tenant's work (default: 1)
+    requests_per_minute = 600        # no limit if this or one of the next two is left out
     tokens_per_minute = 100_000
     max_unfinished = 64
     models = ["smollm2-135m"]        # default: all
     sees_metrics = false
 
-Whatever is not exactly so is refused in one line that names the file and the field, and never shows a key.
+An error in the file is one line that names the file and the field, and never shows a key.
 
-Wrong API keys are few from each address: trying many is refused before they are looked up.
-
-Each address has a bucket of failures, which fills again over a minute. While it is empty, every key from
-there is refused but those that were right from there before: so clients that share an address with one that
-tries keys go on, and what is tried is not answered. Both tables are bounded; what was used longest ago goes
-first. This machine is exempt, because a proxy on it may stand for all clients (``addresses.client_of``).
+``FailedKeys`` limits wrong keys from each address, so that keys cannot be guessed. Each address has a bucket
+of failures that refills within a minute. While it is empty, only keys that were valid from this address
+before are accepted: clients that share an address with an attacker can continue. Both tables are bounded and
+evict the least recently used entries. This machine is exempt, because a proxy on it may serve all clients
+(``addresses.client_of``).
 """
 
 from __future__ import annotations
@@ -60,7 +57,7 @@ _ModelName: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class _Entry(msgspec.Struct, frozen=True):
-    """A tenant in the file: the fields of ``Tenant``, with keys in place of the name."""
+    """A tenant in the file: the fields of ``Tenant``, with keys instead of the name."""
 
     keys: list[str]
     weight: _Weight = 1.0
@@ -72,8 +69,8 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 def read_keys_file(file: Path) -> dict[str, Tenant]:
-    """Each hashed key with the tenant that it names, in order of the file. ``BadArgument`` where anything
-    is wrong with the file. A tenant with an empty list of keys is one who may not come now."""
+    """The tenant of each hashed key, in the order of the file. ``BadArgument`` for an invalid file. A tenant
+    with an empty list of keys is disabled."""
     tenant_of: dict[str, Tenant] = {}
     place_of: dict[str, str] = {}
     for name, table in _tables(file).items():
@@ -93,18 +90,18 @@ def read_keys_file(file: Path) -> dict[str, Tenant]:
 
 
 def _tables(file: Path) -> dict[str, Any]:
-    """The tables of the tenants, not looked into."""
+    """The tables of the tenants, not validated."""
     try:
         content = tomllib.loads(file.read_bytes().decode())
     except OSError as error:
-        raise BadArgument(f"{file}: it cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:  # no UTF-8, or no TOML
-        raise BadArgument(f"{file}: this is no TOML: {error}") from error
+        raise BadArgument(f"{file}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:  # not UTF-8, or not TOML
+        raise BadArgument(f"{file}: not valid TOML: {error}") from error
     for name in content.keys() - {"tenants"}:
-        raise BadArgument(f"{file}: there is no field {name!r}; each tenant is a table [tenants.NAME]")
+        raise BadArgument(f"{file}: unknown field {name!r}; each tenant is a table [tenants.NAME]")
     tenants = content.get("tenants")
     if not isinstance(tenants, dict) or not tenants:
-        raise BadArgument(f"{file}: it names no tenant; each is a table [tenants.NAME]")
+        raise BadArgument(f"{file}: no tenants; each is a table [tenants.NAME]")
     return tenants
 
 
@@ -144,23 +141,23 @@ MAX_ENTRIES = 10_000
 
 
 class FailedKeys:
-    """For one event loop. ``address``: an IP address as the server sees it, None where it is not known.
-    ``clock_ns``: nanoseconds."""
+    """The limit of wrong keys from each address. ``address``: an IP address as the server sees it, None if it
+    is unknown. ``clock_ns``: nanoseconds. For one event loop."""
 
     def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock_ns = clock_ns
         self._failures: OrderedDict[str, Bucket] = OrderedDict()
-        self._right: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._valid: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     def __len__(self) -> int:
-        """Entries of the larger table."""
-        return max(len(self._failures), len(self._right))
+        """The number of entries of the larger table."""
+        return max(len(self._failures), len(self._valid))
 
     def check(self, address: str | None, hashed: str) -> None:
-        """``RateLimited`` where this address has failed too often to try this key."""
+        """``RateLimited`` if this address has sent too many wrong keys to try this one."""
         client = _client(address)
         bucket = self._failures.get(client) if client is not None else None
-        if client is None or bucket is None or (client, hashed) in self._right:
+        if client is None or bucket is None or (client, hashed) in self._valid:
             return
         wait_ns = bucket.wait_ns(self._clock_ns())
         if wait_ns:
@@ -171,7 +168,7 @@ class FailedKeys:
             raise error
 
     def failed(self, address: str | None) -> None:
-        """A key from there was wrong."""
+        """Records a wrong key from this address."""
         client = _client(address)
         if client is None:
             return
@@ -185,14 +182,14 @@ class FailedKeys:
             self._failures.popitem(last=False)
 
     def passed(self, address: str | None, hashed: str) -> None:
-        """This key from there was right."""
+        """Records a valid key from this address."""
         client = _client(address)
         if client is None:
             return
-        self._right[client, hashed] = None
-        self._right.move_to_end((client, hashed))
-        if len(self._right) > MAX_ENTRIES:
-            self._right.popitem(last=False)
+        self._valid[client, hashed] = None
+        self._valid.move_to_end((client, hashed))
+        if len(self._valid) > MAX_ENTRIES:
+            self._valid.popitem(last=False)
 
 
 def _client(address: str | None) -> str | None:
@@ -201,14 +198,14 @@ def _client(address: str | None) -> str | None:
 
 KEY_BYTES = 32
 DEFAULT_TENANT = Tenant("default", sees_metrics=True)
-"""Whom the keys of the command line name."""
+"""The tenant of the keys on the command line."""
 
-# What goes through a header as it is.
+# Characters that a header transmits unchanged.
 _API_KEY = re.compile(r"[!-~]([ -~]*[!-~])?")
 
 
 def new_key() -> tuple[str, str]:
-    """A new key, and what stands for it in a keys file.
+    """A new key, and its hash for a keys file.
 
     >>> key, hashed = new_key()
     >>> key, hashed
@@ -219,13 +216,13 @@ def new_key() -> tuple[str, str]:
 
 
 def hashed_key(key: str) -> str:
-    """What stands for a key in a keys file."""
+    """The hash of a key, as in a keys file."""
     return "sha256:" + hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def key_of_header(authorization: str | None, x_api_key: str | None) -> str | None:
-    """The key that a request came with: of ``Authorization: Bearer KEY``, or else of ``x-api-key``. None
-    where there is neither; another scheme than ``Bearer`` is none of ours."""
+    """The key of a request: from ``Authorization: Bearer KEY``, or else from ``x-api-key``. None without
+    either; schemes other than ``Bearer`` are ignored."""
     scheme, _, credentials = (authorization or "").strip().partition(" ")
     bearer = credentials.strip() if scheme.lower() == "bearer" else None
     if bearer or x_api_key is None:
@@ -234,22 +231,22 @@ def key_of_header(authorization: str | None, x_api_key: str | None) -> str | Non
 
 
 def key_of_headers(headers: Mapping[str, str]) -> str | None:
-    """The same, of all headers (names in any case)."""
+    """The key in a request's headers, whose names are case-insensitive."""
     return key_of_header(headers.get("authorization"), headers.get("x-api-key"))
 
 
 class Tenants:
-    """Who may use the server, found by the key that a request comes with.
+    """The tenants of a server, identified by the API keys of requests.
 
-    ``keys``: of the tenant ``default``. ``file``: a keys file. With neither there is one tenant for
-    everybody. ``BadArgument`` where they make no sense.
+    ``keys``: of the tenant ``default``. ``file``: a keys file. With neither, all requests belong to one
+    anonymous tenant. ``BadArgument`` for invalid keys or an invalid file.
 
     >>> tenants = Tenants(file=Path("keys.toml"))
     >>> tenants.of("af-…")
     Tenant(name='alice', weight=2.0, …)
     >>> tenants.of(None)
     Traceback (most recent call last):
-    NotAuthorized: this server wants an API key: …
+    NotAuthorized: this server requires an API key: …
     """
 
     def __init__(self, keys: Sequence[str] = (), file: Path | None = None) -> None:
@@ -260,18 +257,18 @@ class Tenants:
 
     @property
     def need_keys(self) -> bool:
-        """Whether a request must come with a key."""
+        """Whether requests need a key."""
         return bool(self._keys) or self._file is not None
 
     def __iter__(self) -> Iterator[Tenant]:
-        """All tenants, in order of the file."""
+        """All tenants, in the order of the file."""
         if not self.need_keys:
             yield ANONYMOUS
         yield from {tenant.name: tenant for tenant in self._tenant_of.values()}.values()
 
     def of_request(self, headers: Mapping[str, str], address: str | None) -> Tenant:
-        """Whose request it is that came with these headers (names in any case) from this IP address.
-        ``NotAuthorized``, and ``RateLimited`` where too many wrong keys came from there."""
+        """The tenant of a request with these headers from this IP address. ``NotAuthorized``; ``RateLimited``
+        after too many wrong keys from the address."""
         key = key_of_headers(headers)
         if not self.need_keys or key is None:
             return self.of(key)
@@ -286,26 +283,26 @@ class Tenants:
         return tenant
 
     def still_names(self, key: str | None, tenant: Tenant) -> bool:
-        """Whether the key, which named this tenant once, names it now."""
+        """Whether the key still identifies this tenant."""
         try:
             return self.of(key).name == tenant.name
         except NotAuthorized:
             return False
 
     def of(self, key: str | None) -> Tenant:
-        """Whom the key names. ``NotAuthorized`` where it names nobody, or is missing and wanted. How long
-        that takes does not tell how near a wrong key was."""
+        """The tenant of the key. ``NotAuthorized`` if it is unknown, or required and missing. The time that
+        this takes does not depend on how similar a wrong key is."""
         if not self.need_keys:
             return ANONYMOUS
         if key is None:
             raise NotAuthorized(
-                "this server wants an API key: send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'"
+                "this server requires an API key: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             )
         given = hashed_key(key).encode()
         found: Tenant | None = None
         for hashed, tenant in self._tenant_of.items():
             if hmac.compare_digest(hashed, given):
-                found = tenant  # and on to the end, as for a key that is nobody's
+                found = tenant  # without a break: an unknown key takes as long
         if found is None:
             raise NotAuthorized(
                 "this API key is not known here: check it, or ask for one where the server is run"
@@ -313,16 +310,16 @@ class Tenants:
         return found
 
     def current(self, tenant: Tenant) -> Tenant:
-        """What the tenant of that name may use now; for whoever keeps a tenant longer than a request takes.
-        ``NotAuthorized`` where nobody has that name any more."""
+        """The current settings of a tenant, for callers that keep it longer than one request.
+        ``NotAuthorized`` if the tenant was removed."""
         for now in self:
             if now.name == tenant.name:
                 return now
         raise NotAuthorized(f"the tenant {tenant.name!r} has no API key here any more")
 
     def reload(self) -> None:
-        """Reads the file again. ``BadArgument`` where it cannot be used now: what it said before stays in
-        force. Opens a file, so call it off the event loop."""
+        """Reads the file again. ``BadArgument`` for an invalid file; then nothing changes. Opens a file, so
+        call it outside of the event loop."""
         self._tenant_of = self._read()
 
     def _read(self) -> dict[bytes, Tenant]:

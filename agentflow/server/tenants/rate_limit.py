@@ -1,18 +1,16 @@
-"""How much a tenant may use: requests and tokens in a minute, and unfinished requests at once.
+"""Rate limits of a tenant: requests and tokens per minute, and unfinished requests at once.
 
-Each limit by the minute is a *bucket* that holds a minute's amount, is full at first, and fills again evenly
-over a minute. A request takes one from the bucket of requests. Of the bucket of tokens it must find at
-least one; its prompt is taken out when it comes, and when it has ended, however it ended, what it generated
-is taken out and what the cache had of its prompt is given back. So the bucket may go below zero (nothing is
-reserved for an output that may never be), and then nobody of that tenant is let in until it is above again.
-In any span of t minutes a tenant begins at most (1 + t) times its requests.
+Each limit per minute is a token bucket that has the capacity of one minute, begins full, and refills at a
+constant rate. A request takes one from the bucket of requests. It needs a positive level in the bucket of
+tokens, from which its prompt is taken at its start. At its end, its output is taken and the cached part of
+its prompt is given back: which part is cached is not known before. Nothing is reserved for output, so the
+level can become negative; then the tenant's requests are rejected until it is positive again. In any t
+minutes a tenant starts at most (1 + t) times its requests per minute.
 
-Cached prompt tokens count when a request comes, for nobody knows yet which they are, and not in the end.
+A large body is charged before it is read, with one token for each ``BYTES_PER_TOKEN``. Its request gets back
+what is charged for its prompt.
 
-A large body is charged before it is read: a token for every ``BYTES_PER_TOKEN`` of it. Its request gets back
-what it is charged for its prompt.
-
-Time is counted in nanoseconds and what is in a bucket in whole parts of a token, so that nothing is rounded.
+Times are in nanoseconds and levels in fractions of a token as integers, so that nothing is rounded.
 """
 
 from __future__ import annotations
@@ -26,14 +24,14 @@ from agentflow.errors import NotAuthorized, RateLimited
 
 MINUTE_NS = 60_000_000_000
 BYTES_PER_TOKEN = 64
-"""Of a body: reading and encoding so much costs about as much as computing a token."""
+"""Reading and encoding so many bytes of a body costs about as much as computing one token."""
 MIN_SWEPT = 64
-"""Among so many tenants nobody is looked for who could be forgotten."""
+"""Idle accounts are removed only when there are at least so many."""
 
 
 class Bucket:
-    """A limit by the minute. ``level`` is in parts of which one token (or request) has ``MINUTE_NS``: in a
-    nanosecond ``per_minute`` of them come in."""
+    """A token bucket with the capacity of one minute. One token (or request) counts ``MINUTE_NS`` in its
+    level, so that it gains ``per_minute`` each nanosecond."""
 
     def __init__(self, per_minute: int, now_ns: int) -> None:
         self.per_minute = per_minute
@@ -41,23 +39,23 @@ class Bucket:
         self._filled_ns = now_ns
 
     def set_limit(self, per_minute: int, now_ns: int) -> None:
-        """From now on it fills at another rate; what is in it stays, as far as there is room."""
+        """Changes the rate and the capacity. The level stays, up to the capacity."""
         self._fill(now_ns)
         self.per_minute = per_minute
         self._level = min(self._level, per_minute * MINUTE_NS)
 
     def wait_ns(self, now_ns: int, amount: int = 1) -> int:
-        """So long it takes until there are so many in it, if nobody takes any; 0: there are."""
+        """The time until the bucket has ``amount`` if nothing else is taken; 0 if it has."""
         self._fill(now_ns)
         return max(0, -((self._level - amount * MINUTE_NS) // self.per_minute))
 
     def take(self, amount: int, now_ns: int) -> None:
-        """Takes so many out, also more than there are; less than 0 gives back."""
+        """Takes ``amount``, also more than the level. A negative amount is given back."""
         self._fill(now_ns)
         self._level = min(self._level - amount * MINUTE_NS, self.per_minute * MINUTE_NS)
 
     def is_full(self, now_ns: int) -> bool:
-        """Whether it is as it was at first."""
+        """Whether the level is at the capacity."""
         self._fill(now_ns)
         return self._level == self.per_minute * MINUTE_NS
 
@@ -68,7 +66,7 @@ class Bucket:
 
 
 class _Account:
-    """What one tenant has used."""
+    """The buckets and unfinished requests of one tenant."""
 
     def __init__(self) -> None:
         self.requests: Bucket | None = None
@@ -76,12 +74,13 @@ class _Account:
         self.num_unfinished = 0
 
     def set_limits(self, tenant: Tenant, now_ns: int) -> None:
-        """A bucket stays while there is no limit: what was used before counts when there is one again."""
+        """Applies the tenant's limits. A bucket without a limit is kept, so that earlier use counts when
+        there is a limit again."""
         self.requests = _limited(self.requests, tenant.requests_per_minute, now_ns)
         self.tokens = _limited(self.tokens, tenant.tokens_per_minute, now_ns)
 
     def is_idle(self, now_ns: int) -> bool:
-        """Whether it says as much as none."""
+        """Whether it equals a new account."""
         buckets = (self.requests, self.tokens)
         return not self.num_unfinished and all(b is None or b.is_full(now_ns) for b in buckets)
 
@@ -96,8 +95,8 @@ def _limited(bucket: Bucket | None, per_minute: int | None, now_ns: int) -> Buck
 
 
 class TenantGate:
-    """Lets in what tenants may still use. ``current``: what a tenant may use now, where that can change (it
-    may raise ``NotAuthorized``). ``clock_ns``: nanoseconds. For one event loop.
+    """Admits requests within the limits of their tenants. ``current``: returns the current limits of a
+    tenant, or raises ``NotAuthorized``. ``clock_ns``: nanoseconds. For one event loop.
 
     >>> gate = TenantGate()
     >>> with gate.request(tenant, prompt_tokens=len(token_ids)) as admitted:
@@ -117,20 +116,20 @@ class TenantGate:
         self._sweep_at = MIN_SWEPT
 
     def __len__(self) -> int:
-        """Tenants about whom anything is remembered."""
+        """The number of accounts."""
         return len(self._accounts)
 
     def num_unfinished(self, tenant: Tenant) -> int:
-        """Requests of the tenant that were let in and have not ended."""
+        """The tenant's requests that were admitted and have not ended."""
         account = self._accounts.get(tenant.name)
         return 0 if account is None else account.num_unfinished
 
     def check(self, tenant: Tenant, num_requests: int = 1) -> None:
-        """``RateLimited`` where so many requests that came now would not all be let in."""
-        self._let_in(tenant, self._clock_ns(), num_requests)
+        """``RateLimited`` unless so many requests would all be admitted now."""
+        self._admit(tenant, self._clock_ns(), num_requests)
 
     def is_unlimited(self, tenant: Tenant) -> bool:
-        """Whether the tenant may use as many tokens and requests as it likes."""
+        """Whether the tenant has no limit per minute."""
         try:
             now = tenant if self._current is None else self._current(tenant)
         except NotAuthorized:
@@ -138,13 +137,13 @@ class TenantGate:
         return now.tokens_per_minute is None and now.requests_per_minute is None
 
     def check_buckets(self, tenant: Tenant) -> None:
-        """``RateLimited`` where a bucket is empty."""
+        """``RateLimited`` if a bucket is empty."""
         now_ns = self._clock_ns()
         _, requests, tokens = self._buckets(tenant, now_ns)
         _check_buckets(((requests, "requests", 1), (tokens, "tokens", 1)), now_ns)
 
     def charge(self, tenant: Tenant, num_tokens: int) -> None:
-        """Takes tokens for what is no request, or (less than 0) gives them back."""
+        """Takes tokens outside of a request. A negative number is given back."""
         now_ns = self._clock_ns()
         _, _, tokens = self._buckets(tenant, now_ns)
         if tokens is not None:
@@ -152,11 +151,11 @@ class TenantGate:
 
     @contextmanager
     def request(self, tenant: Tenant, prompt_tokens: int) -> Iterator[AdmittedRequest]:
-        """Around one request. ``RateLimited`` where it is not let in, which costs nothing; ``retry_after_s``
-        is then exact (if the tenant uses no more until then), and None where it depends on when a request
-        ends."""
+        """The scope of one request. ``RateLimited`` if it is not admitted, which costs nothing. Its
+        ``retry_after_s`` is exact if the tenant uses nothing until then, and None if it depends on the end of
+        another request."""
         now_ns = self._clock_ns()
-        account, requests, tokens = self._let_in(tenant, now_ns)
+        account, requests, tokens = self._admit(tenant, now_ns)
         if requests is not None:
             requests.take(1, now_ns)
         if tokens is not None:
@@ -171,10 +170,10 @@ class TenantGate:
                 computed = admitted.prompt_tokens - min(admitted.cached_tokens, admitted.prompt_tokens)
                 tokens.take(computed + admitted.output_tokens - prompt_tokens, self._clock_ns())
 
-    def _let_in(
+    def _admit(
         self, tenant: Tenant, now_ns: int, num_requests: int = 1
     ) -> tuple[_Account, Bucket | None, Bucket | None]:
-        """What ``_buckets`` gives, where so many requests may begin."""
+        """The result of ``_buckets``, if so many requests may start."""
         if self._current is not None:
             tenant = self._current(tenant)
         account, requests, tokens = self._buckets(tenant, now_ns)
@@ -183,7 +182,7 @@ class TenantGate:
         return account, requests, tokens
 
     def _buckets(self, tenant: Tenant, now_ns: int) -> tuple[_Account, Bucket | None, Bucket | None]:
-        """The tenant's account, and the buckets that it has now."""
+        """The tenant's account and its current buckets."""
         if self._current is not None:
             tenant = self._current(tenant)
         account = self._account(tenant, now_ns)
@@ -192,7 +191,7 @@ class TenantGate:
         return account, requests, tokens
 
     def _account(self, tenant: Tenant, now_ns: int) -> _Account:
-        """The tenant's account, with the limits that it has now: the file of tenants may have changed."""
+        """The tenant's account with its current limits, which may have changed with the keys file."""
         account = self._accounts.get(tenant.name)
         if account is None:
             if len(self._accounts) >= self._sweep_at:

@@ -6,10 +6,10 @@
           │                  │
           └── anything else: Refused with what was expected and what came, and closed
 
-An op that makes no sense fails its state; a frame that cannot be read, or is out of turn, ends the session.
+An invalid op fails its state. A frame that cannot be decoded, or is unexpected, ends the session.
 
-Reading never waits for what the ops do. Writing waits for news and for the client to read: whoever
-reads slowly gets more at once.
+Reading does not wait for the ops to run. Writing waits for events and for the client to read, so a slow
+client receives more events per frame.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from agentflow.server.websocket.sessions import IsValid, ServedSession, Sessions
 
 logger = logging.getLogger(__name__)
 
-# An ack rides with the next events. It goes alone when so much has been taken since the last one,
-# so that a client that only sends need not keep it all.
+# An ack is sent with the next events. After so many ops or bytes without events it is sent alone, so that a
+# client that only sends can drop what it keeps for a resume.
 ACK_OPS = 64
 ACK_BYTES = 64 * 1024
-# How long to try to tell a client why its connection ends.
+# Time to send a client the reason for the end of its connection.
 LAST_WORDS_S = 1.0
 
 NORMAL = 1000
@@ -70,17 +70,17 @@ CLOSE_CODES: dict[type[AgentflowError], int] = {
     RateLimited: 1013,
 }
 OTHER_REFUSAL = 1008
-# What the websocket implementation closes with when the client broke the websocket protocol.
+# Close codes of the websocket implementation for violations of the websocket protocol.
 BROKEN_RULES = {1002, 1007, 1009}
 
 
 FindGenerator: TypeAlias = Callable[[str | None], Generator[ContextT]]
-"""Of the model with this name, or of the default one. ``UnknownModel``."""
+"""Finds the generator of a model, or of the default one for None. ``UnknownModel``."""
 
 
 class WsSession(Generic[ContextT]):
-    """Serves one accepted or not yet accepted websocket of a tenant until it closes. ``is_valid``: whether
-    its API key still names the tenant."""
+    """Serves one websocket of a tenant, accepted or not, until it closes. ``is_valid``: whether its API key
+    still identifies the tenant."""
 
     def __init__(
         self,
@@ -105,8 +105,8 @@ class WsSession(Generic[ContextT]):
         self._num_unacked_bytes = 0
 
     async def run(self) -> None:
-        """Returns when the websocket is closed. Faults of the client or the server end its session
-        only; nothing is raised."""
+        """Returns when the websocket is closed. Errors of the client or the server end only its session and
+        are not raised."""
         session: ServedSession[ContextT] | None = None
         error: AgentflowError | None = None
         has_hung_up = False
@@ -114,9 +114,9 @@ class WsSession(Generic[ContextT]):
             with self._sessions.place_of_connection(self._tenant) as refusal, self._scope:
                 await self._socket.accept()
                 if refusal is not None:
-                    await self._turn_away(refusal)
+                    await self._reject(refusal)
                 session = await self._greet()
-                if not self._is_valid():  # since the websocket was accepted
+                if not self._is_valid():  # revoked since the websocket was accepted
                     raise revoked()
                 await self._converse(session)
         except WebSocketDisconnect as disconnect:
@@ -135,15 +135,15 @@ class WsSession(Generic[ContextT]):
         if not has_hung_up:
             await self._part(session, error)
 
-    async def _turn_away(self, refusal: Overloaded) -> NoReturn:
-        """Waits for a first frame only to answer as it is written, and not for long: who sends none would
-        hold, without a place, what others may connect with."""
+    async def _reject(self, refusal: Overloaded) -> NoReturn:
+        """Waits briefly for a first frame, only to answer in its format. A client that sends none would
+        occupy a connection without a place."""
         with anyio.move_on_after(min(LAST_WORDS_S, self._limits.hello_timeout_s)):
             await self._receive(first=True)
         raise refusal
 
     async def _greet(self) -> ServedSession[ContextT]:
-        """Hello, and a Welcome to a new session or back to an old one."""
+        """Receives Hello and opens a session or resumes one."""
         hello: ReceivedFrame | None = None
         with anyio.move_on_after(self._limits.hello_timeout_s):
             hello = await self._receive(first=True)
@@ -181,7 +181,7 @@ class WsSession(Generic[ContextT]):
             raise faults[0]
 
     async def _read(self, session: ServedSession[ContextT]) -> None:
-        """Takes ops until a Bye."""
+        """Receives ops until Bye."""
         read_op = op_reader(binary=self._binary)
         while True:
             match await self._receive():
@@ -207,7 +207,7 @@ class WsSession(Generic[ContextT]):
                 if events or session.num_taken > self._num_acked:
                     await self._send_events(session.num_taken, events)
         except WebSocketDisconnect:
-            pass  # the reader hears of it too, after what the client sent before
+            pass  # the reader gets it too, after the client's last frames
         except Exception as fault:
             faults.append(fault)
             scope.cancel()
@@ -252,11 +252,11 @@ class WsSession(Generic[ContextT]):
         try:
             await self._socket.send({"type": "websocket.send", **content})
         except RuntimeError as error:
-            # uvicorn says it so when it has closed by itself, because the client broke the websocket's rules.
+            # uvicorn has closed the websocket, because the client violated its protocol.
             raise WebSocketDisconnect(1006) from error
 
     async def _part(self, session: ServedSession[ContextT] | None, error: AgentflowError | None) -> None:
-        """Closes the websocket and says why."""
+        """Closes the websocket with the reason."""
         if session is not None:
             error = error or session.failure
         code = NORMAL
@@ -270,7 +270,7 @@ class WsSession(Generic[ContextT]):
                     await self._send(Refused(ErrorInfo.of(error)))
                 await self._socket.close(code, error.code if error is not None else None)
             except (WebSocketDisconnect, RuntimeError):
-                pass  # it is gone, or closing already, and needs no reason any more
+                pass  # it is closed already
 
 
 def _kind(binary: bool) -> str:

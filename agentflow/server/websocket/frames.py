@@ -1,7 +1,7 @@
-"""Events as frames that keep to the frame limit.
+"""Websocket frames: received ones are checked before decoding, and events are split into frames.
 
-How much a websocket frame holds, counted before any object is made of it, in pieces between which the
-event loop goes on: json_scan.py for frames of JSON, and the same for msgpack.
+``check_frame`` counts the values of a frame before objects are created from them, in pieces between which the
+event loop runs. ``event_frames`` encodes events within the frame limit.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from agentflow.protocol.json_bounds import PIECE_BYTES, JsonBounds, JsonScan, To
 from agentflow.protocol.wire import Events, encode
 
 FRAME_BOUNDS: Final = JsonBounds(values=1_000_000, parts=70_000)
-"""Of a frame: decoding takes 50 ms at most. The clients here send frames of at most 128 KB, unless an op is
-larger, which cannot hold so much."""
+"""Decoding a frame within these bounds takes at most 50 ms. The package's clients send frames of at most
+128 KB, unless a single op is larger."""
 SMALL_FRAME_BYTES: Final = PIECE_BYTES
 VALUES_PER_PIECE: Final = 5_000
 
-# Of msgpack values, by their first byte: how many bytes the length has that follows it.
+# The size of the length after the first byte of a msgpack value.
 _SIZED: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}  # binary and text
 _EXTENSIONS: Final = {0xC7: 1, 0xC8: 2, 0xC9: 4}
 _LISTS: Final = {0xDC: 2, 0xDD: 4}
 _MAPS: Final = {0xDE: 2, 0xDF: 4}
-# How many bytes follow.
+# The number of bytes after the first byte.
 _PLAIN: Final = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8} | {
     0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17,
 }  # fmt: skip
 
 
 async def check_frame(data: bytes | str) -> None:
-    """``FrameTooLarge`` for a frame that holds more than ``FRAME_BOUNDS``. A small one holds less anyway."""
+    """``FrameTooLarge`` for a frame over ``FRAME_BOUNDS``. A small frame cannot be."""
     if len(data) <= SMALL_FRAME_BYTES:
         return
     try:
@@ -53,15 +53,14 @@ def _counting_json(data: bytes) -> Iterator[None]:
 
 
 def _counting_msgpack(data: bytes) -> Iterator[None]:
-    """Walks over the values one after the other; how they nest does not matter. What is no msgpack gets some
-    count, and is refused by its decoder."""
+    """Walks over the values regardless of their nesting. The decoder later rejects what is not msgpack."""
     at, num_values, num_parts = 0, 0, 0
     while at < len(data):
         first = data[at]
         at += 1
         num_values += 1
         if first <= 0x7F or first >= 0xE0 or first in (0xC0, 0xC2, 0xC3):
-            pass  # all there is
+            pass  # no further bytes
         elif first in _PLAIN:
             at += _PLAIN[first]
         else:
@@ -89,7 +88,7 @@ MAX_SHOWN_CHARS = 400
 
 
 def event_frames(ack: int, events: Sequence[Event], *, frame_bytes: int, binary: bool) -> Iterator[bytes]:
-    """One frame where it fits, else several, in order. A long text is cut into several deltas."""
+    """One frame if it fits, else several, in order. A long text is split into several deltas."""
     frame = encode(Events(ack, tuple(events)), binary=binary)
     if len(frame) <= frame_bytes:
         yield frame
@@ -104,7 +103,7 @@ def event_frames(ack: int, events: Sequence[Event], *, frame_bytes: int, binary:
 
 
 def _halves(event: Event, frame_bytes: int) -> list[Sequence[Event]]:
-    """An event that is larger than a frame, as smaller ones."""
+    """Splits an event that is larger than a frame."""
     match event:
         case Delta() | Value() if len(event.text) > 1:
             middle = len(event.text) // 2

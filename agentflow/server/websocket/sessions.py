@@ -1,7 +1,7 @@
-"""The sessions that a server holds: each an interpreter with its tasks, its states and a secret.
+"""The sessions of a server: each has an interpreter, its tasks and states, and a secret.
 
-A session is held by one websocket at a time. It outlives a broken one for the grace period, so that
-its client can come back to it; after that, or after a Bye, everything it runs is cancelled.
+A session belongs to one websocket at a time. After that breaks, the client can resume the session within the
+grace period. At its end, or after a Bye, everything that the session runs is cancelled.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from agentflow.server.config.limits import ServerLimits
 
 logger = logging.getLogger(__name__)
 
-# A frame may carry very many small ops, and ops that concern very many states: let others run after so many,
-# and after so long.
+# A frame may have many small ops, and an op may concern many states. Other tasks run after so many ops, and
+# after so long.
 OPS_PER_TURN = 256
 TURN_S = 0.005
 
 
 IsValid = Callable[[], bool]
-"""Whether the API key that a websocket was opened with still names its tenant."""
+"""Whether the API key of a websocket still identifies its tenant."""
 
 
 def always_valid() -> bool:
-    """Without keys."""
+    """The check of a server without keys."""
     return True
 
 
 class ServedSession(Generic[ContextT]):
-    """One client's session. ``num_taken``: the number of the last op taken. ``is_valid``: of the websocket
-    that has it, or had it last."""
+    """The session of one client. ``num_taken``: the number of the last op that was taken. ``is_valid``: of
+    its current or last websocket."""
 
     def __init__(
         self,
@@ -78,8 +78,8 @@ class ServedSession(Generic[ContextT]):
         self._changed = anyio.Event()
 
     async def take(self, frame: UnreadOps, read: Callable[[msgspec.Raw], Op | Rejected]) -> None:
-        """Submits those ops of the frame that were not taken before; ``read`` reads them. ``ProtocolError``
-        where ops are missing in between or one has no state, ``Overloaded`` where too much was rejected."""
+        """Submits the ops of the frame that were not taken before. ``read`` decodes them. ``ProtocolError``
+        if ops are missing or one has no state, ``Overloaded`` if too many were rejected."""
         if not 1 <= frame.first <= self.num_taken + 1:
             raise ProtocolError(
                 f"expected ops from number {self.num_taken + 1} on, and a frame came whose first op "
@@ -95,8 +95,8 @@ class ServedSession(Generic[ContextT]):
                     turn_began_s = time.perf_counter()
 
     async def hand_over(self, holder: anyio.CancelScope) -> None:
-        """Makes ``holder`` the one that the session belongs to. Whoever held it is cancelled first, for
-        a client may come back before the server has noticed that it was gone."""
+        """Transfers the session to ``holder``. The previous holder is cancelled first: a client may reconnect
+        before the server notices that its connection broke."""
         while self._holder is not None:
             self._holder.cancel()
             await self._changed.wait()
@@ -106,20 +106,20 @@ class ServedSession(Generic[ContextT]):
         self._change()
 
     def release(self, holder: anyio.CancelScope) -> None:
-        """The holder is gone: the grace period begins."""
+        """Begins the grace period, if ``holder`` still has the session."""
         if self._holder is holder:
             self._holder = None
             self._change()
 
     def end(self, failure: AgentflowError | None = None) -> None:
-        """No grace period: what runs is cancelled, and so is the holder (which tells the client of a
-        ``failure``)."""
+        """Ends the session without a grace period. Its work is cancelled, and its holder, which sends the
+        client the ``failure``."""
         self.has_ended = True
         self.failure = self.failure or failure
         self._change()
 
     async def until_over(self, grace_s: float) -> None:
-        """Returns when it is ended, or has been without a holder for ``grace_s``."""
+        """Waits until the session ends, or has had no holder for ``grace_s``."""
         while not self.has_ended:
             changed = self._changed
             with anyio.move_on_after(None if self._holder is not None else grace_s) as scope:
@@ -138,7 +138,7 @@ class ServedSession(Generic[ContextT]):
 
 
 class Sessions(Generic[ContextT]):
-    """All sessions of a server. Made by ``open_sessions``."""
+    """All sessions of a server. ``open_sessions`` creates it."""
 
     def __init__(self, limits: ServerLimits, tasks: TaskGroup) -> None:
         self.limits = limits
@@ -155,30 +155,30 @@ class Sessions(Generic[ContextT]):
 
     @property
     def num_bytes(self) -> int:
-        """What all sessions hold in memory, by estimate."""
+        """The estimated memory of all sessions."""
         return self._memory.num_bytes
 
     @property
     def num_connections(self) -> int:
-        """Websockets that have a place."""
+        """The number of websockets that have a place."""
         return self._num_connections_of.total()
 
     @contextmanager
     def place_of_connection(self, tenant: str) -> Iterator[Overloaded | None]:
-        """Holds a place for one more websocket of the tenant. Where there is none, gives the reason."""
-        refusal: Overloaded | None = None
+        """Reserves a place for one more websocket of the tenant. Yields the error if there is none."""
+        error: Overloaded | None = None
         most = part_of(self.limits.max_connections, tenant)
         if self.num_connections >= self.limits.max_connections:
-            refusal = Overloaded(
+            error = Overloaded(
                 f"the server has {self.limits.max_connections} connections open, which is its limit: "
                 "try again later"
             )
         elif self._num_connections_of[tenant] >= most:
-            refusal = Overloaded(
+            error = Overloaded(
                 f"this tenant has {most} connections open, which is what one may have: try again later"
             )
-        if refusal is not None:
-            yield refusal
+        if error is not None:
+            yield error
             return
         self._num_connections_of[tenant] += 1
         try:
@@ -196,7 +196,7 @@ class Sessions(Generic[ContextT]):
         tenant: str = "",
         is_valid: IsValid = always_valid,
     ) -> ServedSession[ContextT]:
-        """A new session of the tenant. ``Overloaded`` when there are too many, or the tenant has too many."""
+        """Opens a session. ``Overloaded`` if there are too many, or the tenant has too many."""
         if len(self._sessions) >= self.limits.max_sessions:
             raise Overloaded(
                 f"the server has {self.limits.max_sessions} sessions open, which is its limit: "
@@ -220,8 +220,8 @@ class Sessions(Generic[ContextT]):
         tenant: str = "",
         is_valid: IsValid = always_valid,
     ) -> ServedSession[ContextT]:
-        """The session that a client comes back to, set to say again what the client has not heard.
-        ``ServerLost`` when it is gone, or another tenant's."""
+        """Resumes a session, which sends again what the client has not received. ``ServerLost`` if it has
+        ended, or belongs to another tenant."""
         session = self._sessions.get(resume.session)
         if session is None or session.tenant != tenant:
             raise _unknown_session()
@@ -233,13 +233,13 @@ class Sessions(Generic[ContextT]):
         return session
 
     def end_revoked(self) -> None:
-        """Ends the sessions whose API keys are not valid any more."""
+        """Ends the sessions whose API keys were revoked."""
         for session in self._sessions.values():
             if not session.is_valid():
                 session.end(revoked())
 
     async def wait_until_empty(self) -> None:
-        """Returns when no session is open."""
+        """Waits until no session is open."""
         while self._sessions:
             await self._one_gone.wait()
 
@@ -266,7 +266,7 @@ class Sessions(Generic[ContextT]):
                 await session.until_over(self.limits.resume_grace_s)
                 group.cancel_scope.cancel()
         except* Exception as errors:
-            # A fault of the server's own: it costs this session, and no other.
+            # A fault of the server ends this session only.
             failure = incident(logger, "the session", errors)
             if session is not None:
                 session.end(failure)
@@ -287,19 +287,19 @@ class Sessions(Generic[ContextT]):
 
 @asynccontextmanager
 async def open_sessions(limits: ServerLimits) -> AsyncIterator[Sessions[Any]]:
-    """Holds sessions while the scope lasts, and cancels them at its end."""
+    """The sessions of a server, which are cancelled at the end of the scope."""
     async with open_task_group() as group:
         yield Sessions(limits, group)
         group.cancel_scope.cancel()
 
 
 def revoked() -> NotAuthorized:
-    """Of a session whose API key was taken away."""
+    """The error of a session whose API key was revoked."""
     return NotAuthorized(
         "the API key of this session is not valid any more: ask for one where the server is run"
     )
 
 
 def _unknown_session() -> ServerLost:
-    # The same words for a wrong secret: nobody learns which sessions there are.
+    # The same for a wrong secret, so that clients cannot learn which sessions exist.
     return ServerLost("there is no such session: it has ended, or its grace period is over; open a new one")
