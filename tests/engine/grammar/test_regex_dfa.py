@@ -155,7 +155,7 @@ def test_from_every_state_the_text_can_end_and_every_state_is_reached(pattern, r
 def test_it_agrees_with_interegular(pattern, others, rolls):
     """Whose categories are ASCII's."""
     try:
-        twin = interegular.parse_pattern(pattern).to_dfa()
+        twin = interegular.parse_pattern(pattern).to_fsm()
     except (interegular.Unsupported, interegular.InvalidSyntax):
         assume(False)
     dfa = dfa_of(f"(?a){pattern}")
