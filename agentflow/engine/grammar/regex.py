@@ -267,6 +267,7 @@ MAX_RANGES = 200_000
 """The limit for all sets of a pattern together."""
 _RANGES_PER_QUESTION = 200  # the cost of looking up a small case-insensitive set
 _RANGES_PER_PLANE = 20_000  # the cost of a range that Python reads one by one
+_MOST_GAPS = 4  # optional parts after a repeated word; the rewritten form grows with their square
 _MAX_CASED = 3000  # about as many characters have a case
 
 _IGNORE_CASE = int(re.IGNORECASE)
@@ -448,7 +449,25 @@ def _repeat(part: Regex, least: int, most: int | None) -> Regex:
             is_endless = (most is None and inner_most != 0) or (inner_most is None and most != 0)
             total = None if is_endless else (most or 0) * (inner_most or 0)
             return Repeat(part.part, least * part.least, total)
+    if most is not None and least <= 1 < most and isinstance(part, Sequence):
+        words = _words(part, most)
+        if words is not None:
+            return words if least else Repeat(words, 0, 1)
     return Repeat(part, least, most)
+
+
+def _words(part: Sequence, most: int) -> Regex | None:
+    """``(A+B?){1,most}`` as ``A+(BA+){0,most-1}B?``, which matches the same texts: two groups without a ``B``
+    between them are one. The first form gives a text exponentially many parses. Likewise for several gaps."""
+    match part.parts:
+        case (Repeat(least=1, most=None) as word, *rest) if 0 < len(rest) <= _MOST_GAPS:
+            gaps = [gap for gap in rest if isinstance(gap, Repeat) and gap.least == 0 and gap.most != 0]
+            if len(gaps) == len(rest):
+                # The gap without the empty text, by the first of its parts that is there.
+                firsts = [Sequence((Repeat(g.part, 1, g.most), *gaps[at + 1 :])) for at, g in enumerate(gaps)]
+                more = Sequence((Choice(tuple(firsts)), word))
+                return Sequence((word, Repeat(more, 0, most - 1), *gaps))
+    return None
 
 
 def _is_empty(item: Any) -> bool:

@@ -237,3 +237,30 @@ def test_rows_of_equal_sets_are_few():
 
 def test_a_string_of_a_thousand_characters_is_a_small_machine():
     assert build_dfa(parse_regex(r'"[^"\\]{0,1000}"')).num_states == 8003
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(a+b?){1,3}",
+        "(a+b?){0,3}",
+        "(a+b?){2,3}",
+        "(a+b{0}){1,2}",
+        "(a+b{0,2}){1,2}",
+        "(a+b*){1,3}",
+        "([ab]+b?){0,2}",
+        "(a+a?){1,2}",
+        "c(a+b?){1,2}c",
+        "((ab)+c?){1,3}",
+        "(a+(b?c?)?){1,3}",
+        "(a+b?c?){1,3}",
+        "(a+b?c?b?){0,2}",
+    ],
+)
+def test_repeated_words_with_gaps_match_what_re_matches(pattern):
+    """They are rewritten, so that a text has one parse."""
+    dfa, oracle = build_dfa(parse_regex(pattern)), re.compile(pattern)
+    for length in range(7):
+        for chars in itertools.product("abc", repeat=length):
+            text = "".join(chars)
+            assert dfa.matches(text.encode()) == bool(oracle.fullmatch(text)), text

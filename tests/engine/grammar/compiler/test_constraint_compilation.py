@@ -192,6 +192,11 @@ def test_nested_repeats_that_compile_can_be_written(pattern):
     assert takes(compiled("regex", pattern), "a" * 3000)
 
 
+@pytest.mark.parametrize("pattern", [r"(\S+ ?){1,5000}", r"(\w+,? ?){1,5000}"])
+def test_repeated_words_can_be_written_to_any_length(pattern):
+    assert takes(compiled("regex", pattern), "some words and " * 200)
+
+
 @pytest.mark.parametrize("pattern", ["((a{1,50}b?){1,50}){1,50}", r"((\w{1,50} ?){1,50}){1,50}"])
 def test_a_pattern_that_is_read_in_too_many_ways_is_refused_before_anything_is_written(pattern):
     with pytest.raises(BadArgument, match="regex: the grammar exceeds the limits of one step"):
