@@ -1,9 +1,9 @@
-// Cuts the attention of a batch into tasks: some query rows over one run of slots.
+// Divides the attention of a batch into tasks: some query rows over one run of slots.
 //
 // Requests whose page tables begin alike form a prefix tree. A run that several of them share is one task for all
 // of their rows, read once (Hydragen, arXiv 2402.05099; cascade attention of FlashInfer, arXiv 2501.01005), where
 // that saves more than keeping and merging partial results costs. Rows of a long chunk read their keys
-// together in any case, so only requests of few rows take part. Long tasks are cut along their keys, as many
+// together in any case, so only requests of few rows take part. Long tasks are divided along their keys, as many
 // threads as there are. What a row has from several tasks is merged by log-sum-exp.
 #pragma once
 

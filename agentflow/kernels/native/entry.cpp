@@ -11,7 +11,7 @@ using namespace agentflow;
 
 namespace {
 
-// As native_structs.py knows them.
+// As native_ops.FAILURES names them.
 enum Status : int { OK, OUT_OF_MEMORY, NO_SUCH_INDEX, FAILED };
 
 thread_local char failure_text[256];
@@ -69,7 +69,7 @@ std::vector<RowOf<S>> padded_rows(const S* x, int64_t num_rows, int64_t width, i
 // Of the last call of this thread that returned another status than OK.
 EXPORT const char* af_failure() { return failure_text; }
 
-// Returns how many threads the system has refused since the last call.
+// Returns how many threads could not be started since the last call.
 EXPORT int af_set_num_threads(int num) { return team().set_num_threads(num); }
 
 EXPORT int64_t af_panel_size(int is_bf16, int64_t num_out, int64_t num_in, int gated) {
@@ -144,9 +144,9 @@ EXPORT void af_part_seconds(double* out) {
     std::fill(part_seconds, part_seconds + NUM_PARTS, 0.0);
 }
 
-// Begins a forward; af_finish_forward ends it, and until then all that it was given must live. Of the sampled rows it
-// gives the tokens, where it is told how they are chosen, and otherwise the normed hidden states. Where it returns
-// another status than OK nothing is begun: NO_SUCH_INDEX for a token that does not exist.
+// Begins a forward pass; af_finish_forward ends it, and until then all arguments must live. For the sampled rows it
+// returns the tokens if `choices` is given, else the normed hidden states. With a status other than OK, nothing has
+// begun: NO_SUCH_INDEX for a token that does not exist.
 EXPORT int af_start_forward(int is_bf16, const DecoderWeights* weights, const Rows* rows, const Batch* batch,
                             void* const* kv_layers, void* hidden, const Weight* head, const Choices* choices,
                             int64_t* tokens) {

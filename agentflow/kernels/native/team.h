@@ -1,14 +1,14 @@
-// A team of threads that works through one loop at a time, cut into pieces that whoever is free takes.
+// A team of threads that runs one loop at a time, divided into pieces; each free thread takes the next piece.
 //
-// A piece belongs to the thread that took it, and nobody waits for a thread that holds none: when the system
-// runs something else on a core, the others do its share. Between loops that follow closely the threads spin;
-// after SPIN_PAUSES without work they sleep until the next loop.
+// A loop does not wait for a thread without a piece: when the system runs something else on a core, the other
+// threads take its pieces. Between loops that follow closely the threads spin; after SPIN_PAUSES without work they
+// sleep until the next loop.
 //
-// A job is a sequence of loops that one of these threads goes through, so that the caller can do something else
-// first, and then come and take pieces like the others.
+// A job is a sequence of loops that one of these threads runs, so that the caller can do other work first and then
+// join the team.
 //
-// An exception on any thread reaches the caller: of a loop's body when all pieces are done, of a job in `finish`.
-// Where the system refuses a thread, the team works with those that it has.
+// An exception on any thread reaches the caller: that of a loop's body when all pieces are done, that of a job in
+// `finish`. If a thread cannot be started, the team works with the threads that it has.
 #pragma once
 
 #include <linux/futex.h>
@@ -35,7 +35,7 @@ class Team {
     static constexpr int MAX_THREADS = 64;
     static constexpr int64_t ONE_BY_ONE = 0;
 
-    // Threads that work on a loop, the calling one among them. Returns how many of those set before could not be had.
+    // Threads that work on a loop, the calling one among them. Returns how many of those set before could not be started.
     int set_num_threads(int num) {
         num_threads_ = std::clamp(num, 1, MAX_THREADS);
         return num_refused_.exchange(0);
@@ -76,8 +76,8 @@ class Team {
         }
     }
 
-    // Begins `job`, which may call `loop`, on another thread, where there is one. Until `finish`, which the same
-    // caller must call, nobody else may use the team.
+    // Begins `job`, which may call `loop`, on another thread, if there is one. Until `finish`, which the same
+    // caller must call, no other caller may use the team.
     void start(std::function<void()> job) {
         job_ = std::move(job);
         start_workers();
@@ -95,7 +95,7 @@ class Team {
         if (job_failure_) std::rethrow_exception(std::exchange(job_failure_, nullptr));
     }
 
-    // One forward at a time: held by whoever calls `loop`, or from `start` to `finish`.
+    // One forward pass at a time: held during `loop`, or from `start` to `finish`.
     std::mutex in_use;
 
     // After a fork the child has none of the threads.
@@ -171,8 +171,8 @@ class Team {
         num_asleep_.fetch_sub(1);
     }
 
-    // What a thread of the team does. The first of them does jobs, too; meanwhile whoever started one stands in
-    // for it in loops.
+    // The main function of a thread of the team. The first thread also runs jobs; meanwhile the caller takes its
+    // place in loops.
     void live(int thread) {
         for (;;) {
             serve(thread, [&] { return thread == 1 && is_started_.load(); });
