@@ -41,7 +41,10 @@ def test_the_drawing_is_the_tree():
 
 
 def test_every_error_is_public():
-    assert {error.__name__ for error in all_classes()} <= set(af.__all__)
+    names = {error.__name__ for error in all_classes()}
+    of_commands = {"PortInUse", "PullFailed"}
+    assert names - set(af.__all__) == of_commands
+    assert all(issubclass(getattr(af.errors, name), af.AgentflowError) for name in names)
 
 
 def test_every_class_has_a_code_of_its_own_and_is_found_by_it():

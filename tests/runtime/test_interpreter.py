@@ -215,7 +215,11 @@ async def test_after_a_rewind_nothing_is_missing_and_nothing_is_told_twice(progr
 
 
 def transformed(variable: af.Variable, ref: ops.Ref) -> af.Variable | af.Transformed:
-    return variable.transformed(ref.transforms) if ref.transforms else variable
+    reference: af.Variable | af.Transformed = variable
+    for step in ref.transforms:
+        method = getattr(reference, step.name)
+        reference = method(step.argument) if step.argument else method()
+    return reference
 
 
 @given(program=op_programs(kinds=CERTAIN, max_size=25))
