@@ -154,7 +154,7 @@ async def test_our_own_server_tells_why_a_page_of_another_site_may_not_come_in(s
     remote = Remote(server.url, api_key="af-1")
     assert remote.headers == {"Authorization": "Bearer af-1"}
     remote.headers["Origin"] = "http://elsewhere.example"
-    with pytest.raises(NotAuthorized, match="pages of other sites may not open sessions"):
+    with pytest.raises(NotAuthorized, match="pages of other origins"):
         async with opened(remote):
             pytest.fail("let in")
 

@@ -128,7 +128,7 @@ def test_a_body_that_is_no_json(server: ApiServer) -> None:
 def test_a_page_of_another_site(server: ApiServer) -> None:
     with (
         sync_client(server, api_key=KEY, default_headers={"origin": "https://elsewhere.example"}) as client,
-        pytest.raises(openai.PermissionDeniedError, match="other sites"),
+        pytest.raises(openai.PermissionDeniedError, match="other origins"),
     ):
         client.chat.completions.create(**ASK)
 
