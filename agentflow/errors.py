@@ -195,7 +195,7 @@ class NotSupported(RequestRefused):
 
     >>> s.token_ids()  # of a scripted answer
     Traceback (most recent call last):
-    NotSupported: scripted does not tell its token ids
+    NotSupported: scripted does not report token ids
     """
 
     code = "not_supported"
@@ -219,7 +219,7 @@ class RunFailed(AgentflowError):
     >>> s += s["answer"].json("score")
     >>> await s
     Traceback (most recent call last):
-    RunFailed: json('score'): the text is no JSON (...): 'Plants turn light into sugar.'
+    RunFailed: json('score'): the text is not JSON (...): 'Plants turn light into sugar.'
     """
 
     code = "run_failed"

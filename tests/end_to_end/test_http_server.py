@@ -123,7 +123,7 @@ def test_what_runs_on_after_the_drain_is_cut_off():
             stream.text()
         output, _ = server.communicate(timeout=30)
         assert server.returncode == 0
-        assert "after 0.2 s requests still ran: they are cancelled" in output
+        assert "requests still run after 0.2 s" in output
 
 
 def test_what_ends_within_the_drain_is_finished():
@@ -143,7 +143,7 @@ def test_what_ends_within_the_drain_is_finished():
         stream.text()
         output, _ = server.communicate(timeout=30)
         assert server.returncode == 0
-        assert "still ran" not in output
+        assert "still run after" not in output
 
 
 def test_a_second_signal_ends_it_at_once():

@@ -341,7 +341,7 @@ async def test_a_generation_that_is_given_up_leaves_its_context_as_it_was():
 async def test_of_a_call_that_was_given_up_before_it_asks_the_engine_hears_nothing(call):
     sent: list[object] = []
     async with plain_engine() as client:
-        client.observe(SimpleNamespace(sent=sent.append, heard=lambda messages: None))
+        client.observe(SimpleNamespace(sent=sent.append, received=lambda messages: None))
         generator = generator_on(client)
         context = generator.open("")
         generator.fill(context, "the question")

@@ -175,7 +175,7 @@ def test_a_tag_that_makes_no_sense_is_refused(arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"tags": []}, "tags: 1 to 100 of them"),
+        ({"tags": []}, "tags: 1 to 100 are needed"),
         ({"tags": AGE}, "gen: tags must be a list of af.Tag, not <Tag '<age>' … '</age>': text>"),
         ({"tags": ["<age>"]}, "gen: tags must be a list of af.Tag"),
         ({"tags": [AGE, AGE]}, "'<age>' begins a tag, and is part of '<age>'"),

@@ -199,7 +199,7 @@ REFUSED = [
     ("ping", "tools must be a list"),
     (3, "tools must be a list"),
     (object(), "tools must be a list"),
-    ([PING, PING], "two tools are named 'ping'"),
+    ([PING, PING], "two tools have the name 'ping'"),
     ([3], "a tool is a function or a schema, not 3"),
     ([{}], "a tool's schema needs a name, and parameters"),
     ([{"name": "x", "parameters": 3}], "a tool's schema needs a name, and parameters"),

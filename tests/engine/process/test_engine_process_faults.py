@@ -153,8 +153,8 @@ async def test_full_sockets_block_neither_end():
 PARENT = """
 import sys
 import anyio
-from fake_engine import TOKENIZER
-from server.engine_loaders import start
+from support.fake_engine import TOKENIZER
+from support.engine_loaders import start
 from agentflow.engine.process.supervisor import supervised_engine
 from agentflow.protocol.sampling import SamplingParams
 

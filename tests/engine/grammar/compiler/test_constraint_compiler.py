@@ -132,12 +132,12 @@ async def test_who_asks_for_the_same_meanwhile_waits_for_the_one_that_runs(tmp_p
 @pytest.mark.parametrize(
     ("constraint", "error", "message"),
     [
-        (Constraint("schema", "[" * 10_000_000), BadArgument, f"a string of 1 to {MAX_SOURCE_CHARS} char"),
-        (Constraint("regex"), BadArgument, "a string of 1 to"),
-        (Constraint("choices", choices=("a", "a")), BadArgument, "each once"),
+        (Constraint("schema", "[" * 10_000_000), BadArgument, f"1 to {MAX_SOURCE_CHARS} char"),
+        (Constraint("regex"), BadArgument, "source must have 1 to"),
+        (Constraint("choices", choices=("a", "a")), BadArgument, "different"),
         (Constraint("choices", choices=("a" * 150_000, "b" * 50_001)), RequestRefused, "200000 characters"),
-        (Constraint("regex", "a\ud800"), BadArgument, "regex: text is needed"),
-        (Constraint("choices", choices=("a", "\udfff")), BadArgument, "choices: text is needed"),
+        (Constraint("regex", "a\ud800"), BadArgument, "regex: .*surrogate"),
+        (Constraint("choices", choices=("a", "\udfff")), BadArgument, "choices: .*surrogate"),
     ],
     ids=["10 MB", "empty", "twice", "large choices", "surrogate", "surrogate in choices"],
 )
