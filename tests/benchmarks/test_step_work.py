@@ -10,10 +10,10 @@ import torch
 
 from agentflow.engine.models.config import LlamaConfig
 from agentflow.engine.models.rope import RopeConfig
+from benchmarks.step import gpu_check
 from benchmarks.step.growth import LEVEL, tree_batch
 from benchmarks.step.growth_plot import Curve, plot
 from benchmarks.step.random_llama import RandomRunner
-from benchmarks.step import gpu_check
 from benchmarks.step.work import Shape, Work, batch_of, work_of, work_of_parts
 
 CPU = torch.device("cpu")
