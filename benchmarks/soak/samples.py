@@ -42,7 +42,7 @@ class Sample:
     sessions: float | None = None
     running: float | None = None
     waiting: float | None = None
-    held: float | None = None
+    in_use: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def rest_checks(before: Sample, after: Sample) -> list[Check]:
         for name, value in (
             ("running requests", after.running),
             ("waiting requests", after.waiting),
-            ("held slots", after.held),
+            ("slots in use", after.in_use),
             ("sessions", after.sessions),
         )
     ]

@@ -31,7 +31,7 @@ _EXPECTED = (
     r"agentflow serves .* at ws://",
     r"OpenAI's API is at http://",
     r" INFO (GET|POST) /\S* \d+ [\d.]+s tenant=",
-    r"the engine was killed by SIGKILL; \d+ unfinished requests wait for the next one",
+    r"the engine was killed by SIGKILL with \d+ unfinished requests; restarting it",
     r"Invalid HTTP request received\.",
     r"Unsupported upgrade request\.",
     r"No supported WebSocket library detected",
@@ -83,7 +83,7 @@ class SoakServer:
             sessions=gauges.get("agentflow_sessions"),
             running=gauges.get("agentflow_running_requests"),
             waiting=gauges.get("agentflow_waiting_requests"),
-            held=gauges.get("agentflow_kv_tokens held"),
+            in_use=gauges.get("agentflow_kv_tokens in_use"),
         )
 
     def unexpected_lines(self) -> list[str]:

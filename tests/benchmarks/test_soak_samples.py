@@ -26,7 +26,7 @@ from benchmarks.soak.samples import (
     slope,
 )
 
-QUIET = Sample(0.0, 100.0, 500.0, 50.0, fds=9, threads=4, tasks=7, sessions=0, running=0, waiting=0, held=0)
+QUIET = Sample(0.0, 100.0, 500.0, 50.0, fds=9, threads=4, tasks=7, sessions=0, running=0, waiting=0, in_use=0)
 
 
 def samples(*server_mb: float, every_s: float = 60.0) -> list[Sample]:
@@ -110,7 +110,7 @@ def test_all_given_back() -> None:
     [
         ({"running": 1}, "running requests"),
         ({"waiting": 1}, "waiting requests"),
-        ({"held": 1}, "held slots"),
+        ({"in_use": 1}, "slots in use"),
         ({"sessions": 1}, "sessions"),
         ({"sessions": None}, "sessions"),
         ({"fds": QUIET.fds + FD_SLACK + 1}, "file descriptors"),
