@@ -232,7 +232,7 @@ async def until_done(compiler: ConstraintCompiler, constraint: Constraint, tenan
 
 async def test_what_takes_too_long_on_the_clock_is_ended_for_another_tenant(tmp_path):
     hold = Hold(tmp_path / "hold")
-    async with opened(wall_s=1.0) as compiler, anyio.create_task_group() as group:
+    async with opened(wall_s=6.0) as compiler, anyio.create_task_group() as group:
         await until_done(compiler, PID)
         caller = Caller(compiler, group)
         await caller.call(held(hold), "ann")
