@@ -1,7 +1,7 @@
 """Generative agents: villagers spend a day, meet, talk to each other, and look back at the end.
 
-After Park et al., 2023, on a small scale. Each agent is one state, which is its memory: everything that it
-does and hears is appended once. All agents run in parallel. The program awaits only where they go, which
+After Park et al., 2023, on a small scale. Each agent is one state, which is its memory: each thing that it
+does or perceives is appended once. All agents run in parallel. The program awaits only where they go, which
 decides who meets whom; the engine passes what they say to the other states.
 
     python examples/generative_agents.py [--url ws://127.0.0.1:8410]

@@ -217,7 +217,7 @@ def _wait_for(main: Callable[[], Awaitable[ResultT]], name: str) -> ResultT:
     try:
         return anyio.run(main)
     except KeyboardInterrupt:
-        # How the loop and its tasks were cancelled says nothing to whoever pressed the keys.
+        # Ctrl-C shows no traceback of the event loop's cancelled tasks.
         raise KeyboardInterrupt from None
 
 

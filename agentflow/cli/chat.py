@@ -73,7 +73,7 @@ class Conversation:
 
     @property
     def system_text(self) -> str | None:
-        """What the model was told to be."""
+        """The text of the system turn, if there is one."""
         return self._system_text
 
     def reset(self, system_text: str | None) -> None:

@@ -39,10 +39,11 @@ def http_url(url: str | None) -> str:
 
 
 def ask_server(url: str, path: str, api_key: str | None) -> bytes:
-    """What the server answers to ``GET path``. Waits, ten seconds at most.
+    """Returns the body of the server's answer to ``GET path``. Waits ten seconds at most.
 
-    ``ServerUnreachable`` where nobody answers, ``NotAuthorized`` where a key is missing or not enough,
-    ``ProtocolError`` where somebody else answers, ``ServerError`` for what else the server refuses.
+    Raises ``ServerUnreachable`` if there is no answer, ``NotAuthorized`` if the key is missing or lacks the
+    permission, ``ProtocolError`` if the address is not an agentflow server, and ``ServerError`` for other
+    errors of the server.
     """
     key = api_key or os.environ.get(API_KEY_VARIABLE)
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}

@@ -337,8 +337,8 @@ class EngineGenerator:
             self._gate.check(self.tenant, num_requests)
 
     async def fork(self, context: EngineContext, count: int, *, ahead: bool = True) -> list[EngineContext]:
-        """Contexts with the same ids: one task group. What they share and nobody has computed yet is
-        computed now (``ahead``), before the first of them asks for it."""
+        """Returns contexts with the same ids, as one task group. ``ahead``: computes the part of their common
+        prefix that is not cached yet, before the first of them needs it."""
         await self._encode(context)
         if self._use_hints and ahead and count > 1:
             self._compute_ahead(context)
@@ -371,8 +371,8 @@ class EngineGenerator:
         return await self.encode_beside(context.num_to_encode, context.tokens.ids)
 
     def _compute_ahead(self, context: EngineContext) -> None:
-        """Has the prefix computed before forks ask for it, where that is worth a request, and the tenant's
-        limits would not be got around by it: nobody counts what is computed ahead."""
+        """Computes the prefix before forks need it, if that is worth a request. Only for tenants without rate
+        limits: tokens computed ahead are not charged."""
         token_ids = context.tokens.ids()
         if len(token_ids) - context.num_computed < MIN_AHEAD_TOKENS:
             return
@@ -434,8 +434,8 @@ class EngineGenerator:
         return token_ids
 
     async def _encode(self, context: EngineContext) -> None:
-        """Encodes what was appended, in a thread where it is much. The state's ops run one after the
-        other, so nobody else touches the tokens meanwhile."""
+        """Encodes what was appended; long texts in a thread. The state's ops run one after the other, so
+        nothing else changes the tokens meanwhile."""
         await self.encode_beside(context.num_to_encode, context.tokens.cut)
         context.mark_encoded()
 

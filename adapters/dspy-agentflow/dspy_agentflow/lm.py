@@ -121,8 +121,8 @@ class BaseAgentflowLM(dspy.LM):
         return self._kwargs
 
     @kwargs.setter
-    def kwargs(self, told: dict[str, Any]) -> None:
-        self._kwargs = told
+    def kwargs(self, kwargs: dict[str, Any]) -> None:
+        self._kwargs = kwargs
 
     def __call__(self, *args: Any, messages: Any = None, **kwargs: Any) -> Any:
         """As ``dspy.LM``."""

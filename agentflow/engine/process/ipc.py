@@ -104,7 +104,7 @@ class Started(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 class StepBegins(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A forward pass over ``num_tokens`` scheduled tokens begins. The next list follows when it has run, so
-    an engine that hangs can be told from one that computes."""
+    the supervisor can distinguish an engine that hangs from one that computes."""
 
     num_tokens: int
 
