@@ -457,7 +457,7 @@ def _repeat(part: Regex, least: int, most: int | None) -> Regex:
 
 
 def _words(part: Sequence, most: int) -> Regex | None:
-    """``(A+ B?){1,most}`` as ``A+ (B A+){0,most-1} B?``, which matches the same texts: two groups without a ``B``
+    """``(A+ B?){1,most}`` as ``A+ (B A+){0,most-1} B?``, which matches the same texts: groups without a ``B``
     between them are one. The first form gives a text exponentially many parses. Likewise for several gaps."""
     match part.parts:
         case (Repeat(least=1, most=None) as word, *rest) if 0 < len(rest) <= _MOST_GAPS:
