@@ -360,6 +360,7 @@ class _EngineThread(threading.Thread):
     def _loaded(self) -> Engine | None:
         try:
             runner, tokenizer, config = self._load()
+            tokenizer.prepare()
             engine = Engine(runner, tokenizer, config, self._deliver)
             self.client = EngineClient(engine, runner.info, tokenizer, max_unfinished=self._max_unfinished)
         except BaseException as error:

@@ -47,14 +47,16 @@ _NOT_BRACKETS: Final = bytes(byte for byte in range(256) if byte not in b"[]{}")
 @dataclass(frozen=True, slots=True)
 class JsonBounds:
     """``values``: the largest number of values of any kind. ``parts``: of objects, lists and strings, names
-    of members included, each of which becomes a Python object. ``depth``: levels of nesting."""
+    of members included, each of which becomes a Python object. ``depth``: levels of nesting. ``escapes``:
+    backslash escapes in strings; ``None``: unlimited."""
 
     values: int
     parts: int
     depth: int | None = None
+    escapes: int | None = None
 
 
-BODY_BOUNDS: Final = JsonBounds(values=1_000_000, parts=100_000)
+BODY_BOUNDS: Final = JsonBounds(values=1_000_000, parts=100_000, escapes=4_000_000)
 """Of a request's body: decoding takes 50 ms at most."""
 
 
@@ -78,6 +80,7 @@ class JsonScan:
         self._carry = b""
         self._num_values = 0
         self._num_parts = 0
+        self._num_escapes = 0
         self._depth = 0
 
     def push(self, piece: bytes) -> None:
@@ -87,7 +90,10 @@ class JsonScan:
         is_cut = (len(data) - len(data.rstrip(b"\\"))) % 2
         self._carry, data = (b"\\", data[:-1]) if is_cut else (b"", data)
         if b"\\" in data:
-            data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+            num_bytes = len(data)
+            data = data.replace(b"\\\\", b"")
+            self._num_escapes += (num_bytes - len(data)) // 2 + data.count(b"\\")
+            data = data.replace(b'\\"', b"")
         stretches = data.split(b'"')
         outside = b"".join(stretches[1::2] if self._is_in_string else stretches[::2])
         num_quotes = len(stretches) - 1
@@ -99,6 +105,8 @@ class JsonScan:
             raise TooMuchJson(f"more than {self._bounds.parts:,} objects, lists and strings")
         if self._num_values > self._bounds.values:
             raise TooMuchJson(f"more than {self._bounds.values:,} values")
+        if self._bounds.escapes is not None and self._num_escapes > self._bounds.escapes:
+            raise TooMuchJson(f"more than {self._bounds.escapes:,} escapes in strings")
         if self._bounds.depth is not None:
             self._count_depth(outside, num_opened, self._bounds.depth)
 

@@ -39,12 +39,12 @@ class LoggedBody:
     'abc'
     """
 
-    def __init__(self, data: bytes = b"") -> None:
-        self._kept: list[bytes] = []
+    def __init__(self, data: bytes | bytearray = b"") -> None:
+        self._kept: list[bytes | bytearray] = []
         self._num_bytes = 0
         self.add(data)
 
-    def add(self, data: bytes) -> None:
+    def add(self, data: bytes | bytearray) -> None:
         """Appends data."""
         if data and self._num_bytes < MAX_LOGGED_BYTES:
             self._kept.append(data[: MAX_LOGGED_BYTES - self._num_bytes])

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import gc
 import logging
 import os
 import signal
@@ -25,6 +24,7 @@ import anyio.to_thread
 import uvicorn
 from starlette.applications import Starlette
 
+from agentflow.engine.machine import collect_garbage_rarely
 from agentflow.engine.process.shutdown_budget import DRAIN_S, ShutdownBudget
 from agentflow.errors import AgentflowError, PortInUse, ServerError
 from agentflow.protocol.wire import DEFAULT_PORT
@@ -111,8 +111,7 @@ def serve(
                 open_task_group() as group,
             ):
                 group.start_soon(_reload_keys, server.service, signals.until_hang_up)
-                gc.collect()
-                gc.freeze()  # later collections skip the objects that were loaded
+                collect_garbage_rarely()
                 names = ", ".join(model.name for model in server.service.models)
                 print(f"agentflow serves {names} at {server.url}")
                 base = server.url.replace("ws", "http", 1)

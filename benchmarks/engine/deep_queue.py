@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from agentflow.engine.batch import Batch, BatchOutput
-from agentflow.engine.process.worker import collect_garbage_rarely
+from agentflow.engine.machine import collect_garbage_rarely
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from agentflow.protocol.sampling import SamplingParams

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import http.client
 import sys
 import time
@@ -21,6 +20,7 @@ import msgspec
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
+from agentflow.engine.machine import collect_garbage_rarely
 from agentflow.protocol import ops
 from agentflow.protocol.chat import CalledTool, Conversation, Message, ToolSpec
 from agentflow.protocol.json_bounds import OBJECT_BOUNDS
@@ -171,8 +171,7 @@ class LoopWatch:
 
 async def measure_stalls(report: Report, port: int) -> None:
     """``max_stall_ms``: of the worst shape; the others are in the note."""
-    gc.collect()
-    gc.freeze()  # as ``agentflow serve`` does
+    collect_garbage_rarely()  # as ``agentflow serve`` does
     client = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "benchmarks.server.stalls", str(port)),
         stdin=PIPE,

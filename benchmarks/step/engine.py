@@ -13,10 +13,10 @@ from pathlib import Path
 from unittest.mock import patch
 
 from agentflow.engine.engine import Engine
+from agentflow.engine.machine import collect_garbage_rarely
 from agentflow.engine.models.torch_runner import TorchRunner
 from agentflow.engine.process.child import to_frame
 from agentflow.engine.process.ipc import PHASES, Abort, FromEngine, Submit
-from agentflow.engine.process.worker import collect_garbage_rarely
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.text.detokenizer import TextEnd
 from agentflow.engine.text.tokenizer import Tokenizer

@@ -64,6 +64,14 @@ def test_numbers_count_as_values(numbers: list[int], cuts: list[int]) -> None:
     assert not passes(text, cuts, values=len(numbers) - 1)
 
 
+@given(st.text(alphabet='a"\\\n/\u00e9', max_size=30), st.lists(st.integers(0, 200)), st.booleans())
+def test_escapes_of_strings_are_counted(value: str, cuts: list[int], is_ascii: bool) -> None:
+    escapes = sum(char in '"\\\n' or (is_ascii and char == "\u00e9") for char in value)
+    text = json.dumps([value], ensure_ascii=is_ascii).encode()
+    assert passes(text, cuts, escapes=escapes)
+    assert escapes == 0 or not passes(text, cuts, escapes=escapes - 1)
+
+
 def test_several_texts_share_a_bound() -> None:
     scan = JsonScan(JsonBounds(values=100, parts=3, depth=1))
     scan.push(b'["a"]')

@@ -337,7 +337,7 @@ class EngineSupervisor:
         async with open_task_group() as group:
             group.start_soon(self._expire, self._deadlines.load_s, group.cancel_scope)
             if self._client is None:  # while the process loads the model
-                tokenizer = await anyio.to_thread.run_sync(self._load_tokenizer)
+                tokenizer = await anyio.to_thread.run_sync(self._prepared_tokenizer)
             while not frames:
                 frames = await child.receive()
             group.cancel_scope.cancel()
@@ -351,6 +351,11 @@ class EngineSupervisor:
         if tokenizer is not None:
             self._client = EngineClient(self, answer.info, tokenizer, max_unfinished=self._max_unfinished)
             task_status.started(self._client)
+
+    def _prepared_tokenizer(self) -> Tokenizer:
+        tokenizer = self._load_tokenizer()
+        tokenizer.prepare()
+        return tokenizer
 
     def _check_same(self, loaded: Loaded, tokenizer: Tokenizer | None) -> None:
         """Requests continue as token ids, which mean other text to another model or tokenizer."""

@@ -10,7 +10,6 @@ server does the same at the other end. A slow reader only slows down the engine.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import logging
 import os
@@ -21,6 +20,7 @@ import threading
 from collections.abc import Iterator
 
 from agentflow.engine.engine import Engine, EngineBroken
+from agentflow.engine.machine import collect_garbage_rarely
 from agentflow.engine.process.child import READ_BYTES, FrameBuffer, to_frame
 from agentflow.engine.process.ipc import (
     FromEngine,
@@ -122,14 +122,6 @@ class EngineProcess:
             logger.exception("cannot read the messages of the server")
         finally:
             os._exit(1)
-
-
-def collect_garbage_rarely() -> None:
-    """Excludes everything loaded so far from garbage collection, which would stop the engine for tens of
-    milliseconds each time. Steps create almost no reference cycles."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
 
 
 def main() -> int:

@@ -6,6 +6,7 @@ and answer it. If the client disconnects, the handler is cancelled at once.
 
 from __future__ import annotations
 
+import codecs
 import logging
 import re
 import secrets
@@ -84,7 +85,7 @@ class ApiCall:
         self._error_format = error_format
         self._is_writing = False
         self._written_s = time.monotonic()
-        self._body = b""
+        self._body = bytearray()
         self._held: MemoryBudget | None = None
         self._num_charged_tokens = 0
         self._is_prompt_charged = False
@@ -100,14 +101,12 @@ class ApiCall:
     def read(self, kind: type[T]) -> T:
         """Decodes the body. ``ApiError`` if it does not have this type."""
         try:
-            if not self._body.isascii():
-                self._body.decode()  # msgspec does not check strings that it skips
             return msgspec.json.decode(self._body, type=kind)
         except msgspec.ValidationError as error:
             message, param = _shown_fault(error)
             raise ApiError(400, "invalid_request", message, param=param) from None
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-            raise ApiError(400, "invalid_json", f"the body is not valid JSON: {error}") from None
+            raise _not_json(error) from None
 
     async def beside(self, function: Callable[[Unpack[ArgTs]], T], *arguments: *ArgTs) -> T:
         """Calls a function that processes the whole body. If the body is large, this happens in a thread of
@@ -209,8 +208,7 @@ class ApiCall:
             raise _too_large(limits.body_bytes)
         self._charge(announced_bytes)
         scan = JsonScan(BODY_BOUNDS)
-        parts: list[bytes] = []
-        num_bytes = 0
+        utf8 = _Utf8()
         self._held = held = MemoryBudget(
             within=self.service.bodies.of(self.tenant.name), free_bytes=SMALL_BODY_BYTES
         )
@@ -219,18 +217,18 @@ class ApiCall:
                 message: Message = await self._receive()
                 if message["type"] == "http.disconnect":
                     raise ClientGone
-                parts.append(message.get("body", b""))
-                num_bytes += len(parts[-1])
-                if num_bytes > limits.body_bytes:
+                piece: bytes = message.get("body", b"")
+                if len(self._body) + len(piece) > limits.body_bytes:
                     raise _too_large(limits.body_bytes)
-                held.reserve(len(parts[-1]))
-                self._charge(num_bytes)
-                _count(scan, parts[-1])
+                held.reserve(len(piece))
+                self._body += piece
+                self._charge(len(self._body))
+                _count(scan, piece)
                 self.is_body_read = not message.get("more_body", False)
+                utf8.check(piece, is_last=self.is_body_read)
         if scope.cancelled_caught:
             seconds = limits.body_timeout_s
             raise ApiError(408, "request_timeout", f"the body did not arrive within {seconds:g} s")
-        self._body = b"".join(parts)
         if self.service.logs_prompts:
             self.record.asked = LoggedBody(self._body)
 
@@ -248,6 +246,7 @@ class ApiCall:
     def release_body(self) -> None:
         """Releases the memory of the body. Of the tokens charged for it, the tenant gets back those that are
         charged for the prompt, and all of them if the server could not serve the request."""
+        self._body = bytearray()  # a decoded body may still refer to the old one
         if self._held is not None:
             self._held.close()
         if not self._num_charged_tokens:
@@ -302,6 +301,7 @@ class ApiEndpoint:
                 call.record.error = "client_gone"
             except Exception as error:
                 await self._fail(call, error)
+                _drop_frames(error)
         finally:
             call.release_body()
             call.record.took_s = time.perf_counter() - began_s
@@ -342,6 +342,33 @@ async def _cancel_when_gone(call: ApiCall, scope: anyio.CancelScope) -> None:
     await call.until_gone()
     if not call.is_over:
         scope.cancel()
+
+
+def _drop_frames(error: BaseException | None) -> None:
+    """Drops the traceback of a handled error. Its frames refer to the body and to what was decoded of it; an
+    error from a thread forms a reference cycle with them, which keeps both until a garbage collection."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
+class _Utf8:
+    """Checks that a text is UTF-8, piece by piece: msgspec does not check strings that it skips."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+
+    def check(self, piece: bytes, *, is_last: bool) -> None:
+        is_within_char = self._decoder.getstate()[0]
+        if is_within_char or not piece.isascii():
+            try:
+                self._decoder.decode(piece, is_last)
+            except UnicodeError as error:
+                raise _not_json(error) from None
+
+
+def _not_json(error: Exception) -> ApiError:
+    return ApiError(400, "invalid_json", f"the body is not valid JSON: {error}")
 
 
 def _too_large(limit: int) -> ApiError:

@@ -3,11 +3,14 @@ loop, and charged to their sender."""
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import httpx2
+import msgspec
 import pytest
 from server.http.test_api_call import Exchange, exchange, service
 from support.api_server import MODEL, ApiServer, api_server
@@ -20,6 +23,7 @@ from agentflow.errors import Overloaded
 from agentflow.protocol.json_bounds import BODY_BOUNDS, OBJECT_BOUNDS, PIECE_BYTES
 from agentflow.server.completion.completion import COUNTED_CONTEXTS
 from agentflow.server.http.call import SMALL_BODY_BYTES, ApiCall
+from agentflow.server.http.errors import ApiError
 from agentflow.server.openai.types import ChatRequest
 from agentflow.server.tenants.rate_limit import BYTES_PER_TOKEN, MINUTE_NS, TenantGate
 
@@ -67,6 +71,7 @@ def called(arguments: str, count: int = 1) -> list[dict[str, Any]]:
         {"messages": [USER], "prediction": [[]] * BODY_BOUNDS.parts},
         {"messages": [USER], "stop_token_ids": [1] * (BODY_BOUNDS.values + 1)},
         {"messages": [USER], "no such field": [1] * (BODY_BOUNDS.values + 1)},
+        {"messages": [{"role": "user", "content": "\n" * ((BODY_BOUNDS.escapes or 0) + 1)}]},
         {
             "messages": [USER],
             "response_format": {
@@ -75,7 +80,7 @@ def called(arguments: str, count: int = 1) -> list[dict[str, Any]]:
             },
         },
     ],
-    ids=["calls", "metadata", "unread", "numbers", "unknown", "schema"],
+    ids=["calls", "metadata", "unread", "numbers", "unknown", "escapes", "schema"],
 )
 def test_a_body_of_too_many_values_is_refused(server: ApiServer, body: dict[str, Any]) -> None:
     assert refused(post(server, "/v1/chat/completions", **body)) == (413, "request_too_large", None)
@@ -291,6 +296,53 @@ async def sent(handler: Any, gate: TenantGate, tenant: Tenant, *, announces: boo
         running.tenants.of_request = lambda *_: tenant
         await exchange(handler, client, running)
     return client
+
+
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collections")
+@pytest.mark.parametrize("rejects", [True, False])
+async def test_a_body_is_released_without_a_garbage_collection(rejects: bool) -> None:
+    gate, tenant = gate_of(COST + 1)
+    bodies: list[weakref.ref[Decoded]] = []
+
+    def check(body: Decoded) -> None:
+        if rejects:
+            raise ApiError(400, "invalid_value", "this word is not allowed")
+
+    async def answer(call: ApiCall) -> None:
+        body = call.read(Decoded)
+        bodies.append(weakref.ref(body))
+        await call.beside(check, body)
+        await call.reply({})
+
+    client = await sent(answer, gate, tenant)
+    assert client.status == (400 if rejects else 200)
+    assert [body() for body in bodies] == [None]
+
+
+class Decoded(msgspec.Struct, weakref=True):
+    word: str
+
+
+async def test_text_that_is_not_utf8_is_rejected_wherever_it_is_cut() -> None:
+    for word, status in (("é€😀".encode(), 200), (b"\xe2\x82", 400), (b"a\xff", 400), (b"\xed\xa0\x80", 400)):
+        data = b'{"word": "a", "unread": "' + word + b'"}'
+        for cut in range(len(data)):
+            client = Exchange(data[:cut], data[cut:])
+            await exchange(_read_word, client)
+            assert client.status == status, (word, cut)
+
+
+async def _read_word(call: ApiCall) -> None:
+    call.read(Decoded)
+    await call.reply({})
 
 
 def test_a_count_costs_a_request() -> None:
