@@ -111,7 +111,9 @@ async def raw_chat_stream(target: Target) -> str:
     answer = await exchange(target.server.port, request, timeout_s=ANSWER_S)
     if answer.status != 200:
         return _outcome(answer, lambda _: False)
-    events = [event.removeprefix("data: ") for event in answer.body.decode().split("\n\n") if event]
+    blocks = answer.body.decode().split("\n\n")
+    # A comment is sent while nothing else is.
+    events = [block.removeprefix("data: ") for block in blocks if block and not block.startswith(":")]
     if '"error"' in events[-1] or (len(events) > 1 and '"error"' in events[-2]):
         return "refused in the stream"
     if events[-1] != "[DONE]" or not any(
