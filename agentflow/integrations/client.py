@@ -33,9 +33,9 @@ from agentflow.errors import (
 )
 from agentflow.integrations.background_loop import BackgroundLoop
 from agentflow.language.expressions import ConversationExpression, GenExpression
-from agentflow.language.run import TextDelta, VariableRecord
+from agentflow.language.run import TextDelta, VariableNode
 from agentflow.language.session import Session
-from agentflow.language.state import RootState, State, state_record
+from agentflow.language.state import RootState, State, state_node
 from agentflow.language.variable import target_of
 from agentflow.protocol.backend import Backend
 from agentflow.protocol.chat import Piece, ReplyReader, TextPiece
@@ -247,23 +247,23 @@ class CalledProgram:
 async def _events(root: State, call: ModelCall, model: str) -> AsyncGenerator[Delta | Answer, None]:
     root.add(call.prompt)
     states = [root] if call.n == 1 else list(root.fork(call.n))
-    records = [target_of(state.add(call.output)[call.output]).record for state in states]
+    nodes = [target_of(state.add(call.output)[call.output]).node for state in states]
     readers = [ReplyReader() if call.output.value_type.is_reply else None for _ in states]
-    run = state_record(root).run
-    async for event in run.watch(lambda: all(record.is_done for record in records), raw=True):
+    run = state_node(root).run
+    async for event in run.watch(lambda: all(node.is_done for node in nodes), raw=True):
         index = event.path[-1] if event.path else 0
         if not isinstance(event, TextDelta):
-            yield _answer(model, index, records[index])
+            yield _answer(model, index, nodes[index])
             continue
         reader = readers[index]
         for piece in [TextPiece(event.text)] if reader is None else reader.push(event.text):
             yield Delta(index, piece)
-    for record in records:
-        record.raise_failure()
+    for node in nodes:
+        node.raise_failure()
 
 
-def _answer(model: str, index: int, record: VariableRecord) -> Answer:
-    end, text = record.end, record.notation
+def _answer(model: str, index: int, node: VariableNode) -> Answer:
+    end, text = node.end, node.notation
     return Answer(index, model, end.finish_reason, end.usage, text, end.logprobs, end.top_logprobs)
 
 

@@ -1,7 +1,7 @@
 """The link between a session's programs and its backend.
 
 States, variables and runs hold a ``Link`` instead of their ``Session``: it numbers them, sends their ops, and
-delivers the backend's events to their records. ``Session`` opens and closes it. A trace has a link of its own
+delivers the backend's events to them. ``Session`` opens and closes it. A trace has a link of its own
 (``trace.TraceLink``), which collects ops instead of sending them.
 
 ``Markers`` keep references inside ordinary strings: formatting a variable gives a marker with the session's
@@ -45,7 +45,7 @@ from agentflow.runtime.task_group import open_task_group
 
 
 class StateEvents(Protocol):
-    """What the link needs of a state's record."""
+    """What the link needs of a ``StateNode``."""
 
     def reach(self, ticket: int) -> None:
         """The backend has reached this ticket."""
@@ -58,7 +58,7 @@ class StateEvents(Protocol):
 
 
 class VariableEvents(Protocol):
-    """What the link needs of a variable's record, which removes itself from ``Link.variables`` when done."""
+    """What the link needs of a ``VariableNode``, which removes itself from ``Link.variables`` when done."""
 
     def extend(self, at: int, text: str) -> None:
         """The text continues with ``text`` at character ``at``."""
@@ -187,8 +187,8 @@ class Link:
     def needs_values(self, what: str) -> None:
         """Called where ``what`` needs a value. A trace raises ``DataDependent``."""
 
-    def awaited(self, record: Any) -> Any:
-        """In a trace the stand-in for the value of a variable's record, otherwise None."""
+    def awaited(self, node: Any) -> Any:
+        """In a trace the stand-in for the value of a ``VariableNode``, otherwise None."""
         return None
 
     def _deliver(self, events: Iterable[Event]) -> None:

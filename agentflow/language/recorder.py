@@ -24,7 +24,7 @@ from agentflow.language.expressions import (
     not_appendable,
 )
 from agentflow.language.op_log import Entry, ToolCalls, TurnBegins, TurnEnds
-from agentflow.language.run import StateRecord, VariableRecord
+from agentflow.language.run import StateNode, VariableNode
 from agentflow.language.values import TEXT, ValueType
 from agentflow.language.variable import Reference, Variable, target_of
 from agentflow.protocol import ops
@@ -36,7 +36,7 @@ from agentflow.protocol.transform import apply_transforms
 class _Declared(NamedTuple):
     """A new variable. ``op_index``: of its op, among the recorded ones."""
 
-    record: VariableRecord
+    node: VariableNode
     is_gen: bool
     op_index: int
 
@@ -44,7 +44,7 @@ class _Declared(NamedTuple):
 class Recorder:
     """The ops of one append to ``state``."""
 
-    def __init__(self, state: StateRecord) -> None:
+    def __init__(self, state: StateNode) -> None:
         self._state = state
         self._ops: list[ops.Op] = []
         self._declared: list[_Declared] = []
@@ -60,15 +60,15 @@ class Recorder:
         num_before = state.in_flight.num_submitted
         state.submit(self._ops)
         state.transcript.extend(self._entries, self._open_role)
-        for record, is_gen, index in self._declared:
+        for node, is_gen, index in self._declared:
             num_ops = num_done_with(self._ops, index)
             state.num_gens += is_gen
-            record.line = state.line_of(num_before + num_ops)
-            state.declare(record)
-            if record.is_shown:
-                state.names[record.name] = record
-            state.in_flight.expect(record.id, num_before + num_ops)
-            state.run.touch(record)
+            node.line = state.line_of(num_before + num_ops)
+            state.declare(node)
+            if node.is_shown:
+                state.names[node.name] = node
+            state.in_flight.expect(node.id, num_before + num_ops)
+            state.run.touch(node)
 
     def add(self, item: Appendable) -> None:
         """Records one item."""
@@ -131,15 +131,15 @@ class Recorder:
         for value in values:
             pieces += self._state.link.markers.split(value) if isinstance(value, str) else [value]
         parts = tuple([self._part(piece) for piece in pieces])
-        record = self._declare(name, TEXT)
-        self._ops.append(ops.Set(self._state.id, record.id, name, parts))
-        return Variable(record)
+        node = self._declare(name, TEXT)
+        self._ops.append(ops.Set(self._state.id, node.id, name, parts))
+        return Variable(node)
 
     def read(self, what: ops.ReadWhat, value_type: ValueType) -> Variable[Any]:
         """Records a hidden variable that takes what the state holds here."""
-        record = self._declare(f"{what}()", value_type, is_shown=False)
-        self._ops.append(ops.Read(self._state.id, record.id, record.name, what))
-        return Variable(record)
+        node = self._declare(f"{what}()", value_type, is_shown=False)
+        self._ops.append(ops.Read(self._state.id, node.id, node.name, what))
+        return Variable(node)
 
     def _add_text(self, piece: str | Expression) -> None:
         self._entries.append(piece)
@@ -149,14 +149,14 @@ class Recorder:
         if isinstance(piece, str):
             return piece
         assert isinstance(piece, Reference)
-        record, transforms, label = target_of(piece)
-        if record.state.link is not self._state.link:
+        node, transforms, label = target_of(piece)
+        if node.state.link is not self._state.link:
             raise ForeignState(f"{label} belongs to another session: await it and append its value")
-        if record.state.is_open:
-            return ops.Ref(record.id, transforms)
-        if record.has_value:
-            return apply_transforms(record.text, transforms)
-        record.raise_failure()
+        if node.state.is_open:
+            return ops.Ref(node.id, transforms)
+        if node.has_value:
+            return apply_transforms(node.text, transforms)
+        node.raise_failure()
         raise StateClosed(f"the state of {label} has ended: await it before its run ends")
 
     def _flush(self) -> None:
@@ -184,31 +184,31 @@ class Recorder:
         constraint = item.value_type.constraint
         fixed = [*item.params.stop, item.params.stop_regex, *(constraint.texts() if constraint else ())]
         self._refuse_markers(fixed, f"gen({item.name!r}): a stop string or a constraint")
-        record = self._append_variable(item.name, item.value_type, is_gen=True)
+        node = self._append_variable(item.name, item.value_type, is_gen=True)
         is_reply = item.value_type.is_reply
         if is_reply:
-            self._entries.append(ToolCalls(record.front))
-        var_id, params = record.id, item.params
+            self._entries.append(ToolCalls(node.front))
+        var_id, params = node.id, item.params
         if params.seed is None:
             seed = self._state.run.seed_at(var_id, self._state.seed_place(self._num_gens))
             params = msgspec.structs.replace(params, seed=seed)
         self._num_gens += 1
         self.put(ops.Gen(self._state.id, var_id, item.name, params, constraint, item.timeout_s, is_reply))
 
-    def _append_variable(self, name: str, value_type: ValueType, *, is_gen: bool = False) -> VariableRecord:
+    def _append_variable(self, name: str, value_type: ValueType, *, is_gen: bool = False) -> VariableNode:
         """Declares a variable whose text is appended to the state."""
         self._flush()
-        record = self._declare(name, value_type, is_gen=is_gen)
-        self._entries.append(Variable(record))
-        return record
+        node = self._declare(name, value_type, is_gen=is_gen)
+        self._entries.append(Variable(node))
+        return node
 
     def _declare(
         self, name: str, value_type: ValueType, *, is_gen: bool = False, is_shown: bool = True
-    ) -> VariableRecord:
+    ) -> VariableNode:
         """Declares the variable of the op that is recorded next."""
-        record = VariableRecord(self._state, self._state.link.next_id(), name, value_type, is_shown=is_shown)
-        self._declared.append(_Declared(record, is_gen, len(self._ops)))
-        return record
+        node = VariableNode(self._state, self._state.link.next_id(), name, value_type, is_shown=is_shown)
+        self._declared.append(_Declared(node, is_gen, len(self._ops)))
+        return node
 
     def _refuse_markers(self, texts: Iterable[object], where: str) -> None:
         self._state.link.markers.refuse(texts, where)

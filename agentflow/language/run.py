@@ -1,7 +1,7 @@
-"""A run: one call of a program, with its states and variables as the session keeps them.
+"""A run: one call of a program, as a tree of its states and their variables.
 
-``Run`` holds the records of its states and variables until all of them have ended. The link delivers the
-backend's events to ``StateRecord`` and ``VariableRecord``; programs see these as ``State`` and ``Variable``.
+``Run`` keeps its tree until all states and variables have ended. The link delivers the backend's events to
+``StateNode`` and ``VariableNode``; programs see these as ``State`` and ``Variable``.
 An ``EventStream`` reads the events of several variables: ``TextDelta`` and ``VariableDone``; ``RunDone`` is
 the last event of ``flow.stream``.
 """
@@ -51,17 +51,17 @@ class Run:
         self.index = link.next_run_index() if index is None else index
         self.usage = Usage()
         self.places: dict[int, str] = {}
-        self.states: list[StateRecord] = []
+        self.states: list[StateNode] = []
         self._seed_prefix = run_of(link.seed, self.index)
-        self._unfinished: dict[int, VariableRecord] = {}
-        self._failed: list[VariableRecord] = []
+        self._unfinished: dict[int, VariableNode] = {}
+        self._failed: list[VariableNode] = []
         self._raised: set[ErrorInfo] = set()
         # Weak: a stream that was dropped needs no events.
         self._streams: weakref.WeakSet[EventStream] = weakref.WeakSet()
         if root_id is None:
             root_id = link.next_id()
             link.send([ops.Open(root_id, cache_salt, objective, program)])
-        self.root = StateRecord(self, root_id, ())
+        self.root = StateNode(self, root_id, ())
         self.adopt(self.root)
 
     @property
@@ -69,12 +69,12 @@ class Run:
         """Whether some variables are not done."""
         return bool(self._unfinished)
 
-    def adopt(self, state: StateRecord) -> None:
+    def adopt(self, state: StateNode) -> None:
         """Adds a state that the backend knows."""
         self.states.append(state)
         self.link.states[state.id] = state
 
-    def touch(self, variable: VariableRecord) -> None:
+    def touch(self, variable: VariableNode) -> None:
         """The variable is new or has changed: wakes the streams."""
         if variable.is_done:
             if self._unfinished.pop(variable.id, None) is not None and variable.error is not None:
@@ -124,7 +124,7 @@ class Run:
         self._streams.add(stream)
         return stream
 
-    def watch_state(self, state: StateRecord) -> EventStream:
+    def watch_state(self, state: StateNode) -> EventStream:
         """The events of one state's variables, until all that it has then are done."""
         stream = _StateStream(state)
         for variable in state.shown:
@@ -154,34 +154,34 @@ class Run:
         return exception
 
 
-class StateRecord:
+class StateNode:
     """A state: what was appended to it, and how far the backend has got.
 
     ``names``: the latest variable of each name, those of the parent included. ``own``: the variables declared
     here. ``closed``: why nothing can be appended any more."""
 
-    def __init__(self, run: Run, state_id: int, path: Path, parent: StateRecord | None = None) -> None:
+    def __init__(self, run: Run, state_id: int, path: Path, parent: StateNode | None = None) -> None:
         self.run = run
         self.link = run.link
         self.id = state_id
         self.path = path
         self.transcript: Transcript = Transcript(parent.transcript if parent is not None else None)
-        self.names: dict[str, VariableRecord] = dict(parent.names) if parent is not None else {}
-        self.own: list[VariableRecord] = []
+        self.names: dict[str, VariableNode] = dict(parent.names) if parent is not None else {}
+        self.own: list[VariableNode] = []
         self.num_gens = 0
         self.error: ErrorInfo | None = None
         self.closed: str | None = None
         self.is_sealed = False
         self.mapped_lines: dict[int, ProgramLine | None] = {}  # mapped variable → the line that maps it
         self._parent = parent
-        self._children: list[StateRecord] = []
+        self._children: list[StateNode] = []
         self._forked_after = parent.in_flight.num_submitted if parent is not None else 0
         self.in_flight: InFlight = InFlight()
         self._lines = LineTable()
         self._writer = SingleWriter()
 
     @property
-    def shown(self) -> list[VariableRecord]:
+    def shown(self) -> list[VariableNode]:
         """The program's own variables that were declared here, in order."""
         return [variable for variable in self.own if variable.is_shown]
 
@@ -209,14 +209,14 @@ class StateRecord:
         self.in_flight.num_submitted += len(recorded)
         self._lines.add(self.in_flight.num_submitted, calling_line())
 
-    def declare(self, variable: VariableRecord) -> None:
+    def declare(self, variable: VariableNode) -> None:
         """Adds a variable whose op was sent."""
         self.own.append(variable)
         self.link.variables[variable.id] = variable
 
-    def expect_text(self, name: str) -> VariableRecord:
+    def expect_text(self, name: str) -> VariableNode:
         """Declares a hidden variable whose text the client provides."""
-        variable = VariableRecord(self, self.link.next_id(), name, is_shown=False)
+        variable = VariableNode(self, self.link.next_id(), name, is_shown=False)
         self.link.send([ops.Expect(self.id, variable.id, name)])
         self.declare(variable)
         return variable
@@ -231,7 +231,7 @@ class StateRecord:
             return self.mapped_lines.get(number - FIRST_MAPPED)
         return self._lines.line_of(number)
 
-    def fork(self, count: int) -> list[StateRecord]:
+    def fork(self, count: int) -> list[StateNode]:
         """Forks the state into ``count`` branches."""
         ids = [self.link.next_id() for _ in range(count)]
         self.submit([ops.Fork(self.id, tuple(ids))])
@@ -241,11 +241,11 @@ class StateRecord:
             self.run.adopt(child)
         return children
 
-    def branch(self, state_id: int, number: int) -> StateRecord:
+    def branch(self, state_id: int, number: int) -> StateNode:
         """Branch ``number``, unknown to the run as yet."""
-        return StateRecord(self.run, state_id, (*self.path, number), self)
+        return StateNode(self.run, state_id, (*self.path, number), self)
 
-    def branch_of_graph(self, state_id: int, number: int) -> StateRecord:
+    def branch_of_graph(self, state_id: int, number: int) -> StateNode:
         """Branch ``number`` in a graph, whose states only the backend knows."""
         child = self.branch(state_id, number)
         self._children.append(child)
@@ -315,7 +315,7 @@ class StateRecord:
             self.is_sealed = True
             self.link.send([ops.Seal(self.id)], quiet=True)
 
-    def couple(self, branches: list[StateRecord]) -> None:
+    def couple(self, branches: list[StateNode]) -> None:
         """Makes branches of this state a task group."""
         self.link.check_alive()
         if not self.is_open:
@@ -331,12 +331,12 @@ class StateRecord:
             self.fail(ErrorInfo.of(StateClosed(f"state {self.path} {self.closed}")))
 
 
-class VariableRecord:
+class VariableNode:
     """A variable's text as it grows, and how it ended. All readers share it.
 
     ``is_shown``: whether the variable is the program's own, so that streams report it. ``notation``: the text
     as it was received; that of a reply includes its tool calls. ``line``: the line of the program that
-    declared it. ``front``: the ``Variable`` that programs use. The record keeps it, so that its markers stay
+    declared it. ``front``: the ``Variable`` that programs use. The node keeps it, so that its markers stay
     valid for as long as the state exists; ``kept`` does so for what is made of the variable."""
 
     __slots__ = (
@@ -357,7 +357,7 @@ class VariableRecord:
 
     def __init__(
         self,
-        state: StateRecord,
+        state: StateNode,
         var_id: int,
         name: str,
         value_type: ValueType = TEXT,
@@ -520,16 +520,16 @@ ProgramEvent = TextDelta | VariableDone | RunDone
 class EventStream:
     """An async iterator over the events of several variables. It has no queue: a slow reader gets fewer and
     larger deltas. ``is_over``: whether no further event can come. ``raw``: the texts of replies are their
-    notations (``VariableRecord.notation``)."""
+    notations (``VariableNode.notation``)."""
 
     def __init__(self, is_over: Callable[[], bool], *, raw: bool = False) -> None:
         self._is_over = is_over
         self._is_raw = raw
-        self._changed_variables: dict[int, VariableRecord] = {}
+        self._changed_variables: dict[int, VariableNode] = {}
         self._num_read: dict[int, int] = {}  # variable → characters
         self._changed = anyio.Event()
 
-    def touch(self, variable: VariableRecord) -> None:
+    def touch(self, variable: VariableNode) -> None:
         """The variable has changed."""
         self._changed_variables[variable.id] = variable
         self.wake()
@@ -574,12 +574,12 @@ class EventStream:
 class _StateStream(EventStream):
     """The events of one state. Raises at its end the first failure of the state's variables."""
 
-    def __init__(self, state: StateRecord) -> None:
+    def __init__(self, state: StateNode) -> None:
         super().__init__(lambda: all(variable.is_done for variable in state.shown))
         self._state = state
         self._has_ended = False
 
-    def touch(self, variable: VariableRecord) -> None:
+    def touch(self, variable: VariableNode) -> None:
         if variable.state is self._state:
             super().touch(variable)
 

@@ -2,7 +2,7 @@
 
 ``State`` appends text, generations and turns, and finds the variables that they declare. ``Turn`` is an open
 turn around a block, ``Branches`` the states of a fork. ``RootState`` is the state without a program that
-``flow.state()`` returns. All of them act on a ``StateRecord``.
+``flow.state()`` returns. All of them act on a ``StateNode``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from agentflow.errors import BadArgument, ForeignState, NotSupported, UnknownVar
 from agentflow.language.expressions import Appendable, Expression, GenExpression, ImageExpression, Sequence_
 from agentflow.language.op_log import Content, TurnContent
 from agentflow.language.recorder import Recorder
-from agentflow.language.run import EventStream, Path, StateRecord, VariableRecord
+from agentflow.language.run import EventStream, Path, StateNode, VariableNode
 from agentflow.language.values import TEXT, ValueType
 from agentflow.language.variable import Reference, Variable, text_of
 from agentflow.protocol import ops
@@ -42,12 +42,12 @@ class State:
     'yes'
     """
 
-    def __init__(self, record: StateRecord) -> None:
-        self._record = record
+    def __init__(self, node: StateNode) -> None:
+        self._node = node
 
     def __repr__(self) -> str:
-        names = ", ".join(map(repr, self._record.names)) or "no variables"
-        return f"<State {self._record.path} with {names}>"
+        names = ", ".join(map(repr, self._node.names)) or "no variables"
+        return f"<State {self._node.path} with {names}>"
 
     @property
     def id(self) -> int:
@@ -56,7 +56,7 @@ class State:
         >>> branches[0].id > s.id
         True
         """
-        return self._record.id
+        return self._node.id
 
     @property
     def path(self) -> Path:
@@ -65,7 +65,7 @@ class State:
         >>> s.path, branches[1].path
         ((), (1,))
         """
-        return self._record.path
+        return self._node.path
 
     @property
     def variables(self) -> list[Variable[Any]]:
@@ -74,7 +74,7 @@ class State:
         >>> [variable.name for variable in s.variables]
         ['answer']
         """
-        return [record.front for record in self._record.shown]
+        return [node.front for node in self._node.shown]
 
     def __iadd__(self, item: Appendable) -> Self:
         return self.add(item)
@@ -198,7 +198,7 @@ class State:
         >>> (await s.messages())[0]
         {'role': 'user', 'content': 'What do plants do?'}
         """
-        turns = self._record.transcript.turns()
+        turns = self._node.transcript.turns()
         if any(isinstance(part, ImageExpression) for turn in turns for part in turn.content):
             raise NotSupported("messages() gives texts, and this conversation holds an image")
         return [(await _message_of(turn)).as_dict() for turn in turns]
@@ -223,7 +223,7 @@ class State:
             raise BadArgument(f"hint: objective must be latency or throughput, not {objective!r}")
         ops.check_hint(output_tokens, forks, deadline_s)
         recorder = self._recorder()
-        recorder.put(ops.Hint(self._record.id, objective, output_tokens, forks, deadline_s))
+        recorder.put(ops.Hint(self._node.id, objective, output_tokens, forks, deadline_s))
         recorder.submit()
 
     def limit(self, *, deadline_s: float | None = None, output_tokens: int | None = None) -> None:
@@ -232,8 +232,8 @@ class State:
 
         >>> s.limit(deadline_s=30, output_tokens=1000)
         """
-        self._record.check_open()
-        self._record.link.send([limit_op(self._record.id, deadline_s, output_tokens)])
+        self._node.check_open()
+        self._node.link.send([limit_op(self._node.id, deadline_s, output_tokens)])
 
     @overload
     def __getitem__(self, name: GenExpression[ValueT]) -> Variable[ValueT]: ...
@@ -241,7 +241,7 @@ class State:
     def __getitem__(self, name: str) -> Variable[Any]: ...
     def __getitem__(self, name: Any) -> Variable[Any]:
         wanted = name.name if isinstance(name, GenExpression) else name
-        names = self._record.names
+        names = self._node.names
         found = names.get(wanted) if isinstance(wanted, str) else None
         if found is None:
             known = ", ".join(map(repr, names)) or "none yet"
@@ -257,7 +257,7 @@ class State:
         return variable
 
     def __contains__(self, name: object) -> bool:
-        return name in self._record.names
+        return name in self._node.names
 
     def fork(self, count: int) -> Branches:
         """``count`` states that continue from here independently and share the prefix. With ``async with
@@ -267,10 +267,10 @@ class State:
         ...     branch += af.user(f"Judge its {dimension}.")
         ...     branch += af.assistant(af.gen("judgment", max_tokens=64))
         """
-        self._record.check_appendable()
+        self._node.check_appendable()
         if not is_whole(count, 1, math.inf):
             raise BadArgument(f"fork({count!r}): say how many branches, 1 or more")
-        return Branches(self, [State(record) for record in self._record.fork(count)])
+        return Branches(self, [State(node) for node in self._node.fork(count)])
 
     def copy(self) -> State:
         """A state that continues from here independently: a fork of one.
@@ -294,11 +294,11 @@ class State:
             raise ForeignState("join: the branches are not of this state: give what its fork returned")
         if not isinstance(separator, str):
             raise BadArgument(f"join: the separator must be a string, not {separator!r}")
-        self._record.check_appendable()
-        contents = [branch._record.transcript.own_content() for branch in branches]
+        self._node.check_appendable()
+        contents = [branch._node.transcript.own_content() for branch in branches]
         # Before the ends of the branches are declared. Each image ends a text op.
         num_images = sum(isinstance(part, ImageExpression) for content in contents for part in content)
-        self._record.in_flight.check_room(1 + 2 * num_images)
+        self._node.in_flight.check_room(1 + 2 * num_images)
         parts: list[Appendable] = []
         for branch, content in zip(branches, contents, strict=True):
             parts += [separator, *content, branch._end_of_ops()]
@@ -309,7 +309,7 @@ class State:
 
         >>> branches[1].cancel()
         """
-        self._record.cancel()
+        self._node.cancel()
 
     def seal(self) -> None:
         """Rejects further appends. Variables, ``text`` and ``token_ids`` stay readable.
@@ -317,15 +317,15 @@ class State:
         >>> branches[0].seal()
         >>> judgment = await branches[0]["judgment"]
         """
-        self._record.seal("was sealed")
+        self._node.seal("was sealed")
 
     def __await__(self) -> Generator[object, None, None]:
         return self._wait().__await__()
 
     async def _wait(self) -> None:
-        await self._record.settled()
-        if self._record.error is not None:
-            raise self._record.run.raised(self._record.error)
+        await self._node.settled()
+        if self._node.error is not None:
+            raise self._node.run.raised(self._node.error)
 
     async def settled(self) -> None:
         """Waits until everything appended is done or the state has failed. Raises nothing; ``await s`` raises
@@ -333,40 +333,38 @@ class State:
 
         >>> await s.settled()
         """
-        await self._record.settled()
+        await self._node.settled()
 
     def __aiter__(self) -> EventStream:
-        self._record.link.needs_values("the events of a state are read")
-        return self._record.run.watch_state(self._record)
+        self._node.link.needs_values("the events of a state are read")
+        return self._node.run.watch_state(self._node)
 
     def _recorder(self) -> Recorder:
-        self._record.check_appendable()
-        return Recorder(self._record)
+        self._node.check_appendable()
+        return Recorder(self._node)
 
     def _read(self, what: ReadWhat, value_type: ValueType) -> Variable[Any]:
-        if not (self._record.is_sealed and self._record.is_open):
-            self._record.check_appendable()
-        self._record.link.check_alive()
-        recorder = Recorder(self._record)
+        if not (self._node.is_sealed and self._node.is_open):
+            self._node.check_appendable()
+        self._node.link.check_alive()
+        recorder = Recorder(self._node)
         variable = recorder.read(what, value_type)
         recorder.submit()
         return variable
 
     def _end_of_ops(self) -> Variable[str]:
         """An empty text that is complete when everything appended here is done."""
-        state = self._record
-        record = VariableRecord(
-            state, state.link.next_id(), f"the end of branch {state.path}", is_shown=False
-        )
-        state.declare(record)
+        state = self._node
+        node = VariableNode(state, state.link.next_id(), f"the end of branch {state.path}", is_shown=False)
+        state.declare(node)
         # Not appended through a recorder, so that a sealed state may have one.
-        state.link.send([ops.Done(state.id, record.id, record.name)])
-        return Variable(record)
+        state.link.send([ops.Done(state.id, node.id, node.name)])
+        return Variable(node)
 
 
-def state_record(state: State) -> StateRecord:
+def state_node(state: State) -> StateNode:
     """The inner side of a state."""
-    return state._record
+    return state._node
 
 
 class RootState(State):
@@ -379,9 +377,9 @@ class RootState(State):
         >>> s += af.user("What do plants do?") + af.assistant(af.gen("answer"))
         >>> s.close()
         """
-        if self._record.run.is_unfinished:
+        if self._node.run.is_unfinished:
             self.cancel()
-        self._record.run.close()
+        self._node.run.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -441,7 +439,7 @@ class Branches(list[State]):
         )
 
     async def __aenter__(self) -> Branches:
-        self.parent._record.couple([branch._record for branch in self])
+        self.parent._node.couple([branch._node for branch in self])
         return self
 
     async def __aexit__(
@@ -451,14 +449,14 @@ class Branches(list[State]):
             if error is not None:
                 branch.cancel()
             else:
-                branch._record.seal("was sealed when its fork's block was left")
+                branch._node.seal("was sealed when its fork's block was left")
 
     def __await__(self) -> Generator[object, None, None]:
         return self._wait().__await__()
 
     async def _wait(self) -> None:
         for branch in self:
-            branch._record.ask()
+            branch._node.ask()
         for branch in self:
             await branch
 
@@ -479,7 +477,7 @@ class Branches(list[State]):
         """
         variables = self.variables(name)
         for branch in self:
-            branch._record.ask()
+            branch._node.ask()
         return [await variable for variable in variables]
 
 

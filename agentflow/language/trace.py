@@ -20,7 +20,7 @@ from agentflow.errors import BadArgument, DataDependent, short_repr
 from agentflow.language.graph import Graph, Output
 from agentflow.language.link import Link
 from agentflow.language.op_log import ProgramLine, calling_line
-from agentflow.language.run import Run, StateRecord, VariableRecord
+from agentflow.language.run import Run, StateNode, VariableNode
 from agentflow.language.state import State
 from agentflow.language.values import TEXT
 from agentflow.language.variable import Reference, Variable, target_of
@@ -96,20 +96,20 @@ class _TraceLink(Link):
     def needs_values(self, what: str) -> NoReturn:
         raise _data_dependent(what)
 
-    def awaited(self, record: Any) -> Any:
-        return _StandIn(record)
+    def awaited(self, node: Any) -> Any:
+        return _StandIn(node)
 
 
 class _StandIn(Reference[str]):
     """A text that does not exist: an argument of the program, or a value that it has awaited."""
 
-    def __init__(self, record: VariableRecord, transforms: tuple[Transform, ...] = ()) -> None:
-        super().__init__(record, transforms, record.state.link.next_id())
-        record.kept[self._number] = self
+    def __init__(self, node: VariableNode, transforms: tuple[Transform, ...] = ()) -> None:
+        super().__init__(node, transforms, node.state.link.next_id())
+        node.kept[self._number] = self
 
     @property
     def _label(self) -> str:
-        return f"the value of {self._record.name!r}"
+        return f"the value of {self._node.name!r}"
 
     def __await__(self) -> Generator[object, None, NoReturn]:
         raise BadArgument(f"{self._label} is a value already: it cannot be awaited")
@@ -146,7 +146,7 @@ def _data_dependent(what: str) -> DataDependent:
 
 
 def _bound(
-    function: Callable[..., Any], root: StateRecord, args: tuple[Any, ...], kwargs: dict[str, Any]
+    function: Callable[..., Any], root: StateNode, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[dict[str, int], inspect.BoundArguments]:
     """The graph's arguments, by name the number of their variable, and the arguments of the call. Stand-ins
     take the place of missing text arguments. ``BadArgument`` for a missing argument of another type."""
@@ -163,9 +163,9 @@ def _bound(
         ):
             continue
         if parameter.annotation in (str, "str", parameter.empty):
-            record = root.expect_text(parameter.name)
-            arguments[parameter.name] = record.id
-            bound.arguments[parameter.name] = _StandIn(record)
+            node = root.expect_text(parameter.name)
+            arguments[parameter.name] = node.id
+            bound.arguments[parameter.name] = _StandIn(node)
         elif parameter.default is parameter.empty:
             raise BadArgument(
                 f"trace of {function.__name__}: {parameter.name!r} is not a text: give its value: "
@@ -189,7 +189,7 @@ def _driven(awaitable: Awaitable[Any], name: str) -> Any:
 def _as_output(result: Any, name: str) -> Any:
     match result:
         case _StandIn() if not result._transforms:
-            return Output(result._record.id)
+            return Output(result._node.id)
         case list():
             return [_as_output(item, name) for item in result]
         case tuple():
@@ -241,11 +241,11 @@ class GraphRun:
         self._outputs: dict[int, Variable[Any]] = {}
         for number in op.outputs:
             state, value_type = states[places[number]], graph.value_types.get(number, TEXT)
-            record = VariableRecord(state, base + number, graph.names[number], value_type)
-            state.declare(record)
-            self._outputs[number] = Variable(record)
+            node = VariableNode(state, base + number, graph.names[number], value_type)
+            state.declare(node)
+            self._outputs[number] = Variable(node)
 
-    def _states(self, base: int) -> dict[int, StateRecord]:
+    def _states(self, base: int) -> dict[int, StateNode]:
         """The states by their numbers in the graph. Only the root is registered with the link."""
         states = {ROOT: self.run.root}
         num_children: Counter[int] = Counter()

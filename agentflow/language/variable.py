@@ -3,7 +3,7 @@
 ``Reference`` stands for such a value and is passed on without waiting: it can be appended, formatted into an
 f-string, transformed, and awaited. ``Variable`` is the value of one op, ``Transformed`` its text after some
 transforms. ``_TextReader`` and ``_PartialReader`` iterate over a variable as it grows: over its text, or over
-the part of its value that ``partial_value`` finds. All readers share one ``VariableRecord`` and have no
+the part of its value that ``partial_value`` finds. All readers share one ``VariableNode`` and have no
 queue, so slow readers get fewer and larger steps.
 """
 
@@ -21,7 +21,7 @@ import jiter
 from agentflow.errors import AgentflowError, BadArgument, InvalidValue, RunFailed, StateClosed
 from agentflow.language.expressions import Expression
 from agentflow.language.op_log import calling_line
-from agentflow.language.run import FIRST_MAPPED, Path, VariableRecord
+from agentflow.language.run import FIRST_MAPPED, Path, VariableNode
 from agentflow.language.values import Tagged
 from agentflow.protocol import ops
 from agentflow.protocol.chat import CalledTool, Reply
@@ -35,8 +35,8 @@ class Reference(Expression, Generic[ValueT_co]):
     """Base of ``Variable`` and ``Transformed``: a value that may not exist yet. It cannot be compared,
     measured or taken apart; await it first."""
 
-    def __init__(self, record: VariableRecord, transforms: tuple[Transform, ...], number: int) -> None:
-        self._record = record
+    def __init__(self, node: VariableNode, transforms: tuple[Transform, ...], number: int) -> None:
+        self._node = node
         self._transforms = transforms
         self._number = number  # unique in the session, for markers
 
@@ -107,27 +107,27 @@ class Reference(Expression, Generic[ValueT_co]):
         >>> await s["answer"].map(lambda text: text.replace("sugar", "food"))
         'Plants turn light into food.'
         """
-        state = self._record.state
+        state = self._node.state
         state.link.check_alive()
         if not callable(function) or inspect.iscoroutinefunction(function):
             raise BadArgument(f"map: give a function (not an async one) of the value, not {function!r}")
         if not state.is_open:
             raise StateClosed(f"the state of {self._label} has ended: map it before its run ends")
         state.link.needs_values(f"{self._label} is mapped by a Python function")
-        variable = Variable[str](state.expect_text(f"{self._record.name}.map"))
+        variable = Variable[str](state.expect_text(f"{self._node.name}.map"))
         state.mapped_lines[variable.id] = calling_line()
-        state.run.touch(variable._record)
-        state.link.start_soon(_provide, variable._record, self, function)
+        state.run.touch(variable._node)
+        state.link.start_soon(_provide, variable._node, self, function)
         return variable
 
     def _then(self, name: TransformName, argument: str = "") -> Transformed:
         transforms = (*self._transforms, Transform(name, argument))
         check_transforms(transforms)
-        self._record.state.link.markers.refuse([argument], f"{name}: its argument")
-        found: Transformed | None = self._record.kept.get(transforms)
+        self._node.state.link.markers.refuse([argument], f"{name}: its argument")
+        found: Transformed | None = self._node.kept.get(transforms)
         if found is None:
-            found = Transformed(self._record, transforms, self._record.state.link.next_id())
-            self._record.kept[transforms] = found
+            found = Transformed(self._node, transforms, self._node.state.link.next_id())
+            self._node.kept[transforms] = found
         return found
 
     def __format__(self, spec: str) -> str:
@@ -136,7 +136,7 @@ class Reference(Expression, Generic[ValueT_co]):
                 f"{self._label} is passed on by reference and cannot be formatted with {spec!r}: "
                 "use a plain {…}, or await it and format its value"
             )
-        return self._record.state.link.markers.mark(self._number, self)
+        return self._node.state.link.markers.mark(self._number, self)
 
     def __str__(self) -> str:
         raise BadArgument(
@@ -174,19 +174,19 @@ class Target(NamedTuple):
     """The variable that a reference stands for. ``transforms`` apply to its text; ``label`` is for
     messages."""
 
-    record: VariableRecord
+    node: VariableNode
     transforms: tuple[Transform, ...]
     label: str
 
 
 def target_of(reference: Reference[Any]) -> Target:
     """The inner side of a reference."""
-    return Target(reference._record, reference._transforms, reference._label)
+    return Target(reference._node, reference._transforms, reference._label)
 
 
 async def text_of(reference: Reference[Any]) -> str:
     """The complete text of a reference; raises its failure."""
-    return await apply_in_turn(await reference._record.whole_text(), reference._transforms)
+    return await apply_in_turn(await reference._node.whole_text(), reference._transforms)
 
 
 class Transformed(Reference[str]):
@@ -203,7 +203,7 @@ class Transformed(Reference[str]):
     @property
     def _label(self) -> str:
         steps = [f".{t.name}({t.argument!r})" if t.argument else f".{t.name}()" for t in self._transforms]
-        return f"variable {self._record.name!r}{''.join(steps)}"
+        return f"variable {self._node.name!r}{''.join(steps)}"
 
     def __await__(self) -> Generator[object, None, str]:
         return text_of(self).__await__()
@@ -231,24 +231,20 @@ class Variable(Reference[ValueT_co]):
     {'summary': 'Clear and well argued.', 'score': 8}
     """
 
-    def __init__(self, record: VariableRecord) -> None:
-        super().__init__(record, (), record.id)
-        record.front = self
+    def __init__(self, node: VariableNode) -> None:
+        super().__init__(node, (), node.id)
+        node.front = self
 
     def __repr__(self) -> str:
-        record = self._record
+        node = self._node
         progress = (
-            "failed"
-            if record.error
-            else "done"
-            if record.has_value
-            else f"{len(record.notation)} chars so far"
+            "failed" if node.error else "done" if node.has_value else f"{len(node.notation)} chars so far"
         )
-        return f"<Variable {record.name!r} of {record.state.path}: {progress}>"
+        return f"<Variable {node.name!r} of {node.state.path}: {progress}>"
 
     @property
     def _label(self) -> str:
-        return f"variable {self._record.name!r}"
+        return f"variable {self._node.name!r}"
 
     @property
     def name(self) -> str:
@@ -257,7 +253,7 @@ class Variable(Reference[ValueT_co]):
         >>> s["answer"].name
         'answer'
         """
-        return self._record.name
+        return self._node.name
 
     @property
     def id(self) -> int:
@@ -266,7 +262,7 @@ class Variable(Reference[ValueT_co]):
         >>> s["answer"].id > s.id
         True
         """
-        return self._record.id
+        return self._node.id
 
     @property
     def path(self) -> Path:
@@ -275,7 +271,7 @@ class Variable(Reference[ValueT_co]):
         >>> branches[1]["judgment"].path
         (1,)
         """
-        return self._record.state.path
+        return self._node.state.path
 
     @property
     def text(self) -> str:
@@ -283,7 +279,7 @@ class Variable(Reference[ValueT_co]):
 
         >>> print(s["answer"].text)
         """
-        return self._record.text
+        return self._node.text
 
     @property
     def tool_calls(self) -> tuple[CalledTool, ...]:
@@ -292,23 +288,23 @@ class Variable(Reference[ValueT_co]):
         >>> s["answer"].tool_calls
         ()
         """
-        return self._record.tool_calls
+        return self._node.tool_calls
 
     @property
     def is_done(self) -> bool:
         """Whether it is complete or has failed."""
-        return self._record.is_done
+        return self._node.is_done
 
     @property
     def has_value(self) -> bool:
         """Whether it is complete."""
-        return self._record.has_value
+        return self._node.has_value
 
     @property
     def finish_reason(self) -> str:
         """``eos``, ``stop``, ``length`` or ``choice``; ``set``, ``read`` or ``provided`` for a text that no
         model wrote. Await the variable first."""
-        return self._record.end.finish_reason
+        return self._node.end.finish_reason
 
     @property
     def usage(self) -> Usage:
@@ -319,7 +315,7 @@ class Variable(Reference[ValueT_co]):
         >>> s["answer"].usage.output_tokens
         5
         """
-        return self._record.end.usage
+        return self._node.end.usage
 
     @property
     def logprobs(self) -> tuple[float | None, ...] | None:
@@ -331,7 +327,7 @@ class Variable(Reference[ValueT_co]):
         >>> len(s["word"].logprobs)
         4
         """
-        return self._record.end.logprobs
+        return self._node.end.logprobs
 
     @property
     def top_logprobs(self) -> TopLogprobs | None:
@@ -343,7 +339,7 @@ class Variable(Reference[ValueT_co]):
         >>> [len(place) for place in s["word"].top_logprobs]
         [2, 2, 2, 2]
         """
-        return self._record.end.top_logprobs
+        return self._node.end.top_logprobs
 
     @property
     def choices(self) -> dict[str, float]:
@@ -357,7 +353,7 @@ class Variable(Reference[ValueT_co]):
         >>> max(s["related"].choices, key=s["related"].choices.get)
         'yes'
         """
-        found = self._record.end.choices
+        found = self._node.end.choices
         if found is None:
             raise BadArgument(f"{self.name!r} is not the value of a select: only a select has choices")
         return dict(found)
@@ -366,26 +362,26 @@ class Variable(Reference[ValueT_co]):
         return self._wait().__await__()
 
     async def _wait(self) -> ValueT_co:
-        stand_in = self._record.state.link.awaited(self._record)
+        stand_in = self._node.state.link.awaited(self._node)
         if stand_in is not None:
             return stand_in  # type: ignore[no-any-return]
-        await self._record.settled()
+        await self._node.settled()
         return self._value()
 
     def _value(self) -> ValueT_co:
         """The complete value; raises its failure."""
-        record, end = self._record, self._record.end
-        if end.finish_reason == "length" and not record.value_type.may_be_truncated:
+        node, end = self._node, self._node.end
+        if end.finish_reason == "length" and not node.value_type.may_be_truncated:
             raise self._invalid(end)
         try:
-            value: ValueT_co = record.value_type.read(record.notation)
+            value: ValueT_co = node.value_type.read(node.notation)
         except (ValueError, RecursionError) as error:
             raise self._invalid(end) from error
         return value
 
     def _invalid(self, end: Value) -> InvalidValue:
-        record = self._record
-        text, shown = record.notation, record.value_type.shown
+        node = self._node
+        text, shown = node.notation, node.value_type.shown
         quoted = repr(text if len(text) <= 200 else f"{text[:199]}…")
         if end.finish_reason == "length":
             num = end.usage.output_tokens
@@ -393,9 +389,9 @@ class Variable(Reference[ValueT_co]):
             what = f"was truncated after {tokens} and is not a complete {shown}, raise max_tokens"
         else:
             what = f"ended ({end.finish_reason}) with a text that is not a valid {shown}"
-        error = InvalidValue(f"{record.name!r} {what}: {quoted}")
-        if record.line is not None:
-            error.add_note(f"what failed was appended at {record.line}")
+        error = InvalidValue(f"{node.name!r} {what}: {quoted}")
+        if node.line is not None:
+            error.add_note(f"what failed was appended at {node.line}")
         return error
 
     async def whole_text(self) -> str:
@@ -406,21 +402,21 @@ class Variable(Reference[ValueT_co]):
         >>> await s["report"].whole_text()
         '{"summary": "Clear and well argued.", "score": 8}'
         """
-        return await self._record.whole_text()
+        return await self._node.whole_text()
 
     async def settled(self) -> None:
         """Waits until it is complete or has failed; raises nothing.
 
         >>> await s["answer"].settled()
         """
-        await self._record.settled()
+        await self._node.settled()
 
     @overload
     def __aiter__(self: Variable[str | float | list[str | Tagged] | Reply]) -> AsyncIterator[str]: ...
     @overload
     def __aiter__(self) -> AsyncIterator[Any]: ...
     def __aiter__(self) -> AsyncIterator[Any]:
-        return _PartialReader(self) if self._record.value_type.comes_in_parts else _TextReader(self._record)
+        return _PartialReader(self) if self._node.value_type.comes_in_parts else _TextReader(self._node)
 
     @overload
     def partials(self: Variable[Reply]) -> AsyncIterator[Reply]: ...
@@ -443,21 +439,19 @@ class Variable(Reference[ValueT_co]):
 
     def _so_far(self, *, is_whole: bool = False) -> Any:
         """The value so far; ``NothingYet`` if there is none."""
-        record = self._record
-        if record.value_type.comes_in_parts:
-            return json.loads(record.notation) if is_whole else partial_value(record.notation)
-        if record.reply is None:
-            return record.notation
-        if (reply := record.reply.now()) == Reply("") and not is_whole:
+        node = self._node
+        if node.value_type.comes_in_parts:
+            return json.loads(node.notation) if is_whole else partial_value(node.notation)
+        if node.reply is None:
+            return node.notation
+        if (reply := node.reply.now()) == Reply("") and not is_whole:
             raise NothingYet("the reply is empty so far")
         return reply
 
 
-async def _provide(
-    variable: VariableRecord, reference: Reference[Any], function: Callable[[Any], str]
-) -> None:
+async def _provide(variable: VariableNode, reference: Reference[Any], function: Callable[[Any], str]) -> None:
     """Sends an expected variable its value, or the error for which it has none."""
-    source, link = reference._record, variable.state.link
+    source, link = reference._node, variable.state.link
     await source.settled()
     if source.error is not None:  # not awaited below: that would count as raised in the program
         link.send([ops.Provide(variable.id, error=source.error)], quiet=True)
@@ -483,18 +477,18 @@ class _TextReader(AsyncIterator[str]):
     """Iterates over the text, delta by delta, from the start. No generator, so that it may be dropped
     anywhere."""
 
-    def __init__(self, record: VariableRecord) -> None:
-        self._record = record
+    def __init__(self, node: VariableNode) -> None:
+        self._node = node
         self._num_read = 0
 
     async def __anext__(self) -> str:
-        record = self._record
-        while len(record.text) <= self._num_read:
-            if record.is_done:
-                record.raise_failure()
+        node = self._node
+        while len(node.text) <= self._num_read:
+            if node.is_done:
+                node.raise_failure()
                 raise StopAsyncIteration
-            await record.change()
-        delta = record.text[self._num_read :]
+            await node.change()
+        delta = node.text[self._num_read :]
         self._num_read += len(delta)
         return delta
 
@@ -509,18 +503,18 @@ class _PartialReader(AsyncIterator[Any]):
         self._is_over = False
 
     async def __anext__(self) -> Any:
-        variable, record = self._variable, self._variable._record
+        variable, node = self._variable, self._variable._node
         while not self._is_over:
-            if len(record.notation) > self._num_read:
-                self._num_read = len(record.notation)
+            if len(node.notation) > self._num_read:
+                self._num_read = len(node.notation)
                 try:
                     partial = variable._so_far()
                 except NothingYet:
                     continue
                 if self._is_new(partial):
                     return partial
-            elif not record.is_done:
-                await record.change()
+            elif not node.is_done:
+                await node.change()
             else:
                 self._is_over = True
                 variable._value()  # raises for a truncated or invalid text

@@ -210,7 +210,7 @@ async def test_tasks_that_ended_are_not_kept():
                 group.start_soon(_append, s)
         gc.collect()
         s += "x"
-        assert len(s._record._writer._last) <= 2
+        assert len(s._node._writer._last) <= 2
 
 
 async def _append(s: af.State) -> None:

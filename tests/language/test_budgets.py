@@ -66,7 +66,7 @@ async def test_forks_share_the_budget_of_their_parent():
         s += af.gen("x")
         for state in (after, s):  # one of the two is cut, and the other finds nothing left
             await state.settled()
-        assert sorted([state._record.error is None for state in (after, s)]) == [False, False]
+        assert sorted([state._node.error is None for state in (after, s)]) == [False, False]
     assert_left_nothing(backend)
 
 
@@ -126,7 +126,7 @@ async def test_a_limit_of_the_session_holds_for_all_states_and_those_to_come():
         inner = orphan.copy()
         await inner
         # A client may close a state whose forks go on.
-        orphan._record.close()
+        orphan._node.close()
         flow.limit(output_tokens=6)
         inner += af.gen("x")
         assert await inner["x"] == words(3)

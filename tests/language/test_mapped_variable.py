@@ -187,7 +187,7 @@ async def test_a_cancelled_state_fails_what_others_expect_of_it():
     async with af.session(backend=backend) as flow, flow.state() as s, flow.state() as other:
         branch = s.copy()
         s += af.gen("x")
-        mapped = Variable(branch._record.expect_text("x.map"))
+        mapped = Variable(branch._node.expect_text("x.map"))
         other += mapped
         await settle()
         branch.cancel()
@@ -205,8 +205,8 @@ async def test_a_closed_state_fails_what_others_expect_of_it_over_the_bare_ops()
         flow._link._connection.send([ops.Open(state), ops.Expect(state, var, "mine")])
         flow._link._connection.send([ops.Text(other.id, (ops.Ref(var),)), ops.Close(state)])
         await settle()
-        assert other._record.error.message == "the text needs 'mine', which has no value"
-        assert other._record.error.cause.code == "cancelled"
+        assert other._node.error.message == "the text needs 'mine', which has no value"
+        assert other._node.error.cause.code == "cancelled"
     assert_left_nothing(backend)
 
 

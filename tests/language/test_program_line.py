@@ -177,7 +177,7 @@ async def test_many_lines_are_told_apart():
             s += "b" + af.gen("x")
             line = here(-1)
             await s["x"].settled()
-            if s._record.error is not None:
+            if s._node.error is not None:
                 break
         assert await notes_of(s) == [note(line, "test_many_lines_are_told_apart")]
 

@@ -299,7 +299,7 @@ async def test_a_full_backlog_is_refused_until_something_is_done():
         await engine.gate.held()
         with pytest.raises(af.BacklogFull):
             s.join(branches)
-        assert branches[0]._record.own == []  # nothing was asked of the branch
+        assert branches[0]._node.own == []  # nothing was asked of the branch
         with pytest.raises(af.BacklogFull, match="10000 ops wait on this state: await something"):
             s += "one too many"
         with pytest.raises(af.BacklogFull):
