@@ -13,6 +13,8 @@ from datetime import UTC, datetime
 from typing import Any, TextIO
 from urllib.parse import quote
 
+from agentflow.protocol.events import Usage
+
 logger = logging.getLogger("agentflow.requests")
 
 # Limit of a logged body: long lines are unreadable, and cost the event loop time.
@@ -74,6 +76,11 @@ class RequestRecord:
     error: str | None = None
     asked: LoggedBody | None = None
     answered: LoggedBody | None = None
+
+    def count(self, usage: Usage) -> None:
+        """Records the tokens of the request."""
+        self.prompt_tokens, self.cached_tokens = usage.prompt_tokens, usage.cached_tokens
+        self.output_tokens = usage.output_tokens
 
 
 def log_request(record: RequestRecord) -> None:

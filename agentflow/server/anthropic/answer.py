@@ -32,10 +32,11 @@ from agentflow.server.completion.request import (
     ToolCallBegun,
 )
 from agentflow.server.http.errors import ApiError
+from agentflow.server.http.events import EVENT_END, event, event_head
 
-_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
-_MESSAGE_STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 _encode_json = msgspec.json.Encoder().encode
+_PING = event(b'{"type":"ping"}', b"ping")
+_END_OF_DELTA = b"}}" + EVENT_END
 _ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -142,23 +143,21 @@ def _object(arguments: str) -> dict[str, Any]:
 class AnswerEvents:
     """Writes the events of one answer."""
 
-    def __init__(self, frame: AnswerFrame, prompt_tokens: int) -> None:
-        """``prompt_tokens``: of the whole prompt. The number of cached ones is known only at the end."""
+    def __init__(self, frame: AnswerFrame) -> None:
         self._frame = frame
-        self._prompt_tokens = prompt_tokens
         self._num_blocks = 0
         self._kind: type[TextDelta] | type[ToolArguments] | None = None
         self._head = b""
 
-    def start(self) -> bytes:
-        """The first event."""
+    def start(self, prompt_tokens: int) -> bytes:
+        """The first event. The number of cached tokens is known only at the end."""
         message = MessageAnswer(
             id=self._frame.id,
             model=self._frame.model,
             content=[],
             stop_reason=None,
             stop_sequence=None,
-            usage=usage_of(Usage(self._prompt_tokens)),
+            usage=usage_of(Usage(prompt_tokens)),
         )
         return _event("message_start", {"message": message})
 
@@ -171,25 +170,27 @@ class AnswerEvents:
                     if delta.text:
                         if self._kind is not TextDelta:
                             parts.append(self._begin(TextDelta, AnswerText(text="")))
-                        parts += (self._head, _encode_json(delta.text), b"}}\n\n")
+                        parts += (self._head, _encode_json(delta.text), _END_OF_DELTA)
                 case ToolArguments():
-                    parts += (self._head, _encode_json(delta.text), b"}}\n\n")
+                    parts += (self._head, _encode_json(delta.text), _END_OF_DELTA)
                 case ToolCallBegun():
                     block = AnswerToolUse(id=delta.id, name=delta.name, input={})
                     parts.append(self._begin(ToolArguments, block))
                 case AnswerEnded():
-                    parts += (self._end_block(), self._ended(delta), _MESSAGE_STOP)
+                    parts += (self._end_block(), self._ended(delta))
         return b"".join(parts)
+
+    def end(self, usage: Usage) -> bytes:
+        """The last event. Its usage was written with the stop reason."""
+        return _event("message_stop", {})
 
     def _begin(self, kind: type[TextDelta] | type[ToolArguments], block: AnswerText | AnswerToolUse) -> bytes:
         before, index = self._end_block(), self._num_blocks
         self._num_blocks += 1
         self._kind = kind
         delta = b'"text_delta","text":' if kind is TextDelta else b'"input_json_delta","partial_json":'
-        self._head = (
-            b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":%b'
-            % (index, delta)
-        )
+        fields = b'{"type":"content_block_delta","index":%d,"delta":{"type":%b' % (index, delta)
+        self._head = event_head(b"content_block_delta") + fields
         start = _event("content_block_start", {"index": index, "content_block": block})
         return before + start + (b"" if index else _PING)
 
@@ -208,7 +209,7 @@ class AnswerEvents:
 
 
 def _event(kind: str, fields: dict[str, Any]) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode_json({"type": kind, **fields}))
+    return event(_encode_json({"type": kind, **fields}), kind.encode())
 
 
 class AnthropicErrorDetails(msgspec.Struct, kw_only=True):
@@ -239,6 +240,7 @@ class AnthropicErrorFormat:
     """The ``ErrorFormat`` of Anthropic's API."""
 
     request_id_header = b"request-id"
+    error_event = b"error"
     keepalive = _PING
     body_type: type[msgspec.Struct] = AnthropicErrorBody
 
@@ -250,6 +252,3 @@ class AnthropicErrorFormat:
         details = AnthropicErrorDetails(error_code=error.code, param=error.param)
         shown = AnthropicError(type=kind, message=error.message, details=details)
         return msgspec.json.encode(AnthropicErrorBody(type="error", error=shown, request_id=request_id))
-
-    def event(self, error: ApiError, request_id: str) -> bytes:
-        return b"event: error\ndata: " + self.body(error, request_id) + b"\n\n"

@@ -20,8 +20,9 @@ from agentflow.protocol.sampling import SamplingParams
 from agentflow.server.anthropic.answer import AnswerEvents, AnswerFrame
 from agentflow.server.anthropic.conversation import conversation_of, invalid_field, tool_choice_of, tools_of
 from agentflow.server.anthropic.types import CountAnswer, CountRequest, MessagesRequest
-from agentflow.server.completion.completion import Completion, completing, prompt_ids
-from agentflow.server.completion.request import AnswerEnded, CompletionDelta, CompletionRequest
+from agentflow.server.completion.completion import completing, prompt_ids
+from agentflow.server.completion.request import CompletionRequest
+from agentflow.server.completion.streaming import stream_completion
 from agentflow.server.http.call import ApiCall
 from agentflow.server.http.errors import ApiError
 
@@ -162,24 +163,12 @@ async def create_message(call: ApiCall) -> None:
     with _naming_field():
         async with completing(generator, request) as completion:
             if body.stream:
-                await _stream(call, completion, frame)
+                await stream_completion(call, completion, AnswerEvents(frame))
                 return
             deltas = await completion.rest()
     answer = frame.whole(deltas)
-    _record(call, deltas[-1])
+    call.record.count(completion.usage)
     await call.reply(answer)
-
-
-async def _stream(call: ApiCall, completion: Completion, frame: AnswerFrame) -> None:
-    """Sends the events. If the request is rejected, the error is raised before the status is sent."""
-    await completion.until_accepted()
-    events = AnswerEvents(frame, completion.num_prompt_tokens)
-    async with call.streaming():
-        await call.send_events(events.start())
-        while deltas := await completion.next():
-            is_over = isinstance(deltas[-1], AnswerEnded)
-            _record(call, deltas[-1])
-            await call.send_events(events.write(deltas), last=is_over)
 
 
 async def count_tokens(call: ApiCall) -> None:
@@ -191,10 +180,3 @@ async def count_tokens(call: ApiCall) -> None:
         token_ids = await prompt_ids(generator, request)
     call.record.prompt_tokens = len(token_ids)
     await call.reply(CountAnswer(len(token_ids)))
-
-
-def _record(call: ApiCall, last: CompletionDelta) -> None:
-    if isinstance(last, AnswerEnded):
-        record, usage = call.record, last.usage
-        record.prompt_tokens, record.cached_tokens = usage.prompt_tokens, usage.cached_tokens
-        record.output_tokens = usage.output_tokens

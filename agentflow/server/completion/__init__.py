@@ -1,6 +1,7 @@
 """What both HTTP APIs share: how a request is run on an engine, and how its answers are read.
 
 ``request`` has the request and the deltas of its answers, in one form for all APIs. ``completion`` runs
-requests on a tenant's generator and turns the engine's progress into deltas. Each API translates its own
+requests on a tenant's generator and turns the engine's progress into deltas, and ``streaming`` sends them as
+server-sent events. Each API translates its own
 requests into a ``CompletionRequest`` and the deltas into its own answers.
 """

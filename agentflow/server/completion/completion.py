@@ -101,12 +101,28 @@ class Completion:
         self._num_running = len(requests)
         self._failure: Exception | None = None
         self._deltas: list[CompletionDelta] = []
+        self._usages: dict[int, Usage] = {}  # of each answer that has ended
         self._changed = anyio.Event()
 
     @property
     def num_prompt_tokens(self) -> int:
         """Of the first request, once it is accepted."""
         return self.runs[0].num_prompt_tokens
+
+    @property
+    def usage(self) -> Usage:
+        """Of all answers, at the end. What the first answer of a prompt computes does not count as cached,
+        although the other answers find it in the cache."""
+        total, start = Usage(), 0
+        for run in self.runs:
+            usages = [self._usages[start + number] for number in range(run.num_answers)]
+            total += Usage(
+                usages[0].prompt_tokens,
+                min(usage.cached_tokens for usage in usages),
+                sum(usage.output_tokens for usage in usages),
+            )
+            start += run.num_answers
+        return total
 
     async def until_accepted(self) -> None:
         """Waits until the engine's queue has all requests. Raises the error of one that is rejected."""
@@ -155,6 +171,8 @@ class Completion:
 
     def _add(self, delta: CompletionDelta) -> None:
         self._deltas.append(delta)
+        if isinstance(delta, AnswerEnded):
+            self._usages[delta.index] = delta.usage
         self._notify()
 
     def _notify(self) -> None:
@@ -175,6 +193,7 @@ class _Run:
         on_sent: Callable[[], None],
     ) -> None:
         self._generator = generator
+        self.num_answers = request.n
         self._request = request
         self._first_index = first_index
         self._on_delta = on_delta

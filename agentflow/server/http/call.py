@@ -28,7 +28,9 @@ from agentflow.errors import AgentflowError
 from agentflow.protocol.json_bounds import BODY_BOUNDS, JsonScan, TooMuchJson
 from agentflow.runtime.limits import MemoryBudget
 from agentflow.runtime.task_group import open_task_group
+from agentflow.server.http import events
 from agentflow.server.http.errors import MAX_PARAM_CHARS, ApiError, api_error_of, not_ready, truncated
+from agentflow.server.http.events import EventStream
 from agentflow.server.log import LoggedBody, RequestRecord, log_request, logged_path
 from agentflow.server.service import Service
 from agentflow.server.tenants.rate_limit import BYTES_PER_TOKEN
@@ -38,7 +40,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 ArgTs = TypeVarTuple("ArgTs")
 JSON = b"application/json"
-EVENTS = b"text/event-stream; charset=utf-8"
+EVENTS = events.MEDIA_TYPE.encode() + b"; charset=utf-8"
 # A body of so many counts nowhere: where large ones fill what there is, small ones are still answered. Nor is
 # it worth a thread.
 SMALL_BODY_BYTES = 32_768
@@ -49,10 +51,11 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class ErrorFormat(Protocol):
-    """How an API writes its errors. ``body_type``: what ``body`` is the JSON of. ``keepalive``: what its
-    clients skip in a stream."""
+    """How an API writes its errors. ``body_type``: the type that ``body`` encodes. ``error_event``: the name
+    of a stream's event with an error. ``keepalive``: an event that its clients skip."""
 
     request_id_header: bytes
+    error_event: bytes
     keepalive: bytes
     body_type: type[msgspec.Struct]
 
@@ -60,10 +63,7 @@ class ErrorFormat(Protocol):
         """The status, which may differ from the error's."""
 
     def body(self, error: ApiError, request_id: str) -> bytes:
-        """The body of the error."""
-
-    def event(self, error: ApiError, request_id: str) -> bytes:
-        """The error as the last event of a stream."""
+        """The body of the error, or the data of its event."""
 
 
 class ApiCall:
@@ -76,15 +76,13 @@ class ApiCall:
         self.tenant: Tenant = ANONYMOUS
         self.record = RequestRecord(self.id, scope["method"], logged_path(scope["path"]))
         self.path_params: Mapping[str, str] = scope.get("path_params", {})
-        self.has_begun = False
         self.is_over = False
         self.is_body_read = False
         self._scope = scope
         self._receive = receive
         self._send = send
         self._error_format = error_format
-        self._is_writing = False
-        self._written_s = time.monotonic()
+        self._stream: EventStream | None = None
         self._body = bytearray()
         self._held: MemoryBudget | None = None
         self._num_charged_tokens = 0
@@ -135,64 +133,49 @@ class ApiCall:
         """Answers with JSON, from a struct or encoded already."""
         body = payload if isinstance(payload, bytes) else msgspec.json.encode(payload)
         await self._start(status, JSON, {b"content-length": b"%d" % len(body)})
-        await self._write(body, more=False)
+        await self._write(body, False)
 
     @asynccontextmanager
-    async def streaming(self) -> AsyncIterator[None]:
+    async def streaming(self) -> AsyncIterator[EventStream]:
         """The scope in which events are sent. Sends the status and the headers at once, and keep-alive events
         when nothing else is sent, so that no proxy closes the connection as idle."""
         self.record.is_streamed = True
-        await self._start(200, EVENTS, {b"cache-control": b"no-cache", b"x-accel-buffering": b"no"})
+        await self._start(200, EVENTS, events.HEADERS)
+        self._stream = EventStream(self._write, self._error_format.keepalive)
         async with open_task_group() as group:
-            group.start_soon(self._keep_alive, self.service.http_limits.stream_keepalive_s)
-            yield
+            group.start_soon(self._stream.keep_alive, self.service.http_limits.stream_keepalive_s)
+            yield self._stream
             group.cancel_scope.cancel()
-
-    async def _keep_alive(self, interval_s: float) -> None:
-        while True:
-            # A write that waits for a slow client does not count as silence.
-            silent_s = 0.0 if self._is_writing else time.monotonic() - self._written_s
-            if silent_s >= interval_s:
-                await self._write(self._error_format.keepalive, more=True)
-            else:
-                await anyio.sleep(interval_s - silent_s)  # noqa: TID251 - the interval is the purpose
-
-    async def send_events(self, data: bytes, *, last: bool = False) -> None:
-        """Sends whole server-sent events. Waits for a slow client."""
-        await self._write(data, more=not last)
 
     async def fail(self, error: ApiError) -> None:
         """Ends the answer with an error."""
         error = error.shortened()
         self.record.error = error.code
-        if self.has_begun:
-            await self._write(self._error_format.event(error, self.id), more=False)
-            return
         body = self._error_format.body(error, self.id)
+        if self._stream is not None:
+            await self._stream.end(events.event(body, self._error_format.error_event))
+            return
         headers = {b"content-length": b"%d" % len(body)}
         headers |= {name.encode(): value.encode() for name, value in error.headers.items()}
         if not self.is_body_read:
             headers[b"connection"] = b"close"  # the rest would be read as the next request
         await self._start(self._error_format.status(error), JSON, headers)
-        await self._write(body, more=False)
+        await self._write(body, False)
 
     async def _start(self, status: int, media_type: bytes, headers: Mapping[bytes, bytes]) -> None:
-        self.has_begun = True
         self.record.status = status
         own = [(b"content-type", media_type), (self._error_format.request_id_header, self.id.encode())]
         await self._send(
             {"type": "http.response.start", "status": status, "headers": [*own, *headers.items()]}
         )
 
-    async def _write(self, data: bytes, *, more: bool) -> None:
+    async def _write(self, data: bytes, more: bool) -> None:
         if not more:
             self.is_over = True
         if self.record.asked is not None:
             self.record.answered = self.record.answered or LoggedBody()
             self.record.answered.add(data)
-        self._is_writing = True
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
-        self._is_writing, self._written_s = False, time.monotonic()
 
     async def read_body(self) -> None:
         """Reads the body within the limits of size, content and time. ``RateLimited`` if the tenant may not

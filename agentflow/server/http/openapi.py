@@ -16,13 +16,13 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from agentflow.server.http import events
 from agentflow.server.http.call import ErrorFormat
 from agentflow.server.http.errors import ApiError
 from agentflow.server.http.routes import OPENAI, ROUTES, ApiRoute
 from agentflow.version import __version__
 
 JSON = "application/json"
-EVENTS = "text/event-stream"
 Schema = dict[str, Any]
 
 # What may come of every call: no key or a wrong one, a body that does not end, is too large or is compressed,
@@ -118,7 +118,7 @@ def _answers(route: ApiRoute, schemas: dict[type[msgspec.Struct], Schema]) -> Sc
     error_format = route.error_format
     content: Schema = {JSON: {"schema": schemas[route.response]}}
     if route.streams:
-        content[EVENTS] = {"schema": _EVENT}
+        content[events.MEDIA_TYPE] = {"schema": _EVENT}
     own = [400, *_ALWAYS] if route.request is not None else [*_ALWAYS]
     if route.request is not None or "{" in route.path:
         own.append(404)

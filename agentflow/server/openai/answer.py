@@ -1,31 +1,22 @@
-"""What all answers of OpenAI's API have in common: errors, usage, identity, and streams of events.
-
-A stream's status and headers are sent when the engine has accepted the request. A later error is the last
-event of the stream.
-"""
+"""What all answers of OpenAI's API have in common: errors, usage, and the fields of chunks."""
 
 from __future__ import annotations
 
 import hashlib
 import secrets
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import msgspec
 
 from agentflow.protocol.events import Usage
-from agentflow.server.completion.completion import Completion
-from agentflow.server.completion.request import AnswerEnded, CompletionDelta
-from agentflow.server.http.call import ApiCall
 from agentflow.server.http.errors import ApiError
-from agentflow.server.log import RequestRecord
+from agentflow.server.http.events import EVENT_END, comment, event, event_head
 from agentflow.server.openai.types import PromptDetails, UsageBody
 from agentflow.version import __version__
 
 encode_json = msgspec.json.Encoder().encode
-_DONE = b"data: [DONE]\n\n"
+_DONE = event(b"[DONE]")
 # An unknown key or model is an invalid request in this API; the code has the cause.
 _ERROR_TYPES = {403: "permission_error", 429: "rate_limit_error"}
 
@@ -49,7 +40,8 @@ class OpenAIErrorFormat:
     """The ``ErrorFormat`` of OpenAI's API."""
 
     request_id_header = b"x-request-id"
-    keepalive = b": keep-alive\n\n"
+    error_event = b""
+    keepalive = comment(b"keep-alive")
     body_type: type[msgspec.Struct] = OpenAIErrorBody
 
     def status(self, error: ApiError) -> int:
@@ -66,28 +58,9 @@ class OpenAIErrorFormat:
         )
         return msgspec.json.encode(OpenAIErrorBody(shown))
 
-    def event(self, error: ApiError, request_id: str) -> bytes:
-        return b"data: " + self.body(error, request_id) + b"\n\n"
 
-
-def usage_of_prompts(answers: Sequence[Usage], n: int) -> Usage:
-    """The usage of prompts with ``n`` answers each. What the first answer of a prompt computes does not count
-    as cached, although the other answers find it in the cache."""
-    total = Usage()
-    for start in range(0, len(answers), n):
-        same = answers[start : start + n]
-        total += Usage(
-            same[0].prompt_tokens,
-            min(usage.cached_tokens for usage in same),
-            sum(usage.output_tokens for usage in same),
-        )
-    return total
-
-
-def usage_body(usage: Usage, record: RequestRecord) -> UsageBody:
-    """The usage in the shape of the API, which is also recorded for the log."""
-    record.prompt_tokens, record.cached_tokens = usage.prompt_tokens, usage.cached_tokens
-    record.output_tokens = usage.output_tokens
+def usage_body(usage: Usage) -> UsageBody:
+    """The usage in the shape of the API."""
     return UsageBody(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.output_tokens,
@@ -112,42 +85,40 @@ class AnswerIdentity:
         fingerprint = f"fp_{hashlib.sha256(made_of).hexdigest()[:10]}"
         return cls(f"{prefix}-{secrets.token_hex(12)}", int(time.time()), model, fingerprint)
 
-    def event(self, kind: str, fields: dict[str, Any]) -> bytes:
-        """A whole chunk."""
-        return self.event_head(kind) + encode_json(fields)[1:] + b"\n\n"
 
-    def event_head(self, kind: str) -> bytes:
-        """The beginning of a chunk, up to the comma before its own fields."""
-        head = {
-            "id": self.id,
+class ChunkWriter:
+    """The chunks of one request. ``kind``: their ``object``. ``content``: the field of a choice that has its
+    content. ``include_usage``: the last chunk has the usage, which is null in the others. Subclasses write
+    the deltas.
+
+    Thousands of chunks are written per second, so all but the content is prepared: ``fronts`` precede it, for
+    each answer. ``rest`` follows it; after log-probabilities or a finish reason only ``tail`` does.
+    """
+
+    def __init__(
+        self, identity: AnswerIdentity, kind: str, content: str, num_answers: int, *, include_usage: bool
+    ) -> None:
+        fields = {
+            "id": identity.id,
             "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.system_fingerprint,
+            "created": identity.created,
+            "model": identity.model,
+            "system_fingerprint": identity.system_fingerprint,
         }
-        return b"data: " + encode_json(head)[:-1] + b","
+        self._head = event_head() + encode_json(fields)[:-1] + b',"choices":['
+        self._include_usage = include_usage
+        self.fronts = [
+            self._head + b'{"index":%d,"%b":' % (index, content.encode()) for index in range(num_answers)
+        ]
+        self.tail = (b'}],"usage":null}' if include_usage else b"}]}") + EVENT_END
+        self.rest = b',"logprobs":null,"finish_reason":null' + self.tail
 
+    def start(self, prompt_tokens: int) -> bytes:
+        """Nothing: each answer begins with its first delta."""
+        return b""
 
-class ChunkWriter(Protocol):
-    """Writes the events of one endpoint."""
-
-    def write(self, deltas: Sequence[CompletionDelta]) -> bytes:
-        """The events of these deltas."""
-
-    def usage(self, usage: UsageBody) -> bytes:
-        """The event with the usage."""
-
-
-async def stream_answers(
-    call: ApiCall, completion: Completion, writer: ChunkWriter, *, n: int, include_usage: bool
-) -> None:
-    """Sends all deltas and the end of the stream. ``n``: answers to each prompt. If the request is rejected,
-    the error is raised before the status is sent."""
-    await completion.until_accepted()
-    ends: dict[int, AnswerEnded] = {}
-    async with call.streaming():
-        while deltas := await completion.next():
-            ends.update({delta.index: delta for delta in deltas if isinstance(delta, AnswerEnded)})
-            await call.send_events(writer.write(deltas))
-    usage = usage_body(usage_of_prompts([ends[index].usage for index in sorted(ends)], n), call.record)
-    await call.send_events(writer.usage(usage) + _DONE if include_usage else _DONE, last=True)
+    def end(self, usage: Usage) -> bytes:
+        """The chunk with the usage, if it was requested, and the end of the stream."""
+        if not self._include_usage:
+            return _DONE
+        return self._head + b'],"usage":%b}' % encode_json(usage_body(usage)) + EVENT_END + _DONE

@@ -1,7 +1,6 @@
 """``POST /v1/chat/completions``: continues a conversation, as OpenAI's API does.
 
-The answer is one JSON object, or a stream of chunks. Thousands of chunks are written per second, so
-``_ChatChunks`` prepares all of a chunk but its text once for each answer.
+The answer is one JSON object, or a stream of chunks.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from agentflow.server.completion.request import (
     ToolArguments,
     ToolCallBegun,
 )
+from agentflow.server.completion.streaming import stream_completion
 from agentflow.server.http.call import ApiCall
 from agentflow.server.openai.answer import (
     AnswerIdentity,
+    ChunkWriter,
     encode_json,
-    stream_answers,
     usage_body,
-    usage_of_prompts,
 )
 from agentflow.server.openai.request import (
     check_fields,
@@ -55,7 +54,6 @@ from agentflow.server.openai.types import (
     ObjectFormat,
     SchemaFormat,
     TopLogprob,
-    UsageBody,
 )
 
 _ANY_OBJECT = Constraint("schema", '{"type":"object"}')
@@ -74,10 +72,10 @@ async def create_chat_completion(call: ApiCall) -> None:
             if body.stream:
                 include_usage = bool(body.stream_options and body.stream_options.include_usage)
                 chunks = _ChatChunks(identity, request.n, include_usage=include_usage)
-                await stream_answers(call, completion, chunks, n=request.n, include_usage=include_usage)
+                await stream_completion(call, completion, chunks)
                 return
             answers = await completion.answers()
-    usage = usage_of_prompts([answer.usage for answer in answers], request.n)
+    call.record.count(completion.usage)
     await call.reply(
         ChatAnswer(
             id=identity.id,
@@ -85,7 +83,7 @@ async def create_chat_completion(call: ApiCall) -> None:
             model=identity.model,
             system_fingerprint=identity.system_fingerprint,
             choices=[_choice(n, answer, has_logprobs) for n, answer in enumerate(answers)],
-            usage=usage_body(usage, call.record),
+            usage=usage_body(completion.usage),
         )
     )
 
@@ -152,17 +150,11 @@ def _choice(index: int, answer: Answer, has_logprobs: bool) -> ChatChoice:
     )
 
 
-class _ChatChunks:
-    """The chunks of one request. ``include_usage``: each has a ``usage`` of null."""
-
+class _ChatChunks(ChunkWriter):
     def __init__(self, identity: AnswerIdentity, n: int, *, include_usage: bool) -> None:
-        self._identity = identity
-        front = identity.event_head(_KIND)
-        self._fronts = [front + b'"choices":[{"index":%d,"delta":' % index for index in range(n)]
-        self._text_fronts = [front + b'{"content":' for front in self._fronts]
-        self._end = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
-        self._middle = b',"logprobs":null,"finish_reason":null' + self._end
-        self._text_middle = b"}" + self._middle
+        super().__init__(identity, _KIND, "delta", n, include_usage=include_usage)
+        self._text_fronts = [front + b'{"content":' for front in self.fronts]
+        self._text_rest = b"}" + self.rest
         self._is_begun = [False] * n
 
     def write(self, deltas: Sequence[CompletionDelta]) -> bytes:
@@ -173,30 +165,26 @@ class _ChatChunks:
                 parts.append(self._role(delta))
             if isinstance(delta, TextDelta):
                 parts += (self._text_fronts[delta.index], encode_json(delta.text))
-                parts.append(self._with_logprobs(delta.tokens) if delta.tokens else self._text_middle)
+                parts.append(self._with_logprobs(delta.tokens) if delta.tokens else self._text_rest)
             elif isinstance(delta, AnswerEnded):
-                parts += (self._fronts[delta.index], b'{},"logprobs":null,"finish_reason":')
-                parts += (encode_json(delta.finish_reason), self._end)
+                parts += (self.fronts[delta.index], b'{},"logprobs":null,"finish_reason":')
+                parts += (encode_json(delta.finish_reason), self.tail)
             else:
-                parts += (self._fronts[delta.index], _tool_call(delta), self._middle)
+                parts += (self.fronts[delta.index], _tool_call(delta), self.rest)
         return b"".join(parts)
-
-    def usage(self, usage: UsageBody) -> bytes:
-        """The event with the usage."""
-        return self._identity.event(_KIND, {"choices": [], "usage": usage})
 
     def _role(self, delta: CompletionDelta) -> bytes:
         self._is_begun[delta.index] = True
         content = b"null" if isinstance(delta, ToolCallBegun) else b'""'
         return (
-            self._fronts[delta.index]
+            self.fronts[delta.index]
             + b'{"role":"assistant","content":%b,"refusal":null}' % content
-            + self._middle
+            + self.rest
         )
 
     def _with_logprobs(self, tokens: Sequence[TokenLogprob]) -> bytes:
         logprobs = encode_json(_logprobs(tokens))
-        return b'},"logprobs":' + logprobs + b',"finish_reason":null' + self._end
+        return b'},"logprobs":' + logprobs + b',"finish_reason":null' + self.tail
 
 
 def _tool_call(delta: ToolCallBegun | ToolArguments) -> bytes:

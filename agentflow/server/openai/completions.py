@@ -20,13 +20,13 @@ from agentflow.server.completion.request import (
     TokenIds,
     TokenLogprob,
 )
+from agentflow.server.completion.streaming import stream_completion
 from agentflow.server.http.call import ApiCall
 from agentflow.server.openai.answer import (
     AnswerIdentity,
+    ChunkWriter,
     encode_json,
-    stream_answers,
     usage_body,
-    usage_of_prompts,
 )
 from agentflow.server.openai.request import (
     check_fields,
@@ -102,10 +102,10 @@ async def create_completion(call: ApiCall) -> None:
             if body.stream:
                 include_usage = bool(body.stream_options and body.stream_options.include_usage)
                 chunks = _TextChunks(identity, num_answers, include_usage=include_usage)
-                await stream_answers(call, completion, chunks, n=n, include_usage=include_usage)
+                await stream_completion(call, completion, chunks)
                 return
             answers = await completion.answers()
-    usage = usage_of_prompts([answer.usage for answer in answers], n)
+    call.record.count(completion.usage)
     await call.reply(
         TextAnswer(
             id=identity.id,
@@ -115,7 +115,7 @@ async def create_completion(call: ApiCall) -> None:
             choices=[
                 _choice(index, answer, body.logprobs is not None) for index, answer in enumerate(answers)
             ],
-            usage=usage_body(usage, call.record),
+            usage=usage_body(completion.usage),
         )
     )
 
@@ -203,34 +203,24 @@ def _written(token: TokenLogprob) -> str:
     return "bytes:" + "".join([f"\\x{byte:02x}" for byte in token.raw])
 
 
-class _TextChunks:
-    """The chunks of one request. ``include_usage``: each has a ``usage`` of null."""
-
+class _TextChunks(ChunkWriter):
     def __init__(self, identity: AnswerIdentity, num_answers: int, *, include_usage: bool) -> None:
-        self._identity = identity
-        front = identity.event_head(_KIND)
-        self._fronts = [front + b'"choices":[{"index":%d,"text":' % index for index in range(num_answers)]
-        self._end = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
-        self._middle = b',"logprobs":null,"finish_reason":null' + self._end
+        super().__init__(identity, _KIND, "text", num_answers, include_usage=include_usage)
         self._logprobs = [_OffsetLogprobs() for _ in range(num_answers)]
 
     def write(self, deltas: Sequence[CompletionDelta]) -> bytes:
         """The events of these deltas."""
         parts: list[bytes] = []
         for delta in deltas:
-            front = self._fronts[delta.index]
+            front = self.fronts[delta.index]
             if isinstance(delta, TextDelta):
                 parts += (front, encode_json(delta.text))
                 if delta.tokens:
                     logprobs = encode_json(self._logprobs[delta.index].push(delta.tokens))
-                    parts += (b',"logprobs":', logprobs, b',"finish_reason":null', self._end)
+                    parts += (b',"logprobs":', logprobs, b',"finish_reason":null', self.tail)
                 else:
-                    parts.append(self._middle)
+                    parts.append(self.rest)
             elif isinstance(delta, AnswerEnded):
                 reason = encode_json(delta.finish_reason)
-                parts += (front, b'"","logprobs":null,"finish_reason":', reason, self._end)
+                parts += (front, b'"","logprobs":null,"finish_reason":', reason, self.tail)
         return b"".join(parts)
-
-    def usage(self, usage: UsageBody) -> bytes:
-        """The event with the usage."""
-        return self._identity.event(_KIND, {"choices": [], "usage": usage})

@@ -65,10 +65,11 @@ def deltas_of(parts, pieces, end):
 
 def events_of(deltas, cuts=()):
     """All bytes of the stream, the deltas in batches that end at ``cuts``."""
-    writer = AnswerEvents(FRAME, prompt_tokens=20)
-    written = [writer.start()]
+    writer = AnswerEvents(FRAME)
+    written = [writer.start(prompt_tokens=20)]
     places = sorted({0, *[cut % len(deltas) for cut in cuts], len(deltas)})
     written += [writer.write(deltas[a:b]) for a, b in itertools.pairwise(places)]
+    written.append(writer.end(deltas[-1].usage))
     return b"".join(written)
 
 
@@ -121,7 +122,7 @@ def test_an_answer_says_why_it_ended(end, reason, sequence):
 
 
 def test_the_bytes_of_a_delta_are_the_head_and_the_text():
-    writer = AnswerEvents(FRAME, prompt_tokens=20)
+    writer = AnswerEvents(FRAME)
     writer.write([TextDelta(0, "a")])
     assert writer.write([TextDelta(0, 'b"\n')]) == (
         b"event: content_block_delta\n"

@@ -228,8 +228,8 @@ async def test_a_client_that_goes_has_its_work_cancelled():
 
 async def test_a_client_that_goes_while_it_is_streamed_to_has_its_work_cancelled():
     async def work(call: ApiCall) -> None:
-        async with call.streaming():
-            await call.send_events(b"data: 1\n\n")
+        async with call.streaming() as stream:
+            await stream.send(b"data: 1\n\n")
             await anyio.sleep_forever()
 
     client = Exchange(b"{}")
@@ -286,8 +286,8 @@ async def test_a_fault_of_the_server_is_logged_and_not_told(caplog):
 
 async def test_an_error_in_a_stream_is_its_last_event():
     async def fail(call: ApiCall) -> None:
-        async with call.streaming():
-            await call.send_events(b"data: 1\n\n")
+        async with call.streaming() as stream:
+            await stream.send(b"data: 1\n\n")
             raise Overloaded("busy")
 
     client = await exchange(fail, Exchange(b"{}"))
@@ -335,15 +335,15 @@ async def test_of_long_bodies_the_beginning_is_logged(caplog):
     caplog.set_level(logging.INFO, "agentflow.requests")
     num_events = 200_000
 
-    async def stream(call: ApiCall) -> None:
-        async with call.streaming():
+    async def answer(call: ApiCall) -> None:
+        async with call.streaming() as stream:
             for _ in range(num_events):
-                await call.send_events(b"x" * 100)
-            await call.send_events(b"end", last=True)
+                await stream.send(b"x" * 100)
+            await stream.end(b"end")
 
     async with service() as running:
         running.logs_prompts = True
-        client = await exchange(stream, Exchange(b"\n" * 1_000_000), running)
+        client = await exchange(answer, Exchange(b"\n" * 1_000_000), running)
     assert len(client.body) == num_events * 100 + 3
     [record] = caplog.records
     assert record.request["asked"] == "\n" * MAX_LOGGED_BYTES + "… (1,000,000 bytes in all)"

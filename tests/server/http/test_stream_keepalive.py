@@ -82,12 +82,12 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
     num_sent = 0
     write = ApiCall._write
 
-    async def counting(call: ApiCall, data: bytes, *, more: bool) -> None:
+    async def counting(call: ApiCall, data: bytes, more: bool) -> None:
         nonlocal num_sent
         num_sent += data in SKIPPED.values()
         if num_sent == 3:
             server.engine.gate.open()
-        await write(call, data, more=more)
+        await write(call, data, more)
 
     monkeypatch.setattr(ApiCall, "_write", counting)
     with api_server(limits=OFTEN, constraints=False) as server:

@@ -1,0 +1,73 @@
+"""Server-sent events: how both APIs write a stream, keep it alive and end it.
+
+``event`` formats one event. Where thousands are written per second, their constant parts are prepared with
+``event_head`` and ``EVENT_END``. A handler sends its events through an ``EventStream``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+
+import anyio
+
+MEDIA_TYPE = "text/event-stream"
+EVENT_END = b"\n\n"
+# Ask browsers and proxies to pass events on at once.
+HEADERS = {b"cache-control": b"no-cache", b"x-accel-buffering": b"no"}
+
+
+def event_head(name: bytes = b"") -> bytes:
+    """What precedes the data of an event. Without a name it is a ``message`` event."""
+    return b"event: %b\ndata: " % name if name else b"data: "
+
+
+def event(data: bytes, name: bytes = b"") -> bytes:
+    """One event. ``data``: one line, such as JSON.
+
+    >>> event(b"{}", b"ping")
+    b'event: ping\\ndata: {}\\n\\n'
+    """
+    return event_head(name) + data + EVENT_END
+
+
+def comment(text: bytes) -> bytes:
+    """A line that every client skips."""
+    return b": " + text + EVENT_END
+
+
+class EventStream:
+    """The events of one answer. ``write``: sends bytes, and whether more follow; it waits for a slow client.
+    ``keepalive``: an event that clients skip."""
+
+    def __init__(self, write: Callable[[bytes, bool], Awaitable[None]], keepalive: bytes) -> None:
+        self._write = write
+        self._keepalive = keepalive
+        self._is_writing = False
+        self._is_over = False
+        self._written_s = time.monotonic()
+
+    async def send(self, events: bytes) -> None:
+        """Sends whole events; nothing if there are none."""
+        if events:
+            await self._send(events)
+
+    async def end(self, events: bytes = b"") -> None:
+        """Sends the last events, and ends the stream."""
+        self._is_over = True
+        await self._send(events)
+
+    async def keep_alive(self, interval_s: float) -> None:
+        """Sends the keep-alive event after each ``interval_s`` without another, until the stream ends."""
+        while not self._is_over:
+            # A write that waits for a slow client does not count as silence.
+            silent_s = 0.0 if self._is_writing else time.monotonic() - self._written_s
+            if silent_s >= interval_s:
+                await self._send(self._keepalive)
+            else:
+                await anyio.sleep(interval_s - silent_s)  # noqa: TID251 - the interval is the purpose
+
+    async def _send(self, events: bytes) -> None:
+        self._is_writing = True
+        await self._write(events, not self._is_over)
+        self._is_writing, self._written_s = False, time.monotonic()
