@@ -22,13 +22,16 @@ from agentflow.kernels import torch_ops
 from agentflow.protocol.sampling import SamplingParams
 
 
+FAVOURITES = np.random.default_rng(7).normal(0.0, 1.5, len(PLAIN_IDS))
+"""How likely each plain token is, whatever came before."""
+
+
 def logits_after(tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float32]:
     """Plain text is likely, and a few characters are much more so than others, whatever came before; what
     they are worth exactly depends on the last token. The end comes up now and then."""
     chance = np.random.default_rng(int(tokens[-1]))
     logits = np.full(TOKENIZER.vocab_size, -20.0)
-    favourites = np.random.default_rng(7).normal(0.0, 1.5, len(PLAIN_IDS))
-    logits[PLAIN_IDS] = favourites + chance.normal(0.0, 0.5, len(PLAIN_IDS))
+    logits[PLAIN_IDS] = FAVOURITES + chance.normal(0.0, 0.5, len(PLAIN_IDS))
     # In most places the end is no choice, in some it is the first.
     logits[END_ID] = 9.0 if zlib.crc32(b"%d" % tokens[-1]) % 5 == 0 else -20.0
     return logits.astype(np.float32)

@@ -1,8 +1,9 @@
-"""The twin of the sampler: one row at a time, every step of it written out as ``SamplingParams`` says it."""
+"""The reference model of the sampler: one token at a time, each step as ``SamplingParams`` describes it."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -63,12 +64,12 @@ def plain_edits(
     generated: Sequence[int],
     forbidden: Collection[int],
 ) -> NDArray[np.float32]:
-    """Penalties, biases and forbidden tokens, one token of the vocabulary after the other, in float32."""
+    """Penalties, biases and forbidden tokens, one token after the other, in float32."""
     edited = logits.copy()
-    biases = dict(params.logit_bias)
+    biases, counts = dict(params.logit_bias), Counter(generated)
     repetition = np.float32(params.repetition_penalty)
-    for token in range(len(edited)):
-        logit, count = edited[token], list(generated).count(token)
+    for token in {*prompt, *generated, *biases}:
+        logit, count = edited[token], counts[token]
         if token in prompt or count:
             logit = logit / repetition if logit > 0 else logit * repetition
         logit -= np.float32(params.frequency_penalty) * np.float32(count)
@@ -76,7 +77,8 @@ def plain_edits(
             logit -= np.float32(params.presence_penalty)
         if token in biases:
             logit += np.float32(biases[token])
-        edited[token] = -np.inf if token in forbidden else logit
+        edited[token] = logit
+    edited[[token for token in forbidden if token < len(edited)]] = -np.inf
     return edited
 
 

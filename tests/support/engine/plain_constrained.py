@@ -1,9 +1,11 @@
-"""Constrained decoding written down plainly, with sets of tokens and texts: the twin of the engine's."""
+"""The reference model of constrained decoding: sets of tokens, and texts that are read from their start."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from agentflow.engine.grammar.dfa import DEAD, START, Dfa
 from agentflow.engine.text.tokenizer import Tokenizer
@@ -11,8 +13,8 @@ from agentflow.engine.text.tokenizer import Tokenizer
 
 @dataclass
 class PlainConstrained:
-    """A text that grows under a machine. ``ids``: of what there is; ``held``: what the next token must begin
-    with; ``shown``: the longest text so far."""
+    """A text that grows under a DFA. ``ids``: its tokens; ``held``: what the next token must begin with;
+    ``shown``: the longest text so far."""
 
     dfa: Dfa
     tokenizer: Tokenizer
@@ -29,7 +31,8 @@ class PlainConstrained:
         return self.dfa.read(START, data)
 
     def next_bytes(self, data: bytes) -> list[int]:
-        return [byte for byte in range(256) if self.state(data + bytes([byte])) != DEAD]
+        after = self.dfa.transitions[self.state(data)][self.dfa.class_of_byte]
+        return np.flatnonzero(after != DEAD).tolist()
 
     def may_end(self) -> bool:
         return not self.held and bool(self.dfa.accepting[self.state(self.data)])
@@ -38,15 +41,15 @@ class PlainConstrained:
         return self.may_end() and not self.next_bytes(self.data)
 
     def allowed_after(self, data: bytes, beginning: bytes) -> set[int]:
-        """The tokens that begin so, and that the text can go on with."""
-        tokenizer = self.tokenizer
+        """The tokens that begin with ``beginning`` and that may follow ``data``."""
+        tokenizer, state = self.tokenizer, self.state(data)
         return {
             token
             for token in range(tokenizer.vocab_size)
             if token not in tokenizer.closed_ids
             and (own := tokenizer.token_bytes(token))
             and own.startswith(beginning)
-            and self.state(data + own) != DEAD
+            and self.dfa.read(state, own) != DEAD
         }
 
     def allowed(self) -> set[int]:
@@ -69,7 +72,7 @@ class PlainConstrained:
         self.shown = max(self.shown, self.data, key=len)
 
     def jump(self, max_tokens: int) -> bool:
-        """Appends what is forced; whether an id changed."""
+        """Appends what is forced. Returns whether an id changed."""
         forced = self.forced() if self.jumps else b""
         text = (self.data + forced).decode(errors="ignore")  # without half a character at the end
         if not forced or not (self.data + forced).startswith(text.encode()):
@@ -88,7 +91,7 @@ class PlainConstrained:
 
 
 Choose = Callable[[list[int], set[int]], int]
-"""The next token after an output, among those that are allowed; an end token may be among them."""
+"""Chooses the next token after an output, among the allowed ones, which may include the end token."""
 
 
 @dataclass(frozen=True)
