@@ -21,7 +21,6 @@ from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.kernels import torch_ops
 from agentflow.protocol.sampling import SamplingParams
 
-
 FAVOURITES = np.random.default_rng(7).normal(0.0, 1.5, len(PLAIN_IDS))
 """How likely each plain token is, whatever came before."""
 

@@ -208,39 +208,63 @@ async def test_what_has_had_no_processor_is_not_ended_for_another_tenant(tmp_pat
     assert compiler.counts.killed == 0
 
 
-async def test_what_takes_too_long_on_the_clock_is_no_fault_and_goes_on(tmp_path):
-    hold = Hold(tmp_path / "hold")
-    async with opened(wall_s=1.0) as compiler:
-        await until_done(compiler, PID)  # it has loaded
-        with pytest.raises(Overloaded) as caught:
-            await compiler.compile(held(hold), tenant="ann")
-        assert caught.value.retry_after_s == 1.0
-        await hold.reached()
-        pid = compiler.pid
-        hold.release()
-        await until_done(compiler, held(hold), "ann")
-        assert compiler.pid == pid
-        assert (compiler.counts.killed, compiler.counts.compiled) == (0, 2)
-
-
 async def until_done(compiler: ConstraintCompiler, constraint: Constraint, tenant: str = "") -> None:
+    """Retries while the compiler is too busy."""
     while True:
         with suppress(Overloaded):
             await compiler.compile(constraint, tenant=tenant)
             return
 
 
-async def test_what_takes_too_long_on_the_clock_is_ended_for_another_tenant(tmp_path):
-    hold = Hold(tmp_path / "hold")
-    async with opened(wall_s=6.0) as compiler, anyio.create_task_group() as group:
-        await until_done(compiler, PID)
-        caller = Caller(compiler, group)
-        await caller.call(held(hold), "ann")
+async def until_late(compiler: ConstraintCompiler, hold: Hold) -> Overloaded:
+    """Returns once a process compiles for ``ann`` and has reached the hold, and ann's call has timed out."""
+    has_reached = anyio.Event()
+    errors: list[Overloaded] = []
+
+    async def call() -> None:
+        while True:
+            is_last = has_reached.is_set()
+            with pytest.raises(Overloaded) as caught:
+                await compiler.compile(held(hold), tenant="ann")
+            if is_last:
+                return errors.append(caught.value)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(call)
         await hold.reached()
+        has_reached.set()
+    return errors[0]
+
+
+@pytest.fixture
+def endless_retries(monkeypatch) -> None:
+    """A late constraint is compiled for as long as it takes."""
+    monkeypatch.setattr(compiler_module, "MAX_LATENESS", 1e9)
+
+
+@pytest.mark.usefixtures("endless_retries")
+async def test_a_late_constraint_is_overloaded_and_a_retry_finds_it_compiled(tmp_path):
+    hold = Hold(tmp_path / "hold")
+    async with opened(wall_s=0.01) as compiler:
+        error = await until_late(compiler, hold)
+        assert error.retry_after_s == 0.01
+        pid = compiler.pid
+        hold.release()
+        await until_done(compiler, held(hold), "ann")
+        assert compiler.pid == pid
+        assert (compiler.counts.killed, compiler.counts.compiled) == (0, 1)
+
+
+@pytest.mark.usefixtures("endless_retries")
+async def test_a_late_constraint_is_ended_for_another_tenant(tmp_path):
+    hold = Hold(tmp_path / "hold")
+    async with opened(wall_s=0.01) as compiler:
+        await until_late(compiler, hold)
+        pid = compiler.pid
         await until_done(compiler, PID, "bob")
         hold.release()
-    assert [type(error) for error in caller.refused] == [Overloaded]
-    assert compiler.counts.killed == 1
+        assert compiler.pid != pid
+        assert (compiler.counts.killed, compiler.counts.compiled) == (1, 1)
 
 
 async def test_full_queues_refuse(tmp_path):
