@@ -1,5 +1,5 @@
 # The project's commands: `make help` lists them. They need Python 3.11 to 3.13, pip, make and a network;
-# everything else is installed into .venv, once.
+# everything else is installed into .venv, once. `make docs` also needs npm.
 
 # PYTHON       the interpreter that .venv is made with (python3)
 # ARGS         options passed on to the command, such as ARGS="-k radix" for make test
@@ -136,8 +136,15 @@ lock: $(VENV)/.installed-dev ## pin all dependencies: constraints.txt, and with 
 	@$(RESOLVE) --generate-hashes -c constraints.txt -o requirements.lock < build/of-torch.txt
 
 docs: export NO_MKDOCS_2_WARNING := 1
-docs: $(VENV)/.installed-docs ## build the documentation into build/site; broken links fail
+docs: build/npm/.installed $(VENV)/.installed-docs ## build the documentation into build/site; broken links fail
 	@$(BIN)/python -m mkdocs build --strict $(ARGS)
+
+# Mermaid draws the diagrams in the reader's browser. npm checks the package against the lock's digest.
+build/npm/.installed: docs/hooks/package.json docs/hooks/package-lock.json
+	@command -v npm >/dev/null || { echo "make: make docs needs npm (part of Node.js) to fetch Mermaid"; exit 1; }
+	@mkdir -p build/npm && cp $^ build/npm
+	@cd build/npm && npm ci --loglevel=error --ignore-scripts --no-audit --no-fund
+	@touch $@
 
 clean: ## remove what building and testing left behind
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis
