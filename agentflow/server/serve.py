@@ -12,9 +12,10 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from email.utils import formatdate
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,6 +24,7 @@ import anyio
 import anyio.to_thread
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.server import ServerState
 
 from agentflow.engine.machine import collect_garbage_rarely
 from agentflow.engine.process.shutdown_budget import DRAIN_S, ShutdownBudget
@@ -144,19 +146,18 @@ async def running_server(
     with contextlib.closing(listen(host, port)) as listener:
         app = create_app(open_models, limits, http_limits=http_limits, access=access)
         # Before the models, so that a bad certificate fails at once.
-        server = _UvicornServer(_config(app, limits, tls), limits, listener)
+        server = _HttpServer(_config(app, limits, tls), limits, listener)
         async with open_task_group() as group:
             group.start_soon(server.run_shielded)
             try:
-                await server.has_started.wait()
-                # The lifespan runs here and not in uvicorn's own task, so that its errors are raised here.
+                # In this task, so that errors of the models are raised here.
                 async with app.router.lifespan_context(app):
                     try:
                         yield RunningServer(_url(listener, is_secure=tls is not None), app)
                     finally:
                         await server.end()  # before the models, which its connections still use
             finally:
-                server.should_exit = True
+                server.begin_end()
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -216,15 +217,16 @@ def _config(app: Starlette, limits: ServerLimits, tls: Tls | None) -> uvicorn.Co
     return config
 
 
-class _UvicornServer(uvicorn.Server):
-    """Uvicorn without its signal handlers, with an ``Acceptor`` for its connections, and with events for its
-    start and its end."""
+class _HttpServer:
+    """Serves the application on one socket. Replaces ``uvicorn.Server``, which installs signal handlers, and
+    which polls every 0.1 s for its end and for that of its connections."""
 
     def __init__(self, config: uvicorn.Config, limits: ServerLimits, listener: socket.socket) -> None:
-        super().__init__(config)
-        self.has_started = anyio.Event()
+        self._config = config
+        self._state = ServerState()
+        self._is_ending = anyio.Event()
         self._has_ended = anyio.Event()
-        self.acceptor = Acceptor(
+        self._acceptor = Acceptor(
             listener,
             self._make_protocol,
             most=most_connections(limits),
@@ -234,39 +236,50 @@ class _UvicornServer(uvicorn.Server):
         )
 
     async def run_shielded(self) -> None:
-        """Serves until ``should_exit``. Shielded from cancellation, so that the shutdown is clean."""
+        """Serves until ``end``. Shielded from cancellation, so that the shutdown is clean."""
         try:
             with anyio.CancelScope(shield=True):
                 async with open_task_group() as group:
-                    group.start_soon(self.acceptor.run)
-                    await self.serve()
-                    self.acceptor.close()
+                    group.start_soon(self._acceptor.run)
+                    while not self._is_ending.is_set():
+                        date = (b"date", formatdate(usegmt=True).encode())
+                        self._state.default_headers = [date, *self._config.encoded_headers]
+                        with anyio.move_on_after(1):
+                            await self._is_ending.wait()
+                    self._acceptor.close()
+                await self._close_connections()
         finally:
             self._has_ended.set()
 
     def _make_protocol(self, on_lost: Callable[[], None]) -> TimedHttpProtocol:
-        kind = self.config.http_protocol_class
+        kind = self._config.http_protocol_class
         assert issubclass(kind, TimedHttpProtocol)
-        protocol = kind(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+        protocol = kind(config=self._config, server_state=self._state, app_state={})
         protocol.on_lost = on_lost
         return protocol
 
+    async def _close_connections(self) -> None:
+        """Lets requests end for ``SHUTDOWN_S``, and then cancels them."""
+        for connection in list(self._state.connections):
+            connection.shutdown()
+        with anyio.move_on_after(SHUTDOWN_S):
+            await self._acceptor.wait_unconnected()
+            while self._state.tasks:
+                await asyncio.wait(self._state.tasks)
+            return
+        logger.error("requests still run after %g s and are cancelled", SHUTDOWN_S)
+        for task in self._state.tasks:
+            task.cancel()
+
+    def begin_end(self) -> None:
+        """Makes ``run_shielded`` return soon."""
+        self._is_ending.set()
+
     async def end(self) -> None:
         """Stops the server and waits until all connections are closed."""
-        self.should_exit = True
+        self.begin_end()
         with anyio.CancelScope(shield=True):
             await self._has_ended.wait()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Replaces uvicorn's: connections come from the acceptor."""
-        await self.lifespan.startup()
-        self.servers = [self.acceptor]  # type: ignore[list-item]
-        self.started = True
-        self.has_started.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 async def _reload_keys(service: Service, has_hung_up: Callable[[], Awaitable[None]]) -> None:

@@ -1,14 +1,11 @@
-"""Serving: ports, signals, start and end."""
+"""Serving in the test's event loop: addresses, TLS, start and end. Processes: test_serve_process.py."""
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import socket
 import ssl
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -204,104 +201,3 @@ def test_an_address_that_cannot_be_had_is_one_clear_line(host: str, port: int) -
         listen(host, port)
     assert not isinstance(caught.value, PortInUse)
     assert "\n" not in str(caught.value)
-
-
-# A process of its own
-
-CHILD = """
-import logging
-import sys
-from contextlib import asynccontextmanager
-import anyio
-from support.wire_peer import WireGenerator
-from agentflow.server.models import one_model
-from agentflow.server.serve import serve
-
-@asynccontextmanager
-async def open_generator():
-    if sys.argv[1] == "starting":
-        print("starting", flush=True)
-        await anyio.sleep_forever()
-    if sys.argv[1] == "hung up on":
-        print("starting", flush=True)
-        await anyio.to_thread.run_sync(sys.stdin.readline)
-    try:
-        yield WireGenerator()
-    finally:
-        if sys.argv[1] == "hung up on":
-            print("closing", flush=True)
-            with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(sys.stdin.readline)
-        print("closed", flush=True)
-
-if sys.argv[1] == "hung up on":
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    logging.getLogger("asyncio").setLevel(logging.WARNING)
-serve(one_model(open_generator), port=0)
-print("returned", flush=True)
-"""
-
-
-def _child(mode: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
-    return subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", CHILD, mode],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def _next_line(child: subprocess.Popen[str]) -> str:
-    assert child.stdout is not None
-    return child.stdout.readline()
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_serving_process_cleanly_with_a_client_connected(number: signal.Signals) -> None:
-    with _child("serving") as child:
-        found = re.fullmatch(r"agentflow serves scripted at (ws://127\.0\.0\.1:\d+)\n", _next_line(child))
-        assert found is not None
-        base = found[1].replace("ws", "http")
-        assert _next_line(child) == f"OpenAI's API is at {base}/v1, Anthropic's at {base}\n"
-
-        async def client() -> ServerLost | None:
-            listener = Listener()
-            async with Remote(found[1]).connect(listener.deliver, listener.lost) as connection:
-                connection.send([ops.Open(1), ops.Text(1, (HANG,)), gen(1, 2)])
-                await listener.wait_for(lambda heard: 2 in heard.texts)
-                child.send_signal(number)
-                error = await listener.wait_until_lost()
-                return error if isinstance(error, ServerLost) else None
-
-        error = anyio.run(client)
-        output, errors = child.communicate()
-    assert error is not None
-    assert "shut down" in str(error)
-    assert (child.returncode, output, errors) == (0, "closed\nreturned\n", "")
-
-
-def test_a_signal_ends_a_process_that_is_still_starting() -> None:
-    with _child("starting") as child:
-        assert _next_line(child) == "starting\n"
-        child.send_signal(signal.SIGTERM)
-        output, errors = child.communicate()
-    assert (child.returncode, output, errors) == (0, "returned\n", "")
-
-
-def test_a_hangup_before_the_server_is_ready_is_remembered_and_one_at_its_end_ends_nothing() -> None:
-    with _child("hung up on") as child:
-        assert child.stdin is not None
-        assert _next_line(child) == "starting\n"
-        child.send_signal(signal.SIGHUP)
-        child.stdin.write("go on\n")
-        child.stdin.flush()
-        lines = [_next_line(child) for _ in range(3)]
-        assert "the keys file was read again\n" in lines
-        child.send_signal(signal.SIGTERM)
-        assert _next_line(child) == "closing\n"
-        child.send_signal(signal.SIGHUP)
-        output, errors = child.communicate("go on\n")
-    assert (child.returncode, output, errors) == (0, "closed\nreturned\n", "")

@@ -1,20 +1,15 @@
-"""While the models load: the server answers, and says that it is not ready; whatever ends it then ends it
-cleanly. On real sockets, with a loader that is held."""
+"""While the models load, the server answers that it is not ready, and it can be ended cleanly. On real
+sockets, with a loader that waits for the test."""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
 import json
-import os
-import signal
 import socket
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
@@ -35,7 +30,6 @@ from agentflow.server.models import one_model
 from agentflow.server.serve import RunningServer, listen, running_server
 from agentflow.server.tenants.keys import Tenants
 
-TESTS = Path(__file__).parent.parent
 TIMEOUT_S = 30
 ResultT = TypeVar("ResultT")
 
@@ -273,79 +267,3 @@ async def test_the_models_are_closed_when_nobody_is_connected_any_more(port: lis
         await is_ready.wait()
     assert opening.has_ended
     assert opening.answered_at_end is False
-
-
-# A process of its own
-
-CHILD = """
-import sys
-from contextlib import asynccontextmanager
-import anyio
-from support.wire_peer import WireGenerator
-from agentflow.server.models import one_model
-from agentflow.server.serve import serve
-
-@asynccontextmanager
-async def open_generator():
-    print("loading", flush=True)
-    try:
-        await anyio.to_thread.run_sync(sys.stdin.readline, abandon_on_cancel=True)
-        yield WireGenerator()
-    finally:
-        print("closed", flush=True)
-
-serve(one_model(open_generator), port=int(sys.argv[1]))
-print("returned", flush=True)
-"""
-
-
-@contextmanager
-def loading_process() -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A process whose models load until it reads a line, and its port."""
-    with listen("127.0.0.1", 0) as free:
-        port = free.getsockname()[1]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
-    with subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", CHILD, str(port)],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "loading\n"
-        yield child, port
-
-
-def test_a_process_says_that_it_serves_only_when_it_is_ready() -> None:
-    with loading_process() as (child, port):
-        assert child.stdin is not None
-        assert child.stdout is not None
-        assert ask(port, "GET", "/health/live").status == 200
-        assert ask(port, "GET", "/health/ready").status == 503
-        child.stdin.write("go on\n")
-        child.stdin.flush()
-        assert child.stdout.readline() == f"agentflow serves scripted at ws://127.0.0.1:{port}\n"
-        assert child.stdout.readline().startswith("OpenAI's API is at ")
-        assert ask(port, "GET", "/health/ready").status == 200
-        child.send_signal(signal.SIGTERM)
-        output, errors = child.communicate(timeout=TIMEOUT_S)
-    assert (child.returncode, output, errors) == (0, "closed\nreturned\n", "")
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_process_that_answers_while_it_loads(number: signal.Signals) -> None:
-    with loading_process() as (child, port):
-        # A probe that keeps its connection.
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
-        with contextlib.closing(connection):
-            connection.request("GET", "/health/live")
-            assert connection.getresponse().read() == b'{"status":"live"}'
-            child.send_signal(number)
-            assert child.stdout is not None
-            assert child.stdout.readline() == "closed\n"
-        assert child.stdin is not None
-        child.stdin.write("go on\n")  # for the thread that reads
-        output, errors = child.communicate(timeout=TIMEOUT_S)
-    assert (child.returncode, output, errors) == (0, "returned\n", "")

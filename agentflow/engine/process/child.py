@@ -188,6 +188,8 @@ class ChildProcess:
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(KILL_S)
+        # Reaps the process whenever it ends; otherwise it would stay a zombie.
+        threading.Thread(target=self._process.wait, name="process reaper", daemon=True).start()
         return None
 
 

@@ -96,7 +96,7 @@ TOO_MANY = (
 
 
 class Acceptor:
-    """Serves one socket, which it closes at the end. Stands where ``uvicorn.Server`` has asyncio's servers.
+    """Serves one socket, which it closes at the end. Returns from ``run`` once ``close`` was called.
 
     ``most``: connections at once. ``most_per_address``: of them from one client as ``client_of`` counts them;
     more are closed at once, without TLS after an answer of 429. ``handshake_timeout_s``: of TLS.
@@ -122,7 +122,6 @@ class Acceptor:
         self._logged_s: dict[str, float] = {}
         self._one_over = anyio.Event()
         self._scope = anyio.CancelScope()
-        self._has_ended = anyio.Event()
         self.num_connections = 0
         """Open now, those in a TLS handshake included."""
 
@@ -141,26 +140,29 @@ class Acceptor:
                             await anyio.lowlevel.checkpoint()  # others run, however fast clients connect
         finally:
             self._listener.close()
-            self._has_ended.set()
 
     def close(self) -> None:
         """Accepts no more."""
         self._scope.cancel()
 
-    async def wait_closed(self) -> None:
-        """Returns when the socket is closed."""
-        await self._has_ended.wait()
+    async def wait_unconnected(self) -> None:
+        """Returns when no connection is open."""
+        while self.num_connections:
+            await self._one_over.wait()
 
     async def _next(self) -> tuple[socket.socket, str | None]:
         """The next connection, and the client that it counts for."""
-        loop = asyncio.get_running_loop()
         while True:
             while self.num_connections >= self._most:
                 self._log("full", "%d connections are open, which is the limit: others wait", self._most)
                 await self._one_over.wait()
             one_over = self._one_over
             try:
-                connection, address = await loop.sock_accept(self._listener)
+                # Not ``loop.sock_accept``, which loses a connection that arrives while it is cancelled.
+                connection, address = self._listener.accept()
+            except BlockingIOError:
+                await anyio.wait_readable(self._listener)
+                continue
             except ConnectionAbortedError:  # the client has left already
                 continue
             except OSError as error:
@@ -170,6 +172,7 @@ class Acceptor:
                 with anyio.move_on_after(RETRY_S):
                     await one_over.wait()
                 continue
+            connection.setblocking(False)
             return connection, client_of(address[0]) if isinstance(address, tuple) else None
 
     def _counted(self, client: str | None) -> Callable[[], None]:
@@ -200,9 +203,11 @@ class Acceptor:
         if self._tls is not None:
             of_tls = {"ssl": self._tls, "ssl_handshake_timeout": self._handshake_timeout_s}
         try:
-            await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: self._make_protocol(end), connection, **of_tls
-            )
+            # Without a handshake it takes one turn of the loop; the connection is then closed like others.
+            with anyio.CancelScope(shield=self._tls is None):
+                await asyncio.get_running_loop().connect_accepted_socket(
+                    lambda: self._make_protocol(end), connection, **of_tls
+                )
         except OSError as error:  # what is wrong with a TLS handshake is one
             end()
             logger.debug("a connection failed before it was open: %s", error)
@@ -212,6 +217,7 @@ class Acceptor:
             logger.exception("a connection could not be opened")
         except BaseException:
             end()
+            connection.close()
             raise
 
     def _turn_away(self, connection: socket.socket, client: str) -> None:

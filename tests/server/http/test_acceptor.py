@@ -57,7 +57,6 @@ async def accepting(**options: Any) -> AsyncIterator[tuple[Acceptor, int]]:
         group.start_soon(one.run)
         yield one, port
         one.close()
-        await one.wait_closed()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
 

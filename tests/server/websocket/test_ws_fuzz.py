@@ -17,7 +17,7 @@ from support.server.fuzz_driver import Fuzzer, engine_target, scripted_target
 
 pytestmark = pytest.mark.anyio
 
-NUM_FRAMES = int(os.environ.get("FUZZ_FRAMES", "1000"))
+NUM_FRAMES = int(os.environ.get("FUZZ_FRAMES", "500"))
 SEED = os.environ.get("FUZZ_SEED", "1")
 ONLY = os.environ.get("FUZZ_ONLY", "")
 TARGETS = {"script": scripted_target, "engine": engine_target}
@@ -30,6 +30,7 @@ MAX_BLOCKS = 1000
 MAX_BYTES = 48_000_000
 
 
+@pytest.mark.trio_in_full
 @pytest.mark.timeout(120 + NUM_FRAMES // 10)
 @pytest.mark.parametrize("target", TARGETS)
 async def test_fuzzed_frames_harm_nobody(target: str, caplog: pytest.LogCaptureFixture) -> None:

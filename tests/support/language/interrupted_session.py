@@ -7,6 +7,7 @@ It prints the phase when it is there. What it stands in never ends by itself.
 
 from __future__ import annotations
 
+import signal
 import socket
 import sys
 import threading
@@ -89,4 +90,8 @@ async def main(phase: str) -> None:
 
 
 if __name__ == "__main__":
-    anyio.run(main, sys.argv[1], backend=sys.argv[2])
+    try:
+        anyio.run(main, sys.argv[1], backend=sys.argv[2])
+    finally:
+        # A second interrupt that arrives when the session has ended would cut off the traceback.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)

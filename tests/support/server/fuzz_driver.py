@@ -83,7 +83,8 @@ async def engine_target() -> AsyncIterator[tuple[Any, CheckIdle]]:
     """The whole engine, without a model, and the process that compiles constraints."""
     runner = FakeRunner(vocab_size=TOKENIZER.vocab_size, num_slots=1024, max_context=512)
     engine = FakeEngine(runner=runner)
-    limits = CompileLimits(cache_bytes=20_000)  # soon full
+    # A cache that is soon full, and patience: the process has the lowest priority.
+    limits = CompileLimits(cache_bytes=20_000, wall_s=1000)
     async with engine.open_client() as client, constraint_compiler(limits) as compiler:
         await compiler.compile(Constraint("regex", "a"), tenant="")  # the process is loaded
         model = EngineModel("fake", client, TEMPLATE, compiler=compiler)

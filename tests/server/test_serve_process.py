@@ -1,0 +1,164 @@
+"""``serve`` in a process of its own: what it prints, and what signals do while it loads, serves and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+from support.wire_peer import HANG, Listener, gen
+
+from agentflow.backends.remote import Remote
+from agentflow.errors import ServerLost
+from agentflow.protocol import ops
+from agentflow.server.serve import listen
+
+TESTS = Path(__file__).parent.parent
+TIMEOUT_S = 30
+
+# The models load until a line is read, and with the argument "closes slowly" close when another one is.
+CHILD = """
+import logging
+import sys
+from contextlib import asynccontextmanager
+import anyio
+from support.wire_peer import WireGenerator
+from agentflow.server.models import one_model
+from agentflow.server.serve import serve
+
+async def read_line():
+    await anyio.to_thread.run_sync(sys.stdin.readline, abandon_on_cancel=True)
+
+@asynccontextmanager
+async def open_generator():
+    print("loading", flush=True)
+    try:
+        await read_line()
+        yield WireGenerator()
+    finally:
+        if sys.argv[2:] == ["closes slowly"]:
+            print("closing", flush=True)
+            with anyio.CancelScope(shield=True):
+                await read_line()
+        print("closed", flush=True)
+
+if sys.argv[2:]:
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    logging.getLogger("asyncio").setLevel(logging.WARNING)
+serve(one_model(open_generator), port=int(sys.argv[1]))
+print("returned", flush=True)
+"""
+
+
+class Server:
+    """The process. It has printed "loading"."""
+
+    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
+        self.process = process
+        self.port = port
+
+    def line(self) -> str:
+        """The next line of its output."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+    def go_on(self) -> None:
+        """Lets it go on where it waits for a line."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("go on\n")
+        self.process.stdin.flush()
+
+    def status(self, path: str) -> int:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT_S)
+        with contextlib.closing(connection):
+            connection.request("GET", path)
+            return connection.getresponse().status
+
+    def end(self) -> tuple[int, str, str]:
+        """Waits for its end. The exit status, and the rest of its output and of its errors."""
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        # Not ``communicate``, which skips what ``readline`` has buffered.
+        output, errors = self.process.stdout.read(), self.process.stderr.read()
+        return self.process.wait(TIMEOUT_S), output, errors
+
+
+@contextmanager
+def loading_server(*arguments: str) -> Iterator[Server]:
+    with listen("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    with subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", CHILD, str(port), *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        server = Server(process, port)
+        try:
+            assert server.line() == "loading\n"
+            yield server
+        except BaseException:
+            process.kill()
+            raise
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_prints_its_addresses_when_it_is_ready_and_a_signal_ends_it_under_a_client(
+    number: signal.Signals,
+) -> None:
+    with loading_server() as server:
+        assert (server.status("/health/live"), server.status("/health/ready")) == (200, 503)
+        server.go_on()
+        address = f"127.0.0.1:{server.port}"
+        assert server.line() == f"agentflow serves scripted at ws://{address}\n"
+        assert server.line() == f"OpenAI's API is at http://{address}/v1, Anthropic's at http://{address}\n"
+        assert server.status("/health/ready") == 200
+
+        async def client() -> Exception:
+            listener = Listener()
+            async with Remote(f"ws://{address}").connect(listener.deliver, listener.lost) as connection:
+                connection.send([ops.Open(1), ops.Text(1, (HANG,)), gen(1, 2)])
+                await listener.wait_for(lambda heard: 2 in heard.texts)
+                server.process.send_signal(number)
+                return await listener.wait_until_lost()
+
+        error = anyio.run(client)
+        assert server.end() == (0, "closed\nreturned\n", "")
+    assert isinstance(error, ServerLost)
+    assert "shut down" in str(error)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_while_it_loads(number: signal.Signals) -> None:
+    with loading_server() as server:
+        # A probe that keeps its connection.
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=TIMEOUT_S)
+        with contextlib.closing(connection):
+            connection.request("GET", "/health/live")
+            assert connection.getresponse().read() == b'{"status":"live"}'
+            server.process.send_signal(number)
+            assert server.line() == "closed\n"
+        server.go_on()  # for the thread that reads
+        assert server.end() == (0, "returned\n", "")
+
+
+def test_a_hangup_while_it_loads_is_recorded_and_one_while_it_closes_is_ignored() -> None:
+    with loading_server("closes slowly") as server:
+        server.process.send_signal(signal.SIGHUP)
+        server.go_on()
+        assert "the keys file was read again\n" in [server.line() for _ in range(3)]
+        server.process.send_signal(signal.SIGTERM)
+        assert server.line() == "closing\n"
+        server.process.send_signal(signal.SIGHUP)
+        server.go_on()
+        assert server.end() == (0, "closed\nreturned\n", "")
