@@ -46,6 +46,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def model_folder() -> Path:
     """The default model's folder in the user's own store; the first test that asks for it pulls it."""
-    from agentflow.engine.store.model_store import DEFAULT_MODEL, pull_model
+    from agentflow.engine.store.model_store import pull_model
+    from agentflow.protocol.wire import DEFAULT_MODEL
 
     return pull_model(DEFAULT_MODEL, progress=False)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
-from typing import Final, Generic
+from typing import Any, Generic
 
 from agentflow.errors import ModelError
 from agentflow.protocol.backend import Connection, Deliver, Lost
 from agentflow.protocol.events import Capabilities
 from agentflow.protocol.ops import Op
+from agentflow.protocol.wire import DEFAULT_MODEL
 from agentflow.runtime.generator import ContextT, Generator
 from agentflow.runtime.interpreter import Interpreter
 from agentflow.runtime.task_group import open_task_group
@@ -53,17 +54,14 @@ async def interpreted(generator: Generator[ContextT], deliver: Deliver) -> Async
                 group.cancel_scope.cancel()
 
 
-DEFAULT_MODEL: Final = "smollm2-135m"
-
-
 class Embedded:
     """An engine in this process, the default of ``af.session()``.
 
     ``model``: a name that ``agentflow pull`` knows, or a Hugging Face folder. ``dtype``: ``bfloat16`` or
     ``float32``. ``device``: ``cpu``, ``cuda``, or None to choose one. ``kv_tokens``: the size of the KV pool
     in tokens, for the cache and running requests together; None to choose one. ``token_budget``: prompt
-    tokens per step. ``max_running``: requests per batch. ``num_threads``: CPU threads. ``use_cache=False``
-    turns the prefix cache off.
+    tokens per step. ``max_running``: requests per batch. ``threads``: CPU threads. ``cache=False`` turns the
+    prefix cache off. The defaults are those of ``agentflow serve``.
 
     >>> async with af.session(backend=af.Embedded("smollm2-135m", dtype="float32")) as flow:
     ...     grade = await flow.run(judge, essay)
@@ -78,18 +76,19 @@ class Embedded:
         kv_tokens: int | None = None,
         token_budget: int | None = None,
         max_running: int = 64,
-        num_threads: int | None = None,
-        use_cache: bool = True,
+        threads: int | None = None,
+        cache: bool = True,
     ) -> None:
-        self._options = {
+        self._options: dict[str, Any] = {
             "model": str(model),
             "dtype": dtype,
             "device": device,
             "kv_tokens": kv_tokens,
             "token_budget": token_budget,
             "max_running": max_running,
-            "num_threads": num_threads,
-            "use_cache": use_cache,
+            "threads": threads,
+            "cache": cache,
+            "max_unfinished": None,
         }
 
     def connect(self, deliver: Deliver, lost: Lost) -> AbstractAsyncContextManager[Connection]:
@@ -99,12 +98,14 @@ class Embedded:
     @asynccontextmanager
     async def _connect(self, deliver: Deliver) -> AsyncIterator[Connection]:
         try:
-            from agentflow.engine.local_engine import EngineOptions, open_generator
+            from agentflow.engine.local_engine import open_generator
         except ImportError as error:
             raise ModelError(
                 f"the embedded engine needs the package {error.name!r}: pip install 'agentflow-lm[engine]', "
                 "or give the url of a server"
             ) from error
-        options = EngineOptions(**self._options)  # type: ignore[arg-type]
-        async with open_generator(options) as generator, interpreted(generator, deliver) as connection:
+        async with (
+            open_generator(**self._options) as generator,
+            interpreted(generator, deliver) as connection,
+        ):
             yield connection

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from agentflow.cli.command import Command
-from agentflow.server.config.schema import DEFAULT_MODEL
+from agentflow.protocol.wire import DEFAULT_MODEL
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

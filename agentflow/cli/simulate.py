@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import get_args
 
 from agentflow.cli.command import Command, count
-from agentflow.server.config.schema import Policy
-
-POLICY_NAMES: tuple[str, ...] = get_args(Policy)
+from agentflow.engine.options import POLICY_NAMES
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

@@ -6,9 +6,10 @@ import json
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import asdict, replace
 
 from agentflow.engine.client import EngineClient, running_engine
 from agentflow.engine.generator import EngineGenerator
@@ -20,53 +21,21 @@ from agentflow.engine.machine import (
     free_host_bytes,
     kv_bytes_per_token,
 )
+from agentflow.engine.options import EngineOptions
 from agentflow.engine.process.ipc import Start
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
 from agentflow.engine.process.supervisor import Deadlines, supervised_engine
 from agentflow.engine.runner import ModelRunner
-from agentflow.engine.scheduling.policies import DEFAULT_POLICY
 from agentflow.engine.scheduling.scheduler import SchedulerConfig
 from agentflow.engine.store.model_store import resolve_model
 from agentflow.engine.text.chat_template import ChatTemplate
 from agentflow.engine.text.tokenizer import Tokenizer
 
-DEFAULT_MODEL = "smollm2-135m"
 # The largest fraction of the free memory that the KV pool takes.
 MAX_MEMORY_FRACTION = 0.5
 # Time limit of a load beside reading the weights: importing torch, compiling kernels, a cold disk.
 LOAD_S = 180.0
 SLOW_DISK_BYTES_PER_S = 20e6
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """``model``: a name or a folder. ``dtype``: ``bfloat16`` or ``float32``. ``device``: ``cpu``,
-    ``cuda`` or None (CUDA where there is one). ``kv_tokens``: size of the KV pool; None: 65,536 or
-    what half of the free memory holds, whichever is less. ``token_budget``: scheduled tokens of one
-    forward pass; None: 256 on a CPU, 4,096 on a GPU. ``num_threads``: of a CPU; None: torch's choice,
-    within the CPU quota.
-    ``own_process``: runs the engine in a process of its own, which is replaced when it dies, instead of a
-    thread. ``max_unfinished``: limit on running and waiting requests; None: no limit; more are rejected
-    with ``Overloaded``.
-
-    For a process: ``load_timeout_s``: limit of a load (None: by the size of the weights);
-    ``step_timeout_s``: limit of a forward pass (None: by earlier ones); beyond them the process is killed and
-    replaced. ``exit_on_engine_failure``: raise ``EngineFailed`` if the process dies repeatedly."""
-
-    model: str = DEFAULT_MODEL
-    dtype: str = "bfloat16"
-    device: str | None = None
-    kv_tokens: int | None = None
-    token_budget: int | None = None
-    max_running: int = 64
-    num_threads: int | None = None
-    policy: str = DEFAULT_POLICY
-    use_cache: bool = True
-    own_process: bool = False
-    max_unfinished: int | None = None
-    load_timeout_s: float | None = None
-    step_timeout_s: float | None = None
-    exit_on_engine_failure: bool = False
 
 
 @asynccontextmanager
@@ -117,7 +86,7 @@ def _config(options: EngineOptions, device: str) -> SchedulerConfig:
         max_running=options.max_running,
         token_budget=options.token_budget or (256 if device == "cpu" else 4096),
         policy=options.policy,
-        use_cache=options.use_cache,
+        use_cache=options.cache,
     )
 
 
@@ -128,17 +97,19 @@ def _load(options: EngineOptions, folder: Path, device: str) -> tuple[ModelRunne
 
     num_slots = options.kv_tokens or _fitting_kv_tokens(folder, options.dtype, _free_bytes(device))
     runner = TorchRunner(
-        folder, device=device, dtype=options.dtype, num_slots=num_slots, num_threads=options.num_threads
+        folder, device=device, dtype=options.dtype, num_slots=num_slots, num_threads=options.threads
     )
     return runner, Tokenizer.from_folder(folder)
 
 
 @asynccontextmanager
-async def open_generator(options: EngineOptions) -> AsyncIterator[EngineGenerator]:
-    """A generator for an interpreter: an engine, its chat template, and a compiler of constraints."""
-    template = ChatTemplate.from_folder(resolve_model(options.model))
+async def open_generator(**options: Any) -> AsyncIterator[EngineGenerator]:
+    """A generator for an interpreter: an engine, its chat template, and a compiler of constraints.
+    ``options``: the fields of ``EngineOptions``."""
+    chosen = EngineOptions(**options)
+    template = ChatTemplate.from_folder(resolve_model(chosen.model))
     # The compiler first: its process loads at the same time as the model, and uses only what that leaves.
-    async with constraint_compiler() as compiler, open_engine(options) as client:
+    async with constraint_compiler() as compiler, open_engine(chosen) as client:
         yield EngineGenerator(client, template, compiler=compiler)
 
 

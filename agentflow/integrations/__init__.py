@@ -4,7 +4,6 @@ Read ``background_loop`` first: an event loop in a thread, callable from anywher
 one session per process, model calls as programs, retries.
 """
 
-from agentflow.backends.local import DEFAULT_MODEL
 from agentflow.integrations.client import (
     Answer,
     Delta,
@@ -26,6 +25,7 @@ from agentflow.protocol.chat import (
 )
 from agentflow.protocol.events import TopLogprobs
 from agentflow.protocol.ops import Objective
+from agentflow.protocol.wire import DEFAULT_MODEL
 from agentflow.runtime.task_group import open_task_group
 
 __all__ = [

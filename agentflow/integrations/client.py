@@ -21,7 +21,6 @@ from weakref import WeakValueDictionary
 import anyio
 from anyio.abc import TaskStatus
 
-from agentflow.backends.local import DEFAULT_MODEL
 from agentflow.backends.open_session import session
 from agentflow.errors import (
     AgentflowError,
@@ -41,6 +40,7 @@ from agentflow.protocol.backend import Backend
 from agentflow.protocol.chat import Piece, ReplyReader, TextPiece
 from agentflow.protocol.events import TopLogprobs, Usage
 from agentflow.protocol.ops import Objective
+from agentflow.protocol.wire import DEFAULT_MODEL
 from agentflow.runtime.task_group import first_of
 
 # The number of calls of a program whose computed prefixes are evicted last.

@@ -27,6 +27,8 @@ from agentflow.protocol.ops import Op, Rejected
 VERSION = 1
 MAX_FRAME_BYTES = 8 * 1024 * 1024
 DEFAULT_PORT = 8410
+# For sessions, servers and `agentflow pull` that name none.
+DEFAULT_MODEL = "smollm2-135m"
 SESSION_PATH = "/v1/session"
 # A private close code (RFC 6455, section 7.4.2): another connection has taken the session over.
 TAKEN_OVER = 4001

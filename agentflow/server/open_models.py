@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import anyio.to_thread
+from msgspec.structs import replace
 
 from agentflow.engine.client import EngineClient
 from agentflow.engine.grammar.compiler.compiler import constraint_compiler
 from agentflow.engine.grammar.compiler.messages import CompileLimits
-from agentflow.engine.local_engine import EngineOptions, open_engine
+from agentflow.engine.local_engine import open_engine
 from agentflow.engine.machine import FreeMemory, MemoryNeed, divide_memory, free_memory, memory_need
+from agentflow.engine.options import EngineOptions
 from agentflow.engine.process.shutdown_budget import ShutdownBudget
 from agentflow.engine.simulator.recording import recording
 from agentflow.engine.simulator.workload import open_sink, workload_name

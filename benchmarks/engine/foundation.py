@@ -13,7 +13,8 @@ from typing import Any
 from rich.console import Console
 
 from agentflow.engine.client import EngineClient
-from agentflow.engine.local_engine import EngineOptions, open_engine
+from agentflow.engine.local_engine import open_engine
+from agentflow.engine.options import EngineOptions
 from agentflow.engine.store.model_store import resolve_model
 from agentflow.protocol.sampling import SamplingParams
 from benchmarks.peers.transformers_peer import Transformers
@@ -52,7 +53,7 @@ async def generate_s(client: EngineClient, prompts: list[list[int]], num_tokens:
 
 def engine(**options: Any) -> AbstractAsyncContextManager[EngineClient]:
     """Our engine in bfloat16 on two threads."""
-    return open_engine(EngineOptions(MODEL, device="cpu", num_threads=NUM_THREADS, **options))
+    return open_engine(EngineOptions(MODEL, device="cpu", threads=NUM_THREADS, **options))
 
 
 async def measure_decode(report: Report, peer: Transformers) -> None:
@@ -132,14 +133,14 @@ async def measure_prefix_cache(report: Report) -> None:
     times: list[tuple[float, float]] = []
     kv_tokens = num_requests * (shared + own + outputs) + 1000
 
-    async def workload(use_cache: bool) -> float:
-        async with engine(kv_tokens=kv_tokens, max_running=num_requests, use_cache=use_cache) as client:
+    async def workload(cache: bool) -> float:
+        async with engine(kv_tokens=kv_tokens, max_running=num_requests, cache=cache) as client:
             await generate_s(client, [prompts.new(64)], 4)
             prefix = prompts.new(shared)
             return await generate_s(client, [prefix + prompts.new(own) for _ in range(num_requests)], outputs)
 
     for _ in range(3 if is_full else 1):
-        without_s, with_s = await workload(use_cache=False), await workload(use_cache=True)
+        without_s, with_s = await workload(cache=False), await workload(cache=True)
         ratios.append(without_s / with_s)
         times.append((with_s, without_s))
     with_s, without_s = sorted(times)[len(times) // 2]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from agentflow.engine.local_engine import EngineOptions
+from agentflow.engine.options import EngineOptions
 from agentflow.server.open_models import open_models
 from agentflow.server.serve import RunningServer, running_server
 from benchmarks.report import Report, Result, median_of
@@ -43,7 +43,7 @@ REFUSED = {429, 503}
 @asynccontextmanager
 async def served() -> AsyncIterator[RunningServer]:
     """A server that refuses what would wait for longer than ``MAX_WAIT_S``."""
-    engine = EngineOptions(MODEL, device="cpu", num_threads=2, max_running=MAX_RUNNING, kv_tokens=20_000)
+    engine = EngineOptions(MODEL, device="cpu", threads=2, max_running=MAX_RUNNING, kv_tokens=20_000)
     async with running_server(lambda: open_models({MODEL: engine}, max_wait_s=MAX_WAIT_S)) as server:
         yield server
 

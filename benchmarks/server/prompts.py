@@ -11,7 +11,8 @@ from unittest.mock import patch
 
 import numpy as np
 
-from agentflow.engine.local_engine import EngineOptions, limit_spinning
+from agentflow.engine.local_engine import limit_spinning
+from agentflow.engine.options import EngineOptions
 from agentflow.engine.request import Request
 from agentflow.engine.scheduling import scheduler as scheduler_module
 from agentflow.engine.scheduling.scheduler import Scheduler, SchedulerConfig
@@ -53,7 +54,7 @@ async def measure_prompts(report: Report, clients: LoadProcess) -> None:
     rounds = 5 if report.scale == "full" else 2
     waits: list[tuple[float, float]] = []
     steps: list[tuple[float, float]] = []
-    engine = EngineOptions(MODEL, device="cpu", num_threads=2, kv_tokens=KV_TOKENS)
+    engine = EngineOptions(MODEL, device="cpu", threads=2, kv_tokens=KV_TOKENS)
     async with running_server(lambda: open_models({MODEL: engine})) as server, load_process() as others:
         port, [model] = port_of(server), server.service.models
         assert isinstance(model, EngineModel)

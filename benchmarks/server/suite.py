@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 
 from rich.console import Console
 
-from agentflow.engine.local_engine import EngineOptions
+from agentflow.engine.options import EngineOptions
 from agentflow.engine.process.child import lower_priority
 from agentflow.engine.process.ipc import FromEngine, Progress, Submit
 from agentflow.engine.tenant import ANONYMOUS
@@ -37,7 +37,7 @@ NUM_TOKENS = 64
 @asynccontextmanager
 async def served() -> AsyncIterator[tuple[RunningServer, EngineModel]]:
     """A server in this process, its engine in another, as ``agentflow serve`` has it."""
-    engine = EngineOptions(MODEL, device="cpu", num_threads=2, max_running=NUM_STREAMS, kv_tokens=20_000)
+    engine = EngineOptions(MODEL, device="cpu", threads=2, max_running=NUM_STREAMS, kv_tokens=20_000)
     async with running_server(lambda: open_models({MODEL: engine})) as server:
         [model] = server.service.models
         assert isinstance(model, EngineModel)

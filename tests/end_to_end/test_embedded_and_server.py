@@ -49,7 +49,7 @@ def server_url(model_folder):
 
 @pytest.fixture(scope="module")
 def embedded_result(model_folder):
-    backend = af.Embedded(dtype="float32", kv_tokens=4000, num_threads=2)
+    backend = af.Embedded(dtype="float32", kv_tokens=4000, threads=2)
     return anyio.run(lambda: run_on(backend=backend))
 
 

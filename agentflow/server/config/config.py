@@ -23,8 +23,8 @@ from typing import Any
 from msgspec import Struct
 
 from agentflow.errors import BadArgument
+from agentflow.protocol.wire import DEFAULT_MODEL
 from agentflow.server.config.schema import (
-    DEFAULT_MODEL,
     SECTIONS,
     TABLES,
     VARIABLE_PREFIX,

@@ -1,8 +1,9 @@
 """The settings of a server: one schema, from which flags, environment variables and file keys are derived.
 
-Each section of ``ServeConfig`` is a struct, and each field with a help text is a setting. The limits are the
-structs that the server itself uses. From a field ``Setting`` derives a flag (``--kv-tokens``), a variable
-(``AGENTFLOW_SERVE_KV_TOKENS``) and a key of the file (``kv_tokens`` in ``[engine]``).
+Each section of ``ServeConfig`` is a struct, and each field with a help text is a setting. Limits and engine
+settings are declared on the structs that the server and the engine use. From a field ``Setting`` derives a
+flag (``--kv-tokens``), a variable (``AGENTFLOW_SERVE_KV_TOKENS``) and a key of the file (``kv_tokens`` in
+``[engine]``).
 The module imports neither torch nor a web framework, so the commands work in a bare install.
 """
 
@@ -12,19 +13,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct, inspect
 
 from agentflow.engine.grammar.compiler.messages import CompileLimits
+from agentflow.engine.options import EngineOptions, EngineSettings
 from agentflow.engine.process.shutdown_budget import DRAIN_S
 from agentflow.errors import BadArgument
 from agentflow.protocol.wire import DEFAULT_PORT
 from agentflow.runtime.declared import (
-    Count,
     Fraction,
-    Seconds,
     SecondsOrZero,
     allowed_values,
     convert_checked,
@@ -33,56 +33,14 @@ from agentflow.runtime.declared import (
 )
 from agentflow.server.config.limits import HttpLimits, ServerLimits
 
-if TYPE_CHECKING:
-    from agentflow.engine.local_engine import EngineOptions
-
-
-DEFAULT_MODEL = "smollm2-135m"
-
 Text = Annotated[str, Meta(min_length=1)]
-Policy = Literal["fair-lpm", "lpm", "dfs-weight", "fcfs", "random"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 SECRET = {"secret": True}
 FILE = {"metavar": "FILE"}
 
 
-class EngineSettings(Struct, frozen=True, kw_only=True):
-    """How a model is run. A model's own table takes precedence over ``[engine]``."""
-
-    dtype: Annotated[Literal["bfloat16", "float32"], doc("data type of the weights")] = "bfloat16"
-    device: Annotated[
-        Literal["cpu", "cuda"] | None, doc("where the model runs (not set: a GPU if there is one)")
-    ] = None
-    kv_tokens: Annotated[
-        Count | None, doc("capacity of the KV pool in tokens (not set: as many as fit into memory)")
-    ] = None
-    token_budget: Annotated[
-        Count | None, doc("tokens of one forward pass (not set: 256 on a CPU, 4096 on a GPU)")
-    ] = None
-    max_running: Annotated[Count, doc("requests in one batch")] = 64
-    threads: Annotated[Count | None, doc("CPU threads (not set: torch's default, within the CPU quota)")] = (
-        None
-    )
-    policy: Annotated[Policy, doc("scheduling policy: the order in which requests are admitted")] = "fair-lpm"
-    cache: Annotated[bool, doc("use the prefix cache")] = True
-    max_unfinished: Annotated[
-        Count, doc("requests waiting and running at once; further ones are rejected")
-    ] = 4096
-    load_timeout_s: Annotated[
-        Seconds | None,
-        doc("time limit for loading (not set: 180 s, plus 1 s for each 20 MB of weights)"),
-    ] = None
-    step_timeout_s: Annotated[
-        Seconds | None,
-        doc("time limit for one forward pass (not set: 30 to 300 s, from earlier passes)"),
-    ] = None
-    exit_on_engine_failure: Annotated[
-        bool, doc("exit with status 1 when an engine has died three times in a row")
-    ] = False
-
-
 class EngineConfig(EngineSettings, frozen=True, kw_only=True):
-    """``[engine]``."""
+    """``[engine]``. A model's own table takes precedence over it."""
 
     memory_share: Annotated[
         Fraction, doc("fraction of the free memory for the weights and KV pools of all models")
@@ -96,25 +54,9 @@ class ModelConfig(EngineSettings, frozen=True, kw_only=True):
     path: Annotated[Text, doc("a pulled model's name or a Hugging Face folder (not set: NAME)")]
 
     def engine_options(self) -> EngineOptions:
-        """The options of its engine, which runs in a process of its own."""
-        from agentflow.engine.local_engine import EngineOptions
-
-        return EngineOptions(
-            model=self.path,
-            dtype=self.dtype,
-            device=self.device,
-            kv_tokens=self.kv_tokens,
-            token_budget=self.token_budget,
-            max_running=self.max_running,
-            num_threads=self.threads,
-            policy=self.policy,
-            use_cache=self.cache,
-            own_process=True,
-            max_unfinished=self.max_unfinished,
-            load_timeout_s=self.load_timeout_s,
-            step_timeout_s=self.step_timeout_s,
-            exit_on_engine_failure=self.exit_on_engine_failure,
-        )
+        """The options of its engine."""
+        settings = {name: getattr(self, name) for name in EngineSettings.__struct_fields__}
+        return EngineOptions(self.path, **settings)
 
 
 class NetworkConfig(Struct, frozen=True, kw_only=True):

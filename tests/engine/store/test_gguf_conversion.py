@@ -17,7 +17,6 @@ from tokenizers import Tokenizer
 
 from agentflow.engine.store.gguf import convert_gguf
 from agentflow.engine.store.model_store import (
-    DEFAULT_MODEL,
     KNOWN_MODELS,
     ModelSource,
     Silent,
@@ -26,6 +25,7 @@ from agentflow.engine.store.model_store import (
 )
 from agentflow.engine.store.pip_download import Report
 from agentflow.errors import PullFailed
+from agentflow.protocol.wire import DEFAULT_MODEL
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER = 64, 4, 2, 16, 96
 TOKENS = ["<end>", "<start>", "a", "b", "Ġ", "1", "ab", "ĠĠ", "Ġa"]

@@ -2,7 +2,6 @@
 
 import tomllib
 from pathlib import Path
-from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -11,9 +10,9 @@ from msgspec import inspect, structs
 
 from agentflow.cli.serve import _known_names
 from agentflow.engine.grammar.compiler.messages import CompileLimits
+from agentflow.engine.options import POLICY_NAMES, EngineOptions
 from agentflow.engine.scheduling.policies import POLICIES
 from agentflow.errors import BadArgument
-from agentflow.server.config import schema as config_schema
 from agentflow.server.config.config import Effective, Flags, config_text, load_config
 from agentflow.server.config.limits import HttpLimits, ServerLimits
 from agentflow.server.config.schema import (
@@ -123,9 +122,7 @@ def test_who_names_models_first_says_which_there_are(file):
 
 def test_engine_options_are_those_of_the_model():
     model = loaded(max_running="3", cache=False, threads="2", models=("a=/b",)).config.models[0]
-    options = model.engine_options()
-    assert (options.model, options.max_running, options.use_cache) == ("/b", 3, False)
-    assert (options.num_threads, options.own_process, options.max_unfinished) == (2, True, 4096)
+    assert model.engine_options() == EngineOptions("/b", max_running=3, cache=False, threads=2)
 
 
 @pytest.mark.parametrize(
@@ -318,7 +315,7 @@ def test_the_limits_are_the_servers_own():
 
 
 def test_the_schema_agrees_with_the_engine():
-    assert get_args(config_schema.Policy) == tuple(POLICIES)
+    assert tuple(POLICIES) == POLICY_NAMES
     assert {*model_settings()} == {"path", *shared_names()}
     sections = {field.name: field.default for field in structs.fields(ServeConfig) if field.name != "models"}
     assert {name: type(default) for name, default in sections.items()} == {

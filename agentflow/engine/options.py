@@ -1,0 +1,62 @@
+"""The options of an engine, each declared once.
+
+The server derives a flag, a variable and a key of its file from each field of ``EngineSettings``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, get_args
+
+from agentflow.engine.scheduling.policy import DEFAULT_POLICY, PolicyName
+from agentflow.protocol.wire import DEFAULT_MODEL
+from agentflow.runtime.declared import Count, Declared, Seconds, doc
+
+POLICY_NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
+
+
+class EngineSettings(Declared, frozen=True, kw_only=True):
+    """How a model is run. The time limits and ``exit_on_engine_failure`` apply to an engine in a process of
+    its own: beyond a limit the process is killed and replaced. ``BadArgument`` for a value that is not
+    allowed."""
+
+    dtype: Annotated[Literal["bfloat16", "float32"], doc("data type of the weights")] = "bfloat16"
+    device: Annotated[
+        Literal["cpu", "cuda"] | None, doc("where the model runs (not set: a GPU if there is one)")
+    ] = None
+    kv_tokens: Annotated[
+        Count | None, doc("capacity of the KV pool in tokens (not set: as many as fit into memory)")
+    ] = None
+    token_budget: Annotated[
+        Count | None, doc("tokens of one forward pass (not set: 256 on a CPU, 4096 on a GPU)")
+    ] = None
+    max_running: Annotated[Count, doc("requests in one batch")] = 64
+    threads: Annotated[Count | None, doc("CPU threads (not set: torch's default, within the CPU quota)")] = (
+        None
+    )
+    policy: Annotated[PolicyName, doc("scheduling policy: the order in which requests are admitted")] = (
+        DEFAULT_POLICY
+    )
+    cache: Annotated[bool, doc("use the prefix cache")] = True
+    max_unfinished: Annotated[
+        Count | None, doc("requests waiting and running at once; further ones are rejected")
+    ] = 4096
+    load_timeout_s: Annotated[
+        Seconds | None,
+        doc("time limit for loading (not set: 180 s, plus 1 s for each 20 MB of weights)"),
+    ] = None
+    step_timeout_s: Annotated[
+        Seconds | None,
+        doc("time limit for one forward pass (not set: 30 to 300 s, from earlier passes)"),
+    ] = None
+    exit_on_engine_failure: Annotated[
+        bool, doc("exit with status 1 when an engine has died three times in a row")
+    ] = False
+
+
+class EngineOptions(EngineSettings, frozen=True):
+    """One engine. ``model``: the name of a pulled model, or a Hugging Face folder. ``own_process``: it runs
+    in a process of its own, which is replaced when it dies, instead of in a thread. ``max_unfinished`` None:
+    no limit."""
+
+    model: str = DEFAULT_MODEL
+    own_process: bool = False
