@@ -1,11 +1,9 @@
 """A JSON schema as one regular expression, if it is regular and small.
 
-The file has three parts: JSON values as regular expressions, the schema keywords that the compiler knows, and
-``schema_to_regex``, which combines them. Text generated from the expression is always valid under the schema,
-but not all valid text can be generated: members come in the order of ``properties``, and there are no others
-unless the schema asks for them. Values are narrower than JSON where parsers differ: strings have no lone
-surrogates, integers fit 64 bits, numbers have no exponent. A schema that is not regular is left to llguidance
-(None).
+The file has two parts: the schema keywords that the compiler knows, and ``schema_to_regex``, which joins the
+expressions of ``json_scalars``. Text generated from the result is always valid under the schema, but not all
+valid text can be generated: members come in the order of ``properties``, and there are no others unless the
+schema asks for them. A schema that is not regular is left to llguidance (None).
 """
 
 from __future__ import annotations
@@ -17,6 +15,16 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 from urllib.parse import unquote
 
+from agentflow.engine.grammar.json_scalars import (
+    BOOLEAN,
+    MOST_INTEGER,
+    NULL,
+    integer,
+    number,
+    one_of,
+    string,
+    text_of_format,
+)
 from agentflow.engine.grammar.regex import EMPTY, CharSet, Choice, Regex, Repeat, Sequence, literal
 
 Whitespace: TypeAlias = Literal["compact", "tight", "free"]
@@ -25,82 +33,6 @@ choice."""
 
 FREE_WHITESPACE_CHARS: Final = 16
 """The limit in one place, so that a model cannot generate whitespace for ever."""
-
-MOST_INTEGERS: Final = 400
-"""The widest range of integers that is written out as its members."""
-
-MOST_INTEGER: Final = 10**18 - 1
-"""18 digits: fits 64 bits."""
-
-MOST_NUMBER: Final = 10**15
-"""Numbers are smaller, so that all digits before the point are exact."""
-
-_DIGIT: Final = CharSet(((0x30, 0x39),))
-_NONZERO: Final = CharSet(((0x31, 0x39),))
-_MINUS: Final = Repeat(literal("-"), 0, 1)
-_HEX: Final = CharSet(((0x30, 0x39), (0x41, 0x46), (0x61, 0x66)))
-_HEX_BUT_D: Final = CharSet(((0x30, 0x39), (0x41, 0x43), (0x45, 0x46), (0x61, 0x63), (0x65, 0x66)))
-_HEX_D: Final = CharSet(((0x44, 0x44), (0x64, 0x64)))
-_HEX_89AB: Final = CharSet(((0x38, 0x39), (0x41, 0x42), (0x61, 0x62)))
-_HEX_CDEF: Final = CharSet(((0x43, 0x46), (0x63, 0x66)))
-
-_PLAIN_CHAR: Final = CharSet(
-    ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, 0x10FFFF))  # no control, no quote, no backslash
-)
-_ESCAPES: Final = CharSet(tuple([(ord(letter), ord(letter)) for letter in '"/\\bfnrt']))
-_HIGH_HALF: Final = Sequence((literal("u"), _HEX_D, _HEX_89AB, _HEX, _HEX))
-_LOW_HALF: Final = Sequence((literal("\\u"), _HEX_D, _HEX_CDEF, _HEX, _HEX))
-_ESCAPED_UNIT: Final = Choice(
-    (
-        Sequence((literal("u"), _HEX_BUT_D, _HEX, _HEX, _HEX)),
-        Sequence((literal("u"), _HEX_D, CharSet(((0x30, 0x37),)), _HEX, _HEX)),
-    )
-)
-_STRING_CHAR: Final = Choice(
-    (
-        _PLAIN_CHAR,
-        Sequence((literal("\\"), Choice((_ESCAPES, _ESCAPED_UNIT, Sequence((_HIGH_HALF, _LOW_HALF)))))),
-    )
-)
-
-BOOLEAN: Final[Regex] = Choice((literal("true"), literal("false")))
-NULL: Final[Regex] = literal("null")
-_FRACTION: Final = Repeat(Sequence((literal("."), Repeat(_DIGIT, 1, 17))), 0, 1)
-_SIZE: Final = Sequence((Choice((literal("0"), Sequence((_NONZERO, Repeat(_DIGIT, 0, 14))))), _FRACTION))
-_SHARE: Final = Choice(
-    (
-        Sequence((literal("0"), _FRACTION)),
-        Sequence((literal("1"), Repeat(Sequence((literal("."), Repeat(literal("0"), 1, 17))), 0, 1))),
-    )
-)
-
-
-def string(least: int = 0, most: int | None = None) -> Regex:
-    """A string of ``least`` to ``most`` characters (code points; an escape counts as one)."""
-    return Sequence((literal('"'), Repeat(_STRING_CHAR, least, most), literal('"')))
-
-
-def integer(least: int = -MOST_INTEGER, most: int = MOST_INTEGER) -> Regex | None:
-    """An integer from ``least`` to ``most``, both inclusive. None if the range is too wide to be written out
-    and is not a half-line at 0 or 1."""
-    positive = Sequence((_NONZERO, Repeat(_DIGIT, 0, 17)))
-    if most >= MOST_INTEGER and least <= -MOST_INTEGER:
-        return Choice((literal("0"), Sequence((_MINUS, positive))))
-    if most >= MOST_INTEGER and least in (0, 1):
-        return positive if least == 1 else Choice((literal("0"), positive))
-    if most - least < MOST_INTEGERS:
-        return Choice(tuple([literal(str(value)) for value in range(least, most + 1)]))
-    return None
-
-
-def number(least: float = -MOST_NUMBER, most: float = MOST_NUMBER) -> Regex | None:
-    """A number with or without a fraction, without an exponent. None unless the limits are zero, one or the
-    widest ones."""
-    if most >= MOST_NUMBER and least <= -MOST_NUMBER:
-        return Sequence((_MINUS, _SIZE))
-    if least == 0 and (most >= MOST_NUMBER or most == 1):
-        return _SHARE if most == 1 else _SIZE
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +248,7 @@ class _SchemaReader:
             raise _NotRegular
         if "number" in names and "integer" in names:
             names = [name for name in names if name != "integer"]
-        return _one_of([self._typed(name, schema) for name in names])
+        return one_of([self._typed(name, schema) for name in names])
 
     def _typed(self, name: str, schema: JsonObject) -> Regex:
         said = {key for key in schema if key != "type"}
@@ -334,7 +266,7 @@ class _SchemaReader:
         if "type" in schema and not all(_has_type(value, schema["type"]) for value in values):
             raise _NotRegular
         found = [exactly(value, self._layout) for value in values]
-        return _one_of([_needed(regex) for regex in found])
+        return one_of([_needed(regex) for regex in found])
 
     def _reference(self, reference: object) -> Regex:
         if not isinstance(reference, str) or not reference.startswith("#/") or reference in self._open:
@@ -358,7 +290,7 @@ class _SchemaReader:
     def _any_of(self, options: object) -> Regex:
         if not isinstance(options, list) or not options:
             raise _NotRegular
-        return _one_of([self.regex(option) for option in options])
+        return one_of([self.regex(option) for option in options])
 
     def _all_of(self, schemas: object) -> Regex:
         if not isinstance(schemas, list) or len(schemas) != 1:
@@ -407,9 +339,11 @@ class _SchemaReader:
             tail = EMPTY if most_rest == 0 else Repeat(Sequence((comma, rest)), fewest - 1, most_rest)
             lists.append(Sequence((self._layout.listed([*heads, rest]), tail)))
         found = [self._layout.enclosed("[", members, "]") for members in lists]
-        return _one_of([self._layout.empty("[", "]"), *found] if least == 0 else found)
+        return one_of([self._layout.empty("[", "]"), *found] if least == 0 else found)
 
     def _string(self, said: JsonObject) -> Regex:
+        if set(said) == {"format"} and isinstance(said["format"], str):
+            return _needed(text_of_format(said["format"]))
         if set(said) - {"minLength", "maxLength"}:
             raise _NotRegular
         least, most = _count(said, "minLength"), _limit(said, "maxLength")
@@ -418,24 +352,30 @@ class _SchemaReader:
         return string(least, most)
 
     def _integer(self, said: JsonObject) -> Regex:
-        if set(said) - {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}:
-            raise _NotRegular
-        least = [_whole(said["minimum"])] if "minimum" in said else [-MOST_INTEGER]
-        least += [_whole(said["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in said else []
-        most = [_whole(said["maximum"])] if "maximum" in said else [MOST_INTEGER]
-        most += [_whole(said["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in said else []
-        if max(least) > min(most):
-            raise _NotRegular
-        return _needed(integer(max(least), min(most)))
+        limits = _numeric_limits(said)
+        least = [_whole(limits["least"])] if "least" in limits else []
+        least += [_whole(limits["above"]) + 1] if "above" in limits else []
+        most = [_whole(limits["most"])] if "most" in limits else []
+        most += [_whole(limits["below"]) - 1] if "below" in limits else []
+        return _needed(integer(max(least, default=-MOST_INTEGER), min(most, default=MOST_INTEGER)))
 
     def _number(self, said: JsonObject) -> Regex:
-        if set(said) - {"minimum", "maximum"} or not all(_is_number(limit) for limit in said.values()):
-            raise _NotRegular
-        least, most = (
-            said.get("minimum", -MOST_NUMBER),
-            said.get("maximum", MOST_NUMBER),
-        )
-        return _needed(number(least, most))
+        return _needed(number(**_numeric_limits(said)))
+
+
+_LIMITS: Final = {
+    "minimum": "least",
+    "maximum": "most",
+    "exclusiveMinimum": "above",
+    "exclusiveMaximum": "below",
+}
+
+
+def _numeric_limits(said: JsonObject) -> dict[str, int | float]:
+    """The limits of a number, by the names of ``number``'s arguments."""
+    if set(said) - set(_LIMITS) or not all(_is_number(limit) for limit in said.values()):
+        raise _NotRegular
+    return {_LIMITS[key]: limit for key, limit in said.items()}
 
 
 def _members(members: list[tuple[Regex, bool]], comma: Regex) -> Regex:
@@ -449,11 +389,7 @@ def _members(members: list[tuple[Regex, bool]], comma: Regex) -> Regex:
         firsts.append(Sequence(tuple(parts)))
         if is_required:
             break  # nothing after it can be the first
-    return _one_of(firsts)
-
-
-def _one_of(options: list[Regex]) -> Regex:
-    return options[0] if len(options) == 1 else Choice(tuple(options))
+    return one_of(firsts)
 
 
 def _needed(regex: Regex | None) -> Regex:

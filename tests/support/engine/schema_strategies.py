@@ -48,7 +48,12 @@ _integers = st.one_of(
     ),
 )
 _numbers = st.sampled_from(
-    [{"type": "number"}, {"type": "number", "minimum": 0}, {"type": "number", "minimum": 0, "maximum": 1}]
+    [
+        {"type": "number"},
+        {"type": "number", "minimum": 0},
+        {"type": "number", "minimum": 0, "maximum": 1},
+        {"type": "number", "minimum": -2.5, "maximum": 99},
+    ]
 )
 _leaves = st.one_of(
     _strings,

@@ -12,14 +12,13 @@ import json
 from collections.abc import Iterable, Iterator, Set
 from typing import Any, Final
 
+from agentflow.engine.grammar.json_scalars import MOST_INTEGER, MOST_NUMBER, PATTERN_OF_FORMAT
 from agentflow.engine.grammar.json_schema import (
     ANNOTATIONS,
     HOLD_A_LIST,
     HOLD_A_SCHEMA,
     HOLD_NAMED,
     IN_PLACE,
-    MOST_INTEGER,
-    MOST_NUMBER,
 )
 from agentflow.errors import BadArgument
 
@@ -130,22 +129,6 @@ def _is_finite(schema: Any, endless: Set[str]) -> bool:
     return True
 
 
-_LEAP_YEAR: Final = (
-    r"([1-9][0-9](0[48]|[2468][048]|[13579][26])"  # every fourth year except centuries
-    r"|(1[26]|[2468][048]|[3579][26])00)"  # and every fourth century
-)
-_DATE: Final = rf"([1-9][0-9]{{3}}-(0[13-9]|1[0-2]|02-([01][0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
-
-CLOSER_PATTERNS: Final = {
-    "date": f"^{_DATE}",
-    "date-time": rf"^{_DATE}.*[Tt ][0-9][0-9]:[0-9][0-9]:[0-5]",
-    "time": r"^[0-9][0-9]:[0-9][0-9]:[0-5]",
-    "duration": r"^[^0-9]*([0-9]{1,4}[^0-9]+)+$",  # larger numbers overflow in parsers
-}
-"""Patterns that text of a format must match as well, because the library's expressions admit the year 0,
-every 29th of February and leap seconds, which parsers of dates reject."""
-
-
 MOST_DEPTH: Final = 60
 
 
@@ -178,7 +161,6 @@ def read_schema(source: str) -> Schema:
         _drop_what_says_nothing(sub)
         _refuse(sub)
         _bound_numbers(sub)
-        _keep_to_the_calendar(sub)
         if is_flat:
             _close(sub)
     if is_flat:
@@ -187,6 +169,17 @@ def read_schema(source: str) -> Schema:
         if "oneOf" in sub and "anyOf" not in sub and _exclude_each_other(sub["oneOf"], schema):
             sub["anyOf"] = sub.pop("oneOf")
     return schema
+
+
+def with_patterns(schema: Schema) -> Schema:
+    """The same schema with patterns in place of the formats in ``PATTERN_OF_FORMAT``."""
+    narrower: Schema = json.loads(json.dumps(schema))
+    for sub in _subschemas(narrower, 0):
+        name = sub.get("format")
+        if isinstance(name, str) and name in PATTERN_OF_FORMAT and "pattern" not in sub:
+            del sub["format"]
+            sub["pattern"] = f"^(?:{PATTERN_OF_FORMAT[name]})$"
+    return narrower
 
 
 def _no_constant(name: str) -> None:
@@ -283,12 +276,6 @@ def _bound_numbers(schema: Schema) -> None:
 def _limit(schema: Schema, key: str, otherwise: int) -> float:
     value = schema.get(key, schema.get("exclusive" + key.capitalize(), otherwise))
     return value if isinstance(value, int | float) else otherwise
-
-
-def _keep_to_the_calendar(schema: Schema) -> None:
-    name = schema.get("format")
-    if isinstance(name, str) and name in CLOSER_PATTERNS and schema.get("type") == "string":
-        schema.setdefault("pattern", CLOSER_PATTERNS[name])
 
 
 def _close(schema: Schema) -> None:

@@ -1,0 +1,288 @@
+"""JSON strings, numbers and literals as regular expressions.
+
+Values are narrower than JSON where parsers differ: strings have no lone surrogates, integers fit 64 bits, and
+numbers have no exponent. Numbers have bounded length, so that a model cannot generate digits for ever. Ranges
+are exact: every text of ``number(0.5, 9)`` is parsed as a value in that range.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Final
+
+from agentflow.engine.grammar.regex import (
+    EMPTY,
+    CharSet,
+    Choice,
+    Regex,
+    Repeat,
+    Sequence,
+    literal,
+    parse_regex,
+)
+
+MOST_INTEGER: Final = 10**18 - 1
+"""18 digits: fits 64 bits."""
+
+MOST_NUMBER: Final = 10**15
+"""Numbers are smaller, so that all digits before the point are exact."""
+
+MOST_FRACTION: Final = 17
+"""Digits after the point."""
+
+EXACT_DIGITS: Final = 15
+"""Decimals of this many digits are different 64-bit floats."""
+
+
+def characters(first: str, last: str) -> CharSet:
+    """One character of a range."""
+    return CharSet(((ord(first), ord(last)),))
+
+
+def one_of(options: list[Regex]) -> Regex:
+    """Any of the options, of which there is at least one."""
+    return options[0] if len(options) == 1 else Choice(tuple(options))
+
+
+_DIGIT: Final = characters("0", "9")
+_NONZERO: Final = characters("1", "9")
+_HEX: Final = CharSet(((0x30, 0x39), (0x41, 0x46), (0x61, 0x66)))
+_HEX_BUT_D: Final = CharSet(((0x30, 0x39), (0x41, 0x43), (0x45, 0x46), (0x61, 0x63), (0x65, 0x66)))
+_HEX_D: Final = CharSet(((0x44, 0x44), (0x64, 0x64)))
+_HEX_89AB: Final = CharSet(((0x38, 0x39), (0x41, 0x42), (0x61, 0x62)))
+_HEX_CDEF: Final = CharSet(((0x43, 0x46), (0x63, 0x66)))
+
+_PLAIN_CHAR: Final = CharSet(
+    ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, 0x10FFFF))  # no control, no quote, no backslash
+)
+_ESCAPES: Final = CharSet(tuple([(ord(letter), ord(letter)) for letter in '"/\\bfnrt']))
+_HIGH_HALF: Final = Sequence((literal("u"), _HEX_D, _HEX_89AB, _HEX, _HEX))
+_LOW_HALF: Final = Sequence((literal("\\u"), _HEX_D, _HEX_CDEF, _HEX, _HEX))
+_ESCAPED_UNIT: Final = Choice(
+    (
+        Sequence((literal("u"), _HEX_BUT_D, _HEX, _HEX, _HEX)),
+        Sequence((literal("u"), _HEX_D, characters("0", "7"), _HEX, _HEX)),
+    )
+)
+_STRING_CHAR: Final = Choice(
+    (
+        _PLAIN_CHAR,
+        Sequence((literal("\\"), Choice((_ESCAPES, _ESCAPED_UNIT, Sequence((_HIGH_HALF, _LOW_HALF)))))),
+    )
+)
+
+BOOLEAN: Final[Regex] = Choice((literal("true"), literal("false")))
+NULL: Final[Regex] = literal("null")
+
+
+def string(least: int = 0, most: int | None = None) -> Regex:
+    """A string of ``least`` to ``most`` characters (code points; an escape counts as one)."""
+    return Sequence((literal('"'), Repeat(_STRING_CHAR, least, most), literal('"')))
+
+
+def integer(least: int = -MOST_INTEGER, most: int = MOST_INTEGER) -> Regex | None:
+    """An integer from ``least`` to ``most``, both inclusive, without leading zeros. None if there is none."""
+    least, most = max(least, -MOST_INTEGER), min(most, MOST_INTEGER)
+    options = _naturals(max(least, 0), most)
+    options += [Sequence((literal("-"), size)) for size in _naturals(max(-most, 1), -least)]
+    return one_of(options) if options else None
+
+
+def _naturals(least: int, most: int) -> list[Regex]:
+    """The integers from ``least``, which is not negative, to ``most``."""
+    found: list[Regex] = []
+    while least <= most:
+        length = len(str(least))
+        longest = len(str(most + 1)) - 1  # all integers of so many digits are at most ``most``
+        if least == 10 ** (length - 1) and length <= longest:
+            found.append(Sequence((_NONZERO, Repeat(_DIGIT, length - 1, longest - 1))))
+            least = 10**longest
+        else:
+            last = min(most, 10**length - 1)
+            found.append(_same_length(str(least), str(last)))
+            least = last + 1
+    return found
+
+
+def _same_length(low: str, high: str) -> Regex:
+    """The strings of digits from ``low`` to ``high``, which have the same length."""
+    if low == high:
+        return literal(low)
+    rest = len(low) - 1
+    if low[0] == high[0]:
+        return Sequence((literal(low[0]), _same_length(low[1:], high[1:])))
+    first, last = int(low[0]), int(high[0])
+    options: list[Regex] = []
+    if low[1:] != "0" * rest:
+        options.append(Sequence((literal(low[0]), _same_length(low[1:], "9" * rest))))
+        first += 1
+    if high[1:] != "9" * rest:
+        options.append(Sequence((literal(high[0]), _same_length("0" * rest, high[1:]))))
+        last -= 1
+    if first <= last:
+        options.append(Sequence((characters(str(first), str(last)), Repeat(_DIGIT, rest, rest))))
+    return one_of(options)
+
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """``is_open``: the value itself is outside."""
+
+    value: Decimal
+    is_open: bool = False
+
+    def negated(self) -> _Limit:
+        return _Limit(-self.value, self.is_open)
+
+    @property
+    def fraction(self) -> _Fraction:
+        return _Fraction(f"{self.value:f}".partition(".")[2].rstrip("0"), self.is_open)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fraction:
+    """A limit of the digits after the point that are still to come, without zeros at its end."""
+
+    digits: str
+    is_open: bool
+
+    @property
+    def first(self) -> int:
+        return int(self.digits[:1] or "0")
+
+    @property
+    def rest(self) -> _Fraction:
+        return _Fraction(self.digits[1:], self.is_open)
+
+
+def number(
+    least: float | None = None,
+    most: float | None = None,
+    *,
+    above: float | None = None,
+    below: float | None = None,
+) -> Regex | None:
+    """A number with or without a fraction, without an exponent: from ``least`` to ``most``, both inclusive,
+    greater than ``above`` and less than ``below``. None if there is none, or a limit is not finite."""
+    if not all(math.isfinite(limit) for limit in (least, most, above, below) if limit is not None):
+        return None
+    top = _Limit(Decimal(MOST_NUMBER), is_open=True)
+    lower, upper = [top.negated()], [top]
+    lower += [_Limit(_exact(least))] if least is not None else []
+    lower += [_Limit(_exact(above), is_open=True)] if above is not None else []
+    upper += [_Limit(_exact(most))] if most is not None else []
+    upper += [_Limit(_exact(below), is_open=True)] if below is not None else []
+    low = max(lower, key=lambda limit: (limit.value, limit.is_open))
+    high = min(upper, key=lambda limit: (limit.value, not limit.is_open))
+    # A text close to an open limit must not be rounded to it.
+    room = min(
+        [MOST_FRACTION, *(EXACT_DIGITS - len(str(int(abs(x)))) for x in (above, below) if x is not None)]
+    )
+    room = max(room, 1)
+    zero, above_zero = _Limit(Decimal(0)), _Limit(Decimal(0), is_open=True)
+    options = _sizes(_stricter(low, zero), high, room)
+    negative = _sizes(_stricter(high.negated(), above_zero), low.negated(), room)
+    if low == top.negated() and high == top:
+        return Sequence((Repeat(literal("-"), 0, 1), one_of(options)))
+    options += [Sequence((literal("-"), size)) for size in negative]
+    return one_of(options) if options else None
+
+
+def _exact(limit: float) -> Decimal:
+    return Decimal(repr(limit))
+
+
+def _stricter(low: _Limit, other: _Limit) -> _Limit:
+    return max(low, other, key=lambda limit: (limit.value, limit.is_open))
+
+
+def _sizes(low: _Limit, high: _Limit, room: int) -> list[Regex]:
+    """The decimals between two limits that are not negative, with at most ``room`` digits after the point."""
+    if low.value > high.value:
+        return []
+    first, last = int(low.value), int(high.value)
+    wholes: list[tuple[Regex, _Fraction | None, _Fraction | None]]
+    if first == last:
+        wholes = [(literal(str(first)), low.fraction, high.fraction)]
+    else:
+        wholes = [(literal(str(first)), low.fraction, None)]
+        wholes += [(whole, None, None) for whole in _naturals(first + 1, last - 1)]
+        wholes += [(literal(str(last)), None, high.fraction)]
+    found: list[Regex] = []
+    for whole, at_least, at_most in wholes:
+        digits = _more_digits(at_least, at_most, room)
+        fraction = None if digits is None else Sequence((literal("."), digits))
+        found += [Sequence((whole, tail)) for tail in _tail(fraction, _may_end(at_least, at_most))]
+    return found
+
+
+def _more_digits(low: _Fraction | None, high: _Fraction | None, room: int) -> Regex | None:
+    """One to ``room`` digits, such that the fraction keeps within its limits. None if there are none."""
+    if low is None and high is None:
+        return Repeat(_DIGIT, 1, room) if room else None
+    groups: dict[tuple[_Fraction | None, _Fraction | None], list[str]] = {}
+    for digit in range(low.first if low else 0, (high.first if high else 9) + 1):
+        next_low = low.rest if low and digit == low.first else None
+        next_high = high.rest if high and digit == high.first else None
+        groups.setdefault((next_low, next_high), []).append(str(digit))
+    options: list[Regex] = []
+    for (next_low, next_high), digits in groups.items() if room else ():
+        one = characters(digits[0], digits[-1])
+        more = _more_digits(next_low, next_high, room - 1)
+        options += [Sequence((one, tail)) for tail in _tail(more, _may_end(next_low, next_high))]
+    return one_of(options) if options else None
+
+
+def _may_end(low: _Fraction | None, high: _Fraction | None) -> bool:
+    """Whether a fraction without further digits keeps within its limits."""
+    is_high_enough = low is None or not (low.digits or low.is_open)
+    return is_high_enough and (high is None or bool(high.digits) or not high.is_open)
+
+
+def _tail(more: Regex | None, may_end: bool) -> list[Regex]:
+    """What follows: ``more``, nothing, or either. Empty if neither is possible."""
+    if more is None:
+        return [EMPTY] if may_end else []
+    return [Repeat(more, 0, 1) if may_end else more]
+
+
+_LEAP_YEAR: Final = (
+    "(?:[1-9][0-9](?:0[48]|[2468][048]|[13579][26])"  # every fourth year except centuries
+    "|(?:1[26]|[2468][048]|[3579][26])00)"  # and every fourth century
+)
+_DAY_OF_MONTH: Final = (
+    "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
+    "|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    "|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+)
+_DATE: Final = f"(?:[1-9][0-9]{{3}}-{_DAY_OF_MONTH}|{_LEAP_YEAR}-02-29)"
+_CLOCK: Final = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?"
+_OFFSET: Final = "(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_SECONDS: Final = "[0-9]{1,4}S"
+_MINUTES: Final = f"[0-9]{{1,4}}M(?:{_SECONDS})?"
+_HOURS: Final = f"[0-9]{{1,4}}H(?:{_MINUTES}|{_SECONDS})?"
+_CLOCK_TIME: Final = f"T(?:{_HOURS}|{_MINUTES}|{_SECONDS})"
+
+
+def _uuid(version: str = "[0-9a-f]", variant: str = "[89ab]") -> str:
+    return f"[0-9a-f]{{8}}-[0-9a-f]{{4}}-{version}[0-9a-f]{{3}}-{variant}[0-9a-f]{{3}}-[0-9a-f]{{12}}"
+
+
+PATTERN_OF_FORMAT: Final = {
+    "date": _DATE,
+    "time": _CLOCK + _OFFSET,
+    "date-time": f"{_DATE}T{_CLOCK}{_OFFSET}",
+    "duration": f"P(?:[0-9]{{1,4}}D(?:{_CLOCK_TIME})?|{_CLOCK_TIME})",
+    "uuid": _uuid(variant="[0-9a-f]"),
+    **{f"uuid{version}": _uuid(version) for version in "1345678"},
+}
+"""What strings of a ``format`` of JSON schema match as a whole. Narrower than the format where parsers
+differ: years are 1000 to 9999, days exist in their month, seconds are below 60, durations have no weeks."""
+
+
+def text_of_format(name: str) -> Regex | None:
+    """A string of a ``format``. None for one that is not in ``PATTERN_OF_FORMAT``."""
+    pattern = PATTERN_OF_FORMAT.get(name)
+    return None if pattern is None else Sequence((literal('"'), parse_regex(pattern), literal('"')))
